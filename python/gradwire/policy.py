@@ -1,0 +1,316 @@
+"""How the threshold follows the density, and two habits: shake-up messages and clipping.
+
+Policies are small frozen values without hidden state. The encoder owns what changes from step to
+step (the threshold, the step, the step of its last change) and hands it in.
+"""
+
+# ruff: noqa: ARG002  (every rule has the one signature that the encoder calls)
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+__all__ = [
+    "AdaptiveThreshold",
+    "FixedThreshold",
+    "ResidualClip",
+    "ShakeUp",
+    "StepThreshold",
+    "Tail",
+    "TargetDensity",
+    "ThresholdPolicy",
+    "round_threshold",
+]
+
+# bfloat16: 8 significant bits, smallest subnormal 2^-133, everything below 2^128.
+_SIGNIFICANT_BITS = 8
+_SMALLEST_EXPONENT = -133
+_OVERFLOW = 2.0**128
+# The largest bfloat16 value: rising rules stop here, so that the next rounding cannot refuse the
+# state.
+_MAX_THRESHOLD = 255.0 * 2.0**120
+
+
+class Tail(NamedTuple):
+    """Three magnitudes, each exceeded by the target density's share of the sampled elements.
+
+    With r the residual, u the update, i an element and j another one near it:
+
+    Attributes:
+        now: of |r_before(i) + u(i)|, what this step compared with its threshold.
+        shuffled: of |r_before(i) + u(j)|, the same without the correlation of an element with its
+            own update.
+        next: of |r_after(i) + u(j)|, what the next step would compare if its update were
+            independent of this one.
+    """
+
+    now: float
+    shuffled: float
+    next: float
+
+
+class ThresholdPolicy(Protocol):
+    """What the encoder asks of a threshold policy."""
+
+    @property
+    def initial(self) -> float:
+        """Threshold of the first step, unrounded."""
+
+    @property
+    def sample_density(self) -> float | None:
+        """The density whose quantiles (``Tail``) the encoder shall sample, or None for none."""
+
+    def next_threshold(
+        self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
+    ) -> float:
+        """Return the unrounded threshold of the next step.
+
+        Args:
+            threshold: the unrounded threshold of this step.
+            density: changed elements of this step / numel.
+            steps_since_change: steps, this one included, since the threshold last changed.
+            tail: quantiles sampled in this step, None where none were.
+        """
+
+
+def round_threshold(threshold: float) -> float:
+    """Return ``threshold`` rounded once to the nearest bfloat16 value, ties to even.
+
+    Raises:
+        ValueError: the threshold is not a positive finite number, or rounds to zero or infinity.
+    """
+    if not 0.0 < threshold < math.inf:
+        raise ValueError(f"a threshold must be positive and finite, got {threshold!r}")
+    exponent = math.frexp(threshold)[1] - _SIGNIFICANT_BITS
+    if exponent < _SMALLEST_EXPONENT:
+        exponent = _SMALLEST_EXPONENT
+    rounded = math.ldexp(round(math.ldexp(threshold, -exponent)), exponent)
+    if rounded == 0.0 or rounded >= _OVERFLOW:
+        raise ValueError(
+            f"threshold {threshold!r} rounds to zero or infinity in bfloat16; use 1e-40 ... 3e38"
+        )
+    return rounded
+
+
+@dataclass(frozen=True)
+class FixedThreshold:
+    """The same threshold in every step.
+
+    >>> FixedThreshold(0.5).initial
+    0.5
+
+    Raises:
+        ValueError: ``value`` is not a threshold.
+    """
+
+    sample_density: ClassVar[None] = None
+
+    value: float
+
+    def __post_init__(self) -> None:
+        round_threshold(self.value)
+
+    @property
+    def initial(self) -> float:
+        """The fixed threshold."""
+        return self.value
+
+    def next_threshold(
+        self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
+    ) -> float:
+        """Return the threshold as it is."""
+        return threshold
+
+
+@dataclass(frozen=True)
+class AdaptiveThreshold:
+    """Multiply or divide by ``decay`` while the density is outside its band.
+
+    >>> AdaptiveThreshold(initial=1e-3, decay=0.5).next_threshold(1e-3, 0.0, 1, None)
+    0.0005
+
+    Source: Deeplearning4j 1.0, ``AdaptiveThresholdAlgorithm``, described in ``docs/algorithm.md``.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    sample_density: ClassVar[None] = None
+
+    initial: float = 1e-3
+    density_min: float = 1e-4
+    density_max: float = 1e-2
+    decay: float = 0.5 ** (1 / 20)
+    minimum: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _check_thresholds(self.initial, self.minimum)
+        if not 0.0 <= self.density_min <= self.density_max <= 1.0:
+            raise ValueError(
+                f"densities must satisfy 0 <= density_min <= density_max <= 1, "
+                f"got {self.density_min!r} and {self.density_max!r}"
+            )
+        if not 0.0 < self.decay < 1.0:
+            raise ValueError(f"decay must be in (0, 1), got {self.decay!r}")
+
+    def next_threshold(
+        self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
+    ) -> float:
+        """Return threshold * decay below the band, threshold / decay above, threshold inside."""
+        if density < self.density_min:
+            return max(threshold * self.decay, self.minimum)
+        if density > self.density_max:
+            return min(threshold / self.decay, _MAX_THRESHOLD)
+        return threshold
+
+
+@dataclass(frozen=True)
+class StepThreshold:
+    """Subtract ``step`` when too little is sent, at most once in ``delay`` steps, and never go up.
+
+    >>> policy = StepThreshold(initial=0.5, minimum=0.25, step=0.125, delay=2)
+    >>> policy.next_threshold(0.5, 0.0, 2, None)
+    0.375
+
+    Source: Deeplearning4j 0.9.1, ``EncodingHandler``, as documented (its code could step only
+    once).
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    sample_density: ClassVar[None] = None
+
+    initial: float = 1e-3
+    minimum: float = 1e-5
+    step: float = 1e-5
+    trigger: float = 5e-4
+    delay: int = 50
+
+    def __post_init__(self) -> None:
+        _check_thresholds(self.initial, self.minimum)
+        if not 0.0 < self.step < math.inf:
+            raise ValueError(f"step must be positive and finite, got {self.step!r}")
+        if not 0.0 <= self.trigger <= 1.0:
+            raise ValueError(f"trigger is a density in 0 ... 1, got {self.trigger!r}")
+        _check_whole("delay", self.delay, least=0)
+
+    def next_threshold(
+        self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
+    ) -> float:
+        """Return the threshold minus ``step`` where the rule allows it."""
+        lower = threshold - self.step
+        if density < self.trigger and steps_since_change >= self.delay and lower >= self.minimum:
+            return lower
+        return threshold
+
+
+@dataclass(frozen=True)
+class TargetDensity:
+    """Aim at a density: predict the next step's quantile from a sample of this step.
+
+    From a threshold wrong by any factor it is near the target after one or two steps, because the
+    prediction does not start from the old threshold at all. A group with fewer than ``1 / density``
+    elements sends about one element a step, the least that can be aimed at.
+
+    >>> TargetDensity(1e-3).next_threshold(1e-4, 0.9, 1, Tail(now=0.5, shuffled=0.25, next=0.25))
+    0.5
+
+    Source: derived and measured in ``docs/algorithm.md``.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    density: float = 1e-3
+    initial: float = 1e-4
+    minimum: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _check_thresholds(self.initial, self.minimum)
+        if not 0.0 < self.density < 1.0:
+            raise ValueError(f"density must be in (0, 1), got {self.density!r}")
+
+    @property
+    def sample_density(self) -> float:
+        """The density aimed at."""
+        return self.density
+
+    def next_threshold(
+        self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
+    ) -> float:
+        """Return next + (now - shuffled), within sane bounds.
+
+        The difference is what correlation between an element's residual and its own update adds. It
+        can be negative and larger than ``next`` after a change of sign of the updates; a quarter of
+        ``next`` bounds it from below. Without a sample, or when every sampled element is zero,
+        there is nothing to learn and the threshold stays.
+        """
+        if tail is None or tail.next <= 0.0:
+            return threshold
+        predicted = max(tail.next + (tail.now - tail.shuffled), 0.25 * tail.next, self.minimum)
+        return min(predicted, _MAX_THRESHOLD)
+
+
+@dataclass(frozen=True)
+class ShakeUp:
+    """Every ``every``-th message uses the threshold divided by ``divisor``.
+
+    >>> ShakeUp(every=3).is_due(step=2)
+    True
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    every: int = 100
+    divisor: float = 3.0
+
+    def __post_init__(self) -> None:
+        _check_whole("every", self.every, least=1)
+        if not 1.0 <= self.divisor < math.inf:
+            raise ValueError(f"divisor must be finite and at least 1, got {self.divisor!r}")
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the message of ``step`` is a shake-up."""
+        return (step + 1) % self.every == 0
+
+
+@dataclass(frozen=True)
+class ResidualClip:
+    """Every ``every``-th step clips the residual, after encoding, to ``limit`` thresholds.
+
+    >>> ResidualClip(limit=5.0, every=5).is_due(step=4)
+    True
+
+    Source: Deeplearning4j, ``ResidualClippingPostProcessor``.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    limit: float = 5.0
+    every: int = 5
+
+    def __post_init__(self) -> None:
+        _check_whole("every", self.every, least=1)
+        if not 1.0 <= self.limit < math.inf:
+            raise ValueError(f"limit must be finite and at least 1, got {self.limit!r}")
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the residual is clipped after the message of ``step``."""
+        return (step + 1) % self.every == 0
+
+
+def _check_thresholds(initial: float, minimum: float) -> None:
+    round_threshold(initial)
+    round_threshold(minimum)
+    if minimum > initial:
+        raise ValueError(f"minimum {minimum!r} is above initial {initial!r}")
+
+
+def _check_whole(name: str, value: int, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
