@@ -345,7 +345,7 @@ def _float32_bits(value: float) -> int:
 def _split(
     where: Positions, minus: Signs, numel: int, exponent: int
 ) -> Iterator[tuple[Chunk, Positions, Signs, bool]]:
-    """Yield each chunk, its changed elements counted from its begin, its signs, and whether last."""
+    """Yield each chunk, its changed elements counted from its begin, signs, and whether last."""
     size = 1 << exponent
     begin = 0
     for first in range(0, where.size, size):
@@ -805,7 +805,7 @@ class ReferenceEncoder:
         self._raises = on_nonfinite == "raise"
 
     def encode(self, update: ArrayLike | Sequence[NDArray[Any]] | None = None) -> bytes:
-        """Add ``update`` to the residual, take ±threshold out of it where it is reached, and encode.
+        """Add ``update`` to the residual, take ±threshold out where it is reached, and encode that.
 
         Args:
             update: numel elements in one array or several; None encodes what is in the residual.
