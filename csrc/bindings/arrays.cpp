@@ -1,0 +1,259 @@
+#include "arrays.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "dlpack.h"
+
+namespace gradwire::bindings {
+namespace {
+
+const char* dtype_name(Dtype dtype) {
+    switch (dtype) {
+        case Dtype::kFloat32: return "float32";
+        case Dtype::kFloat64: return "float64";
+        case Dtype::kFloat16: return "float16";
+        case Dtype::kBfloat16: return "bfloat16";
+        case Dtype::kNone: break;
+    }
+    return "none";
+}
+
+uint64_t itemsize(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
+
+[[noreturn]] void refuse_dtype(const std::string& name, const std::string& dtype) {
+    throw py::type_error(name + " has dtype " + dtype + "; gradwire takes float32, float64, float16 and bfloat16");
+}
+
+[[noreturn]] void refuse_layout(const std::string& name) {
+    throw py::value_error(name + " is not C-contiguous; pass a contiguous array (numpy.ascontiguousarray copies one)");
+}
+
+Dtype numpy_dtype(const py::array& array, const std::string& name) {
+    const py::dtype dtype = array.dtype();
+    if (dtype.byteorder() != '>') {
+        switch (dtype.num()) {
+            case py::detail::npy_api::NPY_FLOAT_: return Dtype::kFloat32;
+            case py::detail::npy_api::NPY_DOUBLE_: return Dtype::kFloat64;
+            case 23: return Dtype::kFloat16;  // NPY_HALF
+            default: break;
+        }
+        if (dtype.itemsize() == 2 && std::string(py::str(dtype)) == "bfloat16") return Dtype::kBfloat16;
+    }
+    refuse_dtype(name, py::str(dtype));
+}
+
+HostArray from_numpy(const py::array& array, const std::string& name) {
+    HostArray result;
+    result.dtype = numpy_dtype(array, name);
+    if (!(array.flags() & py::array::c_style)) refuse_layout(name);
+    result.data = const_cast<void*>(array.data());
+    result.numel = static_cast<uint64_t>(array.size());
+    result.writable = array.writeable();
+    return result;
+}
+
+Dtype dlpack_dtype(const DlpackDtype& dtype, const std::string& name) {
+    if (dtype.lanes == 1 && dtype.code == kDlpackFloat) {
+        if (dtype.bits == 32) return Dtype::kFloat32;
+        if (dtype.bits == 64) return Dtype::kFloat64;
+        if (dtype.bits == 16) return Dtype::kFloat16;
+    }
+    if (dtype.lanes == 1 && dtype.code == kDlpackBfloat && dtype.bits == 16) return Dtype::kBfloat16;
+    refuse_dtype(name, "code " + std::to_string(dtype.code) + " of " + std::to_string(dtype.bits) + " bits (DLPack)");
+}
+
+HostArray from_dlpack_tensor(const DlpackTensor& tensor, bool writable, const std::string& name) {
+    HostArray result;
+    result.dtype = dlpack_dtype(tensor.dtype, name);
+    result.numel = 1;
+    for (int32_t i = 0; i < tensor.ndim; ++i) result.numel *= static_cast<uint64_t>(tensor.shape[i]);
+    int64_t expected = 1;
+    for (int32_t i = tensor.ndim; tensor.strides && result.numel > 0 && i-- > 0;) {
+        if (tensor.shape[i] != 1 && tensor.strides[i] != expected) refuse_layout(name);
+        expected *= tensor.shape[i];
+    }
+    result.data = static_cast<uint8_t*>(tensor.data) + tensor.byte_offset;
+    result.writable = writable;
+    return result;
+}
+
+// Asks for a capsule, of version 1 where the producer knows it (only that one says "read-only").
+py::object dlpack_capsule(py::handle object, const std::string& name) {
+    try {
+        try {
+            return object.attr("__dlpack__")(py::arg("max_version") = py::make_tuple(1, 0));
+        } catch (py::error_already_set& error) {
+            if (!error.matches(PyExc_TypeError)) throw;
+        }
+        return object.attr("__dlpack__")();
+    } catch (py::error_already_set& error) {
+        if (!error.matches(PyExc_BufferError) && !error.matches(PyExc_RuntimeError) &&
+            !error.matches(PyExc_TypeError))
+            throw;
+        throw py::value_error(name + " does not lend its memory: " + std::string(py::str(error.value())) +
+                              " (a tensor that requires grad is passed as tensor.detach())");
+    }
+}
+
+HostArray from_dlpack(py::handle object, const std::string& name) {
+    const auto device = object.attr("__dlpack_device__")().cast<std::pair<int, int>>();
+    if (device.first != kDlpackCpu)
+        throw py::value_error(name + " is on device " + std::to_string(device.first) + ":" +
+                              std::to_string(device.second) + " (DLPack), but this encoder or target is on the CPU");
+    const py::object capsule = dlpack_capsule(object, name);
+    if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
+        auto* managed = static_cast<DlpackVersioned*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
+        HostArray result = from_dlpack_tensor(managed->tensor, !(managed->flags & kDlpackReadOnly), name);
+        PyCapsule_SetName(capsule.ptr(), "used_dltensor_versioned");
+        result.hold = std::shared_ptr<void>(managed, [](void* p) {
+            auto* tensor = static_cast<DlpackVersioned*>(p);
+            if (tensor->deleter) tensor->deleter(tensor);
+        });
+        return result;
+    }
+    auto* managed = static_cast<DlpackManaged*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+    if (!managed) throw py::error_already_set();
+    // The old capsule cannot say "read-only"; JAX arrays are, and are recognised by having no item assignment.
+    HostArray result = from_dlpack_tensor(managed->tensor, !py::hasattr(object, "at"), name);
+    PyCapsule_SetName(capsule.ptr(), "used_dltensor");
+    result.hold = std::shared_ptr<void>(managed, [](void* p) {
+        auto* tensor = static_cast<DlpackManaged*>(p);
+        if (tensor->deleter) tensor->deleter(tensor);
+    });
+    return result;
+}
+
+HostArray from_buffer(py::handle object, const std::string& name) {
+    auto view = std::shared_ptr<Py_buffer>(new Py_buffer{}, [](Py_buffer* buffer) {
+        PyBuffer_Release(buffer);
+        delete buffer;
+    });
+    if (PyObject_GetBuffer(object.ptr(), view.get(), PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) {
+        view->obj = nullptr;
+        PyErr_Clear();
+        refuse_layout(name);
+    }
+    HostArray result;
+    std::string format = view->format ? view->format : "B";
+    if (!format.empty() && (format[0] == '=' || format[0] == '<' || format[0] == '@')) format.erase(0, 1);
+    if (format == "f")
+        result.dtype = Dtype::kFloat32;
+    else if (format == "d")
+        result.dtype = Dtype::kFloat64;
+    else if (format == "e")
+        result.dtype = Dtype::kFloat16;
+    else
+        refuse_dtype(name, "format \"" + format + "\" (buffer protocol)");
+    result.data = view->buf;
+    result.numel = static_cast<uint64_t>(view->len) / itemsize(result.dtype);
+    result.writable = !view->readonly;
+    result.hold = view;
+    return result;
+}
+
+HostArray borrow(py::handle object, const std::string& name) {
+    if (py::isinstance<py::array>(object)) return from_numpy(py::reinterpret_borrow<py::array>(object), name);
+    if (py::hasattr(object, "__cuda_array_interface__"))
+        throw py::value_error(name + " is on a CUDA device, but this encoder or target is on the CPU");
+    if (py::hasattr(object, "__dlpack__")) return from_dlpack(object, name);
+    if (PyObject_CheckBuffer(object.ptr())) return from_buffer(object, name);
+    throw py::type_error(name + " is a " + std::string(py::str(py::type::of(object).attr("__name__"))) +
+                         "; gradwire takes arrays with the buffer protocol or __dlpack__, or a list or tuple of them");
+}
+
+HostArray checked(py::handle object, const std::string& name) {
+    HostArray array = borrow(object, name);
+    if (array.numel > 0 && reinterpret_cast<uintptr_t>(array.data) % itemsize(array.dtype) != 0)
+        throw py::value_error(name + " is not aligned to its " + std::to_string(itemsize(array.dtype)) + "-byte elements");
+    return array;
+}
+
+bool overlap(const void* a, uint64_t a_bytes, const void* b, uint64_t b_bytes) {
+    const auto from_a = reinterpret_cast<uintptr_t>(a);
+    const auto from_b = reinterpret_cast<uintptr_t>(b);
+    return a_bytes > 0 && b_bytes > 0 && from_a < from_b + b_bytes && from_b < from_a + a_bytes;
+}
+
+}  // namespace
+
+uint64_t HostArray::bytes() const { return numel * itemsize(dtype); }
+
+HostArrays::HostArrays(py::handle object, const char* role)
+    : role_(role), sequence_(PyList_Check(object.ptr()) || PyTuple_Check(object.ptr())) {
+    if (!sequence_) {
+        arrays_.push_back(checked(object, role));
+        return;
+    }
+    const auto items = py::reinterpret_borrow<py::sequence>(object);
+    for (size_t i = 0; i < items.size(); ++i) {
+        const py::object item = items[i];
+        arrays_.push_back(checked(item, std::string(role) + "[" + std::to_string(i) + "]"));
+    }
+}
+
+std::string HostArrays::name(size_t index) const {
+    return sequence_ ? std::string(role_) + "[" + std::to_string(index) + "]" : role_;
+}
+
+uint64_t HostArrays::numel() const {
+    uint64_t numel = 0;
+    for (const HostArray& array : arrays_) numel += array.numel;
+    return numel;
+}
+
+void HostArrays::require_numel(uint64_t expected) const {
+    if (numel() != expected)
+        throw py::value_error(std::string(role_) + " has " + std::to_string(numel()) + " elements, must have " +
+                              std::to_string(expected));
+}
+
+void HostArrays::require_updates(Dtype residual) const {
+    for (size_t i = 0; i < arrays_.size(); ++i)
+        if (arrays_[i].dtype == Dtype::kFloat64 && residual == Dtype::kFloat32)
+            throw py::type_error(name(i) + " is float64, but the encoder's residual is float32: it would be rounded; "
+                                           "use Encoder(..., dtype=\"float64\") or pass float32");
+}
+
+void HostArrays::require_targets() const {
+    for (size_t i = 0; i < arrays_.size(); ++i) {
+        const HostArray& array = arrays_[i];
+        if (array.dtype != Dtype::kFloat32 && array.dtype != Dtype::kFloat64)
+            throw py::type_error(name(i) + " is " + dtype_name(array.dtype) +
+                                 ", which would round most updates away; apply to float32 or float64 (a master copy)");
+        if (!array.writable) throw py::value_error(name(i) + " is read-only, so nothing can be added to it");
+    }
+    // Neighbours in order of address are the only ones that can overlap.
+    std::vector<size_t> order(arrays_.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+    std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return arrays_[a].data < arrays_[b].data; });
+    for (size_t i = 1; i < order.size(); ++i) {
+        const HostArray& low = arrays_[order[i - 1]];
+        const HostArray& high = arrays_[order[i]];
+        if (overlap(low.data, low.bytes(), high.data, high.bytes()))
+            throw py::value_error(name(order[i - 1]) + " and " + name(order[i]) + " overlap in memory");
+    }
+}
+
+void HostArrays::require_apart(const void* data, uint64_t bytes, const char* what) const {
+    for (size_t i = 0; i < arrays_.size(); ++i)
+        if (overlap(arrays_[i].data, arrays_[i].bytes(), data, bytes))
+            throw py::value_error(name(i) + " overlaps " + what + " in memory");
+}
+
+std::vector<ConstArray> HostArrays::updates() const {
+    std::vector<ConstArray> result;
+    result.reserve(arrays_.size());
+    for (const HostArray& array : arrays_) result.push_back({array.data, array.numel, array.dtype});
+    return result;
+}
+
+std::vector<Array> HostArrays::targets() const {
+    std::vector<Array> result;
+    result.reserve(arrays_.size());
+    for (const HostArray& array : arrays_) result.push_back({array.data, array.numel, array.dtype});
+    return result;
+}
+
+}  // namespace gradwire::bindings

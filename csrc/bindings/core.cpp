@@ -1,0 +1,212 @@
+// The module gradwire._core. Inputs are checked first, then the GIL is released once, then plain C++ runs.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <atomic>
+#include <cmath>
+
+#include "../error.h"
+#include "arrays.h"
+#include "message.h"
+
+namespace gradwire::bindings {
+namespace {
+
+template <class Error>
+void raise(const char* name, const Error& error) {
+    py::set_error(py::module_::import("gradwire.errors").attr(name), error.what());
+}
+
+void translate(std::exception_ptr pointer) {
+    try {
+        if (pointer) std::rethrow_exception(pointer);
+    } catch (const MessageError& error) {
+        raise("MessageError", error);
+    } catch (const BackendUnavailable& error) {
+        raise("BackendUnavailable", error);
+    } catch (const NonFiniteUpdate& error) {
+        const py::object type = py::module_::import("gradwire.errors").attr("NonFiniteUpdate");
+        const py::object value = type(error.what(), error.count, error.first_index);
+        PyErr_SetObject(type.ptr(), value.ptr());
+    }
+}
+
+// Takes an encoder for one call; a second thread in it meanwhile is a mistake worth an error, not a corrupt residual.
+class Exclusive {
+  public:
+    explicit Exclusive(std::atomic_flag& busy) : busy_(busy) {
+        if (busy_.test_and_set()) throw std::runtime_error("this Encoder is in use by another thread; give each thread its own");
+    }
+    ~Exclusive() { busy_.clear(); }
+    Exclusive(const Exclusive&) = delete;
+    Exclusive& operator=(const Exclusive&) = delete;
+
+  private:
+    std::atomic_flag& busy_;
+};
+
+class PyEncoder {
+  public:
+    PyEncoder(uint64_t numel, bool float64, unsigned threads)
+        : encoder_(numel, float64 ? Dtype::kFloat64 : Dtype::kFloat32, threads) {
+        kernels();  // a forced instruction set that is not usable shows here
+    }
+
+    py::tuple encode(const py::object& update, double threshold, uint8_t flags, uint32_t key, uint32_t step,
+                     bool skip_nonfinite, double sample_density) {
+        EncodeOptions options;
+        options.threshold = float_to_bfloat16(static_cast<float>(threshold));
+        options.flags = flags;
+        options.key = key;
+        options.step = step;
+        options.skip_nonfinite = skip_nonfinite;
+        options.sample_density = sample_density;
+        Encoded encoded = with_update(update, [&](const std::vector<ConstArray>* arrays) {
+            return encoder_.encode(arrays, options);
+        });
+        py::object tail = py::none();
+        if (sample_density > 0) tail = py::make_tuple(encoded.tail.now, encoded.tail.shuffled, encoded.tail.next);
+        return py::make_tuple(Message(std::move(encoded.message)), encoded.skipped, tail);
+    }
+
+    py::tuple encode_dense(const py::object& update, const std::string& dtype, uint32_t key, uint32_t step,
+                           bool skip_nonfinite) {
+        EncodeOptions options;
+        options.key = key;
+        options.step = step;
+        options.skip_nonfinite = skip_nonfinite;
+        const DenseType type = dtype == "bfloat16"                     ? DenseType::kBfloat16
+                               : encoder_.dtype() == Dtype::kFloat64 ? DenseType::kFloat64
+                                                                      : DenseType::kFloat32;
+        Encoded encoded = with_update(update, [&](const std::vector<ConstArray>* arrays) {
+            return encoder_.encode_dense(arrays, type, options);
+        });
+        return py::make_tuple(Message(std::move(encoded.message)), encoded.skipped);
+    }
+
+    py::tuple clip(double limit) {
+        const Exclusive exclusive(busy_);
+        Clipped clipped;
+        {
+            const py::gil_scoped_release release;
+            clipped = encoder_.clip(limit);
+        }
+        return py::make_tuple(clipped.count, clipped.sum);
+    }
+
+    static py::array residual(const py::object& self) {
+        auto& encoder = self.cast<PyEncoder&>().encoder_;
+        const py::dtype dtype = encoder.dtype() == Dtype::kFloat64 ? py::dtype::of<double>() : py::dtype::of<float>();
+        return py::array(dtype, {static_cast<py::ssize_t>(encoder.numel())}, {dtype.itemsize()}, encoder.residual(), self);
+    }
+
+  private:
+    template <class F>
+    Encoded with_update(const py::object& update, F f) {
+        if (update.is_none()) {
+            const Exclusive exclusive(busy_);
+            const py::gil_scoped_release release;
+            return f(nullptr);
+        }
+        const HostArrays arrays(update, "update");
+        arrays.require_numel(encoder_.numel());
+        arrays.require_updates(encoder_.dtype());
+        arrays.require_apart(encoder_.residual(), encoder_.numel() * (encoder_.dtype() == Dtype::kFloat64 ? 8 : 4),
+                             "the encoder's residual");
+        const std::vector<ConstArray> updates = arrays.updates();
+        const Exclusive exclusive(busy_);
+        const py::gil_scoped_release release;
+        return f(&updates);
+    }
+
+    Encoder encoder_;
+    std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
+};
+
+void apply_all(const std::vector<const Message*>& messages, const py::object& target, double scale) {
+    const HostArrays arrays(target, "target");
+    arrays.require_targets();
+    if (!std::isfinite(scale)) throw py::value_error("scale is " + std::to_string(scale) + ", must be finite");
+    std::vector<MessageView> views;
+    views.reserve(messages.size());
+    for (const Message* message : messages) {
+        const MessageView& view = message->view();
+        arrays.require_numel(view.header.numel);
+        arrays.require_apart(message->bytes(), view.nbytes(), "the message");
+        if (!std::isfinite(static_cast<float>(scale * static_cast<double>(view.threshold()))))
+            throw py::value_error("scale " + std::to_string(scale) + " times threshold " +
+                                  std::to_string(view.threshold()) + " overflows float32");
+        views.push_back(view);
+    }
+    const std::vector<Array> targets = arrays.targets();
+    const py::gil_scoped_release release;
+    apply_messages(views, targets, scale);
+}
+
+void apply(const Message& message, const py::object& target, double scale) { apply_all({&message}, target, scale); }
+
+py::array decode(const Message& message) {
+    const Header& header = message.view().header;
+    const bool float64 = header.dtype == DenseType::kFloat64;
+    const py::object zeros = py::module_::import("numpy").attr("zeros");
+    py::array values = zeros(header.numel, float64 ? "float64" : "float32");
+    apply_all({&message}, values, 1.0);
+    return values;
+}
+
+Message dense(const py::object& values, const std::string& dtype, uint32_t key, uint32_t step) {
+    const HostArrays arrays(values, "values");
+    const std::vector<ConstArray> parts = arrays.updates();
+    if (parts.size() != 1 || (parts[0].dtype != Dtype::kFloat32 && parts[0].dtype != Dtype::kFloat64))
+        throw py::type_error("values must be one float32 or float64 array");
+    const DenseType type = dtype == "bfloat16"                     ? DenseType::kBfloat16
+                           : parts[0].dtype == Dtype::kFloat64 ? DenseType::kFloat64
+                                                               : DenseType::kFloat32;
+    const py::gil_scoped_release release;
+    return Message(code_dense(parts[0], type, key, step));
+}
+
+uint64_t max_message_bytes(uint64_t numel, bool dense, const std::string& dtype) {
+    if (numel > kMaxNumel) throw py::value_error("numel is " + std::to_string(numel) + ", must be at most 2^48");
+    if (!dense) return max_ternary_bytes(numel);
+    return kHeaderBytes + numel * (dtype == "float64" ? 8 : dtype == "bfloat16" ? 2 : 4);
+}
+
+void register_encoder(py::module_& module) {
+    py::class_<PyEncoder>(module, "Encoder")
+        .def(py::init<uint64_t, bool, unsigned>(), py::arg("numel"), py::arg("float64"), py::arg("threads"))
+        .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("threshold"), py::arg("flags"),
+             py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"), py::arg("sample_density"))
+        .def("encode_dense", &PyEncoder::encode_dense, py::arg("update").none(true), py::arg("dtype"), py::arg("key"),
+             py::arg("step"), py::arg("skip_nonfinite"))
+        .def("clip", &PyEncoder::clip, py::arg("limit"))
+        .def_property_readonly("residual", &PyEncoder::residual);
+}
+
+void register_apply(py::module_& module) {
+    module.def("apply", &apply, py::arg("message"), py::arg("target"), py::arg("scale") = 1.0);
+    module.def("apply_many", &apply_all, py::arg("messages"), py::arg("target"), py::arg("scale") = 1.0);
+    module.def("decode", &decode, py::arg("message"));
+    module.def("dense", &dense, py::arg("values"), py::arg("dtype"), py::arg("key"), py::arg("step"));
+    module.def("max_message_bytes", &max_message_bytes, py::arg("numel"), py::arg("dense") = false,
+               py::arg("dtype") = "float32");
+}
+
+void register_dispatch(py::module_& module) {
+    module.def("usable_isas", &usable_isas);
+    module.def("isa", [] { return kernels().name; });
+    module.def("select_isa", &select_isa, py::arg("name"));
+}
+
+}  // namespace
+}  // namespace gradwire::bindings
+
+PYBIND11_MODULE(_core, module) {
+    namespace bindings = gradwire::bindings;
+    pybind11::register_exception_translator(bindings::translate);
+    bindings::register_message(module);
+    bindings::register_encoder(module);
+    bindings::register_apply(module);
+    bindings::register_dispatch(module);
+}

@@ -1,0 +1,30 @@
+// The Python class Message: bytes that it owns, or a view of somebody's buffer.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+
+#include "../codec.h"
+
+namespace gradwire::bindings {
+
+namespace py = pybind11;
+
+class Message {
+  public:
+    explicit Message(MessageBytes own);
+    Message(MessageView view, std::shared_ptr<Py_buffer> borrowed);
+
+    const MessageView& view() const { return view_; }
+    const uint8_t* bytes() const { return view_.payload - kHeaderBytes; }
+
+  private:
+    MessageBytes own_;
+    std::shared_ptr<Py_buffer> borrowed_;
+    MessageView view_;
+};
+
+void register_message(py::module_& module);
+
+}  // namespace gradwire::bindings

@@ -1,0 +1,262 @@
+// Pass 1 (residual, comparison, list of mask words) and what surrounds it. Pass 2 is in code.cpp, decoding in apply.cpp.
+#include "codec.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <string>
+
+#include "cpu/scalars.h"
+#include "error.h"
+#include "parallel.h"
+#include "tail.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace gradwire {
+namespace {
+
+constexpr uint64_t kWordsPerThread = 4096;  // 2^18 elements: less does not repay a thread's start
+constexpr uint64_t kHugePage = uint64_t{2} << 20;
+
+template <class Residual>
+struct KernelOf;
+template <>
+struct KernelOf<float> {
+    static constexpr Dtype kOwn = Dtype::kFloat32;
+    static TakeFunction<float> take(Dtype update) { return kernels().take_float[static_cast<unsigned>(update)]; }
+};
+template <>
+struct KernelOf<double> {
+    static constexpr Dtype kOwn = Dtype::kFloat64;
+    static TakeFunction<double> take(Dtype update) { return kernels().take_double[static_cast<unsigned>(update)]; }
+};
+
+uint64_t bytes_per_element(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
+
+template <class To, class From>
+void convert(const void* from, uint64_t first, uint64_t count, To* to) {
+    const From* values = static_cast<const From*>(from) + first;
+    for (uint64_t i = 0; i < count; ++i) to[i] = to_scalar<To>(values[i]);
+}
+
+template <class To>
+void convert(const ConstArray& from, uint64_t first, uint64_t count, To* to) {
+    switch (from.dtype) {
+        case Dtype::kFloat32: return convert<To, float>(from.data, first, count, to);
+        case Dtype::kFloat64: return convert<To, double>(from.data, first, count, to);
+        case Dtype::kFloat16: return convert<To, Half>(from.data, first, count, to);
+        case Dtype::kBfloat16: return convert<To, Bfloat16>(from.data, first, count, to);
+        case Dtype::kNone: break;
+    }
+}
+
+// A place in a sequence of arrays.
+class ArrayCursor {
+  public:
+    ArrayCursor(const std::vector<ConstArray>& arrays, uint64_t element) : arrays_(arrays), offset_(element) {
+        settle();
+    }
+    uint64_t left() const { return arrays_[index_].numel - offset_; }
+    Dtype dtype() const { return arrays_[index_].dtype; }
+    const void* data() const {
+        return static_cast<const uint8_t*>(arrays_[index_].data) + offset_ * bytes_per_element(dtype());
+    }
+    void advance(uint64_t elements) {
+        offset_ += elements;
+        settle();
+    }
+    // Copies `count` elements, from as many arrays as it takes.
+    template <class To>
+    void gather(uint64_t count, To* to) {
+        while (count > 0) {
+            const uint64_t some = std::min(count, left());
+            convert(arrays_[index_], offset_, some, to);
+            to += some;
+            count -= some;
+            advance(some);
+        }
+    }
+
+  private:
+    void settle() {
+        while (index_ < arrays_.size() && offset_ >= arrays_[index_].numel) offset_ -= arrays_[index_++].numel;
+    }
+    const std::vector<ConstArray>& arrays_;
+    size_t index_ = 0;
+    uint64_t offset_;
+};
+
+std::string nonfinite_text(const Taken& taken) {
+    return std::to_string(taken.nonfinite) + " elements of the update or its sum with the residual are not finite, the first at index " +
+           std::to_string(taken.first_nonfinite) +
+           "; nothing was sent and the finite part is in the residual: mend the update, or use on_nonfinite=\"skip\"";
+}
+
+}  // namespace
+
+Memory<uint8_t> allocate_zeroed(uint64_t bytes) {
+    const uint64_t alignment = bytes >= 2 * kHugePage ? kHugePage : 64;
+    const uint64_t rounded = std::max(alignment, (bytes + alignment - 1) / alignment * alignment);
+    auto* memory = static_cast<uint8_t*>(std::aligned_alloc(alignment, rounded));
+    if (!memory) throw std::bad_alloc();
+#if defined(__linux__)
+    if (alignment == kHugePage) madvise(memory, rounded, MADV_HUGEPAGE);
+#endif
+    std::memset(memory, 0, rounded);
+    return Memory<uint8_t>(memory);
+}
+
+MaskWord* CoderScratch::reserve(uint64_t count) {
+    if (count > capacity) {
+        words.reset(static_cast<MaskWord*>(std::malloc(count * sizeof(MaskWord))));
+        capacity = words ? count : 0;
+        if (!words) throw std::bad_alloc();
+    }
+    return words.get();
+}
+
+Encoder::Encoder(uint64_t numel, Dtype dtype, unsigned threads)
+    : numel_(numel), dtype_(dtype), threads_(threads), residual_(allocate_zeroed(numel * bytes_per_element(dtype))) {}
+
+unsigned Encoder::threads_for(uint64_t words) const {
+    return static_cast<unsigned>(std::clamp<uint64_t>(words / kWordsPerThread, 1, threads_));
+}
+
+// Whole words go to the kernel where they lie; a word that lies across two arrays, or the last one that is not full, is
+// put together in a buffer first.
+template <class Residual>
+void Encoder::take_range(const std::vector<ConstArray>* update, Residual threshold, uint64_t from_word,
+                         uint64_t to_word, MaskWord* out, Taken* taken) {
+    auto* residual = reinterpret_cast<Residual*>(residual_.get());
+    const uint64_t end = std::min(to_word * 64, numel_);
+    static const std::vector<ConstArray> kNothing;
+    ArrayCursor cursor(update ? *update : kNothing, from_word * 64);
+    uint64_t at = from_word * 64;
+    while (at < end) {
+        const uint64_t whole = (update ? std::min(cursor.left(), end - at) : end - at) / 64;
+        if (whole > 0) {
+            KernelOf<Residual>::take(update ? cursor.dtype() : Dtype::kNone)(
+                residual + at, update ? cursor.data() : nullptr, whole, threshold, at / 64, out, taken);
+            if (update) cursor.advance(whole * 64);
+            at += whole * 64;
+            continue;
+        }
+        const uint64_t some = std::min<uint64_t>(64, end - at);
+        Residual values[64] = {};
+        Residual updates[64] = {};
+        std::memcpy(values, residual + at, some * sizeof(Residual));
+        if (update) cursor.gather(some, updates);
+        KernelOf<Residual>::take(update ? KernelOf<Residual>::kOwn : Dtype::kNone)(values, updates, 1, threshold,
+                                                                                  at / 64, out, taken);
+        std::memcpy(residual + at, values, some * sizeof(Residual));
+        at += some;
+    }
+}
+
+template <class Residual>
+Taken Encoder::take(const std::vector<ConstArray>* update, Residual threshold) {
+    const uint64_t words = (numel_ + 63) / 64;
+    const unsigned threads = threads_for(words);
+    MaskWord* list = scratch_.reserve(words);
+    std::vector<Taken> parts(threads);
+    const auto first_word = [&](unsigned i) { return words / threads * i + std::min<uint64_t>(i, words % threads); };
+    run_parallel(threads, [&](unsigned i) {
+        take_range(update, threshold, first_word(i), first_word(i + 1), list + first_word(i), &parts[i]);
+    });
+    Taken all = parts[0];
+    for (unsigned i = 1; i < threads; ++i) {
+        std::memmove(list + all.words, list + first_word(i), parts[i].words * sizeof(MaskWord));
+        all.words += parts[i].words;
+        all.count += parts[i].count;
+        all.nonfinite += parts[i].nonfinite;
+        all.first_nonfinite = std::min(all.first_nonfinite, parts[i].first_nonfinite);
+    }
+    return all;
+}
+
+// Undoes `take`. Every element is taken and given back, not only those before the bad one, so that the residual does
+// not depend on the order in which threads went over it.
+template <class Residual>
+void Encoder::give_back(const Taken& taken, Residual threshold) {
+    auto* residual = reinterpret_cast<Residual*>(residual_.get());
+    for (const MaskWord* word = scratch_.words.get(); word < scratch_.words.get() + taken.words; ++word)
+        for (uint64_t bits = word->changed; bits != 0; bits &= bits - 1) {
+            const unsigned i = static_cast<unsigned>(__builtin_ctzll(bits));
+            residual[word->index * 64 + i] += word->negative >> i & 1 ? -threshold : threshold;
+        }
+}
+
+template <class Residual>
+Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options) {
+    const auto threshold = static_cast<Residual>(bfloat16_to_float(options.threshold));
+    Encoded encoded;
+    if (options.sample_density > 0)
+        encoded.tail = measure_tail(reinterpret_cast<const Residual*>(residual_.get()), numel_, update, threshold,
+                                    options.sample_density);
+    const Taken taken = take<Residual>(update, threshold);
+    if (taken.nonfinite > 0 && !options.skip_nonfinite) {
+        give_back(taken, threshold);
+        throw NonFiniteUpdate(nonfinite_text(taken), taken.nonfinite, taken.first_nonfinite);
+    }
+    encoded.skipped = taken.nonfinite;
+    Header header;
+    header.flags = options.flags;
+    header.threshold = options.threshold;
+    header.key = options.key;
+    header.step = options.step;
+    header.numel = numel_;
+    encoded.message = code_ternary(scratch_.words.get(), taken.words, taken.count, header, threads_for(taken.words * 4));
+    return encoded;
+}
+
+Encoded Encoder::encode(const std::vector<ConstArray>* update, const EncodeOptions& options) {
+    return dtype_ == Dtype::kFloat64 ? encode_as<double>(update, options) : encode_as<float>(update, options);
+}
+
+Encoded Encoder::encode_dense(const std::vector<ConstArray>* update, DenseType dtype, const EncodeOptions& options) {
+    // Against an infinite threshold a finite value never passes: pass 1 only accumulates and looks for non-finite ones.
+    const Taken taken = dtype_ == Dtype::kFloat64 ? take(update, std::numeric_limits<double>::infinity())
+                                                  : take(update, std::numeric_limits<float>::infinity());
+    if (taken.nonfinite > 0 && !options.skip_nonfinite)
+        throw NonFiniteUpdate(nonfinite_text(taken), taken.nonfinite, taken.first_nonfinite);
+    Encoded encoded;
+    encoded.skipped = taken.nonfinite;
+    encoded.message = code_dense({residual_.get(), numel_, dtype_}, dtype, options.key, options.step);
+    apply_messages({encoded.message.view()}, {{residual_.get(), numel_, dtype_}}, -1.0);
+    return encoded;
+}
+
+namespace {
+
+template <class Residual>
+Clipped clip_values(Residual* values, uint64_t numel, Residual limit) {
+    constexpr uint64_t kBlock = 1024;
+    Clipped clipped;
+    for (uint64_t begin = 0; begin < numel; begin += kBlock) {
+        const uint64_t end = std::min(begin + kBlock, numel);
+        bool any = false;
+        for (uint64_t i = begin; i < end; ++i) any |= absolute(values[i]) > limit;
+        if (!any) continue;
+        for (uint64_t i = begin; i < end; ++i) {
+            if (!(absolute(values[i]) > limit)) continue;
+            const Residual kept = values[i] < 0 ? -limit : limit;
+            clipped.sum += static_cast<double>(values[i]) - static_cast<double>(kept);
+            ++clipped.count;
+            values[i] = kept;
+        }
+    }
+    return clipped;
+}
+
+}  // namespace
+
+Clipped Encoder::clip(double limit) {
+    if (dtype_ == Dtype::kFloat64) return clip_values(reinterpret_cast<double*>(residual_.get()), numel_, limit);
+    return clip_values(reinterpret_cast<float*>(residual_.get()), numel_, static_cast<float>(limit));
+}
+
+}  // namespace gradwire

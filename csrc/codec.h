@@ -1,0 +1,128 @@
+// The codec on host memory: an encoder that owns a residual, and the application of messages.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "message.h"
+
+namespace gradwire {
+
+struct FreeMemory {
+    void operator()(void* memory) const { std::free(memory); }
+};
+template <class T>
+using Memory = std::unique_ptr<T[], FreeMemory>;
+
+// A message's bytes, owned.
+struct MessageBytes {
+    Memory<uint8_t> bytes;
+    uint64_t size = 0;
+    MessageView view() const { return {header, bytes.get() + kHeaderBytes}; }
+    Header header;
+};
+
+// One array of an update or a target: `numel` contiguous elements in host memory.
+struct ConstArray {
+    const void* data;
+    uint64_t numel;
+    Dtype dtype;
+};
+struct Array {
+    void* data;
+    uint64_t numel;
+    Dtype dtype;  // kFloat32 or kFloat64
+};
+
+// Where the residual's magnitudes exceed the density that TargetDensity asks for; see tail.h.
+struct Tail {
+    double now = 0;
+    double shuffled = 0;
+    double next = 0;
+};
+
+struct EncodeOptions {
+    uint16_t threshold = 0;  // bfloat16 bits
+    uint8_t flags = 0;
+    uint32_t key = 0;
+    uint32_t step = 0;
+    bool skip_nonfinite = false;
+    double sample_density = 0;  // > 0: measure the tail for it
+};
+
+struct Encoded {
+    MessageBytes message;
+    uint64_t skipped = 0;  // non-finite elements left out
+    Tail tail;
+};
+
+struct Clipped {
+    uint64_t count = 0;
+    double sum = 0;  // of what was removed, with its sign
+};
+
+// Memory that an encode needs and the next one reuses.
+struct CoderScratch {
+    Memory<MaskWord> words;
+    uint64_t capacity = 0;
+    MaskWord* reserve(uint64_t count);
+};
+
+class Encoder {
+  public:
+    Encoder(uint64_t numel, Dtype dtype, unsigned threads);
+
+    // residual += update (skipped where `update` is null); takes +-threshold out of what passes, as a ternary message.
+    // With a non-finite element and not `skip_nonfinite` nothing is taken and NonFiniteUpdate is thrown.
+    Encoded encode(const std::vector<ConstArray>* update, const EncodeOptions& options);
+
+    // The same with everything taken: the residual's values as a dense message of `dtype`.
+    Encoded encode_dense(const std::vector<ConstArray>* update, DenseType dtype, const EncodeOptions& options);
+
+    // Cuts the residual to [-limit, limit].
+    Clipped clip(double limit);
+
+    void* residual() { return residual_.get(); }
+    uint64_t numel() const { return numel_; }
+    Dtype dtype() const { return dtype_; }
+
+  private:
+    template <class Residual>
+    Taken take(const std::vector<ConstArray>* update, Residual threshold);
+    template <class Residual>
+    void take_range(const std::vector<ConstArray>* update, Residual threshold, uint64_t from_word, uint64_t to_word,
+                    MaskWord* out, Taken* taken);
+    template <class Residual>
+    Encoded encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options);
+    template <class Residual>
+    void give_back(const Taken& taken, Residual threshold);
+    unsigned threads_for(uint64_t words) const;
+
+    uint64_t numel_;
+    Dtype dtype_;
+    unsigned threads_;
+    Memory<uint8_t> residual_;
+    CoderScratch scratch_;
+};
+
+// Pass 2: codes a list of mask words as a ternary message. `header` needs kind, flags, threshold, key, step and numel.
+MessageBytes code_ternary(const MaskWord* words, uint64_t word_count, uint64_t changed, Header header,
+                          unsigned threads = 1);
+
+// The values of one array, raw; `dtype` kBfloat16 rounds to nearest-even.
+MessageBytes code_dense(const ConstArray& values, DenseType dtype, uint32_t key, uint32_t step);
+
+// targets += scale * decoded, for every message in turn, in one pass over the targets. Validates all payloads before
+// the first write. Throws MessageError where numel differs.
+void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale);
+
+// The changed elements of a ternary message in order, and which are negative: header.count of each. Throws MessageError.
+void list_entries(const MessageView& message, int64_t* positions, bool* negative);
+
+// Zero-filled memory, aligned to 64 bytes, in huge pages where the system has them.
+Memory<uint8_t> allocate_zeroed(uint64_t bytes);
+
+}  // namespace gradwire

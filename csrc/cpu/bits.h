@@ -1,0 +1,95 @@
+// Bit tricks for one instruction set's translation unit. Include inside its anonymous namespace-using file only: all is
+// `static inline`, so that no copy compiled for a newer processor can be linked into code for an older one.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__BMI2__)
+#include <immintrin.h>
+#endif
+
+namespace gradwire {
+namespace {
+
+inline unsigned trailing_zeros(uint64_t word) { return static_cast<unsigned>(__builtin_ctzll(word)); }
+inline unsigned leading_zeros(uint64_t word) { return static_cast<unsigned>(__builtin_clzll(word)); }
+inline unsigned popcount(uint64_t word) { return static_cast<unsigned>(__builtin_popcountll(word)); }
+inline uint64_t low_bits(unsigned bits) { return bits >= 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1; }
+
+// The bits of `word` under `mask`, packed to the low end.
+inline uint64_t gather_bits(uint64_t word, uint64_t mask) {
+#if defined(__BMI2__)
+    return _pext_u64(word, mask);
+#else
+    uint64_t packed = 0;
+    for (uint64_t bit = 1; mask != 0; bit += bit, mask &= mask - 1)
+        if (word & mask & (~mask + 1)) packed |= bit;
+    return packed;
+#endif
+}
+
+// The lowest `count` set bits of `mask`.
+inline uint64_t lowest_set(uint64_t mask, unsigned count) {
+#if defined(__BMI2__)
+    return _pdep_u64(low_bits(count), mask);
+#else
+    uint64_t rest = mask;
+    for (unsigned i = 0; i < count; ++i) rest &= rest - 1;
+    return mask ^ rest;
+#endif
+}
+
+// Appends bit fields to zeroed or not yet written memory; up to 8 bytes beyond the last bit get written.
+class BitWriter {
+  public:
+    explicit BitWriter(uint64_t* words) : at_(reinterpret_cast<uint8_t*>(words)), begin_(at_) {}
+
+    // `value` has no bit set at or above `bits`, and bits <= 56.
+    void put(uint64_t value, unsigned bits) {
+        pending_ |= value << fill_;
+        fill_ += bits;
+        std::memcpy(at_, &pending_, sizeof pending_);
+        at_ += fill_ >> 3;
+        pending_ >>= fill_ & ~7U;
+        fill_ &= 7U;
+    }
+    // The same for up to 64 bits.
+    void put_long(uint64_t value, unsigned bits) {
+        if (bits <= 56) return put(value, bits);
+        put(value & low_bits(32), 32);
+        put(value >> 32, bits - 32);
+    }
+    // `zeros` zeros, then a one.
+    void put_unary(uint64_t zeros) {
+        for (; zeros > 55; zeros -= 56) put(0, 56);
+        put(uint64_t{1} << zeros, static_cast<unsigned>(zeros) + 1);
+    }
+    void finish() { std::memcpy(at_, &pending_, sizeof pending_); }
+    uint64_t bits() const { return static_cast<uint64_t>(at_ - begin_) * 8 + fill_; }
+
+  private:
+    uint8_t* at_;
+    uint8_t* begin_;
+    uint64_t pending_ = 0;
+    unsigned fill_ = 0;
+};
+
+// Reads bit fields from memory that is not padded and may change meanwhile: never beyond its end.
+struct BitSource {
+    const uint8_t* bytes;
+    uint64_t size;
+
+    uint64_t word_at(uint64_t byte) const {
+        uint64_t word = 0;
+        if (byte + 8 <= size)
+            std::memcpy(&word, bytes + byte, 8);
+        else
+            for (unsigned i = 0; byte + i < size; ++i) word |= uint64_t{bytes[byte + i]} << (8 * i);
+        return word;
+    }
+    // At least 57 bits from `bit` on; zeros beyond the end.
+    uint64_t bits_at(uint64_t bit) const { return word_at(bit >> 3) >> (bit & 7); }
+};
+
+}  // namespace
+}  // namespace gradwire

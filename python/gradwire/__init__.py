@@ -1,0 +1,101 @@
+"""Send only the part of each update that matters now, and keep the rest for later.
+
+The codec is here at once; what needs more than NumPy (``Node``, ``Exchange``) is imported when first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .codec import Encoder, EncoderStats, backends
+from .errors import (
+    BackendUnavailable,
+    Closed,
+    CudaError,
+    GradwireError,
+    MessageError,
+    NonFiniteUpdate,
+    NotConnected,
+    PeerLost,
+    TooLarge,
+    TransportError,
+    WouldBlock,
+)
+from .message import (
+    Message,
+    apply,
+    apply_many,
+    decode,
+    dense_message,
+    max_message_bytes,
+    parse_many,
+)
+from .policy import (
+    AdaptiveThreshold,
+    FixedThreshold,
+    ResidualClip,
+    ShakeUp,
+    StepThreshold,
+    TargetDensity,
+)
+
+if TYPE_CHECKING:
+    from . import dl4j
+    from .exchange import Exchange, StepResult
+    from .transport import Node, Peer
+
+__all__ = [
+    "AdaptiveThreshold",
+    "BackendUnavailable",
+    "Closed",
+    "CudaError",
+    "Encoder",
+    "EncoderStats",
+    "Exchange",
+    "FixedThreshold",
+    "GradwireError",
+    "Message",
+    "MessageError",
+    "Node",
+    "NonFiniteUpdate",
+    "NotConnected",
+    "Peer",
+    "PeerLost",
+    "ResidualClip",
+    "ShakeUp",
+    "StepResult",
+    "StepThreshold",
+    "TargetDensity",
+    "TooLarge",
+    "TransportError",
+    "WouldBlock",
+    "__version__",
+    "apply",
+    "apply_many",
+    "backends",
+    "decode",
+    "dense_message",
+    "dl4j",
+    "max_message_bytes",
+    "parse_many",
+]
+
+_LAZY = {
+    "Node": "gradwire.transport",
+    "Peer": "gradwire.transport",
+    "Exchange": "gradwire.exchange",
+    "StepResult": "gradwire.exchange",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "dl4j":
+        return importlib.import_module("gradwire.dl4j")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("gradwire")
+    raise AttributeError(f"module 'gradwire' has no attribute {name!r}")

@@ -1,0 +1,324 @@
+"""The encoder: a residual, a threshold that follows its policy, and the messages that come of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _core
+from .errors import BackendUnavailable
+from .message import Message, apply
+from .policy import (
+    AdaptiveThreshold,
+    FixedThreshold,
+    ResidualClip,
+    ShakeUp,
+    Tail,
+    ThresholdPolicy,
+    round_threshold,
+)
+
+__all__ = ["Encoder", "EncoderStats", "backends"]
+
+_STATE_FORMAT = 1
+_MAX_NUMEL = 2**48
+_STEP_MASK = 2**32 - 1
+_FLAG_SHAKEUP = 1
+
+
+@dataclass(frozen=True)
+class EncoderStats:
+    """Totals since the encoder was made or its state was loaded.
+
+    Attributes:
+        messages: messages encoded.
+        message_bytes: their bytes.
+        sent_count: changed elements in them (dense: all elements).
+        nonfinite_count: elements left out because NaN, infinity or an overflowing sum was met.
+        clipped_count: elements that clipping cut.
+        clipped_sum: signed sum of what clipping removed.
+    """
+
+    messages: int = 0
+    message_bytes: int = 0
+    sent_count: int = 0
+    nonfinite_count: int = 0
+    clipped_count: int = 0
+    clipped_sum: float = 0.0
+
+
+class Encoder:
+    """Accumulates updates in a residual and encodes the part that matters now.
+
+    ``encode(update)`` adds the update to the residual, takes plus or minus one threshold out of every element whose
+    magnitude reaches it, and returns those elements as a message. What was not sent stays in the residual: nothing is
+    lost, only delayed.
+
+    One encoder serves one group of parameters and one thread at a time.
+
+    Args:
+        numel: elements of the update, 0 to 2^48.
+        threshold: policy of the threshold, or a number for a fixed one.
+        shakeup: periodic messages with a smaller threshold, or None.
+        clip: periodic clipping of the residual, or None.
+        dtype: "float32" or "float64", of the residual.
+        device: "cpu".
+        key: index of the group, carried by every message, 0 to 2^32 - 1.
+        on_nonfinite: what NaN and infinity in an update do: "raise" (nothing is sent, the finite part stays in the
+            residual) or "skip" (the message goes out without them). Either way they never enter the residual.
+        threads: most threads for one encode; the bytes are the same at every number.
+
+    Raises:
+        ValueError: an argument is out of range.
+        BackendUnavailable: the device, or the instruction set that GRADWIRE_ISA names, is not usable here.
+        MemoryError: the residual does not fit.
+
+    Source: N. Strom, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech 2015.
+
+    >>> import numpy as np, gradwire as gw
+    >>> encoder = gw.Encoder(4, threshold=gw.FixedThreshold(1.0))
+    >>> message = encoder.encode(np.array([0.5, -1.5, 1.0, 0.0], np.float32))
+    >>> gw.decode(message).tolist(), encoder.residual.tolist()
+    ([0.0, -1.0, 1.0, 0.0], [0.5, -0.5, 0.0, 0.0])
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        threshold: ThresholdPolicy | float | None = None,
+        shakeup: ShakeUp | None = None,
+        clip: ResidualClip | None = None,
+        dtype: Any = "float32",
+        device: str = "cpu",
+        key: int = 0,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        threads: int = 1,
+    ) -> None:
+        if threshold is None:
+            threshold = AdaptiveThreshold()
+        elif isinstance(threshold, (int, float)):
+            threshold = FixedThreshold(float(threshold))
+        _check_range("numel", numel, 0, _MAX_NUMEL)
+        _check_range("key", key, 0, 2**32 - 1)
+        _check_range("threads", threads, 1, 1024)
+        if on_nonfinite not in ("raise", "skip"):
+            raise ValueError(f'on_nonfinite must be "raise" or "skip", got {on_nonfinite!r}')
+        _check_device(device)
+        self.numel = numel
+        self.key = key
+        self.dtype = _residual_dtype(dtype)
+        self.device = device
+        self.policy = threshold
+        self.shakeup = shakeup
+        self.clip = clip
+        self.on_nonfinite = on_nonfinite
+        self._skip = on_nonfinite == "skip"
+        self._core = _core.Encoder(numel, self.dtype == "float64", threads)
+        self._residual: NDArray[Any] = self._core.residual
+        self._step = 0
+        self._changed_at = 0
+        self._stats = EncoderStats()
+        self._sample_density = threshold.sample_density or 0.0
+        self._set_threshold(threshold.initial)
+        # Running totals; a frozen EncoderStats is made of them when somebody asks.
+        self._messages = self._message_bytes = self._sent_count = 0
+        self._nonfinite_count = self._clipped_count = 0
+        self._clipped_sum = 0.0
+
+    @property
+    def residual(self) -> NDArray[Any]:
+        """What was not sent yet: a writable view of float32[numel] or float64[numel], the same memory for life."""
+        return self._residual
+
+    @property
+    def threshold(self) -> float:
+        """The policy's threshold for the next step, not yet rounded to bfloat16."""
+        return self._threshold
+
+    @property
+    def step(self) -> int:
+        """Number of the next message."""
+        return self._step
+
+    @property
+    def stats(self) -> EncoderStats:
+        """Totals so far."""
+        return EncoderStats(
+            self._messages,
+            self._message_bytes,
+            self._sent_count,
+            self._nonfinite_count,
+            self._clipped_count,
+            self._clipped_sum,
+        )
+
+    def encode(self, update: Any = None, *, dense: bool | Literal["bfloat16"] = False) -> Message:
+        """Add ``update`` to the residual and return what is sent of it now.
+
+        Args:
+            update: array of float32, float16 or bfloat16 (float64 too if the residual is float64), C-contiguous, on the
+                CPU, of any shape; or a list or tuple of such arrays that together have ``numel`` elements. Not
+                modified, not copied. None: the caller has already added it to ``residual``, a third of the traffic.
+            dense: True sends everything that is left as a dense message instead, in the residual's dtype; "bfloat16"
+                does in bfloat16, and what the rounding leaves stays in the residual.
+
+        Returns:
+            The message. It owns its bytes.
+
+        Raises:
+            NonFiniteUpdate: see ``on_nonfinite``; ``step`` does not advance and nothing was sent.
+            TypeError: a dtype that the residual cannot take exactly.
+            ValueError: wrong size, device or layout, or memory shared with the residual.
+            RuntimeError: another thread is in this encoder.
+        """
+        if dense:
+            return self._encode_dense(update, dense)
+        step = self._step
+        threshold = self._rounded
+        flags = 0
+        shakeup = self.shakeup
+        if shakeup is not None and shakeup.is_due(step):
+            threshold = round_threshold(self._threshold / shakeup.divisor)
+            flags = _FLAG_SHAKEUP
+        message, skipped, tail = self._core.encode(
+            update, threshold, flags, self.key, step & _STEP_MASK, self._skip, self._sample_density
+        )
+        if not flags:
+            try:
+                self._follow_policy(message.density, tail)
+            except BaseException:
+                # A policy that fails must not cost an update: what was taken goes back.
+                apply(message, self._residual)
+                raise
+        clip = self.clip
+        if clip is not None and clip.is_due(step):
+            count, removed = self._core.clip(clip.limit * round_threshold(self._last_threshold))
+            self._clipped_count += count
+            self._clipped_sum += removed
+        self._finish(message, skipped)
+        return message
+
+    def flush(self, dtype: Literal["bfloat16"] | None = None) -> Message:
+        """Return everything that is left as one dense message; the residual keeps only what rounding leaves.
+
+        Raises:
+            NonFiniteUpdate: as ``encode``.
+        """
+        return self._encode_dense(None, dtype or True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of everything that the next message depends on, as host arrays and plain numbers.
+
+        The policies are not part of it: they hold no state.
+        """
+        return {
+            "format": _STATE_FORMAT,
+            "numel": self.numel,
+            "dtype": self.dtype,
+            "residual": self._residual.copy(),
+            "threshold": self._threshold,
+            "step": self._step,
+            "changed_at": self._changed_at,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``, bit for bit; the residual is copied into the encoder's own memory.
+
+        Raises:
+            ValueError: the state is of another format, size or dtype; nothing has changed then.
+        """
+        if state.get("format") != _STATE_FORMAT:
+            raise ValueError(
+                f"state has format {state.get('format')!r}, this gradwire reads {_STATE_FORMAT}"
+            )
+        residual = np.asarray(state["residual"])
+        if residual.shape != (self.numel,) or str(residual.dtype) != self.dtype:
+            raise ValueError(
+                f"state is of {residual.dtype}{list(residual.shape)}, "
+                f"this encoder of {self.dtype}[{self.numel}]"
+            )
+        threshold, step, changed_at = (
+            float(state["threshold"]),
+            int(state["step"]),
+            int(state["changed_at"]),
+        )
+        round_threshold(threshold)
+        _check_range("step", step, 0, 2**63)
+        self._residual[...] = residual
+        self._set_threshold(threshold)
+        self._step = step
+        self._changed_at = changed_at
+
+    def __repr__(self) -> str:
+        return (
+            f"<gradwire.Encoder {self.dtype}[{self.numel}] key={self.key} step={self._step} "
+            f"threshold={self._threshold:.4g}>"
+        )
+
+    def _set_threshold(self, threshold: float) -> None:
+        self._rounded = round_threshold(threshold)
+        self._threshold = threshold
+        self._last_threshold = threshold
+
+    def _follow_policy(self, density: float, tail: tuple[float, float, float] | None) -> None:
+        before = self._threshold
+        self._last_threshold = before
+        after = self.policy.next_threshold(
+            before, density, self._step + 1 - self._changed_at, None if tail is None else Tail(*tail)
+        )
+        if after != before:
+            self._rounded = round_threshold(after)
+            self._threshold = after
+            self._changed_at = self._step + 1
+
+    def _encode_dense(self, update: Any, dense: bool | str) -> Message:
+        message, skipped = self._core.encode_dense(
+            update, dense if isinstance(dense, str) else "", self.key, self._step & _STEP_MASK, self._skip
+        )
+        self._finish(message, skipped)
+        return message
+
+    def _finish(self, message: Message, skipped: int) -> None:
+        self._step += 1
+        self._messages += 1
+        self._message_bytes += message.nbytes
+        self._sent_count += message.count
+        self._nonfinite_count += skipped
+
+
+def backends() -> list[str]:
+    """Return the names of the backends that this machine can use, slowest first.
+
+    >>> "scalar" in backends()
+    True
+    """
+    return [*_core.usable_isas()]
+
+
+def _check_range(name: str, value: int, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be {least} to {most}, got {value}")
+
+
+def _check_device(device: str) -> None:
+    if device == "cpu":
+        return
+    if device.split(":")[0] == "cuda":
+        raise BackendUnavailable(
+            f'device "{device}": this build of gradwire has no CUDA backend; use device="cpu"'
+        )
+    raise ValueError(f'device must be "cpu" or "cuda", got {device!r}')
+
+
+def _residual_dtype(dtype: Any) -> Literal["float32", "float64"]:
+    name = np.dtype(dtype).name
+    if name == "float32":
+        return "float32"
+    if name == "float64":
+        return "float64"
+    raise ValueError(f'dtype of the residual must be "float32" or "float64", got {name!r}')

@@ -1,0 +1,94 @@
+"""Messages: one encoded update each, as self-describing bytes (``docs/message-format.md``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _core
+from ._core import Message, parse_many
+
+__all__ = ["Message", "apply", "apply_many", "decode", "dense_message", "max_message_bytes", "parse_many"]
+
+
+def apply(message: Message, target: Any, scale: float = 1.0) -> None:
+    """Add a decoded message to ``target``: ``target += scale * decoded``.
+
+    Changed elements get plus or minus ``float32(scale * threshold)``, rounded once. The whole message is checked
+    before the first element changes.
+
+    Args:
+        message: the message.
+        target: float32 or float64 array on the CPU, C-contiguous and writable, or a list or tuple of such arrays that
+            together have ``message.numel`` elements; modified in place.
+        scale: finite factor.
+
+    Raises:
+        MessageError: the message's payload is inconsistent; the target is as it was.
+        TypeError: the target's dtype is neither float32 nor float64.
+        ValueError: wrong size, device or layout, a read-only target, arrays that overlap, or a scale that is not finite.
+
+    >>> import gradwire as gw
+    >>> encoder = gw.Encoder(3, threshold=gw.FixedThreshold(0.5))
+    >>> params = np.zeros(3, np.float32)
+    >>> gw.apply(encoder.encode(np.array([0.75, 0.25, -0.5], np.float32)), params)
+    >>> params.tolist()
+    [0.5, 0.0, -0.5]
+    """
+    _core.apply(message, target, scale)
+
+
+def apply_many(messages: list[Message] | tuple[Message, ...], target: Any, scale: float = 1.0) -> None:
+    """Add several messages to ``target`` in one pass over it, bit for bit as ``apply`` in the order of the list.
+
+    Args, Raises: as ``apply``. All messages are checked before the first element changes.
+    """
+    _core.apply_many(list(messages), target, scale)
+
+
+def decode(message: Message) -> NDArray[Any]:
+    """Return what the message adds: float32[numel], or float64[numel] for a dense float64 message.
+
+    Raises:
+        MessageError: the message's payload is inconsistent.
+    """
+    return _core.decode(message)
+
+
+def dense_message(values: Any, *, key: int = 0, step: int = 0, bfloat16: bool = False) -> Message:
+    """Return the values of one array as a dense message: snapshots, and links too fast for coding to pay.
+
+    Args:
+        values: float32 or float64 array of any shape, C-contiguous, on the CPU; copied.
+        key: group index, 0 to 2^32 - 1.
+        step: step number, 0 to 2^32 - 1.
+        bfloat16: round to bfloat16 (nearest-even), half or a quarter of the bytes.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: not contiguous, or not on the CPU.
+    """
+    return _core.dense(values, "bfloat16" if bfloat16 else "", key, step)
+
+
+def max_message_bytes(numel: int, dense: bool = False, dtype: str = "float32") -> int:
+    """Return the most bytes that a message of ``numel`` elements can have, whatever the data.
+
+    Args:
+        numel: elements, at most 2^48.
+        dense: False: the ceiling of a ternary message, 48 + ceil(0.22 * numel). True: the size of a dense message.
+        dtype: of a dense message: "float32", "float64" or "bfloat16".
+
+    Raises:
+        ValueError: ``numel`` or ``dtype`` is out of range.
+
+    >>> max_message_bytes(1_000_000)
+    220048
+    """
+    if dtype not in ("float32", "float64", "bfloat16"):
+        raise ValueError(f'dtype must be "float32", "float64" or "bfloat16", got {dtype!r}')
+    if numel < 0:
+        raise ValueError(f"numel must not be negative, got {numel}")
+    return _core.max_message_bytes(numel, dense, dtype)
