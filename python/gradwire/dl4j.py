@@ -11,16 +11,14 @@ Source: eclipse/deeplearning4j at 9d83f7cf, ``encode_threshold``, ``decode_thres
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwire.errors import MessageError
+from gradwire.message import Message
 from gradwire.policy import round_threshold
-
-if TYPE_CHECKING:
-    from gradwire.message import Message
 
 __all__ = [
     "decode_bitmap",
@@ -205,8 +203,6 @@ def from_dl4j(message: Int32, *, key: int = 0, step: int = 0) -> list[Message]:
             bfloat16 value.
         TypeError: ``message`` is not int32.
     """
-    from gradwire.message import Message
-
     numel = _stated_numel(message)
     if int(message[3]) == _BITMAP_FORM:
         tau, value, sign = _read_bitmap(message, numel)

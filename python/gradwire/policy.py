@@ -24,10 +24,11 @@ __all__ = [
     "round_threshold",
 ]
 
-# bfloat16: 8 significant bits, smallest subnormal 2^-133, everything below 2^128.
+# bfloat16: 8 significant bits, and the smallest subnormal is 2^-133.
 _SIGNIFICANT_BITS = 8
 _SMALLEST_EXPONENT = -133
-_OVERFLOW = 2.0**128
+# From here on the nearest value would be 2^128, which is infinity.
+_TOO_LARGE = 255.5 * 2.0**120
 # The largest bfloat16 value: rising rules stop here, so that the next rounding cannot refuse the
 # state.
 _MAX_THRESHOLD = 255.0 * 2.0**120
@@ -86,12 +87,12 @@ def round_threshold(threshold: float) -> float:
     exponent = math.frexp(threshold)[1] - _SIGNIFICANT_BITS
     if exponent < _SMALLEST_EXPONENT:
         exponent = _SMALLEST_EXPONENT
-    rounded = math.ldexp(round(math.ldexp(threshold, -exponent)), exponent)
-    if rounded == 0.0 or rounded >= _OVERFLOW:
+    quanta = round(math.ldexp(threshold, -exponent))
+    if quanta == 0 or threshold >= _TOO_LARGE:
         raise ValueError(
             f"threshold {threshold!r} rounds to zero or infinity in bfloat16; use 1e-40 ... 3e38"
         )
-    return rounded
+    return math.ldexp(quanta, exponent)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,201 @@
+"""Policies against sequences worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from fractions import Fraction
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from gradwire.policy import (
+    AdaptiveThreshold,
+    FixedThreshold,
+    ResidualClip,
+    ShakeUp,
+    StepThreshold,
+    Tail,
+    TargetDensity,
+    ThresholdPolicy,
+    round_threshold,
+)
+
+EVERY_POLICY: list[ThresholdPolicy] = [
+    FixedThreshold(1e-3),
+    AdaptiveThreshold(),
+    StepThreshold(),
+    TargetDensity(),
+]
+
+
+def bfloat16(bits: int) -> float:
+    """Return the value of bfloat16 bits."""
+    return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
+
+
+def nearest_bfloat16(value: float) -> float | None:
+    """Return the nearest bfloat16 by exact arithmetic and search, None for zero and infinity."""
+    low, high = 0, 0x7F80
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if bfloat16(middle) <= value else (low, middle)
+    above = Fraction(2) ** 128 if high == 0x7F80 else Fraction(bfloat16(high))
+    to_low, to_high = Fraction(value) - Fraction(bfloat16(low)), above - Fraction(value)
+    bits = low if to_low < to_high or (to_low == to_high and low % 2 == 0) else high
+    return None if bits in (0, 0x7F80) else bfloat16(bits)
+
+
+@settings(deadline=None, max_examples=400, derandomize=True)
+@given(st.floats(min_value=0.0, exclude_min=True, allow_infinity=False))
+@example(1.0 + 2.0**-8)
+@example(1.0 + 3 * 2.0**-8)
+@example((1.0 + 2.0**-8) * (1 + 2.0**-50))  # a detour through float32 would round this down
+@example(2.0**-134)
+@example(2.0**-134 * 1.0000001)
+@example(3 * 2.0**-134)
+@example(255.0 * 2.0**120)
+@example(255.5 * 2.0**120)
+@example(5e-324)
+def test_a_threshold_is_rounded_once_to_the_nearest_bfloat16(value: float) -> None:
+    expected = nearest_bfloat16(value)
+    if expected is None:
+        with pytest.raises(ValueError, match="rounds to zero or infinity"):
+            round_threshold(value)
+    else:
+        assert round_threshold(value) == expected
+        assert round_threshold(expected) == expected
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -1e-3, math.inf, -math.inf, math.nan])
+def test_what_is_no_threshold_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="positive and finite"):
+        round_threshold(value)
+    with pytest.raises(ValueError, match="positive and finite"):
+        FixedThreshold(value)
+
+
+def test_fixed_threshold_stays() -> None:
+    policy = FixedThreshold(0.3)
+    assert policy.initial == 0.3
+    assert policy.next_threshold(0.3, 1.0, 99, None) == 0.3
+
+
+def test_adaptive_threshold_decays_below_its_band_and_rises_above_it() -> None:
+    policy = AdaptiveThreshold(
+        initial=1.0, density_min=0.25, density_max=0.5, decay=0.5, minimum=0.2
+    )
+    threshold = policy.initial
+    seen = []
+    for density in (0.1, 0.25, 0.5, 0.51, 0.9, 0.0, 0.0, 0.0, 0.0, 0.3):
+        threshold = policy.next_threshold(threshold, density, 1, None)
+        seen.append(threshold)
+    assert seen == [0.5, 0.5, 0.5, 1.0, 2.0, 1.0, 0.5, 0.25, 0.2, 0.2]
+
+
+def test_adaptive_threshold_never_rises_to_where_it_cannot_be_rounded() -> None:
+    policy = AdaptiveThreshold(initial=3e38, decay=0.5)
+    top = policy.next_threshold(3e38, 1.0, 1, None)
+    assert round_threshold(top) == top == policy.next_threshold(top, 1.0, 1, None)
+
+
+def test_twenty_decays_halve_the_default_adaptive_threshold() -> None:
+    policy = AdaptiveThreshold()
+    threshold = policy.initial
+    for _ in range(20):
+        threshold = policy.next_threshold(threshold, 0.0, 1, None)
+    assert threshold == pytest.approx(policy.initial / 2, rel=1e-12)
+
+
+def test_step_threshold_steps_down_after_its_delay_until_its_minimum() -> None:
+    policy = StepThreshold(initial=1.0, minimum=0.5, step=0.25, trigger=0.1, delay=3)
+    threshold, changed_at = policy.initial, 0
+    seen = []
+    for step in range(12):
+        following = policy.next_threshold(threshold, 0.05, step + 1 - changed_at, None)
+        if following != threshold:
+            threshold, changed_at = following, step + 1
+        seen.append(threshold)
+    assert seen == [1.0, 1.0, 0.75, 0.75, 0.75, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
+
+
+def test_step_threshold_waits_while_enough_is_sent() -> None:
+    policy = StepThreshold(initial=1.0, minimum=0.5, step=0.25, trigger=0.1, delay=3)
+    assert policy.next_threshold(1.0, 0.1, 99, None) == 1.0
+    assert policy.next_threshold(1.0, 0.0999, 2, None) == 1.0
+    assert policy.next_threshold(0.7, 0.0, 99, None) == 0.7
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        (Tail(now=0.5, shuffled=0.5, next=0.25), 0.25),
+        (Tail(now=0.75, shuffled=0.5, next=0.25), 0.5),
+        (Tail(now=0.0, shuffled=0.5, next=0.5), 0.125),
+        (Tail(now=0.5, shuffled=0.25, next=0.0), 8.0),
+        (Tail(now=1e-12, shuffled=0.0, next=1e-12), 1e-8),
+        (None, 8.0),
+    ],
+)
+def test_target_density_predicts_from_the_tail(tail: Tail | None, expected: float) -> None:
+    policy = TargetDensity()
+    assert policy.next_threshold(8.0, 0.5, 1, tail) == expected
+    assert policy.sample_density == 1e-3
+
+
+def test_only_target_density_asks_for_a_sample() -> None:
+    asking = [type(p).__name__ for p in EVERY_POLICY if p.sample_density is not None]
+    assert asking == ["TargetDensity"]
+
+
+def test_shake_ups_and_clips_are_due_at_the_end_of_every_period() -> None:
+    assert [s for s in range(10) if ShakeUp(every=3).is_due(s)] == [2, 5, 8]
+    assert [s for s in range(10) if ResidualClip(every=5).is_due(s)] == [4, 9]
+    assert all(ShakeUp(every=1).is_due(s) for s in range(5))
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: AdaptiveThreshold(initial=0.0), "positive"),
+        (lambda: AdaptiveThreshold(minimum=1.0), "minimum"),
+        (lambda: AdaptiveThreshold(density_min=0.5, density_max=0.1), "density_min"),
+        (lambda: AdaptiveThreshold(density_max=1.5), "density_max"),
+        (lambda: AdaptiveThreshold(density_min=math.nan), "density_min"),
+        (lambda: AdaptiveThreshold(decay=1.0), "decay"),
+        (lambda: AdaptiveThreshold(decay=0.0), "decay"),
+        (lambda: StepThreshold(step=0.0), "step"),
+        (lambda: StepThreshold(step=math.inf), "step"),
+        (lambda: StepThreshold(trigger=5.0), "trigger"),
+        (lambda: StepThreshold(delay=-1), "delay"),
+        (lambda: StepThreshold(minimum=0.1), "minimum"),
+        (lambda: TargetDensity(density=0.0), "density"),
+        (lambda: TargetDensity(density=1.0), "density"),
+        (lambda: TargetDensity(initial=1e-9), "minimum"),
+        (lambda: ShakeUp(every=0), "every"),
+        (lambda: ShakeUp(every=True), "every"),
+        (lambda: ShakeUp(divisor=0.5), "divisor"),
+        (lambda: ShakeUp(divisor=math.nan), "divisor"),
+        (lambda: ResidualClip(limit=0.9), "limit"),
+        (lambda: ResidualClip(limit=math.inf), "limit"),
+        (lambda: ResidualClip(every=0), "every"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(make: object, named: str) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError, match=named):
+        make()
+
+
+@pytest.mark.parametrize("policy", [*EVERY_POLICY, ShakeUp(), ResidualClip()])
+def test_policies_are_frozen_comparable_and_hashable(policy: object) -> None:
+    assert dataclasses.is_dataclass(policy)
+    name = dataclasses.fields(policy)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(policy, name, 1.0)
+    assert not isinstance(policy, type)
+    copy = dataclasses.replace(policy)
+    assert copy == policy
+    assert hash(copy) == hash(policy)
