@@ -110,15 +110,6 @@ Memory<uint8_t> allocate_zeroed(uint64_t bytes) {
     return Memory<uint8_t>(memory);
 }
 
-MaskWord* CoderScratch::reserve(uint64_t count) {
-    if (count > capacity) {
-        words.reset(static_cast<MaskWord*>(std::malloc(count * sizeof(MaskWord))));
-        capacity = words ? count : 0;
-        if (!words) throw std::bad_alloc();
-    }
-    return words.get();
-}
-
 Encoder::Encoder(uint64_t numel, Dtype dtype, unsigned threads)
     : numel_(numel), dtype_(dtype), threads_(threads), residual_(allocate_zeroed(numel * bytes_per_element(dtype))) {}
 
@@ -161,7 +152,7 @@ template <class Residual>
 Taken Encoder::take(const std::vector<ConstArray>* update, Residual threshold) {
     const uint64_t words = (numel_ + 63) / 64;
     const unsigned threads = threads_for(words);
-    MaskWord* list = scratch_.reserve(words);
+    MaskWord* list = list_.reserve(words);
     std::vector<Taken> parts(threads);
     const auto first_word = [&](unsigned i) { return words / threads * i + std::min<uint64_t>(i, words % threads); };
     run_parallel(threads, [&](unsigned i) {
@@ -183,7 +174,7 @@ Taken Encoder::take(const std::vector<ConstArray>* update, Residual threshold) {
 template <class Residual>
 void Encoder::give_back(const Taken& taken, Residual threshold) {
     auto* residual = reinterpret_cast<Residual*>(residual_.get());
-    for (const MaskWord* word = scratch_.words.get(); word < scratch_.words.get() + taken.words; ++word)
+    for (const MaskWord* word = list_.get(); word < list_.get() + taken.words; ++word)
         for (uint64_t bits = word->changed; bits != 0; bits &= bits - 1) {
             const unsigned i = static_cast<unsigned>(__builtin_ctzll(bits));
             residual[word->index * 64 + i] += word->negative >> i & 1 ? -threshold : threshold;
@@ -209,7 +200,7 @@ Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOp
     header.key = options.key;
     header.step = options.step;
     header.numel = numel_;
-    encoded.message = code_ternary(scratch_.words.get(), taken.words, taken.count, header, threads_for(taken.words * 4));
+    encoded.message = code_ternary(list_.get(), taken.words, taken.count, header, coders_, threads_for(taken.words * 4));
     return encoded;
 }
 

@@ -2,20 +2,12 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
-#include "cpu/kernels.h"
+#include "chunk_coder.h"
 #include "message.h"
 
 namespace gradwire {
-
-struct FreeMemory {
-    void operator()(void* memory) const { std::free(memory); }
-};
-template <class T>
-using Memory = std::unique_ptr<T[], FreeMemory>;
 
 // A message's bytes, owned.
 struct MessageBytes {
@@ -64,13 +56,6 @@ struct Clipped {
     double sum = 0;  // of what was removed, with its sign
 };
 
-// Memory that an encode needs and the next one reuses.
-struct CoderScratch {
-    Memory<MaskWord> words;
-    uint64_t capacity = 0;
-    MaskWord* reserve(uint64_t count);
-};
-
 class Encoder {
   public:
     Encoder(uint64_t numel, Dtype dtype, unsigned threads);
@@ -105,12 +90,14 @@ class Encoder {
     Dtype dtype_;
     unsigned threads_;
     Memory<uint8_t> residual_;
-    CoderScratch scratch_;
+    Buffer<MaskWord> list_;  // pass 1's result, reused
+    std::vector<ChunkCoder> coders_;
 };
 
-// Pass 2: codes a list of mask words as a ternary message. `header` needs kind, flags, threshold, key, step and numel.
+// Pass 2: codes a list of mask words as a ternary message. `header` needs flags, threshold, key, step and numel; `coders`
+// is working memory.
 MessageBytes code_ternary(const MaskWord* words, uint64_t word_count, uint64_t changed, Header header,
-                          unsigned threads = 1);
+                          std::vector<ChunkCoder>& coders, unsigned threads = 1);
 
 // The values of one array, raw; `dtype` kBfloat16 rounds to nearest-even.
 MessageBytes code_dense(const ConstArray& values, DenseType dtype, uint32_t key, uint32_t step);

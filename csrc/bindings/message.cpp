@@ -88,8 +88,9 @@ Message from_entries(const Positions& positions, const Signs& negative, uint64_t
         words.back().changed |= uint64_t{1} << (at % 64);
         words.back().negative |= uint64_t{negative.data()[i]} << (at % 64);
     }
+    std::vector<ChunkCoder> coders;
     return Message(code_ternary(words.data(), words.size(), static_cast<uint64_t>(positions.size()),
-                                header_for(numel, threshold, key, step, shakeup)));
+                                header_for(numel, threshold, key, step, shakeup), coders));
 }
 
 py::tuple entries(const Message& message) {

@@ -39,6 +39,13 @@ inline uint64_t lowest_set(uint64_t mask, unsigned count) {
 #endif
 }
 
+// One more than the index of the last one among the first `bits` bits; 0 without any.
+inline uint64_t last_one(const uint64_t* words, uint64_t bits) {
+    for (uint64_t i = (bits + 63) / 64; i-- > 0;)
+        if (words[i] != 0) return i * 64 + 64 - leading_zeros(words[i]);
+    return 0;
+}
+
 // Appends bit fields to zeroed or not yet written memory; up to 8 bytes beyond the last bit get written.
 class BitWriter {
   public:

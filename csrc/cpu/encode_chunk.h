@@ -7,12 +7,27 @@
 namespace gradwire {
 namespace {
 
+uint64_t skip_changed(ListPlace& place, uint64_t changed) {
+    uint64_t wanted = changed + place.skip;  // counted from the begin of the word
+    unsigned here = popcount(place.word->changed);
+    while (here <= wanted) {
+        wanted -= here;
+        if (wanted == 0) break;
+        here = popcount((++place.word)->changed);
+    }
+    const uint64_t bits = wanted > 0 ? lowest_set(place.word->changed, static_cast<unsigned>(wanted)) : place.word->changed;
+    const uint64_t end = place.word->index * 64 + 64 - leading_zeros(bits);
+    if (wanted == 0) ++place.word;
+    place.skip = static_cast<unsigned>(wanted);
+    return end;
+}
+
 // Calls f(base, changed, negative) for the chunk's listed words, cut to the chunk's own changed elements.
 template <class F>
 inline void for_each_word(const ChunkSource& source, F f) {
     uint64_t left = source.shape.changed;
-    unsigned skip = source.skip;
-    for (const MaskWord* word = source.first; left > 0; ++word) {
+    unsigned skip = source.first.skip;
+    for (const MaskWord* word = source.first.word; left > 0; ++word) {
         uint64_t changed = word->changed;
         if (skip > 0) changed ^= lowest_set(changed, skip);
         skip = 0;
@@ -30,7 +45,7 @@ inline void write_signs(const ChunkSource& source, uint64_t* out) {
     signs.finish();
 }
 
-// k = 0: the changed bits as they are. Returns the number of bits.
+// The changed bits of the chunk, from its first element on. Returns the number of bits up to the last changed one.
 inline uint64_t write_bitmap(const ChunkSource& source, uint64_t* out) {
     const uint64_t words = (source.shape.span + 63) / 64 + 1;
     std::memset(out, 0, words * 8);
@@ -49,34 +64,148 @@ inline uint64_t write_bitmap(const ChunkSource& source, uint64_t* out) {
     return bits;
 }
 
-// Rice codes of the distances between the elements that it is shown, in order.
+// Rice codes, four distances to a write of each stream.
 class RiceWriter {
   public:
     RiceWriter(const ChunkStreams& out, uint64_t begin, unsigned rice)
         : remainders_(out.remainders), quotients_(out.quotients), next_(begin), rice_(rice), mask_(low_bits(rice)) {}
 
+    // Lists the set bits of the word of elements `base` and on.
     void list(uint64_t base, uint64_t bits) {
-        for (; bits != 0; bits &= bits - 1) {
-            const uint64_t position = base + trailing_zeros(bits);
-            const uint64_t distance = position - next_;
-            next_ = position + 1;
-            remainders_.put(distance & mask_, rice_);
-            quotients_.put_unary(distance >> rice_);
-        }
+        const unsigned count = popcount(bits);
+        // Four at a time whether or not there are four: a loop that ends with the bits is mispredicted at every word.
+        for (unsigned i = 0; i < count; i += 4)
+            for (unsigned lane = 0; lane < 4; ++lane, bits &= bits - 1)
+                positions_[held_ + i + lane] = base + trailing_zeros(bits | kNoneLeft);
+        held_ += count;
+        if (held_ >= kBatch) write_fours();
     }
     uint64_t finish() {
+        write_fours();
+        for (unsigned i = 0; i < held_; ++i) write(take_distance(positions_[i]));
         remainders_.finish();
         quotients_.finish();
         return quotients_.bits();
     }
 
   private:
+    static constexpr unsigned kBatch = 256;
+    static constexpr uint64_t kNoneLeft = uint64_t{1} << 63;  // keeps trailing_zeros defined
+
+    uint64_t take_distance(uint64_t position) {
+        const uint64_t distance = position - next_;
+        next_ = position + 1;
+        return distance;
+    }
+    void write(uint64_t distance) {
+        remainders_.put(distance & mask_, rice_);
+        quotients_.put_unary(distance >> rice_);
+    }
+    void write_fours() {
+        const unsigned fours = held_ / 4 * 4;
+        for (unsigned i = 0; i < fours; i += 4) {
+            const uint64_t* at = positions_ + i;
+            const uint64_t d[4] = {at[0] - next_, at[1] - at[0] - 1, at[2] - at[1] - 1, at[3] - at[2] - 1};
+            next_ = at[3] + 1;
+            const uint64_t q[4] = {d[0] >> rice_, d[1] >> rice_, d[2] >> rice_, d[3] >> rice_};
+            const uint64_t bits = q[0] + q[1] + q[2] + q[3] + 4;
+            if (__builtin_expect(rice_ > 14 || bits > 56, 0)) {
+                for (const uint64_t distance : d) write(distance);
+                continue;
+            }
+            remainders_.put((d[0] & mask_) | (d[1] & mask_) << rice_ | (d[2] & mask_) << 2 * rice_ |
+                                (d[3] & mask_) << 3 * rice_,
+                            4 * rice_);
+            const uint64_t one = 1;
+            quotients_.put(one << q[0] | one << (q[0] + q[1] + 1) | one << (q[0] + q[1] + q[2] + 2) | one << (bits - 1),
+                           static_cast<unsigned>(bits));
+        }
+        for (unsigned i = fours; i < held_; ++i) positions_[i - fours] = positions_[i];
+        held_ -= fours;
+    }
+
     BitWriter remainders_;
     BitWriter quotients_;
     uint64_t next_;
     unsigned rice_;
     uint64_t mask_;
+    unsigned held_ = 0;
+    uint64_t positions_[kBatch + 128];
 };
+
+// Up to kMostDenseRice most bytes of the bitmap hold a listed element or several, and a table codes a byte at once. What a byte
+// gives depends, besides its bits, on the gap before it modulo 2^k.
+struct ByteCode {
+    uint32_t remainders;
+    uint16_t quotients;  // a zero for every 2^k elements of gap that end here, a one for every listed element
+    uint8_t remainder_bits;
+    uint8_t quotient_bits;
+};
+template <unsigned kRice>
+struct ByteCodes {
+    ByteCode code[1U << kRice][256];
+    constexpr ByteCodes() : code() {
+        for (unsigned gap_before = 0; gap_before < 1U << kRice; ++gap_before)
+            for (unsigned byte = 0; byte < 256; ++byte) code[gap_before][byte] = code_byte(byte, gap_before);
+    }
+    static constexpr ByteCode code_byte(unsigned byte, unsigned gap) {
+        ByteCode out{0, 0, 0, 0};
+        for (unsigned bit = 0; bit < 8; ++bit) {
+            if (byte >> bit & 1) {
+                out.remainders |= gap << out.remainder_bits;
+                out.quotients = static_cast<uint16_t>(out.quotients | 1U << out.quotient_bits);
+                out.remainder_bits = static_cast<uint8_t>(out.remainder_bits + kRice);
+                ++out.quotient_bits;
+                gap = 0;
+            } else if (++gap == 1U << kRice) {
+                ++out.quotient_bits;
+                gap = 0;
+            }
+        }
+        return out;
+    }
+};
+
+// Rice-codes a bitmap of `bits` bits.
+template <unsigned kRice>
+uint64_t write_dense_rice(const uint64_t* bitmap, uint64_t bits, const ChunkStreams& out) {
+    static constexpr ByteCodes<kRice> kCodes;
+    BitWriter remainders(out.remainders);
+    BitWriter quotients(out.quotients);
+    unsigned gap = 0;
+    for (uint64_t at = 0; at < bits; at += 64) {
+        uint64_t word = bitmap[at / 64];
+        for (unsigned byte = 0; byte < 4; ++byte, word >>= 16) {
+            const auto low = static_cast<unsigned>(word & 255);
+            const auto high = static_cast<unsigned>(word >> 8 & 255);
+            const ByteCode& first = kCodes.code[gap][low];
+            gap = low ? __builtin_clz(low << 24) & ((1U << kRice) - 1) : gap;
+            const ByteCode& second = kCodes.code[gap][high];
+            gap = high ? __builtin_clz(high << 24) & ((1U << kRice) - 1) : gap;
+            remainders.put(uint64_t{first.remainders} | uint64_t{second.remainders} << first.remainder_bits,
+                           first.remainder_bits + second.remainder_bits);
+            quotients.put(uint64_t{first.quotients} | uint64_t{second.quotients} << first.quotient_bits,
+                          first.quotient_bits + second.quotient_bits);
+        }
+    }
+    remainders.finish();
+    quotients.finish();
+    return quotients.bits();
+}
+
+inline uint64_t write_dense(const ChunkSource& source, const ChunkStreams& out) {
+    uint64_t bits = write_bitmap(source, out.bitmap);
+    if (source.shape.inverted) {
+        bits = source.shape.span;
+        const uint64_t words = (bits + 63) / 64;
+        for (uint64_t i = 0; i < words; ++i) out.bitmap[i] = ~out.bitmap[i];
+        if (bits % 64 > 0) out.bitmap[words - 1] &= low_bits(bits % 64);
+    }
+    const uint64_t written = source.shape.rice == 1   ? write_dense_rice<1>(out.bitmap, bits, out)
+                             : source.shape.rice == 2 ? write_dense_rice<2>(out.bitmap, bits, out)
+                                                      : write_dense_rice<3>(out.bitmap, bits, out);
+    return last_one(out.quotients, written);  // without the zeros of the gap behind the last listed element
+}
 
 inline uint64_t write_changed(const ChunkSource& source, const ChunkStreams& out) {
     RiceWriter writer(out, source.begin, source.shape.rice);
@@ -87,7 +216,7 @@ inline uint64_t write_changed(const ChunkSource& source, const ChunkStreams& out
 inline uint64_t write_unchanged(const ChunkSource& source, const ChunkStreams& out) {
     RiceWriter writer(out, source.begin, source.shape.rice);
     const uint64_t end = source.begin + source.shape.span;
-    const MaskWord* word = source.first;
+    const MaskWord* word = source.first.word;
     for (uint64_t index = source.begin / 64; index * 64 < end; ++index) {
         uint64_t unchanged = ~uint64_t{0};
         if (word < source.last && word->index == index) unchanged = ~(word++)->changed;
@@ -100,9 +229,11 @@ inline uint64_t write_unchanged(const ChunkSource& source, const ChunkStreams& o
 
 uint64_t encode_chunk(const ChunkSource& source, const ChunkStreams& out) {
     write_signs(source, out.signs);
-    if (source.shape.listed == 0) return 0;
-    if (source.shape.rice == 0) return write_bitmap(source, out.quotients);
-    return source.shape.inverted ? write_unchanged(source, out) : write_changed(source, out);
+    const ChunkShape& shape = source.shape;
+    if (shape.listed == 0) return 0;
+    if (shape.rice == 0) return write_bitmap(source, out.quotients);
+    if (shape.rice <= kMostDenseRice) return write_dense(source, out);
+    return shape.inverted ? write_unchanged(source, out) : write_changed(source, out);
 }
 
 }  // namespace

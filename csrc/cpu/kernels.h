@@ -33,19 +33,29 @@ template <class Residual>
 using TakeFunction = void (*)(Residual* residual, const void* update, uint64_t words, Residual threshold,
                               uint64_t first_word, MaskWord* out, Taken* taken);
 
-// Pass 2 over one chunk of the list. `first` is the chunk's first word, of which the lowest `skip` changed bits belong
-// to the chunk before; `begin` the index of its first element. Streams are written from bit 0 on, in whole zeroed words.
-struct ChunkSource {
-    const MaskWord* first;
-    const MaskWord* last;  // one beyond the list
+// A place in the list: the lowest `skip` changed bits of `word` belong to the chunk before.
+struct ListPlace {
+    const MaskWord* word;
     unsigned skip;
-    uint64_t begin;
+};
+// Goes on by `changed` > 0 changed elements; returns the index of the element after the last of them.
+using SkipChangedFunction = uint64_t (*)(ListPlace& place, uint64_t changed);
+
+// Pass 2 over one chunk of the list. Streams are written from bit 0 on, in whole words with zeros behind the last bit.
+struct ChunkSource {
+    ListPlace first;
+    const MaskWord* last;  // one beyond the list
+    uint64_t begin;  // index of the chunk's first element
     ChunkShape shape;
 };
+// Up to this k a chunk is coded from its bitmap, byte by byte, otherwise from its list of distances.
+inline constexpr unsigned kMostDenseRice = 3;
+
 struct ChunkStreams {
     uint64_t* remainders;
     uint64_t* signs;
     uint64_t* quotients;
+    uint64_t* bitmap;  // scratch where k <= kMostDenseRice: a bit per element of the span
 };
 // Returns the number of quotient bits.
 using EncodeChunkFunction = uint64_t (*)(const ChunkSource& source, const ChunkStreams& out);
@@ -81,6 +91,7 @@ struct Kernels {
     const char* name;
     TakeFunction<float> take_float[kDtypes];  // by the update's Dtype; null where the pair is not supported
     TakeFunction<double> take_double[kDtypes];
+    SkipChangedFunction skip_changed;
     EncodeChunkFunction encode_chunk;
     SumChunkFunction sum_chunk;
     ApplyChunkFunction<float> apply_float;

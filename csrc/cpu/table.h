@@ -20,6 +20,7 @@ constexpr Kernels make_kernels(const char* name) {
             {take_words_accumulated<D>, take_words<D, typename Isa::Float32To64>,
              take_words<D, typename Isa::Float64To64>, take_words<D, typename Isa::HalfTo64>,
              take_words<D, typename Isa::Bfloat16To64>},
+            skip_changed,
             encode_chunk,
             sum_chunk,
             apply_chunk<float>,
