@@ -1,0 +1,24 @@
+"""The command line: ``gradwire demo``, ``gradwire info`` and ``gradwire secret``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from gradwire.cli import demo, info, secret
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status: 0, 1 for a failed command, 2 for wrong arguments."""
+    parser = argparse.ArgumentParser(
+        prog="gradwire",
+        description="Exchange training updates between machines in a hundredth of the bytes.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for command in (demo, info, secret):
+        command.add_parser(commands)
+    arguments = parser.parse_args(argv)
+    status: int = arguments.run(arguments)
+    return status

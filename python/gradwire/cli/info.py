@@ -1,0 +1,66 @@
+"""``gradwire info``: what this installation can do on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+
+import gradwire as gw
+from gradwire import _core
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "info",
+        help="print version, backends and the instruction set in use",
+        description="Print what this installation of gradwire can do on this machine.",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command has this signature)
+    """Print one line per fact."""
+    facts = {
+        "gradwire": _version("gradwire"),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "cryptography": _version("cryptography"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "backends": ", ".join(gw.backends()),
+        "instruction set": _instruction_set(),
+        "cuda": _cuda(),
+    }
+    for name, value in facts.items():
+        print(f"{name + ':':17}{value}")
+    return 0
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _instruction_set() -> str:
+    forced = os.environ.get("GRADWIRE_ISA")
+    try:
+        return _core.isa() + (" (GRADWIRE_ISA)" if forced else "")
+    except gw.BackendUnavailable as error:
+        return f"none: {error}"
+
+
+def _cuda() -> str:
+    """Return "available", or why not."""
+    if "cuda" in gw.backends():
+        return "available"
+    if importlib.util.find_spec("gradwire._cuda") is None:
+        return "not available: this build has no CUDA backend"
+    return "not available: no usable NVIDIA driver or GPU was found"

@@ -1,0 +1,27 @@
+"""``gradwire secret``: a fresh secret for a cluster."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "secret",
+        help="print a fresh secret for a cluster",
+        description="Print 32 random bytes in base64. Every node of a cluster gets the same: as "
+        "gw.Node(secret=...) or in the environment variable GRADWIRE_SECRET. Keep it out of "
+        "version control.",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command has this signature)
+    """Print the secret."""
+    # The transport brings cryptography along; the other commands do not wait for it.
+    from gradwire.transport import generate_secret
+
+    print(generate_secret())
+    return 0
