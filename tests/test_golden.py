@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import gradwire as gw
 from gradwire import reference
 from gradwire.errors import MessageError
 
@@ -95,3 +96,46 @@ def test_an_invalid_golden_message_has_a_correct_crc(name: str) -> None:
         return
     payload = payload[: header.payload_bytes]
     assert reference.crc32c(header.pack() + payload) == crc
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_core_reads_and_writes_a_golden_message(name: str) -> None:
+    data, about = load("valid", name)
+    message = gw.Message.parse(data)
+    assert bytes(message) == data
+    assert (message.kind, message.numel) == (about["kind"], about["numel"])
+    assert (message.key, message.step) == (about["key"], about["step"])
+    if about["kind"] == "dense":
+        values = gw.decode(message)
+        assert values.astype(np.float64).tobytes() == np.array(about["values"]).tobytes()
+        if about["dtype"] != "bfloat16":
+            written = gw.dense_message(
+                values.astype(about["dtype"]), key=about["key"], step=about["step"]
+            )
+            assert bytes(written) == data
+        return
+    assert (message.threshold, message.is_shakeup) == (about["threshold"], about["shakeup"])
+    positions, negative = entries_of(about)
+    ours = message.entries()
+    np.testing.assert_array_equal(ours[0], positions)
+    np.testing.assert_array_equal(ours[1], negative)
+    written = gw.Message.from_entries(
+        positions,
+        negative,
+        numel=about["numel"],
+        threshold=about["threshold"],
+        key=about["key"],
+        step=about["step"],
+        shakeup=about["shakeup"],
+    )
+    assert bytes(written) == data
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_core_refuses_an_invalid_golden_message(name: str) -> None:
+    data, _ = load("invalid", name)
+    with pytest.raises(MessageError):
+        gw.Message.parse(data)
+    if data and name != "trailing-byte":
+        with pytest.raises(MessageError):
+            gw.parse_many(data)

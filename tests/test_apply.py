@@ -1,0 +1,310 @@
+"""Applying and decoding: what the target gets, bit for bit, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradwire as gw
+from gradwire import _core, reference
+
+from .bfloat16 import Bfloat16Array
+from .strategies import Changes, changes, changes_in_regions
+
+quick = settings(deadline=None, max_examples=120, derandomize=True)
+scales = st.sampled_from([1.0, -1.0, 0.5, 0.1, 1 / 3, -(2.0**-20), 1e-30, 12345.678])
+
+
+@pytest.fixture(params=_core.usable_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every instruction set of this machine in turn."""
+    before = _core.isa()
+    _core.select_isa(request.param)
+    yield request.param
+    _core.select_isa(before)
+
+
+def message_of(what: Changes, threshold: float = 0.5, **header: Any) -> gw.Message:
+    """Return a message of the core."""
+    return gw.Message.from_entries(
+        what.positions, what.negative, numel=what.numel, threshold=threshold, **header
+    )
+
+
+def random_target(numel: int, dtype: str, seed: int = 51) -> np.ndarray:
+    """Return a target of random values."""
+    return np.random.default_rng(seed).standard_normal(numel).astype(dtype)
+
+
+@pytest.mark.usefixtures("isa")
+@quick
+@given(changes, scales, st.sampled_from(["float32", "float64"]))
+def test_apply_equals_the_reference(what: Changes, scale: float, dtype: str) -> None:
+    message = message_of(what)
+    ours = random_target(what.numel, dtype)
+    theirs = ours.copy()
+    gw.apply(message, ours, scale)
+    reference.apply(bytes(message), theirs, scale)
+    assert ours.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.usefixtures("isa")
+@quick
+@given(changes)
+def test_decode_equals_the_reference(what: Changes) -> None:
+    message = message_of(what)
+    values = gw.decode(message)
+    assert values.tobytes() == reference.decode(bytes(message)).tobytes()
+    assert values.dtype == np.float32
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_apply_many_equals_single_applies_in_order(dtype: str) -> None:
+    numel = 200_003
+    rng = np.random.default_rng(52)
+    messages = []
+    for density in (0.0, 1e-3, 0.02, 0.1, 0.4, 0.7, 0.97, 1.0):
+        what = changes_in_regions([(numel // 2, density), (numel - numel // 2, density / 3)], 53)
+        messages.append(message_of(what, threshold=float(rng.integers(128, 256)) / 512))
+    messages.insert(3, gw.dense_message(rng.standard_normal(numel).astype(dtype)))
+    together, singly = random_target(numel, dtype), random_target(numel, dtype)
+    gw.apply_many(messages, together, scale=0.3)
+    for message in messages:
+        gw.apply(message, singly, scale=0.3)
+    assert together.tobytes() == singly.tobytes()
+    expected = random_target(numel, dtype)
+    for message in messages:
+        reference.apply(bytes(message), expected, scale=0.3)
+    assert together.tobytes() == expected.tobytes()
+
+
+@quick
+@given(changes, st.lists(st.integers(0, 500), max_size=6), st.integers(0, 2**16))
+def test_a_target_of_several_arrays_is_one_target(
+    what: Changes, cuts: list[int], seed: int
+) -> None:
+    message, other = message_of(what), message_of(what, threshold=0.75)
+    edges = sorted({0, what.numel, *(min(c, what.numel) for c in cuts)})
+    rng = np.random.default_rng(seed)
+    whole = rng.standard_normal(what.numel)
+    parts = [whole[a:b].astype(rng.choice(["float32", "float64"])) for a, b in pairwise(edges)]
+    expected = [part.copy() for part in parts]
+    decoded = [0.1 * gw.decode(m) for m in (message, other)]
+    gw.apply_many([message, other], parts, scale=0.1)
+    for update in decoded:
+        for part, a in zip(expected, edges[:-1], strict=True):
+            part += update[a : a + part.size]
+    for ours, theirs in zip(parts, expected, strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+
+
+def test_the_product_of_scale_and_threshold_is_rounded_once_to_float32() -> None:
+    message = message_of(Changes(1, np.array([0]), np.array([False])), threshold=255 / 256)
+    scale = 0.1234567890123456
+    target = np.zeros(1, np.float64)
+    gw.apply(message, target, scale)
+    assert target[0] == float(np.float32(scale * (255 / 256)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_dense_values_are_scaled_in_float64_and_rounded_once(dtype: str) -> None:
+    values = random_target(1_000, dtype, seed=54)
+    message = gw.dense_message(values)
+    for target_dtype in ("float32", "float64"):
+        ours, theirs = random_target(1_000, target_dtype), random_target(1_000, target_dtype)
+        gw.apply(message, ours, scale=1 / 3)
+        reference.apply(bytes(message), theirs, scale=1 / 3)
+        assert ours.tobytes() == theirs.tobytes()
+
+
+def test_a_dense_message_decodes_to_the_very_bits_it_holds() -> None:
+    values = np.array([0.0, -0.0, np.nan, -np.inf, 1e-45, 3.4e38], np.float32)
+    decoded = gw.decode(gw.dense_message(values))
+    assert decoded.tobytes() == values.tobytes()
+    doubles = np.array([-0.0, 5e-324, np.nan])
+    assert gw.decode(gw.dense_message(doubles)).tobytes() == doubles.tobytes()
+
+
+def test_a_dense_message_of_bfloat16_rounds_to_nearest_even() -> None:
+    values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1e-40], np.float32)
+    message = gw.dense_message(values, bfloat16=True)
+    expected = np.array([1.0, 1.0, 1 + 2**-6, 1 + 2**-7], np.float32)
+    decoded = gw.decode(message)
+    np.testing.assert_array_equal(decoded[:4], expected)
+    assert decoded[4] == pytest.approx(-1e-40, rel=2**-8, abs=2.0**-134)
+
+
+def test_a_received_view_is_applied_without_a_copy() -> None:
+    what = changes_in_regions([(5_000, 0.05)], seed=55)
+    received = bytearray(b"....") + bytearray(bytes(message_of(what))) + b".."
+    view = memoryview(received)[4:-2]
+    message = gw.Message.parse(view)
+    target = np.zeros(5_000, np.float32)
+    gw.apply(message, target)
+    np.testing.assert_array_equal(np.flatnonzero(target), what.positions)
+    received[4:8] = b"XXXX"
+    assert bytes(message)[:4] == b"XXXX"
+
+
+@pytest.mark.usefixtures("isa")
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(changes, st.data())
+def test_bytes_that_change_after_parsing_never_hurt(what: Changes, data: st.DataObject) -> None:
+    received = bytearray(bytes(message_of(what)))
+    message = gw.Message.parse(received)
+    bits = data.draw(st.lists(st.integers(0, 8 * len(received) - 1), min_size=1, max_size=4))
+    for bit in bits:
+        received[bit // 8] ^= 1 << bit % 8
+    guarded = np.zeros(what.numel + 64, np.float32)
+    target = guarded[32 : 32 + what.numel]
+    try:
+        gw.apply(message, target)
+    except gw.MessageError:
+        assert not target.any()
+    assert not guarded[:32].any()
+    assert not guarded[32 + what.numel :].any()
+
+
+def test_one_bad_message_among_many_leaves_the_target_unchanged() -> None:
+    what = changes_in_regions([(3_000, 0.1)], seed=56)
+    received = bytearray(bytes(message_of(what)))
+    bad = gw.Message.parse(received)
+    received[60:200] = bytes(140)
+    target = np.zeros(3_000, np.float32)
+    with pytest.raises(gw.MessageError):
+        gw.apply_many([message_of(what), bad], target)
+    assert not target.any()
+
+
+def test_a_message_of_another_size_is_refused() -> None:
+    message = message_of(changes_in_regions([(100, 0.2)], seed=57))
+    for target in (np.zeros(99, np.float32), [np.zeros(100, np.float32), np.zeros(1, np.float32)]):
+        with pytest.raises(ValueError, match="100"):
+            gw.apply(message, target)
+    first = np.zeros(100, np.float32)
+    other = message_of(changes_in_regions([(101, 0.2)], seed=57))
+    with pytest.raises(ValueError, match=r"10[01]"):
+        gw.apply_many([message, other], first)
+    assert not first.any()
+
+
+def read_only() -> np.ndarray:
+    """Return an array that cannot be written."""
+    array = np.zeros(8, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "words"),
+    [
+        (read_only(), ValueError, "read-only"),
+        (bytes(32), TypeError, "format"),
+        (np.zeros(16, np.float32)[::2], ValueError, "contiguous"),
+        (np.zeros(8, np.float16), TypeError, "float16"),
+        (Bfloat16Array(np.zeros(8, np.uint16)), TypeError, "bfloat16"),
+        (np.zeros(8, np.int64), TypeError, "int64"),
+        ([1.0] * 8, TypeError, r"target\[0\]"),
+        (None, TypeError, "None"),
+    ],
+)
+def test_a_target_that_cannot_be_added_to_is_refused(
+    target: Any, error: type[Exception], words: str
+) -> None:
+    message = message_of(Changes(8, np.arange(8), np.zeros(8, bool)))
+    with pytest.raises(error, match=words):
+        gw.apply(message, target)
+
+
+def test_targets_that_overlap_are_refused() -> None:
+    memory = np.zeros(12, np.float32)
+    message = message_of(Changes(8, np.arange(8), np.zeros(8, bool)))
+    with pytest.raises(ValueError, match="overlap"):
+        gw.apply(message, [memory[:4], memory[3:7]])
+    assert not memory.any()
+    gw.apply(message, [memory[4:8], memory[:4]])
+    assert memory[:8].all()
+
+
+def test_a_target_that_overlaps_the_message_is_refused() -> None:
+    data = bytes(gw.dense_message(np.ones(4, np.float32)))
+    memory = np.zeros(len(data) // 4 + 4, np.float32)
+    memory.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+    message = gw.Message.parse(memory.view(np.uint8)[: len(data)])
+    with pytest.raises(ValueError, match="overlaps"):
+        gw.apply(message, memory[12:16])
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
+def test_a_scale_that_is_not_finite_is_refused(scale: float) -> None:
+    target = np.zeros(8, np.float32)
+    with pytest.raises(ValueError, match="finite"):
+        gw.apply(message_of(Changes(8, np.arange(8), np.zeros(8, bool))), target, scale)
+    assert not target.any()
+
+
+def test_nothing_is_applied_from_no_messages() -> None:
+    target = np.ones(5, np.float32)
+    gw.apply_many([], target)
+    assert (target == 1).all()
+
+
+# --- sizes beyond memory --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [2**31 - 1, 2**31, 2**32 + 5, 2**40, 2**48])
+def test_positions_beyond_32_bits_survive(numel: int) -> None:
+    rng = np.random.default_rng(58)
+    positions = np.unique(rng.integers(0, numel, 3_000))
+    positions[-1] = numel - 1
+    negative = rng.random(positions.size) < 0.5
+    message = gw.Message.from_entries(positions, negative, numel=numel, threshold=0.5)
+    data = reference.encode_ternary(positions, negative, numel=numel, threshold=0.5)
+    assert bytes(message) == data
+    ours = gw.Message.parse(data).entries()
+    np.testing.assert_array_equal(ours[0], positions)
+    np.testing.assert_array_equal(ours[1], negative)
+    assert message.density == positions.size / numel
+
+
+def test_the_ceiling_is_known_for_every_size() -> None:
+    assert gw.max_message_bytes(0) == 48
+    assert gw.max_message_bytes(1) == 49
+    assert gw.max_message_bytes(2**48) == 48 + -(-22 * 2**48 // 100)
+    assert gw.max_message_bytes(10, dense=True) == 88
+    assert gw.max_message_bytes(10, dense=True, dtype="float64") == 128
+    for bad in (-1, 2**48 + 1):
+        with pytest.raises(ValueError, match="numel"):
+            gw.max_message_bytes(bad)
+
+
+@pytest.mark.parametrize(
+    ("positions", "negative", "numel", "threshold"),
+    [
+        ([1, 1], [True, True], 9, 0.5),
+        ([2, 1], [True, True], 9, 0.5),
+        ([-1], [True], 9, 0.5),
+        ([9], [True], 9, 0.5),
+        ([1, 2], [True], 9, 0.5),
+        ([1], [True], 9, 0.1),
+        ([1], [True], 9, 0.0),
+        ([1], [True], 9, -0.5),
+        ([1], [True], 9, float("inf")),
+        ([1], [True], 9, float("nan")),
+        ([1], [True], 2**48 + 1, 0.5),
+    ],
+)
+def test_entries_that_describe_no_message_are_refused(
+    positions: list[int], negative: list[bool], numel: int, threshold: float
+) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 (many messages, one type)
+        gw.Message.from_entries(
+            np.array(positions), np.array(negative), numel=numel, threshold=threshold
+        )
