@@ -28,6 +28,18 @@ inline uint64_t gather_bits(uint64_t word, uint64_t mask) {
 #endif
 }
 
+// The low bits of `word`, spread to the set bits of `mask`.
+inline uint64_t scatter_bits(uint64_t word, uint64_t mask) {
+#if defined(__BMI2__)
+    return _pdep_u64(word, mask);
+#else
+    uint64_t spread = 0;
+    for (; mask != 0; word >>= 1, mask &= mask - 1)
+        if (word & 1) spread |= mask & (~mask + 1);
+    return spread;
+#endif
+}
+
 // The lowest `count` set bits of `mask`.
 inline uint64_t lowest_set(uint64_t mask, unsigned count) {
 #if defined(__BMI2__)
@@ -81,6 +93,8 @@ class BitWriter {
     unsigned fill_ = 0;
 };
 
+inline constexpr unsigned kWindow = 56;  // bits that BitSource::bits_at always gives
+
 // Reads bit fields from memory that is not padded and may change meanwhile: never beyond its end.
 struct BitSource {
     const uint8_t* bytes;
@@ -96,6 +110,10 @@ struct BitSource {
     }
     // At least 57 bits from `bit` on; zeros beyond the end.
     uint64_t bits_at(uint64_t bit) const { return word_at(bit >> 3) >> (bit & 7); }
+    // All 64 of them.
+    uint64_t word_at_bit(uint64_t bit) const {
+        return (bits_at(bit) & low_bits(56)) | bits_at(bit + 56) << 56;
+    }
 };
 
 }  // namespace

@@ -1,15 +1,31 @@
-// Decoding kernels: the sums by which a chunk is validated, and its application to a target.
+// Decoding kernels. Nothing here trusts that the bytes are those that were validated: every read stays inside the
+// stream and every write inside the target.
+//
+// The i-th listed element's quotient ends with the one at bit T of the chunk's quotients, so that the quotients up to it
+// sum up to T - i, and its position is ((T - i) << k) + (sum of the remainders up to it) + i.
 #pragma once
 
-#include "walk_chunk.h"
+#include "bits.h"
+#include "kernels.h"
+#include "scalars.h"
 
 namespace gradwire {
 namespace {
 
-uint64_t sum_remainders(const BitSource& source, uint64_t bit, uint64_t fields, unsigned rice) {
-    const uint64_t mask = low_bits(rice);
+// Sums packed fields. For narrow ones, the count of each of the k bits over a whole window at once.
+inline uint64_t sum_fields(const BitSource& source, uint64_t bit, uint64_t fields, unsigned rice) {
     uint64_t sum = 0;
-    for (uint64_t i = 0; i < fields; ++i) sum += source.bits_at(bit + i * rice) & mask;
+    uint64_t i = 0;
+    if (rice <= 8) {
+        const unsigned per_window = kWindow / rice;
+        uint64_t lowest = 0;  // the lowest bit of every field
+        for (unsigned field = 0; field < per_window; ++field) lowest |= uint64_t{1} << (field * rice);
+        for (; i + per_window <= fields; i += per_window) {
+            const uint64_t window = source.bits_at(bit + i * rice);
+            for (unsigned b = 0; b < rice; ++b) sum += uint64_t{popcount(window >> b & lowest)} << b;
+        }
+    }
+    for (; i < fields; ++i) sum += source.bits_at(bit + i * rice) & low_bits(rice);
     return sum;
 }
 
@@ -18,37 +34,177 @@ StreamSums sum_chunk(const uint8_t* stream, uint64_t stream_bytes, const Chunk& 
     StreamSums sums{0, 0, 0};
     for (uint64_t at = 0; at < chunk.quotient_bits; at += kWindow) {
         const uint64_t left = chunk.quotient_bits - at;
-        const uint64_t window = source.bits_at(chunk.quotient_bit + at) & low_bits(left < kWindow ? static_cast<unsigned>(left) : kWindow);
+        const uint64_t window =
+            source.bits_at(chunk.quotient_bit + at) & low_bits(left < kWindow ? static_cast<unsigned>(left) : kWindow);
         if (window == 0) continue;
         sums.ones += popcount(window);
         sums.used_bits = at + 64 - leading_zeros(window);
     }
     if (chunk.shape.rice > 0)
-        sums.remainders = sum_remainders(source, chunk.remainder_bit, chunk.shape.listed, chunk.shape.rice);
+        sums.remainders = sum_fields(source, chunk.remainder_bit, chunk.shape.listed, chunk.shape.rice);
     return sums;
 }
 
-template <class Target>
-struct AddQuantum {
-    Target* target;  // of element `first`
-    uint64_t first;
-    Target quantum;
+inline Entry make_entry(uint64_t distance, uint64_t minus) {
+    return (static_cast<Entry>(distance) & ~kEntryMinus) | static_cast<Entry>(minus << 31);
+}
 
-    void one(uint64_t position, uint64_t minus) const { target[position - first] += minus ? -quantum : quantum; }
-    void run(uint64_t position, uint64_t elements, const BitSource& source, uint64_t sign_bit) const {
-        Target* at = target + (position - first);
-        for (uint64_t done = 0; done < elements; done += kWindow) {
-            uint64_t signs = source.bits_at(sign_bit + done);
-            const uint64_t some = elements - done < kWindow ? elements - done : kWindow;
-            for (uint64_t i = 0; i < some; ++i, signs >>= 1) at[done + i] += signs & 1 ? -quantum : quantum;
+// Where listing stands inside a chunk: `i` listed elements read, their remainders' sum, the next quotient bit.
+struct ListState {
+    uint64_t i;
+    uint64_t sum;
+    uint64_t at;
+};
+
+#if defined(__AVX2__) && defined(__BMI2__)
+#define GRADWIRE_LISTS_BYTES 1
+
+// Up to this k the positions that one byte of quotients leads to fit into bytes themselves: 8 * 2^4 + 7 < 256.
+inline constexpr unsigned kMostByteRice = 4;
+
+struct QuotientBytes {
+    uint64_t sums[256];  // byte j: quotients up to the byte's j-th one, within the byte
+    constexpr QuotientBytes() : sums() {
+        for (unsigned byte = 0; byte < 256; ++byte) {
+            unsigned ones = 0;
+            for (unsigned bit = 0; bit < 8; ++bit)
+                if (byte >> bit & 1) {
+                    sums[byte] |= uint64_t{bit - ones} << (8 * ones);
+                    ++ones;
+                }
         }
     }
 };
 
+// Eight positions at a time, in the bytes of a word: quotients from a table, remainders summed up by a multiplication.
+// Ends where fewer than eight entries or a whole byte of quotients are left.
+inline void list_bytes(const BitSource& source, const Chunk& chunk, uint64_t first, uint64_t end, Entry* out,
+                       ListState& state) {
+    static constexpr QuotientBytes kQuotients;
+    constexpr uint64_t kEveryByte = 0x0101010101010101;
+    const unsigned rice = chunk.shape.rice;
+    const uint64_t field_of_byte = kEveryByte * low_bits(rice);
+    const uint64_t base = chunk.begin - first;
+    const uint64_t begin = state.i;
+    const __m256i sign_shifts = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+    while (state.i + 8 <= end && state.at + 8 <= chunk.quotient_bits) {
+        const auto byte = static_cast<uint8_t>(source.bits_at(chunk.quotient_bit + state.at));
+        const unsigned ones = popcount(byte);
+        const uint64_t fields = source.bits_at(chunk.remainder_bit + state.i * rice);
+        const uint64_t remainders = _pdep_u64(fields, field_of_byte) * kEveryByte;
+        const uint64_t steps = (kQuotients.sums[byte] << rice) + remainders + 0x0706050403020100;
+        const uint64_t from = base + ((state.at - state.i) << rice) + state.sum + state.i;
+        const __m256i positions = _mm256_add_epi32(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(steps))),
+                                                   _mm256_set1_epi32(static_cast<int>(from)));
+        const __m256i signs = _mm256_sllv_epi32(
+            _mm256_set1_epi32(static_cast<int>(source.bits_at(chunk.sign_bit + state.i))), sign_shifts);
+        const __m256i minus = _mm256_set1_epi32(INT32_MIN);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + (state.i - begin)),
+                            _mm256_or_si256(_mm256_andnot_si256(minus, positions), _mm256_and_si256(minus, signs)));
+        state.sum += ones > 0 ? remainders >> (8 * ones - 8) & 255 : 0;
+        state.i += ones;
+        state.at += 8;
+    }
+}
+
+#endif
+
+// kInside: the whole chunk lies in [first, stop), so that no position needs comparing.
+template <bool kInside>
+uint64_t list_entries_of(const BitSource& source, ChunkCursor& cursor, uint64_t first, uint64_t stop, Entry* out,
+                         uint64_t room) {
+    const Chunk& chunk = cursor.chunk;
+    const unsigned rice = chunk.shape.rice;
+    const uint64_t mask = low_bits(rice);
+    const uint64_t begin = cursor.listed_done;
+    const uint64_t end = chunk.shape.listed - begin < room ? chunk.shape.listed : begin + room;
+    ListState state{begin, cursor.remainder_sum, cursor.quotient_at};
+#if defined(GRADWIRE_LISTS_BYTES)
+    if (kInside && rice >= 1 && rice <= kMostByteRice) list_bytes(source, chunk, first, end, out, state);
+#endif
+    for (; state.at < chunk.quotient_bits; state.at += kWindow) {
+        uint64_t window = source.bits_at(chunk.quotient_bit + state.at) & low_bits(kWindow);
+        uint64_t signs = source.bits_at(chunk.sign_bit + state.i);
+        for (; window != 0; window &= window - 1, signs >>= 1, ++state.i) {
+            const uint64_t one = state.at + trailing_zeros(window);
+            const uint64_t next_sum = state.sum + (source.bits_at(chunk.remainder_bit + state.i * rice) & mask);
+            const uint64_t position = chunk.begin + ((one - state.i) << rice) + next_sum + state.i;
+            if (state.i == end || (!kInside && position >= stop)) {
+                cursor.listed_done = state.i;
+                cursor.remainder_sum = state.sum;
+                cursor.quotient_at = one;
+                cursor.done = state.i == chunk.shape.listed;
+                return state.i - begin;
+            }
+            out[state.i - begin] = make_entry(position - first, signs & 1);
+            state.sum = next_sum;
+        }
+    }
+    cursor.done = true;
+    return state.i - begin;
+}
+
+uint64_t list_entries(const uint8_t* stream, uint64_t stream_bytes, ChunkCursor& cursor, uint64_t first, uint64_t stop,
+                      Entry* out, uint64_t room) {
+    const BitSource source{stream, stream_bytes};
+    const bool inside = cursor.chunk.begin >= first && cursor.chunk.begin + cursor.chunk.shape.span <= stop;
+    return inside ? list_entries_of<true>(source, cursor, first, stop, out, room)
+                  : list_entries_of<false>(source, cursor, first, stop, out, room);
+}
+
+// By its bits: a branch on a sign is mispredicted every second time.
+inline float with_sign(float quantum, Entry entry) {
+    return bit_cast<float>(bit_cast<uint32_t>(quantum) ^ (entry & kEntryMinus));
+}
+inline double with_sign(double quantum, Entry entry) {
+    return bit_cast<double>(bit_cast<uint64_t>(quantum) ^ uint64_t{entry & kEntryMinus} << 32);
+}
+
 template <class Target>
-void apply_chunk(const uint8_t* stream, uint64_t stream_bytes, ChunkCursor& cursor, Target* target, uint64_t first,
-                 uint64_t stop, Target quantum) {
-    walk_chunk(BitSource{stream, stream_bytes}, cursor, first, stop, AddQuantum<Target>{target, first, quantum});
+inline void add_entry(Entry entry, Target* target, uint64_t numel, Target quantum) {
+    const uint64_t at = entry & ~kEntryMinus;
+    if (__builtin_expect(at < numel, 1)) target[at] += with_sign(quantum, entry);
+}
+
+// Bytes that must move: per entry 4 read, and the cache line of its target read and written.
+template <class Target>
+void add_entries(const Entry* entries, uint64_t count, Target* target, uint64_t numel, Target quantum,
+                 bool scattered) {
+    if (scattered)
+        for (uint64_t i = 0; i < count; ++i) {
+            __builtin_prefetch(target + (entries[i + kPrefetchAhead] & ~kEntryMinus), 1);
+            add_entry(entries[i], target, numel, quantum);
+        }
+    else
+        for (uint64_t i = 0; i < count; ++i) add_entry(entries[i], target, numel, quantum);
+}
+
+template <class Lanes>
+uint64_t add_bitmap(const BitRun& changed, const BitRun& minus, typename Lanes::Scalar* target, uint64_t numel,
+                    typename Lanes::Scalar quantum) {
+    const BitSource bits{changed.bytes, changed.size};
+    const BitSource signs{minus.bytes, minus.size};
+    const typename Lanes::Vector q = Lanes::broadcast(quantum);
+    uint64_t done = 0;
+    for (uint64_t at = 0; at < numel; at += 64) {
+        const uint64_t here = numel - at < 64 ? numel - at : 64;
+        const uint64_t word = bits.word_at_bit(changed.bit + at) & low_bits(static_cast<unsigned>(here));
+        if (word == 0) continue;
+        const uint64_t negative = scatter_bits(signs.word_at_bit(minus.bit + done), word);
+        done += popcount(word);
+        typename Lanes::Scalar* to = target + at;
+        if (here < 64) {
+            for (uint64_t rest = word; rest != 0; rest &= rest - 1) {
+                const unsigned i = trailing_zeros(rest);
+                to[i] += negative >> i & 1 ? -quantum : quantum;
+            }
+            continue;
+        }
+#pragma GCC unroll 64
+        for (unsigned i = 0; i < 64; i += Lanes::kLanes)
+            Lanes::store(to + i, Lanes::add_signed(Lanes::load(to + i), word >> i, negative >> i, q));
+    }
+    return done;
 }
 
 }  // namespace

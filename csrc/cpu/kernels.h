@@ -67,23 +67,44 @@ struct StreamSums {
 };
 using SumChunkFunction = StreamSums (*)(const uint8_t* stream, uint64_t stream_bytes, const Chunk& chunk);
 
-// A place inside a chunk, from which decoding goes on.
+// A place in the list of a chunk, from which listing goes on.
 struct ChunkCursor {
     Chunk chunk;
-    uint64_t listed_done = 0;     // listed elements read
-    uint64_t changed_done = 0;    // changed elements handed out
-    uint64_t quotient_at = 0;     // next quotient bit, relative to the chunk's
-    uint64_t remainder_sum = 0;
-    uint64_t position = 0;        // element after the last one handed out, relative to the chunk's begin
-    uint64_t listed_position = 0; // inverted: the next unchanged element, if `listed_ready`
-    bool listed_ready = false;
+    uint64_t listed_done = 0;    // listed elements read
+    uint64_t quotient_at = 0;    // next quotient bit, relative to the chunk's first
+    uint64_t remainder_sum = 0;  // of the listed elements read
     bool done = false;
 };
-// target[i - first] += +-quantum for the changed elements i in [first, stop) that the cursor has not yet handed out.
-// Writes nothing outside of [first, stop), whatever the bytes say.
+
+// An element handed out by a decoder: its distance from the first one asked for in 31 bits, the sign on top.
+using Entry = uint32_t;
+inline constexpr uint32_t kEntryMinus = uint32_t{1} << 31;
+inline constexpr uint64_t kMostEntryDistance = kEntryMinus - 1;
+
+// Writes the chunk's next listed elements in [first, stop) to `out`, at most `room` of them, and returns how many. Sets
+// cursor.done at the chunk's end. stop - first <= kMostEntryDistance. Entries of an inverted chunk have no sign; where
+// the bytes are not those that were validated, entries may lie anywhere.
+using ListEntriesFunction = uint64_t (*)(const uint8_t* stream, uint64_t stream_bytes, ChunkCursor& cursor,
+                                         uint64_t first, uint64_t stop, Entry* out, uint64_t room);
+
+// target[entry] += +-quantum for `count` entries, leaving out those beyond `numel`. With `scattered` it asks for the
+// memory ahead, of up to kPrefetchAhead readable entries behind the last.
+inline constexpr uint64_t kPrefetchAhead = 32;
 template <class Target>
-using ApplyChunkFunction = void (*)(const uint8_t* stream, uint64_t stream_bytes, ChunkCursor& cursor, Target* target,
-                                    uint64_t first, uint64_t stop, Target quantum);
+using AddEntriesFunction = void (*)(const Entry* entries, uint64_t count, Target* target, uint64_t numel,
+                                    Target quantum, bool scattered);
+
+// A run of bits in memory that ends after `size` bytes.
+struct BitRun {
+    const uint8_t* bytes;
+    uint64_t size;
+    uint64_t bit;
+};
+// target[i] += +-quantum where bit i of `changed` is set, i < numel; the set bits' signs follow each other in `minus`.
+// Returns the number of set bits.
+template <class Target>
+using AddBitmapFunction = uint64_t (*)(const BitRun& changed, const BitRun& minus, Target* target, uint64_t numel,
+                                       Target quantum);
 
 using Crc32cFunction = uint32_t (*)(uint32_t crc, const uint8_t* bytes, uint64_t size);
 
@@ -94,8 +115,11 @@ struct Kernels {
     SkipChangedFunction skip_changed;
     EncodeChunkFunction encode_chunk;
     SumChunkFunction sum_chunk;
-    ApplyChunkFunction<float> apply_float;
-    ApplyChunkFunction<double> apply_double;
+    ListEntriesFunction list_entries;
+    AddEntriesFunction<float> add_entries_float;
+    AddEntriesFunction<double> add_entries_double;
+    AddBitmapFunction<float> add_bitmap_float;
+    AddBitmapFunction<double> add_bitmap_double;
     Crc32cFunction crc32c;
 };
 

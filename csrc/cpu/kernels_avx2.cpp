@@ -27,6 +27,15 @@ struct Lanes32 {
     }
     static uint64_t bits(Vector passing) { return static_cast<uint32_t>(_mm256_movemask_ps(passing)); }
     static uint64_t negative(Vector value) { return static_cast<uint32_t>(_mm256_movemask_ps(value)); }
+    static Vector lanes_of(uint64_t bits) {
+        const __m256i own = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+        const __m256i all = _mm256_set1_epi32(static_cast<int>(bits));
+        return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, own), own));
+    }
+    static Vector add_signed(Vector value, uint64_t changed, uint64_t minus, Vector quantum) {
+        const Vector sum = _mm256_blendv_ps(value, _mm256_add_ps(value, quantum), lanes_of(changed));
+        return _mm256_blendv_ps(sum, _mm256_sub_ps(value, quantum), lanes_of(minus));
+    }
     static Vector take(Vector value, Vector passing, Vector threshold) {
         const Vector quantum = _mm256_or_ps(_mm256_and_ps(value, _mm256_set1_ps(-0.0F)), threshold);
         return _mm256_blendv_ps(value, _mm256_sub_ps(value, quantum), passing);
@@ -54,6 +63,15 @@ struct Lanes64 {
     }
     static uint64_t bits(Vector passing) { return static_cast<uint32_t>(_mm256_movemask_pd(passing)); }
     static uint64_t negative(Vector value) { return static_cast<uint32_t>(_mm256_movemask_pd(value)); }
+    static Vector lanes_of(uint64_t bits) {
+        const __m256i own = _mm256_setr_epi64x(1, 2, 4, 8);
+        const __m256i all = _mm256_set1_epi64x(static_cast<int64_t>(bits));
+        return _mm256_castsi256_pd(_mm256_cmpeq_epi64(_mm256_and_si256(all, own), own));
+    }
+    static Vector add_signed(Vector value, uint64_t changed, uint64_t minus, Vector quantum) {
+        const Vector sum = _mm256_blendv_pd(value, _mm256_add_pd(value, quantum), lanes_of(changed));
+        return _mm256_blendv_pd(sum, _mm256_sub_pd(value, quantum), lanes_of(minus));
+    }
     static Vector take(Vector value, Vector passing, Vector threshold) {
         const Vector quantum = _mm256_or_pd(_mm256_and_pd(value, _mm256_set1_pd(-0.0)), threshold);
         return _mm256_blendv_pd(value, _mm256_sub_pd(value, quantum), passing);

@@ -24,6 +24,10 @@ struct Lanes32 {
     }
     static uint64_t bits(__mmask16 passing) { return passing; }
     static uint64_t negative(Vector value) { return _mm512_movepi32_mask(_mm512_castps_si512(value)); }
+    static Vector add_signed(Vector value, uint64_t changed, uint64_t minus, Vector quantum) {
+        const Vector sum = _mm512_mask_add_ps(value, static_cast<__mmask16>(changed), value, quantum);
+        return _mm512_mask_sub_ps(sum, static_cast<__mmask16>(minus), value, quantum);
+    }
     static Vector take(Vector value, __mmask16 passing, Vector threshold) {
         // (value & sign bit) | threshold
         const __m512i quantum = _mm512_ternarylogic_epi32(_mm512_castps_si512(value), _mm512_set1_epi32(INT32_MIN),
@@ -51,6 +55,10 @@ struct Lanes64 {
     }
     static uint64_t bits(__mmask8 passing) { return passing; }
     static uint64_t negative(Vector value) { return _mm512_movepi64_mask(_mm512_castpd_si512(value)); }
+    static Vector add_signed(Vector value, uint64_t changed, uint64_t minus, Vector quantum) {
+        const Vector sum = _mm512_mask_add_pd(value, static_cast<__mmask8>(changed), value, quantum);
+        return _mm512_mask_sub_pd(sum, static_cast<__mmask8>(minus), value, quantum);
+    }
     static Vector take(Vector value, __mmask8 passing, Vector threshold) {
         const __m512i quantum = _mm512_ternarylogic_epi64(_mm512_castpd_si512(value), _mm512_set1_epi64(INT64_MIN),
                                                           _mm512_castpd_si512(threshold), 0xea);

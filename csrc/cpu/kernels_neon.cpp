@@ -29,6 +29,14 @@ struct Lanes32 {
     static uint64_t negative(Vector value) {
         return bits(vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_f32(value), 31)));
     }
+    static uint32x4_t lanes_of(uint64_t bits) {
+        const uint32x4_t own = {1, 2, 4, 8};
+        return vtstq_u32(vdupq_n_u32(static_cast<uint32_t>(bits)), own);
+    }
+    static Vector add_signed(Vector value, uint64_t changed, uint64_t minus, Vector quantum) {
+        const Vector sum = vbslq_f32(lanes_of(changed), vaddq_f32(value, quantum), value);
+        return vbslq_f32(lanes_of(minus), vsubq_f32(value, quantum), sum);
+    }
     static Vector take(Vector value, uint32x4_t passing, Vector threshold) {
         const Vector quantum = vbslq_f32(vdupq_n_u32(0x80000000U), value, threshold);
         return vbslq_f32(passing, vsubq_f32(value, quantum), value);
@@ -56,6 +64,14 @@ struct Lanes64 {
     }
     static uint64_t negative(Vector value) {
         return bits(vreinterpretq_u64_s64(vshrq_n_s64(vreinterpretq_s64_f64(value), 63)));
+    }
+    static uint64x2_t lanes_of(uint64_t bits) {
+        const uint64x2_t own = {1, 2};
+        return vtstq_u64(vdupq_n_u64(bits), own);
+    }
+    static Vector add_signed(Vector value, uint64_t changed, uint64_t minus, Vector quantum) {
+        const Vector sum = vbslq_f64(lanes_of(changed), vaddq_f64(value, quantum), value);
+        return vbslq_f64(lanes_of(minus), vsubq_f64(value, quantum), sum);
     }
     static Vector take(Vector value, uint64x2_t passing, Vector threshold) {
         const Vector quantum = vbslq_f64(vdupq_n_u64(0x8000000000000000U), value, threshold);

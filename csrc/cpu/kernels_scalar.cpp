@@ -20,6 +20,9 @@ struct ScalarLanes {
     static bool passing(Vector value, Vector threshold) { return absolute(value) >= threshold; }
     static uint64_t bits(bool passing) { return passing; }
     static uint64_t negative(Vector value) { return value < 0; }
+    static Vector add_signed(Vector value, uint64_t changed, uint64_t minus, Vector quantum) {
+        return changed & 1 ? value + (minus & 1 ? -quantum : quantum) : value;
+    }
     static Vector take(Vector value, bool passing, Vector threshold) {
         return passing ? value - (value < 0 ? -threshold : threshold) : value;
     }

@@ -23,8 +23,11 @@ constexpr Kernels make_kernels(const char* name) {
             skip_changed,
             encode_chunk,
             sum_chunk,
-            apply_chunk<float>,
-            apply_chunk<double>,
+            list_entries,
+            add_entries<float>,
+            add_entries<double>,
+            add_bitmap<F>,
+            add_bitmap<D>,
             crc32c};
 }
 

@@ -5,7 +5,7 @@
 // data but the exceptional word that holds a non-finite value.
 //
 // `Lanes` is the vector type of a residual: Scalar, Vector, Flags (gathers "not finite"), kLanes, and load, store, add,
-// passing, negative, note_nonfinite, any_nonfinite, take. `Update` loads kLanes updates, converted exactly.
+// passing, negative, note_nonfinite, any_nonfinite, take (and add_signed, for decoding). `Update` loads kLanes updates, converted exactly.
 #pragma once
 
 #include "bits.h"
