@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradwire.cli.demo.network import Network
 from gradwire.cli.demo.results import Epoch, Outcome, Run, merge
@@ -28,51 +28,73 @@ class WorkerFailed(RuntimeError):
     """A worker process ended early or fell silent."""
 
 
+class _Worker(NamedTuple):
+    """A worker process and this end of its pipe."""
+
+    process: SpawnProcess
+    pipe: Connection
+
+    def receive(self) -> Any:
+        """Return the next thing the worker sends.
+
+        Raises:
+            WorkerFailed: it ended instead.
+        """
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            self.process.join(_FAREWELL_S)
+            raise WorkerFailed(
+                f"{self.process.name} ended early with status {self.process.exitcode}"
+            ) from None
+
+
 def train(recipe: Recipe, on_epoch: Callable[[Epoch], None]) -> Run:
     """Train ``recipe`` in processes of its own, calling ``on_epoch`` after every epoch.
 
     Raises:
         WorkerFailed: a worker ended early or fell silent; its own traceback is on stderr.
     """
-    with _workers(recipe) as pipes:
+    with _workers(recipe) as workers:
         addresses: list[str] = []
-        for pipe in pipes:
-            pipe.send(addresses)
-            addresses.append(_receive(pipe))
+        for worker in workers:
+            worker.pipe.send(addresses)
+            addresses.append(worker.receive())
         begin_s = time.monotonic()
-        epochs, outcomes = _collect(pipes, on_epoch)
+        epochs, outcomes = _collect(workers, on_epoch)
         seconds = time.monotonic() - begin_s
     numel = Network(recipe.layers).numel
     return Run(recipe, numel, tuple(epochs), tuple(outcomes), seconds)
 
 
 @contextlib.contextmanager
-def _workers(recipe: Recipe) -> Iterator[list[Connection]]:
+def _workers(recipe: Recipe) -> Iterator[list[_Worker]]:
     """Start the worker processes; end them on leaving, by force if need be."""
-    context = multiprocessing.get_context("spawn")
     secret = secrets.token_bytes(32)
-    processes: list[SpawnProcess] = []
-    pipes: list[Connection] = []
+    workers: list[_Worker] = []
     try:
         with _environment(_ONE_THREAD):
             for rank in range(recipe.workers):
-                here, there = context.Pipe()
-                pipes.append(here)
-                process = context.Process(
-                    target=work, args=(recipe, rank, secret, there), daemon=True
-                )
-                process.start()
-                processes.append(process)
-                there.close()
-        yield pipes
-        for process in processes:
-            process.join(timeout=_FAREWELL_S)
+                workers.append(_start(recipe, rank, secret))
+        yield workers
+        for worker in workers:
+            worker.process.join(_FAREWELL_S)
     finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-        for pipe in pipes:
-            pipe.close()
+        for worker in workers:
+            worker.process.terminate()
+            worker.process.join()
+            worker.pipe.close()
+
+
+def _start(recipe: Recipe, rank: int, secret: bytes) -> _Worker:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(
+        target=work, args=(recipe, rank, secret, there), name=f"worker {rank}", daemon=True
+    )
+    process.start()
+    there.close()
+    return _Worker(process, here)
 
 
 @contextlib.contextmanager
@@ -88,41 +110,33 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def _collect(
-    pipes: list[Connection], on_epoch: Callable[[Epoch], None]
+    workers: list[_Worker], on_epoch: Callable[[Epoch], None]
 ) -> tuple[list[Epoch], list[Outcome]]:
     """Read all workers' reports until each has ended."""
     reports: dict[int, list[Epoch]] = {}
     epochs: list[Epoch] = []
     outcomes: list[Outcome] = []
-    for report in _reports(pipes):
+    for report in _reports(workers):
         if isinstance(report, Outcome):
             outcomes.append(report)
             continue
         finished = reports.setdefault(report.number, [])
         finished.append(report)
-        if len(finished) == len(pipes):
+        if len(finished) == len(workers):
             epochs.append(merge(finished))
             on_epoch(epochs[-1])
     return epochs, outcomes
 
 
-def _reports(pipes: list[Connection]) -> Iterator[Epoch | Outcome]:
+def _reports(workers: list[_Worker]) -> Iterator[Epoch | Outcome]:
     """Yield what the workers send, until every one has sent its `Outcome`."""
-    running = list(pipes)
+    running = list(workers)
     while running:
-        ready = wait(running, timeout=_SILENCE_S)
+        ready = wait([worker.pipe for worker in running], timeout=_SILENCE_S)
         if not ready:
             raise WorkerFailed(f"no worker has reported for {_SILENCE_S:g} s")
-        for pipe in running.copy():
-            if pipe in ready:
-                report = _receive(pipe)
-                if isinstance(report, Outcome):
-                    running.remove(pipe)
-                yield report
-
-
-def _receive(pipe: Connection) -> Any:
-    try:
-        return pipe.recv()
-    except EOFError:
-        raise WorkerFailed("a worker ended early; its traceback is above") from None
+        for worker in [worker for worker in running if worker.pipe in ready]:
+            report = worker.receive()
+            if isinstance(report, Outcome):
+                running.remove(worker)
+            yield report

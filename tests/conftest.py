@@ -1,0 +1,31 @@
+"""What every test shares: reproducible examples, and skips that say why."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from hypothesis import settings
+
+import gradwire as gw
+
+# The same examples in every run and on every machine: a failure can be repeated by running the test again. No
+# deadline, because a shared machine may stall.
+settings.register_profile("gradwire", deadline=None, derandomize=True)
+settings.load_profile("gradwire")
+
+
+def pytest_report_header() -> str:
+    return f"gradwire: backends {', '.join(gw.backends())}; hypothesis examples are derandomised"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = {}
+    if importlib.util.find_spec("torch") is None:
+        missing["torch"] = "torch is not installed"
+    if "cuda" not in gw.backends():
+        missing["cuda"] = "no usable CUDA backend on this machine or in this build"
+    for item in items:
+        for marker, reason in missing.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,166 @@
+"""Who may import whom, and what ``import gradwire`` costs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gradwire
+
+PACKAGE = Path(gradwire.__file__).parent
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+COMPILED = {"_core", "_cuda"}
+CODEC = COMPILED | {"arrays", "codec", "dl4j", "errors", "message", "policy", "reference"}
+FRONT_DOOR = "gradwire"
+
+# For every room, the rooms it may import. The front door itself is for the thin rooms on top.
+ALLOWED = {
+    "errors": set(),
+    "policy": {"errors"},
+    "arrays": COMPILED | {"errors"},
+    "message": COMPILED | {"arrays", "errors"},
+    "codec": COMPILED | {"arrays", "errors", "message", "policy"},
+    "reference": {"errors", "policy"},
+    "dl4j": {"errors", "message", "policy"},
+    "transport": {"errors", "transport"},
+    "exchange": CODEC | {"transport"},
+    "cli": CODEC | {"cli", "exchange", "transport", FRONT_DOOR},
+    "torch": CODEC | {"exchange", "torch", "transport", FRONT_DOOR},
+    "spark": CODEC | {"exchange", "spark", "transport", FRONT_DOOR},
+    "__init__": CODEC | {"exchange", "transport"},
+}
+FRAMEWORKS = {"cupy", "jax", "matplotlib", "pyspark", "sklearn", "torch"}
+WITH_SOCKETS = {"transport/addressing.py", "transport/driver.py"}
+WITH_A_CLOCK = {"exchange.py", "transport/driver.py", "transport/node.py"}
+
+
+def name(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def imported_modules(code: str, package: list[str]) -> Iterator[str]:
+    """Yield the absolute dotted name of everything that ``code``, a module of ``package``, imports anywhere."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*parents, *([node.module] if node.module else [])])
+            if module == FRONT_DOOR:
+                yield from (f"{module}.{alias.name}" for alias in node.names)
+            else:
+                yield module
+
+
+def modules_of(path: Path) -> set[str]:
+    package = [FRONT_DOOR, *path.relative_to(PACKAGE).parts[:-1]]
+    return set(imported_modules(path.read_text(), package))
+
+
+def rooms(modules: set[str]) -> set[str]:
+    """Return the rooms among ``modules``: the part below the package, or the package itself."""
+    parts = [module.split(".") for module in modules]
+    own = [one for one in parts if one[0] == FRONT_DOOR]
+    return {one[1] if len(one) > 1 else FRONT_DOOR for one in own}
+
+
+def test_every_form_of_import_is_seen() -> None:
+    code = """
+import numpy, gradwire
+from gradwire import policy
+from .. import dl4j
+from ..exchange import Exchange
+from . import crypto
+def later():
+    import gradwire.codec
+    from .wire import Ack
+"""
+    assert set(imported_modules(code, ["gradwire", "transport"])) == {
+        "numpy",
+        "gradwire",
+        "gradwire.policy",
+        "gradwire.dl4j",
+        "gradwire.exchange",
+        "gradwire.transport",
+        "gradwire.codec",
+        "gradwire.transport.wire",
+    }
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_every_import_points_down(path: Path) -> None:
+    here = name(path).split("/")[0].removesuffix(".py")
+    assert rooms(modules_of(path)) <= ALLOWED[here]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_frameworks_are_imported_only_inside_functions(path: Path) -> None:
+    outside = [node for node in ast.parse(path.read_text()).body if is_import(node)]
+    code = ast.unparse(ast.Module(body=outside, type_ignores=[]))
+    assert not {module.split(".")[0] for module in imported_modules(code, [])} & FRAMEWORKS
+
+
+def is_import(node: ast.stmt) -> bool:
+    return isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0)
+
+
+def test_sockets_and_the_clock_stay_in_their_files() -> None:
+    library = [path for path in SOURCES if not name(path).startswith("cli/")]
+    with_sockets = {name(path) for path in library if modules_of(path) & {"select", "socket"}}
+    with_a_clock = {name(path) for path in library if "time" in modules_of(path)}
+    assert with_sockets == WITH_SOCKETS
+    assert with_a_clock == WITH_A_CLOCK
+
+
+def test_only_the_bindings_include_pybind11() -> None:
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu")]
+    including = {path.parent.name for path in sources if "pybind11" in path.read_text()}
+    assert including == {"bindings"}
+
+
+def run_python(code: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    return done.stdout
+
+
+def test_importing_gradwire_brings_neither_cryptography_nor_frameworks() -> None:
+    loaded = set(run_python("import gradwire, sys; print(*sys.modules)").split())
+    unwanted = FRAMEWORKS | {"cryptography", "gradwire.transport", "gradwire.exchange"}
+    assert "gradwire.codec" in loaded
+    assert not loaded & unwanted
+
+
+def test_the_codec_works_without_cryptography() -> None:
+    code = """
+import sys
+sys.modules["cryptography"] = None
+import numpy as np, gradwire as gw
+print(gw.decode(gw.Encoder(2, threshold=1.0).encode(np.ones(2, np.float32))).tolist())
+"""
+    assert run_python(code) == "[1.0, 1.0]\n"
+
+
+def test_importing_gradwire_adds_little_to_importing_numpy() -> None:
+    # Processor time, not wall time, so that a busy machine does not matter; NumPy's own import is not ours to shorten.
+    code = "import numpy, time; t = time.process_time(); import gradwire; print(time.process_time() - t)"
+    assert min(float(run_python(code)) for _ in range(5)) < 0.075
+
+
+def test_all_public_names_resolve_and_no_others_exist() -> None:
+    for public in gradwire.__all__:
+        if public != "__version__":
+            assert getattr(gradwire, public) is not None
+    with pytest.raises(AttributeError, match=re.escape("no attribute 'Encodr'")):
+        gradwire.Encodr  # noqa: B018
