@@ -1,0 +1,27 @@
+"""Messages between nodes over UDP: whole, once, in order, authenticated, and bounded in memory.
+
+The layers, from the bottom: `wire` (bytes), `crypto` (keys), `records` (sealed and framed pieces of messages),
+`recovery` (round-trip times and rate), `outbound` and `inbound` (one direction of one peer), `session` (one peer, all
+states), `endpoint` (one node without a socket), `driver` (the socket and the clock), `node` (the public face).
+"""
+
+from __future__ import annotations
+
+from .crypto import generate_secret, parse_secret
+from .model import Event, Limits, Peer, PeerJoined, PeerLost, PeerStats, Received, Stats, Ticket
+from .node import Node
+
+__all__ = [
+    "Event",
+    "Limits",
+    "Node",
+    "Peer",
+    "PeerJoined",
+    "PeerLost",
+    "PeerStats",
+    "Received",
+    "Stats",
+    "Ticket",
+    "generate_secret",
+    "parse_secret",
+]

@@ -1,0 +1,257 @@
+"""The socket and the clock: the only file of the transport that touches either.
+
+Linux moves up to 45 datagrams per system call (GSO on send, GRO on receive), 40 times what one call per datagram gives.
+Where that is missing or refused the driver sends and receives them one by one, and says so once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import select
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from .endpoint import Endpoint
+from .model import Address, Transmit
+
+logger = logging.getLogger(__name__)
+
+UDP_SEGMENT: Final = 103  # absent from the socket module
+UDP_GRO: Final = 104
+SO_RXQ_OVFL: Final = 40
+IP_MTU_DISCOVER: Final = 10
+IP_PMTUDISC_DONT: Final = 0
+SOCKET_BUFFER_BYTES: Final = 4 << 20
+RECEIVE_BUFFER_BYTES: Final = 65_536  # a GRO batch that does not fit would be cut off
+RECEIVES_PER_PUMP: Final = 32
+SENDS_PER_PUMP: Final = 8
+SELECT_FD_MAX: Final = 1_024
+IDLE_WAIT_S: Final = 1.0
+# sysexits of a segmentation offload that the kernel or the device does not do.
+GSO_REFUSED: Final = frozenset(
+    {errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP, errno.ENOPROTOOPT}
+)
+TRY_LATER: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR})
+
+now_s = time.monotonic
+
+
+class Driver:
+    """Moves datagrams between one endpoint and one UDP socket. Not thread-safe: the node holds a lock.
+
+    Args:
+        bind: local address; port 0 lets the system choose.
+        offload: use GSO and GRO where the system has them.
+
+    Raises:
+        OSError: the address cannot be bound; the message names it.
+    """
+
+    def __init__(self, bind: Address, *, offload: bool = True) -> None:
+        family = socket.AF_INET6 if ":" in bind[0] else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_DGRAM)
+        try:
+            self._socket.bind(bind)
+        except OSError as error:
+            self._socket.close()
+            raise OSError(
+                error.errno, f"cannot bind UDP {bind[0]}:{bind[1]}: {error.strerror}"
+            ) from error
+        self._socket.setblocking(False)
+        host, port = self._socket.getsockname()[:2]
+        self.address: Address = (host, port)
+        self.has_gso = offload and sys.platform == "linux"
+        self.has_gro = False
+        self.socket_errors = 0
+        self._configure(family, offload)
+        self._buffer = bytearray(RECEIVE_BUFFER_BYTES)
+        self._view = memoryview(self._buffer).toreadonly()
+        self._unsent: deque[Transmit] = deque()
+
+    def _configure(self, family: int, offload: bool) -> None:
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            with contextlib.suppress(OSError):  # the system caps it by itself
+                self._socket.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+        if sys.platform != "linux":
+            return
+        with contextlib.suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, SO_RXQ_OVFL, 1)
+        if family == socket.AF_INET:
+            # A path with a smaller MTU then fragments instead of losing everything silently.
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_DONT)
+        if offload:
+            try:
+                self._socket.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
+                self.has_gro = True
+            except OSError:
+                logger.info("this kernel has no UDP GRO; datagrams are received one by one")
+
+    @property
+    def receive_buffer_bytes(self) -> int:
+        """Size of the socket's receive buffer as the kernel counts it."""
+        return self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+
+    # ---- moving -------------------------------------------------------------------------------------------------
+
+    def pump(self, endpoint: Endpoint) -> None:
+        """Take what has come, let the timers run, and send what is due."""
+        self._receive_all(endpoint)
+        self.transmit(endpoint)
+
+    def _receive_all(self, endpoint: Endpoint) -> None:
+        time_s = now_s()
+        for _ in range(RECEIVES_PER_PUMP):
+            try:
+                nbytes, ancillary, _, source = self._socket.recvmsg_into([self._buffer], 64)
+            except OSError as error:
+                if error.errno not in TRY_LATER:
+                    self.socket_errors += 1
+                    continue
+                return
+            if nbytes == 0:
+                continue
+            segment_bytes = nbytes
+            for level, kind, data in ancillary:
+                if level == socket.IPPROTO_UDP and kind == UDP_GRO:
+                    segment_bytes = struct.unpack_from("=i", data)[0]
+                elif level == socket.SOL_SOCKET and kind == SO_RXQ_OVFL:
+                    endpoint.counters.kernel_drops = struct.unpack_from("=I", data)[0]
+            endpoint.receive(self._view[:nbytes], segment_bytes, (source[0], source[1]), time_s)
+
+    def transmit(self, endpoint: Endpoint) -> None:
+        """Send what the endpoint has for now, up to a bound, so that receiving is not kept waiting."""
+        for _ in range(SENDS_PER_PUMP):
+            if self._unsent and not self._send_all(()):
+                return
+            transmits = endpoint.poll(now_s())
+            if not transmits or not self._send_all(transmits):
+                return
+
+    def _send_all(self, transmits: Iterable[Transmit]) -> bool:
+        """Send in order; return False if the socket's buffer is full, keeping the rest."""
+        self._unsent.extend(transmits)
+        while self._unsent:
+            if not self._send(self._unsent[0]):
+                return False
+            self._unsent.popleft()
+        return True
+
+    def _send(self, transmit: Transmit) -> bool:
+        is_single = transmit.segment_bytes == 0 or transmit.nbytes <= transmit.segment_bytes
+        if is_single:
+            return self._send_one(transmit.slices, transmit.address)
+        if self.has_gso:
+            option = (socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", transmit.segment_bytes))
+            try:
+                self._socket.sendmsg(transmit.slices, [option], 0, transmit.address)
+                return True
+            except OSError as error:
+                if error.errno in TRY_LATER:
+                    return False
+                if error.errno not in GSO_REFUSED:
+                    self.socket_errors += 1
+                    return True
+                self.has_gso = False
+                logger.warning(
+                    "UDP GSO was refused (%s); datagrams are sent one by one from now on",
+                    error.strerror,
+                )
+        return self._send_each(transmit)
+
+    def _send_each(self, transmit: Transmit) -> bool:
+        """Send the datagrams one by one; what is left when the buffer fills stays in ``transmit``."""
+        rest = [
+            piece[start : start + transmit.segment_bytes]
+            for piece in transmit.slices
+            for start in range(0, len(piece), transmit.segment_bytes)
+        ]
+        for index, datagram in enumerate(rest):
+            if not self._send_one([datagram], transmit.address):
+                transmit.slices = rest[index:]
+                transmit.nbytes = sum(len(piece) for piece in transmit.slices)
+                return False
+        return True
+
+    def _send_one(self, slices: list[memoryview], address: Address) -> bool:
+        try:
+            self._socket.sendmsg(slices, [], 0, address)
+        except OSError as error:
+            if error.errno in TRY_LATER:
+                return False
+            # No route, no buffer, a firewall: to the protocol that is a loss like any other.
+            self.socket_errors += 1
+        return True
+
+    # ---- waiting ------------------------------------------------------------------------------------------------
+
+    def deadline_s(self, endpoint: Endpoint) -> float:
+        """Return until when there is nothing to do unless a datagram comes."""
+        time_s = now_s()
+        at_s = endpoint.next_timeout_s(time_s)
+        return time_s + IDLE_WAIT_S if at_s is None else min(at_s, time_s + IDLE_WAIT_S)
+
+    def wait(self, until_s: float, waker: Waker, *, for_datagrams: bool = True) -> None:
+        """Sleep until a time, or until a datagram comes, the waker rings, or a full send buffer has room again."""
+        reads: list[socket.socket] = [waker.socket]
+        if for_datagrams:
+            reads.append(self._socket)
+        writes = [self._socket] if self._unsent else []
+        timeout_s = max(0.0, until_s - now_s())
+        # When another thread has closed the socket, the caller sees it afterwards.
+        with contextlib.suppress(OSError, ValueError):
+            if waker.socket in _wait_ready(reads, writes, timeout_s):
+                waker.clear()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+class Waker:
+    """Makes a `Driver.wait` in another thread return."""
+
+    def __init__(self) -> None:
+        self.socket, self._bell = socket.socketpair()
+        self.socket.setblocking(False)
+        self._bell.setblocking(False)
+
+    def ring(self) -> None:
+        """Wake whoever waits; if nobody does, the next wait returns at once."""
+        with contextlib.suppress(
+            OSError
+        ):  # a full pipe wakes just as well, a closed one has nobody to wake
+            self._bell.send(b"\0")
+
+    def clear(self) -> None:
+        """Forget the rings so far."""
+        self.socket.recv(4_096)
+
+    def close(self) -> None:
+        """Release the sockets."""
+        self.socket.close()
+        self._bell.close()
+
+
+def _wait_ready(
+    reads: list[socket.socket], writes: list[socket.socket], timeout_s: float
+) -> list[socket.socket]:
+    """Return the sockets that can be read. ``select`` keeps microseconds where ``poll`` rounds up to milliseconds."""
+    if all(each.fileno() < SELECT_FD_MAX for each in (*reads, *writes)) or not hasattr(
+        select, "poll"
+    ):
+        return select.select(reads, writes, [], timeout_s)[0]
+    poller = select.poll()
+    for each in reads:
+        poller.register(each, select.POLLIN)
+    for each in writes:
+        poller.register(each, select.POLLOUT | (select.POLLIN if each in reads else 0))
+    ready = {descriptor for descriptor, _ in poller.poll(timeout_s * 1_000)}
+    return [each for each in reads if each.fileno() in ready]

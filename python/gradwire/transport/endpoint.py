@@ -1,0 +1,684 @@
+"""One node without its socket: sessions, the send log they share, and the way from a datagram to its session.
+
+Sans-IO: `Endpoint.receive` takes datagrams, `Endpoint.poll` returns what to send, `Endpoint.next_timeout_s` says when
+to call `poll` again, and `take_messages` and `take_events` hand over what happened. Time is always an argument.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+
+from ..errors import Closed, NotConnected, TooLarge, WouldBlock
+from .crypto import AuthenticationError, Entropy, Handshake, SenderKey
+from .inbound import ReceiveBudget
+from .membership import HALF_OPEN_MAX, HandshakeGate, Membership
+from .model import (
+    Address,
+    Counters,
+    Event,
+    Limits,
+    Peer,
+    PeerJoined,
+    PeerLost,
+    Received,
+    Stats,
+    Ticket,
+    Transmit,
+    parse_address,
+)
+from .records import Outgoing, Sealer, SendLog, chunk_bytes_max
+from .session import CREDIT_FLOOR_RECORDS, REASON_GIVEN_UP, Session, State, prologue
+from .wire import (
+    CONTROL,
+    DATA,
+    HEADER,
+    HEADER_BYTES,
+    INIT,
+    INIT_BYTES,
+    RECORD_NUMBER_BITS,
+    RECORD_NUMBER_MAX,
+    RESPONSE,
+    TAG_BYTES,
+    Introduction,
+    WireError,
+)
+
+logger = logging.getLogger(__name__)
+
+EVENTS_MAX = 1_024
+ACTIVE_S = 1.0
+CREDIT_CHECK_S = 0.1
+RECORD_OVERHEAD_BYTES = 1_100  # headers of 64 datagrams, meta and tag
+SLEEP_S = 1.0
+
+
+class Endpoint:
+    """The whole protocol of one node.
+
+    Args:
+        secret: the 32-byte cluster secret.
+        now_s: current time, monotonic.
+        node_id: identity of the node, 64 bits.
+        incarnation: start of the process in milliseconds; larger than that of any earlier run of the node.
+        limits: bounds and timers.
+        advertise: "host:port" at which others can reach the node, or empty.
+        entropy: source of random bytes; a simulator passes a seeded one.
+        insecure: neither encrypt nor authenticate (benchmarks only).
+        on_lag: "block" (a peer that stops acknowledging fills the send log, and `publish` raises `WouldBlock`) or
+            "evict" (it is dropped after ``lag_s``).
+        first_record: number of the first record; only tests change it.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        now_s: float,
+        *,
+        node_id: int,
+        incarnation: int,
+        limits: Limits | None = None,
+        advertise: str = "",
+        entropy: Entropy = os.urandom,
+        insecure: bool = False,
+        on_lag: str = "block",
+        first_record: int = 0,
+    ) -> None:
+        self.limits = limits or Limits()
+        self.secret = secret
+        self.node_id = node_id
+        self.incarnation = incarnation
+        self.advertise = advertise
+        self.entropy = entropy
+        self.insecure = insecure
+        self._evicts = on_lag == "evict"
+        self.counters = Counters()
+        self.log = SendLog(self.limits.send_log_bytes, first_record)
+        self.budget = ReceiveBudget(self.limits.receive_bytes)
+        self.stream = int.from_bytes(entropy(4), "little")
+        self.membership = Membership()
+        self._sealer = Sealer(
+            SenderKey.generate(0, entropy, insecure=insecure),
+            self.stream,
+            self.limits.fragment_bytes,
+        )
+        self._next_key: SenderKey | None = None
+        self._key_since = (now_s, first_record)
+        self._gate = HandshakeGate(self.limits.handshakes_per_s)
+        self._sessions: dict[int, Session] = {}
+        self._by_node: dict[int, Session] = {}
+        self._by_stream: dict[tuple[Address, int], Session] = {}
+        self._half_open: dict[tuple[Address, int], Session] = {}
+        self._messages: deque[Received] = deque()
+        self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
+        self._farewells: list[Transmit] = []
+        self._message_number = 0
+        self._stamp = 0
+        self._is_closing = False
+        self._ticked_at_s = now_s
+        self._credit_at_s = now_s
+        self._turn = 0
+
+    # ---- the caller's side --------------------------------------------------------------------------------------
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """The connected peers, in order."""
+        return tuple(sorted(session.identity for session in self._up_sessions()))
+
+    def connect(self, address: Address) -> None:
+        """Want a connection to this address from now on."""
+        self.membership.add(address)
+
+    def publish(self, payload: memoryview, tag: int, to: Peer | None, now_s: float) -> Ticket:
+        """Seal a message and queue it for all connected peers, or for one.
+
+        Raises:
+            Closed: the node is closing.
+            TooLarge: larger than ``message_bytes_max``.
+            NotConnected: ``to`` is not connected.
+            WouldBlock: the send log has no room for it now.
+        """
+        if self._is_closing:
+            raise Closed("the node is closed; nothing can be published any more")
+        if len(payload) > self.limits.message_bytes_max:
+            raise TooLarge(
+                f"a message of {len(payload)} bytes is larger than message_bytes_max ({self.limits.message_bytes_max})"
+            )
+        recipients = self._recipients(to)
+        peers = frozenset(session.identity for session in recipients)
+        ticket = Ticket(tag, len(payload), peers)
+        if not recipients:
+            return ticket
+        if not self.has_room(len(payload)):
+            raise WouldBlock(
+                f"the send log holds {self.log.used_bytes} of {self.log.limit_bytes} bytes, "
+                f"no room for {len(payload)} more: "
+                "wait for acknowledgements, or let the residual accumulate"
+            )
+        last_record = self._seal(payload, tag, frozenset(session.index for session in recipients))
+        for session in recipients:
+            session.note_published(last_record, ticket, now_s)
+        self.counters.messages_sent += 1
+        self.counters.payload_bytes_sent += len(payload) * len(recipients)
+        self._maybe_rotate(now_s)
+        return ticket
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `publish` would take a message of this size now."""
+        records = 1 + nbytes // chunk_bytes_max(self.limits.fragment_bytes)
+        return (
+            self.log.used_bytes + nbytes + records * RECORD_OVERHEAD_BYTES <= self.log.limit_bytes
+        )
+
+    def _recipients(self, to: Peer | None) -> list[Session]:
+        if to is None:
+            return self._up_sessions()
+        session = self._by_node.get(to.id)
+        if session is None or session.state is not State.UP or session.peer != to:
+            raise NotConnected(f"{to} is not connected")
+        return [session]
+
+    def _seal(self, payload: memoryview, tag: int, recipients: frozenset[int]) -> int:
+        message = Outgoing(recipients)
+        number = self._message_number
+        self._message_number += 1
+        chunk_bytes = chunk_bytes_max(self.limits.fragment_bytes)
+        for offset in range(0, max(1, len(payload)), chunk_bytes):
+            chunk = payload[offset : offset + chunk_bytes]
+            self.log.append(
+                self._sealer.seal(self.log.head, message, number, tag, len(payload), offset, chunk)
+            )
+        message.last_record = self.log.head - 1
+        return message.last_record
+
+    def take_messages(self, now_s: float) -> list[Received]:
+        """Return and forget the messages received, oldest first; frees their room for the senders."""
+        if not self._messages:
+            return []
+        messages = list(self._messages)
+        self._messages.clear()
+        self.budget.give_back(sum(len(message.payload) for message in messages))
+        for session in list(self._sessions.values()):
+            session.resume(now_s)
+        return messages
+
+    def take_events(self) -> list[Event]:
+        """Return and forget what happened to peers, oldest first."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether `take_messages` would return something."""
+        return bool(self._messages)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether every connected peer has acknowledged everything."""
+        return all(
+            session.outbound is None or session.outbound.is_idle for session in self._up_sessions()
+        )
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` has run its course."""
+        return self._is_closing and not any(
+            session.is_established for session in self._sessions.values()
+        )
+
+    def stop_publishing(self) -> None:
+        """Refuse new messages and new peers; what is queued still goes out."""
+        self._is_closing = True
+
+    def close(self, now_s: float) -> None:
+        """Say goodbye to every peer; what they have not acknowledged fails."""
+        self._is_closing = True
+        for session in list(self._sessions.values()):
+            session.close(now_s)
+
+    def finish(self, now_s: float) -> None:
+        """Stop waiting for answers to the goodbyes; what is not acknowledged fails."""
+        for session in list(self._sessions.values()):
+            session.finish(now_s)
+
+    def undelivered(self) -> list[tuple[Peer, Ticket]]:
+        """Return what is published and not acknowledged, per peer."""
+        return [
+            (session.identity, ticket)
+            for session in self._up_sessions()
+            for _, ticket in session.pending
+        ]
+
+    # ---- datagrams in -------------------------------------------------------------------------------------------
+
+    def receive(self, data: memoryview, segment_bytes: int, address: Address, now_s: float) -> None:
+        """Take datagrams that came from one address, back to back, all but the last of ``segment_bytes``.
+
+        Never raises, whatever the bytes are: what is malformed, forged or stray is counted and dropped.
+        """
+        counters = self.counters
+        counters.udp_bytes_received += len(data)
+        position = 0
+        while position < len(data):
+            end = min(position + segment_bytes, len(data))
+            if end - position < HEADER_BYTES:
+                counters.malformed_datagrams += 1
+            elif data[position] == DATA:
+                end = self._receive_data(data, position, segment_bytes, address, now_s)
+            else:
+                self._receive_other(data[position:end], address, now_s)
+            counters.datagrams_received += -(-(end - position) // segment_bytes)
+            position = end
+
+    def _receive_data(
+        self, data: memoryview, position: int, segment_bytes: int, address: Address, now_s: float
+    ) -> int:
+        _, epoch, first, fragments, stream, number = HEADER.unpack_from(data, position)
+        count = _run_length(data, position, segment_bytes, first, fragments)
+        end = min(position + count * segment_bytes, len(data))
+        session = self._by_stream.get((address, stream))
+        if session is None:
+            self.counters.stray_datagrams += count
+            return end
+        fragment_bytes = number >> RECORD_NUMBER_BITS
+        # A short last datagram can stand alone; otherwise the header has to agree with the size on the wire.
+        if count > 1 and fragment_bytes + HEADER_BYTES != segment_bytes:
+            self.counters.malformed_datagrams += count
+            return end
+        record = number & RECORD_NUMBER_MAX
+        if not session.on_fragments(
+            epoch, record, fragments, fragment_bytes, first, data[position:end], now_s
+        ):
+            self.counters.malformed_datagrams += count
+        return end
+
+    def _receive_other(self, datagram: memoryview, address: Address, now_s: float) -> None:
+        kind = datagram[0]
+        try:
+            if kind == CONTROL:
+                self._receive_control(datagram, address, now_s)
+            elif kind == INIT:
+                self._receive_init(bytes(datagram), address, now_s)
+            elif kind == RESPONSE:
+                self._receive_response(bytes(datagram), address, now_s)
+            else:
+                self.counters.malformed_datagrams += 1
+        except WireError:
+            self.counters.malformed_datagrams += 1
+        except AuthenticationError:
+            self.counters.unauthenticated_datagrams += 1
+
+    def _receive_control(self, datagram: memoryview, address: Address, now_s: float) -> None:
+        if len(datagram) < HEADER_BYTES + TAG_BYTES:
+            raise WireError("a control datagram without a tag")
+        header = bytes(datagram[:HEADER_BYTES])
+        _, _, _, _, index, counter = HEADER.unpack(header)
+        session = self._sessions.get(index)
+        if session is None:
+            self.counters.stray_datagrams += 1
+            return
+        session.on_control(counter, header, datagram[HEADER_BYTES:], address, now_s)
+        self._release_log()
+
+    def _receive_response(self, datagram: bytes, address: Address, now_s: float) -> None:
+        _, _, _, _, index, _ = HEADER.unpack_from(datagram)
+        session = self._sessions.get(index)
+        if session is None or session.address != address:
+            self.counters.stray_datagrams += 1
+            return
+        session.on_response(datagram, now_s)
+
+    def _receive_init(self, datagram: bytes, address: Address, now_s: float) -> None:
+        if len(datagram) != INIT_BYTES:
+            raise WireError(f"an INIT of {len(datagram)} bytes")
+        header = datagram[:HEADER_BYTES]
+        index = HEADER.unpack(header)[4]
+        repeated = self._half_open.get((address, index))
+        if repeated is not None and repeated.knock == datagram:
+            repeated.answer_again(now_s)
+            return
+        if self._is_closing or not self._gate.admit(now_s):
+            self.counters.handshakes_refused += 1
+            return
+        handshake = Handshake(self.secret, prologue(header, insecure=self.insecure), self.entropy)
+        remote = Introduction.decode(handshake.read_init(datagram[HEADER_BYTES:]))
+        if self._is_welcome(remote, index, address, now_s):
+            self._open_half(handshake, remote, datagram, address, now_s)
+        else:
+            self.counters.handshakes_refused += 1
+
+    def _is_welcome(self, remote: Introduction, index: int, address: Address, now_s: float) -> bool:
+        if remote.node_id == self.node_id:
+            self._note_own_knock(index)
+            return False
+        if remote.session != index or not self._gate.is_fresh(
+            remote.node_id, remote.incarnation, remote.stamp
+        ):
+            return False
+        known = self._by_node.get(remote.node_id)
+        if known is not None and known.peer is not None:
+            if remote.incarnation < known.peer.incarnation:
+                return False
+            is_alive = now_s - known.heard_at_s < self.limits.suspect_s
+            if remote.incarnation == known.peer.incarnation and is_alive:
+                return False
+        return self._yield_to(remote, address)
+
+    def _yield_to(self, remote: Introduction, address: Address) -> bool:
+        """Both knocked at the same time: the knock of the larger id counts."""
+        for session in list(self._sessions.values()):
+            if session.state is State.INIT_SENT and session.address == address:
+                if self.node_id > remote.node_id:
+                    return False
+                self._drop(session)
+        return True
+
+    def _note_own_knock(self, index: int) -> None:
+        session = self._sessions.get(index)
+        if session is not None and session.state is State.INIT_SENT and session.target is not None:
+            self.membership.on_identified(session.target, self.node_id, is_own=True)
+            self._drop(session)
+
+    def _open_half(
+        self,
+        handshake: Handshake,
+        remote: Introduction,
+        datagram: bytes,
+        address: Address,
+        now_s: float,
+    ) -> None:
+        while len(self._half_open) >= HALF_OPEN_MAX:
+            self._drop(next(iter(self._half_open.values())))
+        session = Session(self, self._new_index(), address, now_s)
+        session.knock = datagram
+        session.start_responder(handshake, remote)
+        self._sessions[session.index] = session
+        self._half_open[address, remote.session] = session
+
+    # ---- datagrams out ------------------------------------------------------------------------------------------
+
+    def poll(self, now_s: float) -> list[Transmit]:
+        """Return what is to be sent now; call again at once while it returns something."""
+        self._notice_sleep(now_s)
+        self._knock(now_s)
+        if now_s >= self._credit_at_s:
+            self._credit_at_s = now_s + CREDIT_CHECK_S
+            self._check_lag(now_s)
+        sessions = list(self._sessions.values())
+        # Start with another session each time, so that none is always last in the socket's queue.
+        self._turn = (self._turn + 1) % len(sessions) if sessions else 0
+        queues = [
+            session.poll(now_s) for session in sessions[self._turn :] + sessions[: self._turn]
+        ]
+        out, self._farewells = self._farewells, []
+        while queues:
+            queues = [queue for queue in queues if queue]
+            out.extend(queue.pop(0) for queue in queues)
+        for transmit in out:
+            self.counters.udp_bytes_sent += transmit.nbytes
+            self.counters.datagrams_sent += -(
+                -transmit.nbytes // (transmit.segment_bytes or transmit.nbytes)
+            )
+        return out
+
+    def next_timeout_s(self, now_s: float) -> float | None:
+        """Return the time at which to call `poll` next; None when only a datagram or the caller can change things."""
+        times = [session.deadline_s(now_s) for session in self._sessions.values()]
+        if self._farewells:
+            times.append(now_s)
+        if not self._is_closing:
+            times.append(self.membership.next_at_s(*self._connected()))
+        known = [at_s for at_s in times if at_s is not None]
+        return min(known) if known else None
+
+    def _notice_sleep(self, now_s: float) -> None:
+        """After a long pause of this process the silence was ours, not the peers'."""
+        slept_s = now_s - self._ticked_at_s
+        self._ticked_at_s = now_s
+        if slept_s > SLEEP_S:
+            for session in self._sessions.values():
+                session.heard_at_s = min(now_s, session.heard_at_s + slept_s)
+                session.progress_at_s = min(now_s, session.progress_at_s + slept_s)
+
+    def _knock(self, now_s: float) -> None:
+        if self._is_closing:
+            return
+        for address in self.membership.due(now_s, *self._connected()):
+            session = Session(self, self._new_index(), address, now_s)
+            self._stamp += 1
+            session.start_initiator(self._stamp, now_s)
+            self._sessions[session.index] = session
+
+    def _connected(self) -> tuple[set[Address], set[int]]:
+        addresses = {session.address for session in self._sessions.values()}
+        addresses.update(
+            session.target for session in self._sessions.values() if session.target is not None
+        )
+        return addresses, set(self._by_node)
+
+    def _check_lag(self, now_s: float) -> None:
+        for session in self._up_sessions():
+            session.resume(now_s)
+            if self._evicts and session.is_lagging(now_s):
+                session.give_up("lagging", REASON_GIVEN_UP, now_s)
+
+    # ---- what sessions ask for and report (session.Context) -----------------------------------------------------
+
+    def sender_keys(self) -> tuple[SenderKey, ...]:
+        """See `session.Context`."""
+        return (self._sealer.key,) if self._next_key is None else (self._sealer.key, self._next_key)
+
+    def window_records(self) -> int:
+        """See `session.Context`."""
+        cutoff_s = self._ticked_at_s - ACTIVE_S
+        active = sum(1 for session in self._sessions.values() if session.data_heard_at_s > cutoff_s)
+        return max(CREDIT_FLOOR_RECORDS, self.limits.window_bytes // 65_536 // max(1, active))
+
+    def on_identified(self, session: Session, now_s: float) -> bool:
+        """See `session.Context`."""
+        peer = session.identity
+        self._forget_half_open(session)
+        if session.target is not None:
+            self.membership.on_identified(session.target, peer.id, is_own=peer.id == self.node_id)
+        if peer.id == self.node_id or self._is_closing:
+            return False
+        known = self._by_node.get(peer.id)
+        if known is not None and known.peer is not None:
+            is_alive = known.is_established and now_s - known.heard_at_s < self.limits.suspect_s
+            if known.peer.incarnation > peer.incarnation or (known.peer == peer and is_alive):
+                return False
+            reason = "restarted" if known.peer != peer else "timeout"
+            known.give_up(reason, REASON_GIVEN_UP, now_s)
+        for other in list(self._sessions.values()):
+            if other is not session and other.is_established and other.address == session.address:
+                other.give_up("restarted", REASON_GIVEN_UP, now_s)
+        self._by_node[peer.id] = session
+        return True
+
+    def on_stream(self, session: Session) -> None:
+        """See `session.Context`."""
+        if session.stream is not None:
+            self._by_stream[session.address, session.stream] = session
+
+    def on_up(self, session: Session) -> None:
+        """See `session.Context`."""
+        logger.info("connected to %s", session.identity)
+        self._events.append(PeerJoined(session.identity))
+
+    def on_moved(self, session: Session, address: Address) -> None:
+        """See `session.Context`."""
+        if session.stream is not None:
+            self._by_stream.pop((session.address, session.stream), None)
+            self._by_stream[address, session.stream] = session
+        session.address = address
+
+    def on_members(self, addresses: tuple[str, ...]) -> None:
+        """See `session.Context`."""
+        for text in addresses:
+            try:
+                self.membership.add(parse_address(text))
+            except ValueError:
+                self.counters.malformed_datagrams += 1
+
+    def deliver(self, session: Session, tag: int, payload: memoryview) -> None:
+        """See `session.Context`."""
+        self.counters.messages_received += 1
+        self.counters.payload_bytes_received += len(payload)
+        self._messages.append(Received(session.identity, tag, payload))
+
+    def on_down(self, session: Session, reason: str, now_s: float) -> None:
+        """See `session.Context`."""
+        self._collect(session)
+        self._farewells.extend(session.last_words(now_s))
+        self._drop(session)
+        self.membership.on_lost(session.address, now_s)
+        if session.target is not None:
+            self.membership.on_lost(session.target, now_s)
+        if session.was_up and session.peer is not None:
+            undelivered = session.fail_pending()
+            logger.info(
+                "%s is gone (%s), %d messages undelivered", session.peer, reason, len(undelivered)
+            )
+            self._events.append(PeerLost(session.peer, reason, undelivered))
+        self._release_log()
+
+    # ---- housekeeping -------------------------------------------------------------------------------------------
+
+    def _drop(self, session: Session) -> None:
+        session.state = State.DOWN
+        self._sessions.pop(session.index, None)
+        self._forget_half_open(session)
+        if session.peer is not None and self._by_node.get(session.peer.id) is session:
+            del self._by_node[session.peer.id]
+        if session.stream is not None:
+            self._by_stream.pop((session.address, session.stream), None)
+
+    def _forget_half_open(self, session: Session) -> None:
+        for key in [key for key, other in self._half_open.items() if other is session]:
+            del self._half_open[key]
+
+    def _collect(self, session: Session) -> None:
+        """Keep the counters of a session that goes away."""
+        counters = self.counters
+        if session.outbound is not None:
+            counters.retransmitted_bytes += session.outbound.retransmitted_bytes
+            counters.retransmitted_fragments += session.outbound.retransmitted_fragments
+            counters.lost_bytes += session.outbound.lost_bytes
+        if session.inbound is not None:
+            counters.duplicate_fragments += session.inbound.duplicate_fragments
+            counters.rejected_records += session.inbound.rejected_records
+
+    def _up_sessions(self) -> list[Session]:
+        return [session for session in self._sessions.values() if session.state is State.UP]
+
+    def _new_index(self) -> int:
+        while True:
+            index = int.from_bytes(self.entropy(4), "little")
+            if index not in self._sessions:
+                return index
+
+    def _release_log(self) -> None:
+        head = self.log.head
+        waiting = [
+            session.outbound.cumulative
+            for session in self._sessions.values()
+            if session.outbound is not None
+        ]
+        self.log.release_below(min(waiting, default=head))
+        self._maybe_switch_key()
+
+    def _maybe_rotate(self, now_s: float) -> None:
+        since_s, first_record = self._key_since
+        if self._next_key is not None:
+            return
+        if (
+            now_s - since_s >= self.limits.rekey_s
+            or self.log.head - first_record >= self.limits.rekey_records
+        ):
+            self.rotate_key(now_s)
+
+    def rotate_key(self, now_s: float) -> None:
+        """Announce a new sender key; it is used as soon as every peer has confirmed it."""
+        if self._next_key is not None:
+            return
+        self._next_key = SenderKey.generate(
+            self._sealer.key.epoch + 1, self.entropy, insecure=self.insecure
+        )
+        self._key_since = (now_s, self.log.head)
+        for session in self._sessions.values():
+            if session.is_established:
+                session.announce_key(self._next_key, now_s)
+        self._maybe_switch_key()
+
+    def _maybe_switch_key(self) -> None:
+        if self._next_key is None:
+            return
+        if all(
+            session.has_all_keys for session in self._sessions.values() if session.is_established
+        ):
+            self._sealer.key = self._next_key
+            self._next_key = None
+
+    def stats(self) -> Stats:
+        """Return a snapshot of the counters and of each path."""
+        totals = Counters()
+        for name in Counters.__slots__:
+            setattr(totals, name, getattr(self.counters, name))
+        for session in self._sessions.values():
+            if session.outbound is not None:
+                totals.retransmitted_bytes += session.outbound.retransmitted_bytes
+                totals.retransmitted_fragments += session.outbound.retransmitted_fragments
+                totals.lost_bytes += session.outbound.lost_bytes
+            if session.inbound is not None:
+                totals.duplicate_fragments += session.inbound.duplicate_fragments
+                totals.rejected_records += session.inbound.rejected_records
+        paths = tuple(
+            session.stats(session.outbound)
+            for session in self._up_sessions()
+            if session.outbound is not None
+        )
+        known = [path.srtt_s for path in paths if path.srtt_s > 0.0]
+        return Stats(
+            **{name: getattr(totals, name) for name in Counters.__slots__},
+            send_log_bytes=self.log.used_bytes,
+            receive_queue_bytes=self.budget.used_bytes,
+            srtt_s=sum(known) / len(known) if known else 0.0,
+            peers=paths,
+        )
+
+
+def _run_length(
+    data: memoryview, position: int, segment_bytes: int, first: int, fragments: int
+) -> int:
+    """Return how many of the datagrams from ``position`` on are neighbouring fragments of one record.
+
+    Compares one byte of each header (kind, fragment, record number), which is cheap; a false match, 256 records apart,
+    is caught by the record's tag and costs a retransmission.
+    """
+    most = min(-(-(len(data) - position) // segment_bytes), fragments - first)
+    if most <= 1:
+        return 1
+    stop = position + (most - 1) * segment_bytes + HEADER_BYTES
+    if stop > len(data):  # the last datagram is too short to have a header
+        return 1
+    kinds = bytes(data[position:stop:segment_bytes])
+    indices = bytes(data[position + 2 : stop : segment_bytes])
+    numbers = bytes(data[position + 8 : stop : segment_bytes])
+    count = 1
+    if (
+        kinds == bytes([DATA]) * most
+        and indices == bytes(range(first, first + most))
+        and numbers == numbers[:1] * most
+    ):
+        return most
+    while (
+        count < most
+        and kinds[count] == DATA
+        and indices[count] == first + count
+        and numbers[count] == numbers[0]
+    ):
+        count += 1
+    return count

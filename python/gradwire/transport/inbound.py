@@ -1,0 +1,420 @@
+"""One peer's records on their way in: fragments to records, records in order to messages, and what to acknowledge.
+
+Bounded on both sides: the peer may send only as far as it was granted, and a message takes its whole size out of the
+node's receive budget before its first byte is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from .crypto import AuthenticationError, SenderKey
+from .wire import (
+    ACK_PARTIALS_MAX,
+    ACK_WINDOW_RECORDS,
+    DATA,
+    FRAGMENT_BYTES_MAX,
+    FRAGMENT_BYTES_MIN,
+    FRAGMENTS_MAX,
+    HEADER,
+    HEADER_BYTES,
+    RECORD_BYTES_MAX,
+    RECORD_META,
+    RECORD_META_BYTES,
+    TAG_BYTES,
+    Ack,
+)
+
+ACK_DELAY_S: Final = 0.001
+ACK_EVERY_BYTES: Final = 100_000  # two full records
+SKIPS_MAX: Final = 64
+
+Deliver = Callable[[int, memoryview], None]
+
+
+class ProtocolError(Exception):
+    """An authenticated peer broke the protocol; the session ends."""
+
+
+class ReceiveBudget:
+    """Bytes of messages that are being assembled or wait for the caller, over all peers."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+
+    def take(self, nbytes: int) -> bool:
+        """Reserve room for a message; False when it has to wait."""
+        if self.used_bytes and self.used_bytes + nbytes > self.limit_bytes:
+            return False
+        self.used_bytes += nbytes
+        return True
+
+    def give_back(self, nbytes: int) -> None:
+        """Return room: the message was handed over or given up."""
+        self.used_bytes -= nbytes
+
+
+class _Partial:
+    """The fragments of one incomplete record that have arrived."""
+
+    __slots__ = ("buffer", "fragment_bytes", "fragments", "got", "sealed_bytes")
+
+    def __init__(self, fragments: int, fragment_bytes: int) -> None:
+        self.fragments = fragments
+        self.fragment_bytes = fragment_bytes
+        self.buffer = bytearray(fragments * fragment_bytes)
+        self.got = 0
+        self.sealed_bytes = 0
+
+
+class _Assembly:
+    """A message of several records, filled in order."""
+
+    __slots__ = ("filled", "number", "payload", "tag")
+
+    def __init__(self, number: int, tag: int, message_bytes: int) -> None:
+        self.number = number
+        self.tag = tag
+        self.payload = memoryview(np.empty(message_bytes, dtype=np.uint8))  # type: ignore[arg-type]
+        self.filled = 0
+
+
+class Inbound:
+    """Takes one peer's fragments and hands over its messages whole, once and in order.
+
+    Attributes:
+        cumulative: every record below this number is complete.
+        ack_at_s: when an acknowledgement is due; None when nothing is to be acknowledged.
+    """
+
+    def __init__(
+        self, start: int, budget: ReceiveBudget, deliver: Deliver, message_bytes_max: int
+    ) -> None:
+        self._budget = budget
+        self._deliver = deliver
+        self._message_bytes_max = message_bytes_max
+        self._keys: dict[int, SenderKey] = {}
+        self._newest_epoch = 0
+        self.cumulative = start
+        self.limit = start
+        self.ack_at_s: float | None = None
+        self.duplicate_fragments = 0
+        self.rejected_records = 0
+        self.poisoned_record: int | None = None
+        self.is_stalled = False
+        self._consumed = start
+        self._window = 0
+        self._partials: dict[int, _Partial] = {}
+        self._complete: dict[int, memoryview] = {}
+        self._skips: list[tuple[int, int]] = []
+        self._assembly: _Assembly | None = None
+        self._unacknowledged_bytes = 0
+        self._last_arrival_s = 0.0
+
+    def add_key(self, key: SenderKey) -> None:
+        """Accept records of this epoch.
+
+        Only the newest two are kept, and a late repetition of an older one is ignored.
+        """
+        age = (self._newest_epoch - key.epoch) & 0xFF
+        if self._keys and 1 < age < 128:
+            return
+        if not self._keys or age >= 128:
+            self._newest_epoch = key.epoch & 0xFF
+        self._keys[key.epoch & 0xFF] = key
+        self._keys = {
+            epoch: kept
+            for epoch, kept in self._keys.items()
+            if (self._newest_epoch - epoch) & 0xFF <= 1
+        }
+
+    def grant(self, window_records: int, now_s: float) -> None:
+        """Let the peer send ``window_records`` beyond what has been consumed; a grant is never taken back."""
+        self._window = min(window_records, ACK_WINDOW_RECORDS)
+        limit = self._consumed + self._window
+        # Every grant costs a datagram, so small ones wait for an acknowledgement that is sent anyway.
+        if limit - self.limit > self._window // 4:
+            self.acknowledge_by(now_s)
+        self.limit = max(self.limit, limit)
+
+    def acknowledge_by(self, at_s: float) -> None:
+        """Have an acknowledgement sent at this time or earlier."""
+        self.ack_at_s = at_s if self.ack_at_s is None else min(self.ack_at_s, at_s)
+
+    def accepts(self, record: int) -> bool:
+        """Whether fragments of this record are still of use and were granted."""
+        return (
+            self.cumulative <= record < self.limit
+            and record not in self._complete
+            and not self._is_skipped(record)
+        )
+
+    def on_fragments(
+        self,
+        epoch: int,
+        stream: int,
+        record: int,
+        fragments: int,
+        fragment_bytes: int,
+        first: int,
+        batch: memoryview,
+        now_s: float,
+    ) -> bool:
+        """Take neighbouring fragments of one record.
+
+        Args:
+            epoch: low 8 bits of the key's epoch.
+            stream: the sender's stream, part of the authenticated header.
+            record: the record's number.
+            fragments: number of fragments of the record.
+            fragment_bytes: sealed bytes in each but the last.
+            first: index of the first fragment in the batch.
+            batch: the datagrams back to back, headers included, all but the last of the same size.
+            now_s: current time.
+
+        Returns:
+            False if the fragments cannot belong to a valid record.
+        """
+        segment = fragment_bytes + HEADER_BYTES
+        count = -(-len(batch) // segment)
+        if not self._is_plausible(fragments, fragment_bytes, first, count, len(batch)):
+            return False
+        self._last_arrival_s = now_s
+        if not self.accepts(record):
+            # The acknowledgement of an earlier copy was lost, or the sender guessed wrong: tell it at once.
+            self.duplicate_fragments += count
+            self.acknowledge_by(now_s)
+            return True
+        self._unacknowledged_bytes += len(batch)
+        if fragments == 1:
+            header = HEADER.pack(DATA, epoch, 0, 1, stream, fragment_bytes << 48 | record)
+            self._open(epoch, record, header, batch[HEADER_BYTES:], now_s)
+        else:
+            self._add_to_partial(
+                epoch, stream, record, fragments, fragment_bytes, first, count, batch, now_s
+            )
+        self._schedule_ack(record, now_s)
+        return True
+
+    def _is_plausible(
+        self, fragments: int, fragment_bytes: int, first: int, count: int, batch_bytes: int
+    ) -> bool:
+        if not (
+            FRAGMENT_BYTES_MIN <= fragment_bytes <= FRAGMENT_BYTES_MAX
+            and 1 <= fragments <= FRAGMENTS_MAX
+        ):
+            return False
+        if (
+            fragments * fragment_bytes > RECORD_BYTES_MAX
+            or first + count > fragments
+            or batch_bytes <= HEADER_BYTES
+        ):
+            return False
+        is_whole = batch_bytes == count * (fragment_bytes + HEADER_BYTES)
+        return is_whole or first + count == fragments
+
+    def _add_to_partial(
+        self,
+        epoch: int,
+        stream: int,
+        record: int,
+        fragments: int,
+        size: int,
+        first: int,
+        count: int,
+        batch: memoryview,
+        now_s: float,
+    ) -> None:
+        partial = self._partials.get(record)
+        if partial is None or partial.fragments != fragments or partial.fragment_bytes != size:
+            # A shape that contradicts an earlier fragment: one of the two is forged. Starting again with the newer
+            # one cannot be blocked for ever by a forgery that came first.
+            partial = self._partials[record] = _Partial(fragments, size)
+        bits = ((1 << count) - 1) << first
+        self.duplicate_fragments += (partial.got & bits).bit_count()
+        partial.got |= bits
+        _unframe(partial.buffer, batch, first, count, size)
+        if first + count == fragments:
+            tail_bytes = len(batch) - (count - 1) * (size + HEADER_BYTES) - HEADER_BYTES
+            partial.sealed_bytes = (fragments - 1) * size + tail_bytes
+        if partial.got == (1 << fragments) - 1:
+            header = HEADER.pack(DATA, epoch, 0, fragments, stream, size << 48 | record)
+            del self._partials[record]
+            self._open(
+                epoch, record, header, memoryview(partial.buffer)[: partial.sealed_bytes], now_s
+            )
+
+    def _open(
+        self, epoch: int, record: int, header: bytes, sealed: memoryview, now_s: float
+    ) -> None:
+        key = self._keys.get(epoch)
+        if key is None or len(sealed) < RECORD_META_BYTES + TAG_BYTES:
+            self.rejected_records += 1
+            return
+        plain = bytearray(len(sealed) - TAG_BYTES)
+        try:
+            key.open_into(record, sealed, header, memoryview(plain))
+        except AuthenticationError:
+            self.rejected_records += 1
+            self.poisoned_record = record
+            self.acknowledge_by(now_s)
+            return
+        self._complete[record] = memoryview(plain).toreadonly()
+        self._advance()
+        self.consume()
+
+    def skip(self, first: int, count: int, now_s: float) -> None:
+        """Count records as complete that are not meant for this node."""
+        end = first + count
+        if end > self.cumulative and (first, end) not in self._skips:
+            if len(self._skips) >= SKIPS_MAX:
+                return  # the sender will say it again
+            self._skips.append((first, end))
+            self._advance()
+            self.consume()
+        self.acknowledge_by(now_s + ACK_DELAY_S)
+
+    def _is_skipped(self, record: int) -> bool:
+        return any(first <= record < end for first, end in self._skips)
+
+    def _advance(self) -> None:
+        moved = True
+        while moved:
+            moved = False
+            while self.cumulative in self._complete:
+                self.cumulative += 1
+            for first, end in self._skips:
+                if first <= self.cumulative < end:
+                    self.cumulative = end
+                    moved = True
+        for record in [record for record in self._partials if record < self.cumulative]:
+            del self._partials[record]
+
+    def consume(self) -> None:
+        """Turn complete records into messages, in order, as far as the budget allows."""
+        self.is_stalled = False
+        while self._consumed < self.cumulative:
+            plain = self._complete.get(self._consumed)
+            if plain is None:
+                self._consume_skip()
+            elif self._take_record(plain):
+                del self._complete[self._consumed]
+                self._consumed += 1
+            else:
+                self.is_stalled = True
+                return
+
+    def _consume_skip(self) -> None:
+        end = max(end for first, end in self._skips if first <= self._consumed < end)
+        for record in [record for record in self._complete if self._consumed < record < end]:
+            del self._complete[record]
+        self._consumed = end
+        self._skips = [skip for skip in self._skips if skip[1] > end]
+
+    def _take_record(self, plain: memoryview) -> bool:
+        number, tag, message_bytes, offset = RECORD_META.unpack_from(plain)
+        chunk = plain[RECORD_META_BYTES:]
+        if offset == 0 and (self._assembly is None or self._assembly.number != number):
+            return self._begin(number, tag, message_bytes, chunk)
+        assembly = self._assembly
+        if assembly is None or assembly.number != number or offset != assembly.filled:
+            raise ProtocolError(
+                f"a record of message {number} at offset {offset} does not continue anything"
+            )
+        self._fill(assembly, chunk)
+        return True
+
+    def _begin(self, number: int, tag: int, message_bytes: int, chunk: memoryview) -> bool:
+        if message_bytes > self._message_bytes_max or len(chunk) > message_bytes:
+            raise ProtocolError(
+                f"message {number} of {message_bytes} bytes is larger than {self._message_bytes_max}"
+            )
+        self._drop_assembly()
+        if not self._budget.take(message_bytes):
+            return False
+        if len(chunk) == message_bytes:
+            self._deliver(tag, chunk)
+            return True
+        self._assembly = _Assembly(number, tag, message_bytes)
+        self._fill(self._assembly, chunk)
+        return True
+
+    def _fill(self, assembly: _Assembly, chunk: memoryview) -> None:
+        end = assembly.filled + len(chunk)
+        if end > len(assembly.payload) or not chunk:
+            raise ProtocolError(f"message {assembly.number} has more bytes than it announced")
+        assembly.payload[assembly.filled : end] = chunk
+        assembly.filled = end
+        if end == len(assembly.payload):
+            self._assembly = None
+            self._deliver(assembly.tag, assembly.payload.toreadonly())
+
+    def _drop_assembly(self) -> None:
+        if self._assembly is not None:
+            self._budget.give_back(len(self._assembly.payload))
+            self._assembly = None
+
+    def _schedule_ack(self, record: int, now_s: float) -> None:
+        partial = self._partials.get(self.cumulative)
+        has_hole = record > self.cumulative or (
+            partial is not None and partial.got & (partial.got + 1) != 0
+        )
+        if has_hole or self._unacknowledged_bytes >= ACK_EVERY_BYTES:
+            self.acknowledge_by(now_s)
+        else:
+            self.acknowledge_by(now_s + ACK_DELAY_S)
+
+    def make_ack(self, now_s: float) -> Ack:
+        """Return the acknowledgement to send now, with all the credit there is."""
+        self.ack_at_s = None
+        self._unacknowledged_bytes = 0
+        self.limit = max(self.limit, self._consumed + self._window)
+        base = self.cumulative
+        complete = 0
+        for record in self._complete:
+            if record > base:
+                complete |= 1 << (record - base)
+        for first, end in self._skips:
+            if first > base and first - base < ACK_WINDOW_RECORDS:
+                last = min(end, base + ACK_WINDOW_RECORDS)
+                complete |= ((1 << (last - first)) - 1) << (first - base)
+        numbers = sorted(self._partials)
+        partials = tuple(
+            (number, self._partials[number].got) for number in numbers[:ACK_PARTIALS_MAX]
+        )
+        delay_us = int(max(0.0, now_s - self._last_arrival_s) * 1e6)
+        return Ack(
+            base,
+            self.limit,
+            min(delay_us, 1_000_000),
+            complete,
+            partials,
+            len(numbers) > ACK_PARTIALS_MAX,
+        )
+
+    def abandon(self) -> None:
+        """Give back what is half done: the peer is gone."""
+        self._drop_assembly()
+        self._partials.clear()
+        self._complete.clear()
+
+
+def _unframe(buffer: bytearray, batch: memoryview, first: int, count: int, size: int) -> None:
+    """Copy the payloads of ``count`` datagrams next to each other."""
+    segment = size + HEADER_BYTES
+    at = first * size
+    if count > 2:
+        whole = count - 1
+        source = np.frombuffer(batch[: whole * segment], dtype=np.uint8).reshape(whole, segment)
+        target = np.frombuffer(buffer, dtype=np.uint8)
+        target[at : at + whole * size].reshape(whole, size)[:] = source[:, HEADER_BYTES:]
+        start = whole
+    else:
+        start = 0
+    for index in range(start, count):
+        payload = batch[index * segment + HEADER_BYTES : (index + 1) * segment]
+        buffer[at + index * size : at + index * size + len(payload)] = payload

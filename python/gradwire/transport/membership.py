@@ -1,0 +1,113 @@
+"""Who to knock at, and whose knocking to look at: seeds with back-off, and a gate against floods and replays."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from .model import Address
+
+RETRY_FIRST_S: Final = 0.1
+RETRY_MAX_S: Final = 2.0  # a seed that starts late is found within this time
+ATTEMPT_S: Final = 10.0  # afterwards a new ephemeral key is used
+HALF_OPEN_MAX: Final = 256
+STAMPS_MAX: Final = 4_096
+SEEDS_MAX: Final = 256
+GATE_BURST: Final = 64.0
+
+
+class Seed:
+    """An address that should have a connection."""
+
+    __slots__ = ("address", "is_own", "next_at_s", "node_id", "retry_s")
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.next_at_s = 0.0
+        self.retry_s = RETRY_FIRST_S
+        self.node_id: int | None = None
+        self.is_own = False
+
+
+class Membership:
+    """The addresses this node tries to be connected to."""
+
+    def __init__(self) -> None:
+        self._seeds: dict[Address, Seed] = {}
+
+    def __contains__(self, address: Address) -> bool:
+        return address in self._seeds
+
+    def __iter__(self) -> object:
+        return iter(self._seeds.values())
+
+    def add(self, address: Address) -> None:
+        """Want a connection to this address; ignored when there are too many already."""
+        if address not in self._seeds and len(self._seeds) < SEEDS_MAX:
+            self._seeds[address] = Seed(address)
+
+    def due(self, now_s: float, connected: set[Address], node_ids: set[int]) -> list[Address]:
+        """Return the addresses to start a handshake with now."""
+        result = []
+        for seed in self._seeds.values():
+            if self._is_wanting(seed, connected, node_ids) and now_s >= seed.next_at_s:
+                seed.next_at_s = now_s + RETRY_FIRST_S
+                result.append(seed.address)
+        return result
+
+    def next_at_s(self, connected: set[Address], node_ids: set[int]) -> float | None:
+        """Return when `due` will next have something."""
+        times = [
+            seed.next_at_s
+            for seed in self._seeds.values()
+            if self._is_wanting(seed, connected, node_ids)
+        ]
+        return min(times) if times else None
+
+    def _is_wanting(self, seed: Seed, connected: set[Address], node_ids: set[int]) -> bool:
+        return not seed.is_own and seed.address not in connected and seed.node_id not in node_ids
+
+    def on_identified(self, address: Address, node_id: int, *, is_own: bool) -> None:
+        """Learn which node answers at this address."""
+        seed = self._seeds.get(address)
+        if seed is not None:
+            seed.node_id = node_id
+            seed.is_own = is_own
+
+    def on_lost(self, address: Address, now_s: float) -> None:
+        """The connection to this address ended; knock again a little later."""
+        seed = self._seeds.get(address)
+        if seed is not None:
+            seed.node_id = None
+            seed.next_at_s = now_s + RETRY_FIRST_S
+
+
+class HandshakeGate:
+    """Looks at a bounded number of first messages per second, and at none that it has seen before."""
+
+    def __init__(self, per_second: float) -> None:
+        self._per_second = per_second
+        self._tokens = GATE_BURST
+        self._refilled_at_s = 0.0
+        self._stamps: OrderedDict[int, tuple[int, int]] = OrderedDict()
+
+    def admit(self, now_s: float) -> bool:
+        """Whether another first message may be decrypted now."""
+        elapsed_s = max(0.0, now_s - self._refilled_at_s)
+        self._refilled_at_s = now_s
+        self._tokens = min(GATE_BURST, self._tokens + elapsed_s * self._per_second)
+        if self._tokens < 1.0:
+            return False
+        self._tokens -= 1.0
+        return True
+
+    def is_fresh(self, node_id: int, incarnation: int, stamp: int) -> bool:
+        """Whether this attempt is newer than every one seen of that node; remembers it if so."""
+        last = self._stamps.get(node_id)
+        if last is not None and (incarnation, stamp) <= last:
+            return False
+        self._stamps[node_id] = (incarnation, stamp)
+        self._stamps.move_to_end(node_id)
+        if len(self._stamps) > STAMPS_MAX:
+            self._stamps.popitem(last=False)
+        return True

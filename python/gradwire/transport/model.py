@@ -1,0 +1,322 @@
+"""What the transport shows to its caller: peers, tickets, events, limits and statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from .wire import FRAGMENT_BYTES_MAX, FRAGMENT_BYTES_MIN
+
+Address: TypeAlias = tuple[str, int]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Peer:
+    """One run of one node.
+
+    Attributes:
+        id: identity of the node, 64 bits, the same everywhere in the cluster; peers sort by it.
+        incarnation: start of its process in milliseconds; a restarted node is another Peer.
+        address: "host:port" at which this node reaches it; others may see another address, so it does not take part in
+            comparisons.
+    """
+
+    id: int
+    incarnation: int
+    address: str = field(compare=False)
+
+
+class Received(NamedTuple):
+    """One message: who sent it, the sender's tag, and a read-only view of its bytes."""
+
+    peer: Peer
+    tag: int
+    payload: memoryview
+
+
+class Ticket:
+    """Follows one published message to each of its recipients.
+
+    The sets are replaced, never changed, so they can be read from any thread.
+
+    Attributes:
+        tag: the caller's tag.
+        nbytes: size of the message.
+        delivered: peers that have all of it (reassembled, authenticated and acknowledged; not yet necessarily applied).
+        failed: peers that went down first.
+        pending: peers still to answer.
+    """
+
+    __slots__ = ("delivered", "failed", "nbytes", "pending", "tag")
+
+    def __init__(self, tag: int, nbytes: int, recipients: frozenset[Peer]) -> None:
+        self.tag = tag
+        self.nbytes = nbytes
+        self.pending = recipients
+        self.delivered: frozenset[Peer] = frozenset()
+        self.failed: frozenset[Peer] = frozenset()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every recipient has it or has failed."""
+        return not self.pending
+
+    def settle(self, peer: Peer, *, delivered: bool) -> None:
+        """Record the outcome for one peer (called by the transport)."""
+        if delivered:
+            self.delivered |= {peer}
+        else:
+            self.failed |= {peer}
+        self.pending -= {peer}
+
+    def __repr__(self) -> str:
+        """Show the counts, which is what one looks for in a log."""
+        return (
+            f"Ticket(tag={self.tag}, nbytes={self.nbytes}, delivered={len(self.delivered)}, "
+            f"failed={len(self.failed)}, pending={len(self.pending)})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PeerJoined:
+    """A peer is connected in both directions; messages published from now on reach it."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """A peer is gone.
+
+    Attributes:
+        peer: which one.
+        reason: "left", "timeout", "restarted", "lagging", "protocol error" or "closed".
+        undelivered: the tickets of the messages that it had not acknowledged.
+    """
+
+    peer: Peer
+    reason: str
+    undelivered: tuple[Ticket, ...] = ()
+
+
+Event: TypeAlias = PeerJoined | PeerLost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Every bound and timer of a node, with defaults that suit a LAN of up to 32 nodes.
+
+    Attributes:
+        message_bytes_max: largest message; more raises `TooLarge`.
+        send_log_bytes: records kept until everybody has acknowledged them; when full, `publish` raises `WouldBlock`.
+        receive_bytes: messages in assembly or waiting for the caller, over all peers.
+        window_bytes: credit over all sending peers (absolute, receiver-granted).
+        fragment_bytes: sealed bytes per datagram; 1,384 + 16 of header fits a 1,500-byte MTU.
+        heartbeat_s: at least one control datagram per peer in this time.
+        suspect_s: silence after which a peer may be replaced by a new session of the same node.
+        down_s: silence after which a peer is lost.
+        lag_s: time without progress, with something to send, after which a peer counts as lagging.
+        handshakes_per_s: first messages of handshakes looked at per second.
+        rekey_records: records sealed under one key.
+        rekey_s: time one key is used.
+    """
+
+    message_bytes_max: int = 64 << 20
+    send_log_bytes: int = 160 << 20
+    receive_bytes: int = 128 << 20
+    window_bytes: int = 16 << 20
+    fragment_bytes: int = 1_384
+    heartbeat_s: float = 0.2
+    suspect_s: float = 1.0
+    down_s: float = 10.0
+    lag_s: float = 5.0
+    handshakes_per_s: float = 200.0
+    rekey_records: int = 1 << 22
+    rekey_s: float = 3_600.0
+
+    def __post_init__(self) -> None:
+        """Refuse limits that contradict each other."""
+        if not FRAGMENT_BYTES_MIN <= self.fragment_bytes <= FRAGMENT_BYTES_MAX:
+            raise ValueError(
+                f"fragment_bytes is {self.fragment_bytes}; it must be {FRAGMENT_BYTES_MIN} to {FRAGMENT_BYTES_MAX}"
+            )
+        if not 1 <= self.message_bytes_max <= 256 << 20:
+            raise ValueError(
+                f"message_bytes_max is {self.message_bytes_max}; it must be 1 to {256 << 20}"
+            )
+        for name in ("send_log_bytes", "receive_bytes"):
+            if getattr(self, name) < 2 * self.message_bytes_max:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be at least twice "
+                    f"message_bytes_max ({self.message_bytes_max})"
+                )
+        if not 0 < self.heartbeat_s < self.suspect_s < self.down_s:
+            raise ValueError(
+                "heartbeat_s, suspect_s and down_s must be positive and grow in this order"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerStats:
+    """The state of one peer's path.
+
+    Attributes:
+        peer: which one.
+        srtt_s: smoothed round-trip time; 0 while unknown.
+        rate_bytes_per_s: delivery rate of the last rounds; 0 while unknown.
+        window_bytes: what may be in flight.
+        in_flight_bytes: what is in flight.
+        credit_records: records that the peer has still room for.
+        backlog_records: records that the peer has not acknowledged.
+        loss_rate: smoothed fraction of bytes lost.
+    """
+
+    peer: Peer
+    srtt_s: float
+    rate_bytes_per_s: float
+    window_bytes: int
+    in_flight_bytes: int
+    credit_records: int
+    backlog_records: int
+    loss_rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Counters of a node since its start; bytes are UDP payload bytes unless the name says otherwise.
+
+    Attributes:
+        messages_sent: messages published to at least one peer.
+        messages_received: messages handed to the receive queue.
+        payload_bytes_sent: bytes of published messages, once for each recipient.
+        payload_bytes_received: bytes of received messages.
+        datagrams_sent: all datagrams, control and handshake included.
+        datagrams_received: all datagrams, also those dropped.
+        udp_bytes_sent: payload bytes of all datagrams sent.
+        udp_bytes_received: payload bytes of all datagrams received.
+        control_bytes_sent: the part of udp_bytes_sent that is acknowledgements, keys and other control.
+        retransmitted_bytes: data bytes sent more than once.
+        retransmitted_fragments: datagrams of data sent more than once.
+        lost_bytes: data bytes declared lost (some may only have been late).
+        duplicate_fragments: datagrams of data that had come before.
+        malformed_datagrams: dropped because they did not parse.
+        unauthenticated_datagrams: dropped because a tag did not verify or a counter came again.
+        rejected_records: records dropped whole because their tag did not verify.
+        stray_datagrams: dropped because they belong to no session.
+        handshakes_refused: first messages of handshakes that were dropped.
+        kernel_drops: datagrams that the socket's receive buffer had no room for.
+        send_log_bytes: records held for peers that have not acknowledged them.
+        receive_queue_bytes: messages in assembly or waiting for the caller.
+        srtt_s: smoothed round-trip time, mean over the peers; 0 while unknown.
+        peers: the state of each peer's path.
+    """
+
+    messages_sent: int = 0
+    messages_received: int = 0
+    payload_bytes_sent: int = 0
+    payload_bytes_received: int = 0
+    datagrams_sent: int = 0
+    datagrams_received: int = 0
+    udp_bytes_sent: int = 0
+    udp_bytes_received: int = 0
+    control_bytes_sent: int = 0
+    retransmitted_bytes: int = 0
+    retransmitted_fragments: int = 0
+    lost_bytes: int = 0
+    duplicate_fragments: int = 0
+    malformed_datagrams: int = 0
+    unauthenticated_datagrams: int = 0
+    rejected_records: int = 0
+    stray_datagrams: int = 0
+    handshakes_refused: int = 0
+    kernel_drops: int = 0
+    send_log_bytes: int = 0
+    receive_queue_bytes: int = 0
+    srtt_s: float = 0.0
+    peers: tuple[PeerStats, ...] = ()
+
+
+class Counters:
+    """The running counters behind `Stats`."""
+
+    __slots__ = (
+        "control_bytes_sent",
+        "datagrams_received",
+        "datagrams_sent",
+        "duplicate_fragments",
+        "handshakes_refused",
+        "kernel_drops",
+        "lost_bytes",
+        "malformed_datagrams",
+        "messages_received",
+        "messages_sent",
+        "payload_bytes_received",
+        "payload_bytes_sent",
+        "rejected_records",
+        "retransmitted_bytes",
+        "retransmitted_fragments",
+        "stray_datagrams",
+        "udp_bytes_received",
+        "udp_bytes_sent",
+        "unauthenticated_datagrams",
+    )
+
+    def __init__(self) -> None:
+        for name in self.__slots__:
+            setattr(self, name, 0)
+
+    control_bytes_sent: int
+    datagrams_received: int
+    datagrams_sent: int
+    duplicate_fragments: int
+    handshakes_refused: int
+    kernel_drops: int
+    lost_bytes: int
+    malformed_datagrams: int
+    messages_received: int
+    messages_sent: int
+    payload_bytes_received: int
+    payload_bytes_sent: int
+    rejected_records: int
+    retransmitted_bytes: int
+    retransmitted_fragments: int
+    stray_datagrams: int
+    udp_bytes_received: int
+    udp_bytes_sent: int
+    unauthenticated_datagrams: int
+
+
+class Transmit:
+    """What the driver is to send: datagrams to one address, all but the last of ``segment_bytes``."""
+
+    __slots__ = ("address", "nbytes", "segment_bytes", "slices")
+
+    def __init__(
+        self, address: Address, slices: list[memoryview], segment_bytes: int, nbytes: int
+    ) -> None:
+        self.address = address
+        self.slices = slices
+        self.segment_bytes = segment_bytes
+        self.nbytes = nbytes
+
+
+def format_address(address: Address) -> str:
+    """Return "host:port", with brackets around an IPv6 host."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_address(text: str) -> Address:
+    """Parse "host:port" or "[v6]:port".
+
+    Raises:
+        ValueError: no port, or not a number from 0 to 65,535.
+    """
+    host, separator, port = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"address {text!r}: write an IPv6 address as [host]:port")
+    if not separator or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError(f"address {text!r} is not of the form host:port")
+    return host, int(port)

@@ -1,0 +1,357 @@
+"""The public face of the transport: one node, its own I/O thread, and blocking calls with timeouts."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Final
+
+from ..errors import Closed, TransportError, WouldBlock
+from .addressing import choose_address, local_address, resolve
+from .crypto import parse_secret
+from .driver import Driver, Waker, now_s
+from .endpoint import Endpoint
+from .model import Event, Limits, Peer, Received, Stats, Ticket, format_address, parse_address
+
+# While the caller itself waits in `receive`, it does the I/O; the thread leaves the socket alone for this long.
+LEASE_S: Final = 0.003
+SWITCH_INTERVAL_S: Final = 0.0005
+RECHECK_S: Final = 0.25  # of several waiting threads only one hears the bell
+CLOSE_LINGER_S: Final = 0.5
+
+
+class Node:
+    """Sends messages to its peers and receives theirs: whole, once, in order, authenticated.
+
+    All methods may be called from any thread. A node belongs to the process that made it: after a fork the child has to
+    make its own.
+
+    Args:
+        bind: "host:port" to listen on; port 0 lets the system choose; a wildcard host fixes only the port.
+        peers: addresses of other nodes; one of two nodes knowing the other is enough; the own address is ignored.
+        secret: the cluster secret, 32 random bytes or their hex or base64 form; by default GRADWIRE_SECRET.
+        network_mask: such as "10.1.1.0/24"; the one local address inside it is used.
+        advertise: "host:port" under which others reach this node, where that differs (NAT, containers, clouds).
+        limits: bounds and timers.
+        node_id: identity, 64 bits; by default random. Two live nodes must not share one.
+        on_lag: what happens when a peer stops acknowledging: "block" or "evict".
+        insecure: neither encrypt nor authenticate; for benchmarks only.
+        offload: use GSO and GRO where the system has them.
+        switch_interval_s: upper bound for `sys.setswitchinterval`, without which a busy main thread starves the I/O
+            thread (28 instead of 350 MB/s); None leaves it alone.
+
+    Raises:
+        ValueError: an address, mask, secret or limit that cannot be used.
+        OSError: the address cannot be bound.
+
+    Example:
+        >>> secret = "q83vEjRWeJCrze8SNFZ4kKvN7xI0VniQq83vEjRWeJA="
+        >>> with Node("127.0.0.1:0", secret=secret) as one, Node("127.0.0.1:0", [one.address], secret=secret) as two:
+        ...     one.wait_for_peers(1, timeout_s=5.0)
+        ...     ticket = one.publish(b"update", tag=7)
+        ...     [(peer, tag, payload)] = two.receive(timeout_s=5.0)
+        ...     tag, bytes(payload), peer == one.peer
+        (7, b'update', True)
+    """
+
+    def __init__(
+        self,
+        bind: str = "0.0.0.0:0",
+        peers: Iterable[str] = (),
+        *,
+        secret: bytes | str | None = None,
+        network_mask: str | None = None,
+        advertise: str | None = None,
+        limits: Limits | None = None,
+        node_id: int | None = None,
+        on_lag: str = "block",
+        insecure: bool = False,
+        offload: bool = True,
+        switch_interval_s: float | None = SWITCH_INTERVAL_S,
+    ) -> None:
+        if on_lag not in ("block", "evict"):
+            raise ValueError(f'on_lag is {on_lag!r}; it must be "block" or "evict"')
+        if node_id is not None and not 0 <= node_id < 1 << 64:
+            raise ValueError(f"node_id is {node_id}; it must fit 64 bits")
+        key = bytes(32) if insecure else parse_secret(secret)
+        seeds = list(peers)
+        chosen = choose_address(parse_address(bind), network_mask)
+        if advertise is not None:
+            parse_address(advertise)
+        self._driver = Driver(chosen, offload=offload)
+        self._address = advertise or format_address(local_address(self._driver.address, seeds))
+        self._endpoint = Endpoint(
+            key,
+            now_s(),
+            node_id=secrets.randbits(64) if node_id is None else node_id,
+            incarnation=time.time_ns() // 1_000_000,
+            limits=limits,
+            advertise=advertise or "",
+            insecure=insecure,
+            on_lag=on_lag,
+        )
+        self._peer = Peer(self._endpoint.node_id, self._endpoint.incarnation, self._address)
+        self._lock = threading.Lock()
+        self._thread_waker = Waker()
+        self._caller_waker = Waker()
+        self._callers_waiting = 0
+        self._process = os.getpid()
+        self._is_closed = False
+        self._polled_at_s = float("-inf")
+        self._sleeps_until_s = 0.0
+        self._add_seeds(seeds)
+        if switch_interval_s is not None and sys.getswitchinterval() > switch_interval_s:
+            sys.setswitchinterval(switch_interval_s)
+        self._thread = threading.Thread(target=self._run, name="gradwire-io", daemon=True)
+        self._thread.start()
+
+    def _add_seeds(self, seeds: list[str]) -> None:
+        own = {self._address, format_address(self._driver.address)}
+        for seed in seeds:
+            address = resolve(seed, like=self._driver.address)
+            if seed not in own and format_address(address) not in own:
+                self._endpoint.connect(address)
+
+    # ---- who is there -------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """The "host:port" at which others can reach this node."""
+        return self._address
+
+    @property
+    def peer(self) -> Peer:
+        """This node as the others see it."""
+        return self._peer
+
+    @property
+    def id(self) -> int:
+        """This node's identity: the `Peer.id` that the others see."""
+        return self._peer.id
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """The connected peers, in order."""
+        self._check_process()
+        with self._lock:
+            return self._endpoint.peers
+
+    def add_peer(self, address: str) -> None:
+        """Connect to one more node and stay connected.
+
+        Raises:
+            ValueError: not an address, or its name cannot be resolved.
+        """
+        self._check_open()
+        with self._lock:
+            self._add_seeds([address])
+        self._thread_waker.ring()
+
+    def wait_for_peers(self, count: int, timeout_s: float) -> tuple[Peer, ...]:
+        """Wait until at least ``count`` peers are connected, and return them.
+
+        Raises:
+            TimeoutError: fewer came in time; the message names the number.
+            Closed: the node has been closed.
+        """
+        if not self._pump_until(lambda: len(self._endpoint.peers) >= count, timeout_s):
+            raise TimeoutError(
+                f"{len(self.peers)} of {count} peers connected to {self._address} within {timeout_s} s"
+            )
+        return self.peers
+
+    def events(self) -> list[Event]:
+        """Return and forget what happened to peers: `PeerJoined` and `PeerLost`; the last 1,024 are kept."""
+        self._check_process()
+        with self._lock:
+            return self._endpoint.take_events()
+
+    def stats(self) -> Stats:
+        """Return a snapshot of the counters."""
+        self._check_process()
+        with self._lock:
+            return self._endpoint.stats()
+
+    # ---- messages -----------------------------------------------------------------------------------------------
+
+    def publish(self, buffer: object, tag: int = 0, to: Peer | None = None) -> Ticket:
+        """Send a message to all connected peers, or to one. Never blocks.
+
+        The message is sealed before this returns, so the buffer may be changed at once.
+
+        Args:
+            buffer: anything contiguous with the buffer protocol; not modified.
+            tag: a number for the receiver, 64 bits unsigned; usually the step.
+            to: one connected peer; None means all that are connected now.
+
+        Returns:
+            A ticket that follows the message; complete and empty if nobody is connected.
+
+        Raises:
+            WouldBlock: no room in the send log: some peer has not acknowledged enough.
+            NotConnected: ``to`` is not connected.
+            TooLarge: larger than ``limits.message_bytes_max``.
+            Closed: the node has been closed.
+            ValueError: ``tag`` does not fit.
+            TypeError: ``buffer`` has no contiguous buffer.
+        """
+        if not 0 <= tag < 1 << 64:
+            raise ValueError(f"tag is {tag}; it must fit 64 bits unsigned")
+        payload = _flat_view(buffer)
+        self._check_open()
+        with self._lock:
+            try:
+                ticket = self._endpoint.publish(payload, tag, to, now_s())
+            except WouldBlock:
+                self._pump()  # acknowledgements may be waiting in the socket
+                ticket = self._endpoint.publish(payload, tag, to, now_s())
+            self._driver.transmit(self._endpoint)
+            self._nudge()
+        return ticket
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `publish` would take a message of this size now instead of raising `WouldBlock`."""
+        self._check_open()
+        with self._lock:
+            if self._endpoint.has_room(nbytes):
+                return True
+            self._pump()
+            return self._endpoint.has_room(nbytes)
+
+    def receive(self, timeout_s: float = 0.0) -> list[Received]:
+        """Return the messages that have come, oldest first; wait up to ``timeout_s`` for at least one.
+
+        The payloads are read-only views without a copy; each stays valid as long as it is referenced.
+
+        Raises:
+            Closed: the node has been closed and nothing is left.
+        """
+        self._pump_until(lambda: self._endpoint.has_messages, timeout_s)
+        with self._lock:
+            messages = self._endpoint.take_messages(now_s())
+            if not self._is_closed:
+                self._driver.transmit(self._endpoint)
+                self._nudge()
+        return messages
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every connected peer has acknowledged everything; return whether it has."""
+        return self._pump_until(lambda: self._endpoint.is_drained, timeout_s)
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float = 5.0) -> list[tuple[Peer, Ticket]]:
+        """Deliver what is queued, say goodbye and stop; a second call does nothing.
+
+        Args:
+            timeout_s: the longest time to wait for acknowledgements.
+
+        Returns:
+            (peer, ticket) of every message that a peer has not acknowledged.
+        """
+        if self._is_closed or os.getpid() != self._process:
+            return []
+        end_s = now_s() + timeout_s
+        with self._lock:
+            self._endpoint.stop_publishing()
+        self._pump_until(lambda: self._endpoint.is_drained, timeout_s)
+        with self._lock:
+            undelivered = self._endpoint.undelivered()
+            self._endpoint.close(now_s())
+        self._pump_until(
+            lambda: self._endpoint.is_closed, max(0.05, min(end_s - now_s(), CLOSE_LINGER_S))
+        )
+        with self._lock:
+            self._endpoint.finish(now_s())
+            self._driver.transmit(self._endpoint)
+            self._is_closed = True
+        self._thread_waker.ring()
+        self._caller_waker.ring()
+        self._thread.join()
+        for each in (self._driver, self._thread_waker, self._caller_waker):
+            each.close()
+        return undelivered
+
+    def __enter__(self) -> Node:
+        """Return the node."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the node; after an exception without waiting for acknowledgements."""
+        self.close(timeout_s=5.0 if kind is None else 0.0)
+
+    # ---- who moves the datagrams --------------------------------------------------------------------------------
+
+    def _pump_until(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Do the I/O in the calling thread until ``done``: nothing is then handed from thread to thread."""
+        self._check_open()
+        end_s = now_s() + timeout_s
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    raise Closed("the node is closed")
+                self._polled_at_s = now_s()
+                self._pump()
+                if done():
+                    return True
+                until_s = min(end_s, self._driver.deadline_s(self._endpoint), now_s() + RECHECK_S)
+                if now_s() >= end_s:
+                    return False
+                self._callers_waiting += 1
+            self._driver.wait(until_s, self._caller_waker)
+            with self._lock:
+                self._callers_waiting -= 1
+
+    def _pump(self) -> None:
+        """Move datagrams; the lock is held. Whoever waits for what they bring is told."""
+        self._driver.pump(self._endpoint)
+        if self._callers_waiting:
+            self._caller_waker.ring()
+
+    def _run(self) -> None:
+        """The I/O thread: serves acknowledgements, timers and arrivals while the caller computes."""
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    return
+                is_leased = now_s() - self._polled_at_s < LEASE_S
+                if is_leased:
+                    self._sleeps_until_s = now_s() + LEASE_S
+                else:
+                    self._pump()
+                    self._sleeps_until_s = self._driver.deadline_s(self._endpoint)
+            self._driver.wait(self._sleeps_until_s, self._thread_waker, for_datagrams=not is_leased)
+
+    def _nudge(self) -> None:
+        """Wake the I/O thread if it would sleep past the next timer."""
+        if self._driver.deadline_s(self._endpoint) < self._sleeps_until_s - LEASE_S:
+            self._thread_waker.ring()
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._is_closed:
+            raise Closed("the node is closed")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise TransportError(
+                f"this node belongs to process {self._process}; after a fork the child (process {os.getpid()}) "
+                "makes its own"
+            )
+
+
+def _flat_view(buffer: object) -> memoryview:
+    view = memoryview(buffer)  # type: ignore[arg-type]
+    if view.nbytes == 0:
+        return memoryview(b"")
+    return view.cast("B")

@@ -1,0 +1,348 @@
+"""One peer's view of the send log: what is in flight to it, what it has, what must be sent again.
+
+Losses are found by time (RFC 8985): a fragment counts as lost when something sent after it has arrived and it is
+overdue. When nothing arrives at all, a probe of one fragment asks for an acknowledgement, which then shows every hole.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .records import Record, SendLog, lowest_bits
+from .recovery import PTO_MAX_S, RateController, RttEstimator, SendMark
+from .wire import Ack, Skip
+
+PTO_BACKOFF_MAX: Final = 10
+
+
+class Burst:
+    """Datagrams of one record to send to one peer with as few system calls as possible."""
+
+    __slots__ = ("nbytes", "segment_bytes", "slices")
+
+    def __init__(self, slices: list[memoryview], segment_bytes: int, nbytes: int) -> None:
+        self.slices = slices
+        self.segment_bytes = segment_bytes
+        self.nbytes = nbytes
+
+
+class _Sent:
+    """One transmission: which fragments of it are still unaccounted for."""
+
+    __slots__ = ("mark", "mask", "order")
+
+    def __init__(self, order: int, mask: int, mark: SendMark) -> None:
+        self.order = order
+        self.mask = mask
+        self.mark = mark
+
+
+class _Flight:
+    """One record (or one run of skipped records) under way to the peer."""
+
+    __slots__ = (
+        "acked",
+        "ever",
+        "first_order",
+        "full",
+        "number",
+        "record",
+        "resent",
+        "sent",
+        "span",
+        "to_send",
+    )
+
+    def __init__(self, number: int, record: Record | None, span: int) -> None:
+        self.number = number
+        self.record = record
+        self.span = span
+        self.full = (1 << record.fragments) - 1 if record is not None else 1
+        self.acked = 0
+        self.ever = 0
+        self.to_send = self.full
+        self.sent: list[_Sent] = []
+        self.first_order = -1
+        self.resent = False
+
+    def bytes_of(self, mask: int) -> int:
+        return self.record.bytes_of(mask) if self.record is not None else 0
+
+
+class Outbound:
+    """Sends the records of the log to one peer, reliably, within its credit and the path's rate.
+
+    Attributes:
+        cumulative: the peer has every record below this number.
+        limit: the first record number that the peer has no room for yet.
+        retransmitted_bytes: bytes sent more than once.
+    """
+
+    def __init__(self, log: SendLog, session: int, start: int, rtt: RttEstimator) -> None:
+        self._log = log
+        self._session = session
+        self._rtt = rtt
+        self.rate = RateController(rtt)
+        self.cursor = start
+        self.cumulative = start
+        self.limit = start
+        self.lost_bytes = 0
+        self.retransmitted_bytes = 0
+        self.retransmitted_fragments = 0
+        self._flights: dict[int, _Flight] = {}
+        self._waiting: dict[int, _Flight] = {}
+        self._order = 0
+        self._newest = (-1, 0)
+        self._loss_due_at_s: float | None = None
+        self._progress_at_s = 0.0
+        self._timeouts = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything in the log has been acknowledged by this peer."""
+        return not self._flights and self.cursor == self._log.head
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether there is something to send and the peer has given no credit for it."""
+        return not self._flights and self.limit <= self.cursor < self._log.head
+
+    @property
+    def backlog_records(self) -> int:
+        """Records of the log that the peer has not acknowledged."""
+        return self._log.head - self.cumulative
+
+    def next_item(self, now_s: float) -> Burst | Skip | None:
+        """Return what to send now, or None when nothing may or need be sent."""
+        allowed_at_s = self.rate.send_allowed_at_s()
+        if allowed_at_s is None or allowed_at_s > now_s:
+            return None
+        flight = self._waiting[min(self._waiting)] if self._waiting else self._open_next()
+        if flight is None:
+            self.rate.on_app_limited()
+            return None
+        if flight.record is None:
+            return self._send_skip(flight, now_s)
+        room = min(self.rate.burst_bytes(), self.rate.window_bytes - self.rate.bytes_in_flight)
+        count = max(1, room // flight.record.segment_bytes)
+        return self._send(flight, flight.record, lowest_bits(flight.to_send, count), now_s)
+
+    def _open_next(self) -> _Flight | None:
+        if self.cursor >= self._log.head:
+            return None
+        record = self._log[self.cursor]
+        if self._session in record.message.recipients:
+            if self.cursor >= self.limit:
+                return None
+            flight = _Flight(self.cursor, record, 1)
+        else:
+            end = self.cursor + 1
+            while end < self._log.head and self._session not in self._log[end].message.recipients:
+                end += 1
+            flight = _Flight(self.cursor, None, end - self.cursor)
+        self.cursor += flight.span
+        self._flights[flight.number] = flight
+        self._waiting[flight.number] = flight
+        return flight
+
+    def _send(self, flight: _Flight, record: Record, mask: int, now_s: float) -> Burst:
+        nbytes = record.bytes_of(mask)
+        self._note_sent(flight, mask, nbytes, now_s)
+        return Burst(record.slices(mask), record.segment_bytes, nbytes)
+
+    def _send_skip(self, flight: _Flight, now_s: float) -> Skip:
+        self._note_sent(flight, 1, 0, now_s)
+        return Skip(flight.number, flight.span)
+
+    def _note_sent(self, flight: _Flight, mask: int, nbytes: int, now_s: float) -> None:
+        again = mask & flight.ever
+        flight.ever |= mask
+        flight.to_send &= ~mask
+        if not flight.to_send:
+            self._waiting.pop(flight.number, None)
+        if flight.first_order < 0:
+            flight.first_order = self._order
+        if again:
+            self.retransmitted_bytes += flight.bytes_of(again)
+            self.retransmitted_fragments += again.bit_count()
+        flight.sent.append(_Sent(self._order, mask, self.rate.on_sent(nbytes, now_s)))
+        self._progress_at_s = now_s
+        self._order += 1
+
+    def on_ack(self, ack: Ack, now_s: float) -> None:
+        """Take a peer's report; it must be newer than every one taken before.
+
+        What an incomplete record's bitmap no longer shows was dropped by the receiver (it failed authentication), so it
+        is sent again.
+        """
+        self.limit = max(self.limit, ack.limit)
+        newest: tuple[_Flight, _Sent] | None = None
+        delivered_bytes = 0
+        finished = []
+        for flight, got in self._reported(ack):
+            if got == flight.full:
+                finished.append(flight.number)
+            newly, dropped = got & ~flight.acked, flight.acked & ~got
+            if newly:
+                nbytes, sent = self._mark_delivered(flight, newly, now_s)
+                delivered_bytes += nbytes
+                if sent is not None and (newest is None or sent.order > newest[1].order):
+                    newest = (flight, sent)
+            if dropped:
+                flight.acked &= got
+                self._queue_again(flight, dropped)
+        for number in finished:
+            del self._flights[number]
+            self._waiting.pop(number, None)
+        if newest is not None:
+            self._note_progress(newest[0], newest[1], delivered_bytes, ack, now_s)
+        self.cumulative = max(self.cumulative, min(ack.cumulative, self.cursor))
+        self._find_losses(now_s)
+
+    def _reported(self, ack: Ack) -> list[tuple[_Flight, int]]:
+        """Return each flight that the report says something about, with the fragments the peer holds."""
+        partials = dict(ack.partials)
+        last_partial = ack.partials[-1][0] if ack.partials else ack.cumulative
+        end = max(ack.cumulative + max(ack.complete.bit_length(), 1), last_partial + 1)
+        result = []
+        for number, flight in self._flights.items():
+            if number >= end:
+                break
+            if number + flight.span <= ack.cumulative:
+                result.append((flight, flight.full))
+            elif number >= ack.cumulative:
+                if ack.complete >> (number - ack.cumulative) & 1:
+                    result.append((flight, flight.full))
+                elif number <= last_partial or not ack.truncated:
+                    # A bitmap with every bit set belongs to an incomplete record only if its peer is confused.
+                    got = partials.get(number, 0) & flight.full
+                    result.append((flight, got if got != flight.full else 0))
+        return result
+
+    def _mark_delivered(
+        self, flight: _Flight, newly: int, now_s: float
+    ) -> tuple[int, _Sent | None]:
+        flight.acked |= newly
+        if flight.to_send & newly:
+            flight.to_send &= ~newly
+            if not flight.to_send:
+                self._waiting.pop(flight.number, None)
+        nbytes = 0
+        newest: _Sent | None = None
+        for sent in flight.sent:
+            hit = sent.mask & newly
+            if hit:
+                sent.mask &= ~hit
+                nbytes += flight.bytes_of(hit)
+                # A fragment sent twice may have arrived by its first copy; too early an answer proves nothing.
+                if flight.resent and now_s - sent.mark.sent_at_s < self._rtt.minimum_s:
+                    continue
+                newest = sent
+                self._newest = max(self._newest, (sent.order, hit.bit_length() - 1))
+        if newest is None and nbytes:
+            self.rate.on_abandoned(nbytes)
+            nbytes = 0
+        return nbytes, newest
+
+    def _note_progress(
+        self, flight: _Flight, sent: _Sent, delivered_bytes: int, ack: Ack, now_s: float
+    ) -> None:
+        self._timeouts = 0
+        self._progress_at_s = now_s
+        if not flight.resent:
+            elapsed_s = now_s - sent.mark.sent_at_s
+            self._rtt.add_sample(max(elapsed_s - ack.delay_us * 1e-6, elapsed_s / 8), now_s)
+        self.rate.on_delivered(delivered_bytes, sent.mark, now_s)
+
+    def _queue_again(self, flight: _Flight, mask: int) -> None:
+        flight.to_send |= mask
+        flight.resent = True
+        self._waiting[flight.number] = flight
+
+    def _find_losses(self, now_s: float) -> None:
+        newest_order, newest_bit = self._newest
+        delay_s = self._rtt.loss_delay_s
+        due_at_s: float | None = None
+        for flight in self._flights.values():
+            # Records are opened in order, so from here on everything left after the newest arrival.
+            if flight.first_order > newest_order:
+                break
+            for sent in flight.sent:
+                if sent.order > newest_order or not sent.mask:
+                    continue
+                overdue = (
+                    sent.mask if sent.order < newest_order else sent.mask & ((1 << newest_bit) - 1)
+                )
+                if not overdue:
+                    continue
+                if now_s - sent.mark.sent_at_s >= delay_s:
+                    self._declare_lost(flight, sent, overdue)
+                else:
+                    at_s = sent.mark.sent_at_s + delay_s
+                    due_at_s = at_s if due_at_s is None else min(due_at_s, at_s)
+            flight.sent = [sent for sent in flight.sent if sent.mask]
+        self._loss_due_at_s = due_at_s
+
+    def _declare_lost(self, flight: _Flight, sent: _Sent, mask: int) -> None:
+        sent.mask &= ~mask
+        nbytes = flight.bytes_of(mask)
+        self.lost_bytes += nbytes
+        self.rate.on_lost(nbytes)
+        self._queue_again(flight, mask & ~flight.acked)
+
+    def deadline_s(self) -> float | None:
+        """Return when `on_timer` or `next_item` should be called next; None when there is nothing to wait for."""
+        times = [self._loss_due_at_s, self._probe_at_s()]
+        if self._waiting or self.cursor < min(self._log.head, self.limit):
+            times.append(self.rate.send_allowed_at_s())
+        known = [at_s for at_s in times if at_s is not None]
+        return min(known) if known else None
+
+    def _probe_at_s(self) -> float | None:
+        if not self._flights:
+            return None
+        backoff = 1 << min(self._timeouts, PTO_BACKOFF_MAX)
+        return self._progress_at_s + min(self._rtt.probe_timeout_s * backoff, PTO_MAX_S)
+
+    def on_timer(self, now_s: float) -> tuple[list[Burst | Skip], bool]:
+        """Do what is due: find losses, probe.
+
+        Returns:
+            What to send at once, whatever the window; and whether a probe timeout expired.
+        """
+        if self._loss_due_at_s is not None and now_s >= self._loss_due_at_s:
+            self._find_losses(now_s)
+        probe_at_s = self._probe_at_s()
+        if probe_at_s is None or now_s < probe_at_s:
+            return [], False
+        self._timeouts += 1
+        self._progress_at_s = now_s
+        numbers = list(self._flights)
+        chosen = {numbers[-1]} if self._timeouts == 1 else {numbers[0], numbers[-1]}
+        return [self._probe(self._flights[number], now_s) for number in sorted(chosen)], True
+
+    def _probe(self, flight: _Flight, now_s: float) -> Burst | Skip:
+        """Send the last missing fragment again: any answer to it shows all that is missing before."""
+        missing = flight.full & ~flight.acked
+        bit = 1 << (missing.bit_length() - 1)
+        for sent in flight.sent:
+            if sent.mask & bit:
+                sent.mask &= ~bit
+                lost = flight.bytes_of(bit)
+                self.lost_bytes += lost
+                self.rate.on_abandoned(lost)
+        flight.sent = [sent for sent in flight.sent if sent.mask]
+        flight.resent = True
+        return (
+            self._send_skip(flight, now_s)
+            if flight.record is None
+            else self._send(flight, flight.record, bit, now_s)
+        )
+
+    def abandon(self) -> None:
+        """Forget everything: the peer is gone."""
+        self.rate.on_abandoned(self.rate.bytes_in_flight)
+        self._flights.clear()
+        self._waiting.clear()
+        self._loss_due_at_s = None
+        self.cursor = self.cumulative = self._log.head

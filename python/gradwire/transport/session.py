@@ -1,0 +1,619 @@
+"""The life of one connection to one peer: every state and every transition is in this file.
+
+Sans-IO: datagrams come in through `Session.on_response`, `Session.on_control` and `Session.on_fragments`, go out
+through `Session.poll`, and time is an argument. ``docs/transport.md`` has the state table.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+from typing import Final, Protocol
+
+from .crypto import AuthenticationError, ControlChannel, Entropy, Handshake, SenderKey
+from .inbound import Inbound, ProtocolError, ReceiveBudget
+from .membership import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
+from .model import Address, Counters, Limits, Peer, PeerStats, Ticket, Transmit, format_address
+from .outbound import Burst, Outbound
+from .records import SendLog
+from .recovery import RttEstimator
+from .wire import (
+    CONTROL,
+    CONTROL_PLAINTEXT_MAX,
+    HEADER,
+    HEADER_BYTES,
+    INIT,
+    INIT_BYTES,
+    RESPONSE,
+    TAG_BYTES,
+    Ack,
+    Close,
+    CloseAck,
+    Frame,
+    Introduction,
+    Key,
+    KeyAck,
+    Members,
+    Ping,
+    Poison,
+    Pong,
+    Skip,
+    decode_frames,
+    encode_frame,
+)
+
+PROLOGUE: Final = b"gradwire transport 1"
+INTRODUCTION_BYTES: Final = INIT_BYTES - HEADER_BYTES - 32 - TAG_BYTES
+CLOSE_ATTEMPTS: Final = 5
+BURSTS_PER_POLL: Final = 16
+CREDIT_FLOOR_RECORDS: Final = 4
+
+REASON_LEFT: Final = 0
+REASON_DUPLICATE: Final = 1
+REASON_GIVEN_UP: Final = 2
+
+
+class State(Enum):
+    """Where a session is in its life."""
+
+    INIT_SENT = "init sent"  # we knocked and wait for an answer
+    RESPONDED = "responded"  # we answered a knock and wait for proof that its sender is there now
+    KEYING = "keying"  # both know each other; sender keys are on their way
+    UP = "up"  # each has the other's sender key: messages flow
+    CLOSING = "closing"  # everything is acknowledged; we said goodbye
+    DOWN = "down"  # over; the endpoint forgets the session
+
+
+class Context(Protocol):
+    """What a session needs from its endpoint."""
+
+    limits: Limits
+    log: SendLog
+    budget: ReceiveBudget
+    counters: Counters
+    entropy: Entropy
+    secret: bytes
+    insecure: bool
+    node_id: int
+    incarnation: int
+    stream: int
+    advertise: str
+
+    def sender_keys(self) -> tuple[SenderKey, ...]:
+        """Return the key in use and, during a rotation, the next one."""
+
+    def on_identified(self, session: Session, now_s: float) -> bool:
+        """The peer proved who it is; return False to refuse it."""
+
+    def on_stream(self, session: Session) -> None:
+        """The peer's stream number is known."""
+
+    def on_up(self, session: Session) -> None:
+        """Messages flow."""
+
+    def on_down(self, session: Session, reason: str, now_s: float) -> None:
+        """The session ended."""
+
+    def on_moved(self, session: Session, address: Address) -> None:
+        """The peer speaks from another address now."""
+
+    def on_members(self, addresses: tuple[str, ...]) -> None:
+        """The peer named other nodes."""
+
+    def deliver(self, session: Session, tag: int, payload: memoryview) -> None:
+        """A message is complete."""
+
+    def window_records(self) -> int:
+        """Return the credit that each active sender gets now."""
+
+
+def prologue(header: bytes, *, insecure: bool) -> bytes:
+    """Return what both sides bind the handshake to: version, mode, and the first datagram's header."""
+    return PROLOGUE + (b" insecure" if insecure else b"") + header
+
+
+class Session:
+    """One connection, from the first knock to the end.
+
+    Attributes:
+        index: by which the peer addresses us in control datagrams.
+        address: where the peer was last heard.
+        target: the address we knocked at, or None if the peer knocked.
+        peer: who it is, once known.
+        knock: the first datagram of a peer that knocked, to recognise its repetition.
+        pending: (last record, ticket) of the messages that the peer has not acknowledged.
+    """
+
+    def __init__(self, context: Context, index: int, address: Address, now_s: float) -> None:
+        self._context = context
+        self.index = index
+        self.address = address
+        self.target: Address | None = None
+        self.state = State.INIT_SENT
+        self.peer: Peer | None = None
+        self.stream: int | None = None
+        self.rtt = RttEstimator()
+        self.outbound: Outbound | None = None
+        self.inbound: Inbound | None = None
+        self.pending: deque[tuple[int, Ticket]] = deque()
+        self.knock = b""
+        self.was_up = False
+        self.started_at_s = now_s
+        self.heard_at_s = now_s
+        self.data_heard_at_s = float("-inf")
+        self.progress_at_s = now_s
+        self._handshake: Handshake | None = None
+        self._first_datagram = b""
+        self._knocks = 0
+        self._retry_s = RETRY_FIRST_S
+        self._retry_at_s: float | None = None
+        self._remote_index = 0
+        self._channel: ControlChannel | None = None
+        self._frames: list[bytes] = []
+        self._control_sent_at_s = now_s
+        self._ack_counter = -1
+        self._ping_token = 0
+        self._ping_sent_at_s: float | None = None
+        self._unconfirmed_keys: dict[int, SenderKey] = {}
+        self._close_reason = REASON_LEFT
+        self._closes = 0
+
+    # ---- handshake ----------------------------------------------------------------------------------------------
+
+    def start_initiator(self, stamp: int, now_s: float) -> None:
+        """Begin knocking at ``address``."""
+        self.target = self.address
+        header = HEADER.pack(INIT, 0, 0, 0, self.index, 0)
+        handshake = self._new_handshake(header)
+        introduction = self._introduction(stamp).encode(INTRODUCTION_BYTES)
+        self._first_datagram = header + handshake.write_init(introduction)
+        self._handshake = handshake
+        self._retry_at_s = now_s
+
+    def start_responder(self, handshake: Handshake, remote: Introduction) -> None:
+        """Answer a knock that proved knowledge of the secret."""
+        self.state = State.RESPONDED
+        self._remote_index = remote.session
+        self.peer = Peer(remote.node_id, remote.incarnation, format_address(self.address))
+        header = HEADER.pack(RESPONSE, 0, 0, 0, remote.session, 0)
+        self._first_datagram = header + handshake.write_response(
+            self._introduction(remote.stamp).encode()
+        )
+        first, second = handshake.split()
+        self._channel = ControlChannel(second, first, insecure=self._context.insecure)
+        self._retry_at_s = self.started_at_s
+
+    def answer_again(self, now_s: float) -> None:
+        """The knock was repeated, so our answer was lost: send the same one again."""
+        if self.state is State.RESPONDED:
+            self._retry_at_s = now_s
+
+    def on_response(self, datagram: bytes, now_s: float) -> None:
+        """Take the answer to our knock.
+
+        Raises:
+            AuthenticationError: not by someone who knows the secret.
+            WireError: it says nothing sensible.
+        """
+        if self.state is not State.INIT_SENT or self._handshake is None:
+            return
+        remote = Introduction.decode(self._handshake.attempt_response(datagram[HEADER_BYTES:]))
+        first, second = self._handshake.split()
+        self._channel = ControlChannel(first, second, insecure=self._context.insecure)
+        self._handshake = None
+        self._remote_index = remote.session
+        self.peer = Peer(remote.node_id, remote.incarnation, format_address(self.address))
+        if self._knocks == 1:
+            self.rtt.add_sample(now_s - self.started_at_s, now_s)
+        self._begin_keying(now_s)
+
+    def _begin_keying(self, now_s: float) -> None:
+        self.state = State.KEYING
+        self.heard_at_s = now_s
+        if not self._context.on_identified(self, now_s):
+            self.give_up("duplicate", REASON_DUPLICATE, now_s)
+            return
+        self.outbound = Outbound(self._context.log, self.index, self._context.log.head, self.rtt)
+        for key in self._context.sender_keys():
+            self.announce_key(key, now_s)
+
+    def announce_key(self, key: SenderKey, now_s: float) -> None:
+        """Send a sender key of ours until the peer has confirmed it."""
+        self._unconfirmed_keys[key.epoch & 0xFF] = key
+        self._retry_s = RETRY_FIRST_S
+        self._retry_at_s = now_s
+
+    @property
+    def has_all_keys(self) -> bool:
+        """Whether the peer has confirmed every sender key of ours."""
+        return not self._unconfirmed_keys
+
+    def _new_handshake(self, header: bytes) -> Handshake:
+        context = self._context
+        return Handshake(
+            context.secret, prologue(header, insecure=context.insecure), context.entropy
+        )
+
+    def _introduction(self, stamp: int) -> Introduction:
+        context = self._context
+        return Introduction(
+            context.node_id, context.incarnation, stamp, self.index, context.advertise
+        )
+
+    # ---- receiving ----------------------------------------------------------------------------------------------
+
+    @property
+    def identity(self) -> Peer:
+        """Who the peer is; only asked once the handshake has told.
+
+        Raises:
+            RuntimeError: asked too early, which is a mistake in this package.
+        """
+        if self.peer is None:
+            raise RuntimeError("the peer of this session is not known yet")
+        return self.peer
+
+    @property
+    def is_established(self) -> bool:
+        """Whether the peer has proved who it is and has not gone."""
+        return self.state in (State.KEYING, State.UP, State.CLOSING)
+
+    def on_control(
+        self, counter: int, header: bytes, body: memoryview, address: Address, now_s: float
+    ) -> None:
+        """Take one control datagram.
+
+        Raises:
+            AuthenticationError: forged, changed or repeated.
+            WireError: its frames do not parse.
+        """
+        if self._channel is None:
+            raise AuthenticationError("control before the handshake")
+        highest = self._channel.highest_received
+        frames = decode_frames(self._channel.open(counter, header, body))
+        self.heard_at_s = now_s
+        if address != self.address and counter > highest and self.is_established:
+            self._context.on_moved(self, address)
+        if self.state is State.RESPONDED and not any(isinstance(frame, Key) for frame in frames):
+            if any(isinstance(frame, Close) for frame in frames):
+                self._go_down("left", now_s)
+            return
+        for frame in frames:
+            self._on_frame(frame, counter, now_s)
+
+    def _on_frame(self, frame: Frame, counter: int, now_s: float) -> None:
+        if self.state is State.DOWN:
+            return
+        match frame:
+            case Ack():
+                self._on_ack(frame, counter, now_s)
+            case Ping(token):
+                self._frames.append(encode_frame(Pong(token)))
+                if self.inbound is not None:
+                    self.inbound.acknowledge_by(now_s)
+            case Pong(token):
+                self._on_pong(token, now_s)
+            case Key():
+                self._on_key(frame, now_s)
+            case KeyAck(epoch):
+                self._on_key_ack(epoch)
+            case Skip(first, count):
+                self._on_skip(first, count, now_s)
+            case Close(reason):
+                self._frames.append(encode_frame(CloseAck()))
+                self._go_down("left" if reason == REASON_LEFT else "dropped by the peer", now_s)
+            case CloseAck():
+                if self.state is State.CLOSING:
+                    self._go_down("closed", now_s)
+            case Members(addresses):
+                self._context.on_members(addresses)
+            case Poison():
+                pass
+
+    def _on_ack(self, ack: Ack, counter: int, now_s: float) -> None:
+        self._infer_key_ack()
+        if self.outbound is None or counter <= self._ack_counter:
+            return
+        self._ack_counter = counter
+        before = self.outbound.cumulative
+        self.outbound.on_ack(ack, now_s)
+        if self.outbound.cumulative > before:
+            self.progress_at_s = now_s
+        self._settle_delivered(self.outbound.cumulative)
+
+    def _settle_delivered(self, cumulative: int) -> None:
+        while self.pending and self.pending[0][0] < cumulative:
+            self.pending.popleft()[1].settle(self.identity, delivered=True)
+
+    def _on_pong(self, token: int, now_s: float) -> None:
+        if self._ping_sent_at_s is not None and token == self._ping_token:
+            self.rtt.add_sample(now_s - self._ping_sent_at_s, now_s)
+            self._ping_sent_at_s = None
+
+    def _on_key(self, frame: Key, now_s: float) -> None:
+        if self.state is State.RESPONDED:
+            self._begin_keying(now_s)
+            if not self.is_established:
+                return
+        key = SenderKey(frame.epoch, frame.key, frame.iv, insecure=self._context.insecure)
+        if self.inbound is None:
+            self.inbound = Inbound(
+                frame.first_record,
+                self._context.budget,
+                self._deliver,
+                self._context.limits.message_bytes_max,
+            )
+            self.inbound.grant(self._context.window_records(), now_s)
+            self.stream = frame.stream
+            self._context.on_stream(self)
+        self.inbound.add_key(key)
+        self.inbound.acknowledge_by(now_s)
+        self._frames.append(encode_frame(KeyAck(frame.epoch)))
+        self._maybe_up()
+
+    def _on_key_ack(self, epoch: int) -> None:
+        self._unconfirmed_keys.pop(epoch, None)
+        if not self._unconfirmed_keys and self.state is not State.CLOSING:
+            self._retry_at_s = None
+        self._maybe_up()
+
+    def _infer_key_ack(self) -> None:
+        """What only a peer with our key can send has come, so its KeyAck was lost (clear only if there is one key)."""
+        if self.state is State.KEYING and len(self._unconfirmed_keys) == 1:
+            self._on_key_ack(next(iter(self._unconfirmed_keys)))
+
+    def _maybe_up(self) -> None:
+        if self.state is State.KEYING and self.inbound is not None and not self._unconfirmed_keys:
+            self.state = State.UP
+            self.was_up = True
+            self._context.on_up(self)
+
+    def _on_skip(self, first: int, count: int, now_s: float) -> None:
+        if self.inbound is not None:
+            try:
+                self.inbound.skip(first, count, now_s)
+            except ProtocolError:
+                self.give_up("protocol error", REASON_GIVEN_UP, now_s)
+
+    def on_fragments(
+        self,
+        epoch: int,
+        record: int,
+        fragments: int,
+        fragment_bytes: int,
+        first: int,
+        batch: memoryview,
+        now_s: float,
+    ) -> bool:
+        """Take neighbouring fragments of one record; return False if they are malformed."""
+        if self.inbound is None or self.stream is None or not self.is_established:
+            return True
+        self.data_heard_at_s = now_s
+        try:
+            return self.inbound.on_fragments(
+                epoch, self.stream, record, fragments, fragment_bytes, first, batch, now_s
+            )
+        except ProtocolError:
+            self.give_up("protocol error", REASON_GIVEN_UP, now_s)
+            return True
+
+    def resume(self, now_s: float) -> None:
+        """Go on with what waited for room in the receive budget."""
+        if self.inbound is None:
+            return
+        try:
+            if self.inbound.is_stalled:
+                self.inbound.consume()
+        except ProtocolError:
+            self.give_up("protocol error", REASON_GIVEN_UP, now_s)
+            return
+        self.inbound.grant(self._context.window_records(), now_s)
+
+    def _deliver(self, tag: int, payload: memoryview) -> None:
+        self._infer_key_ack()
+        self._context.deliver(self, tag, payload)
+
+    def note_published(self, last_record: int, ticket: Ticket, now_s: float) -> None:
+        """Follow a message that is in the log for this peer, up to its last record."""
+        if not self.pending:
+            self.progress_at_s = now_s
+        self.pending.append((last_record, ticket))
+
+    def is_lagging(self, now_s: float) -> bool:
+        """Whether the peer has acknowledged nothing for too long although something waits for it."""
+        return bool(self.pending) and now_s - self.progress_at_s > self._context.limits.lag_s
+
+    # ---- sending ------------------------------------------------------------------------------------------------
+
+    def poll(self, now_s: float) -> list[Transmit]:
+        """Return what is to be sent now: control first, then a bounded number of data bursts."""
+        if self.state in (State.INIT_SENT, State.RESPONDED):
+            return self._poll_handshake(now_s)
+        out: list[Transmit] = []
+        self._check_timers(now_s, out)
+        if self.outbound is not None and self.state in (State.UP, State.CLOSING):
+            self._poll_data(self.outbound, now_s, out)
+        self._poll_control(now_s, out)
+        return out
+
+    def _poll_handshake(self, now_s: float) -> list[Transmit]:
+        if now_s - self.started_at_s > ATTEMPT_S:
+            self._go_down("no answer", now_s)
+        if self.state is State.DOWN or self._retry_at_s is None or now_s < self._retry_at_s:
+            return []
+        if self.state is State.RESPONDED:
+            self._retry_at_s = None  # only a repeated knock makes us answer again: one datagram out for each one in
+        else:
+            self._knocks += 1
+            self._retry_at_s = now_s + self._retry_s
+            self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
+        datagram = self._first_datagram
+        self._context.counters.control_bytes_sent += len(datagram)
+        return [Transmit(self.address, [memoryview(datagram)], 0, len(datagram))]
+
+    def _check_timers(self, now_s: float, out: list[Transmit]) -> None:
+        if self.state is State.DOWN:
+            return
+        if now_s - self.heard_at_s > self._context.limits.down_s:
+            self.give_up("timeout", REASON_GIVEN_UP, now_s)
+            return
+        if self._retry_at_s is not None and now_s >= self._retry_at_s:
+            self._retry(now_s)
+        if self.outbound is not None and self.state in (State.UP, State.CLOSING):
+            probes, is_probe_due = self.outbound.on_timer(now_s)
+            for item in probes:
+                self._emit(item, out)
+            if is_probe_due:
+                self._ping(now_s)
+        if (
+            self.state is State.UP
+            and now_s - self._control_sent_at_s >= self._context.limits.heartbeat_s
+        ):
+            self._ping(now_s)
+
+    def _retry(self, now_s: float) -> None:
+        """Repeat what the peer has not confirmed: our key, or our goodbye."""
+        self._retry_at_s = now_s + max(self._retry_s, self.rtt.probe_timeout_s)
+        self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
+        if self.state is State.CLOSING:
+            self._closes += 1
+            if self._closes > CLOSE_ATTEMPTS:
+                self._go_down("closed", now_s)
+            else:
+                self._frames.append(encode_frame(Close(self._close_reason)))
+        elif self.outbound is not None:
+            for epoch, key in self._unconfirmed_keys.items():
+                # A new receiver starts at the first record that was published with it connected.
+                frame = Key(epoch, self._context.stream, self.outbound.cumulative, key.key, key.iv)
+                self._frames.append(encode_frame(frame))
+
+    def _ping(self, now_s: float) -> None:
+        if self._ping_sent_at_s is None or now_s - self._ping_sent_at_s > self.rtt.probe_timeout_s:
+            self._ping_token = (self._ping_token + 1) & 0xFFFFFFFF
+            self._ping_sent_at_s = now_s
+        self._frames.append(encode_frame(Ping(self._ping_token)))
+
+    def _poll_data(self, outbound: Outbound, now_s: float, out: list[Transmit]) -> None:
+        for _ in range(BURSTS_PER_POLL):
+            item = outbound.next_item(now_s)
+            if item is None:
+                return
+            self._emit(item, out)
+
+    def _emit(self, item: Burst | Skip, out: list[Transmit]) -> None:
+        if isinstance(item, Skip):
+            self._frames.append(encode_frame(item))
+        else:
+            out.append(Transmit(self.address, item.slices, item.segment_bytes, item.nbytes))
+
+    def _poll_control(self, now_s: float, out: list[Transmit]) -> None:
+        inbound = self.inbound
+        if (
+            inbound is not None
+            and inbound.ack_at_s is not None
+            and (self._frames or now_s >= inbound.ack_at_s)
+        ):
+            self._frames.append(encode_frame(inbound.make_ack(now_s)))
+        while self._frames and self._channel is not None:
+            plaintext = b""
+            while self._frames and len(plaintext) + len(self._frames[0]) <= CONTROL_PLAINTEXT_MAX:
+                plaintext += self._frames.pop(0)
+            self._send_control(self._channel, plaintext, now_s, out)
+
+    def _send_control(
+        self, channel: ControlChannel, plaintext: bytes, now_s: float, out: list[Transmit]
+    ) -> None:
+        counter = channel.next_counter()
+        header = HEADER.pack(CONTROL, 0, 0, 0, self._remote_index, counter)
+        datagram = channel.seal(counter, header, plaintext)
+        self._control_sent_at_s = now_s
+        self._context.counters.control_bytes_sent += len(datagram)
+        out.append(Transmit(self.address, [memoryview(datagram)], 0, len(datagram)))
+
+    def send_frame(self, frame: Frame) -> None:
+        """Queue a control frame."""
+        self._frames.append(encode_frame(frame))
+
+    def deadline_s(self, now_s: float) -> float | None:
+        """Return when `poll` should be called next; None when nothing is to be waited for."""
+        if self.state is State.DOWN:
+            return None
+        if self.state in (State.INIT_SENT, State.RESPONDED):
+            expires_at_s = self.started_at_s + ATTEMPT_S + 0.001
+            return expires_at_s if self._retry_at_s is None else min(self._retry_at_s, expires_at_s)
+        if self._frames:
+            return now_s
+        at_s = self.heard_at_s + self._context.limits.down_s + 0.001
+        if self.state is State.UP:
+            at_s = min(at_s, self._control_sent_at_s + self._context.limits.heartbeat_s)
+        if self._retry_at_s is not None:
+            at_s = min(at_s, self._retry_at_s)
+        if self.inbound is not None and self.inbound.ack_at_s is not None:
+            at_s = min(at_s, self.inbound.ack_at_s)
+        if self.outbound is not None and self.state in (State.UP, State.CLOSING):
+            data_at_s = self.outbound.deadline_s()
+            if data_at_s is not None:
+                at_s = min(at_s, data_at_s)
+        return at_s
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def close(self, now_s: float) -> None:
+        """Say goodbye; what is not acknowledged yet counts as undelivered."""
+        if self.state in (State.KEYING, State.UP):
+            self.state = State.CLOSING
+            self._retry_s = min(RETRY_FIRST_S, self.rtt.probe_timeout_s)
+            self._retry_at_s = now_s
+            if self.outbound is not None:
+                self.outbound.abandon()
+        elif self.state is not State.CLOSING:
+            self._go_down("closed", now_s)
+
+    def finish(self, now_s: float) -> None:
+        """End at once, whatever the state."""
+        self._go_down("closed", now_s)
+
+    def give_up(self, reason: str, code: int, now_s: float) -> None:
+        """End the session from our side, telling the peer once in case it still listens."""
+        self._frames = [encode_frame(Close(code))]
+        self._go_down(reason, now_s)
+
+    def last_words(self, now_s: float) -> list[Transmit]:
+        """Return the datagrams that were still queued when the session went down."""
+        out: list[Transmit] = []
+        self.inbound = None
+        self._poll_control(now_s, out)
+        return out
+
+    def _go_down(self, reason: str, now_s: float) -> None:
+        if self.state is State.DOWN:
+            return
+        self.state = State.DOWN
+        if self.outbound is not None:
+            self.outbound.abandon()
+        if self.inbound is not None:
+            self.inbound.abandon()
+        self._context.on_down(self, reason, now_s)
+
+    def fail_pending(self) -> tuple[Ticket, ...]:
+        """Settle every message that the peer has not acknowledged as failed, and return their tickets."""
+        tickets = []
+        while self.pending:
+            ticket = self.pending.popleft()[1]
+            ticket.settle(self.identity, delivered=False)
+            tickets.append(ticket)
+        return tuple(tickets)
+
+    def stats(self, outbound: Outbound) -> PeerStats:
+        """Return the state of this path."""
+        rate = outbound.rate
+        return PeerStats(
+            peer=self.identity,
+            srtt_s=self.rtt.smoothed_s,
+            rate_bytes_per_s=rate.rate_bytes_per_s,
+            window_bytes=rate.window_bytes,
+            in_flight_bytes=rate.bytes_in_flight,
+            credit_records=max(0, outbound.limit - outbound.cursor),
+            backlog_records=outbound.backlog_records,
+            loss_rate=rate.loss_rate,
+        )

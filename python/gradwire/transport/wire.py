@@ -1,0 +1,334 @@
+"""The datagrams of transport version 1: headers and control frames, to and from bytes.
+
+Everything here is a pure function of bytes. Whatever does not parse raises `WireError`, which the endpoint counts; it
+never reaches the caller. ``docs/transport.md`` draws the layouts with byte rulers.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+VERSION: Final = 1
+DATA: Final = VERSION << 4 | 1
+CONTROL: Final = VERSION << 4 | 2
+INIT: Final = VERSION << 4 | 3
+RESPONSE: Final = VERSION << 4 | 4
+
+HEADER: Final = struct.Struct(
+    "<BBBBIQ"
+)  # kind, epoch, fragment, fragments, stream or session, number
+HEADER_BYTES: Final = 16
+TAG_BYTES: Final = 16
+
+RECORD_META: Final = struct.Struct("<QQII")  # message number, tag, message bytes, offset
+RECORD_META_BYTES: Final = 24
+
+FRAGMENTS_MAX: Final = 64  # the bitmap of one record in an ACK has 64 bits
+RECORD_BYTES_MAX: Final = 65_536  # one GSO burst; a receiver never sets aside more for one record
+RECORD_NUMBER_BITS: Final = 48
+RECORD_NUMBER_MAX: Final = (1 << RECORD_NUMBER_BITS) - 1
+FRAGMENT_BYTES_MIN: Final = 256
+FRAGMENT_BYTES_MAX: Final = 9_000
+
+# An INIT is padded to this size, which no RESPONSE exceeds, so an answer never amplifies.
+INIT_BYTES: Final = 256
+CONTROL_PLAINTEXT_MAX: Final = 1_200  # fits an IPv6 minimum-MTU path with the header and the tag
+ACK_WINDOW_RECORDS: Final = 1_024  # records that the bitmap of one ACK can describe
+ACK_PARTIALS_MAX: Final = 80
+MEMBERS_MAX: Final = 32
+
+
+class WireError(ValueError):
+    """Bytes that are not a well-formed datagram or frame of this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """What a receiver has, and how far the sender may go.
+
+    Attributes:
+        cumulative: every record below this number is complete.
+        limit: the first record number that must not be sent yet (absolute credit).
+        delay_us: time the receiver held this acknowledgement back.
+        complete: bit i set means record ``cumulative + i`` is complete.
+        partials: (record number, bitmap of the fragments held) of incomplete records, oldest first.
+        truncated: more incomplete records exist than are listed.
+    """
+
+    cumulative: int
+    limit: int
+    delay_us: int = 0
+    complete: int = 0
+    partials: tuple[tuple[int, int], ...] = ()
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Asks for a `Pong` with the same token, and for an `Ack` at once."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """The answer to a `Ping`."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A sender's data key: valid for records from ``first_record`` of ``stream``."""
+
+    epoch: int
+    stream: int
+    first_record: int
+    key: bytes
+    iv: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KeyAck:
+    """The key of this epoch has arrived."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Records ``first`` to ``first + count - 1`` are not for this receiver; it counts them as complete."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The sender leaves; nothing follows."""
+
+    reason: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseAck:
+    """A `Close` has arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Poison:
+    """Record ``record`` came whole and failed authentication: send one-datagram records for a while."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Addresses ("host:port") of other nodes that the sender is connected to."""
+
+    addresses: tuple[str, ...]
+
+
+Frame: TypeAlias = Ack | Ping | Pong | Key | KeyAck | Skip | Close | CloseAck | Poison | Members
+
+_ACK = struct.Struct("<BQQIBBB")  # type, cumulative, limit, delay, bitmap bytes, partials, flags
+_ACK_PARTIAL = struct.Struct("<HQ")
+_TOKEN = struct.Struct("<BQ")
+_KEY = struct.Struct("<BBIQ16s12s")
+_KEY_ACK = struct.Struct("<BB")
+_SKIP = struct.Struct("<BQQ")
+_CLOSE = struct.Struct("<BB")
+_POISON = struct.Struct("<BQ")
+_MEMBERS = struct.Struct("<BB")
+
+(
+    _T_ACK,
+    _T_PING,
+    _T_PONG,
+    _T_KEY,
+    _T_KEY_ACK,
+    _T_SKIP,
+    _T_CLOSE,
+    _T_CLOSE_ACK,
+    _T_POISON,
+    _T_MEMBERS,
+) = range(1, 11)
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """Return the bytes of one control frame."""
+    match frame:
+        case Ack():
+            return _encode_ack(frame)
+        case Ping(token):
+            return _TOKEN.pack(_T_PING, token)
+        case Pong(token):
+            return _TOKEN.pack(_T_PONG, token)
+        case Key(epoch, stream, first_record, key, iv):
+            return _KEY.pack(_T_KEY, epoch, stream, first_record, key, iv)
+        case KeyAck(epoch):
+            return _KEY_ACK.pack(_T_KEY_ACK, epoch)
+        case Skip(first, count):
+            return _SKIP.pack(_T_SKIP, first, count)
+        case Close(reason):
+            return _CLOSE.pack(_T_CLOSE, reason)
+        case CloseAck():
+            return bytes([_T_CLOSE_ACK])
+        case Poison(record):
+            return _POISON.pack(_T_POISON, record)
+        case Members(addresses):
+            texts = [address.encode("ascii") for address in addresses]
+            return _MEMBERS.pack(_T_MEMBERS, len(texts)) + b"".join(
+                bytes([len(text)]) + text for text in texts
+            )
+
+
+def _encode_ack(ack: Ack) -> bytes:
+    bitmap = ack.complete.to_bytes((ack.complete.bit_length() + 7) // 8, "little")
+    fixed = _ACK.pack(
+        _T_ACK,
+        ack.cumulative,
+        ack.limit,
+        ack.delay_us,
+        len(bitmap),
+        len(ack.partials),
+        1 if ack.truncated else 0,
+    )
+    partials = b"".join(
+        _ACK_PARTIAL.pack(number - ack.cumulative, got) for number, got in ack.partials
+    )
+    return fixed + bitmap + partials
+
+
+def decode_frames(plaintext: bytes) -> list[Frame]:
+    """Parse all frames of one control datagram.
+
+    Raises:
+        WireError: an unknown type, a truncated frame, or a field out of range.
+    """
+    frames: list[Frame] = []
+    position = 0
+    try:
+        while position < len(plaintext):
+            frame, position = _decode_frame(plaintext, position)
+            frames.append(frame)
+    except (struct.error, UnicodeDecodeError) as error:
+        raise WireError(f"control frame is truncated or malformed: {error}") from error
+    return frames
+
+
+def _decode_frame(data: bytes, at: int) -> tuple[Frame, int]:
+    kind = data[at]
+    if kind == _T_ACK:
+        return _decode_ack(data, at)
+    if kind in (_T_PING, _T_PONG):
+        token = _TOKEN.unpack_from(data, at)[1]
+        return (Ping(token) if kind == _T_PING else Pong(token)), at + _TOKEN.size
+    if kind == _T_KEY:
+        _, epoch, stream, first_record, key, iv = _KEY.unpack_from(data, at)
+        return Key(epoch, stream, _record_number(first_record), key, iv), at + _KEY.size
+    if kind == _T_KEY_ACK:
+        return KeyAck(_KEY_ACK.unpack_from(data, at)[1]), at + _KEY_ACK.size
+    if kind == _T_SKIP:
+        _, first, count = _SKIP.unpack_from(data, at)
+        if count == 0:
+            raise WireError("an empty skip")
+        _record_number(first + count)
+        return Skip(first, count), at + _SKIP.size
+    if kind == _T_CLOSE:
+        return Close(_CLOSE.unpack_from(data, at)[1]), at + _CLOSE.size
+    if kind == _T_CLOSE_ACK:
+        return CloseAck(), at + 1
+    if kind == _T_POISON:
+        return Poison(_record_number(_POISON.unpack_from(data, at)[1])), at + _POISON.size
+    if kind == _T_MEMBERS:
+        return _decode_members(data, at)
+    raise WireError(f"unknown control frame type {kind}")
+
+
+def _decode_ack(data: bytes, at: int) -> tuple[Ack, int]:
+    _, cumulative, limit, delay_us, bitmap_bytes, partial_count, flags = _ACK.unpack_from(data, at)
+    at += _ACK.size
+    if bitmap_bytes > ACK_WINDOW_RECORDS // 8 or partial_count > ACK_PARTIALS_MAX or flags > 1:
+        raise WireError("an acknowledgement describes more than its limits allow")
+    if at + bitmap_bytes > len(data):
+        raise WireError("an acknowledgement's bitmap is truncated")
+    _record_number(max(cumulative, limit))
+    complete = int.from_bytes(data[at : at + bitmap_bytes], "little")
+    at += bitmap_bytes
+    partials = []
+    for _ in range(partial_count):
+        delta, got = _ACK_PARTIAL.unpack_from(data, at)
+        partials.append((cumulative + delta, got))
+        at += _ACK_PARTIAL.size
+    return Ack(cumulative, limit, delay_us, complete, tuple(partials), flags == 1), at
+
+
+def _decode_members(data: bytes, at: int) -> tuple[Members, int]:
+    _, count = _MEMBERS.unpack_from(data, at)
+    at += _MEMBERS.size
+    if count > MEMBERS_MAX:
+        raise WireError(f"{count} members in one frame, at most {MEMBERS_MAX} are allowed")
+    addresses = []
+    for _ in range(count):
+        if at >= len(data) or at + 1 + data[at] > len(data):
+            raise WireError("a member's address is truncated")
+        addresses.append(data[at + 1 : at + 1 + data[at]].decode("ascii"))
+        at += 1 + data[at]
+    return Members(tuple(addresses)), at
+
+
+def _record_number(number: int) -> int:
+    if number > RECORD_NUMBER_MAX:
+        raise WireError(f"record number {number} needs more than {RECORD_NUMBER_BITS} bits")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a node says about itself inside the handshake.
+
+    Attributes:
+        node_id: identity of the node, 64 bits.
+        incarnation: start of the process in milliseconds since the epoch; a restart has a larger one.
+        stamp: number of this handshake attempt within the incarnation; it only grows (against replays).
+        session: index by which the sender of this introduction wants to be addressed in control datagrams.
+        advertise: "host:port" under which others reach the node, or empty.
+    """
+
+    node_id: int
+    incarnation: int
+    stamp: int
+    session: int
+    advertise: str = ""
+
+    _FIXED = struct.Struct("<QQQIB")
+
+    def encode(self, padded_bytes: int = 0) -> bytes:
+        """Return the bytes, zero-padded to ``padded_bytes``."""
+        text = self.advertise.encode("ascii")
+        fixed = self._FIXED.pack(
+            self.node_id, self.incarnation, self.stamp, self.session, len(text)
+        )
+        return (fixed + text).ljust(padded_bytes, b"\0")
+
+    @classmethod
+    def decode(cls, data: bytes) -> Introduction:
+        """Parse what `encode` wrote.
+
+        Raises:
+            WireError: truncated, or the address is not ASCII.
+        """
+        try:
+            node_id, incarnation, stamp, session, length = cls._FIXED.unpack_from(data)
+            if cls._FIXED.size + length > len(data):
+                raise WireError("the advertised address is truncated")
+            text = data[cls._FIXED.size : cls._FIXED.size + length].decode("ascii")
+        except (struct.error, UnicodeDecodeError) as error:
+            raise WireError(f"malformed introduction: {error}") from error
+        return cls(node_id, incarnation, stamp, session, text)
+
+
+ADVERTISE_BYTES_MAX: Final = 64

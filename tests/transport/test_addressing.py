@@ -1,0 +1,109 @@
+"""Which address a node binds and shows."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from gradwire.transport import addressing
+from gradwire.transport.model import format_address, parse_address
+
+TRIE = """Main:
+  +-- 0.0.0.0/0 3 0 5
+     |-- 0.0.0.0
+        /0 universe UNICAST
+     +-- 10.1.1.0/24 2 0 2
+        |-- 10.1.1.0
+           /24 link UNICAST
+        |-- 10.1.1.7
+           /32 host LOCAL
+        |-- 10.1.1.255
+           /32 link BROADCAST
+     +-- 127.0.0.0/8 2 0 2
+        |-- 127.0.0.1
+           /32 host LOCAL
+"""
+INET6 = (
+    "00000000000000000000000000000001 01 80 10 80       lo\n"
+    "fd000000000000000000000000000007 02 40 00 80     eth0\n"
+    "fe800000000000000000000000000007 02 40 20 80     eth0\n"
+)
+
+
+def test_the_kernel_tables_give_the_local_addresses() -> None:
+    assert addressing.parse_fib_trie(TRIE) == ["10.1.1.7", "127.0.0.1"]
+    assert addressing.parse_if_inet6(INET6) == ["::1", "fd00::7"]
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        ("10.1.1.0/24", "10.1.1.7"),
+        ("10.1.1.9/24", "10.1.1.7"),
+        ("127.0.0.0/8", "127.0.0.1"),
+        ("fd00::/64", "fd00::7"),
+    ],
+)
+def test_the_mask_picks_the_one_address_inside_it(mask: str, expected: str) -> None:
+    assert addressing.pick_by_mask(mask, ["10.1.1.7", "127.0.0.1", "fd00::7", "::1"]) == expected
+
+
+def test_a_mask_without_or_with_several_addresses_names_them() -> None:
+    with pytest.raises(ValueError, match=r"no local address.*10\.1\.1\.7"):
+        addressing.pick_by_mask("192.168.0.0/16", ["10.1.1.7"])
+    with pytest.raises(ValueError, match=r"several.*10\.1\.1\.7, 10\.1\.2\.7"):
+        addressing.pick_by_mask("10.0.0.0/8", ["10.1.2.7", "10.1.1.7"])
+    with pytest.raises(ValueError, match="does not appear to be"):
+        addressing.pick_by_mask("ten", [])
+
+
+def test_an_explicit_host_goes_before_the_mask_and_the_mask_before_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(addressing.ADDRESS_VARIABLE, "127.0.0.3")
+    assert addressing.choose_address(("127.0.0.2", 5), "127.0.0.1/32") == ("127.0.0.2", 5)
+    assert addressing.choose_address(("0.0.0.0", 5), "127.0.0.1/32") == ("127.0.0.1", 5)
+    assert addressing.choose_address(("0.0.0.0", 5), None) == ("127.0.0.3", 5)
+    monkeypatch.delenv(addressing.ADDRESS_VARIABLE)
+    assert addressing.choose_address(("", 5), None) == ("0.0.0.0", 5)
+
+
+def test_a_malformed_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(addressing.ADDRESS_VARIABLE, "eth0")
+    with pytest.raises(ValueError, match="eth0"):
+        addressing.choose_address(("0.0.0.0", 5), None)
+
+
+def test_a_wildcard_shows_the_address_on_the_route_to_the_first_peer() -> None:
+    assert addressing.local_address(("0.0.0.0", 5), ["127.0.0.1:9"]) == ("127.0.0.1", 5)
+    assert addressing.local_address(("0.0.0.0", 5), []) == ("127.0.0.1", 5)
+    assert addressing.local_address(("::", 5), []) == ("::1", 5)
+    assert addressing.local_address(("10.0.0.1", 5), ["127.0.0.1:9"]) == ("10.0.0.1", 5)
+
+
+def test_names_are_resolved_in_the_family_of_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lookup(host: str, port: int, family: int, kind: int) -> list[object]:
+        assert kind == socket.SOCK_DGRAM
+        if host == "missing":
+            raise socket.gaierror("no such host")
+        return [(family, kind, 0, "", ("::5" if family == socket.AF_INET6 else "10.0.0.5", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    assert addressing.resolve("node:7", like=("0.0.0.0", 1)) == ("10.0.0.5", 7)
+    assert addressing.resolve("node:7", like=("::", 1)) == ("::5", 7)
+    with pytest.raises(ValueError, match="missing:7"):
+        addressing.resolve("missing:7", like=("0.0.0.0", 1))
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1:5", "[fd00::1]:5", "host:0"])
+def test_addresses_survive_parsing_and_formatting(text: str) -> None:
+    assert format_address(parse_address(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "10.0.0.1", "host:", "host:x", "host:65536", "fd00::1:5", "host:-1"]
+)
+def test_malformed_addresses_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"address|host"):
+        parse_address(text)

@@ -1,0 +1,234 @@
+"""Secrets, the Noise handshake against public vectors, replay protection, sender keys."""
+
+from __future__ import annotations
+
+import base64
+import random
+from typing import Any
+
+import pytest
+
+from gradwire.transport import crypto
+
+# The published vector of the cacophony project for Noise_NNpsk0_25519_AESGCM_SHA256.
+PROLOGUE = bytes.fromhex("4a6f686e2047616c74")
+PSK = bytes.fromhex("54686973206973206d7920417573747269616e20706572737065637469766521")
+INITIATOR_KEY = bytes.fromhex("893e28b9dc6ca8d611ab664754b8ceb7bac5117349a4439a6b0569da977c464a")
+RESPONDER_KEY = bytes.fromhex("bbdb4cdbd309f1a1f2e1456967fe288cadd6f712d65dc7b7793d5e63da6b375b")
+HANDSHAKE_HASH = "9f3b1f9afd7767767b5b9d1069844a6154fdbdcc36dfb3e31c0fffc5c973d530"
+MESSAGES = [
+    (
+        "4c756477696720766f6e204d69736573",
+        "ca35def5ae56cec33dc2036731ab14896bc4c75dbb07a61f879f8e3afa4c7944"
+        "7c37a89fc17813788d30df2d59501d6066f5f8aecc3406bbd9829f2d24a531b1",
+    ),
+    (
+        "4d757272617920526f746862617264",
+        "95ebc60d2b1fa672c1f46a8aa265ef51bfe38e7ccb39ec5be34069f144808843"
+        "2f29d79368ef9de4e1ae7a362fb05bf0ad668e026bf5714554497b3a720461",
+    ),
+    ("462e20412e20486179656b", "7c01e898a6201f36aecee532e29cd0b7f8ffa29d3366ad0dce39a6"),
+    ("4361726c204d656e676572", "a9ff535aace3db6a1da1a7fb00fe2de2622bb373abad9fb42c00e0"),
+    (
+        "4a65616e2d426170746973746520536179",
+        "6cfc49a3e65472edc2d0152abe5ce950170a8a47c959f30bd48b5f0aacf29adbfd",
+    ),
+    (
+        "457567656e2042f6686d20766f6e2042617765726b",
+        "9bc86e6d974ed21ba04604a94aa68de21677eb409ead070c0cd569b069ee19ba142aa4c1a9",
+    ),
+]
+
+
+def fixed(key: bytes) -> crypto.Entropy:
+    return lambda _: key
+
+
+def finished_handshake() -> tuple[crypto.Handshake, crypto.Handshake]:
+    one, two = (crypto.Handshake(PSK, PROLOGUE) for _ in range(2))
+    two.read_init(one.write_init(b""))
+    one.read_response(two.write_response(b""))
+    return one, two
+
+
+def channels(**options: Any) -> tuple[crypto.ControlChannel, crypto.ControlChannel]:
+    first, second = (bytes([value]) * 32 for value in (1, 2))
+    return crypto.ControlChannel(first, second, **options), crypto.ControlChannel(
+        second, first, **options
+    )
+
+
+def test_the_handshake_equals_the_published_noise_vector() -> None:
+    one = crypto.Handshake(PSK, PROLOGUE, fixed(INITIATOR_KEY))
+    two = crypto.Handshake(PSK, PROLOGUE, fixed(RESPONDER_KEY))
+    payloads = [bytes.fromhex(payload) for payload, _ in MESSAGES]
+    sealed = [bytes.fromhex(ciphertext) for _, ciphertext in MESSAGES]
+    assert one.write_init(payloads[0]) == sealed[0]
+    assert two.read_init(sealed[0]) == payloads[0]
+    assert two.write_response(payloads[1]) == sealed[1]
+    assert one.read_response(sealed[1]) == payloads[1]
+    assert one.hash.hex() == two.hash.hex() == HANDSHAKE_HASH
+    assert one.split() == two.split()
+
+
+def test_the_control_channel_equals_the_published_noise_vector() -> None:
+    one = crypto.Handshake(PSK, PROLOGUE, fixed(INITIATOR_KEY))
+    two = crypto.Handshake(PSK, PROLOGUE, fixed(RESPONDER_KEY))
+    two.read_init(one.write_init(bytes.fromhex(MESSAGES[0][0])))
+    one.read_response(two.write_response(bytes.fromhex(MESSAGES[1][0])))
+    first, second = one.split()
+    senders = [crypto.ControlChannel(first, second), crypto.ControlChannel(second, first)]
+    for index, (payload, ciphertext) in enumerate(MESSAGES[2:]):
+        sender = senders[index % 2]
+        assert sender.seal(sender.next_counter(), b"", bytes.fromhex(payload)).hex() == ciphertext
+
+
+def test_a_stranger_without_the_secret_is_recognised_by_the_first_message() -> None:
+    stranger = crypto.Handshake(bytes(32), PROLOGUE)
+    with pytest.raises(crypto.AuthenticationError):
+        crypto.Handshake(PSK, PROLOGUE).read_init(stranger.write_init(b"hello"))
+
+
+def test_another_prologue_is_another_protocol() -> None:
+    with pytest.raises(crypto.AuthenticationError):
+        crypto.Handshake(PSK, b"other").read_init(crypto.Handshake(PSK, PROLOGUE).write_init(b""))
+
+
+def test_a_forged_response_does_not_spoil_the_handshake() -> None:
+    one, two = (crypto.Handshake(PSK, PROLOGUE) for _ in range(2))
+    two.read_init(one.write_init(b""))
+    true = two.write_response(b"true")
+    forged = bytearray(true)
+    forged[40] ^= 1
+    for broken in (bytes(forged), b"", bytes(32) + true[32:], true[:47]):
+        with pytest.raises(crypto.AuthenticationError):
+            one.attempt_response(broken)
+    assert one.attempt_response(true) == b"true"
+    assert one.split() == two.split()
+
+
+def test_two_handshakes_never_share_keys() -> None:
+    assert finished_handshake()[0].split() != finished_handshake()[0].split()
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_a_control_datagram_is_accepted_once(insecure: bool) -> None:
+    one, two = channels(insecure=insecure)
+    counter = one.next_counter()
+    sealed = one.seal(counter, b"header", b"text")
+    body = memoryview(sealed)[6:]
+    assert two.open(counter, b"header", body) == b"text"
+    with pytest.raises(crypto.AuthenticationError):
+        two.open(counter, b"header", body)
+
+
+def test_a_control_datagram_with_a_changed_header_or_body_is_refused_and_may_still_come() -> None:
+    one, two = channels()
+    sealed = one.seal(one.next_counter(), b"header", b"text")
+    broken = bytearray(sealed)
+    broken[-1] ^= 1
+    for header, body in ((b"Header", sealed[6:]), (b"header", bytes(broken[6:]))):
+        with pytest.raises(crypto.AuthenticationError):
+            two.open(0, header, memoryview(body))
+    assert two.open(0, b"header", memoryview(sealed)[6:]) == b"text"
+
+
+def test_control_datagrams_may_come_in_any_order_within_the_window() -> None:
+    one, two = channels()
+    sealed = [
+        one.seal(one.next_counter(), b"", bytes([n & 255])) for n in range(crypto.REPLAY_WINDOW)
+    ]
+    order = list(range(len(sealed)))
+    random.Random(7).shuffle(order)
+    for counter in order:
+        assert two.open(counter, b"", memoryview(sealed[counter])) == bytes([counter & 255])
+    for counter in order:
+        with pytest.raises(crypto.AuthenticationError):
+            two.open(counter, b"", memoryview(sealed[counter]))
+
+
+def test_a_control_datagram_older_than_the_window_is_refused() -> None:
+    one, two = channels()
+    old = one.seal(0, b"", b"old")
+    edge = one.seal(1, b"", b"edge")
+    newest = crypto.REPLAY_WINDOW
+    two.open(newest, b"", memoryview(one.seal(newest, b"", b"")))
+    with pytest.raises(crypto.AuthenticationError):
+        two.open(0, b"", memoryview(old))
+    assert two.open(1, b"", memoryview(edge)) == b"edge"
+
+
+def test_a_jump_of_the_counter_by_2_to_the_63_costs_nothing() -> None:
+    one, two = channels()
+    for counter in (3, 2**63, 2**63 + 1):
+        assert two.open(counter, b"", memoryview(one.seal(counter, b"", b"x"))) == b"x"
+    with pytest.raises(crypto.AuthenticationError):
+        two.open(3, b"", memoryview(one.seal(3, b"", b"x")))
+
+
+def test_records_open_only_with_their_key_number_and_header() -> None:
+    key = crypto.SenderKey.generate(0, random.Random(1).randbytes)
+    other = crypto.SenderKey.generate(0, random.Random(2).randbytes)
+    sealed, plain = bytearray(20), bytearray(4)
+    key.seal_into(5, memoryview(b"text"), b"head", memoryview(sealed))
+    for wrong, number, header in ((other, 5, b"head"), (key, 6, b"head"), (key, 5, b"Head")):
+        with pytest.raises(crypto.AuthenticationError):
+            wrong.open_into(number, memoryview(sealed), header, memoryview(plain))
+    key.open_into(5, memoryview(sealed), b"head", memoryview(plain))
+    assert plain == b"text"
+
+
+def test_old_versions_of_cryptography_without_the_copy_free_calls_give_the_same_bytes() -> None:
+    new, old = crypto.AesGcm(bytes(16)), crypto.AesGcm(bytes(16))
+    old._encrypt_into = old._decrypt_into = None
+    nonce, results = bytes(12), []
+    for cipher in (new, old):
+        sealed, plain = bytearray(20), bytearray(4)
+        cipher.seal_into(nonce, memoryview(b"text"), b"", memoryview(sealed))
+        cipher.open_into(nonce, memoryview(sealed), b"", memoryview(plain))
+        results.append((bytes(sealed), bytes(plain)))
+        sealed[0] ^= 1
+        with pytest.raises(crypto.AuthenticationError):
+            cipher.open_into(nonce, memoryview(sealed), b"", memoryview(plain))
+    assert results[0] == results[1]
+    assert results[0][1] == b"text"
+
+
+def test_a_secret_is_taken_as_bytes_hex_or_base64(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = bytes(range(100, 132))
+    forms = [raw, raw.hex(), raw.hex().upper(), base64.b64encode(raw).decode()]
+    forms.append(base64.urlsafe_b64encode(raw).decode().rstrip("="))
+    assert {crypto.parse_secret(form) for form in forms} == {raw}
+    monkeypatch.setenv(crypto.SECRET_VARIABLE, raw.hex())
+    assert crypto.parse_secret(None) == raw
+
+
+@pytest.mark.parametrize(
+    ("weak", "reason"),
+    [
+        (b"short", "5 bytes"),
+        (bytes(32), "not random"),
+        ("correct horse battery staple", "neither"),
+        ("password", "bytes"),
+        (b"ab" * 16, "not random"),
+        ("zz" * 32, "neither"),
+        ("", "0 bytes"),
+    ],
+)
+def test_a_weak_or_malformed_secret_is_refused_with_the_remedy(
+    weak: bytes | str, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        crypto.parse_secret(weak)
+    assert "gradwire secret" in str(caught.value)
+
+
+def test_a_missing_secret_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(crypto.SECRET_VARIABLE, raising=False)
+    with pytest.raises(ValueError, match="gradwire secret"):
+        crypto.parse_secret(None)
+
+
+def test_generated_secrets_are_accepted_and_differ() -> None:
+    made = {crypto.generate_secret() for _ in range(50)}
+    assert len({crypto.parse_secret(secret) for secret in made}) == 50

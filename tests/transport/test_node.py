@@ -1,0 +1,460 @@
+"""Nodes on real loopback sockets: the public promises, the threads, the fall-backs."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from gradwire.errors import Closed, TransportError
+from gradwire.transport import Limits, Node, Peer, PeerJoined, PeerLost, Received
+
+SECRET = bytes(range(32))
+
+
+def collect(node: Node, count: int, timeout_s: float = 10.0) -> list[Received]:
+    end_s = time.monotonic() + timeout_s
+    found: list[Received] = []
+    while len(found) < count:
+        assert time.monotonic() < end_s, f"{len(found)} of {count} messages came"
+        found += node.receive(timeout_s=0.2)
+    return found
+
+
+def connected(count: int, **options: object) -> list[Node]:
+    nodes: list[Node] = []
+    for _ in range(count):
+        peers = [node.address for node in nodes]
+        nodes.append(Node("127.0.0.1:0", peers, secret=SECRET, **options))  # type: ignore[arg-type]
+    for node in nodes:
+        node.wait_for_peers(count - 1, timeout_s=10.0)
+    return nodes
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Node, Node]]:
+    one, two = connected(2)
+    yield one, two
+    one.close(timeout_s=1.0)
+    two.close(timeout_s=1.0)
+
+
+def test_messages_of_all_sizes_arrive_whole_and_in_order(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    generator = random.Random(1)
+    sent = [generator.randbytes(size) for size in (0, 1, 1_344, 1_345, 62_240, 62_241, 3_000_000)]
+    tickets = [one.publish(payload, tag) for tag, payload in enumerate(sent)]
+    got = collect(two, len(sent))
+    assert [bytes(message.payload) for message in got] == sent
+    assert [message.tag for message in got] == list(range(len(sent)))
+    assert {message.peer for message in got} == {one.peer}
+    assert one.drain(timeout_s=5.0)
+    assert all(ticket.delivered == {two.peer} for ticket in tickets)
+
+
+def test_everybody_hears_everybody() -> None:
+    nodes = connected(4)
+    for node in nodes:
+        node.publish(node.address.encode(), tag=1)
+    for node in nodes:
+        heard = {bytes(message.payload).decode() for message in collect(node, 3)}
+        assert heard == {other.address for other in nodes} - {node.address}
+    for node in nodes:
+        assert node.close() == []
+
+
+def test_the_buffer_may_be_changed_as_soon_as_publish_returns(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    buffer = np.arange(100_000, dtype=np.float32)
+    one.publish(buffer)
+    buffer[:] = -1
+    assert np.array_equal(
+        np.frombuffer(collect(two, 1)[0].payload, dtype=np.float32),
+        np.arange(100_000, dtype=np.float32),
+    )
+
+
+def test_a_received_payload_is_read_only_and_outlives_later_traffic(
+    pair: tuple[Node, Node],
+) -> None:
+    one, two = pair
+    one.publish(b"first" * 1_000)
+    kept = collect(two, 1)[0].payload
+    for _ in range(20):
+        one.publish(os.urandom(70_000))
+    collect(two, 20)
+    assert kept.readonly
+    assert bytes(kept) == b"first" * 1_000
+
+
+def test_a_buffer_that_is_not_contiguous_is_refused(pair: tuple[Node, Node]) -> None:
+    with pytest.raises(TypeError):
+        pair[0].publish(np.zeros((10, 10))[:, ::2])
+
+
+@pytest.mark.parametrize("tag", [-1, 2**64])
+def test_a_tag_that_does_not_fit_is_refused(pair: tuple[Node, Node], tag: int) -> None:
+    with pytest.raises(ValueError, match="tag"):
+        pair[0].publish(b"", tag)
+
+
+def test_receive_returns_nothing_after_its_timeout(pair: tuple[Node, Node]) -> None:
+    started_s = time.monotonic()
+    assert pair[0].receive(timeout_s=0.05) == []
+    assert 0.04 < time.monotonic() - started_s < 1.0
+
+
+def test_a_message_wakes_a_waiting_receiver_promptly(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    waits = []
+    for _ in range(50):
+        timer = threading.Timer(0.005, one.publish, args=(time.monotonic().hex().encode(),))
+        timer.start()
+        two.receive(timeout_s=2.0)
+        timer.join()
+        started_s = time.monotonic()
+        one.publish(b"x")
+        collect(two, 1)
+        waits.append(time.monotonic() - started_s)
+    assert sorted(waits)[len(waits) // 2] < 0.01
+
+
+def test_messages_arrive_and_are_acknowledged_while_the_receiver_computes(
+    pair: tuple[Node, Node],
+) -> None:
+    one, two = pair
+    ticket = one.publish(os.urandom(5_000_000))
+    total = 0
+    end_s = time.monotonic() + 10.0
+    while not ticket.is_done and time.monotonic() < end_s:
+        total += sum(range(1_000))  # the main thread never lets go of the interpreter by itself
+    assert ticket.delivered == {two.peer}
+
+
+def test_events_tell_who_joined_and_who_left() -> None:
+    one, two = connected(2)
+    assert one.events() == [PeerJoined(two.peer)]
+    two.close()
+    end_s = time.monotonic() + 5.0
+    events = []
+    while not events and time.monotonic() < end_s:
+        one.receive(timeout_s=0.02)
+        events = one.events()
+    assert events == [PeerLost(two.peer, "left", ())]
+    assert one.peers == ()
+    one.close()
+
+
+def test_wait_for_peers_says_how_many_were_missing() -> None:
+    with (
+        Node("127.0.0.1:0", secret=SECRET) as node,
+        pytest.raises(TimeoutError, match="0 of 2 peers"),
+    ):
+        node.wait_for_peers(2, timeout_s=0.05)
+
+
+def test_nothing_works_after_close_and_closing_twice_is_fine() -> None:
+    node = Node("127.0.0.1:0", secret=SECRET)
+    assert node.close() == []
+    assert node.close() == []
+    for call in (lambda: node.publish(b""), node.receive, lambda: node.wait_for_peers(1, 0.1)):
+        with pytest.raises(Closed):
+            call()
+
+
+def test_close_wakes_another_thread_that_waits_in_receive() -> None:
+    node = Node("127.0.0.1:0", secret=SECRET)
+    outcome: list[object] = []
+
+    def wait() -> None:
+        try:
+            outcome.append(node.receive(timeout_s=30.0))
+        except Closed as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.05)
+    node.close()
+    thread.join(timeout=5.0)
+    assert not thread.is_alive()
+    assert isinstance(outcome[0], Closed)
+
+
+def test_close_reports_what_a_dead_peer_did_not_get() -> None:
+    one, two = connected(2)
+    two._driver._socket.close()  # as if the process had been killed
+    ticket = one.publish(b"lost")
+    undelivered = one.close(timeout_s=0.2)
+    assert undelivered == [(two.peer, ticket)]
+    assert ticket.failed == {two.peer}
+    two._is_closed = True
+    two._thread_waker.ring()
+
+
+def test_close_delivers_what_is_queued() -> None:
+    one, two = connected(2)
+    payload = os.urandom(10_000_000)
+    one.publish(payload)
+    assert one.close(timeout_s=20.0) == []
+    assert bytes(collect(two, 1)[0].payload) == payload
+    two.close()
+
+
+def test_many_threads_may_publish_and_receive_at_once(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    threads = [
+        threading.Thread(
+            target=lambda base=base: [one.publish(os.urandom(3_000), base + n) for n in range(50)]
+        )
+        for base in (0, 1_000, 2_000)
+    ]
+    got: list[Received] = []
+    lock = threading.Lock()
+
+    def read() -> None:
+        while True:
+            found = two.receive(timeout_s=0.05)
+            with lock:
+                got.extend(found)
+                if len(got) >= 150:
+                    return
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads + readers:
+        thread.start()
+    for thread in threads + readers:
+        thread.join(timeout=20.0)
+    assert sorted(message.tag for message in got) == sorted(
+        base + n for base in (0, 1_000, 2_000) for n in range(50)
+    )
+
+
+def test_stats_count_payload_and_everything_around_it(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    one.publish(bytes(10_000))
+    collect(two, 1)
+    one.drain(timeout_s=5.0)
+    sender, receiver = one.stats(), two.stats()
+    assert sender.payload_bytes_sent == receiver.payload_bytes_received == 10_000
+    assert sender.messages_sent == receiver.messages_received == 1
+    assert 10_000 < sender.udp_bytes_sent < 13_000
+    assert 0 < receiver.control_bytes_sent <= receiver.udp_bytes_sent
+    assert sender.datagrams_sent >= 8
+    assert sender.srtt_s > 0
+    assert [path.peer for path in sender.peers] == [two.peer]
+
+
+def test_without_offload_everything_still_works() -> None:
+    one, two = connected(2, offload=False)
+    payload = os.urandom(500_000)
+    one.publish(payload)
+    assert bytes(collect(two, 1)[0].payload) == payload
+    assert not one._driver.has_gso
+    one.close()
+    two.close()
+
+
+class RefusingSocket:
+    """A socket whose kernel refuses segmentation, or says now and then that it is full."""
+
+    def __init__(self, real: socket.socket, refuse: int | None, full_every: int) -> None:
+        self._real = real
+        self._refuse = refuse
+        self._full_every = full_every
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._real, name)
+
+    def sendmsg(
+        self, buffers: list[memoryview], ancillary: list[object], flags: int, address: object
+    ) -> int:
+        self._calls += 1
+        if self._full_every and self._calls % self._full_every == 0:
+            raise OSError(errno.EAGAIN, "full")
+        if ancillary and self._refuse is not None:
+            raise OSError(self._refuse, "refused")
+        return self._real.sendmsg(buffers, ancillary, flags, address)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("refusal", [errno.EIO, errno.EINVAL, errno.EMSGSIZE])
+def test_a_kernel_that_refuses_segmentation_is_noticed_once(
+    refusal: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = connected(2)
+    one._driver._socket = RefusingSocket(one._driver._socket, refusal, 0)  # type: ignore[assignment]
+    payload = os.urandom(2_000_000)
+    one.publish(payload)
+    assert bytes(collect(two, 1)[0].payload) == payload
+    assert [record.levelname for record in caplog.records if "GSO" in record.message] == ["WARNING"]
+    one.close()
+    two.close()
+
+
+@pytest.mark.parametrize("refusal", [None, errno.EIO])
+def test_a_full_socket_buffer_delays_and_loses_nothing(refusal: int | None) -> None:
+    one, two = connected(2)
+    one._driver._socket = RefusingSocket(one._driver._socket, refusal, 3)  # type: ignore[assignment]
+    payload = os.urandom(2_000_000)
+    one.publish(payload)
+    assert bytes(collect(two, 1)[0].payload) == payload
+    assert one.drain(timeout_s=5.0)
+    assert one.stats().retransmitted_bytes < 100_000
+    one.close()
+    two.close()
+
+
+def test_a_tiny_receive_buffer_loses_datagrams_and_no_message() -> None:
+    one, two = connected(2)
+    two._driver._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+    payload = os.urandom(2_000_000)
+    one.publish(payload)
+    assert bytes(collect(two, 1, timeout_s=30.0)[0].payload) == payload
+    one.close()
+    two.close()
+
+
+def test_random_datagrams_are_counted_and_dropped(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    generator = random.Random(5)
+    host, port = two.address.split(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for index in range(2_000):
+            first = bytes([generator.choice((0x11, 0x12, 0x13, 0x14, 0x21, 0, 255))])
+            stranger.sendto(
+                first + generator.randbytes(generator.choice((0, 15, 40, 255, 1_399))),
+                (host, int(port)),
+            )
+            if index % 100 == 0:
+                one.publish(b"service goes on", index)
+                assert collect(two, 1)[0].tag == index
+    stats = two.stats()
+    assert stats.malformed_datagrams + stats.stray_datagrams + stats.unauthenticated_datagrams > 500
+    assert two.peers == (one.peer,)
+
+
+def test_a_port_in_use_is_named_in_the_error() -> None:
+    with (
+        Node("127.0.0.1:0", secret=SECRET) as node,
+        pytest.raises(OSError, match=node.address.replace(".", r"\.")),
+    ):
+        Node(node.address, secret=SECRET)
+
+
+def test_the_own_address_among_the_peers_is_ignored() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with Node(address, [address], secret=SECRET) as node:
+        assert list(node._endpoint.membership) == []
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
+def test_ipv6_works() -> None:
+    try:
+        one = Node("[::1]:0", secret=SECRET)
+    except OSError as error:
+        pytest.skip(f"no IPv6 loopback: {error}")
+    with one, Node("[::1]:0", [one.address], secret=SECRET) as two:
+        two.wait_for_peers(1, timeout_s=5.0)
+        one.wait_for_peers(1, timeout_s=5.0)
+        one.publish(b"six" * 50_000)
+        assert bytes(collect(two, 1)[0].payload) == b"six" * 50_000
+
+
+def test_advertise_is_what_the_node_calls_itself() -> None:
+    with Node("127.0.0.1:0", secret=SECRET, advertise="203.0.113.5:40123") as node:
+        assert node.address == node.peer.address == "203.0.113.5:40123"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bind": "nonsense"},
+        {"bind": "::1:5"},
+        {"peers": ["127.0.0.1"]},
+        {"network_mask": "300.0.0.0/8", "bind": "0.0.0.0:0"},
+        {"network_mask": "203.0.113.0/24", "bind": "0.0.0.0:0"},
+        {"advertise": "somewhere"},
+        {"on_lag": "hope"},
+        {"node_id": -1},
+        {"secret": b"weak"},
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r".{20}"):
+        Node(**{"bind": "127.0.0.1:0", "secret": SECRET, **options})  # type: ignore[arg-type]
+
+
+def test_the_secret_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_SECRET", SECRET.hex())
+    with Node("127.0.0.1:0") as one, Node("127.0.0.1:0", [one.address], secret=SECRET) as two:
+        assert two.wait_for_peers(1, timeout_s=5.0) == (one.peer,)
+
+
+def test_a_forked_child_is_told_to_make_its_own_node() -> None:
+    if not hasattr(os, "fork"):
+        pytest.skip("this system has no fork")
+    one, two = connected(2)
+    program = multiprocessing.get_context("fork").SimpleQueue()
+    child = os.fork()
+    if child == 0:
+        try:
+            one.publish(b"from the child")
+        except TransportError as error:
+            program.put(str(error))
+        one.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert "after a fork" in program.get()
+    one.publish(b"from the parent")
+    assert bytes(collect(two, 1)[0].payload) == b"from the parent"
+    one.close()
+    two.close()
+
+
+CHILD = """
+import sys
+from gradwire.transport import Node
+node = Node("127.0.0.1:0", [sys.argv[1]], secret=bytes(range(32)))
+node.wait_for_peers(1, timeout_s=10.0)
+print(node.address, flush=True)
+while True:
+    for peer, tag, payload in node.receive(timeout_s=1.0):
+        node.publish(payload, tag, to=peer)
+"""
+
+
+def test_a_killed_process_is_lost_and_a_new_one_takes_its_place() -> None:
+    limits = Limits(heartbeat_s=0.05, suspect_s=0.2, down_s=0.5)
+    with Node("127.0.0.1:0", secret=SECRET, limits=limits) as node:
+        seen: list[Peer] = []
+        for _ in range(2):
+            child = subprocess.Popen(
+                [sys.executable, "-c", CHILD, node.address], stdout=subprocess.PIPE
+            )
+            try:
+                seen += node.wait_for_peers(1, timeout_s=20.0)
+                node.publish(b"echo" * 1_000, tag=9)
+                assert bytes(collect(node, 1)[0].payload) == b"echo" * 1_000
+            finally:
+                child.kill()
+                child.communicate()
+            end_s = time.monotonic() + 10.0
+            while node.peers:
+                assert time.monotonic() < end_s
+                node.receive(timeout_s=0.05)
+        reasons = [event.reason for event in node.events() if isinstance(event, PeerLost)]
+        assert reasons == ["timeout", "timeout"]
+        assert seen[0] != seen[1]

@@ -1,0 +1,442 @@
+"""Two to five simulated hosts: the states of a connection and the promises made about messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.errors import Closed, NotConnected, TooLarge, WouldBlock
+from gradwire.transport.model import Limits, Peer, PeerJoined
+
+from .simulator import SECRET, Host, Link, Simulator
+
+SMALL = Limits(
+    message_bytes_max=1 << 20, send_log_bytes=2 << 20, receive_bytes=2 << 20, window_bytes=1 << 20
+)
+
+
+def pair(
+    seed: int = 1, link: Link | None = None, **options: object
+) -> tuple[Simulator, Host, Host]:
+    simulator = Simulator(seed, link)
+    one, two = simulator.mesh(2, **options)
+    return simulator, one, two
+
+
+def is_done(host: Host) -> bool:
+    return all(ticket.is_done for ticket in host.tickets)
+
+
+# ---- connecting -------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_on_one_side_connects_both() -> None:
+    simulator = Simulator(1)
+    one, two = simulator.add("one"), simulator.add("two")
+    one.endpoint.connect(two.address)
+    simulator.run_until(lambda: bool(one.endpoint.peers and two.endpoint.peers), 1.0)
+    assert [type(event) for event in one.events + two.events] == [PeerJoined, PeerJoined]
+    assert one.endpoint.peers[0].id == two.endpoint.node_id
+    assert two.endpoint.peers[0].address == "one:1"
+
+
+def test_connecting_takes_two_and_a_half_round_trips() -> None:
+    simulator = Simulator(1, Link(delay_s=0.1))
+    one, two = simulator.add("one"), simulator.add("two")
+    started_s = simulator.now_s
+    one.endpoint.connect(two.address)
+    simulator.run_until(lambda: bool(one.endpoint.peers and two.endpoint.peers), 5.0)
+    assert simulator.now_s - started_s < 0.51
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_simultaneous_knocks_give_one_connection(seed: int) -> None:
+    simulator, one, two = pair(seed, Link(delay_s=0.01, jitter_s=0.01))
+    simulator.run_for(3.0)
+    assert len(one.endpoint.peers) == len(two.endpoint.peers) == 1
+    assert one.lost == two.lost == []
+
+
+def test_fifty_handshakes_succeed_at_30_percent_loss() -> None:
+    for seed in range(50):
+        simulator = Simulator(seed, Link(loss=0.3, delay_s=0.015))
+        simulator.mesh(2)  # fails if it takes more than a minute
+
+
+def test_a_node_started_late_is_found_within_two_seconds() -> None:
+    simulator = Simulator(2)
+    one = simulator.add("one")
+    one.endpoint.connect(("two", 1))
+    simulator.run_for(60.0)
+    simulator.add("two")
+    simulator.run_until(lambda: bool(one.endpoint.peers), 2.1)
+
+
+def test_the_own_address_among_the_seeds_is_recognised_and_left_alone() -> None:
+    simulator = Simulator(3)
+    one = simulator.add("one")
+    one.endpoint.connect(one.address)
+    simulator.run_for(1.0)
+    sent = one.endpoint.stats().datagrams_sent
+    simulator.run_for(30.0)
+    assert one.endpoint.peers == ()
+    assert one.endpoint.stats().datagrams_sent == sent
+
+
+def test_another_secret_gets_no_answer_at_all() -> None:
+    simulator = Simulator(4)
+    stranger = simulator.add("stranger", secret=bytes(range(1, 33)))
+    host = simulator.add("host", secret=SECRET)
+    stranger.endpoint.connect(host.address)
+    simulator.run_for(20.0)
+    assert stranger.endpoint.peers == host.endpoint.peers == ()
+    assert host.endpoint.stats().datagrams_sent == 0
+    assert host.endpoint.stats().unauthenticated_datagrams > 5
+
+
+def test_an_insecure_node_and_a_secure_one_do_not_talk() -> None:
+    simulator = Simulator(5)
+    plain = simulator.add("plain", insecure=True)
+    host = simulator.add("host")
+    plain.endpoint.connect(host.address)
+    host.endpoint.connect(plain.address)
+    simulator.run_for(10.0)
+    assert plain.endpoint.peers == host.endpoint.peers == ()
+
+
+def test_a_late_joiner_gets_what_is_published_after_it_joined() -> None:
+    simulator, one, two = pair(6)
+    simulator.publish(one, b"early")
+    three = simulator.add("three")
+    three.endpoint.connect(one.address)
+    simulator.run_until(lambda: len(one.endpoint.peers) == 2, 5.0)
+    simulator.publish(one, b"late")
+    simulator.run_until(lambda: is_done(one) and bool(three.received), 5.0)
+    assert two.payloads == [b"early", b"late"]
+    assert three.payloads == [b"late"]
+
+
+def test_joining_a_hundred_times_under_full_load_disturbs_nobody() -> None:
+    simulator, one, two = pair(7)
+    sent = []
+    for index in range(100):
+        simulator.add("visitor").endpoint.connect(one.address)
+        payload = simulator.random.randbytes(3_000)
+        simulator.publish(one, payload, index)
+        sent.append(payload)
+        simulator.run_for(0.05)
+    simulator.run_until(lambda: len(two.received) == 100, 10.0)
+    assert two.payloads == sent
+
+
+# ---- messages ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1_343, 1_344, 1_345, 62_240, 62_241, 1 << 20])
+def test_a_message_of_any_size_arrives_whole(nbytes: int) -> None:
+    simulator, one, two = pair(8)
+    payload = simulator.random.randbytes(nbytes)
+    ticket = simulator.publish(one, payload, tag=2**64 - 1)
+    simulator.run_until(lambda: ticket.is_done, 5.0)
+    assert two.received == [(two.endpoint.peers[0], 2**64 - 1, payload)]
+    assert ticket.delivered == set(one.endpoint.peers)
+    assert ticket.failed == set()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ten_percent_loss_each_way_loses_nothing(seed: int) -> None:
+    simulator = Simulator(seed, Link(loss=0.1, duplicate=0.02, reorder=0.05))
+    hosts = simulator.mesh(3)
+    sent = {host.endpoint.node_id: [] for host in hosts}
+    for index in range(25):
+        for host in hosts:
+            payload = simulator.random.randbytes(simulator.random.choice((0, 300, 5_000, 90_000)))
+            simulator.publish(host, payload, index)
+            sent[host.endpoint.node_id].append(payload)
+        simulator.run_for(0.003)
+    simulator.run_until(lambda: all(is_done(host) for host in hosts), 30.0)
+    for host in hosts:
+        for peer in host.endpoint.peers:
+            assert [payload for sender, _, payload in host.received if sender == peer] == sent[
+                peer.id
+            ]
+    assert simulator.default.lost_bytes > 100_000
+
+
+def test_a_message_to_one_peer_reaches_only_that_one_and_keeps_the_order() -> None:
+    simulator = Simulator(9, Link(loss=0.1))
+    one, two, three = simulator.mesh(3)
+    only = next(peer for peer in one.endpoint.peers if peer.id == two.endpoint.node_id)
+    sent_two, sent_three = [], []
+    for index in range(60):
+        payload = simulator.random.randbytes(simulator.random.choice((10, 130_000)))
+        to = only if index % 3 else None
+        ticket = simulator.publish(one, payload, index, to)
+        assert len(ticket.pending) == (1 if to else 2)
+        sent_two.append(payload)
+        if to is None:
+            sent_three.append(payload)
+        simulator.run_for(0.002)
+    simulator.run_until(lambda: is_done(one), 20.0)
+    assert two.payloads == sent_two
+    assert three.payloads == sent_three
+
+
+def test_with_no_peers_a_ticket_is_complete_and_empty() -> None:
+    simulator = Simulator(10)
+    one = simulator.add("one")
+    ticket = simulator.publish(one, b"nobody hears")
+    assert ticket.is_done
+    assert ticket.delivered == ticket.failed == ticket.pending == frozenset()
+    assert one.endpoint.stats().send_log_bytes == 0
+
+
+def test_a_named_peer_that_is_not_connected_is_refused() -> None:
+    simulator, one, _ = pair(11)
+    with pytest.raises(NotConnected):
+        one.endpoint.publish(memoryview(b""), 0, Peer(1, 2, "elsewhere:1"), simulator.now_s)
+    known = one.endpoint.peers[0]
+    with pytest.raises(NotConnected):
+        one.endpoint.publish(
+            memoryview(b""), 0, Peer(known.id, known.incarnation + 1, ""), simulator.now_s
+        )
+
+
+def test_a_message_over_the_maximum_is_refused() -> None:
+    simulator, one, _ = pair(12, limits=SMALL)
+    with pytest.raises(TooLarge, match="1048577"):
+        one.endpoint.publish(memoryview(bytes((1 << 20) + 1)), 0, None, simulator.now_s)
+
+
+def test_two_thousand_tiny_messages_arrive() -> None:
+    simulator, one, two = pair(13)
+    for index in range(2_000):
+        simulator.publish(one, index.to_bytes(32, "little"), index)
+    simulator.run_until(lambda: len(two.received) == 2_000, 10.0)
+    assert [tag for _, tag, _ in two.received] == list(range(2_000))
+
+
+# ---- bounds -----------------------------------------------------------------------------------------------------
+
+
+def test_a_receiver_that_does_not_read_stops_the_sender_and_nothing_grows() -> None:
+    simulator, one, two = pair(14, limits=SMALL)
+    two.reads = False
+    sent = 0
+    blocked = False
+    for _ in range(200):
+        try:
+            simulator.publish(one, bytes(100_000), sent)
+            sent += 1
+        except WouldBlock:
+            blocked = True
+        simulator.run_for(0.05)
+        assert one.endpoint.stats().send_log_bytes <= SMALL.send_log_bytes
+        assert two.endpoint.stats().receive_queue_bytes <= SMALL.receive_bytes
+    assert blocked
+    assert sent * 100_000 < SMALL.send_log_bytes + SMALL.receive_bytes + SMALL.window_bytes
+    assert one.lost == two.lost == []
+    two.reads = True
+    simulator.run_until(lambda: is_done(one), 5.0)
+    assert len(two.received) == sent
+
+
+def test_a_slow_peer_does_not_slow_the_others_until_the_log_is_full() -> None:
+    simulator = Simulator(15)
+    one, two, slow = simulator.mesh(3, limits=SMALL)
+    slow.reads = False
+    for index in range(40):
+        ticket = simulator.publish(one, bytes(30_000), index)
+        simulator.run_for(0.02)
+        assert {peer.id for peer in ticket.delivered} >= {two.endpoint.node_id}
+
+
+def test_a_lagging_peer_is_evicted_if_asked_for_and_the_others_go_on() -> None:
+    simulator = Simulator(16)
+    one, two, slow = simulator.mesh(3, limits=SMALL, on_lag="evict")
+    slow.reads = False
+    index = 0
+    while not one.lost:
+        try:
+            simulator.publish(one, bytes(100_000), index)
+            index += 1
+        except WouldBlock:
+            pass
+        simulator.run_for(0.1)
+        assert simulator.now_s < 1_060
+    assert one.lost[0].reason == "lagging"
+    assert one.lost[0].peer.id == slow.endpoint.node_id
+    assert one.lost[0].undelivered
+    simulator.run_until(lambda: all(ticket.is_done for ticket in one.tickets), 5.0)
+    assert len(two.received) == index
+
+
+# ---- going away -------------------------------------------------------------------------------------------------
+
+
+def test_closing_says_goodbye_at_once() -> None:
+    simulator, one, two = pair(17)
+    one.endpoint.close(simulator.now_s)
+    simulator.run_until(lambda: bool(two.lost), 0.1)
+    assert [event.reason for event in two.lost] == ["left"]
+    simulator.run_until(lambda: one.endpoint.is_closed, 0.1)
+    with pytest.raises(Closed):
+        simulator.publish(one, b"too late")
+
+
+def test_a_goodbye_arrives_even_if_half_of_everything_is_lost() -> None:
+    for seed in range(20):
+        simulator = Simulator(seed, Link(loss=0.5))
+        one, two = simulator.mesh(2)
+        one.endpoint.close(simulator.now_s)
+        simulator.run_until(lambda one=one: one.endpoint.is_closed, 10.0)
+        simulator.run_until(lambda two=two: bool(two.lost), 11.0)
+
+
+def test_what_is_not_acknowledged_at_close_is_reported() -> None:
+    simulator, one, two = pair(18)
+    simulator.link(one, two).blocked = True
+    ticket = simulator.publish(one, b"never arrives")
+    assert one.endpoint.undelivered() == [(one.endpoint.peers[0], ticket)]
+    one.endpoint.close(simulator.now_s)
+    simulator.run_until(lambda: one.endpoint.is_closed, 10.0)
+    assert {peer.id for peer in ticket.failed} == {two.endpoint.node_id}
+
+
+def test_a_silent_peer_is_lost_after_ten_seconds_with_the_exact_list() -> None:
+    simulator, one, two = pair(19)
+    arrived = simulator.publish(one, b"arrives")
+    simulator.run_for(0.1)
+    simulator.crash(two)
+    lost = [simulator.publish(one, bytes([index])) for index in range(3)]
+    simulator.run_for(9.0)
+    assert one.lost == []
+    simulator.run_until(lambda: bool(one.lost), 2.0)
+    assert one.lost[0].reason == "timeout"
+    assert list(one.lost[0].undelivered) == lost
+    assert all(ticket.failed and not ticket.delivered for ticket in lost)
+    assert arrived.delivered
+    assert not arrived.failed
+    assert one.endpoint.stats().send_log_bytes == 0
+
+
+def test_idle_peers_stay_connected_for_an_hour() -> None:
+    simulator, one, two = pair(20, Link(loss=0.05))
+    simulator.run_for(3_600.0)
+    assert one.lost == two.lost == []
+
+
+def test_a_restart_under_the_same_address_is_another_incarnation() -> None:
+    simulator, one, two = pair(21)
+    before = one.endpoint.peers[0]
+    simulator.publish(one, b"to the first")
+    simulator.run_for(0.1)
+    simulator.crash(two)
+    again = simulator.add("h1", node_id=two.endpoint.node_id)
+    again.endpoint.connect(one.address)
+    simulator.run_until(lambda: any(peer != before for peer in one.endpoint.peers), 5.0)
+    after = one.endpoint.peers[0]
+    assert (after.id, after.incarnation) == (before.id, before.incarnation + 1)
+    assert [(event.peer, event.reason) for event in one.lost] == [(before, "restarted")]
+    simulator.publish(one, b"to the second")
+    simulator.run_until(lambda: bool(again.received), 1.0)
+    assert again.payloads == [b"to the second"]
+
+
+def test_a_restart_with_another_identity_under_the_same_address_replaces_the_old_peer() -> None:
+    simulator, one, two = pair(22)
+    simulator.crash(two)
+    again = simulator.add("h1")
+    again.endpoint.connect(one.address)
+    simulator.run_until(lambda: bool(one.lost), 5.0)
+    assert one.lost[0].reason == "restarted"
+    simulator.run_until(
+        lambda: [peer.id for peer in one.endpoint.peers] == [again.endpoint.node_id], 1.0
+    )
+
+
+def test_sixteen_nodes_survive_a_restart_of_all() -> None:
+    simulator = Simulator(23)
+    simulator.mesh(16)
+    for host in list(simulator.hosts.values()):
+        simulator.crash(host)
+    hosts = simulator.mesh(16)
+    for host in hosts:
+        simulator.publish(host, b"back")
+    simulator.run_until(lambda: all(len(host.received) == 15 for host in hosts), 5.0)
+
+
+@pytest.mark.parametrize("pause_s", [3.0, 30.0])
+def test_a_stopped_process_comes_back(pause_s: float) -> None:
+    simulator, one, two = pair(24)
+    two.paused = True
+    ticket = simulator.publish(one, b"while stopped")
+    simulator.run_for(pause_s)
+    simulator.resume(two)
+    simulator.run_until(
+        lambda: bool(one.endpoint.peers and two.endpoint.peers) and ticket.is_done, 10.0
+    )
+    if pause_s < 10.0:
+        assert one.lost == two.lost == []
+        assert two.payloads == [b"while stopped"]
+    else:
+        assert [event.reason for event in one.lost] == ["timeout"]
+        assert ticket.failed
+    simulator.publish(one, b"after")
+    simulator.run_until(lambda: bool(two.payloads) and two.payloads[-1] == b"after", 1.0)
+
+
+def test_a_peer_that_changes_its_port_goes_on_without_loss() -> None:
+    simulator, one, two = pair(25)
+    for index in range(30):
+        simulator.publish(one, bytes([index]) * 3_000, index)
+        simulator.publish(two, bytes([index]) * 3_000, index)
+        simulator.run_for(0.5)
+        if index % 5 == 0:
+            del simulator.hosts[two.address]
+            two.address = ("h1", 100 + index)
+            simulator.hosts[two.address] = two
+    simulator.run_until(lambda: is_done(one) and is_done(two), 10.0)
+    assert len(one.received) == len(two.received) == 30
+    assert one.lost == two.lost == []
+
+
+# ---- keys -------------------------------------------------------------------------------------------------------
+
+
+def test_keys_rotate_under_load_and_loss_without_losing_a_message() -> None:
+    limits = Limits(rekey_records=10)
+    simulator = Simulator(26, Link(loss=0.1, jitter_s=0.002))
+    one, two, three = simulator.mesh(3, limits=limits)
+    for index in range(400):
+        simulator.publish(one, index.to_bytes(8, "little"), index)
+        simulator.run_for(0.01)
+    simulator.run_until(lambda: is_done(one), 10.0)
+    assert one.endpoint.sender_keys()[0].epoch >= 20
+    for host in (two, three):
+        assert [tag for _, tag, _ in host.received] == list(range(400))
+
+
+def test_a_node_that_joins_during_a_rotation_understands_everything_after() -> None:
+    for seed in range(20):
+        simulator = Simulator(seed, Link(loss=0.2, jitter_s=0.005))
+        one, _ = simulator.mesh(2)
+        three = simulator.add("three")
+        three.endpoint.connect(one.address)
+        simulator.run_for(simulator.random.uniform(0.0, 0.05))
+        one.endpoint.rotate_key(simulator.now_s)
+        simulator.run_until(lambda one=one: len(one.endpoint.peers) == 2, 20.0)
+        ticket = simulator.publish(one, b"for both")
+        simulator.run_until(lambda ticket=ticket: ticket.is_done, 10.0)
+        assert three.payloads == [b"for both"]
+
+
+def test_record_numbers_near_2_to_the_48_work() -> None:
+    simulator = Simulator(27)
+    one = simulator.add("one", first_record=2**48 - 1_000)
+    two = simulator.add("two")
+    one.endpoint.connect(two.address)
+    simulator.run_until(lambda: bool(one.endpoint.peers and two.endpoint.peers), 1.0)
+    for index in range(500):
+        simulator.publish(one, b"x", index)
+    simulator.run_until(lambda: is_done(one), 5.0)
+    assert len(two.received) == 500
