@@ -305,26 +305,38 @@ def test_a_dense_step_sends_the_update_and_what_was_left() -> None:
     assert encoder.step == 2
 
 
-def test_a_bfloat16_flush_keeps_what_rounding_leaves() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_dense_steps_equal_the_reference(dtype: str, bfloat16: bool) -> None:
+    ours = gw.Encoder(1_003, gw.TargetDensity(0.01), dtype=dtype, key=3)
+    theirs = ReferenceEncoder(1_003, gw.TargetDensity(0.01), dtype=dtype, key=3)
     rng = np.random.default_rng(40)
-    encoder = gw.Encoder(1_000, 100.0)
-    update = rng.standard_normal(1_000).astype(np.float32)
-    encoder.encode(update)
-    message = encoder.flush("bfloat16")
-    sent = gw.decode(message)
-    bits = sent.view(np.uint32)
-    assert (bits & 0xFFFF == 0).all()
-    expected = [0.0 if v == 0 else np.sign(v) * reference_round(abs(float(v))) for v in update]
-    np.testing.assert_array_equal(sent, np.array(expected, np.float32))
-    np.testing.assert_array_equal(encoder.residual, update - sent)
-    assert message.nbytes == gw.max_message_bytes(1_000, dense=True, dtype="bfloat16")
+    for step in range(6):
+        update = rng.standard_normal(1_003).astype(np.float32)
+        assert_same(ours, theirs, update, update)
+        update[0] = -0.0
+        added = update if step % 2 else None
+        message = ours.encode(added, dense="bfloat16" if bfloat16 else True)
+        assert bytes(message) == theirs.encode_dense(added, bfloat16=bfloat16)
+        assert ours.residual.tobytes() == theirs.residual.tobytes()
+        assert ours.residual.any() == bfloat16
+        assert (ours.threshold, ours.step) == (theirs.threshold, theirs.step)
+    size = gw.max_message_bytes(1_003, dense=True, dtype="bfloat16" if bfloat16 else dtype)
+    assert message.nbytes == size
 
 
-def reference_round(value: float) -> float:
-    """Return the nearest bfloat16 value."""
-    from gradwire.policy import round_threshold
-
-    return round_threshold(value)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_bfloat16_flush_never_rounds_to_infinity(dtype: str) -> None:
+    ours = gw.Encoder(4, 1.0, dtype=dtype)
+    theirs = ReferenceEncoder(4, gw.FixedThreshold(1.0), dtype=dtype)
+    largest = 3.4e38 if dtype == "float32" else 1e300
+    for encoder in (ours, theirs):
+        encoder.residual[:] = [largest, -largest, 1.0, 3.39e38]
+    message = ours.flush("bfloat16")
+    assert bytes(message) == theirs.encode_dense(bfloat16=True)
+    assert np.isfinite(gw.decode(message)).all()
+    assert np.isfinite(ours.residual).all()
+    assert ours.residual.tobytes() == theirs.residual.tobytes()
 
 
 # --- state ----------------------------------------------------------------------------------------

@@ -760,6 +760,24 @@ def _bin_edge(bin_index: int) -> float:
     return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 
+def _nonfinite_update(bad: NDArray[np.intp], numel: int) -> NonFiniteUpdate:
+    return NonFiniteUpdate(
+        f"{bad.size} of {numel} elements are not finite, first at {bad[0]}; "
+        "the finite part is in the residual and nothing was sent",
+        count=bad.size,
+        first_index=int(bad[0]),
+    )
+
+
+def _bfloat16_bits(values: NDArray[Any]) -> NDArray[np.uint16]:
+    """Round finite values to float32 and that to bfloat16, ties to even, never to infinity."""
+    with np.errstate(over="ignore"):
+        bits = values.astype(np.float32).view(np.uint32).astype(np.int64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    infinite = (rounded & 0x7FFF) >= 0x7F80
+    return np.where(infinite, (rounded & 0x8000) | 0x7F7F, rounded).astype(np.uint16)
+
+
 class ReferenceEncoder:
     """The encoder's semantics, element by element, without any haste.
 
@@ -821,23 +839,13 @@ class ReferenceEncoder:
         before = self.residual.copy()
         added = self._as_residual_dtype(update)
         bad = self._accumulate(added)
-        quantum = self.residual.dtype.type(threshold)
-        passing = np.flatnonzero(np.abs(self.residual) >= quantum)
-        negative = np.signbit(self.residual[passing])
-        taken = np.where(negative, -quantum, quantum)
-        self.residual[passing] -= taken
+        passing, taken = self._take(threshold)
         if bad.size and self._raises:
             self.residual[passing] += taken
-            raise NonFiniteUpdate(
-                f"{bad.size} of {self.residual.size} elements are not finite, first at {bad[0]}; "
-                "the finite part is in the residual and nothing was sent",
-                count=bad.size,
-                first_index=int(bad[0]),
-            )
-        self.nonfinite_count += bad.size
+            raise _nonfinite_update(bad, self.residual.size)
         message = encode_ternary(
             passing,
-            negative,
+            taken < 0,
             numel=self.residual.size,
             threshold=threshold,
             key=self._key,
@@ -845,23 +853,46 @@ class ReferenceEncoder:
             shakeup=shaking,
         )
         used = self.threshold
-        if not shaking and self.residual.size:
+        if not shaking:
             self._feed_policy(passing.size, before, added if update is not None else None)
         self._clip_residual(used)
+        self.nonfinite_count += bad.size
+        self.step += 1
+        return message
+
+    def encode_dense(
+        self, update: ArrayLike | Sequence[NDArray[Any]] | None = None, *, bfloat16: bool = False
+    ) -> bytes:
+        """Add ``update`` to the residual and send everything; neither the policy nor clipping acts.
+
+        Args:
+            update: numel elements in one array or several, or None.
+            bfloat16: send bfloat16 values; what rounding leaves stays in the residual.
+
+        Raises:
+            NonFiniteUpdate: as ``encode``.
+        """
+        bad = self._accumulate(self._as_residual_dtype(update))
+        if bad.size and self._raises:
+            raise _nonfinite_update(bad, self.residual.size)
+        values = _bfloat16_bits(self.residual) if bfloat16 else self.residual
+        message = encode_dense(values, key=self._key, step=self.step)
+        self.residual -= decode(message).astype(self.residual.dtype)
+        self.nonfinite_count += bad.size
         self.step += 1
         return message
 
     def flush(self) -> bytes:
         """Return all that is left as one dense message; the policy is not fed."""
-        if not np.isfinite(self.residual).all():
-            bad = np.flatnonzero(~np.isfinite(self.residual))
-            raise NonFiniteUpdate(
-                "the residual is not finite", count=bad.size, first_index=int(bad[0])
-            )
-        message = encode_dense(self.residual, key=self._key, step=self.step)
-        self.residual[:] = 0.0
-        self.step += 1
-        return message
+        return self.encode_dense()
+
+    def _take(self, threshold: float) -> tuple[Positions, NDArray[Any]]:
+        """Take ±threshold out of every element that reaches it; return where, and what."""
+        quantum = self.residual.dtype.type(threshold)
+        passing = np.flatnonzero(np.abs(self.residual) >= quantum).astype(np.int64)
+        taken = np.copysign(quantum, self.residual[passing])
+        self.residual[passing] -= taken
+        return passing, taken
 
     def _as_residual_dtype(self, update: ArrayLike | Sequence[NDArray[Any]] | None) -> NDArray[Any]:
         if update is None:
@@ -888,22 +919,24 @@ class ReferenceEncoder:
         return bad
 
     def _feed_policy(self, count: int, before: NDArray[Any], update: NDArray[Any] | None) -> None:
-        density = self._policy.sample_density
-        tail = None
-        if density is not None and update is not None:
-            tail = tail_quantiles(before, update, self.residual, density)
-        elif density is not None:
-            # The caller's additions are already inside, so how they correlate is unknown: expect
-            # the same again.
-            now = tail_quantiles(before, np.zeros_like(before), self.residual, density)
-            tail = None if now is None else Tail(now.now, now.now, now.now)
+        tail = self._sample(before, update)
+        density = count / max(self.residual.size, 1)
         since = self.step + 1 - self.changed_at
-        following = self._policy.next_threshold(
-            self.threshold, count / self.residual.size, since, tail
-        )
+        following = self._policy.next_threshold(self.threshold, density, since, tail)
         if following != self.threshold:
             self.changed_at = self.step + 1
         self.threshold = following
+
+    def _sample(self, before: NDArray[Any], update: NDArray[Any] | None) -> Tail | None:
+        wanted = self._policy.sample_density
+        if wanted is None:
+            return None
+        if update is not None:
+            return tail_quantiles(before, update, self.residual, wanted)
+        # The caller has added its update already, so what an update does is unknown: expect the
+        # same magnitudes again. (What is left is no guide: all of it is below the threshold.)
+        tail = tail_quantiles(before, np.zeros_like(before), before, wanted)
+        return None if tail is None else Tail(tail.now, tail.now, tail.now)
 
     def _clip_residual(self, state: float) -> None:
         if self._clip is None or not self._clip.is_due(self.step):
