@@ -52,6 +52,7 @@ ACTIVE_S = 1.0
 CREDIT_CHECK_S = 0.1
 RECORD_OVERHEAD_BYTES = 1_100  # headers of 64 datagrams, meta and tag
 SLEEP_S = 1.0
+NEVER_S = float("inf")
 
 
 class Endpoint:
@@ -119,6 +120,8 @@ class Endpoint:
         self._ticked_at_s = now_s
         self._credit_at_s = now_s
         self._turn = 0
+        self._is_rotation_due = False
+        self._knock_at_s = 0.0
 
     # ---- the caller's side --------------------------------------------------------------------------------------
 
@@ -130,6 +133,7 @@ class Endpoint:
     def connect(self, address: Address) -> None:
         """Want a connection to this address from now on."""
         self.membership.add(address)
+        self._knock_at_s = 0.0
 
     def publish(self, payload: memoryview, tag: int, to: Peer | None, now_s: float) -> Ticket:
         """Seal a message and queue it for all connected peers, or for one.
@@ -160,6 +164,9 @@ class Endpoint:
         last_record = self._seal(payload, tag, frozenset(session.index for session in recipients))
         for session in recipients:
             session.note_published(last_record, ticket, now_s)
+        if to is not None:
+            for session in self._up_sessions():
+                session.touch()  # the others skip these records, or they would keep them in the log
         self.counters.messages_sent += 1
         self.counters.payload_bytes_sent += len(payload) * len(recipients)
         self._maybe_rotate(now_s)
@@ -321,7 +328,7 @@ class Endpoint:
             self.counters.stray_datagrams += 1
             return
         session.on_control(counter, header, datagram[HEADER_BYTES:], address, now_s)
-        self._release_log()
+        self._release_log(now_s)
 
     def _receive_response(self, datagram: bytes, address: Address, now_s: float) -> None:
         _, _, _, _, index, _ = HEADER.unpack_from(datagram)
@@ -403,16 +410,15 @@ class Endpoint:
     def poll(self, now_s: float) -> list[Transmit]:
         """Return what is to be sent now; call again at once while it returns something."""
         self._notice_sleep(now_s)
-        self._knock(now_s)
+        if now_s >= self._knock_at_s:
+            self._knock(now_s)
         if now_s >= self._credit_at_s:
             self._credit_at_s = now_s + CREDIT_CHECK_S
             self._check_lag(now_s)
-        sessions = list(self._sessions.values())
+        due = [session for session in self._sessions.values() if session.wake_at_s <= now_s]
         # Start with another session each time, so that none is always last in the socket's queue.
-        self._turn = (self._turn + 1) % len(sessions) if sessions else 0
-        queues = [
-            session.poll(now_s) for session in sessions[self._turn :] + sessions[: self._turn]
-        ]
+        self._turn = (self._turn + 1) % len(due) if due else 0
+        queues = [session.poll(now_s) for session in due[self._turn :] + due[: self._turn]]
         out, self._farewells = self._farewells, []
         while queues:
             queues = [queue for queue in queues if queue]
@@ -426,13 +432,11 @@ class Endpoint:
 
     def next_timeout_s(self, now_s: float) -> float | None:
         """Return the time at which to call `poll` next; None when only a datagram or the caller can change things."""
-        times = [session.deadline_s(now_s) for session in self._sessions.values()]
         if self._farewells:
-            times.append(now_s)
-        if not self._is_closing:
-            times.append(self.membership.next_at_s(*self._connected()))
-        known = [at_s for at_s in times if at_s is not None]
-        return min(known) if known else None
+            return now_s
+        at_s = min((session.wake_at_s for session in self._sessions.values()), default=NEVER_S)
+        at_s = min(at_s, self._knock_at_s)
+        return None if at_s == NEVER_S else max(at_s, 0.0)
 
     def _notice_sleep(self, now_s: float) -> None:
         """After a long pause of this process the silence was ours, not the peers'."""
@@ -444,6 +448,7 @@ class Endpoint:
                 session.progress_at_s = min(now_s, session.progress_at_s + slept_s)
 
     def _knock(self, now_s: float) -> None:
+        self._knock_at_s = NEVER_S
         if self._is_closing:
             return
         for address in self.membership.due(now_s, *self._connected()):
@@ -451,6 +456,8 @@ class Endpoint:
             self._stamp += 1
             session.start_initiator(self._stamp, now_s)
             self._sessions[session.index] = session
+        next_at_s = self.membership.next_at_s(*self._connected())
+        self._knock_at_s = NEVER_S if next_at_s is None else next_at_s
 
     def _connected(self) -> tuple[set[Address], set[int]]:
         addresses = {session.address for session in self._sessions.values()}
@@ -520,6 +527,7 @@ class Endpoint:
         for text in addresses:
             try:
                 self.membership.add(parse_address(text))
+                self._knock_at_s = 0.0
             except ValueError:
                 self.counters.malformed_datagrams += 1
 
@@ -543,12 +551,13 @@ class Endpoint:
                 "%s is gone (%s), %d messages undelivered", session.peer, reason, len(undelivered)
             )
             self._events.append(PeerLost(session.peer, reason, undelivered))
-        self._release_log()
+        self._release_log(now_s)
 
     # ---- housekeeping -------------------------------------------------------------------------------------------
 
     def _drop(self, session: Session) -> None:
         session.state = State.DOWN
+        self._knock_at_s = 0.0
         self._sessions.pop(session.index, None)
         self._forget_half_open(session)
         if session.peer is not None and self._by_node.get(session.peer.id) is session:
@@ -580,7 +589,7 @@ class Endpoint:
             if index not in self._sessions:
                 return index
 
-    def _release_log(self) -> None:
+    def _release_log(self, now_s: float) -> None:
         head = self.log.head
         waiting = [
             session.outbound.cumulative
@@ -588,38 +597,42 @@ class Endpoint:
             if session.outbound is not None
         ]
         self.log.release_below(min(waiting, default=head))
-        self._maybe_switch_key()
+        self._maybe_switch_key(now_s)
+        if self._is_rotation_due:
+            self._maybe_rotate(now_s)
+
+    def rotate_key(self, now_s: float) -> None:
+        """Have a new sender key made, announced, and used as soon as every peer has confirmed it."""
+        self._is_rotation_due = True
+        self._maybe_rotate(now_s)
 
     def _maybe_rotate(self, now_s: float) -> None:
         since_s, first_record = self._key_since
-        if self._next_key is not None:
-            return
         if (
             now_s - since_s >= self.limits.rekey_s
             or self.log.head - first_record >= self.limits.rekey_records
         ):
-            self.rotate_key(now_s)
-
-    def rotate_key(self, now_s: float) -> None:
-        """Announce a new sender key; it is used as soon as every peer has confirmed it."""
-        if self._next_key is not None:
+            self._is_rotation_due = True
+        # Receivers keep two keys, so everything sealed under an older one has to have arrived before.
+        if not self._is_rotation_due or self._next_key is not None or self.log.base < first_record:
             return
+        self._is_rotation_due = False
         self._next_key = SenderKey.generate(
             self._sealer.key.epoch + 1, self.entropy, insecure=self.insecure
         )
-        self._key_since = (now_s, self.log.head)
         for session in self._sessions.values():
             if session.is_established:
                 session.announce_key(self._next_key, now_s)
-        self._maybe_switch_key()
+        self._maybe_switch_key(now_s)
 
-    def _maybe_switch_key(self) -> None:
+    def _maybe_switch_key(self, now_s: float) -> None:
         if self._next_key is None:
             return
         if all(
             session.has_all_keys for session in self._sessions.values() if session.is_established
         ):
             self._sealer.key = self._next_key
+            self._key_since = (now_s, self.log.head)
             self._next_key = None
 
     def stats(self) -> Stats:

@@ -176,6 +176,7 @@ class SendLog:
 
     Attributes:
         head: number that the next record will get.
+        base: every record below this number has been released.
         used_bytes: bytes held.
     """
 
@@ -183,7 +184,7 @@ class SendLog:
         self.limit_bytes = limit_bytes
         self.head = first_record
         self.used_bytes = 0
-        self._base = first_record
+        self.base = first_record
         self._records: dict[int, Record] = {}
 
     def __getitem__(self, number: int) -> Record:
@@ -200,8 +201,8 @@ class SendLog:
 
     def release_below(self, number: int) -> None:
         """Forget the records below ``number``: everybody has them or will never get them."""
-        while self._base < number:
-            record = self._records.pop(self._base, None)
+        while self.base < number:
+            record = self._records.pop(self.base, None)
             if record is not None:
                 self.used_bytes -= len(record.wire)
-            self._base += 1
+            self.base += 1

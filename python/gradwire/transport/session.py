@@ -121,6 +121,7 @@ class Session:
         target: the address we knocked at, or None if the peer knocked.
         peer: who it is, once known.
         knock: the first datagram of a peer that knocked, to recognise its repetition.
+        wake_at_s: when `poll` has something to do; anything that comes in sets it back to "now".
         pending: (last record, ticket) of the messages that the peer has not acknowledged.
     """
 
@@ -142,6 +143,7 @@ class Session:
         self.heard_at_s = now_s
         self.data_heard_at_s = float("-inf")
         self.progress_at_s = now_s
+        self.wake_at_s = float("-inf")
         self._handshake: Handshake | None = None
         self._first_datagram = b""
         self._knocks = 0
@@ -159,6 +161,10 @@ class Session:
         self._closes = 0
 
     # ---- handshake ----------------------------------------------------------------------------------------------
+
+    def touch(self) -> None:
+        """Have `poll` look at everything again."""
+        self.wake_at_s = float("-inf")
 
     def start_initiator(self, stamp: int, now_s: float) -> None:
         """Begin knocking at ``address``."""
@@ -187,6 +193,7 @@ class Session:
         """The knock was repeated, so our answer was lost: send the same one again."""
         if self.state is State.RESPONDED:
             self._retry_at_s = now_s
+            self.touch()
 
     def on_response(self, datagram: bytes, now_s: float) -> None:
         """Take the answer to our knock.
@@ -197,6 +204,7 @@ class Session:
         """
         if self.state is not State.INIT_SENT or self._handshake is None:
             return
+        self.touch()
         remote = Introduction.decode(self._handshake.attempt_response(datagram[HEADER_BYTES:]))
         first, second = self._handshake.split()
         self._channel = ControlChannel(first, second, insecure=self._context.insecure)
@@ -219,6 +227,7 @@ class Session:
 
     def announce_key(self, key: SenderKey, now_s: float) -> None:
         """Send a sender key of ours until the peer has confirmed it."""
+        self.touch()
         self._unconfirmed_keys[key.epoch & 0xFF] = key
         self._retry_s = RETRY_FIRST_S
         self._retry_at_s = now_s
@@ -272,6 +281,7 @@ class Session:
         highest = self._channel.highest_received
         frames = decode_frames(self._channel.open(counter, header, body))
         self.heard_at_s = now_s
+        self.touch()
         if address != self.address and counter > highest and self.is_established:
             self._context.on_moved(self, address)
         if self.state is State.RESPONDED and not any(isinstance(frame, Key) for frame in frames):
@@ -389,6 +399,7 @@ class Session:
         if self.inbound is None or self.stream is None or not self.is_established:
             return True
         self.data_heard_at_s = now_s
+        self.touch()
         try:
             return self.inbound.on_fragments(
                 epoch, self.stream, record, fragments, fragment_bytes, first, batch, now_s
@@ -401,6 +412,7 @@ class Session:
         """Go on with what waited for room in the receive budget."""
         if self.inbound is None:
             return
+        self.touch()
         try:
             if self.inbound.is_stalled:
                 self.inbound.consume()
@@ -415,6 +427,7 @@ class Session:
 
     def note_published(self, last_record: int, ticket: Ticket, now_s: float) -> None:
         """Follow a message that is in the log for this peer, up to its last record."""
+        self.touch()
         if not self.pending:
             self.progress_at_s = now_s
         self.pending.append((last_record, ticket))
@@ -426,14 +439,16 @@ class Session:
     # ---- sending ------------------------------------------------------------------------------------------------
 
     def poll(self, now_s: float) -> list[Transmit]:
-        """Return what is to be sent now: control first, then a bounded number of data bursts."""
+        """Return what is to be sent now: a bounded number of data bursts, then control."""
         if self.state in (State.INIT_SENT, State.RESPONDED):
-            return self._poll_handshake(now_s)
-        out: list[Transmit] = []
-        self._check_timers(now_s, out)
-        if self.outbound is not None and self.state in (State.UP, State.CLOSING):
-            self._poll_data(self.outbound, now_s, out)
-        self._poll_control(now_s, out)
+            out = self._poll_handshake(now_s)
+        else:
+            out = []
+            self._check_timers(now_s, out)
+            if self.outbound is not None and self.state in (State.UP, State.CLOSING):
+                self._poll_data(self.outbound, now_s, out)
+            self._poll_control(now_s, out)
+        self.wake_at_s = self._deadline_s(now_s)
         return out
 
     def _poll_handshake(self, now_s: float) -> list[Transmit]:
@@ -532,12 +547,12 @@ class Session:
 
     def send_frame(self, frame: Frame) -> None:
         """Queue a control frame."""
+        self.touch()
         self._frames.append(encode_frame(frame))
 
-    def deadline_s(self, now_s: float) -> float | None:
-        """Return when `poll` should be called next; None when nothing is to be waited for."""
+    def _deadline_s(self, now_s: float) -> float:
         if self.state is State.DOWN:
-            return None
+            return float("inf")
         if self.state in (State.INIT_SENT, State.RESPONDED):
             expires_at_s = self.started_at_s + ATTEMPT_S + 0.001
             return expires_at_s if self._retry_at_s is None else min(self._retry_at_s, expires_at_s)
@@ -560,6 +575,7 @@ class Session:
 
     def close(self, now_s: float) -> None:
         """Say goodbye; what is not acknowledged yet counts as undelivered."""
+        self.touch()
         if self.state in (State.KEYING, State.UP):
             self.state = State.CLOSING
             self._retry_s = min(RETRY_FIRST_S, self.rtt.probe_timeout_s)
