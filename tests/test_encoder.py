@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -139,6 +142,40 @@ def test_several_arrays_with_odd_boundaries_are_one_update(
             widened.append(last.widened() if isinstance(last, Bfloat16Array) else last)
         flat = np.concatenate([np.zeros(0, dtype), *(w.astype(dtype) for w in widened)])
         assert_same(ours, theirs, arrays if rng.random() < 0.5 else tuple(arrays), flat)
+
+
+def test_numpy_s_bfloat16_arrays_are_taken() -> None:
+    bfloat16 = pytest.importorskip("ml_dtypes", reason="bfloat16 arrays need ml_dtypes").bfloat16
+    update = np.random.default_rng(30).standard_normal(500).astype(bfloat16)
+    ours, theirs = gw.Encoder(500, 0.5), ReferenceEncoder(500, gw.FixedThreshold(0.5))
+    assert_same(ours, theirs, update, update.astype(np.float32))
+
+
+def isa_in_a_new_process(name: str) -> str:
+    """Return the instruction set in use, or the error's name, with GRADWIRE_ISA set."""
+    code = (
+        "import gradwire as gw\n"
+        "try:\n    gw.Encoder(1)\n    print(gw._core.isa())\n"
+        "except gw.BackendUnavailable as error:\n    print(type(error).__name__, error)\n"
+    )
+    environment = {**os.environ, "GRADWIRE_ISA": name}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", _core.usable_isas())
+def test_an_instruction_set_can_be_forced(name: str) -> None:
+    assert isa_in_a_new_process(name) == name
+
+
+@pytest.mark.parametrize("name", ["sse9", "Scalar", "neon"])
+def test_an_instruction_set_that_is_not_usable_is_refused(name: str) -> None:
+    if name in _core.usable_isas():
+        pytest.skip(f"{name} is usable here")
+    assert isa_in_a_new_process(name).startswith("BackendUnavailable")
+    assert name in isa_in_a_new_process(name)
 
 
 @pytest.mark.usefixtures("isa")
