@@ -67,7 +67,7 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
 def _train_both(recipe: Recipe, folder: Path) -> int:
     # Only now, so that the other commands do not wait for these imports.
     from gradwire.cli.demo import report
-    from gradwire.cli.demo.run import WorkerFailed, train
+    from gradwire.cli.demo.launcher import WorkerFailed, train
 
     report.print_plan(recipe)
     runs = []

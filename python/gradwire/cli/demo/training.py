@@ -27,11 +27,11 @@ class Recipe:
     """
 
     workers: int = 4
-    epochs: int = 40
+    epochs: int = 30
     batch: int = 8
-    learning_rate: float = 0.2
+    learning_rate: float = 0.4
     momentum: float = 0.5
-    seed: int = 7
+    seed: int = 0
     threshold: float | None = None
     density: float = 1e-2
     dense: bool = False

@@ -34,19 +34,31 @@ class _Worker(NamedTuple):
     process: SpawnProcess
     pipe: Connection
 
+    def send(self, thing: Any) -> None:
+        """Send something to the worker.
+
+        Raises:
+            WorkerFailed: it has ended.
+        """
+        try:
+            self.pipe.send(thing)
+        except OSError:
+            raise self._failed() from None
+
     def receive(self) -> Any:
         """Return the next thing the worker sends.
 
         Raises:
-            WorkerFailed: it ended instead.
+            WorkerFailed: it has ended.
         """
         try:
             return self.pipe.recv()
-        except EOFError:
-            self.process.join(_FAREWELL_S)
-            raise WorkerFailed(
-                f"{self.process.name} ended early with status {self.process.exitcode}"
-            ) from None
+        except (EOFError, OSError):
+            raise self._failed() from None
+
+    def _failed(self) -> WorkerFailed:
+        self.process.join(_FAREWELL_S)
+        return WorkerFailed(f"{self.process.name} ended early with status {self.process.exitcode}")
 
 
 def train(recipe: Recipe, on_epoch: Callable[[Epoch], None]) -> Run:
@@ -58,7 +70,7 @@ def train(recipe: Recipe, on_epoch: Callable[[Epoch], None]) -> Run:
     with _workers(recipe) as workers:
         addresses: list[str] = []
         for worker in workers:
-            worker.pipe.send(addresses)
+            worker.send(addresses)
             addresses.append(worker.receive())
         begin_s = time.monotonic()
         epochs, outcomes = _collect(workers, on_epoch)

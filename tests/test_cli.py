@@ -1,0 +1,206 @@
+"""The command line, and the demo's promise: the accuracy of whole updates in a hundredth of the bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.cli import main
+from gradwire.cli.demo.network import Network
+from gradwire.cli.demo.report import format_bytes
+from gradwire.cli.demo.training import TRAINING_IMAGES, Digits, Recipe, Trainer
+from gradwire.transport import parse_secret
+
+pytest.importorskip("sklearn", reason="the demo needs scikit-learn")
+pytest.importorskip("matplotlib", reason="the demo needs matplotlib")
+
+
+def run_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, "-m", "gradwire.cli", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment,
+    )
+
+
+# --- info and secret --------------------------------------------------------------------------------------------------
+
+
+def test_info_names_the_backends_the_instruction_set_and_why_there_is_no_cuda(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["info"]) == 0
+    facts = dict(
+        re.split(r":\s+", line, maxsplit=1) for line in capsys.readouterr().out.splitlines()
+    )
+    assert facts["backends"].split(", ") == gw.backends()
+    assert facts["instruction set"].split()[0] in gw.backends()
+    assert facts["cuda"] == "available" or facts["cuda"].startswith("not available: ")
+    assert {"gradwire", "python", "numpy", "cryptography", "machine"} < facts.keys()
+
+
+def test_info_says_so_when_the_forced_instruction_set_is_unusable(tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "GRADWIRE_ISA": "abacus",
+    }
+    command = [sys.executable, "-m", "gradwire.cli", "info"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"instruction set: none: .*abacus", done.stdout)
+
+
+def test_every_secret_is_new_and_a_node_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = set()
+    for _ in range(3):
+        assert main(["secret"]) == 0
+        printed.add(capsys.readouterr().out.strip())
+    assert len(printed) == 3
+    assert all(len(parse_secret(secret)) == 32 for secret in printed)
+
+
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["demo", "--workers", "many"]])
+def test_wrong_arguments_end_with_status_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+
+
+# --- the demo's parts -------------------------------------------------------------------------------------------------
+
+
+def test_the_network_gives_the_gradient_of_its_loss() -> None:
+    rng = np.random.default_rng(3)
+    network = Network([5, 7, 4])
+    params = network.initial(seed=1)
+    inputs = rng.standard_normal((6, 5)).astype(np.float32)
+    labels = rng.integers(0, 4, 6)
+    gradient, unused = np.empty_like(params), np.empty_like(params)
+    network.gradient(params, inputs, labels, gradient)
+
+    direction = rng.standard_normal(network.numel).astype(np.float32)
+    step = np.float32(1e-2)
+    above = network.gradient(params + step * direction, inputs, labels, unused)
+    below = network.gradient(params - step * direction, inputs, labels, unused)
+    assert (above - below) / (2 * step) == pytest.approx(float(gradient @ direction), rel=2e-2)
+
+
+def test_half_of_the_digits_is_held_out_and_the_workers_share_the_other() -> None:
+    recipe = Recipe(workers=4)
+    digits = Digits.load(recipe.seed)
+    assert len(digits.inputs) + len(digits.test_inputs) == 1797
+    assert abs(len(digits.inputs) - len(digits.test_inputs)) == 1
+    shares = [np.concatenate(list(Trainer(recipe, rank, digits).batches())) for rank in range(4)]
+    used = np.concatenate(shares)
+    assert len(set(used)) == len(used) == recipe.steps_per_epoch * recipe.batch * 4
+    assert used.max() < TRAINING_IMAGES
+
+
+def test_the_network_has_at_least_a_hundred_thousand_parameters() -> None:
+    assert Network(Recipe().layers).numel >= 100_000
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [({"workers": 0}, "workers is 0"), ({"epochs": 0}, "epochs is 0"), ({"workers": 200}, "fewer")],
+)
+def test_a_recipe_that_cannot_be_trained_is_refused(
+    options: dict[str, int], complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Recipe(**options)
+
+
+def test_sizes_are_printed_for_people() -> None:
+    sizes = [0, 999, 1000, 1_234_567, 5e12]
+    assert [format_bytes(size) for size in sizes] == ["0 B", "999 B", "1 kB", "1.23 MB", "5e+03 GB"]
+
+
+# --- the demo ---------------------------------------------------------------------------------------------------------
+
+
+def test_demo_refuses_impossible_numbers_with_a_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["demo", "--workers", "0"]) == 2
+    assert "workers is 0, must be at least 1" in capsys.readouterr().err
+
+
+def test_demo_names_what_has_to_be_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert main(["demo"]) == 1
+    message = capsys.readouterr().err
+    assert message.strip() == (
+        'the demo needs scikit-learn and matplotlib: pip install "gradwire[demo]"'
+    )
+
+
+def test_demo_prints_plain_lines_and_draws_a_picture(tmp_path: Path) -> None:
+    arguments = ["--workers", "2", "--epochs", "3", "--threshold", "0.01", "--report", "made/here"]
+    done = run_command("demo", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "\r" not in done.stdout
+    assert "\x1b" not in done.stdout
+    for name in ("dense float32", "gradwire"):
+        assert re.search(rf"^{name}: epoch +3/3  loss 0\.\d+  test accuracy", done.stdout, re.M)
+    row = re.search(r"^all workers end with the same bits +(\S+) +(\S+)$", done.stdout, re.M)
+    assert row is not None
+    assert row.groups() == ("yes", "yes")
+    thresholds = re.findall(r"^ +\d+ +(\S+) +\S+ %", done.stdout, re.M)
+    assert thresholds == ["1.00e-02"] * 3
+    picture = tmp_path / "made" / "here" / "learning-curves.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_ends_with_a_reason_when_a_worker_dies(tmp_path: Path) -> None:
+    code = """
+import gradwire.cli.demo.worker as worker
+def fail(*_):
+    raise SystemExit(7)
+if __name__ == "__main__":
+    import gradwire.cli.demo.launcher as launcher
+    launcher.work = fail
+    from gradwire.cli import main
+    raise SystemExit(main(["demo", "--workers", "2"]))
+"""
+    script = tmp_path / "failing.py"
+    script.write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 1
+    assert re.search(r"gradwire demo: worker \d ended early with status", done.stderr)
+
+
+@pytest.mark.slow
+def test_demo_reaches_the_accuracy_of_whole_updates_with_a_hundredth_of_the_bytes() -> None:
+    from gradwire.cli.demo.launcher import train
+
+    recipe = Recipe()
+    dense = train(replace(recipe, dense=True), lambda _: None)
+    sparse = train(recipe, lambda _: None)
+    assert dense.is_identical
+    assert sparse.is_identical
+    assert dense.accuracy > 0.97
+    assert abs(sparse.accuracy - dense.accuracy) <= 0.005
+    assert dense.udp_bytes >= 100 * sparse.udp_bytes
+    # The dense run is what it claims to be: every parameter as 4 bytes to every other worker, and little else.
+    values = 4 * dense.numel * (recipe.workers - 1) * dense.worker_steps
+    assert values <= dense.udp_bytes <= 1.1 * values
+    assert 0 < sparse.control_bytes < sparse.udp_bytes
