@@ -15,7 +15,7 @@ namespace {
 // Several messages go over the target together in blocks: small enough for the second-level cache where they change
 // much of it, larger where each comes by only now and then.
 constexpr uint64_t kDenseBlock = uint64_t{1} << 16;
-constexpr uint64_t kSparseBlock = uint64_t{1} << 19;
+constexpr uint64_t kSparseBlock = uint64_t{1} << 22;
 constexpr uint64_t kLargestBlock = uint64_t{1} << 30;  // below kMostEntryDistance
 constexpr uint64_t kSparse = 32;                       // elements per changed one, from which on memory is asked for ahead
 

@@ -12,20 +12,47 @@
 namespace gradwire {
 namespace {
 
-// Sums packed fields. For narrow ones, the count of each of the k bits over a whole window at once.
-inline uint64_t sum_fields(const BitSource& source, uint64_t bit, uint64_t fields, unsigned rice) {
+// Sums packed fields of up to 8 bits: counts each of their bits over a whole window at once.
+inline uint64_t sum_narrow_fields(const BitSource& source, uint64_t bit, uint64_t windows, unsigned rice) {
+    const unsigned per_window = kWindow / rice;
+    uint64_t lowest = 0;  // the lowest bit of every field
+    for (unsigned field = 0; field < per_window; ++field) lowest |= uint64_t{1} << (field * rice);
     uint64_t sum = 0;
-    uint64_t i = 0;
-    if (rice <= 8) {
-        const unsigned per_window = kWindow / rice;
-        uint64_t lowest = 0;  // the lowest bit of every field
-        for (unsigned field = 0; field < per_window; ++field) lowest |= uint64_t{1} << (field * rice);
-        for (; i + per_window <= fields; i += per_window) {
-            const uint64_t window = source.bits_at(bit + i * rice);
-            for (unsigned b = 0; b < rice; ++b) sum += uint64_t{popcount(window >> b & lowest)} << b;
-        }
+    for (uint64_t i = 0; i < windows; ++i, bit += per_window * rice) {
+        const uint64_t window = source.bits_at(bit);
+        for (unsigned b = 0; b < rice; ++b) sum += uint64_t{popcount(window >> b & lowest)} << b;
     }
-    for (; i < fields; ++i) sum += source.bits_at(bit + i * rice) & low_bits(rice);
+    return sum;
+}
+
+// Wider fields: adds every second one in place, with the bits of its neighbour as room, 2^8 windows at a time.
+inline uint64_t sum_wide_fields(const BitSource& source, uint64_t bit, uint64_t windows, unsigned rice) {
+    const unsigned per_window = kWindow / rice;
+    uint64_t even_fields = 0;
+    for (unsigned field = 0; field < per_window; field += 2) even_fields |= low_bits(rice) << (field * rice);
+    const uint64_t odd_fields = even_fields & low_bits((per_window - 1) * rice);
+    uint64_t sum = 0;
+    for (uint64_t done = 0; done < windows;) {
+        const uint64_t stop = windows - done < 256 ? windows : done + 256;
+        uint64_t even = 0;
+        uint64_t odd = 0;
+        for (; done < stop; ++done, bit += per_window * rice) {
+            const uint64_t window = source.bits_at(bit);
+            even += window & even_fields;
+            odd += window >> rice & odd_fields;
+        }
+        for (unsigned at = 0; at < kWindow; at += 2 * rice)
+            sum += (even >> at & low_bits(2 * rice)) + (odd >> at & low_bits(2 * rice));
+    }
+    return sum;
+}
+
+inline uint64_t sum_fields(const BitSource& source, uint64_t bit, uint64_t fields, unsigned rice) {
+    const unsigned per_window = kWindow / rice;
+    const uint64_t windows = fields / per_window;
+    uint64_t sum = rice <= 8 ? sum_narrow_fields(source, bit, windows, rice)
+                             : sum_wide_fields(source, bit, windows, rice);
+    for (uint64_t i = windows * per_window; i < fields; ++i) sum += source.bits_at(bit + i * rice) & low_bits(rice);
     return sum;
 }
 
@@ -170,9 +197,10 @@ inline void add_entry(Entry entry, Target* target, uint64_t numel, Target quantu
 template <class Target>
 void add_entries(const Entry* entries, uint64_t count, Target* target, uint64_t numel, Target quantum,
                  bool scattered) {
+    // Into the second-level cache: the first has too few lines on their way at a time (2.0 against 3.4 ms for 16 x 16,777).
     if (scattered)
         for (uint64_t i = 0; i < count; ++i) {
-            __builtin_prefetch(target + (entries[i + kPrefetchAhead] & ~kEntryMinus), 1);
+            __builtin_prefetch(target + (entries[i + kPrefetchAhead] & ~kEntryMinus), 0, 1);
             add_entry(entries[i], target, numel, quantum);
         }
     else

@@ -89,7 +89,7 @@ using ListEntriesFunction = uint64_t (*)(const uint8_t* stream, uint64_t stream_
 
 // target[entry] += +-quantum for `count` entries, leaving out those beyond `numel`. With `scattered` it asks for the
 // memory ahead, of up to kPrefetchAhead readable entries behind the last.
-inline constexpr uint64_t kPrefetchAhead = 32;
+inline constexpr uint64_t kPrefetchAhead = 96;
 template <class Target>
 using AddEntriesFunction = void (*)(const Entry* entries, uint64_t count, Target* target, uint64_t numel,
                                     Target quantum, bool scattered);
