@@ -76,7 +76,7 @@ def random_mask(numel: int, density: float, rng: np.random.Generator) -> NDArray
 
 
 def clustered_mask(
-    numel: int, density: float, sigma: float, rng: np.random.Generator, region: int = 4096
+    numel: int, density: float, sigma: float, region: int, rng: np.random.Generator
 ) -> NDArray[np.bool_]:
     """Return changes whose density differs from region to region, lognormally: what layers and rows of a model do."""
     regions = -(-numel // region)
