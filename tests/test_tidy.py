@@ -1,0 +1,99 @@
+"""The repository is tidy: nothing generated, nothing of one machine, nothing huge, tests where one looks for them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEXT_BYTES_MAX = 100_000
+BINARY_BYTES_MAX = 400_000
+PYTHON_LINES_MAX = 1_000
+GENERATED = (".a", ".dll", ".dylib", ".egg", ".log", ".o", ".pyc", ".pyd", ".so", ".whl")
+
+# Folders of tests that belong to no Python package.
+OTHER_TEST_FOLDERS = {"cpp", "golden"}
+
+# Put together here, so that this file does not find itself.
+MACHINE_SPECIFIC = re.compile("|".join(f"/{one}/" for one in ("home", "root", "Users", "work")))
+
+
+def tracked_files() -> list[Path]:
+    try:
+        done = subprocess.run(
+            ["git", "ls-files", "-z"], capture_output=True, check=True, cwd=ROOT, text=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout: nothing says which files belong to the repository")
+    paths = [ROOT / name for name in done.stdout.split("\0") if name]
+    return [path for path in paths if path.is_file()]
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(scope="module")
+def files() -> list[Path]:
+    return tracked_files()
+
+
+@pytest.fixture(scope="module")
+def texts(files: list[Path]) -> dict[str, str]:
+    """All files that are text, by name."""
+    contents = {name(path): path.read_bytes() for path in files}
+    return {one: data.decode() for one, data in contents.items() if b"\0" not in data[:8000]}
+
+
+def test_nothing_generated_is_tracked(files: list[Path]) -> None:
+    folders = {"__pycache__", "build", "dist", "demo-report", ".hypothesis", ".venv"}
+    assert [
+        name(path)
+        for path in files
+        if path.suffix in GENERATED or folders & set(path.relative_to(ROOT).parts[:-1])
+    ] == []
+
+
+def test_no_file_is_huge(files: list[Path], texts: dict[str, str]) -> None:
+    limits = {
+        name(path): TEXT_BYTES_MAX if name(path) in texts else BINARY_BYTES_MAX for path in files
+    }
+    assert [name(path) for path in files if path.stat().st_size > limits[name(path)]] == []
+
+
+def test_no_python_file_is_a_thousand_lines_long(texts: dict[str, str]) -> None:
+    lengths = {one: text.count("\n") for one, text in texts.items() if one.endswith(".py")}
+    assert {one: lines for one, lines in lengths.items() if lines >= PYTHON_LINES_MAX} == {}
+
+
+def test_no_path_of_one_machine_is_written_down(texts: dict[str, str]) -> None:
+    assert [one for one, text in texts.items() if MACHINE_SPECIFIC.search(text)] == []
+
+
+def test_every_text_ends_with_one_newline_and_has_no_stray_blanks(texts: dict[str, str]) -> None:
+    checked = {one: text for one, text in texts.items() if text and one != "LICENSE"}
+    assert [one for one, text in checked.items() if not re.search(r"[^\n]\n\Z", text)] == []
+    assert [one for one, text in checked.items() if re.search(r"[ \t]$|\r", text, re.M)] == []
+
+
+def test_nothing_is_left_to_do_later(texts: dict[str, str]) -> None:
+    marks = re.compile("|".join(("TO" + "DO", "FIX" + "ME")))
+    assert [one for one, text in texts.items() if marks.search(text)] == []
+
+
+def test_every_folder_of_tests_mirrors_a_package(files: list[Path]) -> None:
+    below = [path.relative_to(ROOT).parts for path in files]
+    folders = {parts[1] for parts in below if parts[0] == "tests" and len(parts) > 2}
+    assert "transport" in folders
+    rooms = {one for one in folders if (ROOT / "python" / "gradwire" / one).is_dir()}
+    assert folders - rooms <= OTHER_TEST_FOLDERS
+
+
+def test_every_document_is_on_the_readme_s_map(texts: dict[str, str]) -> None:
+    documents = [one for one in texts if re.fullmatch(r"docs/[^/]+\.md|[A-Z]+\.md", one)]
+    assert len(documents) > 5
+    links = texts["README.md"]
+    assert [one for one in documents if f"({one})" not in links and one != "README.md"] == []
