@@ -82,6 +82,16 @@ MessageBytes code_ternary(const MaskWord* words, uint64_t word_count, uint64_t c
 
 namespace {
 
+// Rounds to nearest-even, but a finite value never to infinity: the message must stay as finite as its source.
+template <class Value>
+uint16_t to_bfloat16(Value value) {
+    constexpr float kMost = 3.3895313892515355e38F;
+    const bool finite = value - value == Value{0};
+    if (finite && value > Value{kMost}) value = Value{kMost};
+    if (finite && value < Value{-kMost}) value = Value{-kMost};
+    return float_to_bfloat16(static_cast<float>(value));
+}
+
 template <class Value, class Convert>
 void put_values(const ConstArray& values, uint8_t* out, Convert convert) {
     const auto* from = static_cast<const Value*>(values.data);
@@ -97,7 +107,7 @@ void put_values(const ConstArray& values, DenseType dtype, uint8_t* out) {
         case DenseType::kFloat32: return put_values<Value>(values, out, [](Value v) { return static_cast<float>(v); });
         case DenseType::kFloat64: return put_values<Value>(values, out, [](Value v) { return static_cast<double>(v); });
         case DenseType::kBfloat16:
-            return put_values<Value>(values, out, [](Value v) { return float_to_bfloat16(static_cast<float>(v)); });
+            return put_values<Value>(values, out, [](Value v) { return to_bfloat16(v); });
         case DenseType::kNone: break;
     }
 }
@@ -120,6 +130,19 @@ MessageBytes code_dense(const ConstArray& values, DenseType dtype, uint32_t key,
         put_values<float>(values, dtype, payload);
     seal_message(message.header, message.bytes.get());
     return message;
+}
+
+void decode_dense(const MessageView& message, void* out) {
+    if (message.header.dtype != DenseType::kBfloat16) {
+        std::memcpy(out, message.payload, message.header.payload_bytes);
+        return;
+    }
+    auto* values = static_cast<float*>(out);
+    for (uint64_t i = 0; i < message.header.numel; ++i) {
+        uint16_t bits;
+        std::memcpy(&bits, message.payload + 2 * i, sizeof bits);
+        values[i] = bfloat16_to_float(bits);
+    }
 }
 
 }  // namespace gradwire

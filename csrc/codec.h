@@ -102,6 +102,9 @@ MessageBytes code_ternary(const MaskWord* words, uint64_t word_count, uint64_t c
 // The values of one array, raw; `dtype` kBfloat16 rounds to nearest-even.
 MessageBytes code_dense(const ConstArray& values, DenseType dtype, uint32_t key, uint32_t step);
 
+// The values of a dense message: float64 where it holds those, float32 otherwise.
+void decode_dense(const MessageView& message, void* out);
+
 // targets += scale * decoded, for every message in turn, in one pass over the targets. Validates all payloads before
 // the first write. Throws MessageError where numel differs.
 void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale);

@@ -104,7 +104,8 @@ Tail measure_tail(const Residual* residual, uint64_t numel, const std::vector<Co
             const Residual before = residual[first + i];
             now.add(before + added[i]);
             shuffled.add(before + partner);
-            next.add(residual_after(before, added[i], threshold) + partner);
+            // Where the caller has added its update already, what an update does is unknown: expect the same again.
+            next.add(update ? residual_after(before, added[i], threshold) + partner : before);
         }
     }
     return {now.quantile(density), shuffled.quantile(density), next.quantile(density)};

@@ -3,6 +3,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
 #include <cstring>
 
 #include "../error.h"
@@ -60,7 +61,8 @@ Header header_for(uint64_t numel, double threshold, uint32_t key, uint32_t step,
     header.key = key;
     header.step = step;
     header.flags = shakeup ? kFlagShakeUp : 0;
-    if (!(threshold > 0) || static_cast<double>(bfloat16_to_float(header.threshold)) != threshold)
+    if (!(threshold > 0) || !std::isfinite(threshold) ||
+        static_cast<double>(bfloat16_to_float(header.threshold)) != threshold)
         throw MessageError("threshold " + std::string(py::str(py::float_(threshold))) +
                            " is not a positive bfloat16 value, which is what a message can carry");
     return header;

@@ -11,7 +11,8 @@ std::vector<const Kernels*> usable_tables() {
     std::vector<const Kernels*> tables{&kScalarKernels};
 #if defined(GRADWIRE_X86)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma")) {
+    // Every processor with AVX2 and BMI2 has F16C and LZCNT too.
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) {
         tables.push_back(&kAvx2Kernels);
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))

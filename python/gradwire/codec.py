@@ -120,10 +120,9 @@ class Encoder:
         self._residual: NDArray[Any] = self._core.residual
         self._step = 0
         self._changed_at = 0
-        self._stats = EncoderStats()
         self._sample_density = threshold.sample_density or 0.0
         self._set_threshold(threshold.initial)
-        # Running totals; a frozen EncoderStats is made of them when somebody asks.
+        # Running totals, of which a frozen EncoderStats is made when somebody asks.
         self._messages = self._message_bytes = self._sent_count = 0
         self._nonfinite_count = self._clipped_count = 0
         self._clipped_sum = 0.0
@@ -177,25 +176,26 @@ class Encoder:
         if dense:
             return self._encode_dense(update, dense)
         step = self._step
-        threshold = self._rounded
-        flags = 0
-        shakeup = self.shakeup
-        if shakeup is not None and shakeup.is_due(step):
-            threshold = round_threshold(self._threshold / shakeup.divisor)
-            flags = _FLAG_SHAKEUP
+        rounded = self._rounded
+        shakeup = self.shakeup if self.shakeup is not None and self.shakeup.is_due(step) else None
         message, skipped, tail = self._core.encode(
-            update, threshold, flags, self.key, step & _STEP_MASK, self._skip, self._sample_density
+            update,
+            round_threshold(self._threshold / shakeup.divisor) if shakeup else rounded,
+            _FLAG_SHAKEUP if shakeup else 0,
+            self.key,
+            step & _STEP_MASK,
+            self._skip,
+            self._sample_density,
         )
-        if not flags:
+        if shakeup is None:
             try:
                 self._follow_policy(message.density, tail)
             except BaseException:
                 # A policy that fails must not cost an update: what was taken goes back.
                 apply(message, self._residual)
                 raise
-        clip = self.clip
-        if clip is not None and clip.is_due(step):
-            count, removed = self._core.clip(clip.limit * round_threshold(self._last_threshold))
+        if self.clip is not None and self.clip.is_due(step):
+            count, removed = self._core.clip(self.clip.limit * rounded)
             self._clipped_count += count
             self._clipped_sum += removed
         self._finish(message, skipped)
@@ -259,24 +259,28 @@ class Encoder:
         )
 
     def _set_threshold(self, threshold: float) -> None:
-        self._rounded = round_threshold(threshold)
+        self._rounded = round_threshold(threshold)  # refuses first
         self._threshold = threshold
-        self._last_threshold = threshold
 
     def _follow_policy(self, density: float, tail: tuple[float, float, float] | None) -> None:
         before = self._threshold
-        self._last_threshold = before
         after = self.policy.next_threshold(
-            before, density, self._step + 1 - self._changed_at, None if tail is None else Tail(*tail)
+            before,
+            density,
+            self._step + 1 - self._changed_at,
+            None if tail is None else Tail(*tail),
         )
         if after != before:
-            self._rounded = round_threshold(after)
-            self._threshold = after
+            self._set_threshold(after)
             self._changed_at = self._step + 1
 
     def _encode_dense(self, update: Any, dense: bool | str) -> Message:
         message, skipped = self._core.encode_dense(
-            update, dense if isinstance(dense, str) else "", self.key, self._step & _STEP_MASK, self._skip
+            update,
+            dense if isinstance(dense, str) else "",
+            self.key,
+            self._step & _STEP_MASK,
+            self._skip,
         )
         self._finish(message, skipped)
         return message

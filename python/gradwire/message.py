@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
 from ._core import Message, parse_many
 
-__all__ = ["Message", "apply", "apply_many", "decode", "dense_message", "max_message_bytes", "parse_many"]
+__all__ = [
+    "Message",
+    "apply",
+    "apply_many",
+    "decode",
+    "dense_message",
+    "max_message_bytes",
+    "parse_many",
+]
 
 
 def apply(message: Message, target: Any, scale: float = 1.0) -> None:
@@ -28,9 +35,10 @@ def apply(message: Message, target: Any, scale: float = 1.0) -> None:
     Raises:
         MessageError: the message's payload is inconsistent; the target is as it was.
         TypeError: the target's dtype is neither float32 nor float64.
-        ValueError: wrong size, device or layout, a read-only target, arrays that overlap, or a scale that is not finite.
+        ValueError: wrong size, device or layout, a read-only target, arrays that overlap, or a scale that is
+            not finite.
 
-    >>> import gradwire as gw
+    >>> import numpy as np, gradwire as gw
     >>> encoder = gw.Encoder(3, threshold=gw.FixedThreshold(0.5))
     >>> params = np.zeros(3, np.float32)
     >>> gw.apply(encoder.encode(np.array([0.75, 0.25, -0.5], np.float32)), params)
@@ -40,7 +48,9 @@ def apply(message: Message, target: Any, scale: float = 1.0) -> None:
     _core.apply(message, target, scale)
 
 
-def apply_many(messages: list[Message] | tuple[Message, ...], target: Any, scale: float = 1.0) -> None:
+def apply_many(
+    messages: list[Message] | tuple[Message, ...], target: Any, scale: float = 1.0
+) -> None:
     """Add several messages to ``target`` in one pass over it, bit for bit as ``apply`` in the order of the list.
 
     Args, Raises: as ``apply``. All messages are checked before the first element changes.
