@@ -26,7 +26,8 @@ def acks(draw: st.DrawFn) -> wire.Ack:
         draw(WORD),
         draw(st.integers(0, 2**wire.ACK_WINDOW_RECORDS - 1)),
         tuple((cumulative + delta, draw(LONG)) for delta in sorted(deltas)),
-        draw(st.booleans()),
+        draw(st.integers(0, 65_535)),
+        bool(deltas) and draw(st.booleans()),
     )
 
 

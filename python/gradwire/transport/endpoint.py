@@ -551,6 +551,7 @@ class Endpoint:
                 "%s is gone (%s), %d messages undelivered", session.peer, reason, len(undelivered)
             )
             self._events.append(PeerLost(session.peer, reason, undelivered))
+            self._is_rotation_due = True  # who has left must not understand what comes
         self._release_log(now_s)
 
     # ---- housekeeping -------------------------------------------------------------------------------------------

@@ -368,12 +368,25 @@ class Inbound:
         else:
             self.acknowledge_by(now_s + ACK_DELAY_S)
 
-    def make_ack(self, now_s: float) -> Ack:
-        """Return the acknowledgement to send now, with all the credit there is."""
+    def make_acks(self, now_s: float) -> list[Ack]:
+        """Return the acknowledgement to send now, with all the credit there is, in as many parts as it needs."""
         self.ack_at_s = None
         self._unacknowledged_bytes = 0
         self.limit = max(self.limit, self._consumed + self._window)
         base = self.cumulative
+        complete = self._complete_bitmap(base)
+        partials = [(number, self._partials[number].got) for number in sorted(self._partials)]
+        delay_us = min(int(max(0.0, now_s - self._last_arrival_s) * 1e6), 1_000_000)
+        acks = []
+        skipped = 0
+        for start in range(0, max(1, len(partials)), ACK_PARTIALS_MAX):
+            part = tuple(partials[start : start + ACK_PARTIALS_MAX])
+            is_last = start + ACK_PARTIALS_MAX >= len(partials)
+            acks.append(Ack(base, self.limit, delay_us, complete, part, skipped, not is_last))
+            skipped = part[-1][0] + 1 - base if part else 0
+        return acks
+
+    def _complete_bitmap(self, base: int) -> int:
         complete = 0
         for record in self._complete:
             if record > base:
@@ -382,19 +395,7 @@ class Inbound:
             if first > base and first - base < ACK_WINDOW_RECORDS:
                 last = min(end, base + ACK_WINDOW_RECORDS)
                 complete |= ((1 << (last - first)) - 1) << (first - base)
-        numbers = sorted(self._partials)
-        partials = tuple(
-            (number, self._partials[number].got) for number in numbers[:ACK_PARTIALS_MAX]
-        )
-        delay_us = int(max(0.0, now_s - self._last_arrival_s) * 1e6)
-        return Ack(
-            base,
-            self.limit,
-            min(delay_us, 1_000_000),
-            complete,
-            partials,
-            len(numbers) > ACK_PARTIALS_MAX,
-        )
+        return complete
 
     def abandon(self) -> None:
         """Give back what is half done: the peer is gone."""

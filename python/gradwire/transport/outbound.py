@@ -13,6 +13,9 @@ from .recovery import PTO_MAX_S, RateController, RttEstimator, SendMark
 from .wire import Ack, Skip
 
 PTO_BACKOFF_MAX: Final = 10
+PLAUSIBLE: Final = (
+    0.75  # an answer this fraction of the usual round trip after the second copy is one to it
+)
 
 
 class Burst:
@@ -42,6 +45,7 @@ class _Flight:
 
     __slots__ = (
         "acked",
+        "again",
         "ever",
         "first_order",
         "full",
@@ -60,6 +64,7 @@ class _Flight:
         self.full = (1 << record.fragments) - 1 if record is not None else 1
         self.acked = 0
         self.ever = 0
+        self.again = 0
         self.to_send = self.full
         self.sent: list[_Sent] = []
         self.first_order = -1
@@ -93,6 +98,7 @@ class Outbound:
         self._waiting: dict[int, _Flight] = {}
         self._order = 0
         self._newest = (-1, 0)
+        self._described_end = start
         self._loss_due_at_s: float | None = None
         self._progress_at_s = 0.0
         self._timeouts = 0
@@ -157,6 +163,7 @@ class Outbound:
     def _note_sent(self, flight: _Flight, mask: int, nbytes: int, now_s: float) -> None:
         again = mask & flight.ever
         flight.ever |= mask
+        flight.again |= again
         flight.to_send &= ~mask
         if not flight.to_send:
             self._waiting.pop(flight.number, None)
@@ -177,6 +184,7 @@ class Outbound:
         """
         self.limit = max(self.limit, ack.limit)
         newest: tuple[_Flight, _Sent] | None = None
+        newest_before = self._newest[0]
         delivered_bytes = 0
         finished = []
         for flight, got in self._reported(ack):
@@ -195,13 +203,20 @@ class Outbound:
             del self._flights[number]
             self._waiting.pop(number, None)
         if newest is not None:
-            self._note_progress(newest[0], newest[1], delivered_bytes, ack, now_s)
+            is_news = newest[1].order > newest_before and not newest[0].resent
+            self._note_progress(
+                newest[1], delivered_bytes, ack.delay_us * 1e-6 if is_news else None, now_s
+            )
         self.cumulative = max(self.cumulative, min(ack.cumulative, self.cursor))
+        # A report that ran out of room says nothing about the rest, so nothing of the rest is lost yet.
+        if ack.skipped == 0 or ack.cumulative + ack.skipped <= self._described_end:
+            self._described_end = ack.partials[-1][0] + 1 if ack.truncated else self.cursor
         self._find_losses(now_s)
 
     def _reported(self, ack: Ack) -> list[tuple[_Flight, int]]:
         """Return each flight that the report says something about, with the fragments the peer holds."""
         partials = dict(ack.partials)
+        first = ack.cumulative + ack.skipped
         last_partial = ack.partials[-1][0] if ack.partials else ack.cumulative
         end = max(ack.cumulative + max(ack.complete.bit_length(), 1), last_partial + 1)
         result = []
@@ -213,7 +228,7 @@ class Outbound:
             elif number >= ack.cumulative:
                 if ack.complete >> (number - ack.cumulative) & 1:
                     result.append((flight, flight.full))
-                elif number <= last_partial or not ack.truncated:
+                elif first <= number and (number <= last_partial or not ack.truncated):
                     # A bitmap with every bit set belongs to an incomplete record only if its peer is confused.
                     got = partials.get(number, 0) & flight.full
                     result.append((flight, got if got != flight.full else 0))
@@ -234,9 +249,12 @@ class Outbound:
             if hit:
                 sent.mask &= ~hit
                 nbytes += flight.bytes_of(hit)
-                # A fragment sent twice may have arrived by its first copy; too early an answer proves nothing.
-                if flight.resent and now_s - sent.mark.sent_at_s < self._rtt.minimum_s:
-                    continue
+                # A fragment sent twice may have arrived by its first copy; too early an answer proves nothing
+                # about what was sent before the second.
+                if now_s - sent.mark.sent_at_s < PLAUSIBLE * self._rtt.smoothed_s:
+                    hit &= ~flight.again
+                    if not hit:
+                        continue
                 newest = sent
                 self._newest = max(self._newest, (sent.order, hit.bit_length() - 1))
         if newest is None and nbytes:
@@ -245,13 +263,14 @@ class Outbound:
         return nbytes, newest
 
     def _note_progress(
-        self, flight: _Flight, sent: _Sent, delivered_bytes: int, ack: Ack, now_s: float
+        self, sent: _Sent, delivered_bytes: int, held_back_s: float | None, now_s: float
     ) -> None:
+        """Account for an acknowledgement; it gives a round trip only if it is about the newest thing that was sent."""
         self._timeouts = 0
         self._progress_at_s = now_s
-        if not flight.resent:
+        if held_back_s is not None:
             elapsed_s = now_s - sent.mark.sent_at_s
-            self._rtt.add_sample(max(elapsed_s - ack.delay_us * 1e-6, elapsed_s / 8), now_s)
+            self._rtt.add_sample(max(elapsed_s - held_back_s, elapsed_s / 8), now_s)
         self.rate.on_delivered(delivered_bytes, sent.mark, now_s)
 
     def _queue_again(self, flight: _Flight, mask: int) -> None:
@@ -265,7 +284,7 @@ class Outbound:
         due_at_s: float | None = None
         for flight in self._flights.values():
             # Records are opened in order, so from here on everything left after the newest arrival.
-            if flight.first_order > newest_order:
+            if flight.first_order > newest_order or flight.number >= self._described_end:
                 break
             for sent in flight.sent:
                 if sent.order > newest_order or not sent.mask:
@@ -302,7 +321,8 @@ class Outbound:
         if not self._flights:
             return None
         backoff = 1 << min(self._timeouts, PTO_BACKOFF_MAX)
-        return self._progress_at_s + min(self._rtt.probe_timeout_s * backoff, PTO_MAX_S)
+        timeout_s = self._rtt.probe_timeout_s
+        return self._progress_at_s + max(timeout_s, min(timeout_s * backoff, PTO_MAX_S))
 
     def on_timer(self, now_s: float) -> tuple[list[Burst | Skip], bool]:
         """Do what is due: find losses, probe.

@@ -34,6 +34,7 @@ WINDOW_GAIN: Final = 2.0
 RATE_FILTER_ROUNDS: Final = 10
 FULL_GROWTH: Final = 1.25
 FULL_ROUNDS: Final = 3
+OVERFLOW_LOSS: Final = 0.1
 LOSS_COMPENSATION_MAX: Final = 0.3
 
 
@@ -46,13 +47,21 @@ class RttEstimator:
         self.latest_s = 0.0
         self.minimum_s = 0.0
         self._minimum_at_s = 0.0
+        self._is_guess = False
+
+    def set_guess(self, sample_s: float, now_s: float) -> None:
+        """Take a time that may be too long, because it is not known which of several datagrams was answered."""
+        if self.smoothed_s == 0.0:
+            self.add_sample(sample_s, now_s)
+            self._is_guess = True
 
     def add_sample(self, sample_s: float, now_s: float) -> None:
         """Take one measured round trip."""
         sample_s = max(sample_s, 1e-6)
         self.latest_s = sample_s
-        if self.smoothed_s == 0.0:
-            self.smoothed_s, self.variation_s = sample_s, sample_s / 2
+        if self.smoothed_s == 0.0 or self._is_guess:
+            self._is_guess = False
+            self.smoothed_s, self.variation_s, self.minimum_s = sample_s, sample_s / 2, 0.0
         else:
             self.variation_s += (abs(self.smoothed_s - sample_s) - self.variation_s) / 4
             self.smoothed_s += (sample_s - self.smoothed_s) / 8
@@ -118,6 +127,8 @@ class RateController:
         self._app_limited_until_bytes = 0
         self._round = 0
         self._round_ends_at_bytes = 0
+        self._round_began_at_bytes = 0
+        self._round_lost_bytes = 0
         self._rates: deque[tuple[int, float]] = deque()
         self._phase = "startup"
         self._gain_index = STEADY_PHASE
@@ -174,6 +185,7 @@ class RateController:
     def on_lost(self, lost_bytes: int) -> None:
         """Account for bytes declared lost."""
         self.bytes_in_flight -= lost_bytes
+        self._round_lost_bytes += lost_bytes
         self.loss_rate += min(1.0, lost_bytes / BURST_MAX_BYTES) * (1.0 - self.loss_rate) / 16
 
     def on_abandoned(self, abandoned_bytes: int) -> None:
@@ -197,6 +209,8 @@ class RateController:
                 (self._delivered_bytes - mark.delivered_bytes) / interval_s, mark.app_limited
             )
         self._advance_phase(new_round, mark.app_limited, now_s)
+        if new_round:
+            self._round_lost_bytes, self._round_began_at_bytes = 0, self._delivered_bytes
         self._update_window()
 
     def _add_rate(self, rate: float, app_limited: bool) -> None:
@@ -224,7 +238,13 @@ class RateController:
         if self.rate_bytes_per_s >= self._full_rate * FULL_GROWTH:
             self._full_rate, self._full_rounds = self.rate_bytes_per_s, 0
             return False
-        self._full_rounds += 1
+        # No growth and much loss: the queue at the bottleneck overflows already.
+        lost, delivered = (
+            self._round_lost_bytes,
+            max(1, self._delivered_bytes - self._round_began_at_bytes),
+        )
+        is_overflowing = lost > OVERFLOW_LOSS * (lost + delivered)
+        self._full_rounds += FULL_ROUNDS if is_overflowing else 1
         return self._full_rounds >= FULL_ROUNDS
 
     def _update_window(self) -> None:

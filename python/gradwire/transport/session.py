@@ -45,7 +45,9 @@ from .wire import (
 PROLOGUE: Final = b"gradwire transport 1"
 INTRODUCTION_BYTES: Final = INIT_BYTES - HEADER_BYTES - 32 - TAG_BYTES
 CLOSE_ATTEMPTS: Final = 5
+CLOSE_RETRY_MAX_S: Final = 0.5
 BURSTS_PER_POLL: Final = 16
+PINGS_MAX: Final = 16
 CREDIT_FLOOR_RECORDS: Final = 4
 
 REASON_LEFT: Final = 0
@@ -155,10 +157,12 @@ class Session:
         self._control_sent_at_s = now_s
         self._ack_counter = -1
         self._ping_token = 0
-        self._ping_sent_at_s: float | None = None
+        self._pings: dict[int, float] = {}
         self._unconfirmed_keys: dict[int, SenderKey] = {}
+        self._announced_keys = 0
         self._close_reason = REASON_LEFT
         self._closes = 0
+        self._keyed_at_s = now_s
 
     # ---- handshake ----------------------------------------------------------------------------------------------
 
@@ -221,6 +225,7 @@ class Session:
         if not self._context.on_identified(self, now_s):
             self.give_up("duplicate", REASON_DUPLICATE, now_s)
             return
+        self._keyed_at_s = now_s
         self.outbound = Outbound(self._context.log, self.index, self._context.log.head, self.rtt)
         for key in self._context.sender_keys():
             self.announce_key(key, now_s)
@@ -228,6 +233,7 @@ class Session:
     def announce_key(self, key: SenderKey, now_s: float) -> None:
         """Send a sender key of ours until the peer has confirmed it."""
         self.touch()
+        self._announced_keys += 1
         self._unconfirmed_keys[key.epoch & 0xFF] = key
         self._retry_s = RETRY_FIRST_S
         self._retry_at_s = now_s
@@ -306,6 +312,7 @@ class Session:
             case Key():
                 self._on_key(frame, now_s)
             case KeyAck(epoch):
+                self.rtt.set_guess(now_s - self._keyed_at_s, now_s)
                 self._on_key_ack(epoch)
             case Skip(first, count):
                 self._on_skip(first, count, now_s)
@@ -322,7 +329,7 @@ class Session:
 
     def _on_ack(self, ack: Ack, counter: int, now_s: float) -> None:
         self._infer_key_ack()
-        if self.outbound is None or counter <= self._ack_counter:
+        if self.outbound is None or counter < self._ack_counter:
             return
         self._ack_counter = counter
         before = self.outbound.cumulative
@@ -336,9 +343,9 @@ class Session:
             self.pending.popleft()[1].settle(self.identity, delivered=True)
 
     def _on_pong(self, token: int, now_s: float) -> None:
-        if self._ping_sent_at_s is not None and token == self._ping_token:
-            self.rtt.add_sample(now_s - self._ping_sent_at_s, now_s)
-            self._ping_sent_at_s = None
+        sent_at_s = self._pings.pop(token, None)
+        if sent_at_s is not None:
+            self.rtt.add_sample(now_s - sent_at_s, now_s)
 
     def _on_key(self, frame: Key, now_s: float) -> None:
         if self.state is State.RESPONDED:
@@ -368,8 +375,8 @@ class Session:
         self._maybe_up()
 
     def _infer_key_ack(self) -> None:
-        """What only a peer with our key can send has come, so its KeyAck was lost (clear only if there is one key)."""
-        if self.state is State.KEYING and len(self._unconfirmed_keys) == 1:
+        """What only a peer with a key of ours can send has come: if there was only one, its KeyAck was lost."""
+        if self.state is State.KEYING and self._announced_keys == 1 and self._unconfirmed_keys:
             self._on_key_ack(next(iter(self._unconfirmed_keys)))
 
     def _maybe_up(self) -> None:
@@ -491,6 +498,7 @@ class Session:
         self._retry_at_s = now_s + max(self._retry_s, self.rtt.probe_timeout_s)
         self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
         if self.state is State.CLOSING:
+            self._retry_at_s = now_s + min(self.rtt.probe_timeout_s, CLOSE_RETRY_MAX_S)
             self._closes += 1
             if self._closes > CLOSE_ATTEMPTS:
                 self._go_down("closed", now_s)
@@ -503,9 +511,10 @@ class Session:
                 self._frames.append(encode_frame(frame))
 
     def _ping(self, now_s: float) -> None:
-        if self._ping_sent_at_s is None or now_s - self._ping_sent_at_s > self.rtt.probe_timeout_s:
-            self._ping_token = (self._ping_token + 1) & 0xFFFFFFFF
-            self._ping_sent_at_s = now_s
+        self._ping_token += 1
+        self._pings[self._ping_token] = now_s
+        if len(self._pings) > PINGS_MAX:
+            del self._pings[next(iter(self._pings))]
         self._frames.append(encode_frame(Ping(self._ping_token)))
 
     def _poll_data(self, outbound: Outbound, now_s: float, out: list[Transmit]) -> None:
@@ -528,7 +537,7 @@ class Session:
             and inbound.ack_at_s is not None
             and (self._frames or now_s >= inbound.ack_at_s)
         ):
-            self._frames.append(encode_frame(inbound.make_ack(now_s)))
+            self._frames.extend(encode_frame(ack) for ack in inbound.make_acks(now_s))
         while self._frames and self._channel is not None:
             plaintext = b""
             while self._frames and len(plaintext) + len(self._frames[0]) <= CONTROL_PLAINTEXT_MAX:
@@ -578,7 +587,6 @@ class Session:
         self.touch()
         if self.state in (State.KEYING, State.UP):
             self.state = State.CLOSING
-            self._retry_s = min(RETRY_FIRST_S, self.rtt.probe_timeout_s)
             self._retry_at_s = now_s
             if self.outbound is not None:
                 self.outbound.abandon()

@@ -36,7 +36,7 @@ FRAGMENT_BYTES_MAX: Final = 9_000
 INIT_BYTES: Final = 256
 CONTROL_PLAINTEXT_MAX: Final = 1_200  # fits an IPv6 minimum-MTU path with the header and the tag
 ACK_WINDOW_RECORDS: Final = 1_024  # records that the bitmap of one ACK can describe
-ACK_PARTIALS_MAX: Final = 80
+ACK_PARTIALS_MAX: Final = 100
 MEMBERS_MAX: Final = 32
 
 
@@ -54,7 +54,8 @@ class Ack:
         delay_us: time the receiver held this acknowledgement back.
         complete: bit i set means record ``cumulative + i`` is complete.
         partials: (record number, bitmap of the fragments held) of incomplete records, oldest first.
-        truncated: more incomplete records exist than are listed.
+        skipped: incomplete records from ``cumulative`` up to this many numbers on are described by an earlier report.
+        truncated: more incomplete records exist than are listed; a later report describes them.
     """
 
     cumulative: int
@@ -62,6 +63,7 @@ class Ack:
     delay_us: int = 0
     complete: int = 0
     partials: tuple[tuple[int, int], ...] = ()
+    skipped: int = 0
     truncated: bool = False
 
 
@@ -133,7 +135,9 @@ class Members:
 
 Frame: TypeAlias = Ack | Ping | Pong | Key | KeyAck | Skip | Close | CloseAck | Poison | Members
 
-_ACK = struct.Struct("<BQQIBBB")  # type, cumulative, limit, delay, bitmap bytes, partials, flags
+_ACK = struct.Struct(
+    "<BQQIHBBB"
+)  # type, cumulative, limit, delay, skipped, bitmap bytes, partials, flags
 _ACK_PARTIAL = struct.Struct("<HQ")
 _TOKEN = struct.Struct("<BQ")
 _KEY = struct.Struct("<BBIQ16s12s")
@@ -192,6 +196,7 @@ def _encode_ack(ack: Ack) -> bytes:
         ack.cumulative,
         ack.limit,
         ack.delay_us,
+        ack.skipped,
         len(bitmap),
         len(ack.partials),
         1 if ack.truncated else 0,
@@ -249,9 +254,12 @@ def _decode_frame(data: bytes, at: int) -> tuple[Frame, int]:
 
 
 def _decode_ack(data: bytes, at: int) -> tuple[Ack, int]:
-    _, cumulative, limit, delay_us, bitmap_bytes, partial_count, flags = _ACK.unpack_from(data, at)
+    _, cumulative, limit, delay_us, skipped, bitmap_bytes, partial_count, flags = _ACK.unpack_from(
+        data, at
+    )
     at += _ACK.size
-    if bitmap_bytes > ACK_WINDOW_RECORDS // 8 or partial_count > ACK_PARTIALS_MAX or flags > 1:
+    is_excessive = bitmap_bytes > ACK_WINDOW_RECORDS // 8 or partial_count > ACK_PARTIALS_MAX
+    if is_excessive or flags > 1 or (flags == 1 and partial_count == 0):
         raise WireError("an acknowledgement describes more than its limits allow")
     if at + bitmap_bytes > len(data):
         raise WireError("an acknowledgement's bitmap is truncated")
@@ -263,7 +271,7 @@ def _decode_ack(data: bytes, at: int) -> tuple[Ack, int]:
         delta, got = _ACK_PARTIAL.unpack_from(data, at)
         partials.append((cumulative + delta, got))
         at += _ACK_PARTIAL.size
-    return Ack(cumulative, limit, delay_us, complete, tuple(partials), flags == 1), at
+    return Ack(cumulative, limit, delay_us, complete, tuple(partials), skipped, flags == 1), at
 
 
 def _decode_members(data: bytes, at: int) -> tuple[Members, int]:
