@@ -128,6 +128,27 @@ def test_joining_a_hundred_times_under_full_load_disturbs_nobody() -> None:
     assert two.payloads == sent
 
 
+def test_one_seed_is_enough_to_join_the_whole_mesh() -> None:
+    simulator = Simulator(8)
+    hosts = [simulator.add(f"h{index}") for index in range(6)]
+    for host in hosts[1:]:
+        host.endpoint.connect(hosts[0].address)
+        simulator.run_for(0.05)
+    simulator.run_until(lambda: all(len(host.endpoint.peers) == 5 for host in hosts), 5.0)
+    simulator.run_for(15.0)
+    assert all(host.lost == [] for host in hosts)
+
+
+def test_a_learned_address_that_does_not_answer_is_forgotten() -> None:
+    simulator, one, two = pair(9)
+    two.endpoint.on_members(("nowhere:1", "nonsense"))
+    simulator.run_for(1.0)
+    assert ("nowhere", 1) in two.endpoint.membership
+    simulator.run_for(15.0)
+    assert ("nowhere", 1) not in two.endpoint.membership
+    assert one.address in two.endpoint.membership
+
+
 # ---- messages ---------------------------------------------------------------------------------------------------
 
 

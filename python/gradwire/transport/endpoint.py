@@ -26,6 +26,7 @@ from .model import (
     Stats,
     Ticket,
     Transmit,
+    format_address,
     parse_address,
 )
 from .records import Outgoing, Sealer, SendLog, chunk_bytes_max
@@ -37,11 +38,13 @@ from .wire import (
     HEADER_BYTES,
     INIT,
     INIT_BYTES,
+    MEMBERS_MAX,
     RECORD_NUMBER_BITS,
     RECORD_NUMBER_MAX,
     RESPONSE,
     TAG_BYTES,
     Introduction,
+    Members,
     WireError,
 )
 
@@ -514,6 +517,14 @@ class Endpoint:
         """See `session.Context`."""
         logger.info("connected to %s", session.identity)
         self._events.append(PeerJoined(session.identity))
+        self._introduce(session)
+
+    def _introduce(self, newcomer: Session) -> None:
+        """Tell a new peer where the others are, so that one seed is enough to join the whole mesh."""
+        others = [session for session in self._up_sessions() if session is not newcomer]
+        addresses = [session.advertised or format_address(session.address) for session in others]
+        for start in range(0, len(addresses), MEMBERS_MAX):
+            newcomer.send_frame(Members(tuple(addresses[start : start + MEMBERS_MAX])))
 
     def on_moved(self, session: Session, address: Address) -> None:
         """See `session.Context`."""
@@ -526,7 +537,7 @@ class Endpoint:
         """See `session.Context`."""
         for text in addresses:
             try:
-                self.membership.add(parse_address(text))
+                self.membership.add(parse_address(text), is_learned=True)
                 self._knock_at_s = 0.0
             except ValueError:
                 self.counters.malformed_datagrams += 1
@@ -540,6 +551,8 @@ class Endpoint:
     def on_down(self, session: Session, reason: str, now_s: float) -> None:
         """See `session.Context`."""
         self._collect(session)
+        if session.target is not None and session.peer is None:
+            self.membership.on_no_answer(session.target, now_s)
         self._farewells.extend(session.last_words(now_s))
         self._drop(session)
         self.membership.on_lost(session.address, now_s)

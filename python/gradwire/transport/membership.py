@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Final
 
 from .model import Address
@@ -19,12 +20,12 @@ GATE_BURST: Final = 64.0
 class Seed:
     """An address that should have a connection."""
 
-    __slots__ = ("address", "is_own", "next_at_s", "node_id", "retry_s")
+    __slots__ = ("address", "is_learned", "is_own", "next_at_s", "node_id")
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, *, is_learned: bool) -> None:
         self.address = address
+        self.is_learned = is_learned
         self.next_at_s = 0.0
-        self.retry_s = RETRY_FIRST_S
         self.node_id: int | None = None
         self.is_own = False
 
@@ -38,13 +39,18 @@ class Membership:
     def __contains__(self, address: Address) -> bool:
         return address in self._seeds
 
-    def __iter__(self) -> object:
-        return iter(self._seeds.values())
+    def __iter__(self) -> Iterator[Address]:
+        return iter(self._seeds)
 
-    def add(self, address: Address) -> None:
-        """Want a connection to this address; ignored when there are too many already."""
+    def add(self, address: Address, *, is_learned: bool = False) -> None:
+        """Want a connection to this address; ignored when there are too many already.
+
+        Args:
+            address: of the other node.
+            is_learned: a peer named it; it is forgotten if it does not answer.
+        """
         if address not in self._seeds and len(self._seeds) < SEEDS_MAX:
-            self._seeds[address] = Seed(address)
+            self._seeds[address] = Seed(address, is_learned=is_learned)
 
     def due(self, now_s: float, connected: set[Address], node_ids: set[int]) -> list[Address]:
         """Return the addresses to start a handshake with now."""
@@ -74,12 +80,21 @@ class Membership:
             seed.node_id = node_id
             seed.is_own = is_own
 
+    def on_no_answer(self, address: Address, now_s: float) -> None:
+        """A whole attempt at this address was in vain: wait longer, or forget it if it was only hearsay."""
+        seed = self._seeds.get(address)
+        if seed is None:
+            return
+        seed.next_at_s = now_s + RETRY_MAX_S
+        if seed.is_learned:
+            del self._seeds[address]
+
     def on_lost(self, address: Address, now_s: float) -> None:
         """The connection to this address ended; knock again a little later."""
         seed = self._seeds.get(address)
         if seed is not None:
             seed.node_id = None
-            seed.next_at_s = now_s + RETRY_FIRST_S
+            seed.next_at_s = max(seed.next_at_s, now_s + RETRY_FIRST_S)
 
 
 class HandshakeGate:

@@ -35,7 +35,6 @@ from .wire import (
     KeyAck,
     Members,
     Ping,
-    Poison,
     Pong,
     Skip,
     decode_frames,
@@ -122,6 +121,7 @@ class Session:
         address: where the peer was last heard.
         target: the address we knocked at, or None if the peer knocked.
         peer: who it is, once known.
+        advertised: "host:port" under which others should reach the peer, or empty.
         knock: the first datagram of a peer that knocked, to recognise its repetition.
         wake_at_s: when `poll` has something to do; anything that comes in sets it back to "now".
         pending: (last record, ticket) of the messages that the peer has not acknowledged.
@@ -140,6 +140,7 @@ class Session:
         self.inbound: Inbound | None = None
         self.pending: deque[tuple[int, Ticket]] = deque()
         self.knock = b""
+        self.advertised = ""
         self.was_up = False
         self.started_at_s = now_s
         self.heard_at_s = now_s
@@ -184,7 +185,7 @@ class Session:
         """Answer a knock that proved knowledge of the secret."""
         self.state = State.RESPONDED
         self._remote_index = remote.session
-        self.peer = Peer(remote.node_id, remote.incarnation, format_address(self.address))
+        self._identify(remote)
         header = HEADER.pack(RESPONSE, 0, 0, 0, remote.session, 0)
         self._first_datagram = header + handshake.write_response(
             self._introduction(remote.stamp).encode()
@@ -214,10 +215,14 @@ class Session:
         self._channel = ControlChannel(first, second, insecure=self._context.insecure)
         self._handshake = None
         self._remote_index = remote.session
-        self.peer = Peer(remote.node_id, remote.incarnation, format_address(self.address))
+        self._identify(remote)
         if self._knocks == 1:
             self.rtt.add_sample(now_s - self.started_at_s, now_s)
         self._begin_keying(now_s)
+
+    def _identify(self, remote: Introduction) -> None:
+        self.peer = Peer(remote.node_id, remote.incarnation, format_address(self.address))
+        self.advertised = remote.advertise
 
     def _begin_keying(self, now_s: float) -> None:
         self.state = State.KEYING
@@ -324,8 +329,6 @@ class Session:
                     self._go_down("closed", now_s)
             case Members(addresses):
                 self._context.on_members(addresses)
-            case Poison():
-                pass
 
     def _on_ack(self, ack: Ack, counter: int, now_s: float) -> None:
         self._infer_key_ack()

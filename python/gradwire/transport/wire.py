@@ -120,20 +120,13 @@ class CloseAck:
 
 
 @dataclass(frozen=True, slots=True)
-class Poison:
-    """Record ``record`` came whole and failed authentication: send one-datagram records for a while."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
 class Members:
     """Addresses ("host:port") of other nodes that the sender is connected to."""
 
     addresses: tuple[str, ...]
 
 
-Frame: TypeAlias = Ack | Ping | Pong | Key | KeyAck | Skip | Close | CloseAck | Poison | Members
+Frame: TypeAlias = Ack | Ping | Pong | Key | KeyAck | Skip | Close | CloseAck | Members
 
 _ACK = struct.Struct(
     "<BQQIHBBB"
@@ -144,7 +137,6 @@ _KEY = struct.Struct("<BBIQ16s12s")
 _KEY_ACK = struct.Struct("<BB")
 _SKIP = struct.Struct("<BQQ")
 _CLOSE = struct.Struct("<BB")
-_POISON = struct.Struct("<BQ")
 _MEMBERS = struct.Struct("<BB")
 
 (
@@ -156,9 +148,8 @@ _MEMBERS = struct.Struct("<BB")
     _T_SKIP,
     _T_CLOSE,
     _T_CLOSE_ACK,
-    _T_POISON,
     _T_MEMBERS,
-) = range(1, 11)
+) = range(1, 10)
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -180,8 +171,6 @@ def encode_frame(frame: Frame) -> bytes:
             return _CLOSE.pack(_T_CLOSE, reason)
         case CloseAck():
             return bytes([_T_CLOSE_ACK])
-        case Poison(record):
-            return _POISON.pack(_T_POISON, record)
         case Members(addresses):
             texts = [address.encode("ascii") for address in addresses]
             return _MEMBERS.pack(_T_MEMBERS, len(texts)) + b"".join(
@@ -246,8 +235,6 @@ def _decode_frame(data: bytes, at: int) -> tuple[Frame, int]:
         return Close(_CLOSE.unpack_from(data, at)[1]), at + _CLOSE.size
     if kind == _T_CLOSE_ACK:
         return CloseAck(), at + 1
-    if kind == _T_POISON:
-        return Poison(_record_number(_POISON.unpack_from(data, at)[1])), at + _POISON.size
     if kind == _T_MEMBERS:
         return _decode_members(data, at)
     raise WireError(f"unknown control frame type {kind}")
