@@ -76,6 +76,7 @@ class Settings:
     Attributes:
         numels: sizes of the timed arrays.
         adversarial_numel: size of the adversarial patterns.
+        training_numel: a small size for the training steps, beside the others.
         effort: for a group of two operations; larger groups get as much for each of theirs.
         small_calls: calls per sample of the 1,024-element encode.
         repetitions: of the training steps.
@@ -86,6 +87,7 @@ class Settings:
 
     numels: tuple[int, ...]
     adversarial_numel: int
+    training_numel: int
     effort: Effort
     small_calls: int
     repetitions: int
@@ -103,10 +105,10 @@ class Settings:
         return measure(operations, effort, evict=self.evict, clock=self.clock)
 
 
-FULL = Settings((2**24, 2**26), 2**24, Effort(2.5, 5, 30), small_calls=2_000, repetitions=4)
-QUICK = Settings((2**24,), 2**22, Effort(1.0, 4, 10), small_calls=1_000, repetitions=2)
+FULL = Settings((2**24, 2**26), 2**24, 2**20, Effort(2.5, 5, 30), small_calls=2_000, repetitions=4)
+QUICK = Settings((2**24,), 2**22, 2**20, Effort(1.0, 4, 10), small_calls=1_000, repetitions=2)
 SMOKE = Settings(
-    (2**16,), 2**16, Effort(0.0, 2, 2, warmup=1), small_calls=20, repetitions=1, evict=False
+    (2**16,), 2**16, 2**12, Effort(0.0, 2, 2, warmup=1), small_calls=20, repetitions=1, evict=False
 )
 
 Group = Callable[[Settings, Report], Iterator[Row]]
@@ -348,7 +350,7 @@ def bench_peers(settings: Settings, report: Report) -> Iterator[Row]:
 def bench_training(settings: Settings, report: Report) -> Iterator[Row]:  # noqa: ARG001
     """Yield 20 steps of Gaussian updates under TargetDensity(1e-3), whose first threshold is 100 times too low."""
     policy = gw.TargetDensity(1e-3)
-    for numel in settings.numels:
+    for numel in (settings.training_numel, *settings.numels):
         encoder = gw.Encoder(numel, threshold=policy)
         fresh = encoder.state_dict()
         # Every step's update is a window of the same noise: for each element another draw.
