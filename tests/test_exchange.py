@@ -284,6 +284,15 @@ def test_the_first_step_waits_for_the_promised_peers(
     assert not enc.residual.any()
 
 
+def test_a_node_that_goes_alone_without_being_told_to_warns(
+    scripted: Callable[..., ScriptedNode], caplog: pytest.LogCaptureFixture
+) -> None:
+    gw.Exchange(encoder(), scripted(), peers=0).wait_for_peers()
+    assert caplog.messages == []
+    gw.Exchange(encoder(), scripted()).wait_for_peers()
+    assert "goes on alone" in caplog.text
+
+
 def test_a_message_for_the_next_step_is_kept_for_it(scripted: Callable[..., ScriptedNode]) -> None:
     ahead = peer(10)
     node = scripted(peers=(ahead,))

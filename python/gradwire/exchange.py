@@ -184,6 +184,8 @@ class Exchange:
             connected = self._node.wait_for_peers(self._expected_peers or 0, self._timeout_s)
             self._members = frozenset(connected)
             _LOG.info("exchange of %d nodes begins at step %d", len(connected) + 1, self._step)
+            if not connected and self._expected_peers is None:
+                _LOG.warning("no peer is connected, this node goes on alone: give peers= to wait")
         return self.members
 
     def step(self, update: Any, params: Any) -> StepResult:
