@@ -29,11 +29,13 @@ struct Array {
     Dtype dtype;  // kFloat32 or kFloat64
 };
 
-// Where the residual's magnitudes exceed the density that TargetDensity asks for; see tail.h.
+// The quantiles that TargetDensity predicts from; python/gradwire/policy.py says what each is.
 struct Tail {
     double now = 0;
     double shuffled = 0;
     double next = 0;
+    double same = 0;
+    double agreement = 0.5;
 };
 
 struct EncodeOptions {

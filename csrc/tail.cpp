@@ -93,7 +93,9 @@ Tail measure_tail(const Residual* residual, uint64_t numel, const std::vector<Co
     Tail tail;
     if (numel == 0) return tail;
     const uint64_t stride = ((numel + kSampled - 1) / kSampled | 1) * kGroup;
-    Histogram now, shuffled, next;
+    Histogram now, shuffled, next, same;
+    uint64_t agreeing = 0;
+    uint64_t opposing = 0;
     UpdateGroups<Residual> updates(update);
     for (uint64_t first = 0; first < numel; first += stride) {
         const uint64_t count = std::min(kGroup, numel - first);
@@ -105,10 +107,16 @@ Tail measure_tail(const Residual* residual, uint64_t numel, const std::vector<Co
             now.add(before + added[i]);
             shuffled.add(before + partner);
             // Where the caller has added its update already, what an update does is unknown: expect the same again.
-            next.add(update ? residual_after(before, added[i], threshold) + partner : before);
+            const Residual after = update ? residual_after(before, added[i], threshold) : before;
+            next.add(after + partner);
+            same.add(after + added[i]);
+            agreeing += (before > 0 && added[i] > 0) || (before < 0 && added[i] < 0);
+            opposing += (before > 0 && added[i] < 0) || (before < 0 && added[i] > 0);
         }
     }
-    return {now.quantile(density), shuffled.quantile(density), next.quantile(density)};
+    tail = {now.quantile(density), shuffled.quantile(density), next.quantile(density), same.quantile(density), 0.5};
+    if (agreeing + opposing > 0) tail.agreement = static_cast<double>(agreeing) / static_cast<double>(agreeing + opposing);
+    return tail;
 }
 
 template Tail measure_tail<float>(const float*, uint64_t, const std::vector<ConstArray>*, float, double);

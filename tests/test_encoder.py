@@ -284,6 +284,16 @@ def test_target_density_is_within_a_fifth_after_five_steps(wrong_by: float) -> N
     assert all(0.8 <= ratio <= 1.2 for ratio in ratios[5:]), ratios
 
 
+@pytest.mark.parametrize("wrong_by", [0.01, 100.0])
+def test_target_density_recognises_updates_that_repeat(wrong_by: float) -> None:
+    numel, density = 2**20, 1e-3
+    encoder = gw.Encoder(numel, gw.TargetDensity(density, initial=3e-3 * wrong_by))
+    rng = np.random.default_rng(38)
+    update = rng.standard_normal(numel, dtype=np.float32) * np.float32(1e-3)
+    ratios = [encoder.encode(update).density / density for _ in range(8)]
+    assert all(0.6 <= ratio <= 1.6 for ratio in ratios[2:]), ratios
+
+
 # --- what leaves the encoder ----------------------------------------------------------------------
 
 

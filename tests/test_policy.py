@@ -131,11 +131,13 @@ def test_step_threshold_waits_while_enough_is_sent() -> None:
 @pytest.mark.parametrize(
     ("tail", "expected"),
     [
-        (Tail(now=0.5, shuffled=0.5, next=0.25), 0.25),
-        (Tail(now=0.75, shuffled=0.5, next=0.25), 0.5),
-        (Tail(now=0.0, shuffled=0.5, next=0.5), 0.125),
-        (Tail(now=0.5, shuffled=0.25, next=0.0), 8.0),
-        (Tail(now=1e-12, shuffled=0.0, next=1e-12), 1e-8),
+        (Tail(now=0.5, shuffled=0.5, next=0.25, same=2.0, agreement=0.5), 0.25),
+        (Tail(now=0.75, shuffled=0.5, next=0.25, same=2.0, agreement=0.5), 0.5),
+        (Tail(now=0.0, shuffled=0.5, next=0.5, same=2.0, agreement=0.5), 0.125),
+        (Tail(now=0.5, shuffled=0.25, next=0.0, same=2.0, agreement=0.5), 8.0),
+        (Tail(now=1e-12, shuffled=0.0, next=1e-12, same=2.0, agreement=0.5), 1e-8),
+        (Tail(now=0.5, shuffled=0.5, next=0.5, same=2.0, agreement=1.0), 2.0),
+        (Tail(now=0.5, shuffled=0.5, next=0.5, same=2.0, agreement=0.0), 0.5),
         (None, 8.0),
     ],
 )

@@ -66,7 +66,9 @@ class PyEncoder {
             return encoder_.encode(arrays, options);
         });
         py::object tail = py::none();
-        if (sample_density > 0) tail = py::make_tuple(encoded.tail.now, encoded.tail.shuffled, encoded.tail.next);
+        if (sample_density > 0)
+            tail = py::make_tuple(encoded.tail.now, encoded.tail.shuffled, encoded.tail.next, encoded.tail.same,
+                                  encoded.tail.agreement);
         return py::make_tuple(Message(std::move(encoded.message)), encoded.skipped, tail);
     }
 

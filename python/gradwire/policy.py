@@ -35,7 +35,7 @@ _MAX_THRESHOLD = 255.0 * 2.0**120
 
 
 class Tail(NamedTuple):
-    """Three magnitudes, each exceeded by the target density's share of the sampled elements.
+    """Four magnitudes, each exceeded by the target density's share of the sampled elements.
 
     With r the residual, u the update, i an element and j another one near it:
 
@@ -45,11 +45,16 @@ class Tail(NamedTuple):
             own update.
         next: of |r_after(i) + u(j)|, what the next step would compare if its update were
             independent of this one.
+        same: of |r_after(i) + u(i)|, what it would compare if its update were this one again.
+        agreement: share of the elements, of those where neither is zero, whose residual had the
+            sign of their update; 0.5 where there are none.
     """
 
     now: float
     shuffled: float
     next: float
+    same: float
+    agreement: float
 
 
 class ThresholdPolicy(Protocol):
@@ -216,7 +221,8 @@ class TargetDensity:
     prediction does not start from the old threshold at all. A group with fewer than ``1 / density``
     elements sends about one element a step, the least that can be aimed at.
 
-    >>> TargetDensity(1e-3).next_threshold(1e-4, 0.9, 1, Tail(now=0.5, shuffled=0.25, next=0.25))
+    >>> tail = Tail(now=0.5, shuffled=0.25, next=0.25, same=1.0, agreement=0.5)
+    >>> TargetDensity(1e-3).next_threshold(1e-4, 0.9, 1, tail)
     0.5
 
     Source: derived and measured in ``docs/algorithm.md``.
@@ -242,17 +248,23 @@ class TargetDensity:
     def next_threshold(
         self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
     ) -> float:
-        """Return next + (now - shuffled), within sane bounds.
+        """Return the quantile to expect, between updates that are independent and that repeat.
 
-        The difference is what correlation between an element's residual and its own update adds. It
-        can be negative and larger than ``next`` after a change of sign of the updates; a quarter of
-        ``next`` bounds it from below. Without a sample, or when every sampled element is zero,
-        there is nothing to learn and the threshold stays.
+        For independent ones it is next + (now - shuffled); the difference is what correlation
+        between an element's residual and its own update adds. It can be negative and larger than
+        ``next`` after a change of sign of the updates; a quarter of ``next`` bounds it from below.
+        For updates that repeat it is ``same``. How far they do is the squared correlation that the
+        agreement in sign tells (for Gaussian values its arcsine law). Without a sample, or when
+        every sampled element is zero, there is nothing to learn and the threshold stays.
         """
         if tail is None or tail.next <= 0.0:
             return threshold
-        predicted = max(tail.next + (tail.now - tail.shuffled), 0.25 * tail.next, self.minimum)
-        return min(predicted, _MAX_THRESHOLD)
+        independent = max(tail.next + (tail.now - tail.shuffled), 0.25 * tail.next)
+        repeats = max(math.sin(math.pi * (tail.agreement - 0.5)), 0.0) ** 2
+        predicted = math.hypot(
+            math.sqrt(1.0 - repeats) * independent, math.sqrt(repeats) * tail.same
+        )
+        return min(max(predicted, self.minimum), _MAX_THRESHOLD)
 
 
 @dataclass(frozen=True)

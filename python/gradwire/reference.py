@@ -701,7 +701,7 @@ def tail_quantiles(
     residual_after: NDArray[Any],
     density: float,
 ) -> Tail | None:
-    """Return the three sampled quantiles that ``TargetDensity`` predicts from; None if numel is 0.
+    """Return the sampled quantiles that ``TargetDensity`` predicts from; None if numel is 0.
 
     Element i is sampled when its group of 16 is: ``(i // 16) % stride == 0`` with
     ``stride = ceil(numel / 2^18) | 1``. The stride is odd so that it does not fall in step with
@@ -725,9 +725,17 @@ def tail_quantiles(
         now = np.abs(residual_before[index] + update[index])
         shuffled = np.abs(residual_before[index] + update[partner])
         following = np.abs(residual_after[index] + update[partner])
-    return Tail(
-        _quantile(now, density), _quantile(shuffled, density), _quantile(following, density)
-    )
+        same = np.abs(residual_after[index] + update[index])
+    magnitudes = (now, shuffled, following, same)
+    agreement = _sign_agreement(residual_before[index], update[index])
+    return Tail(*(_quantile(values, density) for values in magnitudes), agreement)
+
+
+def _sign_agreement(residual: NDArray[Any], update: NDArray[Any]) -> float:
+    """Return the share of elements with equal signs, of those where neither is zero or NaN."""
+    signs = np.sign(residual) * np.sign(update)
+    agreeing, opposing = np.count_nonzero(signs > 0), np.count_nonzero(signs < 0)
+    return agreeing / (agreeing + opposing) if agreeing + opposing else 0.5
 
 
 def _quantile(magnitudes: NDArray[Any], density: float) -> float:
@@ -936,7 +944,7 @@ class ReferenceEncoder:
         # The caller has added its update already, so what an update does is unknown: expect the
         # same magnitudes again. (What is left is no guide: all of it is below the threshold.)
         tail = tail_quantiles(before, np.zeros_like(before), before, wanted)
-        return None if tail is None else Tail(tail.now, tail.now, tail.now)
+        return None if tail is None else Tail(tail.now, tail.now, tail.now, tail.now, 0.5)
 
     def _clip_residual(self, state: float) -> None:
         if self._clip is None or not self._clip.is_due(self.step):
