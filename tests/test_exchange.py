@@ -34,6 +34,7 @@ class ScriptedNode:
     def __init__(self, node_id: int = 50, peers: tuple[Peer, ...] = ()) -> None:
         self.peer = Peer(node_id, 1, "127.0.0.1:1")
         self.peers = peers
+        self.seeds: frozenset[str] = frozenset()
         self.now_s = 0.0
         self.rounds: list[list[Arrival]] = []
         self.published: list[tuple[bytes, int]] = []
@@ -282,6 +283,15 @@ def test_the_first_step_waits_for_the_promised_peers(
         share.step(update(1, 1, 1, 1), zeros())
     assert enc.step == 0
     assert not enc.residual.any()
+
+
+def test_without_a_number_the_addresses_that_the_node_was_told_are_waited_for(
+    scripted: Callable[..., ScriptedNode],
+) -> None:
+    node = scripted(peers=(peer(10),))
+    node.seeds = frozenset({"127.0.0.1:1", "127.0.0.1:2"})
+    with pytest.raises(TimeoutError, match="1 of 2"):
+        gw.Exchange(encoder(), node).step(update(1, 1, 1, 1), zeros())
 
 
 def test_a_node_that_goes_alone_without_being_told_to_warns(

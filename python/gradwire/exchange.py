@@ -94,7 +94,7 @@ class Exchange:
     identical parameters, bit for bit.
 
     **Members.** The nodes connected when the first step begins, or at ``wait_for_peers``. Give ``peers`` so that every
-    node waits for the same number; without it, begin only when all are connected. A member that goes down is dropped
+    node waits for the same number; without it a node waits for as many as it was told the addresses of. A member that goes down is dropped
     and the others go on; what arrived of it is still applied. If it died in the middle of publishing, some may have
     its last message and others not: they then differ by that one message. It does not come back, and neither do late
     comers come in: begin again from a checkpoint.
@@ -111,7 +111,7 @@ class Exchange:
     Args:
         enc: the encoder; its ``step`` numbers the steps, so all nodes begin with the same one.
         node: the node; the exchange takes all its messages.
-        peers: number of other nodes to wait for before the first step; None: those that are connected then.
+        peers: number of other nodes to wait for before the first step; None: as many as the node's own ``peers=`` names.
         scale: ``params += scale * (sum of all messages)``; a power of two keeps sums exact.
         average: divide by the number of messages of the step, this node's included.
         exact: add up in float64 and scale once; the result then does not depend on the order, and
@@ -181,7 +181,10 @@ class Exchange:
             TimeoutError: fewer than ``peers`` were connected after ``timeout_s``.
         """
         if self._members is None:
-            connected = self._node.wait_for_peers(self._expected_peers or 0, self._timeout_s)
+            expected = self._expected_peers
+            if expected is None:
+                expected = len(self._node.seeds)
+            connected = self._node.wait_for_peers(expected, self._timeout_s)
             self._members = frozenset(connected)
             _LOG.info("exchange of %d nodes begins at step %d", len(connected) + 1, self._step)
             if not connected and self._expected_peers is None:

@@ -104,6 +104,7 @@ class Node:
         self._is_closed = False
         self._polled_at_s = float("-inf")
         self._sleeps_until_s = 0.0
+        self._seeds: set[str] = set()
         self._add_seeds(seeds)
         if switch_interval_s is not None and sys.getswitchinterval() > switch_interval_s:
             sys.setswitchinterval(switch_interval_s)
@@ -115,6 +116,7 @@ class Node:
         for seed in seeds:
             address = resolve(seed, like=self._driver.address)
             if seed not in own and format_address(address) not in own:
+                self._seeds.add(format_address(address))
                 self._endpoint.connect(address)
 
     # ---- who is there -------------------------------------------------------------------------------------------
@@ -140,6 +142,11 @@ class Node:
         self._check_process()
         with self._lock:
             return self._endpoint.peers
+
+    @property
+    def seeds(self) -> frozenset[str]:
+        """The addresses of other nodes that this one was told of, resolved."""
+        return frozenset(self._seeds)
 
     def add_peer(self, address: str) -> None:
         """Connect to one more node and stay connected.
