@@ -105,7 +105,7 @@ class Settings:
         return measure(operations, effort, evict=self.evict, clock=self.clock)
 
 
-FULL = Settings((2**24, 2**26), 2**24, 2**20, Effort(2.5, 5, 30), small_calls=2_000, repetitions=4)
+FULL = Settings((2**24, 2**26), 2**24, 2**20, Effort(2.5, 5, 60), small_calls=2_000, repetitions=4)
 QUICK = Settings((2**24,), 2**22, 2**20, Effort(1.0, 4, 10), small_calls=1_000, repetitions=2)
 SMOKE = Settings(
     (2**16,), 2**16, 2**12, Effort(0.0, 2, 2, warmup=1), small_calls=20, repetitions=1, evict=False
@@ -348,7 +348,7 @@ def bench_peers(settings: Settings, report: Report) -> Iterator[Row]:
 
 
 def bench_training(settings: Settings, report: Report) -> Iterator[Row]:  # noqa: ARG001
-    """Yield 20 steps of Gaussian updates under TargetDensity(1e-3), whose first threshold is 100 times too low."""
+    """Yield 20 steps of Gaussian updates under TargetDensity(1e-3), whose first threshold is 300 times too low."""
     policy = gw.TargetDensity(1e-3)
     for numel in (settings.training_numel, *settings.numels):
         encoder = gw.Encoder(numel, threshold=policy)
