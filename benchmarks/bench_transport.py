@@ -1,8 +1,8 @@
 """The transport against raw sockets: goodput, round trips, processor time, and shaped links in the simulator.
 
-Everything is measured in one run between processes on loopback, with 1,400-byte datagrams; ratios are against the same
-records or datagrams sent through raw sockets without any protocol. Loopback never cuts a burst into packets, so absolute
-rates say little about a network card; ratios and processor time per gigabyte do.
+Everything is measured in one run between processes on loopback, with 1,400-byte datagrams; ratios are against the
+same records or datagrams sent through raw sockets without any protocol. Loopback never cuts a burst into packets, so
+absolute rates say little about a network card; ratios and processor time per gigabyte do.
 
     python benchmarks/bench_transport.py                  # the table, about a minute
     python benchmarks/bench_transport.py --smoke          # everything once, no figure counts

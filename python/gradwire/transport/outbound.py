@@ -13,6 +13,7 @@ from .recovery import PTO_MAX_S, RateController, RttEstimator, SendMark
 from .wire import Ack, Skip
 
 PTO_BACKOFF_MAX: Final = 10
+OVERDRAFT_WINDOW_BYTES: Final = 250_000
 PLAUSIBLE: Final = (
     0.75  # an answer this fraction of the usual round trip after the second copy is one to it
 )
@@ -129,9 +130,15 @@ class Outbound:
             return None
         if flight.record is None:
             return self._send_skip(flight, now_s)
-        room = min(self.rate.burst_bytes(), self.rate.window_bytes - self.rate.bytes_in_flight)
-        count = max(1, room // flight.record.segment_bytes)
-        return self._send(flight, flight.record, lowest_bits(flight.to_send, count), now_s)
+        record = flight.record
+        # A window of several records may be overdrawn by a part of one: halves cost as much as wholes.
+        room = self.rate.burst_bytes
+        if self.rate.window_bytes < OVERDRAFT_WINDOW_BYTES:
+            room = min(room, self.rate.window_bytes - self.rate.bytes_in_flight)
+        mask = flight.to_send
+        if room < len(record.wire):
+            mask = lowest_bits(mask, max(1, room // record.segment_bytes))
+        return self._send(flight, record, mask, now_s)
 
     def _open_next(self) -> _Flight | None:
         if self.cursor >= self._log.head:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .crypto import SenderKey
 from .wire import (
@@ -25,6 +26,7 @@ from .wire import (
 # Linux refuses more than 65,507 bytes, and bursts near that are not coalesced again on receipt: 45 datagrams of 1,400.
 BURST_BYTES_MAX: Final = 63_000
 RECORD_NUMBER_SHIFT: Final = 48
+FRAGMENT_INDICES: Final = np.arange(FRAGMENTS_MAX, dtype=np.uint8)
 
 
 def fragments_per_record(fragment_bytes: int) -> int:
@@ -55,19 +57,22 @@ class Outgoing:
 class Record:
     """One sealed record, framed: ``fragments`` datagrams back to back, all but the last of ``segment_bytes``."""
 
-    __slots__ = ("fragments", "message", "number", "segment_bytes", "wire")
+    __slots__ = ("fragments", "full", "message", "number", "segment_bytes", "wire")
 
     def __init__(
-        self, number: int, wire: bytearray, fragments: int, segment_bytes: int, message: Outgoing
+        self, number: int, wire: memoryview, fragments: int, segment_bytes: int, message: Outgoing
     ) -> None:
         self.number = number
-        self.wire = memoryview(wire).toreadonly()
+        self.wire = wire
         self.fragments = fragments
+        self.full = (1 << fragments) - 1
         self.segment_bytes = segment_bytes
         self.message = message
 
     def bytes_of(self, mask: int) -> int:
         """Return the size on the wire of the fragments whose bits are set."""
+        if mask == self.full:
+            return len(self.wire)
         total = mask.bit_count() * self.segment_bytes
         if mask >> (self.fragments - 1) & 1:
             total -= self.fragments * self.segment_bytes - len(self.wire)
@@ -75,6 +80,8 @@ class Record:
 
     def slices(self, mask: int) -> list[memoryview]:
         """Return the datagrams whose bits are set, neighbours as one slice; only the last may be short."""
+        if mask == self.full:
+            return [self.wire]
         result = []
         for first, count in runs(mask):
             result.append(
@@ -118,6 +125,7 @@ class Sealer:
         self.fragment_bytes = fragment_bytes
         self._plain = bytearray(fragments_per_record(fragment_bytes) * fragment_bytes)
         self._sealed = bytearray(len(self._plain))
+        self._sealed_array = np.frombuffer(self._sealed, dtype=np.uint8)
 
     def seal(
         self,
@@ -145,30 +153,32 @@ class Sealer:
             self.stream,
             size << RECORD_NUMBER_SHIFT | number,
         )
-        wire = bytearray(sealed_bytes + fragments * HEADER_BYTES)
+        wire = np.empty(sealed_bytes + fragments * HEADER_BYTES, dtype=np.uint8)
+        view = memoryview(wire)  # type: ignore[arg-type]
         if fragments == 1:
-            wire[:HEADER_BYTES] = header
-            self.key.seal_into(number, plain, header, memoryview(wire)[HEADER_BYTES:])
+            view[:HEADER_BYTES] = header
+            self.key.seal_into(number, plain, header, view[HEADER_BYTES:])
         else:
             self.key.seal_into(number, plain, header, memoryview(self._sealed)[:sealed_bytes])
-            _frame(wire, memoryview(self._sealed)[:sealed_bytes], header, fragments, size)
-        return Record(number, wire, fragments, size + HEADER_BYTES, message)
+            _frame(wire, self._sealed_array[:sealed_bytes], header, fragments, size)
+        return Record(number, view, fragments, size + HEADER_BYTES, message)
 
 
-def _frame(wire: bytearray, sealed: memoryview, header: bytes, fragments: int, size: int) -> None:
+def _frame(
+    out: NDArray[np.uint8], sealed: NDArray[np.uint8], header: bytes, fragments: int, size: int
+) -> None:
     """Spread ``sealed`` over datagrams with headers; NumPy does in one strided copy what 45 slices would."""
     whole = fragments - 1
     segment = size + HEADER_BYTES
-    out = np.frombuffer(wire, dtype=np.uint8)
-    source = np.frombuffer(sealed, dtype=np.uint8)
     grid = out[: whole * segment].reshape(whole, segment)
-    grid[:, :HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
-    grid[:, 2] = np.arange(whole, dtype=np.uint8)
-    grid[:, HEADER_BYTES:] = source[: whole * size].reshape(whole, size)
+    template = np.frombuffer(header, dtype=np.uint8)
+    grid[:, :HEADER_BYTES] = template
+    grid[:, 2] = FRAGMENT_INDICES[:whole]
+    grid[:, HEADER_BYTES:] = sealed[: whole * size].reshape(whole, size)
     tail = whole * segment
-    wire[tail : tail + HEADER_BYTES] = header
-    wire[tail + 2] = whole
-    out[tail + HEADER_BYTES :] = source[whole * size :]
+    out[tail : tail + HEADER_BYTES] = template
+    out[tail + 2] = whole
+    out[tail + HEADER_BYTES :] = sealed[whole * size :]
 
 
 class SendLog:

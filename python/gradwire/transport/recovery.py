@@ -23,6 +23,7 @@ MIN_RTT_WINDOW_S: Final = 10.0
 WINDOW_INITIAL_BYTES: Final = 131_072  # 10 Gbit/s x 100 us, as in Aeron
 WINDOW_MIN_BYTES: Final = 16_384
 WINDOW_MAX_BYTES: Final = 1 << 28
+BURST_MIN_BYTES: Final = 3_000
 BURST_MAX_BYTES: Final = 65_536
 PACING_SLACK_S: Final = 0.001  # what a late timer may catch up with at once
 
@@ -114,12 +115,14 @@ class RateController:
     Attributes:
         bytes_in_flight: sent and neither acknowledged nor given up.
         window_bytes: the most that may be in flight.
+        burst_bytes: how much may leave in one burst: a millisecond's worth, at most one record.
     """
 
     def __init__(self, rtt: RttEstimator) -> None:
         self._rtt = rtt
         self.bytes_in_flight = 0
         self.window_bytes = WINDOW_INITIAL_BYTES
+        self.burst_bytes = BURST_MAX_BYTES
         self.loss_rate = 0.0
         self._delivered_bytes = 0
         self._delivered_at_s = 0.0
@@ -136,6 +139,7 @@ class RateController:
         self._full_rate = 0.0
         self._full_rounds = 0
         self._next_send_at_s = 0.0
+        self._pace = 0.0
 
     @property
     def rate_bytes_per_s(self) -> float:
@@ -146,15 +150,6 @@ class RateController:
     def phase(self) -> str:
         """One of "startup", "drain", "probe"."""
         return self._phase
-
-    def burst_bytes(self) -> int:
-        """Return how much may leave in one burst: a millisecond's worth, at most one record."""
-        rate = self._pacing_rate()
-        return (
-            BURST_MAX_BYTES
-            if rate == 0.0
-            else int(max(3_000.0, min(BURST_MAX_BYTES, rate * PACING_SLACK_S)))
-        )
 
     def send_allowed_at_s(self) -> float | None:
         """Return when the next burst may leave, in the past if at once; None until something is acknowledged."""
@@ -171,11 +166,9 @@ class RateController:
             now_s, self._delivered_bytes, self._delivered_at_s, self._first_sent_at_s, limited
         )
         self.bytes_in_flight += sent_bytes
-        rate = self._pacing_rate()
-        if rate > 0.0:
-            self._next_send_at_s = (
-                max(self._next_send_at_s, now_s - PACING_SLACK_S) + sent_bytes / rate
-            )
+        if self._pace > 0.0:
+            earliest_s = max(self._next_send_at_s, now_s - PACING_SLACK_S)
+            self._next_send_at_s = earliest_s + sent_bytes / self._pace
         return mark
 
     def on_app_limited(self) -> None:
@@ -212,6 +205,11 @@ class RateController:
         if new_round:
             self._round_lost_bytes, self._round_began_at_bytes = 0, self._delivered_bytes
         self._update_window()
+        self._pace = self._pacing_rate()
+        if self._pace > 0.0:
+            self.burst_bytes = int(
+                max(BURST_MIN_BYTES, min(BURST_MAX_BYTES, self._pace * PACING_SLACK_S))
+            )
 
     def _add_rate(self, rate: float, app_limited: bool) -> None:
         if app_limited and rate < self.rate_bytes_per_s:
@@ -251,7 +249,7 @@ class RateController:
         gain = STARTUP_GAIN if self._phase == "startup" else WINDOW_GAIN
         # Acknowledgements come up to a millisecond late and a whole record at a time.
         slack = self.rate_bytes_per_s * ACK_DELAY_MAX_S + 2 * BURST_MAX_BYTES
-        target = int(gain * self._bandwidth_delay_bytes() + min(slack, 4.0 * BURST_MAX_BYTES))
+        target = int(gain * self._bandwidth_delay_bytes() + min(slack, 8.0 * BURST_MAX_BYTES))
         floor = WINDOW_INITIAL_BYTES if self._phase == "startup" else WINDOW_MIN_BYTES
         self.window_bytes = max(floor, min(target, WINDOW_MAX_BYTES))
 
