@@ -240,9 +240,9 @@ def bench_apply(settings: Settings, report: Report) -> Iterator[Row]:  # noqa: A
 
 
 def bench_apply_many(settings: Settings, report: Report) -> Iterator[Row]:  # noqa: ARG001
-    """Yield apply_many of 16 peers' messages against one np.add."""
-    density = 1e-3
-    for numel in settings.numels:
+    """Yield apply_many of 16 peers' messages against one np.add and against 16 single applies."""
+    cases = [(numel, 1e-3, Reach("<=", 0.4)) for numel in settings.numels]
+    for numel, density, reach in (*cases, *((settings.numels[0], p, None) for p in (1e-2, 0.1))):
         messages, expected = [], aligned(numel)
         for peer in range(MANY):
             update = _random_update(numel, density, settings.seed + peer)
@@ -259,22 +259,18 @@ def bench_apply_many(settings: Settings, report: Report) -> Iterator[Row]:  # no
             ]
         )
         message_bytes = sum(message.nbytes for message in messages)
+        what = f"apply_many of {MANY} messages at {density:g}"
+        many = timings["apply_many"]
         yield cost(
             "apply_many",
-            f"apply_many of {MANY} messages at {density:g}",
+            what,
             numel,
-            timings["apply_many"],
+            many,
             timings[_ADD],
-            reach=Reach("<=", 0.4),
+            reach=reach,
             floor=(8 * _touched(density, MANY) + message_bytes / numel) / _ADD_BYTES,
         )
-        yield cost(
-            "apply_many",
-            f"apply_many of {MANY} messages at {density:g}",
-            numel,
-            timings["apply_many"],
-            timings["apply, 16 times"],
-        )
+        yield cost("apply_many", what, numel, many, timings["apply, 16 times"])
 
 
 def bench_size(settings: Settings, report: Report) -> Iterator[Row]:  # noqa: ARG001
