@@ -1,0 +1,119 @@
+// What the tests share: random numbers, every table of kernels, updates of every dtype, and the message format said
+// once more in the plainest way, as an oracle.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "codec.h"
+#include "cpu/kernels.h"
+#include "error.h"
+
+namespace support {
+
+using Bytes = std::vector<uint8_t>;
+
+// SplitMix64, so that a seed means the same numbers under every standard library.
+class Random {
+  public:
+    explicit Random(uint64_t seed) : state_(seed) {}
+    uint64_t next() {
+        uint64_t z = state_ += 0x9e3779b97f4a7c15U;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9U;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebU;
+        return z ^ (z >> 31);
+    }
+    uint64_t below(uint64_t end) { return next() % end; }
+    double uniform() { return static_cast<double>(next() >> 11) * 0x1p-53; }
+    bool chance(double probability) { return uniform() < probability; }
+
+  private:
+    uint64_t state_;
+};
+
+// Calls f() with each table of kernels that this machine runs, and puts back the fastest.
+template <class F>
+void for_every_table(F f) {
+    const std::vector<std::string> names = gradwire::usable_isas();
+    for (const std::string& name : names) {
+        const check::Note note("table", name.c_str());
+        gradwire::select_isa(name);
+        f();
+    }
+    gradwire::select_isa(names.back());
+}
+
+// The changed elements of an update.
+struct Entries {
+    uint64_t numel = 0;
+    std::vector<uint64_t> positions;
+    std::vector<uint8_t> minus;
+
+    void add(uint64_t position, bool negative) {
+        positions.push_back(position);
+        minus.push_back(negative);
+    }
+};
+inline bool operator==(const Entries& a, const Entries& b) {
+    return a.numel == b.numel && a.positions == b.positions && a.minus == b.minus;
+}
+
+// A ternary header with everything that does not follow from the entries.
+gradwire::Header header_for(uint64_t numel, uint16_t threshold = 0x3f00, uint32_t key = 7, uint32_t step = 1000);
+
+// The codec's own way from entries to bytes, with the table in use.
+Bytes encode(const Entries& entries, gradwire::Header header, unsigned threads = 1);
+
+// The same bit by bit, straight from docs/message-format.md.
+Bytes encode_plainly(const Entries& entries, gradwire::Header header);
+
+// The message that is all of `bytes`, fully validated.
+gradwire::MessageView parse(const Bytes& bytes);
+
+Entries list(const gradwire::MessageView& message);
+
+// Puts a correct checksum into the header of `bytes`.
+void mend_checksum(Bytes& bytes);
+
+// Bytes that end where their heap block ends, so that AddressSanitizer sees the first one too many.
+Bytes exactly(const uint8_t* bytes, uint64_t size);
+
+// --- updates ---
+
+uint64_t bytes_per_element(gradwire::Dtype dtype);
+
+// A value of `dtype` as a double, which holds all of them exactly.
+double value_at(const void* data, uint64_t index, gradwire::Dtype dtype);
+
+// Writes `value`, rounded towards zero.
+void put_value(void* data, uint64_t index, gradwire::Dtype dtype, double value);
+
+// An array of an update that begins `offset` elements into its memory, so that it is aligned to its elements only.
+class UpdateArray {
+  public:
+    UpdateArray(uint64_t numel, gradwire::Dtype dtype, uint64_t offset)
+        : memory_((numel + offset) * bytes_per_element(dtype)), numel_(numel), offset_(offset), dtype_(dtype) {}
+    void* data() { return memory_.data() + offset_ * bytes_per_element(dtype_); }
+    const void* data() const { return memory_.data() + offset_ * bytes_per_element(dtype_); }
+    uint64_t numel() const { return numel_; }
+    gradwire::Dtype dtype() const { return dtype_; }
+    double operator[](uint64_t i) const { return value_at(data(), i, dtype_); }
+    void set(uint64_t i, double value) { put_value(data(), i, dtype_, value); }
+    gradwire::ConstArray view() const { return {data(), numel_, dtype_}; }
+
+  private:
+    Bytes memory_;
+    uint64_t numel_;
+    uint64_t offset_;
+    gradwire::Dtype dtype_;
+};
+
+// Numbers that pass 1 could get wrong: at, just below and just above the threshold, zeros of both signs, denormals,
+// large ones, and plain random ones; with `nonfinite` some infinities, NaNs and sums that overflow.
+double tricky_value(Random& random, double threshold, bool nonfinite);
+
+}  // namespace support

@@ -1,0 +1,353 @@
+// Pass 1: every table against an oracle that takes one element at a time.
+#include <limits>
+#include <memory>
+
+#include "support.h"
+
+using namespace gradwire;
+using namespace support;
+
+namespace {
+
+constexpr Dtype kUpdates[] = {Dtype::kNone, Dtype::kFloat32, Dtype::kFloat64, Dtype::kFloat16, Dtype::kBfloat16};
+
+template <class Residual>
+struct Expected {
+    std::vector<Residual> residual;
+    Entries entries;
+    uint64_t nonfinite = 0;
+    uint64_t first_nonfinite = UINT64_MAX;
+};
+
+// `update` may be null: it has been added already.
+template <class Residual>
+Expected<Residual> take_plainly(const std::vector<Residual>& residual, const std::vector<double>* update,
+                                Residual threshold) {
+    Expected<Residual> expected;
+    expected.residual = residual;
+    expected.entries.numel = residual.size();
+    for (size_t i = 0; i < residual.size(); ++i) {
+        const Residual before = residual[i];
+        const Residual added = update ? static_cast<Residual>((*update)[i]) : Residual{0};
+        Residual sum = update ? before + added : before;
+        if (!std::isfinite(sum)) {
+            if (expected.nonfinite++ == 0) expected.first_nonfinite = i;
+            sum = std::isfinite(before) ? before : std::isfinite(added) ? added : Residual{0};
+        }
+        if (sum >= threshold) {
+            expected.entries.add(i, false);
+            sum -= threshold;
+        } else if (sum <= -threshold) {
+            expected.entries.add(i, true);
+            sum += threshold;
+        }
+        expected.residual[i] = sum;
+    }
+    return expected;
+}
+
+template <class Residual>
+bool same_bits(const Residual* a, const std::vector<Residual>& b) {
+    return b.empty() || std::memcmp(a, b.data(), b.size() * sizeof(Residual)) == 0;
+}
+
+template <class Residual>
+constexpr Dtype dtype_of() {
+    return sizeof(Residual) == 8 ? Dtype::kFloat64 : Dtype::kFloat32;
+}
+
+template <class Residual>
+bool supported(Dtype update) {
+    return sizeof(Residual) == 8 || update != Dtype::kFloat64;
+}
+
+template <class Residual>
+Residual as_residual(double value) {
+    Residual residual;
+    put_value(&residual, 0, dtype_of<Residual>(), value);
+    return residual;
+}
+
+// Several arrays that are one update.
+struct Update {
+    std::vector<std::unique_ptr<UpdateArray>> arrays;
+    std::vector<ConstArray> views;
+    std::vector<double> values;
+
+    void append(uint64_t numel, Dtype dtype, Random& random, double threshold, bool nonfinite) {
+        arrays.push_back(std::make_unique<UpdateArray>(numel, dtype, random.below(4)));
+        UpdateArray& array = *arrays.back();
+        for (uint64_t i = 0; i < numel; ++i) {
+            array.set(i, tricky_value(random, threshold, nonfinite));
+            values.push_back(array[i]);
+        }
+        views.push_back(array.view());
+    }
+};
+
+struct Situation {
+    uint64_t numel;
+    bool nonfinite;
+    uint16_t threshold;
+    unsigned threads;
+};
+
+template <class Residual>
+std::vector<Residual> random_residual(Random& random, uint64_t numel, double threshold, bool nonfinite) {
+    std::vector<Residual> residual(numel);
+    for (Residual& value : residual) value = as_residual<Residual>(tricky_value(random, threshold, nonfinite));
+    return residual;
+}
+
+template <class Residual>
+void check_encoder(const std::vector<Residual>& residual, const Update* update, const Situation& at) {
+    const auto threshold = static_cast<Residual>(bfloat16_to_float(at.threshold));
+    Expected<Residual> expected = take_plainly(residual, update ? &update->values : nullptr, threshold);
+    const Bytes bytes = encode_plainly(expected.entries, header_for(at.numel, at.threshold));
+    const std::vector<ConstArray>* views = update ? &update->views : nullptr;
+    EncodeOptions options;
+    options.threshold = at.threshold;
+    options.key = 7;
+    options.step = 1000;
+    options.skip_nonfinite = true;
+    const auto fresh_encoder = [&] {
+        Encoder encoder(at.numel, dtype_of<Residual>(), at.threads);
+        if (at.numel > 0) std::memcpy(encoder.residual(), residual.data(), at.numel * sizeof(Residual));
+        return encoder;
+    };
+    {
+        Encoder encoder = fresh_encoder();
+        const Encoded encoded = encoder.encode(views, options);
+        CHECK_EQUAL(encoded.skipped, expected.nonfinite);
+        CHECK(same_bits(static_cast<const Residual*>(encoder.residual()), expected.residual));
+        CHECK(exactly(encoded.message.bytes.get(), encoded.message.size) == bytes);
+    }
+    if (expected.nonfinite == 0) return;
+    for (size_t i = 0; i < expected.entries.positions.size(); ++i)
+        expected.residual[expected.entries.positions[i]] += expected.entries.minus[i] ? -threshold : threshold;
+    options.skip_nonfinite = false;
+    Encoder encoder = fresh_encoder();
+    bool thrown = false;
+    try {
+        encoder.encode(views, options);
+    } catch (const NonFiniteUpdate& error) {
+        thrown = true;
+        CHECK_EQUAL(error.count, expected.nonfinite);
+        CHECK_EQUAL(error.first_index, expected.first_nonfinite);
+    }
+    CHECK(thrown);
+    CHECK(same_bits(static_cast<const Residual*>(encoder.residual()), expected.residual));
+}
+
+template <class Residual>
+void check_one_array(const Situation& at, Dtype dtype, uint64_t seed) {
+    const check::Note notes[] = {{"numel", at.numel}, {"update dtype", unsigned(dtype)}, {"seed", seed}};
+    Random random(seed);
+    const double threshold = static_cast<double>(bfloat16_to_float(at.threshold));
+    const auto residual = random_residual<Residual>(random, at.numel, threshold, at.nonfinite);
+    if (dtype == Dtype::kNone) return check_encoder<Residual>(residual, nullptr, at);
+    Update update;
+    update.append(at.numel, dtype, random, threshold, at.nonfinite);
+    check_encoder<Residual>(residual, &update, at);
+}
+
+template <class Residual>
+void check_many_arrays(const Situation& at, uint64_t longest, uint64_t seed) {
+    const check::Note notes[] = {{"numel", at.numel}, {"seed", seed}};
+    Random random(seed);
+    const double threshold = static_cast<double>(bfloat16_to_float(at.threshold));
+    const auto residual = random_residual<Residual>(random, at.numel, threshold, at.nonfinite);
+    Update update;
+    for (uint64_t left = at.numel; left > 0;) {
+        const uint64_t numel = std::min(left, random.below(longest));
+        const Dtype dtype = kUpdates[1 + random.below(4)];
+        update.append(numel, supported<Residual>(dtype) ? dtype : Dtype::kFloat32, random, threshold, at.nonfinite);
+        left -= numel;
+    }
+    update.append(0, Dtype::kFloat32, random, threshold, false);
+    check_encoder<Residual>(residual, &update, at);
+}
+
+// Straight into a kernel, with a residual that is aligned to its elements only and ends where its memory ends.
+template <class Residual>
+void check_kernel(TakeFunction<Residual> take, Dtype dtype, uint64_t words, uint64_t seed) {
+    Random random(seed);
+    const uint64_t numel = words * 64;
+    const Residual threshold = 0.5;
+    const uint64_t offset = random.below(4);
+    const auto residual = random_residual<Residual>(random, numel, 0.5, seed % 2 == 1);
+    Update update;
+    update.append(numel, dtype == Dtype::kNone ? Dtype::kFloat32 : dtype, random, 0.5, seed % 2 == 1);
+    const bool accumulated = dtype == Dtype::kNone;
+    const auto expected = take_plainly(residual, accumulated ? nullptr : &update.values, threshold);
+    std::vector<Residual> memory(offset, Residual{0});
+    memory.insert(memory.end(), residual.begin(), residual.end());
+    memory.shrink_to_fit();
+    std::vector<MaskWord> list(words);
+    Taken taken;
+    take(memory.data() + offset, accumulated ? nullptr : update.views[0].data, words, threshold, 1000, list.data(), &taken);
+    CHECK(same_bits(memory.data() + offset, expected.residual));
+    CHECK_EQUAL(taken.count, expected.entries.positions.size());
+    CHECK_EQUAL(taken.nonfinite, expected.nonfinite);
+    if (expected.nonfinite > 0) CHECK_EQUAL(taken.first_nonfinite, expected.first_nonfinite + 64000);
+    Entries found;
+    found.numel = numel;
+    for (uint64_t w = 0; w < taken.words; ++w) {
+        CHECK(list[w].changed != 0);
+        CHECK_EQUAL(list[w].negative & ~list[w].changed, 0U);
+        for (unsigned i = 0; i < 64; ++i)
+            if (list[w].changed >> i & 1) found.add((list[w].index - 1000) * 64 + i, list[w].negative >> i & 1);
+    }
+    CHECK(found == expected.entries);
+}
+
+template <class F>
+void for_every_pair(F f) {
+    for (const Dtype dtype : kUpdates) {
+        f(float{}, dtype);
+        f(double{}, dtype);
+    }
+}
+
+}  // namespace
+
+CASE(a_kernel_equals_the_oracle_at_any_alignment) {
+    for_every_table([] {
+        for (uint64_t words = 0; words < 7; ++words)
+            for (uint64_t seed = 1; seed < 9; ++seed)
+                for (unsigned dtype = 0; dtype < kDtypes; ++dtype) {
+                    const check::Note notes[] = {{"words", words}, {"seed", seed}, {"update dtype", dtype}};
+                    if (kernels().take_float[dtype])
+                        check_kernel<float>(kernels().take_float[dtype], Dtype(dtype), words, seed);
+                    check_kernel<double>(kernels().take_double[dtype], Dtype(dtype), words, seed);
+                }
+    });
+}
+
+CASE(every_size_up_to_200_equals_the_oracle) {
+    for_every_table([] {
+        for_every_pair([](auto residual, Dtype dtype) {
+            using Residual = decltype(residual);
+            if (!supported<Residual>(dtype)) return;
+            for (uint64_t numel = 0; numel <= 200; ++numel) check_one_array<Residual>({numel, false, 0x3f00, 1}, dtype, numel + 1);
+        });
+    });
+}
+
+CASE(large_updates_equal_the_oracle_at_any_threshold) {
+    for_every_table([] {
+        for_every_pair([](auto residual, Dtype dtype) {
+            using Residual = decltype(residual);
+            if (!supported<Residual>(dtype)) return;
+            // 0.5; a threshold with all 8 significant bits; the smallest one; one whose multiples overflow
+            for (const uint16_t threshold : {uint16_t{0x3f00}, uint16_t{0x3aff}, uint16_t{0x0001}, uint16_t{0x7f7f}})
+                check_one_array<Residual>({5003, false, threshold, 1}, dtype, threshold);
+        });
+    });
+}
+
+CASE(nonfinite_elements_are_left_out_or_everything_is_given_back) {
+    for_every_table([] {
+        for_every_pair([](auto residual, Dtype dtype) {
+            using Residual = decltype(residual);
+            if (!supported<Residual>(dtype)) return;
+            for (const uint64_t numel : {1, 63, 64, 65, 127, 200, 3001})
+                for (uint64_t seed = 1; seed < 6; ++seed) check_one_array<Residual>({numel, true, 0x3f00, 1}, dtype, seed);
+        });
+    });
+}
+
+CASE(a_sequence_of_arrays_of_any_dtypes_equals_one_update) {
+    for_every_table([] {
+        for (uint64_t seed = 1; seed < 25; ++seed)
+            for (const uint64_t longest : {3, 40, 130, 700}) {
+                const check::Note note("longest array", longest);
+                check_many_arrays<float>({1500 + seed, seed % 3 == 0, 0x3f00, 1}, longest, seed);
+                check_many_arrays<double>({1500 + seed, seed % 3 == 0, 0x3f00, 1}, longest, seed);
+            }
+    });
+}
+
+CASE(any_number_of_threads_gives_the_same_bytes_and_residual) {
+    for_every_table([] {
+        for (unsigned threads = 1; threads <= 5; ++threads) {
+            const check::Note note("threads", threads);
+            check_many_arrays<float>({5 * 262144 / 2 + 77, threads % 2 == 0, 0x3f00, threads}, 300000, 3);
+        }
+        check_one_array<double>({3 * 262144 + 5, false, 0x3f00, 3}, Dtype::kFloat64, 4);
+    });
+}
+
+CASE(each_half_and_bfloat16_is_converted_exactly) {
+    for_every_table([] {
+        for (const Dtype dtype : {Dtype::kFloat16, Dtype::kBfloat16}) {
+            const check::Note note("update dtype", unsigned(dtype));
+            const uint64_t numel = 65536;
+            UpdateArray update(numel, dtype, 1);
+            for (uint64_t i = 0; i < numel; ++i) {
+                const auto bits = static_cast<uint16_t>(i);
+                std::memcpy(static_cast<uint8_t*>(update.data()) + 2 * i, &bits, 2);
+            }
+            const std::vector<ConstArray> views{update.view()};
+            EncodeOptions options;
+            options.threshold = 0x7f7f;
+            options.skip_nonfinite = true;
+            Encoder encoder(numel, Dtype::kFloat64, 1);
+            encoder.encode(&views, options);
+            const auto* residual = static_cast<const double*>(encoder.residual());
+            for (uint64_t i = 0; i < numel; ++i) {
+                const double value = update[i];
+                const double most = static_cast<double>(bfloat16_to_float(0x7f7f));
+                if (std::isfinite(value) && std::fabs(value) < most) CHECK_EQUAL(residual[i], value);
+                if (!std::isfinite(value)) CHECK_EQUAL(residual[i], 0.0);
+            }
+        }
+    });
+}
+
+CASE(encoding_again_without_an_update_sends_what_is_left) {
+    for_every_table([] {
+        std::vector<float> update(100, 1.75F);
+        const std::vector<ConstArray> views{{update.data(), update.size(), Dtype::kFloat32}};
+        EncodeOptions options;
+        options.threshold = 0x3f00;
+        Encoder encoder(100, Dtype::kFloat32, 1);
+        CHECK_EQUAL(encoder.encode(&views, options).message.header.count, 100U);
+        CHECK_EQUAL(encoder.encode(nullptr, options).message.header.count, 100U);
+        CHECK_EQUAL(encoder.encode(nullptr, options).message.header.count, 100U);
+        CHECK_EQUAL(encoder.encode(nullptr, options).message.header.count, 0U);
+        for (uint64_t i = 0; i < 100; ++i) CHECK_EQUAL(static_cast<const float*>(encoder.residual())[i], 0.25F);
+    });
+}
+
+CASE(a_dense_message_takes_everything_it_can_hold) {
+    for_every_table([] {
+        Random random(5);
+        Update update;
+        update.append(301, Dtype::kFloat64, random, 0.5, false);
+        EncodeOptions options;
+        Encoder encoder(301, Dtype::kFloat64, 1);
+        const Encoded encoded = encoder.encode_dense(&update.views, DenseType::kFloat64, options);
+        const Bytes bytes = exactly(encoded.message.bytes.get(), encoded.message.size);
+        std::vector<double> values(301);
+        decode_dense(parse(bytes), values.data());
+        for (uint64_t i = 0; i < 301; ++i) {
+            CHECK_EQUAL(values[i], update.values[i]);
+            CHECK_EQUAL(static_cast<const double*>(encoder.residual())[i], 0.0);
+        }
+    });
+}
+
+CASE(clipping_cuts_to_the_limit_and_says_what_it_removed) {
+    Encoder encoder(3000, Dtype::kFloat32, 1);
+    auto* residual = static_cast<float*>(encoder.residual());
+    residual[0] = 2;
+    residual[1500] = -3;
+    residual[2999] = 1;
+    const Clipped clipped = encoder.clip(1);
+    CHECK_EQUAL(clipped.count, 2U);
+    CHECK_EQUAL(clipped.sum, -1.0);
+    CHECK_EQUAL(residual[0], 1.0F);
+    CHECK_EQUAL(residual[1500], -1.0F);
+    CHECK_EQUAL(residual[2999], 1.0F);
+}
