@@ -94,10 +94,10 @@ class Exchange:
     identical parameters, bit for bit.
 
     **Members.** The nodes connected when the first step begins, or at ``wait_for_peers``. Give ``peers`` so that every
-    node waits for the same number; without it a node waits for as many as it was told the addresses of. A member that goes down is dropped
-    and the others go on; what arrived of it is still applied. If it died in the middle of publishing, some may have
-    its last message and others not: they then differ by that one message. It does not come back, and neither do late
-    comers come in: begin again from a checkpoint.
+    node waits for the same number; without it a node waits for as many as it was told the addresses of. A member that
+    goes down is dropped and the others go on; what arrived of it is still applied. If it died in the middle of
+    publishing, some may have its last message and others not: they then differ by that one message. It does not come
+    back, and neither do late comers come in: begin again from a checkpoint.
 
     **Back-pressure.** A step first waits for room, and receives meanwhile; only then it encodes. An encoded message is
     kept until it is handed over. So nothing is dropped and nothing is encoded twice, and the others, who wait for
@@ -111,7 +111,7 @@ class Exchange:
     Args:
         enc: the encoder; its ``step`` numbers the steps, so all nodes begin with the same one.
         node: the node; the exchange takes all its messages.
-        peers: number of other nodes to wait for before the first step; None: as many as the node's own ``peers=`` names.
+        peers: number of other nodes to wait for before the first step; None: as many as the node was told of.
         scale: ``params += scale * (sum of all messages)``; a power of two keeps sums exact.
         average: divide by the number of messages of the step, this node's included.
         exact: add up in float64 and scale once; the result then does not depend on the order, and

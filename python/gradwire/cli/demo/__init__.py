@@ -25,11 +25,11 @@ def add_parser(commands: Any) -> None:
         "messages. Ends with a table and a picture of both.",
     )
     parser.add_argument("--workers", type=int, default=4, help="processes (default: 4)")
-    parser.add_argument("--epochs", type=int, help="passes over the images (default: 30)")
+    parser.add_argument("--epochs", type=int, help="passes over the images (default: 20)")
     parser.add_argument(
         "--threshold",
         type=float,
-        help="a fixed threshold (default: it follows a target density of 1 %%)",
+        help="a fixed threshold (default: one that keeps the density between 0.1 and 1 %%)",
     )
     parser.add_argument(
         "--report",

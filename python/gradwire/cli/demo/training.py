@@ -21,19 +21,17 @@ class Recipe:
         learning_rate: of the first step; it falls linearly to zero.
         momentum: of the local updates.
         seed: of the split, the initial parameters and the order of the images.
-        threshold: a fixed threshold, or None for one that keeps the density at ``density``.
-        density: target density, if ``threshold`` is None.
+        threshold: a fixed threshold, or None for one that follows the density.
         dense: send every update as raw float32 values instead.
     """
 
     workers: int = 4
-    epochs: int = 30
+    epochs: int = 20
     batch: int = 8
     learning_rate: float = 0.4
     momentum: float = 0.5
     seed: int = 0
     threshold: float | None = None
-    density: float = 1e-2
     dense: bool = False
     layers: tuple[int, ...] = (64, 512, 256, 10)
 

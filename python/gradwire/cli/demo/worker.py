@@ -40,10 +40,11 @@ def work(recipe: Recipe, rank: int, secret: bytes, pipe: Connection) -> None:
     pipe.send(Outcome(stats.udp_bytes_sent, stats.control_bytes_sent, digest))
 
 
-def _policy(recipe: Recipe) -> gw.FixedThreshold | gw.TargetDensity:
+def _policy(recipe: Recipe) -> gw.FixedThreshold | gw.AdaptiveThreshold:
     if recipe.threshold is not None:
         return gw.FixedThreshold(recipe.threshold)
-    return gw.TargetDensity(recipe.density, initial=1e-3)
+    # A threshold near the size of the first updates' largest elements: a far smaller one would send coarse noise first.
+    return gw.AdaptiveThreshold(initial=1e-2, density_min=1e-3, density_max=1e-2)
 
 
 def _train_epoch(
