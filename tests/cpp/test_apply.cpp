@@ -1,0 +1,173 @@
+// Applying: many messages over many arrays are the messages one after the other, bit for bit.
+#include "patterns.h"
+
+using namespace gradwire;
+using namespace support;
+
+namespace {
+
+// A target cut into arrays of odd sizes, each ending where its memory ends.
+struct Target {
+    std::vector<std::vector<float>> floats;
+    std::vector<std::vector<double>> doubles;
+    std::vector<Array> arrays;
+
+    Target(uint64_t numel, uint64_t longest, bool mixed, uint64_t seed) {
+        Random random(seed);
+        floats.reserve(numel + 2);
+        doubles.reserve(numel + 2);
+        for (uint64_t left = numel; left > 0;) {
+            const uint64_t size = std::min(left, random.below(longest + 1));
+            if (mixed && random.chance(0.5)) {
+                doubles.emplace_back(size);
+                for (double& value : doubles.back()) value = random.uniform();
+                arrays.push_back({doubles.back().data(), size, Dtype::kFloat64});
+            } else {
+                floats.emplace_back(size);
+                for (float& value : floats.back()) value = static_cast<float>(random.uniform());
+                arrays.push_back({floats.back().data(), size, Dtype::kFloat32});
+            }
+            left -= size;
+        }
+    }
+    bool operator==(const Target& other) const { return floats == other.floats && doubles == other.doubles; }
+
+    // Adds `scale` times the message element by element.
+    void add_plainly(const std::vector<double>& steps) {
+        uint64_t at = 0;
+        for (const Array& array : arrays)
+            for (uint64_t i = 0; i < array.numel; ++i, ++at) {
+                if (array.dtype == Dtype::kFloat64)
+                    static_cast<double*>(array.data)[i] += steps[at];
+                else
+                    static_cast<float*>(array.data)[i] += static_cast<float>(steps[at]);
+            }
+    }
+};
+
+struct Sent {
+    Bytes bytes;
+    std::vector<double> values;  // what it adds at scale 1, where that does not round
+};
+
+Sent send(const Entries& entries, uint16_t threshold) {
+    Sent sent{encode(entries, header_for(entries.numel, threshold)), std::vector<double>(entries.numel)};
+    const double quantum = static_cast<double>(bfloat16_to_float(threshold));
+    for (size_t i = 0; i < entries.positions.size(); ++i)
+        sent.values[entries.positions[i]] = entries.minus[i] ? -quantum : quantum;
+    return sent;
+}
+
+Sent send_dense(uint64_t numel, DenseType dtype, Random& random) {
+    UpdateArray values(numel, Dtype::kFloat32, 0);
+    Sent sent{{}, {}};
+    for (uint64_t i = 0; i < numel; ++i) {
+        values.set(i, static_cast<double>(random.below(256)) / 64 - 2);  // exact in every dtype
+        sent.values.push_back(values[i]);
+    }
+    const MessageBytes message = code_dense(values.view(), dtype, 1, 2);
+    sent.bytes = exactly(message.bytes.get(), message.size);
+    return sent;
+}
+
+void check_messages(const std::vector<Sent>& sent, uint64_t numel, uint64_t longest, bool mixed, double scale) {
+    const check::Note notes[] = {{"messages", sent.size()}, {"numel", numel}, {"longest array", longest}};
+    std::vector<MessageView> views;
+    for (const Sent& one : sent) views.push_back(parse(one.bytes));
+    Target together(numel, longest, mixed, 1);
+    Target singly(numel, longest, mixed, 1);
+    Target plainly(numel, longest, mixed, 1);
+    apply_messages(views, together.arrays, scale);
+    for (const MessageView& view : views) apply_messages({view}, singly.arrays, scale);
+    for (const Sent& one : sent) {
+        std::vector<double> steps = one.values;
+        for (double& step : steps) step *= scale;
+        plainly.add_plainly(steps);
+    }
+    CHECK(together == singly);
+    CHECK(together == plainly);
+}
+
+}  // namespace
+
+CASE(many_messages_over_many_arrays_equal_single_ones) {
+    for_every_table([] {
+        Random random(21);
+        for (const uint64_t numel : {1, 64, 200, 5000, 150000})
+            for (const double density : {0.0005, 0.02, 0.3, 0.55, 0.8, 1.0}) {
+                std::vector<Sent> sent;
+                for (unsigned i = 0; i < 5; ++i)
+                    sent.push_back(send(patterns::at_density(numel, density, random), static_cast<uint16_t>(0x3f00 + 0x40 * (i % 3))));
+                for (const uint64_t longest : {numel, numel / 3 + 1, uint64_t{100}}) {
+                    if (longest < 100 && numel > 5000) continue;
+                    check_messages(sent, numel, longest, false, 1.0);
+                    check_messages(sent, numel, longest, true, -0.5);
+                }
+            }
+    });
+}
+
+CASE(messages_of_all_kinds_and_patterns_mix) {
+    for_every_table([] {
+        Random random(22);
+        const uint64_t numel = 70001;
+        std::vector<Sent> sent;
+        patterns::for_every_pattern(numel, random, [&](const Entries& entries) {
+            sent.push_back(send(entries, 0x3e80));
+            if (sent.size() % 7 == 3) sent.push_back(send_dense(numel, static_cast<DenseType>(1 + sent.size() % 3), random));
+        });
+        check_messages(sent, numel, numel, false, 1.0);
+        check_messages(sent, numel, 9001, true, 2.0);
+        check_messages(sent, numel, 130, true, 1.0);
+    });
+}
+
+CASE(arrays_of_one_element_and_of_none_are_targets_too) {
+    for_every_table([] {
+        Random random(23);
+        for (const double density : {0.01, 0.4, 0.7, 0.95}) {
+            const std::vector<Sent> sent{send(patterns::at_density(1500, density, random), 0x3f00),
+                                         send(patterns::at_density(1500, density, random), 0x3f80)};
+            check_messages(sent, 1500, 1, false, 1.0);
+            check_messages(sent, 1500, 2, true, 1.0);
+        }
+    });
+}
+
+CASE(signs_and_zeros_are_added_not_stored) {
+    for_every_table([] {
+        Random random(24);
+        const uint64_t numel = 130;
+        const Entries entries = patterns::choose(numel, random, [](uint64_t i) { return i % 3 != 0; });
+        const Bytes bytes = encode(entries, header_for(numel));
+        std::vector<float> target(numel, -0.0F);
+        apply_messages({parse(bytes)}, {{target.data(), numel, Dtype::kFloat32}}, 1.0);
+        for (uint64_t i = 0; i < numel; i += 3) CHECK(std::signbit(target[i]) && target[i] == 0);
+        // -0.5 + 0.5 is +0, as it is element by element.
+        apply_messages({parse(bytes)}, {{target.data(), numel, Dtype::kFloat32}}, -1.0);
+        for (uint64_t i = 1; i < numel; i += 3) CHECK(!std::signbit(target[i]) && target[i] == 0);
+    });
+}
+
+CASE(a_message_of_another_size_changes_nothing) {
+    std::vector<float> target(10, 1.0F);
+    Random random(25);
+    const Bytes fits = encode(patterns::at_density(10, 1, random), header_for(10));
+    const Bytes other = encode(patterns::at_density(11, 1, random), header_for(11));
+    CHECK_THROWS(MessageError, apply_messages({parse(fits), parse(other)}, {{target.data(), 10, Dtype::kFloat32}}, 1.0));
+    CHECK(target == std::vector<float>(10, 1.0F));
+}
+
+CASE(one_invalid_message_keeps_all_of_them_from_the_target) {
+    for_every_table([] {
+        Random random(26);
+        const uint64_t numel = 3000;
+        Bytes good = encode(patterns::at_density(numel, 0.1, random), header_for(numel));
+        Bytes bad = encode(patterns::at_density(numel, 0.1, random), header_for(numel));
+        const MessageView views[] = {parse(good), parse(bad)};
+        std::fill(bad.begin() + 60, bad.end(), uint8_t{0});  // after it was parsed
+        std::vector<float> target(numel, 1.0F);
+        CHECK_THROWS(MessageError, apply_messages({views[0], views[1]}, {{target.data(), numel, Dtype::kFloat32}}, 1.0));
+        CHECK(target == std::vector<float>(numel, 1.0F));
+    });
+}

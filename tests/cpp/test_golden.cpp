@@ -1,0 +1,61 @@
+// The golden files: the same bytes for every definition of the format.
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+
+#include "support.h"
+
+using namespace gradwire;
+using namespace support;
+
+namespace {
+
+// Calls f(bytes) with each message in a folder of tests/golden; returns how many there were.
+template <class F>
+unsigned for_every_golden(const char* folder, F f) {
+    std::vector<std::filesystem::path> paths;
+    for (const auto& entry : std::filesystem::directory_iterator(std::filesystem::path(GRADWIRE_GOLDEN) / folder))
+        if (entry.path().extension() == ".bin") paths.push_back(entry.path());
+    std::sort(paths.begin(), paths.end());
+    for (const std::filesystem::path& path : paths) {
+        const std::string name = path.stem().string();
+        const check::Note note("golden file", name.c_str());
+        std::ifstream file(path, std::ios::binary);
+        Bytes bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+        bytes.shrink_to_fit();
+        f(bytes);
+    }
+    return static_cast<unsigned>(paths.size());
+}
+
+}  // namespace
+
+CASE(every_table_writes_the_golden_messages_again) {
+    for_every_table([] {
+        const unsigned files = for_every_golden("valid", [](const Bytes& bytes) {
+            const MessageView message = parse(bytes);
+            const Header& header = message.header;
+            if (header.kind == Kind::kTernary) {
+                const Entries entries = list(message);
+                CHECK(encode(entries, header) == bytes);
+                CHECK(encode_plainly(entries, header) == bytes);
+                return;
+            }
+            const bool wide = header.dtype == DenseType::kFloat64;
+            std::vector<double> values(header.numel);  // room for either
+            decode_dense(message, values.data());
+            const Dtype dtype = wide ? Dtype::kFloat64 : Dtype::kFloat32;
+            const MessageBytes again = code_dense({values.data(), header.numel, dtype}, header.dtype, header.key, header.step);
+            CHECK(exactly(again.bytes.get(), again.size) == bytes);
+        });
+        CHECK(files >= 30);
+    });
+}
+
+CASE(every_table_refuses_the_golden_mistakes) {
+    for_every_table([] {
+        const unsigned files = for_every_golden("invalid", [](const Bytes& bytes) { CHECK_THROWS(MessageError, parse(bytes)); });
+        CHECK(files >= 45);
+    });
+}

@@ -1,0 +1,262 @@
+// Nothing but a canonical message is accepted, and nothing that happens to its bytes leads out of bounds.
+#include <functional>
+
+#include "decoder.h"
+#include "patterns.h"
+
+using namespace gradwire;
+using namespace support;
+
+namespace {
+
+// What a mutation gave is either refused or a message in its own right, of which there is one spelling.
+void check_refused_or_canonical(const Bytes& bytes) {
+    MessageView message;
+    try {
+        message = parse(bytes);
+    } catch (const MessageError&) {
+        return;
+    }
+    if (message.header.kind == Kind::kTernary) CHECK(encode_plainly(list(message), message.header) == bytes);
+}
+
+// Messages of every sort of chunk.
+std::vector<Bytes> samples() {
+    std::vector<Bytes> all;
+    Random random(31);
+    for (const double density : {0.0, 0.003, 0.05, 0.2, 0.45, 0.6, 0.7, 0.9, 1.0})
+        for (const uint64_t numel : {90, 1500})
+            all.push_back(encode(patterns::at_density(numel, density, random), header_for(numel)));
+    patterns::for_every_pattern(1400, random, [&](const Entries& entries) {
+        if (all.size() % 2 == 0) all.push_back(encode(entries, header_for(entries.numel)));
+    });
+    return all;
+}
+
+// A sink that keeps to its target, as apply_messages' does, and lets somebody else at the message meanwhile.
+class Sink {
+  public:
+    Sink(uint64_t numel, std::function<void()> meanwhile) : target_(numel), meanwhile_(std::move(meanwhile)) {
+        target_.shrink_to_fit();
+    }
+    void set_window(uint64_t first, uint64_t stop) {
+        first_ = first;
+        stop_ = stop;
+    }
+    uint64_t room() const { return kRoom; }
+    Entry* entries() {
+        meanwhile_();
+        return entries_.data();
+    }
+    void take(uint64_t found) {
+        CHECK(found <= kRoom);
+        for (const bool scattered : {false, true})
+            kernels().add_entries_float(entries_.data(), found, target_.data() + first_, stop_ - first_, 1, scattered);
+        meanwhile_();
+    }
+    uint64_t bitmap(const BitRun& changed, const BitRun& minus, uint64_t first, uint64_t numel) {
+        CHECK(first >= first_ && first <= stop_ && numel <= stop_ - first);
+        meanwhile_();
+        return kernels().add_bitmap_float(changed, minus, target_.data() + first, numel, 1);
+    }
+
+  private:
+    static constexpr uint64_t kRoom = 64;
+    std::vector<float> target_;
+    std::function<void()> meanwhile_;
+    std::vector<Entry> entries_ = std::vector<Entry>(kRoom + kPrefetchAhead);
+    uint64_t first_ = 0;
+    uint64_t stop_ = 0;
+};
+
+// Decodes without validation: it ends, in bounds, by coming through or by throwing MessageError.
+void decode_blindly(const MessageView& message, uint64_t window, const std::function<void()>& meanwhile) {
+    const uint64_t numel = message.header.numel;
+    try {
+        Decoder decoder(message);
+        Sink sink(numel, meanwhile);
+        for (uint64_t first = 0; first < numel; first += window) {
+            const uint64_t stop = std::min(first + window, numel);
+            sink.set_window(first, stop);
+            decoder.advance(first, stop, sink);
+        }
+    } catch (const MessageError&) {
+    }
+}
+
+void flip_bit(Bytes& bytes, uint64_t bit) { bytes[bit / 8] = static_cast<uint8_t>(bytes[bit / 8] ^ 1U << (bit % 8)); }
+
+// Changes some bytes behind the header.
+void scramble(Bytes& bytes, Random& random) {
+    const uint64_t payload = bytes.size() - kHeaderBytes;
+    if (payload == 0) return;
+    const uint64_t changes = 1 + random.below(8);
+    switch (random.below(4)) {
+        case 0:
+            for (uint64_t i = 0; i < changes; ++i) flip_bit(bytes, 8 * kHeaderBytes + random.below(8 * payload));
+            break;
+        case 1:
+            for (uint64_t i = 0; i < changes; ++i)
+                bytes[kHeaderBytes + random.below(payload)] = static_cast<uint8_t>(random.next());
+            break;
+        case 2: {
+            const auto fill = static_cast<uint8_t>(random.chance(0.5) ? 0 : 255);
+            const uint64_t from = random.below(payload);
+            const uint64_t count = std::min(payload - from, 1 + random.below(40));
+            std::fill_n(bytes.begin() + static_cast<std::ptrdiff_t>(kHeaderBytes + from), count, fill);
+            break;
+        }
+        default:  // the directory, which is at the front
+            for (uint64_t i = 0; i < changes; ++i)
+                bytes[kHeaderBytes + random.below(std::min<uint64_t>(payload, 12))] = static_cast<uint8_t>(random.next());
+    }
+}
+
+}  // namespace
+
+CASE(any_changed_bit_breaks_the_checksum) {
+    for_every_table([] {
+        for (const Bytes& sample : samples()) {
+            if (sample.size() > 120) continue;
+            for (uint64_t bit = 0; bit < 8 * sample.size(); ++bit) {
+                const check::Note note("bit", bit);
+                Bytes bytes = sample;
+                flip_bit(bytes, bit);
+                CHECK_THROWS(MessageError, parse(bytes));
+            }
+        }
+    });
+}
+
+CASE(a_changed_bit_with_a_mended_checksum_is_refused_or_another_message) {
+    for_every_table([] {
+        Random random(32);
+        for (const Bytes& sample : samples()) {
+            const uint64_t stride = sample.size() > 120 ? 41 : 1;
+            for (uint64_t bit = random.below(stride); bit < 8 * sample.size(); bit += stride) {
+                const check::Note note("bit", bit);
+                Bytes bytes = sample;
+                flip_bit(bytes, bit);
+                mend_checksum(bytes);
+                check_refused_or_canonical(bytes);
+            }
+        }
+    });
+}
+
+CASE(scrambled_messages_with_a_mended_checksum_are_refused_or_other_messages) {
+    for_every_table([] {
+        Random random(33);
+        for (const Bytes& sample : samples())
+            for (unsigned i = 0; i < 40; ++i) {
+                Bytes bytes = sample;
+                scramble(bytes, random);
+                mend_checksum(bytes);
+                check_refused_or_canonical(bytes);
+            }
+    });
+}
+
+CASE(a_message_cut_anywhere_is_refused) {
+    for_every_table([] {
+        for (const Bytes& sample : samples())
+            for (uint64_t size = 0; size < sample.size(); size += size < 60 ? 1 : 29) {
+                const check::Note note("size", size);
+                CHECK_THROWS(MessageError, parse(exactly(sample.data(), size)));
+                if (size < kHeaderBytes) continue;
+                // The same with a header that agrees.
+                Bytes bytes = exactly(sample.data(), size);
+                const uint64_t payload_bytes = size - kHeaderBytes;
+                std::memcpy(bytes.data() + 40, &payload_bytes, 8);
+                mend_checksum(bytes);
+                check_refused_or_canonical(bytes);
+            }
+    });
+}
+
+CASE(decoders_stay_in_bounds_on_bytes_that_nobody_validated) {
+    for_every_table([] {
+        Random random(34);
+        for (const Bytes& sample : samples())
+            for (unsigned i = 0; i < 40; ++i) {
+                const check::Note note("round", i);
+                Bytes bytes = sample;
+                const MessageView message = parse(bytes);
+                scramble(bytes, random);
+                decode_blindly(message, i % 2 == 0 ? message.header.numel : 1 + random.below(400), [] {});
+            }
+    });
+}
+
+CASE(decoders_stay_in_bounds_on_bytes_that_change_meanwhile) {
+    for_every_table([] {
+        Random random(35);
+        for (const Bytes& sample : samples())
+            for (unsigned i = 0; i < 20; ++i) {
+                const check::Note note("round", i);
+                Bytes bytes = sample;
+                const MessageView message = parse(bytes);
+                decode_blindly(message, i % 2 == 0 ? message.header.numel : 1 + random.below(400), [&] {
+                    if (random.chance(0.3)) scramble(bytes, random);
+                });
+            }
+    });
+}
+
+CASE(listing_stays_in_bounds_on_kernels_alone) {
+    for_every_table([] {
+        Random random(36);
+        for (const Bytes& sample : samples()) {
+            Bytes bytes = sample;
+            const MessageView message = parse(bytes);
+            ChunkReader reader(message);
+            Chunk chunk;
+            std::vector<Chunk> chunks;
+            while (reader.next(chunk)) chunks.push_back(chunk);
+            for (unsigned i = 0; i < 20; ++i) {
+                scramble(bytes, random);
+                for (const Chunk& stale : chunks) {
+                    kernels().sum_chunk(reader.stream(), reader.stream_bytes(), stale);
+                    const uint64_t room = 1 + random.below(40);
+                    std::vector<Entry> out(room);
+                    ChunkCursor cursor;
+                    cursor.chunk = stale;
+                    for (unsigned calls = 0; !cursor.done; ++calls) {
+                        const uint64_t found = kernels().list_entries(reader.stream(), reader.stream_bytes(), cursor, 0,
+                                                                      message.header.numel, out.data(), room);
+                        CHECK(found <= room);
+                        if (found < room) break;
+                        CHECK(calls < 2000);
+                    }
+                }
+            }
+        }
+    });
+}
+
+CASE(listing_a_message_that_changed_is_refused_or_in_bounds) {
+    for_every_table([] {
+        Random random(37);
+        for (const Bytes& sample : samples())
+            for (unsigned i = 0; i < 10; ++i) {
+                Bytes bytes = sample;
+                const MessageView message = parse(bytes);
+                scramble(bytes, random);
+                try {
+                    const Entries entries = list(message);
+                    for (const uint64_t position : entries.positions) CHECK(position < message.header.numel);
+                } catch (const MessageError&) {
+                }
+            }
+    });
+}
+
+CASE(an_unknown_instruction_set_is_named_in_the_error) {
+    try {
+        select_isa("vax");
+        CHECK(false);
+    } catch (const BackendUnavailable& error) {
+        CHECK(std::string(error.what()).find("vax") != std::string::npos);
+        CHECK(std::string(error.what()).find("scalar") != std::string::npos);
+    }
+}
