@@ -205,6 +205,7 @@ void register_dispatch(py::module_& module) {
     module.def("usable_isas", &usable_isas);
     module.def("isa", [] { return kernels().name; });
     module.def("select_isa", &select_isa, py::arg("name"));
+    module.def("cuda_status", [] { return GRADWIRE_CUDA_STATUS; });
 }
 
 }  // namespace
