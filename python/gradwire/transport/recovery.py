@@ -20,11 +20,14 @@ LOSS_DELAY_FLOOR_S: Final = 0.0005
 PTO_MAX_S: Final = 1.0
 MIN_RTT_WINDOW_S: Final = 10.0
 
-WINDOW_INITIAL_BYTES: Final = 131_072  # 10 Gbit/s x 100 us, as in Aeron
+WINDOW_INITIAL_BYTES: Final = (
+    65_536  # one record: with two, 16 senders at once overflow a switch at the start
+)
 WINDOW_MIN_BYTES: Final = 16_384
 WINDOW_MAX_BYTES: Final = 1 << 28
 BURST_MIN_BYTES: Final = 3_000
 BURST_MAX_BYTES: Final = 65_536
+BURST_S: Final = 0.0005  # of the path's rate in one burst: less than the queue of a switch
 PACING_SLACK_S: Final = 0.001  # what a late timer may catch up with at once
 
 STARTUP_GAIN: Final = 2.885  # 2 / ln 2: doubles the delivery rate every round trip
@@ -115,7 +118,7 @@ class RateController:
     Attributes:
         bytes_in_flight: sent and neither acknowledged nor given up.
         window_bytes: the most that may be in flight.
-        burst_bytes: how much may leave in one burst: a millisecond's worth, at most one record.
+        burst_bytes: how much may leave in one burst: half a millisecond's worth, at most one record.
     """
 
     def __init__(self, rtt: RttEstimator) -> None:
@@ -207,9 +210,7 @@ class RateController:
         self._update_window()
         self._pace = self._pacing_rate()
         if self._pace > 0.0:
-            self.burst_bytes = int(
-                max(BURST_MIN_BYTES, min(BURST_MAX_BYTES, self._pace * PACING_SLACK_S))
-            )
+            self.burst_bytes = int(max(BURST_MIN_BYTES, min(BURST_MAX_BYTES, self._pace * BURST_S)))
 
     def _add_rate(self, rate: float, app_limited: bool) -> None:
         if app_limited and rate < self.rate_bytes_per_s:
