@@ -133,6 +133,7 @@ MessageBytes code_dense(const ConstArray& values, DenseType dtype, uint32_t key,
 }
 
 void decode_dense(const MessageView& message, void* out) {
+    if (message.header.numel == 0) return;  // and `out` may be null
     if (message.header.dtype != DenseType::kBfloat16) {
         std::memcpy(out, message.payload, message.header.payload_bytes);
         return;

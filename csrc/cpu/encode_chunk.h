@@ -179,9 +179,9 @@ uint64_t write_dense_rice(const uint64_t* bitmap, uint64_t bits, const ChunkStre
             const auto low = static_cast<unsigned>(word & 255);
             const auto high = static_cast<unsigned>(word >> 8 & 255);
             const ByteCode& first = kCodes.code[gap][low];
-            gap = low ? __builtin_clz(low << 24) & ((1U << kRice) - 1) : gap;
+            gap = low ? leading_zeros(uint64_t{low} << 56) & ((1U << kRice) - 1) : gap;
             const ByteCode& second = kCodes.code[gap][high];
-            gap = high ? __builtin_clz(high << 24) & ((1U << kRice) - 1) : gap;
+            gap = high ? leading_zeros(uint64_t{high} << 56) & ((1U << kRice) - 1) : gap;
             remainders.put(uint64_t{first.remainders} | uint64_t{second.remainders} << first.remainder_bits,
                            first.remainder_bits + second.remainder_bits);
             quotients.put(uint64_t{first.quotients} | uint64_t{second.quotients} << first.quotient_bits,
