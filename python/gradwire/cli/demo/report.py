@@ -160,6 +160,7 @@ def draw(dense: Run, sparse: Run, folder: Path) -> Path:
         by_epoch.plot([epoch.number for epoch in run.epochs], accuracies, label=name)
         by_bytes.plot([epoch.udp_bytes for epoch in run.epochs], accuracies, label=name)
     by_epoch.set(xlabel="epoch", ylabel="test accuracy, %")
+    by_epoch.xaxis.get_major_locator().set_params(integer=True)
     by_bytes.set(xlabel="UDP payload bytes sent by all workers", xscale="log")
     for axes in (by_epoch, by_bytes):
         axes.grid(alpha=0.3)
