@@ -71,7 +71,7 @@ def data_fragments(wanted: Callable[[int, int, int], bool]) -> Drop:
 def test_random_loss_loses_nothing_and_little_is_sent_twice(loss: float, where: str) -> None:
     link = Link(loss=loss if where != "control" else 0.0)
     simulator = transfer(link, 3 * MEGABYTE, back=Link(loss=loss if where != "data" else 0.0))
-    assert resent_bytes(simulator) <= 1.1 * link.lost_bytes + 3_000
+    assert resent_bytes(simulator) <= 1.1 * link.lost_bytes + 6_000  # a few probes
 
 
 def test_half_of_the_acknowledgements_may_be_lost() -> None:
@@ -84,7 +84,7 @@ def test_bursts_of_loss_lose_nothing() -> None:
     link = Link(burst_loss=(0.002, 0.05))  # holes of 20 datagrams on average
     simulator = transfer(link, 5 * MEGABYTE)
     assert link.lost_bytes > 100_000
-    assert resent_bytes(simulator) <= 1.1 * link.lost_bytes + 3_000
+    assert resent_bytes(simulator) <= 1.1 * link.lost_bytes + 6_000  # a few probes
 
 
 def test_a_hole_of_100_kilobytes_heals() -> None:
