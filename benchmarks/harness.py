@@ -482,7 +482,7 @@ def _machine() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "last-level cache": f"{last_level_cache_bytes() >> 20} MiB",
         "huge pages": pages.read_text().strip() if pages.exists() else "unknown",
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "isa": _core.isa(),
         "gradwire": _version("gradwire"),
         "numpy": np.__version__,
