@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import multiprocessing
 import os
@@ -139,6 +140,52 @@ def test_messages_arrive_and_are_acknowledged_while_the_receiver_computes(
     while not ticket.is_done and time.monotonic() < end_s:
         total += sum(range(1_000))  # the main thread never lets go of the interpreter by itself
     assert ticket.delivered == {two.peer}
+
+
+def test_coroutines_wait_for_messages_and_for_room() -> None:
+    limits = Limits(
+        message_bytes_max=1 << 20,
+        send_log_bytes=2 << 20,
+        receive_bytes=2 << 20,
+        window_bytes=1 << 20,
+    )
+    one, two = connected(2, limits=limits)
+
+    async def send() -> int:
+        refused = 0
+        for tag in range(60):
+            refused += not one.has_room(1 << 18)
+            await one.apublish(bytes([tag]) * (1 << 18), tag)
+        return refused
+
+    async def take() -> list[int]:
+        tags: list[int] = []
+        while len(tags) < 60:
+            tags += [message.tag for message in await two.areceive(timeout_s=5.0)]
+            await asyncio.sleep(0.002)
+        return tags
+
+    async def both() -> tuple[int, list[int]]:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0.001)
+
+        ticker = asyncio.create_task(tick())
+        result = await asyncio.gather(send(), take())
+        ticker.cancel()
+        assert ticks > 10, "the event loop must not be blocked"
+        assert await two.areceive(timeout_s=0.01) == []
+        return result[0], result[1]
+
+    refused, tags = asyncio.run(both())
+    assert tags == list(range(60))
+    assert refused > 0
+    one.close()
+    two.close()
 
 
 def test_events_tell_who_joined_and_who_left() -> None:

@@ -17,6 +17,7 @@ from .crypto import parse_secret
 from .driver import Driver, Waker, now_s
 from .endpoint import Endpoint
 from .model import Event, Limits, Peer, Received, Stats, Ticket, format_address, parse_address
+from .watchers import Watchers, wait_s
 
 # While the caller itself waits in `receive`, it does the I/O; the thread leaves the socket alone for this long.
 LEASE_S: Final = 0.003
@@ -100,6 +101,7 @@ class Node:
         self._thread_waker = Waker()
         self._caller_waker = Waker()
         self._callers_waiting = 0
+        self._watchers = Watchers()
         self._process = os.getpid()
         self._is_closed = False
         self._polled_at_s = float("-inf")
@@ -250,6 +252,31 @@ class Node:
         """Wait until every connected peer has acknowledged everything; return whether it has."""
         return self._pump_until(lambda: self._endpoint.is_drained, timeout_s)
 
+    # ---- asyncio ------------------------------------------------------------------------------------------------
+
+    async def apublish(self, buffer: object, tag: int = 0, to: Peer | None = None) -> Ticket:
+        """Like `publish`, but wait for room instead of raising `WouldBlock`."""
+        while True:
+            with self._lock:
+                changed = self._watchers.add()
+            try:
+                return self.publish(buffer, tag, to)
+            except WouldBlock:
+                await wait_s(changed, RECHECK_S)
+
+    async def areceive(self, timeout_s: float | None = None) -> list[Received]:
+        """Like `receive`, without blocking the event loop; by default it waits until something comes."""
+        end_s = float("inf") if timeout_s is None else now_s() + timeout_s
+        while True:
+            with self._lock:
+                changed = self._watchers.add()
+            messages = self.receive(timeout_s=0.0)
+            if messages or now_s() >= end_s:
+                return messages
+            self._polled_at_s = float("-inf")  # from here on the I/O thread has to watch the socket
+            self._thread_waker.ring()
+            await wait_s(changed, min(RECHECK_S, max(0.0, end_s - now_s())))
+
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float = 5.0) -> list[tuple[Peer, Ticket]]:
@@ -324,6 +351,8 @@ class Node:
         self._driver.pump(self._endpoint)
         if self._callers_waiting:
             self._caller_waker.ring()
+        if self._watchers:
+            self._watchers.notify()
 
     def _run(self) -> None:
         """The I/O thread: serves acknowledgements, timers and arrivals while the caller computes."""
