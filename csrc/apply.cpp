@@ -17,7 +17,7 @@ namespace {
 constexpr uint64_t kDenseBlock = uint64_t{1} << 16;
 constexpr uint64_t kSparseBlock = uint64_t{1} << 22;
 constexpr uint64_t kLargestBlock = uint64_t{1} << 30;  // below kMostEntryDistance
-constexpr uint64_t kSparse = 32;                       // elements per changed one, from which on memory is asked for ahead
+constexpr uint64_t kSparse = 32;  // elements per changed one, from which on memory is asked for ahead
 
 AddEntriesFunction<float> add_entries(float) { return kernels().add_entries_float; }
 AddEntriesFunction<double> add_entries(double) { return kernels().add_entries_double; }
@@ -66,8 +66,8 @@ class Adder {
     }
 
   private:
-    // Few at a time where they lie close, so that the processor fetches the target ahead while the next are decoded; many
-    // where each waits for memory.
+    // Few at a time where they lie close, so that the processor fetches the target ahead while the next are decoded;
+    // many where each waits for memory.
     static constexpr uint64_t kDenseCapacity = 256;
     static constexpr uint64_t kSparseCapacity = 4096;
     struct Run {
@@ -156,7 +156,8 @@ void apply_messages(const std::vector<MessageView>& messages, const std::vector<
         if (message.header.numel != numel) {
             std::ostringstream what;
             what << "the message of key " << message.header.key << ", step " << message.header.step << " has numel "
-                 << message.header.numel << ", the target " << numel << ": apply it to the parameters it was encoded for";
+                 << message.header.numel << ", the target " << numel
+                 << ": apply it to the parameters it was encoded for";
             throw MessageError(what.str());
         }
         validate_payload(message);

@@ -9,8 +9,8 @@
 namespace gradwire {
 
 // Hands what a chunk changes to a sink, as a list or as a bitmap, whichever its coding is closer to. A sink has
-//   room(), entries(), take(found)          entries() has space for room() > 0 entries, take() says how many were written
-//   bitmap(changed, minus, first, numel)    for elements [first, first + numel); returns the number of set bits
+//   room(), entries(), take(found)          entries() has space for room() > 0 entries, take() says how many were
+//   written bitmap(changed, minus, first, numel)    for elements [first, first + numel); returns the number of set bits
 class Decoder {
   public:
     explicit Decoder(const MessageView& message) : reader_(message) {}
@@ -65,8 +65,8 @@ class Decoder {
         BitRun changed{reader_.stream(), reader_.stream_bytes(), chunk.quotient_bit + position_};
         if (chunk.shape.inverted)
             changed = {reinterpret_cast<const uint8_t*>(bitmap_.data()), bitmap_.size() * 8, position_};
-        changed_done_ += sink.bitmap(changed, {reader_.stream(), reader_.stream_bytes(), chunk.sign_bit + changed_done_},
-                                     at, end - at);
+        changed_done_ += sink.bitmap(
+            changed, {reader_.stream(), reader_.stream_bytes(), chunk.sign_bit + changed_done_}, at, end - at);
         position_ += end - at;
         return position_ == chunk.shape.span;
     }
@@ -76,8 +76,8 @@ class Decoder {
         while (!cursor_.done) {
             const uint64_t room = sink.room();
             Entry* out = sink.entries();
-            const uint64_t found = kernels().list_entries(reader_.stream(), reader_.stream_bytes(), cursor_, first,
-                                                          stop, out, room);
+            const uint64_t found =
+                kernels().list_entries(reader_.stream(), reader_.stream_bytes(), cursor_, first, stop, out, room);
             sink.take(found);
             if (!cursor_.done && found < room) return false;
         }

@@ -1,7 +1,8 @@
 #include "tail.h"
 
 #include <algorithm>
-#include <cmath>
+#include <array>
+#include <cstring>
 
 #include "cpu/scalars.h"
 
@@ -9,80 +10,193 @@ namespace gradwire {
 namespace {
 
 constexpr uint64_t kSampled = uint64_t{1} << 18;
-constexpr uint64_t kGroup = 16;
-constexpr unsigned kBinShift = 17;  // 64 bins to the octave: the upper 15 bits of a float32
-constexpr unsigned kBins = 0x7f800000U >> kBinShift;
+constexpr uint32_t kInfinity = 0x7f800000;
+constexpr unsigned kFineShift = 17;    // 64 bins to the octave: the upper 15 bits of a float32
+constexpr unsigned kCoarseShift = 21;  // 4 bins to the octave
+constexpr unsigned kAllBins = kInfinity >> kFineShift;
+constexpr unsigned kWindowBins = 2048;  // 32 octaves
+constexpr uint64_t kCoarseEvery = 16;   // groups, of those that are sampled, that the first look takes
 
-float bin_edge(unsigned bin) { return bit_cast<float>(std::min(bin << kBinShift, 0x7f7fffffU)); }
-
-// Counts magnitudes; zero and non-finite ones only as elements.
-class Histogram {
-  public:
-    Histogram() : bins_(kBins) {}
-    template <class Value>
-    void add(Value value) {
-        ++elements_;
-        const uint32_t bits = bit_cast<uint32_t>(static_cast<float>(absolute(value)));
-        if (bits > 0 && bits < 0x7f800000U) ++bins_[bits >> kBinShift];
-    }
-    // About the magnitude that `density` of the elements reach or exceed: linear inside a bin.
-    double quantile(double density) const {
-        const double want = density * static_cast<double>(elements_);
-        uint64_t above = 0;
-        double lowest = 0;
-        for (unsigned bin = kBins; bin-- > 0;) {
-            const uint64_t inside = bins_[bin];
-            if (inside == 0) continue;
-            const double low = bin_edge(bin);
-            const double high = bin_edge(bin + 1);
-            if (static_cast<double>(above + inside) >= want)
-                return high - (high - low) * ((want - static_cast<double>(above)) / static_cast<double>(inside));
-            above += inside;
-            lowest = low;
-        }
-        return lowest;
-    }
-
-  private:
-    std::vector<uint32_t> bins_;
-    uint64_t elements_ = 0;
-};
-
-// Reads groups of 16 updates, in order, from a sequence of arrays.
+// Reads the update's groups, in order, from a sequence of arrays.
 template <class Residual>
 class UpdateGroups {
   public:
     explicit UpdateGroups(const std::vector<ConstArray>* arrays) : arrays_(arrays) {}
+
     void read(uint64_t first, uint64_t count, Residual* out) {
-        for (uint64_t i = 0; i < count; ++i) out[i] = arrays_ ? at(first + i) : Residual{0};
+        if (!arrays_) return;  // stays zero
+        while (first - begin_ >= (*arrays_)[index_].numel) begin_ += (*arrays_)[index_++].numel;
+        size_t index = index_;
+        uint64_t at = first - begin_;
+        while (count > 0) {
+            const ConstArray& array = (*arrays_)[index++];
+            const uint64_t some = std::min(count, array.numel - at);
+            convert(array, at, some, out);
+            out += some;
+            count -= some;
+            at = 0;
+        }
     }
 
   private:
-    Residual at(uint64_t element) {
-        while (element - begin_ >= (*arrays_)[index_].numel) begin_ += (*arrays_)[index_++].numel;
-        const ConstArray& array = (*arrays_)[index_];
-        const uint64_t i = element - begin_;
+    template <class From>
+    static void convert_from(const ConstArray& array, uint64_t first, uint64_t count, Residual* out) {
+        const From* values = static_cast<const From*>(array.data) + first;
+        for (uint64_t i = 0; i < count; ++i) out[i] = to_scalar<Residual>(values[i]);
+    }
+    static void convert(const ConstArray& array, uint64_t first, uint64_t count, Residual* out) {
         switch (array.dtype) {
-            case Dtype::kFloat32: return to_scalar<Residual>(static_cast<const float*>(array.data)[i]);
-            case Dtype::kFloat64: return to_scalar<Residual>(static_cast<const double*>(array.data)[i]);
-            case Dtype::kFloat16: return to_scalar<Residual>(static_cast<const Half*>(array.data)[i]);
-            case Dtype::kBfloat16: return to_scalar<Residual>(static_cast<const Bfloat16*>(array.data)[i]);
+            case Dtype::kFloat32: return convert_from<float>(array, first, count, out);
+            case Dtype::kFloat64: return convert_from<double>(array, first, count, out);
+            case Dtype::kFloat16: return convert_from<Half>(array, first, count, out);
+            case Dtype::kBfloat16: return convert_from<Bfloat16>(array, first, count, out);
             case Dtype::kNone: break;
         }
-        return Residual{0};
     }
     const std::vector<ConstArray>* arrays_;
     size_t index_ = 0;
     uint64_t begin_ = 0;
 };
 
-// What pass 1 will leave of a residual and an update.
+// Goes over the sampled groups.
 template <class Residual>
-Residual residual_after(Residual before, Residual update, Residual threshold) {
-    Residual sum = before + update;
-    if (!is_finite(sum)) sum = is_finite(before) ? before : is_finite(update) ? update : Residual{0};
-    if (absolute(sum) >= threshold) sum -= sum < 0 ? -threshold : threshold;
-    return sum;
+class Sample {
+  public:
+    Sample(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update, Residual threshold)
+        : residual_(residual), numel_(numel), update_(update), threshold_(threshold) {}
+
+    // Calls visit(group, elements) for every `every`-th of them.
+    template <class Visit>
+    void for_each(uint64_t every, Visit visit) const {
+        const auto measure = measure_function(Residual{});
+        const uint64_t stride = ((numel_ + kSampled - 1) / kSampled | 1) * kTailGroup * every;
+        UpdateGroups<Residual> updates(update_);
+        TailGroup group;
+        for (uint64_t first = 0; first < numel_; first += stride) {
+            const uint64_t count = std::min(kTailGroup, numel_ - first);
+            Residual before[kTailGroup] = {};
+            Residual added[kTailGroup] = {};
+            std::memcpy(before, residual_ + first, count * sizeof(Residual));
+            updates.read(first, count, added);
+            measure(before, added, count, threshold_, update_ != nullptr, &group);
+            visit(group, count);
+        }
+    }
+
+  private:
+    static MeasureGroupFunction<float> measure_function(float) { return kernels().measure_group_float; }
+    static MeasureGroupFunction<double> measure_function(double) { return kernels().measure_group_double; }
+
+    const Residual* residual_;
+    uint64_t numel_;
+    const std::vector<ConstArray>* update_;
+    Residual threshold_;
+};
+
+// Counts magnitudes in bins of their bits' upper part, in a window of bins. Zero and non-finite ones are never counted.
+class Histogram {
+  public:
+    void begin_at(unsigned shift, unsigned lowest_bin, unsigned most_bins) {
+        shift_ = shift;
+        lowest_ = highest_ = lowest_bin;
+        bins_.assign(std::min(most_bins, (kInfinity >> shift) - lowest_bin), 0);
+        beyond_ = false;
+    }
+    void add(const uint32_t (&bits)[kTailGroup], uint32_t most, uint64_t count) {
+        const uint32_t cut = std::max(1U, lowest_ << shift_);
+        if (most < cut) return;  // as nearly all groups are, once the cut is known
+        for (uint64_t i = 0; i < count; ++i)
+            if (bits[i] >= cut && bits[i] < kInfinity) add_one(bits[i] >> shift_);
+    }
+    // Finds the bin that holds the element of rank `want` from above, and how many lie above that bin.
+    bool find(double want, unsigned& bin, uint64_t& above) const {
+        above = 0;
+        for (bin = highest_ + 1; bin-- > lowest_;) {
+            const uint64_t here = inside(bin);
+            if (here > 0 && static_cast<double>(above + here) >= want) return true;
+            above += here;
+        }
+        return false;
+    }
+    uint64_t inside(unsigned bin) const { return bin - lowest_ < bins_.size() ? bins_[bin - lowest_] : 0; }
+    // The lowest bin with anything in it, or 0.
+    unsigned lowest_filled() const {
+        for (unsigned bin = lowest_; bin <= highest_; ++bin)
+            if (inside(bin) > 0) return bin;
+        return 0;
+    }
+    bool is_whole() const { return lowest_ == 0 && !beyond_; }
+    bool is_cut_above() const { return beyond_; }
+
+  private:
+    void add_one(unsigned bin) {
+        if (bin - lowest_ >= bins_.size()) {
+            beyond_ = true;
+            return;
+        }
+        ++bins_[bin - lowest_];
+        highest_ = std::max(highest_, bin);
+    }
+    std::vector<uint32_t> bins_;
+    unsigned shift_ = kFineShift;
+    unsigned lowest_ = 0;
+    unsigned highest_ = 0;
+    bool beyond_ = false;
+};
+
+double bin_edge(unsigned bin) { return bit_cast<float>(std::min(bin << kFineShift, kInfinity - 1)); }
+
+// About the magnitude that `want` elements reach or exceed: linear inside a bin. False where the window was too small
+// to tell.
+bool find_quantile(const Histogram& histogram, double want, double& quantile) {
+    unsigned bin;
+    uint64_t above;
+    if (histogram.is_cut_above()) return false;
+    if (histogram.find(want, bin, above)) {
+        const double low = bin_edge(bin);
+        const double high = bin_edge(bin + 1);
+        quantile =
+            high - (high - low) * ((want - static_cast<double>(above)) / static_cast<double>(histogram.inside(bin)));
+        return true;
+    }
+    quantile = bin_edge(histogram.lowest_filled());
+    return histogram.is_whole();
+}
+
+using Histograms = std::array<Histogram, kTailQuantiles>;
+
+// A first look at a few groups says from where on to count: only the tail is wanted, and most magnitudes are below.
+template <class Residual>
+void choose_windows(const Sample<Residual>& sample, double density, Histograms& histograms) {
+    for (Histogram& histogram : histograms) histogram.begin_at(kCoarseShift, 0, kAllBins);
+    uint64_t elements = 0;
+    sample.for_each(kCoarseEvery, [&](const TailGroup& group, uint64_t count) {
+        elements += count;
+        for (unsigned q = 0; q < kTailQuantiles; ++q) histograms[q].add(group.bits[q], group.most[q], count);
+    });
+    for (Histogram& histogram : histograms) {
+        unsigned bin;
+        uint64_t above;
+        const bool found = histogram.find(2 * density * static_cast<double>(elements) + 8, bin, above);
+        histogram.begin_at(kFineShift, found ? bin << (kCoarseShift - kFineShift) : 0, found ? kWindowBins : kAllBins);
+    }
+}
+
+// Measures in the given windows; false where one was too small.
+template <class Residual>
+bool measure(const Sample<Residual>& sample, double density, Histograms& histograms, Tail& tail) {
+    uint64_t elements = 0, agreeing = 0, opposing = 0;
+    sample.for_each(1, [&](const TailGroup& group, uint64_t count) {
+        elements += count;
+        agreeing += group.agreeing;
+        opposing += group.opposing;
+        for (unsigned q = 0; q < kTailQuantiles; ++q) histograms[q].add(group.bits[q], group.most[q], count);
+    });
+    const double want = density * static_cast<double>(elements);
+    const uint64_t either = agreeing + opposing;
+    tail.agreement = either > 0 ? static_cast<double>(agreeing) / static_cast<double>(either) : 0.5;
+    return find_quantile(histograms[0], want, tail.now) && find_quantile(histograms[1], want, tail.shuffled) &&
+           find_quantile(histograms[2], want, tail.next) && find_quantile(histograms[3], want, tail.same);
 }
 
 }  // namespace
@@ -92,30 +206,12 @@ Tail measure_tail(const Residual* residual, uint64_t numel, const std::vector<Co
                   double density) {
     Tail tail;
     if (numel == 0) return tail;
-    const uint64_t stride = ((numel + kSampled - 1) / kSampled | 1) * kGroup;
-    Histogram now, shuffled, next, same;
-    uint64_t agreeing = 0;
-    uint64_t opposing = 0;
-    UpdateGroups<Residual> updates(update);
-    for (uint64_t first = 0; first < numel; first += stride) {
-        const uint64_t count = std::min(kGroup, numel - first);
-        Residual added[kGroup];
-        updates.read(first, count, added);
-        for (uint64_t i = 0; i < count; ++i) {
-            const Residual partner = added[(i ^ 8) < count ? i ^ 8 : i];
-            const Residual before = residual[first + i];
-            now.add(before + added[i]);
-            shuffled.add(before + partner);
-            // Where the caller has added its update already, what an update does is unknown: expect the same again.
-            const Residual after = update ? residual_after(before, added[i], threshold) : before;
-            next.add(after + partner);
-            same.add(after + added[i]);
-            agreeing += (before > 0 && added[i] > 0) || (before < 0 && added[i] < 0);
-            opposing += (before > 0 && added[i] < 0) || (before < 0 && added[i] > 0);
-        }
-    }
-    tail = {now.quantile(density), shuffled.quantile(density), next.quantile(density), same.quantile(density), 0.5};
-    if (agreeing + opposing > 0) tail.agreement = static_cast<double>(agreeing) / static_cast<double>(agreeing + opposing);
+    const Sample<Residual> sample(residual, numel, update, threshold);
+    Histograms histograms;
+    choose_windows(sample, density, histograms);
+    if (measure(sample, density, histograms, tail)) return tail;
+    for (Histogram& histogram : histograms) histogram.begin_at(kFineShift, 0, kAllBins);
+    measure(sample, density, histograms, tail);
     return tail;
 }
 

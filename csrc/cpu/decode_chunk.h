@@ -1,8 +1,8 @@
 // Decoding kernels. Nothing here trusts that the bytes are those that were validated: every read stays inside the
 // stream and every write inside the target.
 //
-// The i-th listed element's quotient ends with the one at bit T of the chunk's quotients, so that the quotients up to it
-// sum up to T - i, and its position is ((T - i) << k) + (sum of the remainders up to it) + i.
+// The i-th listed element's quotient ends with the one at bit T of the chunk's quotients, so that the quotients up to
+// it sum up to T - i, and its position is ((T - i) << k) + (sum of the remainders up to it) + i.
 #pragma once
 
 #include "bits.h"
@@ -50,8 +50,8 @@ inline uint64_t sum_wide_fields(const BitSource& source, uint64_t bit, uint64_t 
 inline uint64_t sum_fields(const BitSource& source, uint64_t bit, uint64_t fields, unsigned rice) {
     const unsigned per_window = kWindow / rice;
     const uint64_t windows = fields / per_window;
-    uint64_t sum = rice <= 8 ? sum_narrow_fields(source, bit, windows, rice)
-                             : sum_wide_fields(source, bit, windows, rice);
+    uint64_t sum =
+        rice <= 8 ? sum_narrow_fields(source, bit, windows, rice) : sum_wide_fields(source, bit, windows, rice);
     for (uint64_t i = windows * per_window; i < fields; ++i) sum += source.bits_at(bit + i * rice) & low_bits(rice);
     return sum;
 }
@@ -195,9 +195,9 @@ inline void add_entry(Entry entry, Target* target, uint64_t numel, Target quantu
 
 // Bytes that must move: per entry 4 read, and the cache line of its target read and written.
 template <class Target>
-void add_entries(const Entry* entries, uint64_t count, Target* target, uint64_t numel, Target quantum,
-                 bool scattered) {
-    // Into the second-level cache: the first has too few lines on their way at a time (2.0 against 3.4 ms for 16 x 16,777).
+void add_entries(const Entry* entries, uint64_t count, Target* target, uint64_t numel, Target quantum, bool scattered) {
+    // Into the second-level cache: the first has too few lines on their way at a time (2.0 against 3.4 ms for 16 x
+    // 16,777).
     if (scattered)
         for (uint64_t i = 0; i < count; ++i) {
             __builtin_prefetch(target + (entries[i + kPrefetchAhead] & ~kEntryMinus), 0, 1);

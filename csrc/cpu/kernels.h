@@ -28,7 +28,8 @@ struct Taken {
 enum class Dtype : uint8_t { kNone = 0, kFloat32 = 1, kFloat64 = 2, kFloat16 = 3, kBfloat16 = 4 };
 inline constexpr unsigned kDtypes = 5;
 
-// Pass 1 over `words` times 64 elements: residual += update; compare; residual -= +-threshold; list the words that changed.
+// Pass 1 over `words` times 64 elements: residual += update; compare; residual -= +-threshold; list the words that
+// changed.
 template <class Residual>
 using TakeFunction = void (*)(Residual* residual, const void* update, uint64_t words, Residual threshold,
                               uint64_t first_word, MaskWord* out, Taken* taken);
@@ -45,7 +46,7 @@ using SkipChangedFunction = uint64_t (*)(ListPlace& place, uint64_t changed);
 struct ChunkSource {
     ListPlace first;
     const MaskWord* last;  // one beyond the list
-    uint64_t begin;  // index of the chunk's first element
+    uint64_t begin;        // index of the chunk's first element
     ChunkShape shape;
 };
 // Up to this k a chunk is coded from its bitmap, byte by byte, otherwise from its list of distances.
@@ -106,6 +107,21 @@ template <class Target>
 using AddBitmapFunction = uint64_t (*)(const BitRun& changed, const BitRun& minus, Target* target, uint64_t numel,
                                        Target quantum);
 
+// Sixteen neighbours of the sample by which TargetDensity steers (tail.h): the bits of four magnitudes of each as
+// float32 (now, shuffled, next, same), and how many residuals agree with their updates in sign. Values behind `count`
+// are zero.
+inline constexpr uint64_t kTailGroup = 16;
+inline constexpr unsigned kTailQuantiles = 4;
+struct TailGroup {
+    uint32_t bits[kTailQuantiles][kTailGroup];
+    uint32_t most[kTailQuantiles];  // the largest of them
+    uint32_t agreeing;
+    uint32_t opposing;
+};
+template <class Residual>
+using MeasureGroupFunction = void (*)(const Residual* before, const Residual* added, uint64_t count, Residual threshold,
+                                      bool has_update, TailGroup* out);
+
 using Crc32cFunction = uint32_t (*)(uint32_t crc, const uint8_t* bytes, uint64_t size);
 
 struct Kernels {
@@ -120,6 +136,8 @@ struct Kernels {
     AddEntriesFunction<double> add_entries_double;
     AddBitmapFunction<float> add_bitmap_float;
     AddBitmapFunction<double> add_bitmap_double;
+    MeasureGroupFunction<float> measure_group_float;
+    MeasureGroupFunction<double> measure_group_double;
     Crc32cFunction crc32c;
 };
 

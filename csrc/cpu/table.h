@@ -4,6 +4,7 @@
 #include "crc32c.h"
 #include "decode_chunk.h"
 #include "encode_chunk.h"
+#include "tail_group.h"
 #include "take.h"
 
 namespace gradwire {
@@ -14,21 +15,23 @@ template <class Isa>
 constexpr Kernels make_kernels(const char* name) {
     using F = typename Isa::Lanes32;
     using D = typename Isa::Lanes64;
-    return {name,
-            {take_words_accumulated<F>, take_words<F, typename Isa::Float32To32>, nullptr,
-             take_words<F, typename Isa::HalfTo32>, take_words<F, typename Isa::Bfloat16To32>},
-            {take_words_accumulated<D>, take_words<D, typename Isa::Float32To64>,
-             take_words<D, typename Isa::Float64To64>, take_words<D, typename Isa::HalfTo64>,
-             take_words<D, typename Isa::Bfloat16To64>},
-            skip_changed,
-            encode_chunk,
-            sum_chunk,
-            list_entries,
-            add_entries<float>,
-            add_entries<double>,
-            add_bitmap<F>,
-            add_bitmap<D>,
-            crc32c};
+    return {
+        name,
+        {take_words_accumulated<F>, take_words<F, typename Isa::Float32To32>, nullptr,
+         take_words<F, typename Isa::HalfTo32>, take_words<F, typename Isa::Bfloat16To32>},
+        {take_words_accumulated<D>, take_words<D, typename Isa::Float32To64>, take_words<D, typename Isa::Float64To64>,
+         take_words<D, typename Isa::HalfTo64>, take_words<D, typename Isa::Bfloat16To64>},
+        skip_changed,
+        encode_chunk,
+        sum_chunk,
+        list_entries,
+        add_entries<float>,
+        add_entries<double>,
+        add_bitmap<F>,
+        add_bitmap<D>,
+        measure_group<float>,
+        measure_group<double>,
+        crc32c};
 }
 
 }  // namespace
