@@ -16,6 +16,7 @@
 namespace support {
 
 using Bytes = std::vector<uint8_t>;
+using Numbers = std::vector<uint64_t>;
 
 // SplitMix64, so that a seed means the same numbers under every standard library.
 class Random {

@@ -93,7 +93,7 @@ void check_messages(const std::vector<Sent>& sent, uint64_t numel, uint64_t long
 CASE(many_messages_over_many_arrays_equal_single_ones) {
     for_every_table([] {
         Random random(21);
-        for (const uint64_t numel : {1, 64, 200, 5000, 150000})
+        for (const uint64_t numel : Numbers{1, 64, 200, 5000, 150000})
             for (const double density : {0.0005, 0.02, 0.3, 0.55, 0.8, 1.0}) {
                 std::vector<Sent> sent;
                 for (unsigned i = 0; i < 5; ++i)

@@ -37,7 +37,7 @@ CASE(every_pattern_of_few_elements_survives) {
 
 CASE(every_pattern_of_many_chunks_survives) {
     for_every_table([] {
-        for (const uint64_t numel : {1000, 4096, 20011}) {
+        for (const uint64_t numel : Numbers{1000, 4096, 20011}) {
             const check::Note note("numel", numel);
             Random random(numel);
             patterns::for_every_pattern(numel, random, check_round_trip);
@@ -48,7 +48,7 @@ CASE(every_pattern_of_many_chunks_survives) {
 CASE(any_subset_of_eight_elements_survives) {
     for_every_table([] {
         for (unsigned subset = 0; subset < 256; ++subset)
-            for (const uint64_t shift : {0, 59, 64}) {
+            for (const uint64_t shift : Numbers{0, 59, 64}) {
                 Random random(subset);
                 Entries entries =
                     patterns::choose(shift + 8, random, [&](uint64_t i) { return i >= shift && subset >> (i - shift) & 1; });
@@ -59,9 +59,9 @@ CASE(any_subset_of_eight_elements_survives) {
 
 CASE(counts_around_multiples_of_the_chunk_size_survive) {
     for_every_table([] {
-        for (const uint64_t changed : {255, 256, 257, 511, 512, 513, 768, 1024, 4095, 4096, 4097, 4608, 16384, 16385, 16896})
-            for (const uint64_t farthest : {0, 1, 3, 20, 300})
-                for (const uint64_t behind : {0, 1, 63, 1000}) {
+        for (const uint64_t changed : Numbers{255, 256, 257, 511, 512, 513, 768, 1024, 4095, 4096, 4097, 4608, 16384, 16385, 16896})
+            for (const uint64_t farthest : Numbers{0, 1, 3, 20, 300})
+                for (const uint64_t behind : Numbers{0, 1, 63, 1000}) {
                     const check::Note notes[] = {{"changed", changed}, {"farthest", farthest}, {"behind", behind}};
                     if (changed > 4097 && behind == 63) continue;
                     Random random(changed + farthest + behind);
@@ -90,7 +90,7 @@ CASE(every_rice_parameter_survives) {
         for (unsigned bits = 0; bits <= 16; ++bits) {
             const check::Note note("farthest, in bits", bits);
             Random random(bits + 1);
-            for (const uint64_t changed : {1, 2, 3, 4, 5, 9, 40, 270}) {
+            for (const uint64_t changed : Numbers{1, 2, 3, 4, 5, 9, 40, 270}) {
                 const Entries entries = patterns::with_count(changed, uint64_t{1} << bits, 5, random);
                 check_round_trip(entries);
             }
@@ -115,7 +115,7 @@ CASE(any_number_of_threads_writes_the_same_bytes) {
 CASE(the_worst_arrangement_stays_below_the_ceiling) {
     Random random(3);
     // Chunks of 256 changed and 137 unchanged elements: 20 * 137 <= 7 * 393, as few more bits as possible to list them.
-    for (const uint64_t unchanged : {135, 136, 137, 138, 139, 140}) {
+    for (const uint64_t unchanged : Numbers{135, 136, 137, 138, 139, 140}) {
         const check::Note note("unchanged", unchanged);
         for (const bool clustered : {false, true}) {
             Entries entries;

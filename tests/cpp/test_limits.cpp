@@ -44,7 +44,7 @@ CASE(a_message_may_span_2_to_the_48_elements) {
 CASE(chunks_may_span_trillions_of_elements) {
     for_every_table([] {
         Random random(9);
-        for (const unsigned bits : {20, 31, 32, 33, 39}) {
+        for (const uint64_t bits : Numbers{20, 31, 32, 33, 39}) {
             const check::Note note("farthest, in bits", bits);
             Entries entries = patterns::with_count(300, uint64_t{1} << bits, 12345, random);
             entries.numel = std::max(entries.numel, uint64_t{1} << 40);

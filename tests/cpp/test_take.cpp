@@ -251,7 +251,7 @@ CASE(nonfinite_elements_are_left_out_or_everything_is_given_back) {
         for_every_pair([](auto residual, Dtype dtype) {
             using Residual = decltype(residual);
             if (!supported<Residual>(dtype)) return;
-            for (const uint64_t numel : {1, 63, 64, 65, 127, 200, 3001})
+            for (const uint64_t numel : Numbers{1, 63, 64, 65, 127, 200, 3001})
                 for (uint64_t seed = 1; seed < 6; ++seed) check_one_array<Residual>({numel, true, 0x3f00, 1}, dtype, seed);
         });
     });
@@ -260,7 +260,7 @@ CASE(nonfinite_elements_are_left_out_or_everything_is_given_back) {
 CASE(a_sequence_of_arrays_of_any_dtypes_equals_one_update) {
     for_every_table([] {
         for (uint64_t seed = 1; seed < 25; ++seed)
-            for (const uint64_t longest : {3, 40, 130, 700}) {
+            for (const uint64_t longest : Numbers{3, 40, 130, 700}) {
                 const check::Note note("longest array", longest);
                 check_many_arrays<float>({1500 + seed, seed % 3 == 0, 0x3f00, 1}, longest, seed);
                 check_many_arrays<double>({1500 + seed, seed % 3 == 0, 0x3f00, 1}, longest, seed);

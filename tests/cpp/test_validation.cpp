@@ -25,7 +25,7 @@ std::vector<Bytes> samples() {
     std::vector<Bytes> all;
     Random random(31);
     for (const double density : {0.0, 0.003, 0.05, 0.2, 0.45, 0.6, 0.7, 0.9, 1.0})
-        for (const uint64_t numel : {90, 1500})
+        for (const uint64_t numel : Numbers{90, 1500})
             all.push_back(encode(patterns::at_density(numel, density, random), header_for(numel)));
     patterns::for_every_pattern(1400, random, [&](const Entries& entries) {
         if (all.size() % 2 == 0) all.push_back(encode(entries, header_for(entries.numel)));
