@@ -1,0 +1,97 @@
+"""Cutting, sealing, framing, and the bounded log."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.transport.crypto import SenderKey
+from gradwire.transport.records import (
+    BURST_BYTES_MAX,
+    Outgoing,
+    Record,
+    Sealer,
+    SendLog,
+    chunk_bytes_max,
+    fragments_per_record,
+    lowest_bits,
+    runs,
+)
+from gradwire.transport.wire import FRAGMENT_BYTES_MAX, FRAGMENT_BYTES_MIN, HEADER, RECORD_META
+
+KEY = SenderKey.generate(3, random.Random(1).randbytes)
+
+
+def seal(chunk: bytes, number: int = 7, fragment_bytes: int = 1_384) -> Record:
+    sealer = Sealer(KEY, 99, fragment_bytes)
+    return sealer.seal(number, Outgoing(frozenset({1})), 5, 11, len(chunk), 0, memoryview(chunk))
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_runs_cover_exactly_the_set_bits(mask: int) -> None:
+    found = 0
+    for first, count in runs(mask):
+        assert found >> first == 0
+        found |= ((1 << count) - 1) << first
+    assert found == mask
+    assert len(list(runs(mask))) == bin(mask).replace("0b", "0").count("01")
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(1, 64))
+def test_the_lowest_bits_are_the_lowest(mask: int, count: int) -> None:
+    low = lowest_bits(mask, count)
+    assert low.bit_count() == min(count, mask.bit_count())
+    assert low & ~mask == 0
+    assert low == 0 or mask & ((1 << low.bit_length()) - 1) == low
+
+
+@pytest.mark.parametrize(
+    "fragment_bytes", [FRAGMENT_BYTES_MIN, 1_184, 1_384, 8_956, FRAGMENT_BYTES_MAX]
+)
+def test_a_full_record_fits_one_burst(fragment_bytes: int) -> None:
+    record = seal(bytes(chunk_bytes_max(fragment_bytes)), fragment_bytes=fragment_bytes)
+    assert record.fragments == fragments_per_record(fragment_bytes) <= 64
+    assert len(record.wire) <= BURST_BYTES_MAX
+    assert len(record.wire) == record.fragments * record.segment_bytes
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1_343, 1_344, 1_345, 10_000, 62_240])
+def test_the_datagrams_of_a_record_hold_the_sealed_message(nbytes: int) -> None:
+    chunk = random.Random(nbytes).randbytes(nbytes)
+    record = seal(chunk)
+    datagrams = [record.slices(1 << index)[0] for index in range(record.fragments)]
+    headers = [HEADER.unpack_from(datagram) for datagram in datagrams]
+    assert [header[2] for header in headers] == list(range(record.fragments))
+    assert {header[:2] + header[3:] for header in headers} == {
+        (0x11, 3, record.fragments, 99, 1_384 << 48 | 7)
+    }
+    sealed = b"".join(datagram[16:] for datagram in datagrams)
+    plain = bytearray(len(sealed) - 16)
+    KEY.open_into(7, memoryview(sealed), bytes(datagrams[0][:16]), memoryview(plain))
+    assert RECORD_META.unpack_from(plain) == (5, 11, nbytes, 0)
+    assert plain[24:] == chunk
+
+
+@given(st.integers(1, 2**8 - 1))
+def test_the_bytes_of_a_mask_are_those_of_its_slices(mask: int) -> None:
+    record = seal(bytes(10_000))
+    assert record.fragments == 8
+    assert record.bytes_of(mask) == sum(map(len, record.slices(mask)))
+
+
+def test_the_log_counts_bytes_and_releases_in_order() -> None:
+    log = SendLog(1_000_000, first_record=7)
+    records = [seal(bytes(100 * index), number) for index, number in enumerate(range(7, 12))]
+    for record in records:
+        log.append(record)
+    assert (log.base, log.head, len(log)) == (7, 12, 5)
+    assert log.used_bytes == sum(len(record.wire) for record in records)
+    log.release_below(10)
+    assert log.used_bytes == sum(len(record.wire) for record in records[3:])
+    assert log[10] is records[3]
+    log.release_below(5)
+    log.release_below(12)
+    assert (log.used_bytes, len(log)) == (0, 0)

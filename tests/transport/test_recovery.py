@@ -1,0 +1,120 @@
+"""Round-trip times and the rate controller, against a model of a link."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.transport.recovery import WINDOW_INITIAL_BYTES, RateController, RttEstimator, SendMark
+
+
+def test_the_first_round_trip_sets_the_estimate() -> None:
+    rtt = RttEstimator()
+    assert rtt.probe_timeout_s == 0.2
+    rtt.add_sample(0.010, 1.0)
+    assert (rtt.smoothed_s, rtt.variation_s, rtt.minimum_s) == (0.010, 0.005, 0.010)
+    assert rtt.probe_timeout_s == pytest.approx(0.010 + 0.020 + 0.001)
+
+
+def test_the_estimate_follows_rfc_9002() -> None:
+    rtt = RttEstimator()
+    rtt.add_sample(0.100, 1.0)
+    rtt.add_sample(0.200, 1.1)
+    assert rtt.variation_s == pytest.approx(0.05 + (0.1 - 0.05) / 4)
+    assert rtt.smoothed_s == pytest.approx(0.1125)
+
+
+def test_the_minimum_is_forgotten_after_ten_seconds() -> None:
+    rtt = RttEstimator()
+    rtt.add_sample(0.001, 0.0)
+    rtt.add_sample(0.005, 9.0)
+    assert rtt.minimum_s == 0.001
+    rtt.add_sample(0.005, 10.1)
+    assert rtt.minimum_s == 0.005
+
+
+def test_a_guess_gives_way_to_the_first_measurement() -> None:
+    rtt = RttEstimator()
+    rtt.set_guess(3.0, 1.0)
+    assert rtt.smoothed_s == 3.0
+    rtt.add_sample(0.001, 1.1)
+    assert (rtt.smoothed_s, rtt.minimum_s) == (0.001, 0.001)
+    rtt.set_guess(3.0, 1.2)
+    assert rtt.smoothed_s == 0.001
+
+
+def run_link(
+    rate: float, delay_s: float, loss_every: int, seconds: float
+) -> tuple[RateController, float]:
+    """Drive a controller over a bottleneck with a deep queue; return it and the share of the rate delivered."""
+    rtt = RttEstimator()
+    control = RateController(rtt)
+    now_s = free_s = 0.0
+    in_flight: list[tuple[float, int, SendMark, bool]] = []
+    delivered = count = 0
+    while now_s < seconds:
+        allowed_s = control.send_allowed_at_s()
+        while allowed_s is not None and allowed_s <= now_s:
+            nbytes = min(control.burst_bytes, 60_000)
+            mark = control.on_sent(nbytes, now_s)
+            free_s = max(free_s, now_s) + nbytes / rate
+            count += 1
+            in_flight.append(
+                (free_s + delay_s, nbytes, mark, bool(loss_every) and count % loss_every == 0)
+            )
+            allowed_s = control.send_allowed_at_s()
+        times = [in_flight[0][0]] if in_flight else []
+        if allowed_s is not None:
+            times.append(allowed_s)
+        now_s = max(now_s + 1e-7, min(times))
+        while in_flight and in_flight[0][0] <= now_s:
+            _, nbytes, mark, is_lost = in_flight.pop(0)
+            if is_lost:
+                control.on_lost(nbytes)
+                continue
+            rtt.add_sample(now_s - mark.sent_at_s, now_s)
+            control.on_delivered(nbytes, mark, now_s)
+            delivered += nbytes
+    return control, delivered / seconds / rate
+
+
+@pytest.mark.parametrize("rate", [1.25e6, 12.5e6, 125e6, 1.25e9])
+@pytest.mark.parametrize("delay_s", [0.0002, 0.02])
+def test_the_controller_finds_the_rate_of_the_link(rate: float, delay_s: float) -> None:
+    control, share = run_link(rate, delay_s, 0, 3.0)
+    assert control.phase == "probe"
+    assert share > 0.9
+    assert 0.9 * rate < control.rate_bytes_per_s < 1.3 * rate
+
+
+@pytest.mark.parametrize("loss_every", [100, 10, 5])
+def test_loss_alone_does_not_slow_it_down(loss_every: int) -> None:
+    _, share = run_link(12.5e6, 0.02, loss_every, 3.0)
+    assert share > 0.8 * (1 - 1 / loss_every)
+
+
+def test_the_window_stays_near_two_bandwidth_delay_products() -> None:
+    control, _ = run_link(12.5e6, 0.02, 0, 3.0)
+    assert 12.5e6 * 0.02 < control.window_bytes < 3 * 12.5e6 * 0.02 + 8 * 65_536
+
+
+def test_nothing_more_may_be_sent_when_the_window_is_full() -> None:
+    control = RateController(RttEstimator())
+    assert control.send_allowed_at_s() is not None
+    mark = control.on_sent(WINDOW_INITIAL_BYTES, 1.0)
+    assert control.send_allowed_at_s() is None
+    control.on_delivered(1_000, mark, 1.1)
+    assert control.bytes_in_flight == WINDOW_INITIAL_BYTES - 1_000
+
+
+def test_an_idle_sender_does_not_lower_the_estimate() -> None:
+    control, _ = run_link(12.5e6, 0.002, 0, 1.0)
+    before = control.rate_bytes_per_s
+    control.on_abandoned(control.bytes_in_flight)
+    now_s = 2.0
+    for _ in range(200):
+        control.on_app_limited()
+        mark = control.on_sent(100, now_s)
+        control.on_app_limited()
+        control.on_delivered(100, mark, now_s + 0.004)
+        now_s += 0.1
+    assert control.rate_bytes_per_s > 0.5 * before
