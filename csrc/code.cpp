@@ -106,8 +106,7 @@ void put_values(const ConstArray& values, DenseType dtype, uint8_t* out) {
     switch (dtype) {
         case DenseType::kFloat32: return put_values<Value>(values, out, [](Value v) { return static_cast<float>(v); });
         case DenseType::kFloat64: return put_values<Value>(values, out, [](Value v) { return static_cast<double>(v); });
-        case DenseType::kBfloat16:
-            return put_values<Value>(values, out, [](Value v) { return to_bfloat16(v); });
+        case DenseType::kBfloat16: return put_values<Value>(values, out, [](Value v) { return to_bfloat16(v); });
         case DenseType::kNone: break;
     }
 }

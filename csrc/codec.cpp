@@ -1,4 +1,4 @@
-// Pass 1 (residual, comparison, list of mask words) and what surrounds it. Pass 2 is in code.cpp, decoding in apply.cpp.
+// Pass 1 (residual, comparison, list of mask words) and what surrounds it. code.cpp has pass 2, apply.cpp decoding.
 #include "codec.h"
 
 #include <algorithm>
@@ -91,7 +91,8 @@ class ArrayCursor {
 };
 
 std::string nonfinite_text(const Taken& taken) {
-    return std::to_string(taken.nonfinite) + " elements of the update or its sum with the residual are not finite, the first at index " +
+    return std::to_string(taken.nonfinite) +
+           " elements of the update or its sum with the residual are not finite, the first at index " +
            std::to_string(taken.first_nonfinite) +
            "; nothing was sent and the finite part is in the residual: mend the update, or use on_nonfinite=\"skip\"";
 }
@@ -142,7 +143,7 @@ void Encoder::take_range(const std::vector<ConstArray>* update, Residual thresho
         std::memcpy(values, residual + at, some * sizeof(Residual));
         if (update) cursor.gather(some, updates);
         KernelOf<Residual>::take(update ? KernelOf<Residual>::kOwn : Dtype::kNone)(values, updates, 1, threshold,
-                                                                                  at / 64, out, taken);
+                                                                                   at / 64, out, taken);
         std::memcpy(residual + at, values, some * sizeof(Residual));
         at += some;
     }
@@ -200,7 +201,8 @@ Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOp
     header.key = options.key;
     header.step = options.step;
     header.numel = numel_;
-    encoded.message = code_ternary(list_.get(), taken.words, taken.count, header, coders_, threads_for(taken.words * 4));
+    encoded.message =
+        code_ternary(list_.get(), taken.words, taken.count, header, coders_, threads_for(taken.words * 4));
     return encoded;
 }
 

@@ -96,8 +96,8 @@ class Encoder {
     std::vector<ChunkCoder> coders_;
 };
 
-// Pass 2: codes a list of mask words as a ternary message. `header` needs flags, threshold, key, step and numel; `coders`
-// is working memory.
+// Pass 2: codes a list of mask words as a ternary message. `header` needs flags, threshold, key, step and numel;
+// `coders` is working memory.
 MessageBytes code_ternary(const MaskWord* words, uint64_t word_count, uint64_t changed, Header header,
                           std::vector<ChunkCoder>& coders, unsigned threads = 1);
 
@@ -111,7 +111,7 @@ void decode_dense(const MessageView& message, void* out);
 // the first write. Throws MessageError where numel differs.
 void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale);
 
-// The changed elements of a ternary message in order, and which are negative: header.count of each. Throws MessageError.
+// The changed elements of a ternary message in order, and which are negative: count of each. Throws MessageError.
 void list_entries(const MessageView& message, int64_t* positions, bool* negative);
 
 // Zero-filled memory, aligned to 64 bytes, in huge pages where the system has them.

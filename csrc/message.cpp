@@ -167,8 +167,8 @@ ChunkShape ChunkReader::read_shape(bool last) {
     const uint64_t room = numel_ - begin_;
     const uint64_t unchanged = !last ? directory_varint() : room > changed ? room - changed : 0;
     if (changed > room || unchanged > room - changed)
-        fail("chunk at element ", begin_, ": ", changed, " changed and ", unchanged, " unchanged elements exceed numel ",
-             numel_);
+        fail("chunk at element ", begin_, ": ", changed, " changed and ", unchanged,
+             " unchanged elements exceed numel ", numel_);
     return chunk_shape(changed, unchanged);
 }
 
@@ -181,7 +181,8 @@ bool ChunkReader::next(Chunk& chunk) {
     const uint64_t left = stream_bytes_ * 8 - bit_;
     const uint64_t known = shape.listed * shape.rice + shape.changed + shape.listed;
     uint64_t quotients = left > known ? left - known : 0;
-    if (!chunk.last) quotients = shape.rice > 0 ? directory_varint() : shape.listed == 0 ? 0 : shape.span - shape.listed;
+    if (!chunk.last)
+        quotients = shape.rice > 0 ? directory_varint() : shape.listed == 0 ? 0 : shape.span - shape.listed;
     if (known > left || quotients > left - known)
         fail("chunk at element ", begin_, " needs more bits than the ", left, " that are left of its message");
     chunk.remainder_bit = bit_;
@@ -216,7 +217,8 @@ MessageView read_message(const uint8_t* bytes, uint64_t available) {
 
 void validate(const MessageView& message) {
     const uint32_t crc = message_crc(message.payload - kHeaderBytes, message.payload, message.header.payload_bytes);
-    if (crc != message.header.crc) fail("checksum is ", message.header.crc, ", must be ", crc, ": the message is corrupt");
+    if (crc != message.header.crc)
+        fail("checksum is ", message.header.crc, ", must be ", crc, ": the message is corrupt");
     validate_payload(message);
 }
 

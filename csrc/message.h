@@ -1,4 +1,4 @@
-// Message format version 1: the one definition of the layout for C++ and CUDA (docs/message-format.md says it in words).
+// Message format version 1: the one definition of the layout for C++ and CUDA. docs/message-format.md puts it in words.
 //
 // The functions here are `static inline` on purpose: this header is compiled under several instruction sets, and a
 // function with external linkage could be merged into one copy that the oldest processor cannot run.
@@ -84,11 +84,11 @@ static inline constexpr uint64_t max_ternary_bytes(uint64_t numel) { return kHea
 // One chunk as a decoder meets it. Bits are counted from the begin of the message's bit stream.
 struct Chunk {
     ChunkShape shape;
-    uint64_t begin;           // index of its first element
-    uint64_t remainder_bit;   // listed fields of `rice` bits
-    uint64_t sign_bit;        // changed bits
-    uint64_t quotient_bit;    // listed ones, each after its quotient's zeros
-    uint64_t quotient_bits;   // the last chunk: up to the end of the stream, padding included
+    uint64_t begin;          // index of its first element
+    uint64_t remainder_bit;  // listed fields of `rice` bits
+    uint64_t sign_bit;       // changed bits
+    uint64_t quotient_bit;   // listed ones, each after its quotient's zeros
+    uint64_t quotient_bits;  // the last chunk: up to the end of the stream, padding included
     bool last;
 };
 

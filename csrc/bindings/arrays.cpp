@@ -89,8 +89,7 @@ py::object dlpack_capsule(py::handle object, const std::string& name) {
         }
         return object.attr("__dlpack__")();
     } catch (py::error_already_set& error) {
-        if (!error.matches(PyExc_BufferError) && !error.matches(PyExc_RuntimeError) &&
-            !error.matches(PyExc_TypeError))
+        if (!error.matches(PyExc_BufferError) && !error.matches(PyExc_RuntimeError) && !error.matches(PyExc_TypeError))
             throw;
         throw py::value_error(name + " does not lend its memory: " + std::string(py::str(error.value())) +
                               " (a tensor that requires grad is passed as tensor.detach())");
@@ -166,7 +165,8 @@ HostArray borrow(py::handle object, const std::string& name) {
 HostArray checked(py::handle object, const std::string& name) {
     HostArray array = borrow(object, name);
     if (array.numel > 0 && reinterpret_cast<uintptr_t>(array.data) % itemsize(array.dtype) != 0)
-        throw py::value_error(name + " is not aligned to its " + std::to_string(itemsize(array.dtype)) + "-byte elements");
+        throw py::value_error(name + " is not aligned to its " + std::to_string(itemsize(array.dtype)) +
+                              "-byte elements");
     return array;
 }
 
@@ -212,8 +212,9 @@ void HostArrays::require_numel(uint64_t expected) const {
 void HostArrays::require_updates(Dtype residual) const {
     for (size_t i = 0; i < arrays_.size(); ++i)
         if (arrays_[i].dtype == Dtype::kFloat64 && residual == Dtype::kFloat32)
-            throw py::type_error(name(i) + " is float64, but the encoder's residual is float32: it would be rounded; "
-                                           "use Encoder(..., dtype=\"float64\") or pass float32");
+            throw py::type_error(name(i) +
+                                 " is float64, but the encoder's residual is float32: it would be rounded; "
+                                 "use Encoder(..., dtype=\"float64\") or pass float32");
 }
 
 void HostArrays::require_targets() const {

@@ -36,7 +36,8 @@ void translate(std::exception_ptr pointer) {
 class Exclusive {
   public:
     explicit Exclusive(std::atomic_flag& busy) : busy_(busy) {
-        if (busy_.test_and_set()) throw std::runtime_error("this Encoder is in use by another thread; give each thread its own");
+        if (busy_.test_and_set())
+            throw std::runtime_error("this Encoder is in use by another thread; give each thread its own");
     }
     ~Exclusive() { busy_.clear(); }
     Exclusive(const Exclusive&) = delete;
@@ -62,9 +63,8 @@ class PyEncoder {
         options.step = step;
         options.skip_nonfinite = skip_nonfinite;
         options.sample_density = sample_density;
-        Encoded encoded = with_update(update, [&](const std::vector<ConstArray>* arrays) {
-            return encoder_.encode(arrays, options);
-        });
+        Encoded encoded = with_update(
+            update, [&](const std::vector<ConstArray>* arrays) { return encoder_.encode(arrays, options); });
         py::object tail = py::none();
         if (sample_density > 0)
             tail = py::make_tuple(encoded.tail.now, encoded.tail.shuffled, encoded.tail.next, encoded.tail.same,
@@ -78,9 +78,9 @@ class PyEncoder {
         options.key = key;
         options.step = step;
         options.skip_nonfinite = skip_nonfinite;
-        const DenseType type = dtype == "bfloat16"                     ? DenseType::kBfloat16
+        const DenseType type = dtype == "bfloat16"                   ? DenseType::kBfloat16
                                : encoder_.dtype() == Dtype::kFloat64 ? DenseType::kFloat64
-                                                                      : DenseType::kFloat32;
+                                                                     : DenseType::kFloat32;
         Encoded encoded = with_update(update, [&](const std::vector<ConstArray>* arrays) {
             return encoder_.encode_dense(arrays, type, options);
         });
@@ -100,7 +100,8 @@ class PyEncoder {
     static py::array residual(const py::object& self) {
         auto& encoder = self.cast<PyEncoder&>().encoder_;
         const py::dtype dtype = encoder.dtype() == Dtype::kFloat64 ? py::dtype::of<double>() : py::dtype::of<float>();
-        return py::array(dtype, {static_cast<py::ssize_t>(encoder.numel())}, {dtype.itemsize()}, encoder.residual(), self);
+        return py::array(dtype, {static_cast<py::ssize_t>(encoder.numel())}, {dtype.itemsize()}, encoder.residual(),
+                         self);
     }
 
   private:
@@ -168,7 +169,7 @@ Message dense(const py::object& values, const std::string& dtype, uint32_t key, 
     const std::vector<ConstArray> parts = arrays.updates();
     if (parts.size() != 1 || (parts[0].dtype != Dtype::kFloat32 && parts[0].dtype != Dtype::kFloat64))
         throw py::type_error("values must be one float32 or float64 array");
-    const DenseType type = dtype == "bfloat16"                     ? DenseType::kBfloat16
+    const DenseType type = dtype == "bfloat16"                 ? DenseType::kBfloat16
                            : parts[0].dtype == Dtype::kFloat64 ? DenseType::kFloat64
                                                                : DenseType::kFloat32;
     const py::gil_scoped_release release;

@@ -127,19 +127,20 @@ py::buffer_info buffer_of(const Message& message) {
 }  // namespace
 
 Message::Message(MessageBytes own) : own_(std::move(own)), view_(own_.view()) {}
-Message::Message(MessageView view, std::shared_ptr<Py_buffer> borrowed)
-    : borrowed_(std::move(borrowed)), view_(view) {}
+Message::Message(MessageView view, std::shared_ptr<Py_buffer> borrowed) : borrowed_(std::move(borrowed)), view_(view) {}
 
 void register_message(py::module_& module) {
     const auto field = [](auto member) { return [member](const Message& m) { return m.view().header.*member; }; };
-    py::class_<Message>(module, "Message", py::buffer_protocol(),
-                        "One encoded update: self-describing bytes, owned or a view of the buffer they were parsed from.\n\n"
-                        "bytes(message) copies them, memoryview(message) lends them, read-only.")
+    py::class_<Message>(
+        module, "Message", py::buffer_protocol(),
+        "One encoded update: self-describing bytes, owned or a view of the buffer they were parsed from.\n\n"
+        "bytes(message) copies them, memoryview(message) lends them, read-only.")
         .def_buffer(&buffer_of)
-        .def_static("parse", &parse, py::arg("buffer"),
-                    "Return the one message that `buffer` holds, fully checked and without a copy.\n\n"
-                    "Args:\n    buffer: contiguous bytes; kept alive, and not to be changed while the message lives.\n\n"
-                    "Raises:\n    MessageError: the bytes are no valid message, or bytes follow it.")
+        .def_static(
+            "parse", &parse, py::arg("buffer"),
+            "Return the one message that `buffer` holds, fully checked and without a copy.\n\n"
+            "Args:\n    buffer: contiguous bytes; kept alive, and not to be changed while the message lives.\n\n"
+            "Raises:\n    MessageError: the bytes are no valid message, or bytes follow it.")
         .def_static("from_entries", &from_entries, py::arg("positions"), py::arg("negative"), py::kw_only(),
                     py::arg("numel"), py::arg("threshold"), py::arg("key") = 0, py::arg("step") = 0,
                     py::arg("shakeup") = false,
@@ -150,30 +151,34 @@ void register_message(py::module_& module) {
         .def("entries", &entries,
              "Return the changed elements of a ternary message: int64[count] positions, rising, and bool[count], true "
              "where minus.")
-        .def_property_readonly("kind", [](const Message& m) { return kind_name(m.view()); },
-                               "\"sparse\", \"bitmap\" (every chunk is one) or \"dense\".")
+        .def_property_readonly(
+            "kind", [](const Message& m) { return kind_name(m.view()); },
+            "\"sparse\", \"bitmap\" (every chunk is one) or \"dense\".")
         .def_property_readonly("key", field(&Header::key), "Index of the group of parameters.")
         .def_property_readonly("step", field(&Header::step), "The encoder's step, modulo 2^32.")
         .def_property_readonly("numel", field(&Header::numel), "Elements in the update.")
         .def_property_readonly("count", field(&Header::count), "Elements changed.")
-        .def_property_readonly("threshold", [](const Message& m) { return m.view().threshold(); },
-                               "What every changed element gets, plus or minus; 0.0 in a dense message.")
-        .def_property_readonly("is_shakeup",
-                               [](const Message& m) { return (m.view().header.flags & kFlagShakeUp) != 0; },
-                               "Whether this is a periodic message with a smaller threshold.")
-        .def_property_readonly("density",
-                               [](const Message& m) {
-                                   const Header& h = m.view().header;
-                                   return h.numel > 0 ? static_cast<double>(h.count) / static_cast<double>(h.numel) : 0.0;
-                               },
-                               "count / numel; 0.0 without elements.")
-        .def_property_readonly("nbytes", [](const Message& m) { return m.view().nbytes(); },
-                               "Bytes, the header's 48 included.")
+        .def_property_readonly(
+            "threshold", [](const Message& m) { return m.view().threshold(); },
+            "What every changed element gets, plus or minus; 0.0 in a dense message.")
+        .def_property_readonly(
+            "is_shakeup", [](const Message& m) { return (m.view().header.flags & kFlagShakeUp) != 0; },
+            "Whether this is a periodic message with a smaller threshold.")
+        .def_property_readonly(
+            "density",
+            [](const Message& m) {
+                const Header& h = m.view().header;
+                return h.numel > 0 ? static_cast<double>(h.count) / static_cast<double>(h.numel) : 0.0;
+            },
+            "count / numel; 0.0 without elements.")
+        .def_property_readonly(
+            "nbytes", [](const Message& m) { return m.view().nbytes(); }, "Bytes, the header's 48 included.")
         .def("__bytes__", &to_bytes)
         .def("__eq__", &same_bytes, py::is_operator())
         .def("__repr__", &represent)
         .def("__reduce__", [](const py::object& self) {
-            return py::make_tuple(py::type::of(self).attr("parse"), py::make_tuple(to_bytes(self.cast<const Message&>())));
+            return py::make_tuple(py::type::of(self).attr("parse"),
+                                  py::make_tuple(to_bytes(self.cast<const Message&>())));
         });
     module.def("parse_many", &parse_many, py::arg("buffer"),
                "Return the messages that `buffer` holds, one behind the other, as Message.parse does.");

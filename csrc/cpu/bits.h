@@ -111,9 +111,7 @@ struct BitSource {
     // At least 57 bits from `bit` on; zeros beyond the end.
     uint64_t bits_at(uint64_t bit) const { return word_at(bit >> 3) >> (bit & 7); }
     // All 64 of them.
-    uint64_t word_at_bit(uint64_t bit) const {
-        return (bits_at(bit) & low_bits(56)) | bits_at(bit + 56) << 56;
-    }
+    uint64_t word_at_bit(uint64_t bit) const { return (bits_at(bit) & low_bits(56)) | bits_at(bit + 56) << 56; }
 };
 
 }  // namespace

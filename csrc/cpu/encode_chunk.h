@@ -15,7 +15,8 @@ uint64_t skip_changed(ListPlace& place, uint64_t changed) {
         if (wanted == 0) break;
         here = popcount((++place.word)->changed);
     }
-    const uint64_t bits = wanted > 0 ? lowest_set(place.word->changed, static_cast<unsigned>(wanted)) : place.word->changed;
+    const uint64_t bits =
+        wanted > 0 ? lowest_set(place.word->changed, static_cast<unsigned>(wanted)) : place.word->changed;
     const uint64_t end = place.word->index * 64 + 64 - leading_zeros(bits);
     if (wanted == 0) ++place.word;
     place.skip = static_cast<unsigned>(wanted);
@@ -113,9 +114,9 @@ class RiceWriter {
                 for (const uint64_t distance : d) write(distance);
                 continue;
             }
-            remainders_.put((d[0] & mask_) | (d[1] & mask_) << rice_ | (d[2] & mask_) << 2 * rice_ |
-                                (d[3] & mask_) << 3 * rice_,
-                            4 * rice_);
+            remainders_.put(
+                (d[0] & mask_) | (d[1] & mask_) << rice_ | (d[2] & mask_) << 2 * rice_ | (d[3] & mask_) << 3 * rice_,
+                4 * rice_);
             const uint64_t one = 1;
             quotients_.put(one << q[0] | one << (q[0] + q[1] + 1) | one << (q[0] + q[1] + q[2] + 2) | one << (bits - 1),
                            static_cast<unsigned>(bits));
@@ -133,8 +134,8 @@ class RiceWriter {
     uint64_t positions_[kBatch + 128];
 };
 
-// Up to kMostDenseRice most bytes of the bitmap hold a listed element or several, and a table codes a byte at once. What a byte
-// gives depends, besides its bits, on the gap before it modulo 2^k.
+// Up to kMostDenseRice most bytes of the bitmap hold a listed element or several, and a table codes a byte at once.
+// What a byte gives depends, besides its bits, on the gap before it modulo 2^k.
 struct ByteCode {
     uint32_t remainders;
     uint16_t quotients;  // a zero for every 2^k elements of gap that end here, a one for every listed element

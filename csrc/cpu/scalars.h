@@ -51,9 +51,7 @@ inline To to_scalar(Bfloat16 value) {
 }
 
 inline bool is_finite(float value) { return (bit_cast<uint32_t>(value) & 0x7f800000U) != 0x7f800000U; }
-inline bool is_finite(double value) {
-    return (bit_cast<uint64_t>(value) & 0x7ff0000000000000U) != 0x7ff0000000000000U;
-}
+inline bool is_finite(double value) { return (bit_cast<uint64_t>(value) & 0x7ff0000000000000U) != 0x7ff0000000000000U; }
 inline float absolute(float value) { return __builtin_fabsf(value); }
 inline double absolute(double value) { return __builtin_fabs(value); }
 

@@ -1,11 +1,12 @@
 // Pass 1, written once over the vectors of an instruction set.
 //
-// For every element: residual += update; if |residual| >= threshold, residual -= +-threshold and the element's bit is set.
-// Bytes that must move: the update read, the residual read and written (12 per float32 element). Nothing branches on the
-// data but the exceptional word that holds a non-finite value.
+// For every element: residual += update; if |residual| >= threshold, residual -= +-threshold and the element's bit is
+// set. Bytes that must move: the update read, the residual read and written (12 per float32 element). Nothing branches
+// on the data but the exceptional word that holds a non-finite value.
 //
 // `Lanes` is the vector type of a residual: Scalar, Vector, Flags (gathers "not finite"), kLanes, and load, store, add,
-// passing, negative, note_nonfinite, any_nonfinite, take (and add_signed, for decoding). `Update` loads kLanes updates, converted exactly.
+// passing, negative, note_nonfinite, any_nonfinite, take (and add_signed, for decoding). `Update` loads kLanes updates,
+// converted exactly.
 #pragma once
 
 #include "bits.h"
@@ -46,8 +47,8 @@ inline void list_word(const MaskWord& word, MaskWord* out, Taken* taken) {
 }
 
 template <class Lanes, class Update>
-void take_words(typename Lanes::Scalar* residual, const void* update, uint64_t words,
-                typename Lanes::Scalar threshold, uint64_t first_word, MaskWord* out, Taken* taken) {
+void take_words(typename Lanes::Scalar* residual, const void* update, uint64_t words, typename Lanes::Scalar threshold,
+                uint64_t first_word, MaskWord* out, Taken* taken) {
     using Vector = typename Lanes::Vector;
     constexpr unsigned kVectors = 64 / Lanes::kLanes;
     const auto* u = static_cast<const typename Update::Scalar*>(update);

@@ -99,25 +99,25 @@ inline int run(int argc, char** argv) {
 
 }  // namespace check
 
-#define CASE(name)                                          \
-    static void name();                                     \
+#define CASE(name)                                           \
+    static void name();                                      \
     static const ::check::Register name##_case(#name, name); \
     static void name()
 
-#define CHECK(condition)                                           \
-    do {                                                           \
+#define CHECK(condition)                                                 \
+    do {                                                                 \
         if (!(condition)) ::check::fail(__FILE__, __LINE__, #condition); \
     } while (false)
 
 #define CHECK_EQUAL(a, b) ::check::equal((a), (b), #a " == " #b, __FILE__, __LINE__)
 
-#define CHECK_THROWS(Error, expression)                                                      \
-    do {                                                                                     \
-        bool thrown = false;                                                                 \
-        try {                                                                                \
-            static_cast<void>(expression);                                                   \
-        } catch (const Error&) {                                                             \
-            thrown = true;                                                                   \
-        }                                                                                    \
+#define CHECK_THROWS(Error, expression)                                                        \
+    do {                                                                                       \
+        bool thrown = false;                                                                   \
+        try {                                                                                  \
+            static_cast<void>(expression);                                                     \
+        } catch (const Error&) {                                                               \
+            thrown = true;                                                                     \
+        }                                                                                      \
         if (!thrown) ::check::fail(__FILE__, __LINE__, #expression " does not throw " #Error); \
     } while (false)

@@ -1,5 +1,5 @@
-// libFuzzer target on the parser and the decoders. Every input is tried three times: as it is, with its checksum mended,
-// and with its header mended too, so that the payload gets past the first checks.
+// libFuzzer target on the parser and the decoders. Every input is tried three times: as it is, with its checksum
+// mended, and with its header mended too, so that the payload gets past the first checks.
 //
 //   cmake --preset fuzz && cmake --build --preset fuzz
 //   mkdir corpus && cp tests/golden/*/*.bin corpus && build/fuzz/tests/cpp/fuzz_message -max_len=4096 corpus

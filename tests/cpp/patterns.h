@@ -32,7 +32,8 @@ void for_every_pattern(uint64_t numel, Random& random, F f) {
     const auto periodic = [&](const char* name, uint64_t period, uint64_t changed, uint64_t shift) {
         try_one(name, choose(numel, random, [&](uint64_t i) { return (i + shift) % period < changed; }));
     };
-    for (const double density : {1e-4, 1e-3, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.64, 0.66, 0.75, 0.9, 0.97, 0.999})
+    for (const double density :
+         {1e-4, 1e-3, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.64, 0.66, 0.75, 0.9, 0.97, 0.999})
         try_one("random", at_density(numel, density, random));
     try_one("none", choose(numel, random, [](uint64_t) { return false; }));
     try_one("all", choose(numel, random, [](uint64_t) { return true; }));
@@ -61,7 +62,8 @@ void for_every_pattern(uint64_t numel, Random& random, F f) {
     bool on = false;
     try_one("random runs", choose(numel, random, [&](uint64_t) { return on = random.chance(0.02) ? !on : on; }));
     // Every second chunk's distances are much longer than the other's.
-    try_one("uneven", choose(numel, random, [&](uint64_t i) { return i / 600 % 2 == 0 ? random.chance(0.8) : random.chance(0.01); }));
+    try_one("uneven", choose(numel, random,
+                             [&](uint64_t i) { return i / 600 % 2 == 0 ? random.chance(0.8) : random.chance(0.01); }));
 }
 
 // Exactly `changed` elements, with distances up to `farthest`, and `behind` more elements.

@@ -74,7 +74,8 @@ double widen(uint16_t bits, unsigned fraction, int bias) {
     const int exponent = bits >> fraction & special;
     const int mantissa = bits & ((1 << fraction) - 1);
     const int one = 1 << fraction;
-    double value = std::ldexp(exponent > 0 ? mantissa + one : mantissa, (exponent > 0 ? exponent : 1) - bias - int(fraction));
+    double value =
+        std::ldexp(exponent > 0 ? mantissa + one : mantissa, (exponent > 0 ? exponent : 1) - bias - int(fraction));
     if (exponent == special)
         value = mantissa > 0 ? std::numeric_limits<double>::quiet_NaN() : std::numeric_limits<double>::infinity();
     return bits >> 15 ? -value : value;
@@ -91,7 +92,8 @@ uint16_t narrow(double value, unsigned fraction, int bias) {
     if (exponent > bias) return static_cast<uint16_t>(sign | ((special << fraction) - 1));
     const auto scaled = static_cast<int>(std::ldexp(magnitude, int(fraction) - exponent));
     const int implicit = 1 << fraction;
-    return static_cast<uint16_t>(sign | (scaled < implicit ? scaled : scaled - implicit + ((exponent + bias) << fraction)));
+    return static_cast<uint16_t>(sign |
+                                 (scaled < implicit ? scaled : scaled - implicit + ((exponent + bias) << fraction)));
 }
 
 }  // namespace

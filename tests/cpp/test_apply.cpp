@@ -97,7 +97,8 @@ CASE(many_messages_over_many_arrays_equal_single_ones) {
             for (const double density : {0.0005, 0.02, 0.3, 0.55, 0.8, 1.0}) {
                 std::vector<Sent> sent;
                 for (unsigned i = 0; i < 5; ++i)
-                    sent.push_back(send(patterns::at_density(numel, density, random), static_cast<uint16_t>(0x3f00 + 0x40 * (i % 3))));
+                    sent.push_back(send(patterns::at_density(numel, density, random),
+                                        static_cast<uint16_t>(0x3f00 + 0x40 * (i % 3))));
                 for (const uint64_t longest : {numel, numel / 3 + 1, uint64_t{100}}) {
                     if (longest < 100 && numel > 5000) continue;
                     check_messages(sent, numel, longest, false, 1.0);
@@ -114,7 +115,8 @@ CASE(messages_of_all_kinds_and_patterns_mix) {
         std::vector<Sent> sent;
         patterns::for_every_pattern(numel, random, [&](const Entries& entries) {
             sent.push_back(send(entries, 0x3e80));
-            if (sent.size() % 7 == 3) sent.push_back(send_dense(numel, static_cast<DenseType>(1 + sent.size() % 3), random));
+            if (sent.size() % 7 == 3)
+                sent.push_back(send_dense(numel, static_cast<DenseType>(1 + sent.size() % 3), random));
         });
         check_messages(sent, numel, numel, false, 1.0);
         check_messages(sent, numel, 9001, true, 2.0);
@@ -154,7 +156,8 @@ CASE(a_message_of_another_size_changes_nothing) {
     Random random(25);
     const Bytes fits = encode(patterns::at_density(10, 1, random), header_for(10));
     const Bytes other = encode(patterns::at_density(11, 1, random), header_for(11));
-    CHECK_THROWS(MessageError, apply_messages({parse(fits), parse(other)}, {{target.data(), 10, Dtype::kFloat32}}, 1.0));
+    CHECK_THROWS(MessageError,
+                 apply_messages({parse(fits), parse(other)}, {{target.data(), 10, Dtype::kFloat32}}, 1.0));
     CHECK(target == std::vector<float>(10, 1.0F));
 }
 
@@ -167,7 +170,8 @@ CASE(one_invalid_message_keeps_all_of_them_from_the_target) {
         const MessageView views[] = {parse(good), parse(bad)};
         std::fill(bad.begin() + 60, bad.end(), uint8_t{0});  // after it was parsed
         std::vector<float> target(numel, 1.0F);
-        CHECK_THROWS(MessageError, apply_messages({views[0], views[1]}, {{target.data(), numel, Dtype::kFloat32}}, 1.0));
+        CHECK_THROWS(MessageError,
+                     apply_messages({views[0], views[1]}, {{target.data(), numel, Dtype::kFloat32}}, 1.0));
         CHECK(target == std::vector<float>(numel, 1.0F));
     });
 }

@@ -50,8 +50,8 @@ CASE(any_subset_of_eight_elements_survives) {
         for (unsigned subset = 0; subset < 256; ++subset)
             for (const uint64_t shift : Numbers{0, 59, 64}) {
                 Random random(subset);
-                Entries entries =
-                    patterns::choose(shift + 8, random, [&](uint64_t i) { return i >= shift && subset >> (i - shift) & 1; });
+                Entries entries = patterns::choose(shift + 8, random,
+                                                   [&](uint64_t i) { return i >= shift && subset >> (i - shift) & 1; });
                 check_round_trip(entries);
             }
     });
@@ -59,7 +59,8 @@ CASE(any_subset_of_eight_elements_survives) {
 
 CASE(counts_around_multiples_of_the_chunk_size_survive) {
     for_every_table([] {
-        for (const uint64_t changed : Numbers{255, 256, 257, 511, 512, 513, 768, 1024, 4095, 4096, 4097, 4608, 16384, 16385, 16896})
+        for (const uint64_t changed :
+             Numbers{255, 256, 257, 511, 512, 513, 768, 1024, 4095, 4096, 4097, 4608, 16384, 16385, 16896})
             for (const uint64_t farthest : Numbers{0, 1, 3, 20, 300})
                 for (const uint64_t behind : Numbers{0, 1, 63, 1000}) {
                     const check::Note notes[] = {{"changed", changed}, {"farthest", farthest}, {"behind", behind}};
@@ -123,7 +124,9 @@ CASE(the_worst_arrangement_stays_below_the_ceiling) {
             for (uint64_t chunk = 0; chunk < 63; ++chunk) {
                 uint64_t left = unchanged;
                 for (uint64_t changed = 256; changed > 0;) {
-                    const bool skip = left > 0 && (clustered || random.chance(static_cast<double>(left) / static_cast<double>(left + changed)));
+                    const bool skip =
+                        left > 0 &&
+                        (clustered || random.chance(static_cast<double>(left) / static_cast<double>(left + changed)));
                     if (skip) {
                         --left;
                     } else {

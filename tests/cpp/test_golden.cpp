@@ -46,7 +46,8 @@ CASE(every_table_writes_the_golden_messages_again) {
             std::vector<double> values(header.numel);  // room for either
             decode_dense(message, values.data());
             const Dtype dtype = wide ? Dtype::kFloat64 : Dtype::kFloat32;
-            const MessageBytes again = code_dense({values.data(), header.numel, dtype}, header.dtype, header.key, header.step);
+            const MessageBytes again =
+                code_dense({values.data(), header.numel, dtype}, header.dtype, header.key, header.step);
             CHECK(exactly(again.bytes.get(), again.size) == bytes);
         });
         CHECK(files >= 30);
@@ -55,7 +56,8 @@ CASE(every_table_writes_the_golden_messages_again) {
 
 CASE(every_table_refuses_the_golden_mistakes) {
     for_every_table([] {
-        const unsigned files = for_every_golden("invalid", [](const Bytes& bytes) { CHECK_THROWS(MessageError, parse(bytes)); });
+        const unsigned files =
+            for_every_golden("invalid", [](const Bytes& bytes) { CHECK_THROWS(MessageError, parse(bytes)); });
         CHECK(files >= 45);
     });
 }

@@ -67,7 +67,8 @@ CASE(positions_beyond_31_bits_reach_the_right_element_of_a_window) {
     // Both ends of the list's 31-bit distances.
     const uint64_t edge = kMostEntryDistance;
     for_every_table([&] {
-        check_entries_survive(at(3 * edge, {edge - 1, edge, edge + 1, 2 * edge - 1, 2 * edge, 2 * edge + 1, 3 * edge - 1}));
+        check_entries_survive(
+            at(3 * edge, {edge - 1, edge, edge + 1, 2 * edge - 1, 2 * edge, 2 * edge + 1, 3 * edge - 1}));
     });
 }
 
@@ -79,7 +80,8 @@ CASE(a_header_that_promises_more_than_there_is_is_refused) {
     CHECK_THROWS(MessageError, parse(header_with(empty, kNumelAt, UINT64_MAX)));
     const Bytes some = encode(at(1000, {1, 500}), header_for(1000));
     for (const uint64_t value : {uint64_t{0}, uint64_t{1} << 20, uint64_t{1} << 48, uint64_t{1} << 63, UINT64_MAX})
-        for (const unsigned offset : {kCountAt, kPayloadBytesAt}) CHECK_THROWS(MessageError, parse(header_with(some, offset, value)));
+        for (const unsigned offset : {kCountAt, kPayloadBytesAt})
+            CHECK_THROWS(MessageError, parse(header_with(some, offset, value)));
 }
 
 CASE(a_count_without_its_signs_is_refused_at_every_size) {

@@ -185,7 +185,8 @@ void check_kernel(TakeFunction<Residual> take, Dtype dtype, uint64_t words, uint
     memory.shrink_to_fit();
     std::vector<MaskWord> list(words);
     Taken taken;
-    take(memory.data() + offset, accumulated ? nullptr : update.views[0].data, words, threshold, 1000, list.data(), &taken);
+    take(memory.data() + offset, accumulated ? nullptr : update.views[0].data, words, threshold, 1000, list.data(),
+         &taken);
     CHECK(same_bits(memory.data() + offset, expected.residual));
     CHECK_EQUAL(taken.count, expected.entries.positions.size());
     CHECK_EQUAL(taken.nonfinite, expected.nonfinite);
@@ -229,7 +230,8 @@ CASE(every_size_up_to_200_equals_the_oracle) {
         for_every_pair([](auto residual, Dtype dtype) {
             using Residual = decltype(residual);
             if (!supported<Residual>(dtype)) return;
-            for (uint64_t numel = 0; numel <= 200; ++numel) check_one_array<Residual>({numel, false, 0x3f00, 1}, dtype, numel + 1);
+            for (uint64_t numel = 0; numel <= 200; ++numel)
+                check_one_array<Residual>({numel, false, 0x3f00, 1}, dtype, numel + 1);
         });
     });
 }
@@ -252,7 +254,8 @@ CASE(nonfinite_elements_are_left_out_or_everything_is_given_back) {
             using Residual = decltype(residual);
             if (!supported<Residual>(dtype)) return;
             for (const uint64_t numel : Numbers{1, 63, 64, 65, 127, 200, 3001})
-                for (uint64_t seed = 1; seed < 6; ++seed) check_one_array<Residual>({numel, true, 0x3f00, 1}, dtype, seed);
+                for (uint64_t seed = 1; seed < 6; ++seed)
+                    check_one_array<Residual>({numel, true, 0x3f00, 1}, dtype, seed);
         });
     });
 }

@@ -108,7 +108,8 @@ void scramble(Bytes& bytes, Random& random) {
         }
         default:  // the directory, which is at the front
             for (uint64_t i = 0; i < changes; ++i)
-                bytes[kHeaderBytes + random.below(std::min<uint64_t>(payload, 12))] = static_cast<uint8_t>(random.next());
+                bytes[kHeaderBytes + random.below(std::min<uint64_t>(payload, 12))] =
+                    static_cast<uint8_t>(random.next());
     }
 }
 
