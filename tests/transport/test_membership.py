@@ -36,7 +36,9 @@ def test_a_node_known_by_another_address_is_not_knocked_at() -> None:
 def test_the_own_address_is_never_knocked_at_again() -> None:
     membership = Membership()
     membership.add(SEED)
+    assert membership.seeds() == [SEED]
     membership.on_identified(SEED, 1, is_own=True)
+    assert membership.seeds() == []
     assert membership.due(100.0, set(), set()) == []
 
 

@@ -403,8 +403,8 @@ def test_the_own_address_among_the_peers_is_ignored() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    with Node(address, [address], secret=SECRET) as node:
-        assert list(node._endpoint.membership) == []
+    with Node(address, [address, "127.0.0.1:9"], secret=SECRET) as node:
+        assert node.seeds == {"127.0.0.1:9"}
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")

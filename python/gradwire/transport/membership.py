@@ -42,6 +42,12 @@ class Membership:
     def __iter__(self) -> Iterator[Address]:
         return iter(self._seeds)
 
+    def seeds(self) -> list[Address]:
+        """Return the addresses that the caller named, without those that turned out to be this node's own."""
+        return [
+            seed.address for seed in self._seeds.values() if not seed.is_learned and not seed.is_own
+        ]
+
     def add(self, address: Address, *, is_learned: bool = False) -> None:
         """Want a connection to this address; ignored when there are too many already.
 

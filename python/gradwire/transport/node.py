@@ -150,6 +150,13 @@ class Node:
         """The addresses of other nodes that this one was told of, resolved."""
         return frozenset(self._seeds)
 
+    @property
+    def seeds(self) -> frozenset[str]:
+        """The addresses this node was told to connect to, without its own."""
+        self._check_process()
+        with self._lock:
+            return frozenset(map(format_address, self._endpoint.membership.seeds()))
+
     def add_peer(self, address: str) -> None:
         """Connect to one more node and stay connected.
 
