@@ -106,7 +106,6 @@ class Node:
         self._is_closed = False
         self._polled_at_s = float("-inf")
         self._sleeps_until_s = 0.0
-        self._seeds: set[str] = set()
         self._add_seeds(seeds)
         if switch_interval_s is not None and sys.getswitchinterval() > switch_interval_s:
             sys.setswitchinterval(switch_interval_s)
@@ -118,7 +117,6 @@ class Node:
         for seed in seeds:
             address = resolve(seed, like=self._driver.address)
             if seed not in own and format_address(address) not in own:
-                self._seeds.add(format_address(address))
                 self._endpoint.connect(address)
 
     # ---- who is there -------------------------------------------------------------------------------------------
@@ -147,12 +145,7 @@ class Node:
 
     @property
     def seeds(self) -> frozenset[str]:
-        """The addresses of other nodes that this one was told of, resolved."""
-        return frozenset(self._seeds)
-
-    @property
-    def seeds(self) -> frozenset[str]:
-        """The addresses this node was told to connect to, without its own."""
+        """The addresses of other nodes that this one was told of, resolved, without its own."""
         self._check_process()
         with self._lock:
             return frozenset(map(format_address, self._endpoint.membership.seeds()))
