@@ -3,10 +3,6 @@
 # The kernels' object files are compiled for several instruction sets. A symbol that two of them share would be merged into
 # one copy, perhaps one that this processor cannot run; so each may define its own table and nothing else that is global.
 execute_process(COMMAND "${NM}" --defined-only --extern-only "${ARCHIVE}" OUTPUT_VARIABLE listing COMMAND_ERROR_IS_FATAL ANY)
-if(listing MATCHES "__(odr_)?asan|__ubsan|__start___sancov|sancov")
-  message("skipped: sanitizers add symbols of their own")
-  return()
-endif()
 string(REPLACE "\n" ";" lines "${listing}")
 set(object "")
 set(tables 0)
