@@ -62,5 +62,5 @@ def _cuda() -> str:
     if "cuda" in gw.backends():
         return "available"
     if importlib.util.find_spec("gradwire._cuda") is None:
-        return "not available: this build has no CUDA backend"
+        return f"not available: this build has no CUDA backend ({_core.cuda_status()})"
     return "not available: no usable NVIDIA driver or GPU was found"

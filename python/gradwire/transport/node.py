@@ -51,7 +51,7 @@ class Node:
         OSError: the address cannot be bound.
 
     Example:
-        >>> secret = "q83vEjRWeJCrze8SNFZ4kKvN7xI0VniQq83vEjRWeJA="
+        >>> secret = bytes(range(32))
         >>> with Node("127.0.0.1:0", secret=secret) as one, Node("127.0.0.1:0", [one.address], secret=secret) as two:
         ...     one.wait_for_peers(1, timeout_s=5.0)
         ...     ticket = one.publish(b"update", tag=7)
