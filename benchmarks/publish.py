@@ -17,6 +17,9 @@ from typing import Any
 
 __all__ = ["main"]
 
+# More than this, and the ratios say more about the other processes.
+QUIET_CPUS = 0.1
+
 SIZES = (2**24, 2**26)
 ADD = "np.add"
 PEERS = "encode with residual at 0.001"
@@ -270,7 +273,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("result", type=Path, help="JSON of a full bench_codec.py run")
     parser.add_argument("page", type=Path)
     arguments = parser.parse_args(argv)
-    result = Result(json.loads(arguments.result.read_text()))
+    content = json.loads(arguments.result.read_text())
+    parameters = content["parameters"]
+    if (parameters["mode"], parameters["clock"]) != ("full", "wall"):
+        raise SystemExit(
+            f"{arguments.result}: publish a full run by the wall clock, not {parameters}"
+        )
+    result = Result(content)
+    if result.others is not None and result.others > QUIET_CPUS:
+        print(f"careful: others used {result.others:.2f} CPUs during this run; measure again")
     page = arguments.page.read_text()
     for name, make in BLOCKS.items():
         block = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
