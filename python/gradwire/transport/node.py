@@ -53,7 +53,7 @@ class Node:
     Example:
         >>> secret = bytes(range(32))
         >>> with Node("127.0.0.1:0", secret=secret) as one, Node("127.0.0.1:0", [one.address], secret=secret) as two:
-        ...     one.wait_for_peers(1, timeout_s=5.0)
+        ...     peers = one.wait_for_peers(1, timeout_s=5.0)
         ...     ticket = one.publish(b"update", tag=7)
         ...     [(peer, tag, payload)] = two.receive(timeout_s=5.0)
         ...     tag, bytes(payload), peer == one.peer
@@ -240,12 +240,13 @@ class Node:
         Raises:
             Closed: the node has been closed and nothing is left.
         """
-        self._pump_until(lambda: self._endpoint.has_messages, timeout_s)
-        with self._lock:
-            messages = self._endpoint.take_messages(now_s())
-            if not self._is_closed:
-                self._driver.transmit(self._endpoint)
-                self._nudge()
+        messages: list[Received] = []
+
+        def take() -> bool:
+            messages.extend(self._endpoint.take_messages(now_s()))
+            return bool(messages)
+
+        self._pump_until(take, timeout_s)
         return messages
 
     def drain(self, timeout_s: float) -> bool:
@@ -335,8 +336,12 @@ class Node:
                 if self._is_closed:
                     raise Closed("the node is closed")
                 self._polled_at_s = now_s()
-                self._pump()
-                if done():
+                self._driver.receive(self._endpoint)
+                is_done = done()
+                # What `done` took makes room, so the sending comes after it: once instead of twice.
+                self._driver.transmit(self._endpoint)
+                self._tell_others()
+                if is_done:
                     return True
                 until_s = min(end_s, self._driver.deadline_s(self._endpoint), now_s() + RECHECK_S)
                 if now_s() >= end_s:
@@ -347,8 +352,12 @@ class Node:
                 self._callers_waiting -= 1
 
     def _pump(self) -> None:
-        """Move datagrams; the lock is held. Whoever waits for what they bring is told."""
+        """Move datagrams; the lock is held."""
         self._driver.pump(self._endpoint)
+        self._tell_others()
+
+    def _tell_others(self) -> None:
+        """Wake whoever waits for what the datagrams brought."""
         if self._callers_waiting:
             self._caller_waker.ring()
         if self._watchers:
