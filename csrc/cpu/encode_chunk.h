@@ -176,17 +176,27 @@ uint64_t write_dense_rice(const uint64_t* bitmap, uint64_t bits, const ChunkStre
     unsigned gap = 0;
     for (uint64_t at = 0; at < bits; at += 64) {
         uint64_t word = bitmap[at / 64];
-        for (unsigned byte = 0; byte < 4; ++byte, word >>= 16) {
-            const auto low = static_cast<unsigned>(word & 255);
-            const auto high = static_cast<unsigned>(word >> 8 & 255);
-            const ByteCode& first = kCodes.code[gap][low];
-            gap = low ? leading_zeros(uint64_t{low} << 56) & ((1U << kRice) - 1) : gap;
-            const ByteCode& second = kCodes.code[gap][high];
-            gap = high ? leading_zeros(uint64_t{high} << 56) & ((1U << kRice) - 1) : gap;
-            remainders.put(uint64_t{first.remainders} | uint64_t{second.remainders} << first.remainder_bits,
-                           first.remainder_bits + second.remainder_bits);
-            quotients.put(uint64_t{first.quotients} | uint64_t{second.quotients} << first.quotient_bits,
-                          first.quotient_bits + second.quotient_bits);
+        for (unsigned half = 0; half < 2; ++half) {
+            uint64_t r[2] = {0, 0};
+            unsigned r_bits[2] = {0, 0};
+            uint64_t q = 0;
+            unsigned q_bits = 0;  // at most 9 of a byte
+            for (unsigned byte = 0; byte < 4; ++byte, word >>= 8) {
+                const auto own = static_cast<unsigned>(word & 255);
+                const ByteCode& code = kCodes.code[gap][own];
+                gap = own ? static_cast<unsigned>(__builtin_clz(own << 24)) & ((1U << kRice) - 1) : gap;
+                r[byte / 2] |= uint64_t{code.remainders} << r_bits[byte / 2];
+                r_bits[byte / 2] += code.remainder_bits;
+                q |= uint64_t{code.quotients} << q_bits;
+                q_bits += code.quotient_bits;
+            }
+            if (__builtin_expect(r_bits[0] + r_bits[1] <= 56, 1)) {
+                remainders.put(r[0] | r[1] << r_bits[0], r_bits[0] + r_bits[1]);
+            } else {
+                remainders.put(r[0], r_bits[0]);
+                remainders.put(r[1], r_bits[1]);
+            }
+            quotients.put(q, q_bits);
         }
     }
     remainders.finish();
