@@ -262,7 +262,9 @@ class Encoder:
         self._rounded = round_threshold(threshold)  # refuses first
         self._threshold = threshold
 
-    def _follow_policy(self, density: float, tail: tuple[float, float, float, float, float] | None) -> None:
+    def _follow_policy(
+        self, density: float, tail: tuple[float, float, float, float, float] | None
+    ) -> None:
         before = self._threshold
         after = self.policy.next_threshold(
             before,

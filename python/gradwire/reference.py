@@ -728,7 +728,8 @@ def tail_quantiles(
         same = np.abs(residual_after[index] + update[index])
     magnitudes = (now, shuffled, following, same)
     agreement = _sign_agreement(residual_before[index], update[index])
-    return Tail(*(_quantile(values, density) for values in magnitudes), agreement)
+    quantiles = (_quantile(values, density) for values in magnitudes)
+    return Tail(*quantiles, agreement=agreement)
 
 
 def _sign_agreement(residual: NDArray[Any], update: NDArray[Any]) -> float:
