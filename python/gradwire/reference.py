@@ -726,10 +726,13 @@ def tail_quantiles(
         shuffled = np.abs(residual_before[index] + update[partner])
         following = np.abs(residual_after[index] + update[partner])
         same = np.abs(residual_after[index] + update[index])
-    magnitudes = (now, shuffled, following, same)
-    agreement = _sign_agreement(residual_before[index], update[index])
-    quantiles = (_quantile(values, density) for values in magnitudes)
-    return Tail(*quantiles, agreement=agreement)
+    return Tail(
+        now=_quantile(now, density),
+        shuffled=_quantile(shuffled, density),
+        next=_quantile(following, density),
+        same=_quantile(same, density),
+        agreement=_sign_agreement(residual_before[index], update[index]),
+    )
 
 
 def _sign_agreement(residual: NDArray[Any], update: NDArray[Any]) -> float:
