@@ -142,6 +142,20 @@ def test_messages_arrive_and_are_acknowledged_while_the_receiver_computes(
     assert ticket.delivered == {two.peer}
 
 
+def test_what_was_received_is_acknowledged_although_the_receiver_calls_nothing_more(
+    pair: tuple[Node, Node],
+) -> None:
+    one, two = pair
+    for _ in range(5):
+        time.sleep(0.02)  # the I/O thread of the receiver goes to sleep for long
+        ticket = one.publish(b"small")
+        collect(two, 1)
+        started_s = time.monotonic()
+        while not ticket.is_done and time.monotonic() - started_s < 1.0:
+            time.sleep(0.001)
+        assert time.monotonic() - started_s < 0.1
+
+
 def test_coroutines_wait_for_messages_and_for_room() -> None:
     limits = Limits(
         message_bytes_max=1 << 20,

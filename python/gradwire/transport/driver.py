@@ -103,10 +103,11 @@ class Driver:
 
     def pump(self, endpoint: Endpoint) -> None:
         """Take what has come, let the timers run, and send what is due."""
-        self._receive_all(endpoint)
+        self.receive(endpoint)
         self.transmit(endpoint)
 
-    def _receive_all(self, endpoint: Endpoint) -> None:
+    def receive(self, endpoint: Endpoint) -> None:
+        """Take what has come, up to a bound, so that sending is not kept waiting."""
         time_s = now_s()
         for _ in range(RECEIVES_PER_PUMP):
             try:

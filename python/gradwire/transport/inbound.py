@@ -28,7 +28,7 @@ from .wire import (
     Ack,
 )
 
-ACK_DELAY_S: Final = 0.001
+ACK_DELAY_S: Final = 0.0005
 ACK_EVERY_BYTES: Final = (
     200_000  # of three or four full records; a burst each would cost more than the data
 )

@@ -19,8 +19,11 @@ from .endpoint import Endpoint
 from .model import Event, Limits, Peer, Received, Stats, Ticket, format_address, parse_address
 from .watchers import Watchers, wait_s
 
-# While the caller itself waits in `receive`, it does the I/O; the thread leaves the socket alone for this long.
+# While the caller itself waits in `receive`, it does the I/O; the thread leaves the socket alone for this long and only
+# looks now and then whether a timer is overdue.
 LEASE_S: Final = 0.003
+TICK_S: Final = 0.001
+OVERDUE_S: Final = 0.0002
 SWITCH_INTERVAL_S: Final = 0.0005
 RECHECK_S: Final = 0.25  # of several waiting threads only one hears the bell
 CLOSE_LINGER_S: Final = 0.5
@@ -341,11 +344,10 @@ class Node:
                 # What `done` took makes room, so the sending comes after it: once instead of twice.
                 self._driver.transmit(self._endpoint)
                 self._tell_others()
-                if is_done:
-                    return True
+                if is_done or now_s() >= end_s:
+                    self._nudge()
+                    return is_done
                 until_s = min(end_s, self._driver.deadline_s(self._endpoint), now_s() + RECHECK_S)
-                if now_s() >= end_s:
-                    return False
                 self._callers_waiting += 1
             self._driver.wait(until_s, self._caller_waker)
             with self._lock:
@@ -369,17 +371,19 @@ class Node:
             with self._lock:
                 if self._is_closed:
                     return
-                is_leased = now_s() - self._polled_at_s < LEASE_S
-                if is_leased:
-                    self._sleeps_until_s = now_s() + LEASE_S
+                is_overdue = self._driver.deadline_s(self._endpoint) < now_s() - OVERDUE_S
+                # A caller that has stopped polling leaves timers behind: then the thread takes over at once.
+                is_idle = now_s() - self._polled_at_s < LEASE_S and not is_overdue
+                if is_idle:
+                    self._sleeps_until_s = now_s() + TICK_S
                 else:
                     self._pump()
                     self._sleeps_until_s = self._driver.deadline_s(self._endpoint)
-            self._driver.wait(self._sleeps_until_s, self._thread_waker, for_datagrams=not is_leased)
+            self._driver.wait(self._sleeps_until_s, self._thread_waker, for_datagrams=not is_idle)
 
     def _nudge(self) -> None:
         """Wake the I/O thread if it would sleep past the next timer."""
-        if self._driver.deadline_s(self._endpoint) < self._sleeps_until_s - LEASE_S:
+        if self._driver.deadline_s(self._endpoint) < self._sleeps_until_s - TICK_S:
             self._thread_waker.ring()
 
     def _check_open(self) -> None:

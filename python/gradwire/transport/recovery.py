@@ -24,6 +24,7 @@ WINDOW_INITIAL_BYTES: Final = (
     65_536  # one record: with two, 16 senders at once overflow a switch at the start
 )
 WINDOW_MIN_BYTES: Final = 16_384
+UNPACED_LOSS: Final = 0.01
 WINDOW_MAX_BYTES: Final = 1 << 28
 BURST_MIN_BYTES: Final = 3_000
 BURST_MAX_BYTES: Final = 65_536
@@ -158,13 +159,21 @@ class RateController:
         """Return when the next burst may leave, in the past if at once; None until something is acknowledged."""
         if self.bytes_in_flight >= self.window_bytes:
             return None
+        # A sender of small messages measures only its own rate; pacing it by that would slow it down for nothing.
+        unpaced = WINDOW_INITIAL_BYTES if self.loss_rate < UNPACED_LOSS else WINDOW_MIN_BYTES
+        if self._is_app_limited and self.bytes_in_flight < unpaced:
+            return 0.0
         return self._next_send_at_s
+
+    @property
+    def _is_app_limited(self) -> bool:
+        return self._delivered_bytes < self._app_limited_until_bytes
 
     def on_sent(self, sent_bytes: int, now_s: float) -> SendMark:
         """Account for a burst that leaves now."""
         if self.bytes_in_flight == 0:
             self._first_sent_at_s = self._delivered_at_s = now_s
-        limited = self._delivered_bytes < self._app_limited_until_bytes
+        limited = self._is_app_limited
         mark = SendMark(
             now_s, self._delivered_bytes, self._delivered_at_s, self._first_sent_at_s, limited
         )
