@@ -134,9 +134,9 @@ class Application {
 };
 
 template <class Target>
-void apply_to(std::vector<Application>& messages, Target* target, uint64_t first, uint64_t numel, bool sparse) {
-    const uint64_t block = messages.size() == 1 ? kLargestBlock : sparse ? kSparseBlock : kDenseBlock;
-    Adder<Target> adder(sparse);
+void apply_to(std::vector<Application>& messages, Target* target, uint64_t first, uint64_t numel, uint64_t block,
+              bool scattered) {
+    Adder<Target> adder(scattered);
     for (uint64_t at = 0; at < numel; at += block) {
         const uint64_t stop = std::min(at + block, numel);
         adder.set_block(target + at, first + at, stop - at);
@@ -166,13 +166,15 @@ void apply_messages(const std::vector<MessageView>& messages, const std::vector<
     if (messages.empty()) return;
     uint64_t changed = 0;
     for (const MessageView& message : messages) changed += message.header.count;
-    const bool sparse = changed <= numel / kSparse;
+    const uint64_t together = changed <= numel / kSparse ? kSparseBlock : kDenseBlock;
+    const uint64_t block = messages.size() == 1 ? kLargestBlock : together;
+    const bool scattered = changed / messages.size() <= numel / kSparse;
     uint64_t first = 0;
     for (const Array& target : targets) {
         if (target.dtype == Dtype::kFloat64)
-            apply_to(applications, static_cast<double*>(target.data), first, target.numel, sparse);
+            apply_to(applications, static_cast<double*>(target.data), first, target.numel, block, scattered);
         else
-            apply_to(applications, static_cast<float*>(target.data), first, target.numel, sparse);
+            apply_to(applications, static_cast<float*>(target.data), first, target.numel, block, scattered);
         first += target.numel;
     }
 }

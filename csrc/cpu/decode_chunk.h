@@ -104,9 +104,9 @@ struct QuotientBytes {
 };
 
 // Eight positions at a time, in the bytes of a word: quotients from a table, remainders summed up by a multiplication.
-// Ends where fewer than eight entries or a whole byte of quotients are left.
-inline void list_bytes(const BitSource& source, const Chunk& chunk, uint64_t first, uint64_t end, Entry* out,
-                       ListState& state) {
+// Ends where fewer than eight entries are wanted, or `stop` is near, or less than a byte of quotients is left.
+inline void list_bytes(const BitSource& source, const Chunk& chunk, uint64_t first, uint64_t stop, uint64_t end,
+                       Entry* out, ListState& state) {
     static constexpr QuotientBytes kQuotients;
     constexpr uint64_t kEveryByte = 0x0101010101010101;
     const unsigned rice = chunk.shape.rice;
@@ -121,6 +121,7 @@ inline void list_bytes(const BitSource& source, const Chunk& chunk, uint64_t fir
         const uint64_t remainders = _pdep_u64(fields, field_of_byte) * kEveryByte;
         const uint64_t steps = (kQuotients.sums[byte] << rice) + remainders + 0x0706050403020100;
         const uint64_t from = base + ((state.at - state.i) << rice) + state.sum + state.i;
+        if (from + 255 >= stop - first) return;
         const __m256i positions = _mm256_add_epi32(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(steps))),
                                                    _mm256_set1_epi32(static_cast<int>(from)));
         const __m256i signs = _mm256_sllv_epi32(
@@ -137,9 +138,9 @@ inline void list_bytes(const BitSource& source, const Chunk& chunk, uint64_t fir
 // For wider remainders: four positions at a time, in the 16-bit lanes of a word. 56 << 10 plus four remainders fit.
 inline constexpr unsigned kMostFourRice = 10;
 
-// Ends where fewer than four entries are wanted or lie in a window.
-inline void list_fours(const BitSource& source, const Chunk& chunk, uint64_t first, uint64_t end, Entry* out,
-                       ListState& state) {
+// Ends where fewer than four entries are wanted, lie in a window or lie before `stop`.
+inline void list_fours(const BitSource& source, const Chunk& chunk, uint64_t first, uint64_t stop, uint64_t end,
+                       Entry* out, ListState& state) {
     constexpr uint64_t kEveryLane = 0x0001000100010001;
     const unsigned rice = chunk.shape.rice;
     const uint64_t field_of_lane = kEveryLane * low_bits(rice);
@@ -163,6 +164,10 @@ inline void list_fours(const BitSource& source, const Chunk& chunk, uint64_t fir
             const uint64_t remainders = _pdep_u64(fields, field_of_lane) * kEveryLane;
             const uint64_t steps = ((ones - 0x0003000200010000) << rice) + remainders + 0x0003000200010000;
             const uint64_t from = base + ((state.at - state.i) << rice) + state.sum + state.i;
+            if (from + (steps >> 48) >= stop - first) {
+                state.at += ones & 63;
+                return;
+            }
             const __m128i positions = _mm_add_epi32(_mm_cvtepu16_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(steps))),
                                                     _mm_set1_epi32(static_cast<int>(from)));
             const __m128i negative = _mm_sllv_epi32(_mm_set1_epi32(static_cast<int>(signs)), sign_shifts);
@@ -177,10 +182,9 @@ inline void list_fours(const BitSource& source, const Chunk& chunk, uint64_t fir
 
 #endif
 
-// kInside: the whole chunk lies in [first, stop), so that no position needs comparing.
-template <bool kInside>
-uint64_t list_entries_of(const BitSource& source, ChunkCursor& cursor, uint64_t first, uint64_t stop, Entry* out,
-                         uint64_t room) {
+uint64_t list_entries(const uint8_t* stream, uint64_t stream_bytes, ChunkCursor& cursor, uint64_t first, uint64_t stop,
+                      Entry* out, uint64_t room) {
+    const BitSource source{stream, stream_bytes};
     const Chunk& chunk = cursor.chunk;
     const unsigned rice = chunk.shape.rice;
     const uint64_t mask = low_bits(rice);
@@ -188,8 +192,8 @@ uint64_t list_entries_of(const BitSource& source, ChunkCursor& cursor, uint64_t 
     const uint64_t end = chunk.shape.listed - begin < room ? chunk.shape.listed : begin + room;
     ListState state{begin, cursor.remainder_sum, cursor.quotient_at};
 #if defined(GRADWIRE_LISTS_BYTES)
-    if (kInside && rice >= 1 && rice <= kMostByteRice) list_bytes(source, chunk, first, end, out, state);
-    if (kInside && rice > kMostByteRice && rice <= kMostFourRice) list_fours(source, chunk, first, end, out, state);
+    if (rice >= 1 && rice <= kMostByteRice) list_bytes(source, chunk, first, stop, end, out, state);
+    if (rice > kMostByteRice && rice <= kMostFourRice) list_fours(source, chunk, first, stop, end, out, state);
 #endif
     for (; state.at < chunk.quotient_bits; state.at += kWindow) {
         uint64_t window = source.bits_at(chunk.quotient_bit + state.at) & low_bits(kWindow);
@@ -198,7 +202,7 @@ uint64_t list_entries_of(const BitSource& source, ChunkCursor& cursor, uint64_t 
             const uint64_t one = state.at + trailing_zeros(window);
             const uint64_t next_sum = state.sum + (source.bits_at(chunk.remainder_bit + state.i * rice) & mask);
             const uint64_t position = chunk.begin + ((one - state.i) << rice) + next_sum + state.i;
-            if (state.i == end || (!kInside && position >= stop)) {
+            if (state.i == end || position >= stop) {
                 cursor.listed_done = state.i;
                 cursor.remainder_sum = state.sum;
                 cursor.quotient_at = one;
@@ -211,14 +215,6 @@ uint64_t list_entries_of(const BitSource& source, ChunkCursor& cursor, uint64_t 
     }
     cursor.done = true;
     return state.i - begin;
-}
-
-uint64_t list_entries(const uint8_t* stream, uint64_t stream_bytes, ChunkCursor& cursor, uint64_t first, uint64_t stop,
-                      Entry* out, uint64_t room) {
-    const BitSource source{stream, stream_bytes};
-    const bool inside = cursor.chunk.begin >= first && cursor.chunk.begin + cursor.chunk.shape.span <= stop;
-    return inside ? list_entries_of<true>(source, cursor, first, stop, out, room)
-                  : list_entries_of<false>(source, cursor, first, stop, out, room);
 }
 
 // By its bits: a branch on a sign is mispredicted every second time.
