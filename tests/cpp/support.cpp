@@ -124,7 +124,7 @@ Bytes encode(const Entries& entries, gradwire::Header header, unsigned threads) 
     return exactly(message.bytes.get(), message.size);
 }
 
-Bytes encode_plainly(const Entries& entries, gradwire::Header header) {
+Bytes encode_plainly(const Entries& entries, gradwire::Header header, unsigned zeros) {
     const uint64_t count = entries.positions.size();
     const unsigned exponent = std::max(8U, length_of(std::max<uint64_t>(count, 1) - 1) / 2 + 2);
     const uint64_t per_chunk = uint64_t{1} << exponent;
@@ -160,7 +160,7 @@ Bytes encode_plainly(const Entries& entries, gradwire::Header header) {
         for (const uint64_t distance : distances) quotients += distance >> rice;
         if (!last) {
             put_varint(directory, unchanged);
-            if (rice > 0) put_varint(directory, quotients);
+            if (rice > 0) put_varint(directory, quotients + zeros);
         }
         for (const uint64_t distance : distances) bits.put(distance, rice);
         for (uint64_t i = first; i < first + changed; ++i) bits.put(entries.minus[i] != 0);
@@ -168,6 +168,7 @@ Bytes encode_plainly(const Entries& entries, gradwire::Header header) {
             for (uint64_t zero = 0; zero < distance >> rice; ++zero) bits.put(false);
             bits.put(true);
         }
+        if (!last && rice > 0) bits.put(0, zeros);
         begin = end;
     }
     Bytes payload = directory;

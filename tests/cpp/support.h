@@ -69,8 +69,9 @@ gradwire::Header header_for(uint64_t numel, uint16_t threshold = 0x3f00, uint32_
 // The codec's own way from entries to bytes, with the table in use.
 Bytes encode(const Entries& entries, gradwire::Header header, unsigned threads = 1);
 
-// The same bit by bit, straight from docs/message-format.md.
-Bytes encode_plainly(const Entries& entries, gradwire::Header header);
+// The same bit by bit, straight from docs/message-format.md. With `zeros`, so many follow the quotients of each chunk
+// that has a Q, and are counted in it: another spelling, which must be refused.
+Bytes encode_plainly(const Entries& entries, gradwire::Header header, unsigned zeros = 0);
 
 // The message that is all of `bytes`, fully validated.
 gradwire::MessageView parse(const Bytes& bytes);

@@ -115,6 +115,19 @@ void scramble(Bytes& bytes, Random& random) {
 
 }  // namespace
 
+CASE(zeros_behind_the_quotients_of_a_chunk_are_refused) {
+    for_every_table([] {
+        Random random(30);
+        for (const double density : {0.01, 0.2, 0.8}) {
+            const Entries entries = patterns::at_density(3000 + static_cast<uint64_t>(600 / density), density, random);
+            const Header header = header_for(entries.numel);
+            CHECK(list(parse(encode_plainly(entries, header))) == entries);
+            for (const unsigned zeros : {1U, 2U, 7U, 8U, 57U, 64U})
+                CHECK_THROWS(MessageError, parse(encode_plainly(entries, header, zeros)));
+        }
+    });
+}
+
 CASE(any_changed_bit_breaks_the_checksum) {
     for_every_table([] {
         for (const Bytes& sample : samples()) {
