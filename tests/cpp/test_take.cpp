@@ -281,6 +281,26 @@ CASE(any_number_of_threads_gives_the_same_bytes_and_residual) {
     });
 }
 
+CASE(the_first_nonfinite_element_is_found_in_any_thread) {
+    const uint64_t numel = 3 * 262144;
+    for (const uint64_t bad : Numbers{0, 262143, 300000, numel - 1}) {
+        const check::Note note("index", bad);
+        std::vector<float> update(numel, 0.0F);
+        update[bad] = update[numel - 1] = std::numeric_limits<float>::infinity();
+        const std::vector<ConstArray> views{{update.data(), numel, Dtype::kFloat32}};
+        EncodeOptions options;
+        options.threshold = 0x3f00;
+        Encoder encoder(numel, Dtype::kFloat32, 3);
+        uint64_t first = UINT64_MAX;
+        try {
+            encoder.encode(&views, options);
+        } catch (const NonFiniteUpdate& error) {
+            first = error.first_index;
+        }
+        CHECK_EQUAL(first, bad);
+    }
+}
+
 CASE(each_half_and_bfloat16_is_converted_exactly) {
     for_every_table([] {
         for (const Dtype dtype : {Dtype::kFloat16, Dtype::kBfloat16}) {
