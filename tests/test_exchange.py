@@ -348,11 +348,24 @@ def test_what_a_lost_member_had_sent_is_applied_before_it_is_dropped(
     node.peers = (stays,)
     node.rounds = [[arrival(stays, 0, 0.5, 0.0), arrival(goes, 0, 0.0, 0.5)]]
     result = share.step(update(0.0, 0.0), params)
-    assert (result.lost, result.received, share.members) == ((goes,), 2, (stays,))
+    assert (result.lost, result.received) == ((), 2)
     assert params.tolist() == [0.5, 0.5]
     node.rounds = [[arrival(stays, 1, 0.5, 0.0)]]
     result = share.step(update(0.0, 0.0), params)
-    assert (result.lost, result.received) == ((), 1)
+    assert (result.lost, result.received, share.members) == ((goes,), 1, (stays,))
+
+
+def test_a_member_that_leaves_after_the_last_step_is_not_lost(
+    scripted: Callable[..., ScriptedNode], caplog: pytest.LogCaptureFixture
+) -> None:
+    leaves = peer(10)
+    node = scripted(peers=(leaves,))
+    node.rounds = [[arrival(leaves, 0, 0.5, 0.0)]]
+    share = gw.Exchange(encoder(2), node)
+    share.wait_for_peers()
+    node.peers = ()
+    assert share.step(update(0.0, 0.5), zeros(2)).lost == ()
+    assert caplog.messages == []
 
 
 def test_a_member_lost_while_others_wait_for_it_is_dropped(

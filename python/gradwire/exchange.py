@@ -52,7 +52,7 @@ class StepResult:
         received_bytes: their size.
         applied: all messages applied, this node's included.
         ignored: messages from nodes that are not members of this exchange, since the step before.
-        lost: members that went down since the step before.
+        lost: members that went down before they had sent a message for this step.
         is_exact: whether the sum of the messages is provably free of rounding, so that any order gives the same bits;
             always False without ``exact=True``.
         encode_s: time to encode this node's message.
@@ -171,7 +171,7 @@ class Exchange:
 
     @property
     def members(self) -> tuple[Peer, ...]:
-        """The live members besides this node, by node id; empty before the first step."""
+        """The members besides this node, by node id, without those that were lost; empty before the first step."""
         return tuple(sorted(self._members or ()))
 
     def wait_for_peers(self) -> tuple[Peer, ...]:
@@ -265,7 +265,7 @@ class Exchange:
         poll_s = 0.0
         while True:
             self._hand_over(own)
-            missing = self._update_members(poll_s) - self._inbox.get(self._step, {}).keys()
+            missing = self._update_members(poll_s)
             if own.is_handed_over and not missing:
                 return
             if time.monotonic() >= deadline_s:
@@ -287,18 +287,21 @@ class Exchange:
         own.is_handed_over = True
 
     def _update_members(self, timeout_s: float) -> frozenset[Peer]:
-        """Receive, drop the members that went down, and return those that are left."""
-        members = self._members or frozenset()
+        """Receive, drop members that went down without a message for this step, return whom to wait for."""
         # Look who is connected before receiving: what a peer sent before it went down is then still taken.
-        live = members & frozenset(self._node.peers)
+        connected = frozenset(self._node.peers)
         self._receive(timeout_s)
-        if live != members:
-            gone = sorted(members - live)
-            self._lost += gone
-            self._members = live
-            names = ", ".join(peer.address for peer in gone)
-            _LOG.warning("lost %s; %d nodes go on", names, len(live) + 1)
-        return live
+        members = self._members or frozenset()
+        missing = members - self._inbox.get(self._step, {}).keys()
+        gone = missing - connected
+        if gone:
+            self._lost += sorted(gone)
+            self._members = members - gone
+            names = ", ".join(peer.address for peer in sorted(gone))
+            _LOG.warning(
+                "step %d: lost %s; %d nodes go on", self._step, names, len(members - gone) + 1
+            )
+        return missing - gone
 
     def _timed_out(self, own: _Own, missing: frozenset[Peer]) -> TimeoutError:
         if not own.is_handed_over:
