@@ -68,7 +68,7 @@ class Adder {
   private:
     // Few at a time where they lie close, so that the processor fetches the target ahead while the next are decoded;
     // many where each waits for memory.
-    static constexpr uint64_t kDenseCapacity = 256;
+    static constexpr uint64_t kDenseCapacity = 128;
     static constexpr uint64_t kSparseCapacity = 4096;
     struct Run {
         uint64_t begin;
