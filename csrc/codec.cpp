@@ -7,7 +7,7 @@
 #include <new>
 #include <string>
 
-#include "cpu/scalars.h"
+#include "array_cursor.h"
 #include "error.h"
 #include "parallel.h"
 #include "tail.h"
@@ -33,61 +33,6 @@ template <>
 struct KernelOf<double> {
     static constexpr Dtype kOwn = Dtype::kFloat64;
     static TakeFunction<double> take(Dtype update) { return kernels().take_double[static_cast<unsigned>(update)]; }
-};
-
-uint64_t bytes_per_element(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
-
-template <class To, class From>
-void convert(const void* from, uint64_t first, uint64_t count, To* to) {
-    const From* values = static_cast<const From*>(from) + first;
-    for (uint64_t i = 0; i < count; ++i) to[i] = to_scalar<To>(values[i]);
-}
-
-template <class To>
-void convert(const ConstArray& from, uint64_t first, uint64_t count, To* to) {
-    switch (from.dtype) {
-        case Dtype::kFloat32: return convert<To, float>(from.data, first, count, to);
-        case Dtype::kFloat64: return convert<To, double>(from.data, first, count, to);
-        case Dtype::kFloat16: return convert<To, Half>(from.data, first, count, to);
-        case Dtype::kBfloat16: return convert<To, Bfloat16>(from.data, first, count, to);
-        case Dtype::kNone: break;
-    }
-}
-
-// A place in a sequence of arrays.
-class ArrayCursor {
-  public:
-    ArrayCursor(const std::vector<ConstArray>& arrays, uint64_t element) : arrays_(arrays), offset_(element) {
-        settle();
-    }
-    uint64_t left() const { return arrays_[index_].numel - offset_; }
-    Dtype dtype() const { return arrays_[index_].dtype; }
-    const void* data() const {
-        return static_cast<const uint8_t*>(arrays_[index_].data) + offset_ * bytes_per_element(dtype());
-    }
-    void advance(uint64_t elements) {
-        offset_ += elements;
-        settle();
-    }
-    // Copies `count` elements, from as many arrays as it takes.
-    template <class To>
-    void gather(uint64_t count, To* to) {
-        while (count > 0) {
-            const uint64_t some = std::min(count, left());
-            convert(arrays_[index_], offset_, some, to);
-            to += some;
-            count -= some;
-            advance(some);
-        }
-    }
-
-  private:
-    void settle() {
-        while (index_ < arrays_.size() && offset_ >= arrays_[index_].numel) offset_ -= arrays_[index_++].numel;
-    }
-    const std::vector<ConstArray>& arrays_;
-    size_t index_ = 0;
-    uint64_t offset_;
 };
 
 std::string nonfinite_text(const Taken& taken) {

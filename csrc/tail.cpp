@@ -4,7 +4,7 @@
 #include <array>
 #include <cstring>
 
-#include "cpu/scalars.h"
+#include "array_cursor.h"
 
 namespace gradwire {
 namespace {
@@ -16,47 +16,6 @@ constexpr unsigned kCoarseShift = 21;  // 4 bins to the octave
 constexpr unsigned kAllBins = kInfinity >> kFineShift;
 constexpr unsigned kWindowBins = 2048;  // 32 octaves
 constexpr uint64_t kCoarseEvery = 16;   // groups, of those that are sampled, that the first look takes
-
-// Reads the update's groups, in order, from a sequence of arrays.
-template <class Residual>
-class UpdateGroups {
-  public:
-    explicit UpdateGroups(const std::vector<ConstArray>* arrays) : arrays_(arrays) {}
-
-    void read(uint64_t first, uint64_t count, Residual* out) {
-        if (!arrays_) return;  // stays zero
-        while (first - begin_ >= (*arrays_)[index_].numel) begin_ += (*arrays_)[index_++].numel;
-        size_t index = index_;
-        uint64_t at = first - begin_;
-        while (count > 0) {
-            const ConstArray& array = (*arrays_)[index++];
-            const uint64_t some = std::min(count, array.numel - at);
-            convert(array, at, some, out);
-            out += some;
-            count -= some;
-            at = 0;
-        }
-    }
-
-  private:
-    template <class From>
-    static void convert_from(const ConstArray& array, uint64_t first, uint64_t count, Residual* out) {
-        const From* values = static_cast<const From*>(array.data) + first;
-        for (uint64_t i = 0; i < count; ++i) out[i] = to_scalar<Residual>(values[i]);
-    }
-    static void convert(const ConstArray& array, uint64_t first, uint64_t count, Residual* out) {
-        switch (array.dtype) {
-            case Dtype::kFloat32: return convert_from<float>(array, first, count, out);
-            case Dtype::kFloat64: return convert_from<double>(array, first, count, out);
-            case Dtype::kFloat16: return convert_from<Half>(array, first, count, out);
-            case Dtype::kBfloat16: return convert_from<Bfloat16>(array, first, count, out);
-            case Dtype::kNone: break;
-        }
-    }
-    const std::vector<ConstArray>* arrays_;
-    size_t index_ = 0;
-    uint64_t begin_ = 0;
-};
 
 // Goes over the sampled groups.
 template <class Residual>
@@ -70,14 +29,18 @@ class Sample {
     void for_each(uint64_t every, Visit visit) const {
         const auto measure = measure_function(Residual{});
         const uint64_t stride = ((numel_ + kSampled - 1) / kSampled | 1) * kTailGroup * every;
-        UpdateGroups<Residual> updates(update_);
+        static const std::vector<ConstArray> kNothing;
+        ArrayCursor updates(update_ ? *update_ : kNothing, 0);
         TailGroup group;
         for (uint64_t first = 0; first < numel_; first += stride) {
             const uint64_t count = std::min(kTailGroup, numel_ - first);
             Residual before[kTailGroup] = {};
             Residual added[kTailGroup] = {};
             std::memcpy(before, residual_ + first, count * sizeof(Residual));
-            updates.read(first, count, added);
+            if (update_) {
+                updates.gather(count, added);
+                updates.advance(stride - count);
+            }
             measure(before, added, count, threshold_, update_ != nullptr, &group);
             visit(group, count);
         }

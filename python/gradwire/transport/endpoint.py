@@ -550,7 +550,7 @@ class Endpoint:
 
     def on_down(self, session: Session, reason: str, now_s: float) -> None:
         """See `session.Context`."""
-        self._collect(session)
+        _add_counters(self.counters, session)
         if session.target is not None and session.peer is None:
             self.membership.on_no_answer(session.target, now_s)
         self._farewells.extend(session.last_words(now_s))
@@ -582,17 +582,6 @@ class Endpoint:
     def _forget_half_open(self, session: Session) -> None:
         for key in [key for key, other in self._half_open.items() if other is session]:
             del self._half_open[key]
-
-    def _collect(self, session: Session) -> None:
-        """Keep the counters of a session that goes away."""
-        counters = self.counters
-        if session.outbound is not None:
-            counters.retransmitted_bytes += session.outbound.retransmitted_bytes
-            counters.retransmitted_fragments += session.outbound.retransmitted_fragments
-            counters.lost_bytes += session.outbound.lost_bytes
-        if session.inbound is not None:
-            counters.duplicate_fragments += session.inbound.duplicate_fragments
-            counters.rejected_records += session.inbound.rejected_records
 
     def _up_sessions(self) -> list[Session]:
         return [session for session in self._sessions.values() if session.state is State.UP]
@@ -655,13 +644,7 @@ class Endpoint:
         for name in Counters.__slots__:
             setattr(totals, name, getattr(self.counters, name))
         for session in self._sessions.values():
-            if session.outbound is not None:
-                totals.retransmitted_bytes += session.outbound.retransmitted_bytes
-                totals.retransmitted_fragments += session.outbound.retransmitted_fragments
-                totals.lost_bytes += session.outbound.lost_bytes
-            if session.inbound is not None:
-                totals.duplicate_fragments += session.inbound.duplicate_fragments
-                totals.rejected_records += session.inbound.rejected_records
+            _add_counters(totals, session)
         paths = tuple(
             session.stats(session.outbound)
             for session in self._up_sessions()
@@ -709,3 +692,14 @@ def _run_length(
     ):
         count += 1
     return count
+
+
+def _add_counters(totals: Counters, session: Session) -> None:
+    """Add what one session has counted."""
+    if session.outbound is not None:
+        totals.retransmitted_bytes += session.outbound.retransmitted_bytes
+        totals.retransmitted_fragments += session.outbound.retransmitted_fragments
+        totals.lost_bytes += session.outbound.lost_bytes
+    if session.inbound is not None:
+        totals.duplicate_fragments += session.inbound.duplicate_fragments
+        totals.rejected_records += session.inbound.rejected_records
