@@ -1,0 +1,101 @@
+"""How fast it goes: delays, bottlenecks, many senders at once, and consumers that are slow."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.errors import WouldBlock
+from gradwire.transport.model import Limits
+
+from .faults import MEGABYTE, transfer
+from .simulator import Host, Link, Simulator
+
+
+@pytest.mark.parametrize("delay_s", [0.00005, 0.001, 0.015, 0.1, 0.75])
+def test_any_delay_is_bridged_without_sending_twice(delay_s: float) -> None:
+    done = transfer(Link(delay_s=delay_s), 5 * MEGABYTE)
+    assert done.resent_bytes < 20_000
+    assert done.elapsed_s < 0.2 + 16 * delay_s
+
+
+@pytest.mark.parametrize(
+    ("link", "nbytes", "share"),
+    [
+        (Link(0.0005, rate_bytes_per_s=12.5e6, queue_bytes=125_000), 16 * MEGABYTE, 0.92),
+        (Link(0.02, loss=0.01, rate_bytes_per_s=12.5e6, queue_bytes=500_000), 24 * MEGABYTE, 0.8),
+        (Link(0.015, rate_bytes_per_s=1.25e6, queue_bytes=35_000), 3 * MEGABYTE, 0.8),
+        (Link(0.001, rate_bytes_per_s=125e6, queue_bytes=50_000), 32 * MEGABYTE, 0.8),
+    ],
+    ids=[
+        "100 Mbit/s",
+        "100 Mbit/s 40 ms 1 %",
+        "10 Mbit/s queue of 25",
+        "1 Gbit/s queue of 0.2 BDP",
+    ],
+)
+def test_a_bottleneck_is_used(link: Link, nbytes: int, share: float) -> None:
+    done = transfer(link, nbytes, back=Link(link.delay_s, loss=link.loss))
+    rate = nbytes / done.elapsed_s
+    assert rate >= share * link.rate_bytes_per_s
+    assert done.resent_bytes <= 1.2 * link.lost_bytes
+
+
+@pytest.mark.parametrize("senders", [16, 32])
+def test_many_to_one_use_the_link_and_share_it_fairly(senders: int) -> None:
+    simulator = Simulator(6, Link(delay_s=0.00005))
+    sink = simulator.add("sink")
+    hosts = [simulator.add(f"s{index}") for index in range(senders)]
+    shared = Link(0.00005, rate_bytes_per_s=125e6, queue_bytes=256_000)
+    for host in hosts:
+        host.endpoint.connect(sink.address)
+    simulator.run_until(lambda: all(sink_peer(host, sink) for host in hosts), 10.0)
+    for host in hosts:
+        simulator.links[host.address, sink.address] = shared
+    started_s = simulator.now_s
+    finished_s: dict[str, float] = {}
+    tickets = {
+        host.name: simulator.publish(host, bytes(MEGABYTE), 0, sink_peer(host, sink))  # type: ignore[arg-type]
+        for host in hosts
+    }
+    while len(finished_s) < senders:
+        simulator.run_for(0.001)
+        assert simulator.now_s - started_s < 5.0
+        for name, ticket in tickets.items():
+            if ticket.is_done:
+                finished_s.setdefault(name, simulator.now_s - started_s)
+    rates = [1 / value for value in finished_s.values()]
+    jain = sum(rates) ** 2 / (senders * sum(rate**2 for rate in rates))
+    goodput = senders * MEGABYTE / max(finished_s.values())
+    assert goodput >= 0.8 * 125e6
+    assert jain >= 0.9
+
+
+def sink_peer(host: Host, sink: Host) -> object:
+    return next((peer for peer in host.endpoint.peers if peer.id == sink.endpoint.node_id), None)
+
+
+# ---- slow consumers ---------------------------------------------------------------------------------------------
+
+
+def test_a_consumer_that_sleeps_two_and_a_half_seconds_loses_nothing() -> None:
+    limits = Limits(
+        message_bytes_max=MEGABYTE,
+        send_log_bytes=4 * MEGABYTE,
+        receive_bytes=2 * MEGABYTE,
+        window_bytes=MEGABYTE,
+    )
+    simulator = Simulator(16)
+    one, two = simulator.mesh(2, limits=limits)
+    two.reads = False
+    simulator.call_at(simulator.now_s + 2.5, lambda: setattr(two, "reads", True))
+    sent = refused = 0
+    while sent < 100:
+        try:
+            simulator.publish(one, bytes(100_000), sent)
+            sent += 1
+        except WouldBlock:
+            refused += 1
+            simulator.run_for(0.01)
+    simulator.run_until(lambda: len(two.received) == 100, 10.0)
+    assert refused > 50
+    assert one.lost == two.lost == []

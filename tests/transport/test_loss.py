@@ -1,0 +1,88 @@
+"""Datagrams that never arrive: little is sent twice, and nothing waits long."""
+
+from __future__ import annotations
+
+import pytest
+
+from .faults import MEGABYTE, data_fragments, transfer
+from .simulator import Link, Simulator
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.001, 0.01, 0.05, 0.1, 0.3])
+@pytest.mark.parametrize("where", ["both", "data", "control"])
+def test_random_loss_loses_nothing_and_little_is_sent_twice(loss: float, where: str) -> None:
+    link = Link(loss=loss if where != "control" else 0.0)
+    done = transfer(link, 3 * MEGABYTE, back=Link(loss=loss if where != "data" else 0.0))
+    assert done.resent_bytes <= 1.1 * link.lost_bytes + 6_000  # a few probes
+
+
+def test_half_of_the_acknowledgements_may_be_lost() -> None:
+    link = Link()
+    done = transfer(link, 3 * MEGABYTE, back=Link(loss=0.5))
+    assert done.resent_bytes < 0.02 * 3 * MEGABYTE
+
+
+def test_bursts_of_loss_lose_nothing() -> None:
+    link = Link(burst_loss=(0.002, 0.05))  # holes of 20 datagrams on average
+    done = transfer(link, 5 * MEGABYTE)
+    assert link.lost_bytes > 100_000
+    assert done.resent_bytes <= 1.1 * link.lost_bytes + 6_000  # a few probes
+
+
+def test_a_hole_of_100_kilobytes_heals() -> None:
+    link = Link(drop=data_fragments(lambda record, fragment, _: 90 <= record * 45 + fragment < 162))
+    done = transfer(link, MEGABYTE)
+    assert link.lost_bytes == 72 * 1_400
+    assert done.resent_bytes <= 1.1 * link.lost_bytes
+
+
+def test_a_whole_lost_record_heals() -> None:
+    link = Link(drop=data_fragments(lambda record, *_: record == 5))
+    assert transfer(link, MEGABYTE).resent_bytes <= 1.1 * link.lost_bytes
+
+
+@pytest.mark.parametrize("lost", ["first", "last", "only"])
+def test_the_lost_end_of_a_message_comes_again_within_three_probe_timeouts(lost: str) -> None:
+    simulator = Simulator(1)
+    one, two = simulator.mesh(2)
+    for index in range(50):  # round trips to estimate from
+        simulator.publish(one, b"x", index)
+        simulator.run_for(0.02)
+    session = next(iter(one.endpoint._sessions.values()))
+    probe_timeout_s = session.rtt.probe_timeout_s
+    assert probe_timeout_s < 0.01
+    link = simulator.link(one, two)
+    head = one.endpoint.log.head
+    link.drop = data_fragments(
+        lambda record, fragment, fragments: (
+            record >= head and fragment == (0 if lost == "first" else fragments - 1)
+        )
+    )
+    started_s = simulator.now_s
+    ticket = simulator.publish(one, bytes(10 if lost == "only" else 30_000), 99)
+    simulator.run_until(lambda: ticket.is_done, 1.0)
+    assert link.lost_bytes > 0
+    assert simulator.now_s - started_s < 3 * probe_timeout_s + 0.003
+    assert two.received[-1][1] == 99
+
+
+def test_a_record_lost_in_a_steady_flow_comes_again_within_three_round_trips() -> None:
+    simulator = Simulator(1, Link(delay_s=0.01))
+    one, two = simulator.mesh(2)
+    simulator.link(one, two).drop = data_fragments(lambda record, *_: record == 100)
+    arrival_s = {}
+    for index in range(200):
+        simulator.publish(one, b"steady", index)
+        simulator.run_for(0.002)
+        for _, tag, _ in two.received[len(arrival_s) :]:
+            arrival_s[tag] = simulator.now_s - (1_000.0 if tag < 0 else 0.0)
+        if index == 100:
+            published_s = simulator.now_s
+    assert 0.02 < arrival_s[100] - published_s < 0.065
+
+
+def test_a_hundred_single_gaps_in_ten_megabytes_cause_no_storm() -> None:
+    link = Link(drop=data_fragments(lambda record, fragment, _: (record * 45 + fragment) % 75 == 7))
+    done = transfer(link, 10 * MEGABYTE)
+    assert link.lost_bytes >= 100 * 1_400
+    assert done.resent_bytes <= 1.1 * link.lost_bytes
