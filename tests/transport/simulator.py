@@ -118,7 +118,7 @@ class Simulator:
         """Add a host; a name that was there before restarts as a new incarnation."""
         address = (name, port)
         before = self.hosts.get(address)
-        incarnation = before.incarnation + 1 if before else 1
+        incarnation: int = options.pop("incarnation", before.incarnation + 1 if before else 1)  # type: ignore[assignment]
         entropy = random.Random(self.random.getrandbits(64))
         endpoint = Endpoint(
             secret,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gradwire.transport.membership import (
     GATE_BURST,
+    MARKS_MAX,
     SEEDS_MAX,
     STAMPS_MAX,
+    TIMELY_S,
     HandshakeGate,
     Membership,
 )
@@ -58,12 +62,44 @@ def test_the_number_of_addresses_is_bounded() -> None:
     assert len(list(membership)) == SEEDS_MAX
 
 
+def admitted(gate: HandshakeGate, first: int, age_s: float, now_s: float) -> int:
+    """Knock 500 times with marks of their own and return how many were let in."""
+    return sum(gate.admit(n.to_bytes(16, "big"), age_s, now_s) for n in range(first, first + 500))
+
+
 def test_the_gate_admits_a_burst_and_then_its_rate() -> None:
     gate = HandshakeGate(10.0)
-    admitted = sum(gate.admit(1_000.0) for _ in range(500))
-    assert admitted == GATE_BURST
-    assert sum(gate.admit(1_001.0) for _ in range(500)) == 10
-    assert not gate.admit(900.0), "a clock that goes back gives nothing away"
+    old_s = 2 * TIMELY_S
+    assert admitted(gate, 0, old_s, 1_000.0) == GATE_BURST
+    assert admitted(gate, 500, old_s, 1_001.0) == 10
+    assert admitted(gate, 1_000, old_s, 900.0) == 0, "a clock that goes back gives nothing away"
+
+
+@pytest.mark.parametrize("age_s", [0.0, -TIMELY_S, TIMELY_S])
+def test_old_knocks_leave_the_timely_ones_their_own_rate(age_s: float) -> None:
+    gate = HandshakeGate(10.0)
+    assert admitted(gate, 0, 2 * TIMELY_S, 1_000.0) == GATE_BURST
+    assert admitted(gate, 500, -2 * TIMELY_S, 1_000.0) == 0
+    assert admitted(gate, 1_000, age_s, 1_000.0) == GATE_BURST
+
+
+def test_in_quiet_times_a_wrong_clock_keeps_nobody_out() -> None:
+    gate = HandshakeGate(10.0)
+    assert all(gate.admit(bytes([n]), 1e9 * n, 1_000.0 + n) for n in range(256))
+
+
+def test_a_mark_is_remembered_if_it_was_admitted_and_the_memory_is_bounded() -> None:
+    gate = HandshakeGate(1e9)
+    for number in range(MARKS_MAX + 10):
+        assert gate.admit(number.to_bytes(4, "big"), 0.0, float(number))
+    seen = sum(gate.has_seen(number.to_bytes(4, "big")) for number in range(MARKS_MAX + 10))
+    assert seen == MARKS_MAX
+    assert not gate.has_seen(bytes(4)), "the oldest is forgotten first"
+    closed = HandshakeGate(0.0)
+    while closed.admit(b"spent", 0.0, 0.0) or closed.admit(b"spent", 1e9, 0.0):
+        pass
+    assert not closed.admit(b"refused", 0.0, 0.0)
+    assert not closed.has_seen(b"refused"), "who was turned away for the crowd may come again"
 
 
 def test_a_stamp_counts_once_per_node_and_only_grows() -> None:

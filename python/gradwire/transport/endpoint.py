@@ -11,7 +11,7 @@ import os
 from collections import deque
 
 from ..errors import Closed, NotConnected, TooLarge, WouldBlock
-from .crypto import AuthenticationError, Entropy, Handshake, SenderKey
+from .crypto import AuthenticationError, Entropy, Handshake, Marker, SenderKey
 from .inbound import ReceiveBudget
 from .membership import HALF_OPEN_MAX, HandshakeGate, Membership
 from .model import (
@@ -38,6 +38,7 @@ from .wire import (
     HEADER_BYTES,
     INIT,
     INIT_BYTES,
+    MARK_BYTES,
     MEMBERS_MAX,
     RECORD_NUMBER_BITS,
     RECORD_NUMBER_MAX,
@@ -96,6 +97,8 @@ class Endpoint:
         self.advertise = advertise
         self.entropy = entropy
         self.insecure = insecure
+        self.marker = Marker(secret, insecure=insecure)
+        self._started_at_s = now_s
         self._evicts = on_lag == "evict"
         self.counters = Counters()
         self.log = SendLog(self.limits.send_log_bytes, first_record)
@@ -113,7 +116,8 @@ class Endpoint:
         self._sessions: dict[int, Session] = {}
         self._by_node: dict[int, Session] = {}
         self._by_stream: dict[tuple[Address, int], Session] = {}
-        self._half_open: dict[tuple[Address, int], Session] = {}
+        self._addresses: frozenset[Address] = frozenset()  # of peers and of nodes we knock at
+        self._half_open: dict[bytes, Session] = {}  # by the mark of the knock
         self._messages: deque[Received] = deque()
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self._farewells: list[Transmit] = []
@@ -271,6 +275,8 @@ class Endpoint:
         """
         counters = self.counters
         counters.udp_bytes_received += len(data)
+        if address not in self._addresses and self._drop_noise(data, segment_bytes):
+            return
         position = 0
         while position < len(data):
             end = min(position + segment_bytes, len(data))
@@ -283,16 +289,25 @@ class Endpoint:
             counters.datagrams_received += -(-(end - position) // segment_bytes)
             position = end
 
+    def _drop_noise(self, data: memoryview, segment_bytes: int) -> bool:
+        """Drop datagrams of a stranger at once if none is of a kind that an unknown address may send."""
+        kinds = bytes(data[::segment_bytes])
+        if INIT in kinds or CONTROL in kinds:  # a newcomer, or a peer that has moved
+            return False
+        self.counters.datagrams_received += len(kinds)
+        self.counters.stray_datagrams += len(kinds)
+        return True
+
     def _receive_data(
         self, data: memoryview, position: int, segment_bytes: int, address: Address, now_s: float
     ) -> int:
         _, epoch, first, fragments, stream, number = HEADER.unpack_from(data, position)
-        count = _run_length(data, position, segment_bytes, first, fragments)
-        end = min(position + count * segment_bytes, len(data))
         session = self._by_stream.get((address, stream))
         if session is None:
-            self.counters.stray_datagrams += count
-            return end
+            self.counters.stray_datagrams += 1
+            return min(position + segment_bytes, len(data))
+        count = _run_length(data, position, segment_bytes, first, fragments)
+        end = min(position + count * segment_bytes, len(data))
         fragment_bytes = number >> RECORD_NUMBER_BITS
         # A short last datagram can stand alone; otherwise the header has to agree with the size on the wire.
         if count > 1 and fragment_bytes + HEADER_BYTES != segment_bytes:
@@ -344,17 +359,24 @@ class Endpoint:
     def _receive_init(self, datagram: bytes, address: Address, now_s: float) -> None:
         if len(datagram) != INIT_BYTES:
             raise WireError(f"an INIT of {len(datagram)} bytes")
-        header = datagram[:HEADER_BYTES]
-        index = HEADER.unpack(header)[4]
-        repeated = self._half_open.get((address, index))
+        mark = datagram[-MARK_BYTES:]
+        repeated = self._half_open.get(mark)
         if repeated is not None and repeated.knock == datagram:
-            repeated.answer_again(now_s)
+            self.counters.handshakes_refused += not repeated.answer_again(address, now_s)
             return
-        if self._is_closing or not self._gate.admit(now_s):
+        # From the cheapest question to the dearest: seen before, of a stranger, too many, all of Noise.
+        if self._is_closing or self._gate.has_seen(mark):
+            self.counters.handshakes_refused += 1
+            return
+        if not self.marker.is_marked(datagram):
+            raise AuthenticationError("a first message without a mark")
+        header = datagram[:HEADER_BYTES]
+        _, _, _, _, index, sent_ms = HEADER.unpack(header)
+        if not self._gate.admit(mark, (self.wall_ms(now_s) - sent_ms) * 1e-3, now_s):
             self.counters.handshakes_refused += 1
             return
         handshake = Handshake(self.secret, prologue(header, insecure=self.insecure), self.entropy)
-        remote = Introduction.decode(handshake.read_init(datagram[HEADER_BYTES:]))
+        remote = Introduction.decode(handshake.read_init(datagram[HEADER_BYTES:-MARK_BYTES]))
         if self._is_welcome(remote, index, address, now_s):
             self._open_half(handshake, remote, datagram, address, now_s)
         else:
@@ -378,13 +400,15 @@ class Endpoint:
         return self._yield_to(remote, address)
 
     def _yield_to(self, remote: Introduction, address: Address) -> bool:
-        """Both knocked at the same time: the knock of the larger id counts."""
-        for session in list(self._sessions.values()):
-            if session.state is State.INIT_SENT and session.address == address:
-                if self.node_id > remote.node_id:
-                    return False
-                self._drop(session)
-        return True
+        """Both knocked at the same time: the knock of the larger id counts.
+
+        Our own goes on until the other has proved that it is there: this may be a recorded one from a false address.
+        """
+        is_knocking = any(
+            session.state is State.INIT_SENT and session.address == address
+            for session in self._sessions.values()
+        )
+        return not is_knocking or self.node_id < remote.node_id
 
     def _note_own_knock(self, index: int) -> None:
         session = self._sessions.get(index)
@@ -406,7 +430,7 @@ class Endpoint:
         session.knock = datagram
         session.start_responder(handshake, remote)
         self._sessions[session.index] = session
-        self._half_open[address, remote.session] = session
+        self._half_open[datagram[-MARK_BYTES:]] = session
 
     # ---- datagrams out ------------------------------------------------------------------------------------------
 
@@ -459,6 +483,7 @@ class Endpoint:
             self._stamp += 1
             session.start_initiator(self._stamp, now_s)
             self._sessions[session.index] = session
+            self._note_addresses()
         next_at_s = self.membership.next_at_s(*self._connected())
         self._knock_at_s = NEVER_S if next_at_s is None else next_at_s
 
@@ -476,6 +501,10 @@ class Endpoint:
                 session.give_up("lagging", REASON_GIVEN_UP, now_s)
 
     # ---- what sessions ask for and report (session.Context) -----------------------------------------------------
+
+    def wall_ms(self, now_s: float) -> int:
+        """See `session.Context`; a jump of the clock after the start goes unnoticed."""
+        return (self.incarnation + int((now_s - self._started_at_s) * 1e3)) & (2**64 - 1)
 
     def sender_keys(self) -> tuple[SenderKey, ...]:
         """See `session.Context`."""
@@ -503,9 +532,14 @@ class Endpoint:
             reason = "restarted" if known.peer != peer else "timeout"
             known.give_up(reason, REASON_GIVEN_UP, now_s)
         for other in list(self._sessions.values()):
-            if other is not session and other.is_established and other.address == session.address:
+            if other is session or other.address != session.address:
+                continue
+            if other.is_established:
                 other.give_up("restarted", REASON_GIVEN_UP, now_s)
+            elif other.state is State.INIT_SENT:
+                self._drop(other)
         self._by_node[peer.id] = session
+        self._note_addresses()
         return True
 
     def on_stream(self, session: Session) -> None:
@@ -532,6 +566,7 @@ class Endpoint:
             self._by_stream.pop((session.address, session.stream), None)
             self._by_stream[address, session.stream] = session
         session.address = address
+        self._note_addresses()
 
     def on_members(self, addresses: tuple[str, ...]) -> None:
         """See `session.Context`."""
@@ -578,10 +613,19 @@ class Endpoint:
             del self._by_node[session.peer.id]
         if session.stream is not None:
             self._by_stream.pop((session.address, session.stream), None)
+        self._note_addresses()
+
+    def _note_addresses(self) -> None:
+        self._addresses = frozenset(
+            session.address
+            for session in self._sessions.values()
+            if session.state is not State.RESPONDED
+        )
 
     def _forget_half_open(self, session: Session) -> None:
-        for key in [key for key, other in self._half_open.items() if other is session]:
-            del self._half_open[key]
+        mark = session.knock[-MARK_BYTES:]
+        if self._half_open.get(mark) is session:
+            del self._half_open[mark]
 
     def _up_sessions(self) -> list[Session]:
         return [session for session in self._sessions.values() if session.state is State.UP]

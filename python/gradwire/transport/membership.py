@@ -13,6 +13,8 @@ RETRY_MAX_S: Final = 2.0  # a seed that starts late is found within this time
 ATTEMPT_S: Final = 10.0  # afterwards a new ephemeral key is used
 HALF_OPEN_MAX: Final = 256
 STAMPS_MAX: Final = 4_096
+MARKS_MAX: Final = 16_384  # 2 MB; at full rate the last 40 s
+TIMELY_S: Final = 120.0  # how far apart the clocks of two nodes may be
 SEEDS_MAX: Final = 256
 GATE_BURST: Final = 64.0
 
@@ -104,22 +106,36 @@ class Membership:
 
 
 class HandshakeGate:
-    """Looks at a bounded number of first messages per second, and at none that it has seen before."""
+    """Which authentic first messages are worth a decryption: none twice, and so many per second.
+
+    What comes here carries a mark, so a stranger can only repeat what members once sent. He may have recorded more than
+    can be remembered; therefore messages of the last two minutes, of which he has few, have a rate of their own.
+    """
 
     def __init__(self, per_second: float) -> None:
-        self._per_second = per_second
-        self._tokens = GATE_BURST
-        self._refilled_at_s = 0.0
+        self._timely = _Bucket(per_second)
+        self._any = _Bucket(per_second)
+        self._marks: OrderedDict[bytes, None] = OrderedDict()
         self._stamps: OrderedDict[int, tuple[int, int]] = OrderedDict()
 
-    def admit(self, now_s: float) -> bool:
-        """Whether another first message may be decrypted now."""
-        elapsed_s = max(0.0, now_s - self._refilled_at_s)
-        self._refilled_at_s = now_s
-        self._tokens = min(GATE_BURST, self._tokens + elapsed_s * self._per_second)
-        if self._tokens < 1.0:
+    def has_seen(self, mark: bytes) -> bool:
+        """Whether the message with this mark was admitted before."""
+        return mark in self._marks
+
+    def admit(self, mark: bytes, age_s: float, now_s: float) -> bool:
+        """Whether another first message may be decrypted now; remembers its mark if so.
+
+        Args:
+            mark: the message's mark, verified.
+            age_s: how long ago it was made, by the clocks of both nodes; they need not agree in quiet times.
+            now_s: current time.
+        """
+        is_timely = abs(age_s) <= TIMELY_S and self._timely.take(now_s)
+        if not is_timely and not self._any.take(now_s):
             return False
-        self._tokens -= 1.0
+        self._marks[mark] = None
+        if len(self._marks) > MARKS_MAX:
+            self._marks.popitem(last=False)
         return True
 
     def is_fresh(self, node_id: int, incarnation: int, stamp: int) -> bool:
@@ -131,4 +147,23 @@ class HandshakeGate:
         self._stamps.move_to_end(node_id)
         if len(self._stamps) > STAMPS_MAX:
             self._stamps.popitem(last=False)
+        return True
+
+
+class _Bucket:
+    """So many per second, and `GATE_BURST` at once."""
+
+    def __init__(self, per_second: float) -> None:
+        self._per_second = per_second
+        self._tokens = GATE_BURST
+        self._refilled_at_s = 0.0
+
+    def take(self, now_s: float) -> bool:
+        """Take one, if there is one."""
+        elapsed_s = max(0.0, now_s - self._refilled_at_s)
+        self._refilled_at_s = now_s
+        self._tokens = min(GATE_BURST, self._tokens + elapsed_s * self._per_second)
+        if self._tokens < 1.0:
+            return False
+        self._tokens -= 1.0
         return True

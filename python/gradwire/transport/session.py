@@ -10,7 +10,7 @@ from collections import deque
 from enum import Enum
 from typing import Final, Protocol
 
-from .crypto import AuthenticationError, ControlChannel, Entropy, Handshake, SenderKey
+from .crypto import AuthenticationError, ControlChannel, Entropy, Handshake, Marker, SenderKey
 from .inbound import Inbound, ProtocolError, ReceiveBudget
 from .membership import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
 from .model import Address, Counters, Limits, Peer, PeerStats, Ticket, Transmit, format_address
@@ -24,6 +24,7 @@ from .wire import (
     HEADER_BYTES,
     INIT,
     INIT_BYTES,
+    MARK_BYTES,
     RESPONSE,
     TAG_BYTES,
     Ack,
@@ -42,11 +43,12 @@ from .wire import (
 )
 
 PROLOGUE: Final = b"gradwire transport 1"
-INTRODUCTION_BYTES: Final = INIT_BYTES - HEADER_BYTES - 32 - TAG_BYTES
+INTRODUCTION_BYTES: Final = INIT_BYTES - HEADER_BYTES - 32 - TAG_BYTES - MARK_BYTES
 CLOSE_ATTEMPTS: Final = 5
 CLOSE_RETRY_MAX_S: Final = 0.5
 BURSTS_PER_POLL: Final = 16
 PINGS_MAX: Final = 16
+ANSWER_INTERVAL_S: Final = RETRY_FIRST_S / 2  # a true knock comes half as often at most
 CREDIT_FLOOR_RECORDS: Final = 4
 
 REASON_LEFT: Final = 0
@@ -74,11 +76,15 @@ class Context(Protocol):
     counters: Counters
     entropy: Entropy
     secret: bytes
+    marker: Marker
     insecure: bool
     node_id: int
     incarnation: int
     stream: int
     advertise: str
+
+    def wall_ms(self, now_s: float) -> int:
+        """Return the time since the epoch, in milliseconds, as far as this node knows."""
 
     def sender_keys(self) -> tuple[SenderKey, ...]:
         """Return the key in use and, during a rotation, the next one."""
@@ -150,6 +156,7 @@ class Session:
         self._handshake: Handshake | None = None
         self._first_datagram = b""
         self._knocks = 0
+        self._answered_at_s = float("-inf")
         self._retry_s = RETRY_FIRST_S
         self._retry_at_s: float | None = None
         self._remote_index = 0
@@ -174,10 +181,12 @@ class Session:
     def start_initiator(self, stamp: int, now_s: float) -> None:
         """Begin knocking at ``address``."""
         self.target = self.address
-        header = HEADER.pack(INIT, 0, 0, 0, self.index, 0)
+        header = HEADER.pack(INIT, 0, 0, 0, self.index, self._context.wall_ms(now_s))
         handshake = self._new_handshake(header)
         introduction = self._introduction(stamp).encode(INTRODUCTION_BYTES)
-        self._first_datagram = header + handshake.write_init(introduction)
+        self._first_datagram = self._context.marker.mark(
+            header + handshake.write_init(introduction)
+        )
         self._handshake = handshake
         self._retry_at_s = now_s
 
@@ -187,18 +196,25 @@ class Session:
         self._remote_index = remote.session
         self._identify(remote)
         header = HEADER.pack(RESPONSE, 0, 0, 0, remote.session, 0)
-        self._first_datagram = header + handshake.write_response(
-            self._introduction(remote.stamp).encode()
+        self._first_datagram = self._context.marker.mark(
+            header + handshake.write_response(self._introduction(remote.stamp).encode())
         )
         first, second = handshake.split()
         self._channel = ControlChannel(second, first, insecure=self._context.insecure)
         self._retry_at_s = self.started_at_s
 
-    def answer_again(self, now_s: float) -> None:
-        """The knock was repeated, so our answer was lost: send the same one again."""
-        if self.state is State.RESPONDED:
-            self._retry_at_s = now_s
-            self.touch()
+    def answer_again(self, address: Address, now_s: float) -> bool:
+        """The knock was repeated, so our answer was lost: send the same one again; False if that is too soon.
+
+        It goes where the repetition came from: who records a knock and is the first to deliver it, from an address of
+        his own, must not keep the true sender from being answered.
+        """
+        if self.state is not State.RESPONDED or now_s - self._answered_at_s < ANSWER_INTERVAL_S:
+            return False
+        self.address = address
+        self._retry_at_s = now_s
+        self.touch()
+        return True
 
     def on_response(self, datagram: bytes, now_s: float) -> None:
         """Take the answer to our knock.
@@ -210,7 +226,10 @@ class Session:
         if self.state is not State.INIT_SENT or self._handshake is None:
             return
         self.touch()
-        remote = Introduction.decode(self._handshake.attempt_response(datagram[HEADER_BYTES:]))
+        if not self._context.marker.is_marked(datagram):
+            raise AuthenticationError("an answer without a mark")
+        message = datagram[HEADER_BYTES:-MARK_BYTES]
+        remote = Introduction.decode(self._handshake.attempt_response(message))
         first, second = self._handshake.split()
         self._channel = ControlChannel(first, second, insecure=self._context.insecure)
         self._handshake = None
@@ -221,8 +240,11 @@ class Session:
         self._begin_keying(now_s)
 
     def _identify(self, remote: Introduction) -> None:
-        self.peer = Peer(remote.node_id, remote.incarnation, format_address(self.address))
+        self._locate(Peer(remote.node_id, remote.incarnation, ""))
         self.advertised = remote.advertise
+
+    def _locate(self, peer: Peer) -> None:
+        self.peer = Peer(peer.id, peer.incarnation, format_address(self.address))
 
     def _begin_keying(self, now_s: float) -> None:
         self.state = State.KEYING
@@ -299,6 +321,9 @@ class Session:
             if any(isinstance(frame, Close) for frame in frames):
                 self._go_down("left", now_s)
             return
+        if self.state is State.RESPONDED:  # the proof of who is there tells also where
+            self.address = address
+            self._locate(self.identity)
         for frame in frames:
             self._on_frame(frame, counter, now_s)
 
@@ -467,6 +492,7 @@ class Session:
         if self.state is State.DOWN or self._retry_at_s is None or now_s < self._retry_at_s:
             return []
         if self.state is State.RESPONDED:
+            self._answered_at_s = now_s
             self._retry_at_s = None  # only a repeated knock makes us answer again: one datagram out for each one in
         else:
             self._knocks += 1

@@ -34,6 +34,7 @@ FRAGMENT_BYTES_MAX: Final = 9_000
 
 # An INIT is padded to this size, which no RESPONSE exceeds, so an answer never amplifies.
 INIT_BYTES: Final = 256
+MARK_BYTES: Final = 16  # at the end of both handshake datagrams
 CONTROL_PLAINTEXT_MAX: Final = 1_200  # fits an IPv6 minimum-MTU path with the header and the tag
 ACK_WINDOW_RECORDS: Final = 1_024  # records that the bitmap of one ACK can describe
 ACK_PARTIALS_MAX: Final = 100
