@@ -39,14 +39,10 @@ def records(*payloads: bytes, start: int = 0) -> list[Record]:
     sealer = Sealer(KEY, 9, 1_384)
     result: list[Record] = []
     for index, payload in enumerate(payloads):
-        for offset in range(0, max(1, len(payload)), CHUNK):
-            chunk = memoryview(payload)[offset : offset + CHUNK]
-            number = start + len(result)
-            result.append(
-                sealer.seal(
-                    number, Outgoing(frozenset()), index, index, len(payload), offset, chunk
-                )
-            )
+        message = Outgoing(frozenset(), 0)
+        result += sealer.seal_message(
+            start + len(result), message, index, index, memoryview(payload)
+        )
     return result
 
 
@@ -217,7 +213,7 @@ def test_a_message_that_grows_or_exceeds_the_maximum_ends_the_session() -> None:
         with pytest.raises(ProtocolError):  # noqa: PT012 - only the last of them is at fault
             for number, (message, tag, total, offset, chunk) in enumerate(case):
                 record = sealer.seal(
-                    number, Outgoing(frozenset()), message, tag, total, offset, memoryview(chunk)
+                    number, Outgoing(frozenset(), 0), message, tag, total, offset, memoryview(chunk)
                 )
                 receiver.feed(record)
         assert receiver.got == []

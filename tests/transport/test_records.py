@@ -27,7 +27,7 @@ KEY = SenderKey.generate(3, random.Random(1).randbytes)
 
 def seal(chunk: bytes, number: int = 7, fragment_bytes: int = 1_384) -> Record:
     sealer = Sealer(KEY, 99, fragment_bytes)
-    return sealer.seal(number, Outgoing(frozenset({1})), 5, 11, len(chunk), 0, memoryview(chunk))
+    return sealer.seal(number, Outgoing(frozenset({1}), 0), 5, 11, len(chunk), 0, memoryview(chunk))
 
 
 @given(st.integers(0, 2**64 - 1))

@@ -136,6 +136,11 @@ class Driver:
             if not transmits or not self._send_all(transmits):
                 return
 
+    def transmit_data(self, endpoint: Endpoint) -> None:
+        """Send the data that may leave at once, unless the socket's buffer is full."""
+        if not self._unsent:
+            self._send_all(endpoint.poll_data(now_s()))
+
     def _send_all(self, transmits: Iterable[Transmit]) -> bool:
         """Send in order; return False if the socket's buffer is full, keeping the rest."""
         self._unsent.extend(transmits)

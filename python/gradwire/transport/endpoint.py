@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
+from collections.abc import Callable
 
 from ..errors import Closed, NotConnected, TooLarge, WouldBlock
 from .crypto import AuthenticationError, Entropy, Handshake, Marker, SenderKey
@@ -29,7 +30,7 @@ from .model import (
     format_address,
     parse_address,
 )
-from .records import Outgoing, Sealer, SendLog, chunk_bytes_max
+from .records import Outgoing, Sealer, SendLog, records_of
 from .session import CREDIT_FLOOR_RECORDS, REASON_GIVEN_UP, Session, State, prologue
 from .wire import (
     CONTROL,
@@ -56,7 +57,12 @@ ACTIVE_S = 1.0
 CREDIT_CHECK_S = 0.1
 RECORD_OVERHEAD_BYTES = 1_100  # headers of 64 datagrams, meta and tag
 SLEEP_S = 1.0
+FRAGMENT_INDICES = bytes(range(256))
 NEVER_S = float("inf")
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class Endpoint:
@@ -142,8 +148,22 @@ class Endpoint:
         self.membership.add(address)
         self._knock_at_s = 0.0
 
-    def publish(self, payload: memoryview, tag: int, to: Peer | None, now_s: float) -> Ticket:
+    def publish(
+        self,
+        payload: memoryview,
+        tag: int,
+        to: Peer | None,
+        now_s: float,
+        on_record: Callable[[], None] = _nothing,
+    ) -> Ticket:
         """Seal a message and queue it for all connected peers, or for one.
+
+        Args:
+            payload: the message; not used any more afterwards.
+            tag: a number for the receivers.
+            to: one connected peer, or None for all.
+            now_s: current time.
+            on_record: called after each sealed record: what is sent from here is still in the processor's cache.
 
         Raises:
             Closed: the node is closing.
@@ -168,9 +188,15 @@ class Endpoint:
                 f"no room for {len(payload)} more: "
                 "wait for acknowledgements, or let the residual accumulate"
             )
-        last_record = self._seal(payload, tag, frozenset(session.index for session in recipients))
+        last_record = self.log.head + records_of(len(payload), self.limits.fragment_bytes) - 1
         for session in recipients:
             session.note_published(last_record, ticket, now_s)
+        message = Outgoing(frozenset(session.index for session in recipients), last_record)
+        number = self._message_number
+        self._message_number += 1
+        for record in self._sealer.seal_message(self.log.head, message, number, tag, payload):
+            self.log.append(record)
+            on_record()
         if to is not None:
             for session in self._up_sessions():
                 session.touch()  # the others skip these records, or they would keep them in the log
@@ -181,7 +207,7 @@ class Endpoint:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `publish` would take a message of this size now."""
-        records = 1 + nbytes // chunk_bytes_max(self.limits.fragment_bytes)
+        records = records_of(nbytes, self.limits.fragment_bytes)
         return (
             self.log.used_bytes + nbytes + records * RECORD_OVERHEAD_BYTES <= self.log.limit_bytes
         )
@@ -193,19 +219,6 @@ class Endpoint:
         if session is None or session.state is not State.UP or session.peer != to:
             raise NotConnected(f"{to} is not connected")
         return [session]
-
-    def _seal(self, payload: memoryview, tag: int, recipients: frozenset[int]) -> int:
-        message = Outgoing(recipients)
-        number = self._message_number
-        self._message_number += 1
-        chunk_bytes = chunk_bytes_max(self.limits.fragment_bytes)
-        for offset in range(0, max(1, len(payload)), chunk_bytes):
-            chunk = payload[offset : offset + chunk_bytes]
-            self.log.append(
-                self._sealer.seal(self.log.head, message, number, tag, len(payload), offset, chunk)
-            )
-        message.last_record = self.log.head - 1
-        return message.last_record
 
     def take_messages(self, now_s: float) -> list[Received]:
         """Return and forget the messages received, oldest first; frees their room for the senders."""
@@ -274,19 +287,24 @@ class Endpoint:
         Never raises, whatever the bytes are: what is malformed, forged or stray is counted and dropped.
         """
         counters = self.counters
-        counters.udp_bytes_received += len(data)
+        total_bytes = len(data)
+        if not total_bytes:
+            counters.datagrams_received += 1
+            counters.malformed_datagrams += 1
+            return
+        counters.udp_bytes_received += total_bytes
+        counters.datagrams_received += -(-total_bytes // segment_bytes)
         if address not in self._addresses and self._drop_noise(data, segment_bytes):
             return
         position = 0
-        while position < len(data):
-            end = min(position + segment_bytes, len(data))
+        while position < total_bytes:
+            end = min(position + segment_bytes, total_bytes)
             if end - position < HEADER_BYTES:
                 counters.malformed_datagrams += 1
             elif data[position] == DATA:
                 end = self._receive_data(data, position, segment_bytes, address, now_s)
             else:
                 self._receive_other(data[position:end], address, now_s)
-            counters.datagrams_received += -(-(end - position) // segment_bytes)
             position = end
 
     def _drop_noise(self, data: memoryview, segment_bytes: int) -> bool:
@@ -294,7 +312,6 @@ class Endpoint:
         kinds = bytes(data[::segment_bytes])
         if INIT in kinds or CONTROL in kinds:  # a newcomer, or a peer that has moved
             return False
-        self.counters.datagrams_received += len(kinds)
         self.counters.stray_datagrams += len(kinds)
         return True
 
@@ -306,7 +323,8 @@ class Endpoint:
         if session is None:
             self.counters.stray_datagrams += 1
             return min(position + segment_bytes, len(data))
-        count = _run_length(data, position, segment_bytes, first, fragments)
+        most = min(-(-(len(data) - position) // segment_bytes), fragments - first)
+        count = _run_length(data, position, segment_bytes, first, most) if most > 1 else 1
         end = min(position + count * segment_bytes, len(data))
         fragment_bytes = number >> RECORD_NUMBER_BITS
         # A short last datagram can stand alone; otherwise the header has to agree with the size on the wire.
@@ -314,9 +332,8 @@ class Endpoint:
             self.counters.malformed_datagrams += count
             return end
         record = number & RECORD_NUMBER_MAX
-        if not session.on_fragments(
-            epoch, record, fragments, fragment_bytes, first, data[position:end], now_s
-        ):
+        batch = data[position:end]
+        if not session.on_fragments(epoch, record, fragments, fragment_bytes, first, batch, now_s):
             self.counters.malformed_datagrams += count
         return end
 
@@ -443,19 +460,41 @@ class Endpoint:
             self._credit_at_s = now_s + CREDIT_CHECK_S
             self._check_lag(now_s)
         due = [session for session in self._sessions.values() if session.wake_at_s <= now_s]
-        # Start with another session each time, so that none is always last in the socket's queue.
-        self._turn = (self._turn + 1) % len(due) if due else 0
+        if len(due) == 1:
+            out = due[0].poll(now_s)
+        elif due:
+            out = self._poll_in_turns(due, now_s)
+        else:
+            out = []
+        if self._farewells:
+            out, self._farewells = self._farewells + out, []
+        self._count(out)
+        return out
+
+    def _poll_in_turns(self, due: list[Session], now_s: float) -> list[Transmit]:
+        """Start with another session each time, so that none is always last in the socket's queue."""
+        self._turn = (self._turn + 1) % len(due)
         queues = [session.poll(now_s) for session in due[self._turn :] + due[: self._turn]]
-        out, self._farewells = self._farewells, []
+        out: list[Transmit] = []
         while queues:
             queues = [queue for queue in queues if queue]
             out.extend(queue.pop(0) for queue in queues)
-        for transmit in out:
-            self.counters.udp_bytes_sent += transmit.nbytes
-            self.counters.datagrams_sent += -(
-                -transmit.nbytes // (transmit.segment_bytes or transmit.nbytes)
-            )
         return out
+
+    def poll_data(self, now_s: float) -> list[Transmit]:
+        """Return the data that may leave at once, and nothing else; `poll` has the timers and the control."""
+        out: list[Transmit] = []
+        for session in self._sessions.values():
+            if session.state is State.UP and session.outbound is not None:
+                session.poll_data(session.outbound, now_s, out)
+        self._count(out)
+        return out
+
+    def _count(self, transmits: list[Transmit]) -> None:
+        for transmit in transmits:
+            nbytes = transmit.nbytes
+            self.counters.udp_bytes_sent += nbytes
+            self.counters.datagrams_sent += -(-nbytes // (transmit.segment_bytes or nbytes))
 
     def next_timeout_s(self, now_s: float) -> float | None:
         """Return the time at which to call `poll` next; None when only a datagram or the caller can change things."""
@@ -704,36 +743,21 @@ class Endpoint:
         )
 
 
-def _run_length(
-    data: memoryview, position: int, segment_bytes: int, first: int, fragments: int
-) -> int:
-    """Return how many of the datagrams from ``position`` on are neighbouring fragments of one record.
+def _run_length(data: memoryview, position: int, segment_bytes: int, first: int, most: int) -> int:
+    """Return how many of the ``most`` datagrams from ``position`` on are neighbouring fragments of one record.
 
-    Compares one byte of each header (kind, fragment, record number), which is cheap; a false match, 256 records apart,
-    is caught by the record's tag and costs a retransmission.
+    Compares two bytes of each header (fragment, record number), which is cheap; a false match, 256 records apart, is
+    caught by the record's tag and costs a retransmission.
     """
-    most = min(-(-(len(data) - position) // segment_bytes), fragments - first)
-    if most <= 1:
-        return 1
     stop = position + (most - 1) * segment_bytes + HEADER_BYTES
     if stop > len(data):  # the last datagram is too short to have a header
         return 1
-    kinds = bytes(data[position:stop:segment_bytes])
-    indices = bytes(data[position + 2 : stop : segment_bytes])
-    numbers = bytes(data[position + 8 : stop : segment_bytes])
-    count = 1
-    if (
-        kinds == bytes([DATA]) * most
-        and indices == bytes(range(first, first + most))
-        and numbers == numbers[:1] * most
-    ):
+    indices = data[position + 2 : stop : segment_bytes].tobytes()
+    numbers = data[position + 8 : stop : segment_bytes].tobytes()
+    if indices == FRAGMENT_INDICES[first : first + most] and numbers == numbers[:1] * most:
         return most
-    while (
-        count < most
-        and kinds[count] == DATA
-        and indices[count] == first + count
-        and numbers[count] == numbers[0]
-    ):
+    count = 1
+    while count < most and indices[count] == first + count and numbers[count] == numbers[0]:
         count += 1
     return count
 

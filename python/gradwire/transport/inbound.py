@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
+from .buffers import BufferPool
 from .crypto import AuthenticationError, SenderKey
 from .wire import (
     ACK_PARTIALS_MAX,
@@ -33,6 +35,7 @@ ACK_EVERY_BYTES: Final = (
     200_000  # of three or four full records; a burst each would cost more than the data
 )
 SKIPS_MAX: Final = 64
+PAYLOADS_KEPT_BYTES: Final = 32 << 20
 
 Deliver = Callable[[int, memoryview], None]
 
@@ -47,6 +50,9 @@ class ReceiveBudget:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
+        self.buffers = BufferPool(min(PAYLOADS_KEPT_BYTES, limit_bytes // 4))
+        self.scratch = np.empty(RECORD_BYTES_MAX, dtype=np.uint8)
+        self.scratch_view = memoryview(self.scratch)  # type: ignore[arg-type]
 
     def take(self, nbytes: int) -> bool:
         """Reserve room for a message; False when it has to wait."""
@@ -65,10 +71,10 @@ class _Partial:
 
     __slots__ = ("buffer", "fragment_bytes", "fragments", "got", "sealed_bytes")
 
-    def __init__(self, fragments: int, fragment_bytes: int) -> None:
+    def __init__(self, fragments: int, fragment_bytes: int, buffers: BufferPool) -> None:
         self.fragments = fragments
         self.fragment_bytes = fragment_bytes
-        self.buffer = bytearray(fragments * fragment_bytes)
+        self.buffer = buffers.take(fragments * fragment_bytes)
         self.got = 0
         self.sealed_bytes = 0
 
@@ -78,12 +84,12 @@ class _Assembly:
 
     __slots__ = ("buffer", "filled", "number", "payload", "tag")
 
-    def __init__(self, number: int, tag: int, message_bytes: int) -> None:
+    def __init__(self, number: int, tag: int, message_bytes: int, buffers: BufferPool) -> None:
         self.number = number
         self.tag = tag
         # In front there is room for one record's meta data, so that records can be decrypted in place.
-        array = np.empty(RECORD_META_BYTES + message_bytes, dtype=np.uint8)
-        self.buffer = memoryview(array)  # type: ignore[arg-type]
+        total_bytes = RECORD_META_BYTES + message_bytes
+        self.buffer = memoryview(buffers.take(total_bytes))[:total_bytes]  # type: ignore[arg-type]
         self.payload = self.buffer[RECORD_META_BYTES:]
         self.filled = 0
 
@@ -154,7 +160,7 @@ class Inbound:
         return (
             self.cumulative <= record < self.limit
             and record not in self._complete
-            and not self._is_skipped(record)
+            and not (self._skips and self._is_skipped(record))
         )
 
     def on_fragments(
@@ -183,9 +189,9 @@ class Inbound:
         Returns:
             False if the fragments cannot belong to a valid record.
         """
-        segment = fragment_bytes + HEADER_BYTES
-        count = -(-len(batch) // segment)
-        if not self._is_plausible(fragments, fragment_bytes, first, count, len(batch)):
+        nbytes = len(batch)
+        count = -(-nbytes // (fragment_bytes + HEADER_BYTES))
+        if not _is_plausible(fragments, fragment_bytes, first, count, nbytes):
             return False
         self._last_arrival_s = now_s
         if not self.accepts(record):
@@ -193,51 +199,41 @@ class Inbound:
             self.duplicate_fragments += count
             self.acknowledge_by(now_s)
             return True
-        self._unacknowledged_bytes += len(batch)
-        if fragments == 1:
-            header = HEADER.pack(DATA, epoch, 0, 1, stream, fragment_bytes << 48 | record)
-            self._open(epoch, record, header, batch[HEADER_BYTES:], now_s)
+        self._unacknowledged_bytes += nbytes
+        if count < fragments or record in self._partials:
+            sealed = self._add_to_partial(record, fragments, fragment_bytes, first, count, batch)
+        elif fragments == 1:
+            sealed = batch[HEADER_BYTES:]
         else:
-            self._add_to_partial(
-                epoch, stream, record, fragments, fragment_bytes, first, count, batch, now_s
-            )
+            sealed = self._unframe_whole(batch, fragments, fragment_bytes)
+        if sealed is not None:
+            header = HEADER.pack(DATA, epoch, 0, fragments, stream, fragment_bytes << 48 | record)
+            self._open(epoch, record, header, sealed, now_s)
         self._schedule_ack(record, now_s)
         return True
 
-    def _is_plausible(
-        self, fragments: int, fragment_bytes: int, first: int, count: int, batch_bytes: int
-    ) -> bool:
-        if not (
-            FRAGMENT_BYTES_MIN <= fragment_bytes <= FRAGMENT_BYTES_MAX
-            and 1 <= fragments <= FRAGMENTS_MAX
-        ):
-            return False
-        if (
-            fragments * fragment_bytes > RECORD_BYTES_MAX
-            or first + count > fragments
-            or batch_bytes <= HEADER_BYTES
-        ):
-            return False
-        is_whole = batch_bytes == count * (fragment_bytes + HEADER_BYTES)
-        return is_whole or first + count == fragments
+    def _unframe_whole(self, batch: memoryview, fragments: int, fragment_bytes: int) -> memoryview:
+        """Return the sealed bytes of a record that came in one piece; they are only valid until the next."""
+        budget = self._budget
+        sealed_bytes = len(batch) - fragments * HEADER_BYTES
+        if sealed_bytes == fragments * fragment_bytes:
+            grid = np.frombuffer(batch, dtype=np.uint8).reshape(fragments, -1)
+            target = budget.scratch[:sealed_bytes].reshape(fragments, -1)
+            target[:] = grid[:, HEADER_BYTES:]
+        else:
+            _unframe(budget.scratch, batch, 0, fragments, fragment_bytes)
+        return budget.scratch_view[:sealed_bytes]
 
     def _add_to_partial(
-        self,
-        epoch: int,
-        stream: int,
-        record: int,
-        fragments: int,
-        size: int,
-        first: int,
-        count: int,
-        batch: memoryview,
-        now_s: float,
-    ) -> None:
+        self, record: int, fragments: int, size: int, first: int, count: int, batch: memoryview
+    ) -> memoryview | None:
+        """Store fragments; return the sealed bytes of the record once all are there."""
         partial = self._partials.get(record)
         if partial is None or partial.fragments != fragments or partial.fragment_bytes != size:
             # A shape that contradicts an earlier fragment: one of the two is forged. Starting again with the newer
             # one cannot be blocked for ever by a forgery that came first.
-            partial = self._partials[record] = _Partial(fragments, size)
+            partial = _Partial(fragments, size, self._budget.buffers)
+            self._partials[record] = partial
         bits = ((1 << count) - 1) << first
         self.duplicate_fragments += (partial.got & bits).bit_count()
         partial.got |= bits
@@ -245,47 +241,51 @@ class Inbound:
         if first + count == fragments:
             tail_bytes = len(batch) - (count - 1) * (size + HEADER_BYTES) - HEADER_BYTES
             partial.sealed_bytes = (fragments - 1) * size + tail_bytes
-        if partial.got == (1 << fragments) - 1:
-            header = HEADER.pack(DATA, epoch, 0, fragments, stream, size << 48 | record)
-            del self._partials[record]
-            self._open(
-                epoch, record, header, memoryview(partial.buffer)[: partial.sealed_bytes], now_s
-            )
+        if partial.got != (1 << fragments) - 1:
+            return None
+        del self._partials[record]
+        return memoryview(partial.buffer)[: partial.sealed_bytes]  # type: ignore[arg-type]
 
     def _open(
         self, epoch: int, record: int, header: bytes, sealed: memoryview, now_s: float
     ) -> None:
         key = self._keys.get(epoch)
-        if key is None or len(sealed) < RECORD_META_BYTES + TAG_BYTES:
+        plain_bytes = len(sealed) - TAG_BYTES
+        if key is None or plain_bytes < RECORD_META_BYTES:
             self.rejected_records += 1
             return
+        is_next = record == self._consumed == self.cumulative
         try:
-            if self._open_in_place(key, record, header, sealed):
+            if is_next and self._open_in_place(key, record, header, sealed, plain_bytes):
                 return
-            plain = bytearray(len(sealed) - TAG_BYTES)
-            key.open_into(record, sealed, header, memoryview(plain))
+            plain = memoryview(self._budget.buffers.take(plain_bytes))[:plain_bytes]  # type: ignore[arg-type]
+            key.open_into(record, sealed, header, plain)
         except AuthenticationError:
             self.rejected_records += 1
             self.acknowledge_by(now_s)
             return
-        self._complete[record] = memoryview(plain).toreadonly()
-        self._advance()
-        self.consume()
+        if is_next and self._take_record(plain.toreadonly()):
+            self._note_taken()
+        else:
+            self._complete[record] = plain.toreadonly()
+            self._advance()
+            self.consume()
 
     def _open_in_place(
-        self, key: SenderKey, record: int, header: bytes, sealed: memoryview
+        self, key: SenderKey, record: int, header: bytes, sealed: memoryview, plain_bytes: int
     ) -> bool:
         """Decrypt the next record of the message in assembly to where it belongs; False if it is not that."""
         assembly = self._assembly
-        if assembly is None or record != self._consumed or record != self.cumulative:
+        if assembly is None:
             return False
         start = assembly.filled
-        end = start + len(sealed) - TAG_BYTES
-        if end > len(assembly.buffer):
+        end = start + plain_bytes
+        buffer = assembly.buffer
+        if end > len(buffer):
             return False
         # The record's meta data lands on the end of what is there already.
-        saved = bytes(assembly.buffer[start : start + RECORD_META_BYTES])
-        target = assembly.buffer[start:end]
+        saved = bytes(buffer[start : start + RECORD_META_BYTES])
+        target = buffer[start:end]
         try:
             key.open_into(record, sealed, header, target)
             number, _, _, offset = RECORD_META.unpack_from(target)
@@ -294,12 +294,17 @@ class Inbound:
         if number != assembly.number or offset != start:
             # Another message begins; what was written is only room not filled yet, but it has to be read again.
             return False
+        self._filled_to(assembly, end - RECORD_META_BYTES)
+        self._note_taken()
+        return True
+
+    def _note_taken(self) -> None:
+        """The next record has been consumed as it came; later ones may have been waiting for it."""
         self._consumed += 1
         self.cumulative += 1
-        self._advance()
-        self._filled_to(assembly, end - RECORD_META_BYTES)
-        self.consume()
-        return True
+        if self._complete or self._skips:
+            self._advance()
+            self.consume()
 
     def skip(self, first: int, count: int, now_s: float) -> None:
         """Count records as complete that are not meant for this node."""
@@ -373,7 +378,7 @@ class Inbound:
         if len(chunk) == message_bytes:
             self._deliver(tag, chunk)
             return True
-        self._assembly = _Assembly(number, tag, message_bytes)
+        self._assembly = _Assembly(number, tag, message_bytes, self._budget.buffers)
         self._fill(self._assembly, chunk)
         return True
 
@@ -388,6 +393,7 @@ class Inbound:
         assembly.filled = end
         if end == len(assembly.payload):
             self._assembly = None
+            self._unacknowledged_bytes = ACK_EVERY_BYTES  # the sender may be waiting for this
             self._deliver(assembly.tag, assembly.payload.toreadonly())
 
     def _drop_assembly(self) -> None:
@@ -396,14 +402,18 @@ class Inbound:
             self._assembly = None
 
     def _schedule_ack(self, record: int, now_s: float) -> None:
-        partial = self._partials.get(self.cumulative)
-        has_hole = record > self.cumulative or (
-            partial is not None and partial.got & (partial.got + 1) != 0
-        )
-        if has_hole or self._unacknowledged_bytes >= ACK_EVERY_BYTES:
-            self.acknowledge_by(now_s)
+        partials = self._partials
+        if not partials and record < self.cumulative:  # the common case: nothing is missing
+            is_urgent = self._unacknowledged_bytes >= ACK_EVERY_BYTES
         else:
-            self.acknowledge_by(now_s + ACK_DELAY_S)
+            partial = partials.get(self.cumulative)
+            has_hole = record > self.cumulative or (
+                partial is not None and partial.got & (partial.got + 1) != 0
+            )
+            is_urgent = has_hole or self._unacknowledged_bytes >= ACK_EVERY_BYTES
+        at_s = now_s if is_urgent else now_s + ACK_DELAY_S
+        if self.ack_at_s is None or at_s < self.ack_at_s:
+            self.ack_at_s = at_s
 
     def make_acks(self, now_s: float) -> list[Ack]:
         """Return the acknowledgement to send now, with all the credit there is, in as many parts as it needs."""
@@ -441,18 +451,32 @@ class Inbound:
         self._complete.clear()
 
 
-def _unframe(buffer: bytearray, batch: memoryview, first: int, count: int, size: int) -> None:
+def _is_plausible(
+    fragments: int, fragment_bytes: int, first: int, count: int, batch_bytes: int
+) -> bool:
+    """Whether a record may have this shape and the batch fits into it; only a record's last datagram may be short."""
+    if not (
+        FRAGMENT_BYTES_MIN <= fragment_bytes <= FRAGMENT_BYTES_MAX
+        and 1 <= fragments <= FRAGMENTS_MAX
+        and fragments * fragment_bytes <= RECORD_BYTES_MAX
+        and first + count <= fragments
+        and batch_bytes > HEADER_BYTES
+    ):
+        return False
+    is_whole = batch_bytes == count * (fragment_bytes + HEADER_BYTES)
+    return is_whole or first + count == fragments
+
+
+def _unframe(
+    buffer: NDArray[np.uint8], batch: memoryview, first: int, count: int, size: int
+) -> None:
     """Copy the payloads of ``count`` datagrams next to each other."""
     segment = size + HEADER_BYTES
-    at = first * size
-    if count > 2:
-        whole = count - 1
-        source = np.frombuffer(batch[: whole * segment], dtype=np.uint8).reshape(whole, segment)
-        target = np.frombuffer(buffer, dtype=np.uint8)
-        target[at : at + whole * size].reshape(whole, size)[:] = source[:, HEADER_BYTES:]
-        start = whole
-    else:
-        start = 0
-    for index in range(start, count):
-        payload = batch[index * segment + HEADER_BYTES : (index + 1) * segment]
-        buffer[at + index * size : at + index * size + len(payload)] = payload
+    source = np.frombuffer(batch, dtype=np.uint8)
+    whole = count - 1
+    middle = (first + whole) * size
+    if whole:
+        grid = source[: whole * segment].reshape(whole, segment)
+        buffer[first * size : middle].reshape(whole, size)[:] = grid[:, HEADER_BYTES:]
+    tail = source[whole * segment + HEADER_BYTES :]
+    buffer[middle : middle + len(tail)] = tail

@@ -217,11 +217,9 @@ class Node:
         payload = _flat_view(buffer)
         self._check_open()
         with self._lock:
-            try:
-                ticket = self._endpoint.publish(payload, tag, to, now_s())
-            except WouldBlock:
+            if not self._endpoint.has_room(len(payload)):
                 self._pump()  # acknowledgements may be waiting in the socket
-                ticket = self._endpoint.publish(payload, tag, to, now_s())
+            ticket = self._endpoint.publish(payload, tag, to, now_s(), self._send_data)
             self._driver.transmit(self._endpoint)
             self._nudge()
         return ticket
@@ -352,6 +350,10 @@ class Node:
             self._driver.wait(until_s, self._caller_waker)
             with self._lock:
                 self._callers_waiting -= 1
+
+    def _send_data(self) -> None:
+        """Send what was sealed last, while it is in the processor's cache; the lock is held."""
+        self._driver.transmit_data(self._endpoint)
 
     def _pump(self) -> None:
         """Move datagrams; the lock is held."""

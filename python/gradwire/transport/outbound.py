@@ -71,6 +71,12 @@ class _Flight:
         self.first_order = -1
         self.resent = False
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether it was sent once, in one piece, and nothing has been heard of it yet."""
+        sent = self.sent
+        return len(sent) == 1 and sent[0].mask == self.full and not (self.acked or self.again)
+
     def bytes_of(self, mask: int) -> int:
         return self.record.bytes_of(mask) if self.record is not None else 0
 
@@ -128,15 +134,16 @@ class Outbound:
         if flight is None:
             self.rate.on_app_limited()
             return None
-        if flight.record is None:
-            return self._send_skip(flight, now_s)
         record = flight.record
+        if record is None:
+            return self._send_skip(flight, now_s)
         # A window of several records may be overdrawn by a part of one: halves cost as much as wholes.
-        room = self.rate.burst_bytes
-        if self.rate.window_bytes < OVERDRAFT_WINDOW_BYTES:
-            room = min(room, self.rate.window_bytes - self.rate.bytes_in_flight)
+        rate = self.rate
+        room = rate.burst_bytes
+        if rate.window_bytes < OVERDRAFT_WINDOW_BYTES:
+            room = min(room, rate.window_bytes - rate.bytes_in_flight)
         mask = flight.to_send
-        if room < len(record.wire):
+        if room < record.nbytes:
             mask = lowest_bits(mask, max(1, room // record.segment_bytes))
         return self._send(flight, record, mask, now_s)
 
@@ -170,13 +177,13 @@ class Outbound:
     def _note_sent(self, flight: _Flight, mask: int, nbytes: int, now_s: float) -> None:
         again = mask & flight.ever
         flight.ever |= mask
-        flight.again |= again
         flight.to_send &= ~mask
         if not flight.to_send:
             self._waiting.pop(flight.number, None)
         if flight.first_order < 0:
             flight.first_order = self._order
         if again:
+            flight.again |= again
             self.retransmitted_bytes += flight.bytes_of(again)
             self.retransmitted_fragments += again.bit_count()
         flight.sent.append(_Sent(self._order, mask, self.rate.on_sent(nbytes, now_s)))
@@ -190,9 +197,8 @@ class Outbound:
         is sent again.
         """
         self.limit = max(self.limit, ack.limit)
-        newest: tuple[_Flight, _Sent] | None = None
         newest_before = self._newest[0]
-        delivered_bytes = 0
+        delivered_bytes, newest = self._take_whole(ack.cumulative)
         finished = []
         for flight, got in self._reported(ack):
             if got == flight.full:
@@ -219,6 +225,29 @@ class Outbound:
         if ack.skipped == 0 or ack.cumulative + ack.skipped <= self._described_end:
             self._described_end = ack.partials[-1][0] + 1 if ack.truncated else self.cursor
         self._find_losses(now_s)
+
+    def _take_whole(self, cumulative: int) -> tuple[int, tuple[_Flight, _Sent] | None]:
+        """Finish the oldest records as far as they were sent once, in one piece, and have arrived: the common case.
+
+        Returns:
+            Their bytes, and the last of them with its transmission.
+        """
+        finished: list[_Flight] = []
+        for flight in self._flights.values():
+            if flight.number + flight.span > cumulative or not flight.is_simple:
+                break
+            finished.append(flight)
+        if not finished:
+            return 0, None
+        nbytes = 0
+        for flight in finished:
+            del self._flights[flight.number]
+            if flight.record is not None:
+                nbytes += flight.record.nbytes
+        last = finished[-1]
+        sent = last.sent[0]
+        self._newest = max(self._newest, (sent.order, last.full.bit_length() - 1))
+        return nbytes, (last, sent)
 
     def _reported(self, ack: Ack) -> list[tuple[_Flight, int]]:
         """Return each flight that the report says something about, with the fragments the peer holds."""

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from .buffers import BufferPool
 from .crypto import SenderKey
 from .wire import (
     DATA,
@@ -26,6 +27,7 @@ from .wire import (
 # Linux refuses more than 65,507 bytes, and bursts near that are not coalesced again on receipt: 45 datagrams of 1,400.
 BURST_BYTES_MAX: Final = 63_000
 RECORD_NUMBER_SHIFT: Final = 48
+WIRES_KEPT_BYTES: Final = 8 << 20
 FRAGMENT_INDICES: Final = np.arange(FRAGMENTS_MAX, dtype=np.uint8)
 
 
@@ -39,6 +41,11 @@ def chunk_bytes_max(fragment_bytes: int) -> int:
     return fragments_per_record(fragment_bytes) * fragment_bytes - TAG_BYTES - RECORD_META_BYTES
 
 
+def records_of(nbytes: int, fragment_bytes: int) -> int:
+    """Return into how many records a message is cut."""
+    return max(1, -(-nbytes // chunk_bytes_max(fragment_bytes)))
+
+
 class Outgoing:
     """One published message on its way: for whom, and where in the log it ends.
 
@@ -49,21 +56,22 @@ class Outgoing:
 
     __slots__ = ("last_record", "recipients")
 
-    def __init__(self, recipients: frozenset[int]) -> None:
+    def __init__(self, recipients: frozenset[int], last_record: int) -> None:
         self.recipients = recipients
-        self.last_record = -1
+        self.last_record = last_record
 
 
 class Record:
     """One sealed record, framed: ``fragments`` datagrams back to back, all but the last of ``segment_bytes``."""
 
-    __slots__ = ("fragments", "full", "message", "number", "segment_bytes", "wire")
+    __slots__ = ("fragments", "full", "message", "nbytes", "number", "segment_bytes", "wire")
 
     def __init__(
         self, number: int, wire: memoryview, fragments: int, segment_bytes: int, message: Outgoing
     ) -> None:
         self.number = number
         self.wire = wire
+        self.nbytes = len(wire)
         self.fragments = fragments
         self.full = (1 << fragments) - 1
         self.segment_bytes = segment_bytes
@@ -72,10 +80,10 @@ class Record:
     def bytes_of(self, mask: int) -> int:
         """Return the size on the wire of the fragments whose bits are set."""
         if mask == self.full:
-            return len(self.wire)
+            return self.nbytes
         total = mask.bit_count() * self.segment_bytes
         if mask >> (self.fragments - 1) & 1:
-            total -= self.fragments * self.segment_bytes - len(self.wire)
+            total -= self.fragments * self.segment_bytes - self.nbytes
         return total
 
     def slices(self, mask: int) -> list[memoryview]:
@@ -114,7 +122,7 @@ def lowest_bits(mask: int, count: int) -> int:
 
 
 class Sealer:
-    """Turns chunks of messages into framed records under the current sender key.
+    """Turns messages into framed records under the current sender key.
 
     Not thread-safe: the scratch buffers are reused.
     """
@@ -123,9 +131,23 @@ class Sealer:
         self.key = key
         self.stream = stream
         self.fragment_bytes = fragment_bytes
-        self._plain = bytearray(fragments_per_record(fragment_bytes) * fragment_bytes)
-        self._sealed = bytearray(len(self._plain))
-        self._sealed_array = np.frombuffer(self._sealed, dtype=np.uint8)
+        self._fragments_max = fragments_per_record(fragment_bytes)
+        self._chunk_bytes = chunk_bytes_max(fragment_bytes)
+        self._plain = memoryview(bytearray(self._fragments_max * fragment_bytes))
+        self._sealed = np.empty((self._fragments_max, fragment_bytes), dtype=np.uint8)
+        self._sealed_view = memoryview(self._sealed.reshape(-1))  # type: ignore[arg-type]
+        self._wires = BufferPool(WIRES_KEPT_BYTES)
+        self._headers = np.zeros((self._fragments_max, HEADER_BYTES), dtype=np.uint8)
+
+    def seal_message(
+        self, number: int, message: Outgoing, message_number: int, tag: int, payload: memoryview
+    ) -> Iterator[Record]:
+        """Yield the records of a whole message, the first of which gets ``number``."""
+        total_bytes, chunk_bytes = len(payload), self._chunk_bytes
+        for offset in range(0, max(1, total_bytes), chunk_bytes):
+            chunk = payload[offset : offset + chunk_bytes]
+            yield self.seal(number, message, message_number, tag, total_bytes, offset, chunk)
+            number += 1
 
     def seal(
         self,
@@ -139,46 +161,45 @@ class Sealer:
     ) -> Record:
         """Return the record ``number`` that carries ``chunk``, found at ``offset`` of its message."""
         plain_bytes = RECORD_META_BYTES + len(chunk)
-        sealed_bytes = plain_bytes + TAG_BYTES
-        size = self.fragment_bytes
-        fragments = -(-sealed_bytes // size)
         RECORD_META.pack_into(self._plain, 0, message_number, tag, message_bytes, offset)
         self._plain[RECORD_META_BYTES:plain_bytes] = chunk
-        plain = memoryview(self._plain)[:plain_bytes]
-        header = HEADER.pack(
-            DATA,
-            self.key.epoch & 0xFF,
-            0,
-            fragments,
-            self.stream,
-            size << RECORD_NUMBER_SHIFT | number,
-        )
-        wire = np.empty(sealed_bytes + fragments * HEADER_BYTES, dtype=np.uint8)
+        return self._seal_record(number, message, plain_bytes)
+
+    def _seal_record(self, number: int, message: Outgoing, plain_bytes: int) -> Record:
+        """Encrypt and frame what stands in the scratch buffer."""
+        sealed_bytes = plain_bytes + TAG_BYTES
+        size, key = self.fragment_bytes, self.key
+        fragments = -(-sealed_bytes // size)
+        field = size << RECORD_NUMBER_SHIFT | number
+        header = HEADER.pack(DATA, key.epoch & 0xFF, 0, fragments, self.stream, field)
+        wire_bytes = sealed_bytes + fragments * HEADER_BYTES
+        wire = self._wires.take(wire_bytes)[:wire_bytes]
         view = memoryview(wire)  # type: ignore[arg-type]
+        plain = self._plain[:plain_bytes]
         if fragments == 1:
             view[:HEADER_BYTES] = header
-            self.key.seal_into(number, plain, header, view[HEADER_BYTES:])
+            key.seal_into(number, plain, header, view[HEADER_BYTES:])
         else:
-            self.key.seal_into(number, plain, header, memoryview(self._sealed)[:sealed_bytes])
-            _frame(wire, self._sealed_array[:sealed_bytes], header, fragments, size)
+            key.seal_into(number, plain, header, self._sealed_view[:sealed_bytes])
+            self._frame(wire, header, fragments, sealed_bytes)
         return Record(number, view, fragments, size + HEADER_BYTES, message)
 
-
-def _frame(
-    out: NDArray[np.uint8], sealed: NDArray[np.uint8], header: bytes, fragments: int, size: int
-) -> None:
-    """Spread ``sealed`` over datagrams with headers; NumPy does in one strided copy what 45 slices would."""
-    whole = fragments - 1
-    segment = size + HEADER_BYTES
-    grid = out[: whole * segment].reshape(whole, segment)
-    template = np.frombuffer(header, dtype=np.uint8)
-    grid[:, :HEADER_BYTES] = template
-    grid[:, 2] = FRAGMENT_INDICES[:whole]
-    grid[:, HEADER_BYTES:] = sealed[: whole * size].reshape(whole, size)
-    tail = whole * segment
-    out[tail : tail + HEADER_BYTES] = template
-    out[tail + 2] = whole
-    out[tail + HEADER_BYTES :] = sealed[whole * size :]
+    def _frame(
+        self, wire: NDArray[np.uint8], header: bytes, fragments: int, sealed_bytes: int
+    ) -> None:
+        """Spread the sealed bytes over datagrams with headers, in two strided copies instead of 90 slices."""
+        size = self.fragment_bytes
+        whole = sealed_bytes // size
+        headers = self._headers[:fragments]
+        headers[:] = np.frombuffer(header, dtype=np.uint8)
+        headers[:, 2] = FRAGMENT_INDICES[:fragments]
+        grid = wire[: whole * (size + HEADER_BYTES)].reshape(whole, -1)
+        grid[:, :HEADER_BYTES] = headers[:whole]
+        grid[:, HEADER_BYTES:] = self._sealed[:whole]
+        if whole < fragments:
+            tail = wire[whole * (size + HEADER_BYTES) :]
+            tail[:HEADER_BYTES] = headers[whole]
+            tail[HEADER_BYTES:] = self._sealed[whole, : len(tail) - HEADER_BYTES]
 
 
 class SendLog:
@@ -206,13 +227,14 @@ class SendLog:
     def append(self, record: Record) -> None:
         """Keep a record; its number must be ``head``."""
         self._records[record.number] = record
-        self.used_bytes += len(record.wire)
+        self.used_bytes += record.nbytes
         self.head = record.number + 1
 
     def release_below(self, number: int) -> None:
         """Forget the records below ``number``: everybody has them or will never get them."""
-        while self.base < number:
-            record = self._records.pop(self.base, None)
+        pop = self._records.pop
+        for released in range(self.base, number):
+            record = pop(released, None)
             if record is not None:
-                self.used_bytes -= len(record.wire)
-            self.base += 1
+                self.used_bytes -= record.nbytes
+        self.base = max(self.base, number)

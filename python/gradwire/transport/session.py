@@ -481,7 +481,7 @@ class Session:
             out = []
             self._check_timers(now_s, out)
             if self.outbound is not None and self.state in (State.UP, State.CLOSING):
-                self._poll_data(self.outbound, now_s, out)
+                self.poll_data(self.outbound, now_s, out)
             self._poll_control(now_s, out)
         self.wake_at_s = self._deadline_s(now_s)
         return out
@@ -546,7 +546,8 @@ class Session:
             del self._pings[next(iter(self._pings))]
         self._frames.append(encode_frame(Ping(self._ping_token)))
 
-    def _poll_data(self, outbound: Outbound, now_s: float, out: list[Transmit]) -> None:
+    def poll_data(self, outbound: Outbound, now_s: float, out: list[Transmit]) -> None:
+        """Append the data bursts that may leave now, a bounded number of them."""
         for _ in range(BURSTS_PER_POLL):
             item = outbound.next_item(now_s)
             if item is None:
