@@ -14,8 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
-from gradwire import exchange
-from gradwire.exchange import is_sum_exact
+from gradwire.exchange import clock, is_sum_exact
 from gradwire.transport import Peer
 
 SECRET = bytes(range(32))
@@ -70,7 +69,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ScriptedNode]:
 
     def make(node_id: int = 50, peers: tuple[Peer, ...] = ()) -> ScriptedNode:
         node = ScriptedNode(node_id, peers)
-        monkeypatch.setattr(exchange.time, "monotonic", lambda: node.now_s)
+        monkeypatch.setattr(clock, "now_s", lambda: node.now_s)
         return node
 
     return make

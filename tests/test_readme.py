@@ -50,10 +50,13 @@ def public_classes() -> list[type]:
     return [value for value in values if isinstance(value, type)]
 
 
+RESULTS = ("EncoderStats", "ExchangeStats", "Joined", "Message", "Peer", "StepResult")
+
+
 @pytest.mark.parametrize("public", public_classes(), ids=lambda public: public.__name__)
 def test_every_public_class_that_does_something_shows_an_example(public: type) -> None:
     is_error = issubclass(public, Exception)
-    is_result = public.__name__ in ("EncoderStats", "Message", "Peer", "StepResult")
+    is_result = public.__name__ in RESULTS
     assert is_error or is_result or ">>> " in (public.__doc__ or "")
 
 

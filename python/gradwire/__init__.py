@@ -42,7 +42,7 @@ from .policy import (
 
 if TYPE_CHECKING:
     from . import dl4j
-    from .exchange import Exchange, StepResult
+    from .exchange import Exchange, ExchangeStats, Groups, Joined, StepResult, Warmup
     from .transport import Node, Peer
 
 __all__ = [
@@ -53,8 +53,11 @@ __all__ = [
     "Encoder",
     "EncoderStats",
     "Exchange",
+    "ExchangeStats",
     "FixedThreshold",
     "GradwireError",
+    "Groups",
+    "Joined",
     "Message",
     "MessageError",
     "Node",
@@ -69,6 +72,7 @@ __all__ = [
     "TargetDensity",
     "TooLarge",
     "TransportError",
+    "Warmup",
     "WouldBlock",
     "__version__",
     "apply",
@@ -81,11 +85,11 @@ __all__ = [
     "parse_many",
 ]
 
+_FROM_EXCHANGE = ("Exchange", "ExchangeStats", "Groups", "Joined", "StepResult", "Warmup")
 _LAZY = {
     "Node": "gradwire.transport",
     "Peer": "gradwire.transport",
-    "Exchange": "gradwire.exchange",
-    "StepResult": "gradwire.exchange",
+    **dict.fromkeys(_FROM_EXCHANGE, "gradwire.exchange"),
 }
 
 

@@ -201,6 +201,18 @@ class Encoder:
         self._finish(message, skipped)
         return message
 
+    def set_policy(self, policy: ThresholdPolicy, threshold: float | None = None) -> None:
+        """Follow another policy from the next step on; the threshold stays as it is unless one is given.
+
+        Raises:
+            ValueError: ``threshold`` is not a threshold.
+        """
+        if threshold is not None:
+            self._set_threshold(threshold)
+        self.policy = policy
+        self._sample_density = policy.sample_density or 0.0
+        self._changed_at = self._step
+
     def flush(self, dtype: Literal["bfloat16"] | None = None) -> Message:
         """Return everything that is left as one dense message; the residual keeps only what rounding leaves.
 

@@ -1,0 +1,29 @@
+"""One update in, everybody's updates out: the codec and the transport meet here and nowhere else.
+
+The rooms, from the bottom: `groups` (which encoder serves which tensor), `prepare` (clipping, momentum, warm-up),
+`sums` (how messages are added), `replica` (the shared parameters), `members` (who takes part), `exchange` (the steps).
+"""
+
+from __future__ import annotations
+
+from .checkpoint import redistribute
+from .exchange import Exchange
+from .groups import Group, Groups
+from .metrics import prometheus_text, to_tensorboard
+from .prepare import Warmup
+from .results import ExchangeStats, Joined, StepResult
+from .sums import is_sum_exact
+
+__all__ = [
+    "Exchange",
+    "ExchangeStats",
+    "Group",
+    "Groups",
+    "Joined",
+    "StepResult",
+    "Warmup",
+    "is_sum_exact",
+    "prometheus_text",
+    "redistribute",
+    "to_tensorboard",
+]

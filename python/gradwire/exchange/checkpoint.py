@@ -1,0 +1,107 @@
+"""Checkpoints of an exchange: one per worker, and how they are shared out among another number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["FORMAT", "check_format", "redistribute"]
+
+FORMAT = 1
+
+
+def check_format(state: dict[str, Any]) -> None:
+    """Refuse the state of another format.
+
+    Raises:
+        ValueError: it is.
+    """
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"state of an exchange has format {state.get('format')!r}, this gradwire reads {FORMAT}"
+        )
+
+
+def redistribute(
+    states: Sequence[dict[str, Any]], world_size: int, *, average: bool = False
+) -> list[dict[str, Any]]:
+    """Share the states of all workers out among another number of workers; nothing that was not sent is lost.
+
+    Worker i of the new world gets the sum of the residuals, and of the momentum, of the old workers i, i +
+    world_size, and so on; workers that had no predecessor begin with empty ones. All other state is the same
+    everywhere, or that of old worker i.
+
+    Args:
+        states: of all old workers, by rank, taken after the same step; not modified.
+        world_size: of the new world, 1 or more.
+        average: whether the exchange divides by the number of nodes: what is left then counts for more or less, so that
+            it adds the same to the parameters as it would have before.
+
+    Returns:
+        One state for each new worker, by rank.
+
+    Raises:
+        ValueError: the states are not of one run and step, or were taken between exchanges of local steps.
+
+    >>> import numpy as np, gradwire as gw
+    >>> states, node = [], gw.Node("127.0.0.1:0", secret=bytes(range(32)))
+    >>> for rank in range(3):
+    ...     encoder = gw.Encoder(2, threshold=1.0)
+    ...     encoder.residual[:] = (0.25, 0.5 * rank)
+    ...     states.append(gw.Exchange(encoder, node).state_dict())
+    >>> node.close()
+    []
+    >>> [state["encoders"][0]["residual"].tolist() for state in gw.exchange.redistribute(states, 2)]
+    [[0.5, 1.0], [0.25, 0.5]]
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}, must be 1 or more")
+    _check_alike(states)
+    factor = world_size / len(states) if average else 1.0
+    return [
+        _merged(states, states[rank % len(states)], range(rank, len(states), world_size), factor)
+        for rank in range(world_size)
+    ]
+
+
+def _check_alike(states: Sequence[dict[str, Any]]) -> None:
+    if not states:
+        raise ValueError("there are no states to redistribute")
+    for state in states:
+        check_format(state)
+        if state["local_steps"]:
+            raise ValueError(
+                f"a state was taken {state['local_steps']} local steps after an exchange: "
+                "take it right after one"
+            )
+    described = [
+        (state["step"], [(one["numel"], one["dtype"]) for one in state["encoders"]])
+        for state in states
+    ]
+    if any(one != described[0] for one in described):
+        raise ValueError(f"the states are of different steps or models: {described}")
+
+
+def _merged(
+    states: Sequence[dict[str, Any]], alike: dict[str, Any], ranks: range, factor: float
+) -> dict[str, Any]:
+    """Return a state like ``alike`` with the sum of what the workers ``ranks`` have not sent."""
+    encoders = []
+    for index, encoder in enumerate(alike["encoders"]):
+        residuals = [states[rank]["encoders"][index]["residual"] for rank in ranks]
+        encoders.append({**encoder, "residual": _sum(encoder["residual"], residuals, factor)})
+    velocities = [states[rank]["velocity"] for rank in ranks if states[rank]["velocity"]]
+    velocity = [
+        _sum(one, [velocity[index] for velocity in velocities], factor)
+        for index, one in enumerate(alike["velocity"])
+    ]
+    return {**alike, "encoders": encoders, "velocity": velocity}
+
+
+def _sum(like: Any, arrays: Sequence[Any], factor: float) -> Any:
+    total = np.zeros(like.shape, np.float64)
+    for array in arrays:
+        total += array
+    return (total * factor).astype(like.dtype)

@@ -1,0 +1,218 @@
+"""Several tensors, several thresholds: which encoder serves which tensor, and what goes out whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ..codec import Encoder
+from ..errors import MessageError
+from ..message import Message, apply, max_message_bytes, parse_many
+from ..policy import ThresholdPolicy
+
+__all__ = ["Codec", "Group", "Groups"]
+
+Codec = Literal["threshold", "dense", "bfloat16"]
+
+_DENSE: dict[str, bool | Literal["bfloat16"]] = {
+    "threshold": False,
+    "dense": True,
+    "bfloat16": "bfloat16",
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """One encoder and the tensors that it serves.
+
+    Attributes:
+        encoder: its ``key`` is the number of the group.
+        tensors: their places among the tensors of the model; None: all, however many arrays they come in.
+        is_dense: whether its updates always go out whole, as the values they are.
+    """
+
+    encoder: Encoder
+    tensors: tuple[int, ...] | None = None
+    is_dense: bool = False
+
+
+class Groups:
+    """The tensors of a model, divided among encoders: each group has its own threshold and residual.
+
+    A step's payload is the groups' messages one after the other.
+
+    Args:
+        groups: in the order of their messages; ``Groups.of`` makes them for a model.
+
+    Raises:
+        ValueError: no group, or two encoders with the same key.
+
+    >>> import numpy as np, gradwire as gw
+    >>> model = [np.zeros((64, 64), np.float32), np.zeros(64, np.float32)]
+    >>> len(gw.Groups.of(model, threshold=gw.TargetDensity(1e-3)))
+    2
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        keys = [group.encoder.key for group in groups]
+        if not groups or len(set(keys)) != len(keys):
+            raise ValueError(f"every group needs an encoder with a key of its own, got keys {keys}")
+        self.groups = tuple(groups)
+
+    @staticmethod
+    def of(
+        params: Sequence[Any],
+        threshold: ThresholdPolicy | float | None = None,
+        *,
+        dense_below: int = 1024,
+        dense_one_dimensional: bool = True,
+        assign: Sequence[int] | None = None,
+        thresholds: Mapping[int, ThresholdPolicy | float] | None = None,
+        **encoder_options: Any,
+    ) -> Groups:
+        """Return the groups for a model's tensors.
+
+        Small tensors and those of one dimension (biases, norms) are worth more than their bytes: they share one last
+        group whose updates go out whole, in one message.
+
+        Args:
+            params: the tensors, or anything else with a ``shape``.
+            threshold: policy of every group that ``thresholds`` does not name.
+            dense_below: tensors of fewer elements go out whole.
+            dense_one_dimensional: so do tensors with fewer than two dimensions.
+            assign: for each tensor the number of its group, counting from 0; those that go out whole are passed over.
+                None: a group for each tensor.
+            thresholds: policies by number of the group.
+            encoder_options: for every encoder: ``dtype``, ``shakeup``, ``clip``, ``on_nonfinite``, ``threads``.
+
+        Raises:
+            ValueError: ``assign`` is not as long as ``params``, or ``thresholds`` names no group.
+
+        >>> import numpy as np, gradwire as gw
+        >>> model = [np.zeros((64, 64), np.float32), np.zeros(64, np.float32)]
+        >>> [(group.encoder.numel, group.is_dense) for group in gw.Groups.of(model).groups]
+        [(4096, False), (64, True)]
+        """
+        shapes = [tuple(one.shape) for one in params]
+        if assign is not None and len(assign) != len(shapes):
+            raise ValueError(f"assign names {len(assign)} tensors of {len(shapes)}")
+        coded: dict[int, list[int]] = {}
+        whole: list[int] = []
+        for index, shape in enumerate(shapes):
+            is_thin = dense_one_dimensional and len(shape) < 2
+            if is_thin or math.prod(shape) < dense_below:
+                whole.append(index)
+            else:
+                coded.setdefault(index if assign is None else assign[index], []).append(index)
+        members = [coded[number] for number in sorted(coded)]
+        policies = thresholds or {}
+        if not set(policies) <= set(range(len(members))):
+            raise ValueError(
+                f"thresholds are for groups {sorted(policies)}, there are {len(members)}"
+            )
+
+        def group(key: int, tensors: list[int], *, is_dense: bool) -> Group:
+            numel = sum(math.prod(shapes[index]) for index in tensors)
+            policy = policies.get(key, threshold)
+            return Group(
+                Encoder(numel, policy, key=key, **encoder_options), tuple(tensors), is_dense
+            )
+
+        made = [group(key, tensors, is_dense=False) for key, tensors in enumerate(members)]
+        if whole:
+            made.append(group(len(members), whole, is_dense=True))
+        return Groups(made)
+
+    @staticmethod
+    def around(encoder: Encoder | Groups) -> Groups:
+        """Return groups as they are, a single encoder as the only group."""
+        return encoder if isinstance(encoder, Groups) else Groups([Group(encoder)])
+
+    @property
+    def encoders(self) -> tuple[Encoder, ...]:
+        """The encoders, in order."""
+        return tuple(group.encoder for group in self.groups)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all groups."""
+        return sum(encoder.numel for encoder in self.encoders)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def select(self, arrays: Any, index: int) -> Any:
+        """Return those of the model's arrays that one group serves."""
+        tensors = self.groups[index].tensors
+        if tensors is None:
+            return arrays
+        if not isinstance(arrays, (list, tuple)):
+            raise TypeError(
+                f"groups take a list of the model's tensors, got {type(arrays).__name__}"
+            )
+        return [arrays[tensor] for tensor in tensors]
+
+    def max_payload_bytes(self, codec: Codec) -> int:
+        """Return the most bytes that one step's messages can have."""
+        sizes = []
+        for group in self.groups:
+            is_dense = group.is_dense or codec != "threshold"
+            sizes.append(max_message_bytes(group.encoder.numel, is_dense, group.encoder.dtype))
+        return sum(sizes)
+
+    def encode(self, update: Any, codec: Codec) -> list[Message]:
+        """Return every group's message; None for ``update``: it is in the residuals already.
+
+        Raises:
+            NonFiniteUpdate: as ``Encoder.encode``; what other groups had encoded is back in their residuals.
+        """
+        messages: list[Message] = []
+        try:
+            for index, group in enumerate(self.groups):
+                part = None if update is None else self.select(update, index)
+                dense = _DENSE["dense" if group.is_dense and codec == "threshold" else codec]
+                messages.append(group.encoder.encode(part, dense=dense))
+        except BaseException:
+            self.put_back(messages)
+            raise
+        return messages
+
+    def flush(self) -> list[Message]:
+        """Return everything that is left in the residuals, as dense messages."""
+        return [encoder.flush() for encoder in self.encoders]
+
+    def put_back(self, messages: Sequence[Message]) -> None:
+        """Add messages that were not sent to the residuals they came from."""
+        for encoder, message in zip(self.encoders, messages, strict=False):
+            apply(message, encoder.residual)
+
+    def parse(self, payload: memoryview) -> list[Message]:
+        """Return the messages of a payload, one for each group, and whatever follows them.
+
+        Raises:
+            MessageError: not messages, or not those of these groups.
+        """
+        messages = parse_many(payload)
+        if len(messages) < len(self.groups):
+            raise MessageError(
+                f"{len(messages)} messages for {len(self.groups)} groups of parameters"
+            )
+        for encoder, message in zip(self.encoders, messages, strict=False):
+            if (message.numel, message.key) != (encoder.numel, encoder.key):
+                raise MessageError(
+                    f"a message for group {message.key} has {message.numel} elements, this node's "
+                    f"updates of group {encoder.key} have {encoder.numel}"
+                )
+        return messages
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of everything that was not sent yet."""
+        return math.sqrt(
+            math.fsum(
+                float(np.dot(encoder.residual, encoder.residual)) for encoder in self.encoders
+            )
+        )

@@ -1,0 +1,80 @@
+"""Everything that an exchange can be told, checked once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from .groups import Codec
+from .prepare import Preparation
+from .results import StepResult
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of one exchange, as ``Exchange`` documents them.
+
+    Raises:
+        ValueError: a value is out of its range, or two contradict each other.
+    """
+
+    peers: int | None
+    scale: float
+    average: bool | None
+    exact: bool
+    codec: Codec
+    timeout_s: float
+    mode: Literal["sync", "async"]
+    max_staleness: int
+    every: int
+    average_optimizer: bool
+    on_straggler: Literal["raise", "drop"]
+    digest_s: float
+    on_step: Callable[[StepResult], None] | None
+    preparation: Preparation
+
+    def __post_init__(self) -> None:
+        _check_number("scale", self.scale, math.isfinite(self.scale), "finite")
+        _check_number("timeout_s", self.timeout_s, self.timeout_s > 0, "positive")
+        _check_number("digest_s", self.digest_s, self.digest_s >= 0, "0 or more")
+        if self.peers is not None:
+            _check_number("peers", self.peers, self.peers >= 0, "0 or more")
+        _check_number("every", self.every, self.every >= 1, "1 or more")
+        _check_number("max_staleness", self.max_staleness, self.max_staleness >= 0, "0 or more")
+        _check_choice("mode", self.mode, "sync", "async")
+        _check_choice("codec", self.codec, "threshold", "dense", "bfloat16")
+        _check_choice("on_straggler", self.on_straggler, "raise", "drop")
+        if self.average_optimizer and (self.every == 1 or self.mode == "async"):
+            raise ValueError(
+                "average_optimizer is for local steps between synchronous exchanges: every > 1"
+            )
+        if self.exact and self.mode == "async" and self.is_average:
+            raise ValueError(
+                "exact asynchronous replicas cannot divide by a number of nodes that changes: give scale=1/n"
+            )
+
+    @property
+    def is_average(self) -> bool:
+        """Whether the sum is divided by the number of nodes: when asked, and in plain parameter averaging."""
+        if self.average is None:
+            return self.every > 1 and self.codec != "threshold"
+        return self.average
+
+    @property
+    def is_sync(self) -> bool:
+        """Whether every step waits for everybody's message."""
+        return self.mode == "sync"
+
+
+def _check_number(name: str, value: float, is_good: bool, what: str) -> None:
+    if not is_good:
+        raise ValueError(f"{name} is {value}, must be {what}")
+
+
+def _check_choice(name: str, value: str, *choices: str) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, must be one of {', '.join(choices)}")

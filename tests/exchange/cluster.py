@@ -1,0 +1,269 @@
+"""A cluster in memory: several exchanges, one of them running at a time, with seeded delivery and a clock that jumps.
+
+Every worker is a thread, but only one runs: it keeps the baton until it looks for messages, and the scheduler then
+picks by its seed who goes on or which link delivers its next message. So a seed decides everything that happens.
+Links keep their order, as the transport does, and are otherwise arbitrarily slow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+
+from gradwire.errors import NotConnected, WouldBlock
+from gradwire.exchange import clock
+from gradwire.transport import Peer, PeerJoined, PeerLost, Received, Ticket
+
+TURNS_MAX = 100_000
+
+
+class Killed(BaseException):
+    """The worker's node was killed: it ends as a killed process does, without a word."""
+
+
+class _Packet(NamedTuple):
+    tag: int
+    payload: memoryview
+    ticket: Ticket
+
+
+class FakeNode:
+    """A node of the cluster, with the part of ``gradwire.Node`` that an exchange uses."""
+
+    def __init__(self, cluster: Cluster, node_id: int, incarnation: int) -> None:
+        self.cluster = cluster
+        self.peer = Peer(node_id, incarnation, f"127.0.0.1:{1000 + node_id}")
+        self.seeds: frozenset[str] = frozenset()
+        self.connected: set[Peer] = set()
+        self.inbox: deque[Received] = deque()
+        self.happened: list[PeerJoined | PeerLost] = []
+        self.is_dead = False
+        self.is_full = False
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        return tuple(sorted(self.connected))
+
+    def events(self) -> list[PeerJoined | PeerLost]:
+        happened, self.happened = self.happened, []
+        return happened
+
+    def wait_for_peers(self, count: int, timeout_s: float) -> tuple[Peer, ...]:
+        end_s = self.cluster.now_s + timeout_s
+        while len(self.connected) < count:
+            if self.cluster.now_s >= end_s:
+                raise TimeoutError(f"{len(self.connected)} of {count} within {timeout_s} s")
+            self.cluster.rest(self, until_s=min(end_s, self.cluster.now_s + 0.05))
+        return self.peers
+
+    def has_room(self, nbytes: int) -> bool:
+        assert nbytes >= 0
+        return not self.is_full
+
+    def publish(self, buffer: Any, tag: int = 0, to: Peer | None = None) -> Ticket:
+        if to is not None and to not in self.connected:
+            raise NotConnected(f"{to} is not connected")
+        if self.is_full:
+            raise WouldBlock("full")
+        recipients = frozenset([to] if to is not None else self.connected)
+        payload = memoryview(bytes(buffer))
+        ticket = Ticket(tag, len(payload), recipients)
+        for peer in sorted(recipients):
+            self.cluster.link(self.peer, peer).append(_Packet(tag, payload, ticket))
+        return ticket
+
+    def receive(self, timeout_s: float = 0.0) -> list[Received]:
+        self.cluster.rest(self, until_s=self.cluster.now_s + timeout_s)
+        messages = list(self.inbox)
+        self.inbox.clear()
+        return messages
+
+
+class _Worker:
+    def __init__(self, node: FakeNode, work: Callable[[], Any]) -> None:
+        self.node = node
+        self.baton = threading.Event()
+        self.until_s = 0.0
+        self.computes = False
+        self.is_done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        self.baton.wait()
+        self.baton.clear()
+        try:
+            self.result = work()
+        except Killed:
+            pass
+        except BaseException as error:  # told to the test
+            self.error = error
+        self.is_done = True
+        self.node.cluster.give_back()
+
+    @property
+    def is_ready(self) -> bool:
+        node = self.node
+        waits = self.computes or not node.inbox
+        if node.is_dead:
+            return True
+        return not waits or node.cluster.now_s >= self.until_s
+
+
+class Cluster:
+    """Nodes, the links between them, the workers that use them, and the time.
+
+    Attributes:
+        now_s: the time, which passes only while everybody waits.
+        random: the seeded source of every decision; tests may draw from it too.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now_s = 0.0
+        self.nodes: list[FakeNode] = []
+        self._links: dict[tuple[Peer, Peer], deque[_Packet | PeerJoined | PeerLost]] = {}
+        self._workers: list[_Worker] = []
+        self._scheduler = threading.Event()
+        self._incarnations = itertools.count(1)
+        self._turns = 0
+        self._plans: dict[int, list[Callable[[], None]]] = {}
+
+    # ---- what a test does --------------------------------------------------------------------------------------------
+
+    def node(self, node_id: int) -> FakeNode:
+        """Return a new node, which will be connected with all that live."""
+        node = FakeNode(self, node_id, next(self._incarnations))
+        for other in self.nodes:
+            if not other.is_dead:
+                self.connect(node, other)
+        self.nodes.append(node)
+        return node
+
+    def connect(self, one: FakeNode, other: FakeNode) -> None:
+        for here, there in ((one, other), (other, one)):
+            self.link(there.peer, here.peer).append(PeerJoined(there.peer))
+
+    def cut(self, one: FakeNode, other: FakeNode) -> None:
+        """Break the connection: each side gets some first part of what was under way, then hears of the loss."""
+        for here, there in ((one, other), (other, one)):
+            self._break(there.peer, here.peer)
+            there.connected.discard(here.peer)
+
+    def kill(self, node: FakeNode) -> None:
+        """Let a node die in the middle of whatever it was sending."""
+        node.is_dead = True
+        for other in self.nodes:
+            if other is not node:
+                self._break(node.peer, other.peer)
+                self._links.pop((other.peer, node.peer), None)
+
+    def start(self, node: FakeNode, work: Callable[[], Any]) -> _Worker:
+        """Let a worker use a node; ``work`` runs in turns with the others'."""
+        worker = _Worker(node, work)
+        self._workers.append(worker)
+        worker.thread.start()
+        return worker
+
+    def plan(self, turn: int, what: Callable[[], None]) -> None:
+        """Let something happen after so many turns."""
+        self._plans.setdefault(turn, []).append(what)
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Let everything happen until all workers are done; raise what one of them raised."""
+        for _ in range(TURNS_MAX):
+            if until() or not self._turn():
+                return
+        raise AssertionError(f"not finished after {TURNS_MAX} turns, at {self.now_s:.1f} s")
+
+    # ---- what nodes ask for ------------------------------------------------------------------------------------------
+
+    def link(self, sender: Peer, receiver: Peer) -> deque[Any]:
+        return self._links.setdefault((sender, receiver), deque())
+
+    def compute(self, node: FakeNode, seconds: float) -> None:
+        """Let a worker be busy with something else; a test calls this from inside it."""
+        self.rest(node, self.now_s + seconds, computes=True)
+
+    def rest(self, node: FakeNode, until_s: float, *, computes: bool = False) -> None:
+        """Give the baton to the scheduler; it comes back when there is something to do or the time is over."""
+        for worker in self._workers:
+            if worker.thread is threading.current_thread():
+                worker.until_s, worker.computes = until_s, computes
+                self._scheduler.set()
+                worker.baton.wait()
+                worker.baton.clear()
+        if node.is_dead:
+            raise Killed
+
+    def give_back(self) -> None:
+        self._scheduler.set()
+
+    # ---- the scheduler -----------------------------------------------------------------------------------------------
+
+    def _turn(self) -> bool:
+        self._turns += 1
+        for planned in self._plans.pop(self._turns, []):
+            planned()
+        running = [worker for worker in self._workers if not worker.is_done]
+        if not running:
+            return False
+        ready = [worker for worker in running if worker.is_ready]
+        links = [key for key, queue in sorted(self._links.items()) if queue]
+        if not ready and not links:
+            self.now_s = min(worker.until_s for worker in running)
+            return True
+        chosen = self.random.randrange(len(ready) + len(links))
+        if chosen < len(ready):
+            self._resume(ready[chosen])
+        else:
+            self._deliver(*links[chosen - len(ready)])
+        return True
+
+    def _resume(self, worker: _Worker) -> None:
+        self._scheduler.clear()
+        worker.baton.set()
+        assert self._scheduler.wait(60), "a worker neither rests nor ends"
+        if worker.is_done and worker.error is not None:
+            raise worker.error
+
+    def _deliver(self, sender: Peer, receiver: Peer) -> None:
+        one = self._links[sender, receiver].popleft()
+        node = next(each for each in self.nodes if each.peer == receiver)
+        if node.is_dead:
+            return
+        if isinstance(one, PeerJoined):
+            node.connected.add(sender)
+            node.happened.append(one)
+        elif isinstance(one, PeerLost):
+            node.connected.discard(sender)
+            node.happened.append(one)
+        else:
+            node.inbox.append(Received(sender, one.tag, one.payload))
+            one.ticket.settle(receiver, delivered=True)
+
+    def _break(self, sender: Peer, receiver: Peer) -> None:
+        queue = self.link(sender, receiver)
+        kept = self.random.randint(0, len(queue))
+        lost = [queue.pop() for _ in range(len(queue) - kept)]
+        for one in lost:
+            if isinstance(one, _Packet):
+                one.ticket.settle(receiver, delivered=False)
+        queue.append(PeerLost(sender, "timeout"))
+
+
+@contextmanager
+def cluster(seed: int) -> Iterator[Cluster]:
+    """Return a cluster whose clock is the exchange's as well."""
+    made = Cluster(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "now_s", lambda: made.now_s)
+        yield made

@@ -1,0 +1,182 @@
+"""Checkpoints: training goes on bit for bit, and with another number of workers nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import gradwire as gw
+from gradwire.exchange import redistribute
+
+from .cluster import cluster
+
+NUMEL = 200
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"average": True},
+    {"exact": True},
+    {"momentum": 0.5, "clip_norm": 3.0},
+    {"every": 2},
+]
+
+
+def update(rank: int, step: int) -> NDArray[np.float32]:
+    rng = np.random.default_rng([31, rank, step])
+    return rng.standard_normal(NUMEL).astype(np.float32)
+
+
+def train(
+    steps: range, options: dict[str, Any], starts: list[Any], seed: int = 0
+) -> list[tuple[NDArray[np.float32], dict[str, Any]]]:
+    """Train one worker for each start (None, or parameters and state), and return theirs at the end."""
+
+    def work(node: Any, rank: int) -> Any:
+        enc = gw.Encoder(NUMEL, gw.TargetDensity(0.1), shakeup=gw.ShakeUp(every=3))
+        share = gw.Exchange(enc, node, peers=len(starts) - 1, **options)
+        params = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32)
+        if starts[rank] is not None:
+            params, state = copy.deepcopy(starts[rank])
+            share.load_state_dict(state)
+        for step in steps:
+            share.step(update(rank, step), params)
+        return params, share.state_dict()
+
+    with cluster(seed) as made:
+        nodes = [made.node(rank) for rank in range(len(starts))]
+        workers = [made.start(node, lambda n=node, r=r: work(n, r)) for r, node in enumerate(nodes)]
+        made.run()
+    return [worker.result for worker in workers]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_resumed_training_is_uninterrupted_training_bit_for_bit(options: dict[str, Any]) -> None:
+    whole = train(range(12), options, [None, None], seed=1)
+    first = train(range(6), options, [None, None], seed=2)
+    stored = pickle.loads(pickle.dumps(first))
+    second = train(range(6, 12), options, stored, seed=3)
+    for (params, state), (resumed, resumed_state) in zip(whole, second, strict=True):
+        assert params.tobytes() == resumed.tobytes()
+        residual, other = (one["encoders"][0]["residual"] for one in (state, resumed_state))
+        assert residual.tobytes() == other.tobytes()
+        assert state["step"] == resumed_state["step"]
+
+
+def test_a_state_is_a_copy() -> None:
+    [(_, state)] = train(range(2), {}, [None])
+    before = pickle.dumps(state)
+    train(range(2, 4), {}, [(np.zeros(NUMEL, np.float32), state)])
+    assert pickle.dumps(state) == before
+
+
+def test_a_message_that_was_not_finished_is_in_the_state() -> None:
+    def work(node: Any, rank: int) -> Any:
+        enc = gw.Encoder(2, 0.5)
+        share = gw.Exchange(enc, node, peers=1, timeout_s=1.0)
+        share.wait_for_peers()
+        if rank == 1:
+            node.cluster.compute(node, 9.0)
+            return None
+        with pytest.raises(TimeoutError):
+            share.step(np.array([0.75, 0.25], np.float32), np.zeros(2, np.float32))
+        assert enc.residual.tolist() == [0.25, 0.25]
+        return share.state_dict()
+
+    with cluster(0) as made:
+        nodes = [made.node(rank) for rank in range(2)]
+        workers = [made.start(node, lambda n=node, r=r: work(n, r)) for r, node in enumerate(nodes)]
+        made.run()
+    state = workers[0].result
+    assert state["encoders"][0]["residual"].tolist() == [0.75, 0.25]
+    assert state["step"] == 0
+
+
+# --- another number of workers ----------------------------------------------------------------------------------------
+
+
+def states_of(residuals: list[list[float]], **changes: Any) -> list[dict[str, Any]]:
+    states = []
+    with cluster(0) as made:
+        for rank, residual in enumerate(residuals):
+            enc = gw.Encoder(len(residual), 1.0)
+            enc.residual[:] = residual
+            states.append({**gw.Exchange(enc, made.node(rank)).state_dict(), **changes})
+    return states
+
+
+def residuals_of(states: list[dict[str, Any]]) -> list[list[float]]:
+    return [state["encoders"][0]["residual"].tolist() for state in states]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_what_was_not_sent_survives_another_number_of_workers(world_size: int) -> None:
+    old = [[0.5, 0.25], [0.125, -0.5], [0.0, 0.75]]
+    new = residuals_of(redistribute(states_of(old), world_size))
+    assert len(new) == world_size
+    np.testing.assert_array_equal(np.sum(new, axis=0), np.sum(old, axis=0))
+    average = residuals_of(redistribute(states_of(old), world_size, average=True))
+    np.testing.assert_allclose(np.mean(average, axis=0), np.mean(old, axis=0), rtol=1e-6)
+
+
+def test_fewer_workers_go_on_where_more_stopped() -> None:
+    first = train(range(6), {}, [None, None, None])
+    params = first[0][0]
+    states = redistribute([state for _, state in first], 2)
+    second = train(range(6, 9), {}, [(params, states[0]), (params, states[1])])
+    assert second[0][0].tobytes() == second[1][0].tobytes()
+    assert second[0][1]["step"] == 9
+    put_in = sum(update(rank, step).astype(np.float64) for rank in range(3) for step in range(6))
+    put_in += sum(update(rank, step) for rank in range(2) for step in range(6, 9))
+    start = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32)
+    kept = np.sum(residuals_of([state for _, state in second]), axis=0)
+    np.testing.assert_allclose(second[0][0] - start + kept, put_in, atol=1e-4)
+
+
+def test_momentum_is_shared_out_as_residuals_are() -> None:
+    states = [
+        {**state, "velocity": [np.array([float(rank), 1.0], np.float32)]}
+        for rank, state in enumerate(states_of([[0.0, 0.0]] * 3))
+    ]
+    assert [state["velocity"][0].tolist() for state in redistribute(states, 2)] == [
+        [2.0, 2.0],
+        [1.0, 1.0],
+    ]
+
+
+def test_states_that_do_not_belong_together_are_refused() -> None:
+    good = states_of([[0.0], [0.0]])
+    for bad, complaint in (
+        ([], "no states"),
+        ([good[0], {**good[1], "step": 3}], "different steps"),
+        ([good[0], *states_of([[0.0, 0.0]])], "different steps or models"),
+        ([{**good[0], "local_steps": 2}], "2 local steps"),
+        ([{**good[0], "format": 99}], "format 99"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            redistribute(bad, 1)
+    with pytest.raises(ValueError, match="world_size is 0"):
+        redistribute(good, 0)
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    [state] = states_of([[0.0, 0.0]])
+    with cluster(0) as made:
+        node = made.node(1)
+        for share, complaint in (
+            (gw.Exchange(gw.Encoder(3, 1.0), node), r"float32\[3\]"),
+            (gw.Exchange(gw.Encoder(2, 1.0), node, exact=True), "exact"),
+            (
+                gw.Exchange(gw.Groups.of([np.zeros((2, 1)), np.zeros(1)], dense_below=1), node),
+                "1 groups",
+            ),
+        ):
+            with pytest.raises(ValueError, match=complaint):
+                share.load_state_dict(state)
+        begun = gw.Exchange(gw.Encoder(2, 1.0), node, peers=0)
+        begun.step(np.zeros(2, np.float32), np.zeros(2, np.float32))
+        with pytest.raises(RuntimeError, match="begun"):
+            begun.load_state_dict(state)

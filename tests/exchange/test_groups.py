@@ -1,0 +1,257 @@
+"""Several tensors: who encodes what, and what happens to an update before it is accumulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import gradwire as gw
+from gradwire.exchange import Group, is_sum_exact
+
+from .cluster import cluster
+
+SHAPES = [(40, 50), (50,), (50, 60), (60,), (3, 4)]
+THRESHOLD = 2.0**-6
+
+
+def tensors(seed: int | None = None) -> list[NDArray[np.float32]]:
+    """Return a model of zeros, or multiples of 2^-12, whose sums are exact."""
+    if seed is None:
+        return [np.zeros(shape, np.float32) for shape in SHAPES]
+    rng = np.random.default_rng([21, seed])
+    return [(rng.integers(-99, 99, shape) / 2.0**12).astype(np.float32) for shape in SHAPES]
+
+
+def flat(arrays: list[Any]) -> NDArray[np.float64]:
+    return np.concatenate([np.asarray(one, np.float64).ravel() for one in arrays])
+
+
+def kept_in(groups: gw.Groups) -> list[NDArray[np.float64]]:
+    """Return what is in the residuals, as tensors of the model."""
+    kept = [np.zeros(shape) for shape in SHAPES]
+    for group in groups.groups:
+        start = 0
+        for tensor in group.tensors or ():
+            stop = start + kept[tensor].size
+            kept[tensor][...] = group.encoder.residual[start:stop].reshape(SHAPES[tensor])
+            start = stop
+    return kept
+
+
+def alone(groups: gw.Groups | gw.Encoder, **options: Any) -> gw.Exchange:
+    with cluster(0) as made:
+        return gw.Exchange(groups, made.node(1), peers=0, **options)
+
+
+# --- who encodes what -------------------------------------------------------------------------------------------------
+
+
+def test_small_and_one_dimensional_tensors_go_out_whole_in_one_message() -> None:
+    groups = gw.Groups.of(tensors(), THRESHOLD)
+    assert [group.tensors for group in groups.groups] == [(0,), (2,), (1, 3, 4)]
+    assert [group.is_dense for group in groups.groups] == [False, False, True]
+    assert [encoder.key for encoder in groups.encoders] == [0, 1, 2]
+
+
+def test_tensors_can_share_an_encoder_and_each_group_has_its_threshold() -> None:
+    groups = gw.Groups.of(tensors(), THRESHOLD, assign=[5, 0, 5, 0, 0], dense_below=1)
+    assert [group.tensors for group in groups.groups] == [(4,), (0, 2), (1, 3)]
+    groups = gw.Groups.of(tensors(), THRESHOLD, thresholds={1: 0.5})
+    assert [encoder.threshold for encoder in groups.encoders] == [THRESHOLD, 0.5, THRESHOLD]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [({"assign": [0]}, "1 tensors of 5"), ({"thresholds": {7: 0.5}}, r"\[7\], there are 2")],
+)
+def test_groups_that_do_not_fit_are_refused(options: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        gw.Groups.of(tensors(), THRESHOLD, **options)
+
+
+def test_encoders_need_keys_of_their_own() -> None:
+    with pytest.raises(ValueError, match="key"):
+        gw.Groups([Group(gw.Encoder(2, 1.0)), Group(gw.Encoder(2, 1.0))])
+
+
+def test_one_array_for_several_tensors_is_refused() -> None:
+    share = alone(gw.Groups.of(tensors(), THRESHOLD))
+    with pytest.raises(TypeError, match="list of the model's tensors"):
+        share.step(flat(tensors(1)).astype(np.float32), tensors())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_lose_nothing_and_keep_replicas_identical(seed: int) -> None:
+    def work(node: Any, rank: int) -> Any:
+        groups, params = gw.Groups.of(tensors(), THRESHOLD), tensors()
+        share = gw.Exchange(groups, node, peers=2)
+        results = [share.step(tensors(10 * rank + step), params) for step in range(6)]
+        return groups, params, results
+
+    with cluster(seed) as made:
+        nodes = [made.node(rank) for rank in range(3)]
+        workers = [made.start(node, lambda n=node, r=r: work(n, r)) for r, node in enumerate(nodes)]
+        made.run()
+    put_in = sum(flat(tensors(10 * rank + step)) for rank in range(3) for step in range(6))
+    kept = sum(flat(kept_in(worker.result[0])) for worker in workers)
+    for worker in workers:
+        groups, params, results = worker.result
+        np.testing.assert_array_equal(flat(params) + kept, put_in)
+        assert not groups.encoders[2].residual.any(), "whole updates leave nothing"
+        assert all(result.received == 2 for result in results)
+
+
+def test_an_update_that_one_group_refuses_goes_back_into_all_residuals() -> None:
+    groups, params = gw.Groups.of(tensors(), THRESHOLD), tensors()
+    share = alone(groups)
+    update = tensors(1)
+    bad = [one.copy() for one in update]
+    bad[2][0, 0] = np.nan
+    update[2][0, 0] = 0.0
+    with pytest.raises(gw.NonFiniteUpdate):
+        share.step(bad, params)
+    assert not flat(params).any()
+    coded = [0, 2]  # the dense group had not been reached
+    for index in coded:
+        np.testing.assert_array_equal(kept_in(groups)[index], update[index])
+    assert share.next_step == 0
+
+
+def test_a_peer_with_other_groups_is_refused() -> None:
+    groups = gw.Groups.of(tensors(), THRESHOLD)
+    other = gw.Groups.of(tensors(), THRESHOLD, dense_below=1, dense_one_dimensional=False)
+    payload = b"".join(map(bytes, other.encode(tensors(1), "threshold")))
+    with pytest.raises(gw.MessageError, match="group"):
+        groups.parse(memoryview(payload))
+    with pytest.raises(gw.MessageError, match="1 messages for 3 groups"):
+        groups.parse(memoryview(bytes(groups.encode(tensors(1), "threshold")[0])))
+
+
+# --- before the update is accumulated ---------------------------------------------------------------------------------
+
+
+def test_a_dense_warm_up_sends_the_first_updates_whole() -> None:
+    enc, params = gw.Encoder(4, 0.5), np.zeros(4, np.float32)
+    share = alone(enc, warmup=gw.Warmup(steps=2))
+    update = np.array([0.25, 0.125, -0.5, 0.0], np.float32)
+    assert [share.step(update, params).threshold for _ in range(3)] == [0.0, 0.0, 0.5]
+    assert params.tolist() == [0.5, 0.25, -1.5, 0.0]
+
+
+def test_a_warm_up_in_stages_lets_the_density_fall_and_then_the_policy_rule() -> None:
+    rng = np.random.default_rng(22)
+    enc = gw.Encoder(100_000, gw.TargetDensity(1e-3))
+    share = alone(enc, warmup=gw.Warmup(steps=30, densities=(0.25, 0.0625, 0.015)))
+    params = np.zeros(enc.numel, np.float32)
+    density = [
+        share.step(rng.standard_normal(enc.numel).astype(np.float32), params).density
+        for _ in range(50)
+    ]
+    for last, wanted in ((9, 0.25), (19, 0.0625), (29, 0.015), (49, 1e-3)):
+        assert density[last] == pytest.approx(wanted, rel=0.5), last
+
+
+def test_a_fixed_threshold_rules_after_a_warm_up_in_stages() -> None:
+    enc = gw.Encoder(1000, 0.75)
+    share = alone(enc, warmup=gw.Warmup(steps=3, densities=(0.1,)))
+    update = np.random.default_rng(23).standard_normal(1000).astype(np.float32)
+    thresholds = [share.step(update, np.zeros(1000, np.float32)).threshold for _ in range(4)]
+    assert thresholds[-1] == 0.75
+    assert len(set(thresholds)) > 1, "the stages must have moved it"
+
+
+@pytest.mark.parametrize(
+    ("steps", "densities", "complaint"),
+    [(0, (), "from 1"), (3, (1.5,), "densities"), (1, (0.1, 0.01), "2 densities in 1 steps")],
+)
+def test_a_warm_up_that_cannot_be_is_refused(steps: int, densities: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        gw.Warmup(steps, densities)
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_momentum_is_corrected_locally_and_masked_where_it_was_sent(masks: bool) -> None:
+    enc, params = gw.Encoder(3, 1.0), np.zeros(3, np.float32)
+    share = alone(enc, momentum=0.5, factor_masking=masks)
+    velocity, residual, sent = np.zeros(3), np.zeros(3), np.zeros(3)
+    for update in ([0.75, 0.25, 0.0], [0.5, 0.25, -1.0], [0.0, 0.5, 0.5], [0.25, 0.0, 0.0]):
+        share.step(np.array(update, np.float32), params)
+        velocity = 0.5 * velocity + update
+        residual += velocity
+        changed = np.where(np.abs(residual) >= 1.0, np.sign(residual), 0.0)
+        residual -= changed
+        sent += changed
+        if masks:
+            velocity[changed != 0.0] = 0.0
+    np.testing.assert_array_equal(params, sent)
+    np.testing.assert_array_equal(enc.residual, residual)
+    assert sent.any()
+
+
+def test_momentum_is_masked_in_the_right_tensor_of_a_group() -> None:
+    params = [np.zeros((2, 2), np.float32), np.zeros(3, np.float32)]
+    groups = gw.Groups.of(params, 1.0, dense_below=1, dense_one_dimensional=False, assign=[0, 0])
+    share = alone(groups, momentum=0.5)
+    update = [np.full((2, 2), 0.25, np.float32), np.array([0.0, 1.0, 0.25], np.float32)]
+    share.step(update, params)
+    share.step([np.zeros((2, 2), np.float32), np.zeros(3, np.float32)], params)
+    assert params[1].tolist() == [0.0, 1.0, 0.0]
+    assert groups.encoders[0].residual.tolist() == [0.375] * 4 + [0.0, 0.0, 0.375]
+
+
+def test_a_bad_update_leaves_no_trace_in_the_momentum() -> None:
+    enc, params = gw.Encoder(2, 1.0), np.zeros(2, np.float32)
+    share = alone(enc, momentum=0.5)
+    with pytest.raises(gw.NonFiniteUpdate) as caught:
+        share.step(np.array([0.5, np.inf], np.float32), params)
+    assert (caught.value.count, caught.value.first_index) == (1, 1)
+    share.step(np.array([0.5, 0.5], np.float32), params)
+    assert enc.residual.tolist() == [0.5, 0.5]
+
+
+def test_skipping_leaves_bad_elements_out_of_the_momentum() -> None:
+    enc, params = gw.Encoder(2, 1.0, on_nonfinite="skip"), np.zeros(2, np.float32)
+    share = alone(enc, momentum=0.5)
+    share.step(np.array([0.5, np.nan], np.float32), params)
+    share.step(np.array([0.0, 0.25], np.float32), params)
+    assert enc.residual.tolist() == [0.75, 0.25]
+
+
+def test_an_update_is_clipped_as_a_whole_before_it_is_accumulated() -> None:
+    enc, params = gw.Encoder(2, 100.0), np.zeros(2, np.float32)
+    share = alone(enc, clip_norm=1.0)
+    update = np.array([3.0, -4.0], np.float32)
+    share.step(update, params)
+    np.testing.assert_allclose(enc.residual, [0.6, -0.8], rtol=1e-6)
+    share.step(np.array([0.25, 0.0], np.float32), params)
+    np.testing.assert_allclose(enc.residual, [0.85, -0.8], rtol=1e-6)
+    assert update.tolist() == [3.0, -4.0]
+
+
+def test_an_update_in_the_residual_already_cannot_be_clipped() -> None:
+    share = alone(gw.Encoder(2, 1.0), clip_norm=1.0)
+    with pytest.raises(ValueError, match="need the update"):
+        share.step(None, np.zeros(2, np.float32))
+
+
+def test_a_change_of_scale_takes_what_is_left_with_it() -> None:
+    enc = gw.Encoder(2, 1.0)
+    share = alone(enc, momentum=0.5)
+    share.step(np.array([0.5, -0.25], np.float32), np.zeros(2, np.float32))
+    share.rescale(0.5)
+    assert enc.residual.tolist() == [0.25, -0.125]
+    share.step(np.zeros(2, np.float32), np.zeros(2, np.float32))
+    assert enc.residual.tolist() == [0.375, -0.1875]
+    with pytest.raises(ValueError, match="finite"):
+        share.rescale(float("nan"))
+
+
+def test_whole_updates_are_never_called_exact() -> None:
+    enc = gw.Encoder(2, 1.0)
+    share = alone(enc, exact=True, warmup=gw.Warmup(1))
+    update = np.array([1.0, 0.1], np.float32)
+    assert not share.step(update, np.zeros(2, np.float32)).is_exact
+    assert is_sum_exact([enc.encode(update)])

@@ -1,0 +1,326 @@
+"""The modes: synchronous, asynchronous, local steps; whole updates and averaged parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import gradwire as gw
+
+from .cluster import FakeNode, cluster
+
+NUMEL = 64
+THRESHOLD = 2.0**-6
+
+
+def updates_of(node: int, steps: int, numel: int = NUMEL) -> list[NDArray[np.float32]]:
+    """Return multiples of 2^-12, so that every sum of them is exact in float32."""
+    rng = np.random.default_rng([11, node])
+    return [(rng.integers(-256, 256, numel) / 2.0**12).astype(np.float32) for _ in range(steps)]
+
+
+def encoder(numel: int = NUMEL, threshold: float = THRESHOLD) -> gw.Encoder:
+    return gw.Encoder(numel, threshold=gw.FixedThreshold(threshold))
+
+
+class Replica(NamedTuple):
+    params: NDArray[np.float32]
+    residual: NDArray[np.float32]
+    results: list[gw.StepResult]
+
+
+Work = Callable[[FakeNode, int], Replica]
+
+
+def run_cluster(seed: int, work: Work, count: int = 3) -> list[Replica]:
+    with cluster(seed) as made:
+        nodes = [made.node(10 * (rank + 1)) for rank in range(count)]
+        workers = [
+            made.start(node, lambda node=node, rank=rank: work(node, rank))
+            for rank, node in enumerate(nodes)
+        ]
+        made.run()
+    return [worker.result for worker in workers]
+
+
+def same_bits(replicas: list[Replica]) -> bool:
+    return len({replica.params.tobytes() for replica in replicas}) == 1
+
+
+# --- asynchronous -----------------------------------------------------------------------------------------------------
+
+STEPS = 12
+
+
+def train_asynchronously(**options: Any) -> Work:
+    def work(node: FakeNode, rank: int) -> Replica:
+        enc, params = encoder(), np.ones(NUMEL, np.float32)
+        share = gw.Exchange(enc, node, peers=2, mode="async", **options)
+        results = [share.step(one, params) for one in updates_of(rank, STEPS)]
+        applied = sum(result.received for result in results)
+        while applied < 2 * STEPS:
+            applied += share.catch_up(params, timeout_s=0.05)
+        return Replica(params, enc.residual, results)
+
+    return work
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_asynchronous_replicas_hold_everything_that_was_put_in(seed: int) -> None:
+    replicas = run_cluster(seed, train_asynchronously())
+    put_in = sum(one.astype(np.float64) for rank in range(3) for one in updates_of(rank, STEPS))
+    kept = sum(replica.residual.astype(np.float64) for replica in replicas)
+    for replica in replicas:
+        np.testing.assert_array_equal(replica.params + kept, 1.0 + put_in)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_exact_asynchronous_replicas_hold_the_same_bits_for_any_numbers(seed: int) -> None:
+    def work(node: FakeNode, rank: int) -> Replica:
+        rng = np.random.default_rng([12, rank])
+        enc = gw.Encoder(NUMEL, threshold=gw.TargetDensity(0.3, initial=0.5))
+        params = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32)
+        share = gw.Exchange(enc, node, peers=2, mode="async", exact=True, scale=1 / 3)
+        results = []
+        for _ in range(STEPS):
+            results.append(share.step(rng.standard_normal(NUMEL).astype(np.float32), params))
+        applied = sum(result.received for result in results)
+        while applied < 2 * STEPS:
+            applied += share.catch_up(params, timeout_s=0.05)
+        return Replica(params, enc.residual, results)
+
+    replicas = run_cluster(seed, work)
+    assert same_bits(replicas)
+    assert all(result.is_exact for replica in replicas for result in replica.results)
+
+
+def test_without_exact_the_order_shows_in_the_last_bits() -> None:
+    def outcome(seed: int) -> bool:
+        def work(node: FakeNode, rank: int) -> Replica:
+            rng = np.random.default_rng([12, rank])
+            enc = gw.Encoder(NUMEL, threshold=gw.TargetDensity(0.3, initial=0.5))
+            params = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32)
+            share = gw.Exchange(enc, node, peers=2, mode="async", scale=1 / 3)
+            applied = 0
+            for _ in range(STEPS):
+                one = rng.standard_normal(NUMEL).astype(np.float32)
+                applied += share.step(one, params).received
+            while applied < 2 * STEPS:
+                applied += share.catch_up(params, timeout_s=0.05)
+            return Replica(params, enc.residual, [])
+
+        return same_bits(run_cluster(seed, work))
+
+    assert not all(outcome(seed) for seed in range(4)), "the example must tell the orders apart"
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_nobody_runs_further_ahead_than_allowed(max_staleness: int) -> None:
+    sent_by_the_slow_one = 0
+    leads = []
+
+    def work(node: FakeNode, rank: int) -> Replica:
+        nonlocal sent_by_the_slow_one
+        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(enc, node, peers=2, mode="async", max_staleness=max_staleness)
+        results = []
+        for step, one in enumerate(updates_of(rank, STEPS)):
+            if rank == 0:
+                node.cluster.compute(node, 0.5)
+                sent_by_the_slow_one = step + 1
+            results.append(share.step(one, params))
+            leads.append(step - sent_by_the_slow_one)
+        return Replica(params, enc.residual, results)
+
+    replicas = run_cluster(5, work)
+    assert max(leads) == max_staleness
+    assert max(result.staleness for result in replicas[1].results) == max_staleness
+
+
+def test_a_node_too_far_ahead_gives_up_without_taking_the_update() -> None:
+    def work(node: FakeNode, rank: int) -> Replica:
+        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(enc, node, peers=1, mode="async", max_staleness=1, timeout_s=2.0)
+        share.wait_for_peers()
+        if rank == 1:
+            node.cluster.compute(node, 30.0)
+            return Replica(params, enc.residual, [])
+        one, two, three = updates_of(0, 3)
+        results = [share.step(one, params), share.step(two, params)]
+        before = enc.residual.copy()
+        with pytest.raises(gw.WouldBlock, match="2 steps ahead"):
+            share.step(three, params)
+        np.testing.assert_array_equal(enc.residual, before)
+        return Replica(params, enc.residual, results)
+
+    run_cluster(0, work, count=2)
+
+
+def test_exact_asynchronous_averages_are_refused() -> None:
+    with cluster(0) as made, pytest.raises(ValueError, match="scale=1/n"):
+        gw.Exchange(encoder(), made.node(1), mode="async", exact=True, average=True)
+
+
+# --- local steps ------------------------------------------------------------------------------------------------------
+
+
+def test_whole_updates_of_local_steps_are_parameter_averaging() -> None:
+    every, rounds = 4, 3
+    start = np.arange(NUMEL, dtype=np.float32)
+
+    def work(node: FakeNode, rank: int) -> Replica:
+        enc, params = encoder(), start.copy()
+        share = gw.Exchange(enc, node, peers=1, every=every, codec="dense")
+        results = [share.step(one, params) for one in updates_of(rank, every * rounds)]
+        return Replica(params, enc.residual, results)
+
+    replicas = run_cluster(3, work, count=2)
+    expected = start.copy()
+    both = [updates_of(rank, every * rounds) for rank in range(2)]
+    for first in range(0, every * rounds, every):
+        locals_ = []
+        for updates in both:
+            mine = expected.copy()
+            for one in updates[first : first + every]:
+                mine += one
+            locals_.append(mine)
+        expected = ((locals_[0].astype(np.float64) + locals_[1]) / 2).astype(np.float32)
+    for replica in replicas:
+        np.testing.assert_array_equal(replica.params, expected)
+        assert [result.is_local for result in replica.results] == [True, True, True, False] * 3
+        assert [result.step for result in replica.results] == [0] * 4 + [1] * 4 + [2] * 4
+        assert not replica.residual.any()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_local_steps_lose_nothing(mode: Any) -> None:
+    def work(node: FakeNode, rank: int) -> Replica:
+        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(enc, node, peers=2, every=3, mode=mode)
+        results = [share.step(one, params) for one in updates_of(rank, 12)]
+        applied = sum(result.received for result in results)
+        while applied < 2 * 4:
+            applied += share.catch_up(params, timeout_s=0.05)
+        return Replica(params, enc.residual, results)
+
+    replicas = run_cluster(4, work)
+    put_in = sum(one.astype(np.float64) for rank in range(3) for one in updates_of(rank, 12))
+    kept = sum(replica.residual.astype(np.float64) for replica in replicas)
+    for replica in replicas:
+        np.testing.assert_array_equal(replica.params + kept, put_in)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_an_optimiser_moved_is_shared_as_an_update_is(every: int) -> None:
+    def outcome(moves: bool) -> Replica:
+        def work(node: FakeNode, rank: int) -> Replica:
+            enc, params = encoder(), np.zeros(NUMEL, np.float32)
+            share = gw.Exchange(enc, node, peers=1, every=every)
+            share.join(params)
+            results = []
+            for one in updates_of(rank, 6):
+                if moves:
+                    params += one
+                    results.append(share.step_moved(params))
+                else:
+                    results.append(share.step(one, params))
+            return Replica(params, enc.residual, results)
+
+        return run_cluster(6, work, count=2)[0]
+
+    with_update, moved = outcome(moves=False), outcome(moves=True)
+    np.testing.assert_array_equal(with_update.params, moved.params)
+    np.testing.assert_array_equal(with_update.residual, moved.residual)
+
+
+def test_moved_parameters_need_to_be_known_before() -> None:
+    with cluster(0) as made:
+        share = gw.Exchange(encoder(), made.node(1), peers=0)
+        with pytest.raises(ValueError, match="join"):
+            share.step_moved(np.zeros(NUMEL, np.float32))
+
+
+def test_an_interrupted_exchange_of_local_steps_counts_nothing_twice() -> None:
+    def work(node: FakeNode, rank: int) -> Replica:
+        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(enc, node, peers=1, every=2, timeout_s=2.0)
+        share.join(params)
+        results = []
+        for count, one in enumerate(updates_of(rank, 8)):
+            if rank == 1 and count == 3:
+                node.cluster.compute(node, 3.0)
+            params += one
+            try:
+                results.append(share.step_moved(params))
+            except TimeoutError:
+                results.append(None)
+        return Replica(params, enc.residual, results)
+
+    replicas = run_cluster(2, work, count=2)
+    assert None in replicas[0].results, "the example must interrupt a step"
+    put_in = sum(one.astype(np.float64) for rank in range(2) for one in updates_of(rank, 8))
+    kept = sum(replica.residual.astype(np.float64) for replica in replicas)
+    assert same_bits(replicas)
+    np.testing.assert_array_equal(replicas[0].params + kept, put_in)
+
+
+def test_a_local_step_that_is_not_finite_is_taken_back() -> None:
+    with cluster(0) as made:
+        share = gw.Exchange(encoder(4), made.node(1), peers=0)
+        params = np.zeros(4, np.float32)
+        share.join(params)
+        params[:] = (np.nan, 0.25, 0.0, 0.0)
+        with pytest.raises(gw.NonFiniteUpdate):
+            share.step_moved(params)
+        assert not params.any()
+        share.step_moved(params)
+        assert params.tolist() == [0.0, THRESHOLD, 0.0, 0.0]
+
+
+def test_the_optimiser_s_state_is_averaged_when_asked() -> None:
+    def work(node: FakeNode, rank: int) -> Any:
+        params = np.zeros(NUMEL, np.float32)
+        state = [np.full(NUMEL, rank, np.float32), np.full(2, 10.0 * rank)]
+        share = gw.Exchange(encoder(), node, peers=2, every=2, average_optimizer=True)
+        for one in updates_of(rank, 2):
+            share.step(one, params, state)
+        return state
+
+    for first, second in run_cluster(1, work):
+        assert first.tolist() == [1.0] * NUMEL
+        assert second.tolist() == [10.0, 10.0]
+
+
+def test_another_optimiser_s_state_is_refused_and_changes_nothing() -> None:
+    def work(node: FakeNode, rank: int) -> Any:
+        params = np.zeros(NUMEL, np.float32)
+        state = [np.full(NUMEL + rank, 7.0, np.float32)]
+        share = gw.Exchange(encoder(), node, peers=1, every=2, average_optimizer=True)
+        one, two = updates_of(rank, 2)
+        share.step(one, params, state)
+        with pytest.raises(gw.MessageError, match=r"64.*65|65.*64"):
+            share.step(two, params, state)
+        return state[0]
+
+    assert all((state == 7.0).all() for state in run_cluster(1, work, count=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"every": 0}, "every is 0"),
+        ({"mode": "later"}, "mode is 'later'"),
+        ({"codec": "zip"}, "codec is 'zip'"),
+        ({"max_staleness": -1}, "max_staleness is -1"),
+        ({"average_optimizer": True}, "every > 1"),
+        ({"momentum": 1.0}, "momentum must be"),
+        ({"clip_norm": 0.0}, "clip_norm must be"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: Any, complaint: str) -> None:
+    with cluster(0) as made, pytest.raises(ValueError, match=complaint):
+        gw.Exchange(encoder(), made.node(1), **options)
