@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from gradwire.transport.endpoint import Endpoint
 from gradwire.transport.model import Address, Limits, Peer, PeerLost, Ticket
+from gradwire.transport.wire import DATA
 
 SECRET = bytes(range(32))
 STEP_GRAIN_S = 1e-6
@@ -30,6 +31,7 @@ class Link:
         loss: probability that a datagram is lost.
         duplicate: probability that it comes twice.
         corrupt: probability that one of its bits is flipped (as if the UDP checksum did not exist).
+        poisoned: somebody changes the last datagram of every record of several datagrams.
         reorder: probability that it is held back by 5 to 10 ms.
         rate_bytes_per_s: of the bottleneck; 0 is unlimited.
         queue_bytes: of the bottleneck; what does not fit is lost.
@@ -43,6 +45,7 @@ class Link:
     loss: float = 0.0
     duplicate: float = 0.0
     corrupt: float = 0.0
+    poisoned: bool = False
     reorder: float = 0.0
     rate_bytes_per_s: float = 0.0
     queue_bytes: int = 1 << 20
@@ -309,6 +312,8 @@ class Simulator:
         return False
 
     def _corrupt(self, link: Link, datagram: bytes) -> bytes:
+        if link.poisoned and datagram[0] == DATA and datagram[2] == datagram[3] - 1 > 0:
+            return datagram[:-1] + bytes([datagram[-1] ^ 1])
         if not link.corrupt or self.random.random() >= link.corrupt:
             return datagram
         broken = bytearray(datagram)

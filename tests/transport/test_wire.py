@@ -48,6 +48,7 @@ frames = st.one_of(
     st.builds(wire.Close, BYTE),
     st.just(wire.CloseAck()),
     st.builds(wire.Members, st.lists(st.just("10.0.0.1:40123"), max_size=32).map(tuple)),
+    st.just(wire.Poison()),
 )
 
 
@@ -55,6 +56,13 @@ frames = st.one_of(
 @given(st.lists(frames, max_size=4))
 def test_every_frame_survives_encoding(sent: list[wire.Frame]) -> None:
     assert wire.decode_frames(b"".join(map(wire.encode_frame, sent))) == sent
+
+
+@given(st.lists(frames, max_size=2), st.integers(1, 9_000))
+def test_padding_fills_the_rest_of_a_datagram(sent: list[wire.Frame], nbytes: int) -> None:
+    encoded = b"".join(map(wire.encode_frame, [*sent, wire.Padding(nbytes)]))
+    assert len(encoded) == sum(len(wire.encode_frame(frame)) for frame in sent) + nbytes
+    assert wire.decode_frames(encoded) == [*sent, wire.Padding(nbytes)]
 
 
 @settings(deadline=None, max_examples=500)
@@ -88,6 +96,7 @@ def test_mutated_frames_parse_or_raise_wire_error(
         wire.encode_frame(wire.Ack(0, 0, 0, 1 << 900))[:-1],
         bytes([9, 33]),
         bytes([9, 1, 5]) + b"ab",
+        wire.encode_frame(wire.Padding(3)) + wire.encode_frame(wire.Ping(1)),
     ],
 )
 def test_a_broken_frame_is_refused(broken: bytes) -> None:

@@ -113,7 +113,7 @@ class History:
         name = self.random.choice(self.names)
         host = self.simulator.hosts[name, 1]
         match self.random.choice(
-            ("cut", "cut", "one way", "pause", "restart", "deaf", "rotate", "clog")
+            ("cut", "cut", "one way", "pause", "restart", "deaf", "rotate", "clog", "poison")
         ):
             case "cut":
                 self._cut(host, both=True, duration_s=self.random.choice((0.2, 2.0, 12.0)))
@@ -127,6 +127,8 @@ class History:
                 self._deafen(host, self.random.choice((0.1, 2.5)))
             case "rotate":
                 host.endpoint.rotate_key(self.simulator.now_s)
+            case "poison":
+                self._poison(host, self.random.choice((0.2, 2.0, 12.0)))
             case "clog":
                 for each in self.hosts():
                     self._cut(each, both=True, duration_s=self.random.uniform(0.1, 3.0))
@@ -144,6 +146,17 @@ class History:
         for link in links:
             link.blocked = True
         self._call_in(duration_s, join)
+
+    def _poison(self, host: Host, duration_s: float) -> None:
+        links = [self.simulator.link(host, other) for other in self.hosts() if other is not host]
+
+        def leave() -> None:
+            for link in links:
+                link.poisoned = False
+
+        for link in links:
+            link.poisoned = True
+        self._call_in(duration_s, leave)
 
     def _call_in(self, duration_s: float, action: Callable[[], None]) -> None:
         at_s = self.simulator.now_s + duration_s

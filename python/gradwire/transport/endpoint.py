@@ -30,11 +30,14 @@ from .model import (
     format_address,
     parse_address,
 )
-from .records import Outgoing, Sealer, SendLog, records_of
+from .poison import SINGLE_S
+from .records import Outgoing, Record, Sealer, SendLog
+from .recut import growth_max, recut
 from .session import CREDIT_FLOOR_RECORDS, REASON_GIVEN_UP, Session, State, prologue
 from .wire import (
     CONTROL,
     DATA,
+    FRAGMENTS_MAX,
     HEADER,
     HEADER_BYTES,
     INIT,
@@ -55,7 +58,6 @@ logger = logging.getLogger(__name__)
 EVENTS_MAX = 1_024
 ACTIVE_S = 1.0
 CREDIT_CHECK_S = 0.1
-RECORD_OVERHEAD_BYTES = 1_100  # headers of 64 datagrams, meta and tag
 SLEEP_S = 1.0
 FRAGMENT_INDICES = bytes(range(256))
 NEVER_S = float("inf")
@@ -116,7 +118,11 @@ class Endpoint:
             self.stream,
             self.limits.fragment_bytes,
         )
+        # Cutting a full log anew must not make it larger than its limit.
+        self._room_bytes = int(self.limits.send_log_bytes / growth_max(self.limits.fragment_bytes))
+        self._single_until_s = float("-inf")
         self._next_key: SenderKey | None = None
+        self._previous_key: SenderKey | None = None
         self._key_since = (now_s, first_record)
         self._gate = HandshakeGate(self.limits.handshakes_per_s)
         self._sessions: dict[int, Session] = {}
@@ -184,11 +190,11 @@ class Endpoint:
             return ticket
         if not self.has_room(len(payload)):
             raise WouldBlock(
-                f"the send log holds {self.log.used_bytes} of {self.log.limit_bytes} bytes, "
+                f"the send log holds {self.log.used_bytes} of {self._room_bytes} bytes, "
                 f"no room for {len(payload)} more: "
                 "wait for acknowledgements, or let the residual accumulate"
             )
-        last_record = self.log.head + records_of(len(payload), self.limits.fragment_bytes) - 1
+        last_record = self.log.head + self._sealer.records_of(len(payload)) - 1
         for session in recipients:
             session.note_published(last_record, ticket, now_s)
         message = Outgoing(frozenset(session.index for session in recipients), last_record)
@@ -207,10 +213,7 @@ class Endpoint:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `publish` would take a message of this size now."""
-        records = records_of(nbytes, self.limits.fragment_bytes)
-        return (
-            self.log.used_bytes + nbytes + records * RECORD_OVERHEAD_BYTES <= self.log.limit_bytes
-        )
+        return self.log.used_bytes + self._sealer.wire_bytes(nbytes) <= self._room_bytes
 
     def _recipients(self, to: Peer | None) -> list[Session]:
         if to is None:
@@ -534,6 +537,7 @@ class Endpoint:
         return addresses, set(self._by_node)
 
     def _check_lag(self, now_s: float) -> None:
+        self._fit_framing(now_s)
         for session in self._up_sessions():
             session.resume(now_s)
             if self._evicts and session.is_lagging(now_s):
@@ -641,6 +645,51 @@ class Endpoint:
             self._is_rotation_due = True  # who has left must not understand what comes
         self._release_log(now_s)
 
+    def on_poisoned(self, session: Session, now_s: float) -> None:
+        """See `session.Context`."""
+        if now_s >= self._single_until_s:
+            logger.warning(
+                "records to %s keep failing on the way: one datagram per record for %g s",
+                session.identity,
+                SINGLE_S,
+            )
+        self._single_until_s = now_s + SINGLE_S
+        self._fit_framing(now_s)
+        if self._is_waiting_for(session, lambda record: record.fragments > 1):
+            self.recut()
+
+    # ---- how records are cut ------------------------------------------------------------------------------------
+
+    def _fit_framing(self, now_s: float) -> None:
+        """Cut what comes from now on as the paths allow."""
+        wanted = (
+            self.limits.fragment_bytes,
+            1 if now_s < self._single_until_s else FRAGMENTS_MAX,
+        )
+        if wanted != (self._sealer.fragment_bytes, self._sealer.fragments_max):
+            self._sealer.reframe(*wanted)
+
+    def _is_waiting_for(self, session: Session, unfit: Callable[[Record], bool]) -> bool:
+        """Whether the peer still lacks a record that is unfit for its path."""
+        outbound = session.outbound
+        return outbound is not None and any(
+            record.number >= outbound.cumulative
+            and session.index in record.message.recipients
+            and unfit(record)
+            for record in self.log
+        )
+
+    def recut(self) -> None:
+        """Cut anew what some peer may lack, and have every peer skip the old records."""
+        head = self.log.head
+        keys = {key.epoch & 0xFF: key for key in (self._previous_key, self._sealer.key) if key}
+        established = [s for s in self._sessions.values() if s.state in (State.KEYING, State.UP)]
+        positions = {s.index: s.outbound.cumulative for s in established if s.outbound is not None}
+        moved = recut(self.log, self._sealer, keys, positions)
+        for session in established:
+            session.restart_from(head, moved)
+        self.counters.recut_records += self.log.head - head
+
     # ---- housekeeping -------------------------------------------------------------------------------------------
 
     def _drop(self, session: Session) -> None:
@@ -683,6 +732,8 @@ class Endpoint:
             if session.outbound is not None
         ]
         self.log.release_below(min(waiting, default=head))
+        if self.log.base >= self._key_since[1]:
+            self._previous_key = None  # nothing is left that it sealed
         self._maybe_switch_key(now_s)
         if self._is_rotation_due:
             self._maybe_rotate(now_s)
@@ -717,6 +768,7 @@ class Endpoint:
         if all(
             session.has_all_keys for session in self._sessions.values() if session.is_established
         ):
+            self._previous_key = self._sealer.key
             self._sealer.key = self._next_key
             self._key_since = (now_s, self.log.head)
             self._next_key = None

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from .buffers import BufferPool
 from .crypto import AuthenticationError, SenderKey
+from .poison import PoisonWatch
 from .wire import (
     ACK_PARTIALS_MAX,
     ACK_WINDOW_RECORDS,
@@ -100,6 +101,7 @@ class Inbound:
     Attributes:
         cumulative: every record below this number is complete.
         ack_at_s: when an acknowledgement is due; None when nothing is to be acknowledged.
+        poison: whether too many records fail their tags.
     """
 
     def __init__(
@@ -116,12 +118,14 @@ class Inbound:
         self.duplicate_fragments = 0
         self.rejected_records = 0
         self.is_stalled = False
+        self.poison = PoisonWatch()
         self._consumed = start
         self._window = 0
         self._partials: dict[int, _Partial] = {}
         self._complete: dict[int, memoryview] = {}
         self._skips: list[tuple[int, int]] = []
         self._assembly: _Assembly | None = None
+        self._next_message = 0
         self._unacknowledged_bytes = 0
         self._last_arrival_s = 0.0
 
@@ -262,6 +266,7 @@ class Inbound:
             key.open_into(record, sealed, header, plain)
         except AuthenticationError:
             self.rejected_records += 1
+            self.poison.on_failure(now_s)
             self.acknowledge_by(now_s)
             return
         if is_next and self._take_record(plain.toreadonly()):
@@ -356,6 +361,8 @@ class Inbound:
 
     def _take_record(self, plain: memoryview) -> bool:
         number, tag, message_bytes, offset = RECORD_META.unpack_from(plain)
+        if self._has_consumed(number, offset):
+            return True  # cut anew by a sender that did not know yet that it had arrived
         chunk = plain[RECORD_META_BYTES:]
         if offset == 0 and (self._assembly is None or self._assembly.number != number):
             return self._begin(number, tag, message_bytes, chunk)
@@ -367,6 +374,13 @@ class Inbound:
         self._fill(assembly, chunk)
         return True
 
+    def _has_consumed(self, number: int, offset: int) -> bool:
+        """Whether the piece of this message at this offset has been consumed; a new cut only subdivides the old one."""
+        assembly = self._assembly
+        if assembly is not None and number == assembly.number:
+            return offset < assembly.filled
+        return number < self._next_message
+
     def _begin(self, number: int, tag: int, message_bytes: int, chunk: memoryview) -> bool:
         if message_bytes > self._message_bytes_max or len(chunk) > message_bytes:
             raise ProtocolError(
@@ -375,6 +389,7 @@ class Inbound:
         self._drop_assembly()
         if not self._budget.take(message_bytes):
             return False
+        self._next_message = number + 1
         if len(chunk) == message_bytes:
             self._deliver(tag, chunk)
             return True

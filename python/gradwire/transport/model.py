@@ -202,6 +202,7 @@ class Stats:
         malformed_datagrams: dropped because they did not parse.
         unauthenticated_datagrams: dropped because a tag did not verify or a counter came again.
         rejected_records: records dropped whole because their tag did not verify.
+        recut_records: records sealed anew because the old cut did not fit some path any more.
         stray_datagrams: dropped because they belong to no session.
         handshakes_refused: first messages of handshakes that were dropped.
         kernel_drops: datagrams that the socket's receive buffer had no room for.
@@ -227,6 +228,7 @@ class Stats:
     malformed_datagrams: int = 0
     unauthenticated_datagrams: int = 0
     rejected_records: int = 0
+    recut_records: int = 0
     stray_datagrams: int = 0
     handshakes_refused: int = 0
     kernel_drops: int = 0
@@ -252,6 +254,7 @@ class Counters:
         "messages_sent",
         "payload_bytes_received",
         "payload_bytes_sent",
+        "recut_records",
         "rejected_records",
         "retransmitted_bytes",
         "retransmitted_fragments",
@@ -277,6 +280,7 @@ class Counters:
     messages_sent: int
     payload_bytes_received: int
     payload_bytes_sent: int
+    recut_records: int
     rejected_records: int
     retransmitted_bytes: int
     retransmitted_fragments: int

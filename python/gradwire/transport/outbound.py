@@ -150,20 +150,24 @@ class Outbound:
     def _open_next(self) -> _Flight | None:
         if self.cursor >= self._log.head:
             return None
-        record = self._log[self.cursor]
-        if self._session in record.message.recipients:
+        record = self._log.get(self.cursor)
+        if record is not None and self._session in record.message.recipients:
             if self.cursor >= self.limit:
                 return None
             flight = _Flight(self.cursor, record, 1)
         else:
             end = self.cursor + 1
-            while end < self._log.head and self._session not in self._log[end].message.recipients:
+            while end < self._log.head and not self._is_meant(end):
                 end += 1
             flight = _Flight(self.cursor, None, end - self.cursor)
         self.cursor += flight.span
         self._flights[flight.number] = flight
         self._waiting[flight.number] = flight
         return flight
+
+    def _is_meant(self, number: int) -> bool:
+        record = self._log.get(number)
+        return record is not None and self._session in record.message.recipients
 
     def _send(self, flight: _Flight, record: Record, mask: int, now_s: float) -> Burst:
         nbytes = record.bytes_of(mask)
@@ -394,6 +398,17 @@ class Outbound:
             if flight.record is None
             else self._send(flight, flight.record, bit, now_s)
         )
+
+    def skip_to(self, number: int) -> None:
+        """Have the peer skip what it has not acknowledged below ``number``: it comes again, cut anew, from there on."""
+        self.rate.on_abandoned(self.rate.bytes_in_flight)
+        self._flights.clear()
+        self._waiting.clear()
+        self._loss_due_at_s = None
+        if self.cumulative < number:
+            flight = _Flight(self.cumulative, None, number - self.cumulative)
+            self._flights[flight.number] = self._waiting[flight.number] = flight
+        self.cursor = number
 
     def abandon(self) -> None:
         """Forget everything: the peer is gone."""

@@ -31,19 +31,15 @@ WIRES_KEPT_BYTES: Final = 8 << 20
 FRAGMENT_INDICES: Final = np.arange(FRAGMENTS_MAX, dtype=np.uint8)
 
 
-def fragments_per_record(fragment_bytes: int) -> int:
+def fragments_per_record(fragment_bytes: int, fragments_max: int = FRAGMENTS_MAX) -> int:
     """Return into how many datagrams a full record is cut."""
-    return max(1, min(FRAGMENTS_MAX, BURST_BYTES_MAX // (fragment_bytes + HEADER_BYTES)))
+    return max(1, min(fragments_max, BURST_BYTES_MAX // (fragment_bytes + HEADER_BYTES)))
 
 
-def chunk_bytes_max(fragment_bytes: int) -> int:
+def chunk_bytes_max(fragment_bytes: int, fragments_max: int = FRAGMENTS_MAX) -> int:
     """Return how many bytes of a message one record carries at most."""
-    return fragments_per_record(fragment_bytes) * fragment_bytes - TAG_BYTES - RECORD_META_BYTES
-
-
-def records_of(nbytes: int, fragment_bytes: int) -> int:
-    """Return into how many records a message is cut."""
-    return max(1, -(-nbytes // chunk_bytes_max(fragment_bytes)))
+    sealed_bytes = fragments_per_record(fragment_bytes, fragments_max) * fragment_bytes
+    return sealed_bytes - TAG_BYTES - RECORD_META_BYTES
 
 
 class Outgoing:
@@ -76,6 +72,16 @@ class Record:
         self.full = (1 << fragments) - 1
         self.segment_bytes = segment_bytes
         self.message = message
+
+    @property
+    def epoch(self) -> int:
+        """Low 8 bits of the epoch of the key that sealed it."""
+        return self.wire[1]
+
+    @property
+    def datagram_bytes(self) -> int:
+        """Size of its largest datagram."""
+        return min(self.segment_bytes, len(self.wire))
 
     def bytes_of(self, mask: int) -> int:
         """Return the size on the wire of the fragments whose bits are set."""
@@ -125,29 +131,54 @@ class Sealer:
     """Turns messages into framed records under the current sender key.
 
     Not thread-safe: the scratch buffers are reused.
+
+    Attributes:
+        key: of the current epoch.
+        fragment_bytes: sealed bytes per datagram.
+        fragments_max: datagrams per record.
+        chunk_bytes: bytes of a message that one record carries at most.
     """
 
     def __init__(self, key: SenderKey, stream: int, fragment_bytes: int) -> None:
         self.key = key
         self.stream = stream
-        self.fragment_bytes = fragment_bytes
-        self._fragments_max = fragments_per_record(fragment_bytes)
-        self._chunk_bytes = chunk_bytes_max(fragment_bytes)
-        self._plain = memoryview(bytearray(self._fragments_max * fragment_bytes))
-        self._sealed = np.empty((self._fragments_max, fragment_bytes), dtype=np.uint8)
-        self._sealed_view = memoryview(self._sealed.reshape(-1))  # type: ignore[arg-type]
         self._wires = BufferPool(WIRES_KEPT_BYTES)
-        self._headers = np.zeros((self._fragments_max, HEADER_BYTES), dtype=np.uint8)
+        self.reframe(fragment_bytes, FRAGMENTS_MAX)
+
+    def reframe(self, fragment_bytes: int, fragments_max: int) -> None:
+        """Cut what is sealed from now on for datagrams of this size, and this many per record."""
+        self.fragment_bytes = fragment_bytes
+        self.fragments_max = fragments_max
+        self.chunk_bytes = chunk_bytes_max(fragment_bytes, fragments_max)
+        fragments = fragments_per_record(fragment_bytes, fragments_max)
+        self._plain = memoryview(bytearray(fragments * fragment_bytes))
+        self._sealed = np.empty((fragments, fragment_bytes), dtype=np.uint8)
+        self._sealed_view = memoryview(self._sealed.reshape(-1))  # type: ignore[arg-type]
+        self._headers = np.zeros((fragments, HEADER_BYTES), dtype=np.uint8)
 
     def seal_message(
         self, number: int, message: Outgoing, message_number: int, tag: int, payload: memoryview
     ) -> Iterator[Record]:
         """Yield the records of a whole message, the first of which gets ``number``."""
-        total_bytes, chunk_bytes = len(payload), self._chunk_bytes
+        total_bytes, chunk_bytes = len(payload), self.chunk_bytes
         for offset in range(0, max(1, total_bytes), chunk_bytes):
             chunk = payload[offset : offset + chunk_bytes]
             yield self.seal(number, message, message_number, tag, total_bytes, offset, chunk)
             number += 1
+
+    def records_of(self, message_bytes: int) -> int:
+        """Return into how many records a message is cut."""
+        return max(1, -(-message_bytes // self.chunk_bytes))
+
+    def wire_bytes(self, message_bytes: int) -> int:
+        """Return how many bytes a message takes in the log."""
+        whole, rest = divmod(message_bytes, self.chunk_bytes)
+        total = whole * self._record_bytes(self.chunk_bytes)
+        return total if whole and not rest else total + self._record_bytes(rest)
+
+    def _record_bytes(self, chunk_bytes: int) -> int:
+        sealed_bytes = RECORD_META_BYTES + chunk_bytes + TAG_BYTES
+        return sealed_bytes + -(-sealed_bytes // self.fragment_bytes) * HEADER_BYTES
 
     def seal(
         self,
@@ -202,6 +233,16 @@ class Sealer:
             tail[HEADER_BYTES:] = self._sealed[whole, : len(tail) - HEADER_BYTES]
 
 
+def open_record(record: Record, key: SenderKey) -> memoryview:
+    """Return the plaintext of a record of this node's own, meta data first."""
+    wire, segment = record.wire, record.segment_bytes
+    pieces = [wire[at + HEADER_BYTES : at + segment] for at in range(0, len(wire), segment)]
+    sealed = memoryview(b"".join(pieces))
+    plain = memoryview(bytearray(len(sealed) - TAG_BYTES))
+    key.open_into(record.number, sealed, bytes(wire[:HEADER_BYTES]), plain)
+    return plain
+
+
 class SendLog:
     """The records that some peer has not acknowledged yet, bounded in bytes.
 
@@ -218,8 +259,16 @@ class SendLog:
         self.base = first_record
         self._records: dict[int, Record] = {}
 
+    def get(self, number: int) -> Record | None:
+        """Return a record, or None if nobody needs it any more."""
+        return self._records.get(number)
+
     def __getitem__(self, number: int) -> Record:
         return self._records[number]
+
+    def __iter__(self) -> Iterator[Record]:
+        """Return an iterator over the records, in order of their numbers."""
+        return iter([self._records[number] for number in sorted(self._records)])
 
     def __len__(self) -> int:
         return len(self._records)
@@ -229,6 +278,12 @@ class SendLog:
         self._records[record.number] = record
         self.used_bytes += record.nbytes
         self.head = record.number + 1
+
+    def drop(self, number: int) -> None:
+        """Forget one record: whoever has not got it skips it."""
+        record = self._records.pop(number, None)
+        if record is not None:
+            self.used_bytes -= record.nbytes
 
     def release_below(self, number: int) -> None:
         """Forget the records below ``number``: everybody has them or will never get them."""

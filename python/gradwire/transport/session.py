@@ -7,6 +7,7 @@ through `Session.poll`, and time is an argument. ``docs/transport.md`` has the s
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from enum import Enum
 from typing import Final, Protocol
 
@@ -36,6 +37,7 @@ from .wire import (
     KeyAck,
     Members,
     Ping,
+    Poison,
     Pong,
     Skip,
     decode_frames,
@@ -112,6 +114,9 @@ class Context(Protocol):
 
     def window_records(self) -> int:
         """Return the credit that each active sender gets now."""
+
+    def on_poisoned(self, session: Session, now_s: float) -> None:
+        """Records of ours keep failing on the way to the peer."""
 
 
 def prologue(header: bytes, *, insecure: bool) -> bytes:
@@ -354,6 +359,8 @@ class Session:
                     self._go_down("closed", now_s)
             case Members(addresses):
                 self._context.on_members(addresses)
+            case Poison():
+                self._context.on_poisoned(self, now_s)
 
     def _on_ack(self, ack: Ack, counter: int, now_s: float) -> None:
         self._infer_key_ack()
@@ -436,12 +443,16 @@ class Session:
         self.data_heard_at_s = now_s
         self.touch()
         try:
-            return self.inbound.on_fragments(
+            is_valid = self.inbound.on_fragments(
                 epoch, self.stream, record, fragments, fragment_bytes, first, batch, now_s
             )
         except ProtocolError:
             self.give_up("protocol error", REASON_GIVEN_UP, now_s)
             return True
+        if self.inbound.poison.is_due:
+            self.inbound.poison.is_due = False
+            self._frames.append(encode_frame(Poison()))
+        return is_valid
 
     def resume(self, now_s: float) -> None:
         """Go on with what waited for room in the receive budget."""
@@ -466,6 +477,18 @@ class Session:
         if not self.pending:
             self.progress_at_s = now_s
         self.pending.append((last_record, ticket))
+
+    def restart_from(self, head: int, moved: Mapping[int, int]) -> None:
+        """Skip to ``head``: all that the peer may lack comes again from there on.
+
+        Args:
+            head: first record of the new cut.
+            moved: for the number of each old record, the number of its last new piece.
+        """
+        if self.outbound is not None and self.state in (State.KEYING, State.UP):
+            self.touch()
+            self.outbound.skip_to(head)
+            self.pending = deque((moved[last], ticket) for last, ticket in self.pending)
 
     def is_lagging(self, now_s: float) -> bool:
         """Whether the peer has acknowledged nothing for too long although something waits for it."""

@@ -127,7 +127,25 @@ class Members:
     addresses: tuple[str, ...]
 
 
-Frame: TypeAlias = Ack | Ping | Pong | Key | KeyAck | Skip | Close | CloseAck | Members
+@dataclass(frozen=True, slots=True)
+class Poison:
+    """Records of the sender keep failing their tags on the way here: it should cut them into single datagrams."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Zeros up to the end of the datagram, so that its arrival proves that the path carries such a size.
+
+    Attributes:
+        nbytes: of the frame, its type byte included.
+    """
+
+    nbytes: int
+
+
+Frame: TypeAlias = (
+    Ack | Ping | Pong | Key | KeyAck | Skip | Close | CloseAck | Members | Poison | Padding
+)
 
 _ACK = struct.Struct(
     "<BQQIHBBB"
@@ -150,7 +168,9 @@ _MEMBERS = struct.Struct("<BB")
     _T_CLOSE,
     _T_CLOSE_ACK,
     _T_MEMBERS,
-) = range(1, 10)
+    _T_POISON,
+    _T_PADDING,
+) = range(1, 12)
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -177,6 +197,10 @@ def encode_frame(frame: Frame) -> bytes:
             return _MEMBERS.pack(_T_MEMBERS, len(texts)) + b"".join(
                 bytes([len(text)]) + text for text in texts
             )
+        case Poison():
+            return bytes([_T_POISON])
+        case Padding(nbytes):
+            return bytes([_T_PADDING]).ljust(nbytes, b"\0")
 
 
 def _encode_ack(ack: Ack) -> bytes:
@@ -238,6 +262,12 @@ def _decode_frame(data: bytes, at: int) -> tuple[Frame, int]:
         return CloseAck(), at + 1
     if kind == _T_MEMBERS:
         return _decode_members(data, at)
+    if kind == _T_POISON:
+        return Poison(), at + 1
+    if kind == _T_PADDING:
+        if any(data[at + 1 :]):
+            raise WireError("something follows the padding")
+        return Padding(len(data) - at), len(data)
     raise WireError(f"unknown control frame type {kind}")
 
 
