@@ -258,6 +258,7 @@ class Node:
 
     async def apublish(self, buffer: object, tag: int = 0, to: Peer | None = None) -> Ticket:
         """Like `publish`, but wait for room instead of raising `WouldBlock`."""
+        self._check_open()
         while True:
             with self._lock:
                 changed = self._watchers.add()
@@ -268,6 +269,7 @@ class Node:
 
     async def areceive(self, timeout_s: float | None = None) -> list[Received]:
         """Like `receive`, without blocking the event loop; by default it waits until something comes."""
+        self._check_open()
         end_s = float("inf") if timeout_s is None else now_s() + timeout_s
         while True:
             with self._lock:

@@ -1,0 +1,248 @@
+"""A middlebox in a process of its own: it delays, loses, shuffles, doubles, breaks and shapes what real sockets send.
+
+It stands between clients and one server. For the server each client has a port of the middlebox, as behind a NAT; and
+as there, the port may change from one moment to the next, and what is sent to the old one is lost.
+
+Run as a program, this file is the middlebox; as a module, it gives the tests `Proxy`, which starts such a program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import json
+import random
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+RECEIVES_MAX = 64
+BUFFER_BYTES = 4 << 20
+IDLE_S = 0.5
+LATE_S = 0.0002  # what is due so soon goes out at once: a timer would wake us later than that
+START_S = 20.0
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What happens to datagrams, the same in both directions; the chances are for each datagram.
+
+    Attributes:
+        delay_s: one-way delay.
+        rate_bytes_per_s: rate of the path, 0 for no bound; what does not fit its queue is lost.
+        queue_bytes: size of that queue.
+        loss: chance to be lost.
+        reorder: chance to be held back by up to 10 ms.
+        duplicate: chance to come twice, the second time up to 10 ms later.
+        corrupt: chance that one bit is flipped.
+        truncate: chance to lose its end.
+        rebind_first_s: when the clients' ports change for the first time; 0 for never.
+        rebind_every_s: how often from then on.
+        seed: of everything random.
+    """
+
+    delay_s: float = 0.0
+    rate_bytes_per_s: float = 0.0
+    queue_bytes: int = 500_000
+    loss: float = 0.0
+    reorder: float = 0.0
+    duplicate: float = 0.0
+    corrupt: float = 0.0
+    truncate: float = 0.0
+    rebind_first_s: float = 0.0
+    rebind_every_s: float = 1.0
+    seed: int = 1
+
+
+class Proxy:
+    """A middlebox in front of ``server``; clients connect to its ``address``."""
+
+    def __init__(self, server: str, trouble: Trouble) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__)), server, json.dumps(asdict(trouble))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self.address: str = self._read()["address"]
+
+    def stop(self) -> dict[str, int]:
+        """Stop it and return what it has done to how many datagrams."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        counts = self._read()
+        self._process.wait(timeout=START_S)
+        return counts
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], START_S)
+        assert ready, "the middlebox is silent"
+        line: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return line
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(timeout=START_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+# ---- inside the process -----------------------------------------------------------------------------------------
+
+
+class Direction:
+    """One direction of the path: what happens to each datagram, and when it comes out."""
+
+    def __init__(self, name: str, trouble: Trouble, counts: Counter[str]) -> None:
+        self._name = name
+        self._trouble = trouble
+        self._counts = counts
+        self._random = random.Random(trouble.seed)
+        self._busy_until_s = 0.0
+
+    def carry(self, datagram: bytes, now_s: float) -> Iterator[tuple[float, bytes]]:
+        """Yield when which bytes come out."""
+        trouble = self._trouble
+        if self._happens("loss", trouble.loss):
+            self._counts[f"lost_{self._name}"] += 1
+            return
+        at_s = now_s
+        if trouble.rate_bytes_per_s:
+            at_s = max(now_s, self._busy_until_s)
+            if (at_s - now_s) * trouble.rate_bytes_per_s + len(datagram) > trouble.queue_bytes:
+                self._counts[f"lost_{self._name}"] += 1
+                return
+            at_s += len(datagram) / trouble.rate_bytes_per_s
+            self._busy_until_s = at_s
+        at_s += trouble.delay_s
+        if self._happens("corrupt", trouble.corrupt):
+            broken = bytearray(datagram)
+            broken[self._random.randrange(len(broken))] ^= 1 << self._random.randrange(8)
+            datagram = bytes(broken)
+        if self._happens("truncate", trouble.truncate):
+            datagram = datagram[: self._random.randrange(len(datagram))]
+        late = self._happens("reorder", trouble.reorder)
+        yield at_s + (self._random.uniform(0.0, 0.01) if late else 0.0), datagram
+        if self._happens("duplicate", trouble.duplicate):
+            yield at_s + self._random.uniform(0.0, 0.01), datagram
+
+    def _happens(self, what: str, chance: float) -> bool:
+        happens = chance > 0.0 and self._random.random() < chance
+        if happens:
+            self._counts[what] += 1
+        return happens
+
+
+class Middlebox:
+    """Moves datagrams between clients and a server until its standard input is closed."""
+
+    def __init__(self, server: Address, trouble: Trouble) -> None:
+        self._server = server
+        self._family = socket.AF_INET6 if ":" in server[0] else socket.AF_INET
+        self._inside = self._open()
+        self._trouble = trouble
+        self.counts: Counter[str] = Counter()
+        self._there = Direction("there", trouble, self.counts)
+        self._back = Direction("back", trouble, self.counts)
+        self._outside: dict[Address, socket.socket] = {}
+        self._due: list[tuple[float, int, socket.socket, Address, bytes]] = []
+        self._numbers = itertools.count()
+        first_s = trouble.rebind_first_s
+        self._rebind_at_s = time.monotonic() + first_s if first_s else float("inf")
+
+    @property
+    def address(self) -> str:
+        """Where clients find it."""
+        host, port = self._inside.getsockname()[:2]
+        return f"[{host}]:{port}" if self._family == socket.AF_INET6 else f"{host}:{port}"
+
+    def run(self) -> None:
+        """Serve."""
+        while True:
+            sources = [sys.stdin, self._inside, *self._outside.values()]
+            timeout_s = min(self._due[0][0] if self._due else float("inf"), self._rebind_at_s)
+            timeout_s = min(IDLE_S, max(0.0, timeout_s - time.monotonic()))
+            ready = select.select(sources, [], [], timeout_s)[0]
+            if sys.stdin in ready:
+                return
+            if time.monotonic() >= self._rebind_at_s:
+                self._rebind()
+                continue
+            if self._inside in ready:
+                self._take_inside()
+            for client, outside in self._outside.items():
+                if outside in ready:
+                    self._take_outside(client, outside)
+            self._send_due()
+
+    def _open(self) -> socket.socket:
+        opened = socket.socket(self._family, socket.SOCK_DGRAM)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        opened.bind(("::1" if self._family == socket.AF_INET6 else "127.0.0.1", 0))
+        opened.setblocking(False)
+        return opened
+
+    def _rebind(self) -> None:
+        """Every client gets another port; what the server still sends to the old one is lost."""
+        for client, outside in self._outside.items():
+            outside.close()
+            self._outside[client] = self._open()
+        self.counts["rebind"] += 1
+        self._rebind_at_s += self._trouble.rebind_every_s
+
+    def _take_inside(self) -> None:
+        for datagram, client in self._received(self._inside):
+            if client not in self._outside:
+                self._outside[client] = self._open()
+            for at_s, changed in self._there.carry(datagram, time.monotonic()):
+                self._push(at_s, self._outside[client], self._server, changed)
+
+    def _take_outside(self, client: Address, outside: socket.socket) -> None:
+        for datagram, _ in self._received(outside):
+            for at_s, changed in self._back.carry(datagram, time.monotonic()):
+                self._push(at_s, self._inside, client, changed)
+
+    def _received(self, source: socket.socket) -> Iterator[tuple[bytes, Address]]:
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(RECEIVES_MAX):
+                datagram, address = source.recvfrom(65_536)
+                self.counts["datagrams"] += 1
+                yield datagram, (address[0], address[1])
+
+    def _push(self, at_s: float, out: socket.socket, target: Address, datagram: bytes) -> None:
+        heapq.heappush(self._due, (at_s, next(self._numbers), out, target, datagram))
+
+    def _send_due(self) -> None:
+        until_s = time.monotonic() + LATE_S
+        while self._due and self._due[0][0] <= until_s:
+            _, _, out, target, datagram = heapq.heappop(self._due)
+            # A port given up, a full buffer, nobody there: lost, as on any path.
+            with contextlib.suppress(OSError):
+                out.sendto(datagram, target)
+
+
+def main() -> None:
+    """Serve one middlebox until the other end of the pipe is closed."""
+    host, _, port = sys.argv[1].rpartition(":")
+    box = Middlebox((host.strip("[]"), int(port)), Trouble(**json.loads(sys.argv[2])))
+    sys.stdout.write(json.dumps({"address": box.address}) + "\n")
+    sys.stdout.flush()
+    box.run()
+    sys.stdout.write(json.dumps(box.counts) + "\n")
+
+
+if __name__ == "__main__":
+    main()
