@@ -1,0 +1,198 @@
+"""Residuals that belong to parameters, in encoders that belong to buckets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..codec import Encoder
+
+__all__ = ["Residuals"]
+
+_STATE_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where one parameter's residual is: a range of elements of an encoder's."""
+
+    encoder: Encoder
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """What a parameter takes along when its bucket changes, or out of a checkpoint."""
+
+    residual: Any
+    threshold: float
+    step: int
+
+
+class Residuals:
+    """One encoder per bucket; what it has not sent yet belongs to the parameters and moves with them.
+
+    DDP decides which parameters share a bucket, and decides again after the first iteration. When the parameters of a
+    bucket are others than before, a new encoder is made and takes over the residual of each, and the mean of their
+    thresholds, weighted with the elements (the geometric mean: thresholds differ by factors).
+
+    A checkpoint names parameters: by the names given, otherwise by their place counted from the end, which is the order
+    in which DDP's first buckets bring them.
+
+    Args:
+        make: makes an encoder of so many elements, of this dtype and with this key.
+    """
+
+    def __init__(self, make: Callable[[int, str, int], Encoder]) -> None:
+        self._make = make
+        self._names: dict[int, str] = {}
+        self._encoders: dict[int, Encoder] = {}
+        self._members: dict[int, tuple[int, ...]] = {}
+        self._homes: dict[int, _Home] = {}
+        self._loaded: dict[str, _Moved] = {}
+        # Identities are only worth something while the tensors live.
+        self._parameters: dict[int, torch.Tensor] = {}
+
+    def encoder(self, index: int, parameters: Sequence[torch.Tensor], dtype: str) -> Encoder:
+        """Return the encoder of bucket ``index``, which holds these parameters now.
+
+        Raises:
+            ValueError: a checkpoint holds another size or dtype for one of them.
+        """
+        members = tuple(map(id, parameters))
+        if self._members.get(index) != members:
+            self._encoders[index] = self._rebuild(index, parameters, dtype)
+            self._members[index] = members
+        return self._encoders[index]
+
+    def name(self, parameters: list[tuple[str, torch.Tensor]]) -> None:
+        """Name parameters that no bucket has brought yet.
+
+        Raises:
+            ValueError: too late, a bucket has brought one.
+        """
+        if self._homes:
+            raise ValueError("parameters are named before the first step")
+        self._parameters = {id(parameter): parameter for _, parameter in parameters}
+        self._names = {id(parameter): name for name, parameter in parameters}
+
+    def check_all_taken(self) -> None:
+        """Refuse a checkpoint that holds more than the model, once all buckets have come by.
+
+        Raises:
+            ValueError: a parameter of the checkpoint is in no bucket.
+        """
+        if self._loaded:
+            names, known = ", ".join(sorted(self._loaded)), ", ".join(sorted(self._names.values()))
+            raise ValueError(
+                f"the checkpoint has residuals of parameters that no bucket holds: {names}; the model's are "
+                f"named {known}: load it into the same model, with register_threshold_hook(model, state)"
+            )
+
+    @property
+    def encoders(self) -> list[Encoder]:
+        """The encoders that hold a parameter's residual, each once."""
+        return list({id(home.encoder): home.encoder for home in self._homes.values()}.values())
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals and thresholds."""
+        for encoder in self.encoders:
+            state = encoder.state_dict()
+            state["residual"] *= state["residual"].dtype.type(factor)
+            state["threshold"] *= factor
+            encoder.load_state_dict(state)
+        self._loaded = {
+            name: _Moved(
+                moved.residual * moved.residual.dtype.type(factor),
+                moved.threshold * factor,
+                moved.step,
+            )
+            for name, moved in self._loaded.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return every parameter's residual, as host tensors of its own, and the threshold it was under."""
+        moved = dict(self._loaded)
+        for identity, home in self._homes.items():
+            moved[self._names[identity]] = _take(home)
+        return {
+            "format": _STATE_FORMAT,
+            "parameters": {
+                name: {
+                    "residual": torch.from_numpy(np.array(one.residual)),
+                    "threshold": one.threshold,
+                    "step": one.step,
+                }
+                for name, one in moved.items()
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a checkpoint; each parameter gets its residual when its bucket next comes by.
+
+        Raises:
+            ValueError: the state is of another format.
+        """
+        if state.get("format") != _STATE_FORMAT:
+            raise ValueError(
+                f"state has format {state.get('format')!r}, this gradwire reads {_STATE_FORMAT}"
+            )
+        self._loaded = {
+            name: _Moved(np.asarray(one["residual"]), float(one["threshold"]), int(one["step"]))
+            for name, one in state["parameters"].items()
+        }
+        self._encoders.clear()
+        self._members.clear()
+        self._homes.clear()
+
+    def _rebuild(self, index: int, parameters: Sequence[torch.Tensor], dtype: str) -> Encoder:
+        """Make the encoder of a bucket and move the parameters' residuals in."""
+        numels = [parameter.numel() for parameter in parameters]
+        encoder = self._make(sum(numels), dtype, index)
+        # DDP's first buckets hold the parameters from the last to the first, but in order within each.
+        for parameter in reversed(parameters):
+            self._parameters[id(parameter)] = parameter
+            self._names.setdefault(id(parameter), str(len(self._names)))
+        moved = [self._leave(parameter, dtype) for parameter in parameters]
+        begins = np.cumsum([0, *numels])
+        with_state = [(one, numel) for one, numel in zip(moved, numels, strict=True) if one]
+        if with_state:
+            state = encoder.state_dict()
+            for one, begin, end in zip(moved, begins, begins[1:], strict=False):
+                if one:
+                    state["residual"][begin:end] = one.residual
+            state["threshold"] = _mean_threshold(with_state)
+            state["step"] = max(one.step for one, _ in with_state)
+            encoder.load_state_dict(state)
+        for parameter, begin, end in zip(parameters, begins, begins[1:], strict=False):
+            self._homes[id(parameter)] = _Home(encoder, int(begin), int(end))
+        return encoder
+
+    def _leave(self, parameter: torch.Tensor, dtype: str) -> _Moved | None:
+        """Return what the parameter takes along, None if it is new."""
+        name = self._names[id(parameter)]
+        home = self._homes.get(id(parameter))
+        moved = _take(home) if home else self._loaded.pop(name, None)
+        if moved and (moved.residual.size != parameter.numel() or moved.residual.dtype != dtype):
+            raise ValueError(
+                f"the residual of parameter {name} is {moved.residual.dtype}[{moved.residual.size}], "
+                f"it now needs {dtype}[{parameter.numel()}]: the checkpoint is of another model"
+            )
+        return moved
+
+
+def _take(home: _Home) -> _Moved:
+    residual = home.encoder.residual[home.begin : home.end]
+    return _Moved(residual, home.encoder.threshold, home.encoder.step)
+
+
+def _mean_threshold(moved: Iterable[tuple[_Moved, int]]) -> float:
+    weighted = [(max(numel, 1), math.log(one.threshold)) for one, numel in moved]
+    total = sum(weight for weight, _ in weighted)
+    return math.exp(sum(weight * value for weight, value in weighted) / total)

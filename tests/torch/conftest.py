@@ -1,0 +1,20 @@
+"""The processes that tests of the hook share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from .ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two ranks; a test that breaks their process group makes its own."""
+    with TemporaryDirectory() as folder:
+        ranks = Ranks(2, Path(folder))
+        yield ranks
+        ranks.close()

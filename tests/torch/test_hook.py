@@ -1,0 +1,399 @@
+"""The DDP hook: the same bits on every rank, nothing lost, whatever DDP does around it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+import gradwire as gw  # noqa: E402
+from gradwire.torch import ThresholdState, register_threshold_hook, threshold_hook  # noqa: E402
+from gradwire.torch.staging import Staging  # noqa: E402
+
+from .linear import BUCKET_CAP_MB, NUMEL, Linear, flat_inputs, inputs  # noqa: E402
+from .ranks import RankFailed, Ranks  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+STEPS = 12
+THRESHOLD = 2.0**-1
+
+
+def residual(state: ThresholdState) -> Any:
+    """Return what a rank has not sent, in the order of the model's parameters, as float64."""
+    saved = state.state_dict()["residuals"]["parameters"]
+    return torch.cat([saved[f"weights.{place}"]["residual"] for place in range(5)]).double()
+
+
+class Training:
+    """One rank's model, its hook, and plain gradient descent with a learning rate of 1."""
+
+    def __init__(self, rank: int, hook: Any = threshold_hook, **options: Any) -> None:
+        self.rank = rank
+        self.model = Linear()
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=BUCKET_CAP_MB)
+        options = {"threshold": gw.FixedThreshold(THRESHOLD), "warmup_steps": 0, **options}
+        self.state = ThresholdState(parameters=self.model.named_parameters(), **options)
+        self.ddp.register_comm_hook(self.state, hook)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        self.ddp(inputs(self.rank, step)).backward()
+        self.optimizer.step()
+
+    @property
+    def accounted(self) -> Any:
+        """Half of what went in has gone into the parameters of both; the rest of this rank's is in its residual."""
+        return self.model.flat().double(), residual(self.state)
+
+
+def train(rank: int, options: dict[str, Any]) -> Any:
+    training = Training(rank, **options)
+    for step in range(STEPS):
+        training.step(step)
+    return *training.accounted, training.state.stats
+
+
+def expected_sum(steps: Any = range(STEPS)) -> Any:
+    return sum(flat_inputs(rank, step).double() for rank in (0, 1) for step in steps)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"threshold": gw.TargetDensity(0.1, initial=0.5)},
+        {"shakeup": gw.ShakeUp(every=3, divisor=2.0)},
+        {"warmup_steps": 4},
+    ],
+    ids=["fixed", "adaptive", "shake-up", "warm-up"],
+)
+def test_ranks_hold_the_same_bits_and_nothing_is_lost(
+    two_ranks: Ranks, options: dict[str, Any]
+) -> None:
+    (params, first, stats), (others, second, _) = two_ranks.run(train, options)
+    assert torch.equal(params, others)
+    assert not torch.equal(first, second)
+    assert torch.equal(-2.0 * params + first + second, expected_sum())
+    assert stats.dense_steps == options.get("warmup_steps", 0)
+    assert stats.steps == STEPS - stats.dense_steps
+    assert 0 < stats.message_bytes < stats.steps * gw.max_message_bytes(NUMEL, dense=True)
+
+
+def layouts_while_training(rank: int) -> Any:
+    """Train, and note the sizes of the parameters in every bucket of every step."""
+    layouts: list[list[list[int]]] = []
+
+    def noting_hook(state, bucket):  # without annotations, which DDP would compare with its own
+        if bucket.index() == 0:
+            layouts.append([])
+        layouts[-1].append([parameter.numel() for parameter in bucket.parameters()])
+        return threshold_hook(state, bucket)
+
+    training = Training(rank, hook=noting_hook)
+    for step in range(4):
+        training.step(step)
+    return layouts, *training.accounted
+
+
+def test_rearranged_buckets_keep_the_residual_of_every_parameter(two_ranks: Ranks) -> None:
+    (layouts, params, first), (_, _, second) = two_ranks.run(layouts_while_training)
+    before, after, *rest = layouts
+    assert before != after, "DDP must have rearranged its buckets, else this tests nothing"
+    assert len(after) > 1
+    assert rest == [after, after]
+    assert torch.equal(-2.0 * params + first + second, expected_sum(range(4)))
+
+
+def accumulate(rank: int) -> Any:
+    training = Training(rank)
+    for first in range(0, STEPS, 3):
+        training.optimizer.zero_grad()
+        with training.ddp.no_sync():
+            training.ddp(inputs(rank, first)).backward()
+            training.ddp(inputs(rank, first + 1)).backward()
+        training.ddp(inputs(rank, first + 2)).backward()
+        training.optimizer.step()
+    return *training.accounted, training.state.stats.steps
+
+
+def test_gradients_accumulated_without_sync_are_sent_with_the_next(two_ranks: Ranks) -> None:
+    (params, first, steps), (others, second, _) = two_ranks.run(accumulate)
+    assert steps == STEPS // 3
+    assert torch.equal(params, others)
+    assert torch.equal(-2.0 * params + first + second, expected_sum())
+
+
+def infinite_in_the_middle(rank: int, place: int, with_it: bool) -> Any:
+    """Train with a step whose gradient is infinite on rank 1 and large on both, or without that step."""
+    training = Training(rank)
+    for step in range(3):
+        training.step(step)
+    grads = []
+    if with_it:
+        spoiled = [8.0 * one for one in inputs(rank, 99)]
+        if rank == 1:
+            spoiled[place].view(-1)[4] = float("inf")
+        training.optimizer.zero_grad()
+        training.ddp(spoiled).backward()
+        grads = [bool(torch.isnan(weight.grad).all()) for weight in training.model.weights]
+    for step in range(3, STEPS):
+        training.step(step)
+    return *training.accounted, grads, training.state.stats.skipped_steps
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_a_step_that_is_not_finite_on_one_rank_leaves_no_trace_on_any(
+    two_ranks: Ranks, place: int
+) -> None:
+    with_it = two_ranks.run(infinite_in_the_middle, place, True)
+    without = two_ranks.run(infinite_in_the_middle, place, False)
+    for (params, left, grads, skipped), (same_params, same_left, _, none) in zip(
+        with_it, without, strict=True
+    ):
+        assert all(grads)
+        assert (skipped, none) == (1, 0)
+        assert torch.equal(params, same_params)
+        assert torch.equal(left, same_left)
+
+
+def skip_an_element(rank: int) -> Any:
+    training = Training(rank, on_nonfinite="skip")
+    spoiled = inputs(rank, 0)
+    if rank == 1:
+        spoiled[2][7, 7] = float("nan")
+    training.optimizer.zero_grad()
+    training.ddp(spoiled).backward()
+    training.optimizer.step()
+    for step in range(1, STEPS):
+        training.step(step)
+    return training.accounted
+
+
+def test_elements_that_are_not_finite_can_be_left_out(two_ranks: Ranks) -> None:
+    (params, first), (_, second) = two_ranks.run(skip_an_element)
+    place = 40 * 30 + 30 + 7 * 50 + 7
+    expected = expected_sum()
+    expected[place] -= flat_inputs(1, 0).double()[place]
+    assert torch.equal(-2.0 * params + first + second, expected)
+
+
+def train_with_scaler(rank: int) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    training = Training(rank, scaler=scaler)
+    scales = []
+    for step in range(STEPS):
+        values = inputs(rank, step)
+        if step == 6 and rank == 0:
+            values[1][3] = float("inf")
+        training.optimizer.zero_grad()
+        scaler.scale(training.ddp(values)).backward()
+        scaler.step(training.optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    params, left = training.accounted
+    return params, left / training.state.state_dict()["scale"], scales
+
+
+def test_a_loss_scale_that_changes_rescales_what_is_left(two_ranks: Ranks) -> None:
+    (params, first, scales), (others, second, same) = two_ranks.run(train_with_scaler)
+    assert scales == same
+    changes = {after / before for before, after in itertools.pairwise(scales)}
+    assert changes == {0.5, 1.0, 2.0}, (
+        "the scale must both grow and shrink, else this tests nothing"
+    )
+    assert torch.equal(params, others)
+    finite = [step for step in range(STEPS) if step != 6]
+    assert torch.equal(-2.0 * params + first + second, expected_sum(finite))
+
+
+def train_in_half_precision(rank: int) -> Any:
+    model = Linear()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MB)
+    state = ThresholdState(
+        threshold=gw.FixedThreshold(THRESHOLD),
+        warmup_steps=0,
+        parameters=model.named_parameters(),
+    )
+    ddp.register_comm_hook(state, default_hooks.fp16_compress_wrapper(threshold_hook))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(inputs(rank, step)).backward()
+        optimizer.step()
+    return model.flat().double(), residual(state)
+
+
+def test_the_wrapper_for_half_precision_goes_around_it(two_ranks: Ranks) -> None:
+    # The inputs have ten significant bits, which float16 holds: so even here nothing may be lost.
+    (params, first), (others, second) = two_ranks.run(train_in_half_precision)
+    assert torch.equal(params, others)
+    assert torch.equal(-2.0 * params + first + second, expected_sum())
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_models_of_other_dtypes_are_trained(two_ranks: Ranks, dtype: str) -> None:
+    (params, _), (others, _) = two_ranks.run(train_model_of, dtype)
+    assert params.abs().max() > 0.0
+    assert torch.equal(params, others)
+
+
+def train_model_of(rank: int, dtype: str) -> Any:
+    model = Linear(getattr(torch, dtype))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MB)
+    state = register_threshold_hook(ddp, threshold=0.5, warmup_steps=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(inputs(rank, step)).backward()
+        optimizer.step()
+    return model.flat(), residual(state)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def train_again_from_a_pickle(rank: int, interrupt: bool) -> Any:
+    """Train, and in the middle begin again with what was pickled, in a new DDP with other buckets."""
+    training = Training(rank)
+    for step in range(STEPS):
+        if interrupt and step == STEPS // 2:
+            training.state = pickle.loads(pickle.dumps(training.state))
+            training.ddp = DistributedDataParallel(training.model, bucket_cap_mb=100)
+            register_threshold_hook(training.ddp, training.state)
+        training.step(step)
+    return training.accounted
+
+
+def test_a_pickled_state_goes_on_where_it_stopped(two_ranks: Ranks) -> None:
+    straight = two_ranks.run(train_again_from_a_pickle, False)
+    again = two_ranks.run(train_again_from_a_pickle, True)
+    for (params, left), (same_params, same_left) in zip(straight, again, strict=True):
+        assert torch.equal(params, same_params)
+        assert torch.equal(left, same_left)
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    training = Training(rank)
+    training.step(0)
+    return training.state.state_dict()
+
+
+def test_a_checkpoint_is_plain_tensors_and_numbers(two_ranks: Ranks) -> None:
+    saved, _ = two_ranks.run(state_of)
+    assert saved["step"] == 1
+    weights = saved["residuals"]["parameters"]
+    assert sorted(weights) == [f"weights.{place}" for place in range(5)]
+    assert all(one["residual"].dtype == torch.float32 for one in weights.values())
+    state = ThresholdState()
+    state.load_state_dict(saved)
+    assert state.step == 1
+    np.testing.assert_array_equal(
+        state.state_dict()["residuals"]["parameters"]["weights.1"]["residual"],
+        weights["weights.1"]["residual"],
+    )
+
+
+def load_another_models(rank: int) -> None:
+    training = Training(rank)
+    saved = state_of(rank)
+    saved["residuals"]["parameters"]["head.weight"] = copy.deepcopy(
+        saved["residuals"]["parameters"]["weights.0"]
+    )
+    training.state.load_state_dict(saved)
+    training.step(1)
+
+
+def test_a_checkpoint_of_another_model_is_refused(two_ranks: Ranks) -> None:
+    with pytest.raises(RankFailed, match=r"parameters that no bucket holds: head\.weight"):
+        two_ranks.run(load_another_models)
+
+
+def step_apart(rank: int) -> None:
+    training = Training(rank)
+    training.step(0)
+    saved = training.state.state_dict()
+    training.state.load_state_dict({**saved, "step": 5 + rank})
+    training.step(1)
+
+
+def test_ranks_at_different_steps_are_told_so(two_ranks: Ranks) -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 sent bucket 0 of step 6, this rank is at .* 5"):
+        two_ranks.run(step_apart)
+
+
+def test_a_state_of_another_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="format 7"):
+        ThresholdState().load_state_dict({"format": 7})
+
+
+# ---- how it is handed to DDP -----------------------------------------------------------------------------------------
+
+
+def register_as_lightning_does(rank: int) -> Any:
+    from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+
+    model = Linear()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MB)
+    _register_ddp_comm_hook(
+        ddp,
+        ddp_comm_state=ThresholdState(threshold=0.5, warmup_steps=0),
+        ddp_comm_hook=threshold_hook,
+        ddp_comm_wrapper=default_hooks.fp16_compress_wrapper,
+    )
+    ddp(inputs(rank, 0)).backward()
+    return torch.cat([weight.grad.flatten() for weight in model.weights])
+
+
+def test_lightning_registers_it(two_ranks: Ranks) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    first, second = two_ranks.run(register_as_lightning_does)
+    assert torch.equal(first, second)
+    assert set(first.tolist()) <= {-0.5, -0.25, 0.0, 0.25, 0.5}
+
+
+def register_as_with_accelerate(rank: int) -> Any:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = Linear()
+    ddp = accelerator.prepare(model)
+    register_threshold_hook(ddp, threshold=0.5, warmup_steps=0)
+    accelerator.backward(ddp(inputs(rank, 0)))
+    return torch.cat([weight.grad.flatten() for weight in model.weights])
+
+
+def test_a_model_that_accelerate_prepared_takes_it(two_ranks: Ranks) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    first, second = two_ranks.run(register_as_with_accelerate)
+    assert torch.equal(first, second)
+    assert set(first.tolist()) <= {-0.5, -0.25, 0.0, 0.25, 0.5}
+
+
+def test_its_name_is_one_that_frameworks_can_log() -> None:
+    assert threshold_hook.__qualname__ == "threshold_hook"
+    assert threshold_hook.__module__ == "gradwire.torch.hook"
+
+
+def test_float32_gradients_in_host_memory_are_not_copied() -> None:
+    gradient = torch.zeros(10)
+    staging = Staging(gradient)
+    assert staging.fetch().data_ptr() == gradient.data_ptr() == staging.store().data_ptr()
+
+
+@pytest.mark.parametrize(
+    "options", [{"warmup_steps": -1}, {"on_nonfinite": "no"}, {"backend": "x"}]
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        ThresholdState(**options)
