@@ -220,6 +220,38 @@ def test_a_recorded_knock_in_the_name_of_a_seed_does_not_stop_our_own() -> None:
     simulator.run_until(lambda: bool(two.endpoint.peers), 2.1)
 
 
+def test_who_throws_our_knocks_back_at_us_keeps_us_from_a_seed_for_a_minute_only() -> None:
+    simulator = Simulator(13)
+    one, two = simulator.add("one"), simulator.add("two")
+
+    def echo(_: int, datagram: bytes) -> bool:
+        one.endpoint.receive(memoryview(datagram), len(datagram), two.address, simulator.now_s)
+        return True
+
+    link = simulator.link(one, two)
+    link.drop = echo
+    one.endpoint.connect(two.address)
+    simulator.run_for(30.0)
+    assert link.count == 1
+    link.drop = None
+    simulator.run_until(lambda: bool(one.endpoint.peers), 31.0)
+    assert one.endpoint.membership.seeds() == [two.address]
+
+
+@pytest.mark.parametrize("incarnation", [1, 2**63])
+def test_a_node_whose_clock_went_back_is_taken_in_again(incarnation: int) -> None:
+    simulator = Simulator(14)
+    one = simulator.add("one", node_id=2)
+    two = simulator.add("two", node_id=1, incarnation=2**63 + 5)
+    two.endpoint.connect(one.address)
+    simulator.run_until(lambda: bool(one.endpoint.peers and two.endpoint.peers), 1.0)
+    simulator.crash(two)
+    again = simulator.add("two", node_id=1, incarnation=incarnation)
+    again.endpoint.connect(one.address)
+    simulator.run_until(lambda: bool(again.endpoint.peers and one.endpoint.peers), 25.0)
+    assert one.endpoint.peers[0].incarnation == incarnation
+
+
 @pytest.mark.parametrize("first", [0, DATA, RESPONSE, 0xFF])
 def test_a_stranger_s_batch_is_dropped_as_a_whole(first: int) -> None:
     simulator, _, two, _ = cluster(10)

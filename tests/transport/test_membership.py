@@ -8,7 +8,6 @@ from gradwire.transport.membership import (
     GATE_BURST,
     MARKS_MAX,
     SEEDS_MAX,
-    STAMPS_MAX,
     TIMELY_S,
     HandshakeGate,
     Membership,
@@ -31,19 +30,22 @@ def test_a_seed_is_due_until_it_is_connected() -> None:
 def test_a_node_known_by_another_address_is_not_knocked_at() -> None:
     membership = Membership()
     membership.add(SEED)
-    membership.on_identified(SEED, 77, is_own=False)
+    membership.on_identified(SEED, 77)
     assert membership.due(1.0, set(), {77}) == []
     assert membership.next_at_s(set(), {77}) is None
     assert membership.due(1.0, set(), set()) == [SEED]
 
 
-def test_the_own_address_is_never_knocked_at_again() -> None:
+def test_the_own_address_is_asked_again_once_a_minute_in_case_it_was_an_echo() -> None:
     membership = Membership()
     membership.add(SEED)
     assert membership.seeds() == [SEED]
-    membership.on_identified(SEED, 1, is_own=True)
+    membership.on_own(SEED, 1.0)
     assert membership.seeds() == []
-    assert membership.due(100.0, set(), set()) == []
+    assert membership.due(60.9, set(), set()) == []
+    assert membership.due(61.1, set(), set()) == [SEED]
+    membership.on_identified(SEED, 77)
+    assert membership.seeds() == [SEED]
 
 
 def test_hearsay_is_forgotten_after_one_vain_attempt_and_a_seed_is_not() -> None:
@@ -100,20 +102,3 @@ def test_a_mark_is_remembered_if_it_was_admitted_and_the_memory_is_bounded() -> 
         pass
     assert not closed.admit(b"refused", 0.0, 0.0)
     assert not closed.has_seen(b"refused"), "who was turned away for the crowd may come again"
-
-
-def test_a_stamp_counts_once_per_node_and_only_grows() -> None:
-    gate = HandshakeGate(10.0)
-    assert gate.is_fresh(1, 100, 5)
-    assert not gate.is_fresh(1, 100, 5)
-    assert not gate.is_fresh(1, 100, 4)
-    assert gate.is_fresh(2, 100, 4)
-    assert gate.is_fresh(1, 101, 0)
-    assert not gate.is_fresh(1, 100, 9)
-
-
-def test_the_memory_of_stamps_is_bounded() -> None:
-    gate = HandshakeGate(10.0)
-    for node_id in range(2 * STAMPS_MAX):
-        gate.is_fresh(node_id, 1, 1)
-    assert len(gate._stamps) == STAMPS_MAX

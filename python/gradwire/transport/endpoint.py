@@ -134,7 +134,6 @@ class Endpoint:
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self._farewells: list[Transmit] = []
         self._message_number = 0
-        self._stamp = 0
         self._is_closing = False
         self._ticked_at_s = now_s
         self._credit_at_s = now_s
@@ -404,11 +403,9 @@ class Endpoint:
 
     def _is_welcome(self, remote: Introduction, index: int, address: Address, now_s: float) -> bool:
         if remote.node_id == self.node_id:
-            self._note_own_knock(index)
+            self._note_own_knock(index, now_s)
             return False
-        if remote.session != index or not self._gate.is_fresh(
-            remote.node_id, remote.incarnation, remote.stamp
-        ):
+        if remote.session != index:
             return False
         known = self._by_node.get(remote.node_id)
         if known is not None and known.peer is not None:
@@ -430,10 +427,10 @@ class Endpoint:
         )
         return not is_knocking or self.node_id < remote.node_id
 
-    def _note_own_knock(self, index: int) -> None:
+    def _note_own_knock(self, index: int, now_s: float) -> None:
         session = self._sessions.get(index)
         if session is not None and session.state is State.INIT_SENT and session.target is not None:
-            self.membership.on_identified(session.target, self.node_id, is_own=True)
+            self.membership.on_own(session.target, now_s)
             self._drop(session)
 
     def _open_half(
@@ -522,8 +519,7 @@ class Endpoint:
             return
         for address in self.membership.due(now_s, *self._connected()):
             session = Session(self, self._new_index(), address, now_s)
-            self._stamp += 1
-            session.start_initiator(self._stamp, now_s)
+            session.start_initiator(now_s)
             self._sessions[session.index] = session
             self._note_addresses()
         next_at_s = self.membership.next_at_s(*self._connected())
@@ -563,9 +559,13 @@ class Endpoint:
         """See `session.Context`."""
         peer = session.identity
         self._forget_half_open(session)
+        if peer.id == self.node_id:
+            if session.target is not None:
+                self.membership.on_own(session.target, now_s)
+            return False
         if session.target is not None:
-            self.membership.on_identified(session.target, peer.id, is_own=peer.id == self.node_id)
-        if peer.id == self.node_id or self._is_closing:
+            self.membership.on_identified(session.target, peer.id)
+        if self._is_closing:
             return False
         known = self._by_node.get(peer.id)
         if known is not None and known.peer is not None:

@@ -12,10 +12,10 @@ RETRY_FIRST_S: Final = 0.1
 RETRY_MAX_S: Final = 2.0  # a seed that starts late is found within this time
 ATTEMPT_S: Final = 10.0  # afterwards a new ephemeral key is used
 HALF_OPEN_MAX: Final = 256
-STAMPS_MAX: Final = 4_096
 MARKS_MAX: Final = 16_384  # 2 MB; at full rate the last 40 s
 TIMELY_S: Final = 120.0  # how far apart the clocks of two nodes may be
 SEEDS_MAX: Final = 256
+OWN_S: Final = 60.0  # a knock of ours that comes back may also be somebody's echo, so ask again
 GATE_BURST: Final = 64.0
 
 
@@ -79,14 +79,21 @@ class Membership:
         return min(times) if times else None
 
     def _is_wanting(self, seed: Seed, connected: set[Address], node_ids: set[int]) -> bool:
-        return not seed.is_own and seed.address not in connected and seed.node_id not in node_ids
+        return seed.address not in connected and seed.node_id not in node_ids
 
-    def on_identified(self, address: Address, node_id: int, *, is_own: bool) -> None:
+    def on_identified(self, address: Address, node_id: int) -> None:
         """Learn which node answers at this address."""
         seed = self._seeds.get(address)
         if seed is not None:
             seed.node_id = node_id
-            seed.is_own = is_own
+            seed.is_own = False
+
+    def on_own(self, address: Address, now_s: float) -> None:
+        """What was sent to this address came back: it is this node's own, for all one knows."""
+        seed = self._seeds.get(address)
+        if seed is not None:
+            seed.is_own = True
+            seed.next_at_s = now_s + OWN_S
 
     def on_no_answer(self, address: Address, now_s: float) -> None:
         """A whole attempt at this address was in vain: wait longer, or forget it if it was only hearsay."""
@@ -116,7 +123,6 @@ class HandshakeGate:
         self._timely = _Bucket(per_second)
         self._any = _Bucket(per_second)
         self._marks: OrderedDict[bytes, None] = OrderedDict()
-        self._stamps: OrderedDict[int, tuple[int, int]] = OrderedDict()
 
     def has_seen(self, mark: bytes) -> bool:
         """Whether the message with this mark was admitted before."""
@@ -136,17 +142,6 @@ class HandshakeGate:
         self._marks[mark] = None
         if len(self._marks) > MARKS_MAX:
             self._marks.popitem(last=False)
-        return True
-
-    def is_fresh(self, node_id: int, incarnation: int, stamp: int) -> bool:
-        """Whether this attempt is newer than every one seen of that node; remembers it if so."""
-        last = self._stamps.get(node_id)
-        if last is not None and (incarnation, stamp) <= last:
-            return False
-        self._stamps[node_id] = (incarnation, stamp)
-        self._stamps.move_to_end(node_id)
-        if len(self._stamps) > STAMPS_MAX:
-            self._stamps.popitem(last=False)
         return True
 
 

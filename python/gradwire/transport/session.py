@@ -183,12 +183,12 @@ class Session:
         """Have `poll` look at everything again."""
         self.wake_at_s = float("-inf")
 
-    def start_initiator(self, stamp: int, now_s: float) -> None:
+    def start_initiator(self, now_s: float) -> None:
         """Begin knocking at ``address``."""
         self.target = self.address
         header = HEADER.pack(INIT, 0, 0, 0, self.index, self._context.wall_ms(now_s))
         handshake = self._new_handshake(header)
-        introduction = self._introduction(stamp).encode(INTRODUCTION_BYTES)
+        introduction = self._introduction().encode(INTRODUCTION_BYTES)
         self._first_datagram = self._context.marker.mark(
             header + handshake.write_init(introduction)
         )
@@ -202,7 +202,7 @@ class Session:
         self._identify(remote)
         header = HEADER.pack(RESPONSE, 0, 0, 0, remote.session, 0)
         self._first_datagram = self._context.marker.mark(
-            header + handshake.write_response(self._introduction(remote.stamp).encode())
+            header + handshake.write_response(self._introduction().encode())
         )
         first, second = handshake.split()
         self._channel = ControlChannel(second, first, insecure=self._context.insecure)
@@ -281,11 +281,9 @@ class Session:
             context.secret, prologue(header, insecure=context.insecure), context.entropy
         )
 
-    def _introduction(self, stamp: int) -> Introduction:
+    def _introduction(self) -> Introduction:
         context = self._context
-        return Introduction(
-            context.node_id, context.incarnation, stamp, self.index, context.advertise
-        )
+        return Introduction(context.node_id, context.incarnation, self.index, context.advertise)
 
     # ---- receiving ----------------------------------------------------------------------------------------------
 

@@ -319,25 +319,21 @@ class Introduction:
     Attributes:
         node_id: identity of the node, 64 bits.
         incarnation: start of the process in milliseconds since the epoch; a restart has a larger one.
-        stamp: number of this handshake attempt within the incarnation; it only grows (against replays).
         session: index by which the sender of this introduction wants to be addressed in control datagrams.
         advertise: "host:port" under which others reach the node, or empty.
     """
 
     node_id: int
     incarnation: int
-    stamp: int
     session: int
     advertise: str = ""
 
-    _FIXED = struct.Struct("<QQQIB")
+    _FIXED = struct.Struct("<QQIB")
 
     def encode(self, padded_bytes: int = 0) -> bytes:
         """Return the bytes, zero-padded to ``padded_bytes``."""
         text = self.advertise.encode("ascii")
-        fixed = self._FIXED.pack(
-            self.node_id, self.incarnation, self.stamp, self.session, len(text)
-        )
+        fixed = self._FIXED.pack(self.node_id, self.incarnation, self.session, len(text))
         return (fixed + text).ljust(padded_bytes, b"\0")
 
     @classmethod
@@ -348,13 +344,13 @@ class Introduction:
             WireError: truncated, or the address is not ASCII.
         """
         try:
-            node_id, incarnation, stamp, session, length = cls._FIXED.unpack_from(data)
+            node_id, incarnation, session, length = cls._FIXED.unpack_from(data)
             if cls._FIXED.size + length > len(data):
                 raise WireError("the advertised address is truncated")
             text = data[cls._FIXED.size : cls._FIXED.size + length].decode("ascii")
         except (struct.error, UnicodeDecodeError) as error:
             raise WireError(f"malformed introduction: {error}") from error
-        return cls(node_id, incarnation, stamp, session, text)
+        return cls(node_id, incarnation, session, text)
 
 
 ADVERTISE_BYTES_MAX: Final = 64

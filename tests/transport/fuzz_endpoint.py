@@ -1,0 +1,49 @@
+"""Coverage-guided fuzzing of the transport with atheris; the targets are in `hostile.py`.
+
+Run from the directory ``tests``; what fails is written to a file, which repeats it when given as an argument::
+
+    python -m transport.fuzz_endpoint -max_total_time=60 corpus/
+    python -m transport.fuzz_endpoint crash-0123456789
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["gradwire.transport"]):
+    from . import hostile
+
+SEEDS = 40
+
+
+def one_input(data: bytes) -> None:
+    """Take the bytes as frames and as a script."""
+    hostile.parse(data)
+    hostile.storm(data)
+
+
+def write_seeds(corpus: Path) -> None:
+    """Give the fuzzer something to start from: random scripts reach every operation at once."""
+    corpus.mkdir(parents=True, exist_ok=True)
+    if any(corpus.iterdir()):
+        return
+    generator = random.Random(1)
+    for number in range(SEEDS):
+        (corpus / f"seed-{number}").write_bytes(generator.randbytes(generator.randrange(20, 400)))
+
+
+def main() -> None:
+    """Hand over to libFuzzer; its options begin with a dash."""
+    for argument in sys.argv[1:]:
+        if not argument.startswith("-") and not Path(argument).is_file():
+            write_seeds(Path(argument))
+    atheris.Setup(sys.argv, one_input)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
