@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+from gradwire.transport.model import Limits
+
 from .faults import MEGABYTE
 from .simulator import Link, Simulator
 
@@ -45,6 +49,47 @@ def test_thirty_seconds_of_silence_lose_the_peer_and_it_comes_back() -> None:
     assert two.payloads == [b"again"]
 
 
+@pytest.mark.parametrize("outage_s", [11.0, 30.0])
+def test_an_outage_in_the_middle_of_a_stream_is_told_to_the_message(outage_s: float) -> None:
+    simulator = Simulator(18)
+    one, two = simulator.mesh(2)
+    there, back = simulator.link(one, two), simulator.link(two, one)
+    there.rate_bytes_per_s, there.queue_bytes = 12.5e6, 125_000
+    sent = [simulator.random.randbytes(300_000) for _ in range(40)]
+    tickets = [simulator.publish(one, payload, tag) for tag, payload in enumerate(sent)]
+    simulator.run_for(0.5)  # of the second that all of it takes
+    there.blocked = back.blocked = True
+    simulator.run_for(outage_s)
+    there.blocked = back.blocked = False
+    (event,) = one.lost
+    assert event.reason == "timeout"
+    assert list(event.undelivered) == [ticket for ticket in tickets if ticket.failed]
+    delivered = [ticket.tag for ticket in tickets if ticket.delivered]
+    assert 5 < len(delivered) < 35
+    assert len(delivered) + len(event.undelivered) == 40
+    simulator.run_until(lambda: bool(one.endpoint.peers and two.endpoint.peers), 5.0)
+    for tag, payload in enumerate(sent[:5], 100):
+        simulator.publish(one, payload, tag)
+    simulator.run_until(lambda: all(ticket.is_done for ticket in one.tickets), 5.0)
+    tags = [tag for _, tag, _ in two.received]
+    before = [tag for tag in tags if tag < 100]
+    # Its acknowledgement may have been under way when the outage began.
+    assert before in (delivered, [*delivered, len(delivered)])
+    assert tags == [*before, *range(100, 105)]
+    assert two.payloads == [*sent[: len(before)], *sent[:5]]
+    assert one.endpoint.stats().send_log_bytes == 0
+
+
+def test_a_crashed_peer_is_lost_in_time_although_nothing_wakes_us_for_seconds() -> None:
+    """The time between two heartbeats is no pause of our own process, however long it is."""
+    limits = Limits(heartbeat_s=3.0, suspect_s=5.0, down_s=12.0)
+    simulator = Simulator(19)
+    one, two = simulator.mesh(2, limits=limits)
+    simulator.crash(two)
+    simulator.run_until(lambda: bool(one.lost), 15.5)
+    assert one.lost[0].reason == "timeout"
+
+
 def test_a_one_way_partition_ends_on_both_sides() -> None:
     simulator = Simulator(9)
     one, two = simulator.mesh(2)
@@ -56,23 +101,32 @@ def test_a_one_way_partition_ends_on_both_sides() -> None:
     simulator.run_until(lambda: bool(one.endpoint.peers and two.endpoint.peers), 15.0)
 
 
-def test_clogging_every_link_in_turn_loses_nothing() -> None:
-    simulator = Simulator(10, Link(loss=0.01))
+@pytest.mark.parametrize("seed", range(10, 15))
+def test_clogging_every_link_in_turn_loses_nothing(seed: int) -> None:
+    simulator = Simulator(seed, Link(loss=0.01))
     hosts = simulator.mesh(4)
-    for index, link_of in enumerate([(a, b) for a in hosts for b in hosts if a is not b]):
-        link = simulator.link(*link_of)
+    links = [simulator.link(a, b) for a in hosts for b in hosts if a is not b]
+    simulator.random.shuffle(links)
+    for index, link in enumerate(links):
+        simulator.call_at(simulator.now_s + 0.1 * index, lambda link=link: _block(link, True))
+    simulator.random.shuffle(links)  # they are opened in another order
+    for index, link in enumerate(links):
         simulator.call_at(
-            simulator.now_s + 0.1 * index, lambda link=link: setattr(link, "blocked", True)
+            simulator.now_s + 1.2 + 0.3 * index, lambda link=link: _block(link, False)
         )
-        simulator.call_at(
-            simulator.now_s + 1.2 + 0.1 * (11 - index),
-            lambda link=link: setattr(link, "blocked", False),
-        )
-    for index in range(60):
+    for index in range(100):
         for host in hosts:
             simulator.publish(host, bytes(2_000), index)
         simulator.run_for(0.05)
-    simulator.run_until(lambda: all(len(host.received) == 180 for host in hosts), 20.0)
+    simulator.run_until(lambda: all(len(host.received) == 300 for host in hosts), 20.0)
+    for host in hosts:
+        for peer in host.endpoint.peers:
+            assert [tag for sender, tag, _ in host.received if sender == peer] == list(range(100))
+    assert all(host.lost == [] for host in hosts)
+
+
+def _block(link: Link, blocked: bool) -> None:
+    link.blocked = blocked
 
 
 def test_a_starved_timer_thread_recovers() -> None:

@@ -135,7 +135,7 @@ class Endpoint:
         self._farewells: list[Transmit] = []
         self._message_number = 0
         self._is_closing = False
-        self._ticked_at_s = now_s
+        self._ticked_at_s = self._expected_at_s = now_s
         self._credit_at_s = now_s
         self._turn = 0
         self._is_rotation_due = False
@@ -501,13 +501,13 @@ class Endpoint:
         if self._farewells:
             return now_s
         at_s = min((session.wake_at_s for session in self._sessions.values()), default=NEVER_S)
-        at_s = min(at_s, self._knock_at_s)
+        at_s = self._expected_at_s = min(at_s, self._knock_at_s)
         return None if at_s == NEVER_S else max(at_s, 0.0)
 
     def _notice_sleep(self, now_s: float) -> None:
         """After a long pause of this process the silence was ours, not the peers'."""
-        slept_s = now_s - self._ticked_at_s
-        self._ticked_at_s = now_s
+        slept_s = now_s - max(self._ticked_at_s, self._expected_at_s)
+        self._ticked_at_s = self._expected_at_s = now_s
         if slept_s > SLEEP_S:
             for session in self._sessions.values():
                 session.heard_at_s = min(now_s, session.heard_at_s + slept_s)
