@@ -486,6 +486,7 @@ def _machine() -> dict[str, Any]:
         "isa": _core.isa(),
         "gradwire": _version("gradwire"),
         "numpy": np.__version__,
+        "cryptography": _version("cryptography"),
         "python": platform.python_version(),
         "commit": _commit(),
         "backends": ", ".join(gw.backends()),

@@ -3,7 +3,8 @@
     python benchmarks/bench_codec.py --json result.json
     python benchmarks/publish.py result.json docs/performance.md
 
-Each block between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` is replaced.
+A result of bench_transport.py goes the same way, into its own blocks. Each block between ``<!-- begin NAME -->`` and
+``<!-- end NAME -->`` is replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+
+import publish_transport
+from publish_tables import Result, cell, least, number, reach, table, verdict
 
 __all__ = ["main"]
 
@@ -84,25 +87,6 @@ PREDICTED = (
 )
 
 
-class Result:
-    """The rows of one result, found by what they measured."""
-
-    def __init__(self, result: dict[str, Any]) -> None:
-        self.machine: dict[str, Any] = result["machine"]
-        self.load: float = result["load_average_before"][0]
-        self.others: float | None = result["cpus_used_by_others"]
-        self.rows: list[dict[str, Any]] = result["rows"]
-        self._by_key = {(row["what"], row["reference"], row["numel"]): row for row in self.rows}
-
-    def row(self, what: str, reference: str, numel: int) -> dict[str, Any] | None:
-        """Return the row, or None if it was not measured."""
-        return self._by_key.get((what, reference, numel))
-
-    def group(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of one group."""
-        return [row for row in self.rows if row["group"] == name]
-
-
 def machine(result: Result) -> str:
     """Return what was measured on, and how quiet it was."""
     facts = result.machine
@@ -134,17 +118,15 @@ def time_table(result: Result) -> str:
         rows = [result.row(what, reference, numel) for numel in SIZES]
         found = [row for row in rows if row]
         if found:
-            cells = [_cell(row) for row in rows]
-            lines.append(
-                [label, shown, _reach(found[0]), *cells, _floor(found[0]), _verdict(found)]
-            )
+            cells = [cell(row) for row in rows]
+            lines.append([label, shown, reach(found[0]), *cells, least(found[0]), verdict(found)])
     small = result.group("small")
     if small:
         medians = " / ".join(f"{row['median']:.1f}" for row in small)
         met = "met" if all(row["median"] <= row["reach"]["value"] for row in small) else "not met"
         what = "encode, 1,024 elements; 1 / 10 / 100 changed"
         lines.append([what, "median, µs", "≤ 5", medians, "", "", met])
-    return _table(lines)
+    return table(lines)
 
 
 def density_table(result: Result) -> str:
@@ -155,10 +137,10 @@ def density_table(result: Result) -> str:
         lines.append(
             [
                 f"2^{numel.bit_length() - 1}",
-                *(_number(row["minimum"]) if row else "" for row in rows),
+                *(number(row["minimum"]) if row else "" for row in rows),
             ]
         )
-    return _table(lines)
+    return table(lines)
 
 
 def training_table(result: Result) -> str:
@@ -168,9 +150,9 @@ def training_table(result: Result) -> str:
     lines = [["N", *(f"2^{numel.bit_length() - 1}" for numel in numels)]]
     for what in whats:
         lines.append(
-            [what.split(", ")[-1], *(_cell(result.row(what, ADD, numel)) for numel in numels)]
+            [what.split(", ")[-1], *(cell(result.row(what, ADD, numel)) for numel in numels)]
         )
-    return _table(lines)
+    return table(lines)
 
 
 def size_table(result: Result) -> str:
@@ -184,7 +166,7 @@ def size_table(result: Result) -> str:
         lines.append(
             [f"{float(density):g}", *figures, rows[0]["note"].split()[0] if rows[0] else ""]
         )
-    return _table(lines)
+    return table(lines)
 
 
 def region_table(result: Result) -> str:
@@ -196,7 +178,7 @@ def region_table(result: Result) -> str:
         )
         if match:
             lines.append([*match.groups(), f"{row['minimum']:.3f}"])
-    return _table(lines)
+    return table(lines)
 
 
 def ceiling(result: Result) -> str:
@@ -214,8 +196,8 @@ def floor_table(result: Result) -> str:
     for label, moved, what in FLOOR_ROWS:
         row = result.row(what, ADD, SIZES[0])
         if row:
-            lines.append([label, moved, _floor(row), _number(row["minimum"])])
-    return _table(lines)
+            lines.append([label, moved, least(row), number(row["minimum"])])
+    return table(lines)
 
 
 def predicted_table(result: Result) -> str:
@@ -223,8 +205,8 @@ def predicted_table(result: Result) -> str:
     lines = [["density", "scalar bit writer", "prototype", "measured, 2^24"]]
     for density, scalar, prototype in PREDICTED:
         row = result.row(f"encode at density {density}", ADD, SIZES[0])
-        lines.append([density, scalar, prototype, _number(row["minimum"]) if row else ""])
-    return _table(lines)
+        lines.append([density, scalar, prototype, number(row["minimum"]) if row else ""])
+    return table(lines)
 
 
 BLOCKS: dict[str, Callable[[Result], str]] = {
@@ -238,39 +220,15 @@ BLOCKS: dict[str, Callable[[Result], str]] = {
     "floors": floor_table,
     "predicted": predicted_table,
 }
-
-
-def _number(value: float) -> str:
-    return f"{value:.3f}" if value < 0.1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
-
-
-def _cell(row: dict[str, Any] | None) -> str:
-    return f"{_number(row['minimum'])} ({_number(row['median'])})" if row else ""
-
-
-def _reach(row: dict[str, Any]) -> str:
-    reach = row["reach"]
-    return f"{'≤' if reach['relation'] == '<=' else '≥'} {reach['value']:g}" if reach else ""
-
-
-def _floor(row: dict[str, Any]) -> str:
-    return "" if row["floor"] is None else _number(row["floor"])
-
-
-def _verdict(rows: list[dict[str, Any]]) -> str:
-    return " / ".join(dict.fromkeys(row["verdict"].lower() for row in rows if row["verdict"]))
-
-
-def _table(lines: list[list[str]]) -> str:
-    head, *body = lines
-    rule = ["---"] * len(head)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *body))
+PAGES = {"codec": BLOCKS, "transport": publish_transport.BLOCKS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Replace the blocks of a page by a result's numbers; return 0."""
     parser = argparse.ArgumentParser(description="Put the numbers of a result into a page.")
-    parser.add_argument("result", type=Path, help="JSON of a full bench_codec.py run")
+    parser.add_argument(
+        "result", type=Path, help="JSON of a full run of bench_codec.py or bench_transport.py"
+    )
     parser.add_argument("page", type=Path)
     arguments = parser.parse_args(argv)
     content = json.loads(arguments.result.read_text())
@@ -283,7 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if result.others is not None and result.others > QUIET_CPUS:
         print(f"careful: others used {result.others:.2f} CPUs during this run; measure again")
     page = arguments.page.read_text()
-    for name, make in BLOCKS.items():
+    blocks = PAGES[parameters.get("benchmark", "codec")]
+    for name, make in blocks.items():
         block = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
         if len(block.findall(page)) != 1:
             raise SystemExit(f"{arguments.page}: needs one block {name!r}")
