@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that no node is left behind
     reports, kills = soak(options.minutes, options.seed)
     check_books(reports)
     memory = check_growth(reports[0])

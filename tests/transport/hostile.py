@@ -40,7 +40,9 @@ from gradwire.transport.wire import (
     Key,
     KeyAck,
     Members,
+    Padding,
     Ping,
+    Poison,
     Pong,
     Skip,
     WireError,
@@ -206,7 +208,7 @@ class Storm:
     def _frame(self) -> Frame:
         script = self.script
         log = self.target.endpoint.log
-        match script.below(12):
+        match script.below(14):
             case 0 | 1 | 2:
                 return self._ack()
             case 3:
@@ -231,6 +233,10 @@ class Storm:
                 return Close(script.below(256))
             case 10:
                 return CloseAck()
+            case 11:
+                return Poison()
+            case 12:
+                return Padding(1 + script.number(9))
             case _:
                 texts = ("10.0.0.1:5", "nonsense", ":", "[::1]:70000", "10.0.0.1:0", "h0:1")
                 count = script.below(33)

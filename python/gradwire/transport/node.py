@@ -101,6 +101,7 @@ class Node:
         )
         self._peer = Peer(self._endpoint.node_id, self._endpoint.incarnation, self._address)
         self._lock = threading.Lock()
+        self._close_lock = threading.Lock()
         self._thread_waker = Waker()
         self._caller_waker = Waker()
         self._callers_waiting = 0
@@ -284,7 +285,7 @@ class Node:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float = 5.0) -> list[tuple[Peer, Ticket]]:
-        """Deliver what is queued, say goodbye and stop; a second call does nothing.
+        """Deliver what is queued, say goodbye and stop; a second call does nothing but wait for the first.
 
         Args:
             timeout_s: the longest time to wait for acknowledgements.
@@ -292,8 +293,12 @@ class Node:
         Returns:
             (peer, ticket) of every message that a peer has not acknowledged.
         """
-        if self._is_closed or os.getpid() != self._process:
+        if os.getpid() != self._process:
             return []
+        with self._close_lock:
+            return [] if self._is_closed else self._close(timeout_s)
+
+    def _close(self, timeout_s: float) -> list[tuple[Peer, Ticket]]:
         end_s = now_s() + timeout_s
         with self._lock:
             self._endpoint.stop_publishing()

@@ -1,0 +1,115 @@
+"""Nodes on real sockets under a flood from another process: everything still arrives, and newcomers still join."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradwire.transport import Node
+
+SECRET = bytes(range(32))
+FLOOD_S = 2.0
+MEGABYTE = 1 << 20
+WARM_UP = 40  # messages until the pools of buffers are full
+GROWTH_MB_MAX = 8.0
+PATIENCE_S = 60.0
+
+
+def rss_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / 1e6
+
+
+def recorded_knocks(count: int) -> bytes:
+    """Return the first datagrams of true members, taken from the wire."""
+    knocks = b""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tap:
+        tap.bind(("127.0.0.1", 0))
+        tap.settimeout(10.0)
+        seed = "127.0.0.1:{}".format(tap.getsockname()[1])
+        for _ in range(count):
+            with Node("127.0.0.1:0", [seed], secret=SECRET):
+                knocks += tap.recv(2_000)
+    return knocks
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Node, Node]]:
+    with (
+        Node("127.0.0.1:0", secret=SECRET) as one,
+        Node("127.0.0.1:0", [one.address], secret=SECRET) as two,
+    ):
+        one.wait_for_peers(1, timeout_s=10.0)
+        two.wait_for_peers(1, timeout_s=10.0)
+        yield one, two
+
+
+def flood(node: Node, knocks: bytes) -> subprocess.Popen[bytes]:
+    host, port = node.address.split(":")
+    program = str(Path(__file__).with_name("flooder.py"))
+    return subprocess.Popen(
+        [sys.executable, program, host, port, str(FLOOD_S), knocks.hex()],
+        stdout=subprocess.PIPE,
+    )
+
+
+def exchange(one: Node, two: Node, payload: bytes, tag: int) -> None:
+    """Send a message each way and wait for both, with patience for a machine that is busy being flooded."""
+    tickets = [one.publish(payload, tag, two.peer), two.publish(payload, tag, one.peer)]
+    missing = {one, two}
+    end_s = time.monotonic() + PATIENCE_S
+    while missing or not all(ticket.is_done for ticket in tickets):
+        assert time.monotonic() < end_s, f"message {tag} is not through"
+        for node in (one, two):
+            for _, got, received in node.receive(timeout_s=0.005):
+                assert (got, received) == (tag, payload)
+                missing.discard(node)
+    assert all(ticket.delivered for ticket in tickets)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc to read memory from")
+def test_a_flood_of_garbage_and_replays_stops_neither_messages_nor_newcomers(
+    pair: tuple[Node, Node],
+) -> None:
+    one, two = pair
+    payload = random.Random(1).randbytes(MEGABYTE)
+    knocks = recorded_knocks(8)
+    for tag in range(WARM_UP):
+        exchange(one, two, payload, tag)
+    threads, before_mb, before = threading.active_count(), rss_mb(), two.stats()
+    flooder = flood(two, knocks)
+    tag = WARM_UP
+    with Node("127.0.0.1:0", [two.address], secret=SECRET) as newcomer:
+        newcomer.wait_for_peers(1, timeout_s=PATIENCE_S)
+        while flooder.poll() is None:
+            exchange(one, two, payload, tag)
+            tag += 1
+        output, _ = flooder.communicate()
+        exchange(one, two, payload, tag)
+        newcomer.wait_for_peers(2, timeout_s=PATIENCE_S)
+    after = two.stats()
+    dropped = sum(
+        getattr(after, name) - getattr(before, name)
+        for name in (
+            "malformed_datagrams",
+            "stray_datagrams",
+            "unauthenticated_datagrams",
+            "handshakes_refused",
+            "kernel_drops",
+        )
+    )
+    assert int(output) > 10_000
+    assert dropped > int(output) / 4, "the flood must have arrived"
+    assert after.messages_received > before.messages_received
+    assert rss_mb() - before_mb < GROWTH_MB_MAX
+    assert threading.active_count() == threads
+    assert two.peers == (one.peer,)
