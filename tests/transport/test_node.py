@@ -421,19 +421,6 @@ def test_the_own_address_among_the_peers_is_ignored() -> None:
         assert node.seeds == {"127.0.0.1:9"}
 
 
-@pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
-def test_ipv6_works() -> None:
-    try:
-        one = Node("[::1]:0", secret=SECRET)
-    except OSError as error:
-        pytest.skip(f"no IPv6 loopback: {error}")
-    with one, Node("[::1]:0", [one.address], secret=SECRET) as two:
-        two.wait_for_peers(1, timeout_s=5.0)
-        one.wait_for_peers(1, timeout_s=5.0)
-        one.publish(b"six" * 50_000)
-        assert bytes(collect(two, 1)[0].payload) == b"six" * 50_000
-
-
 def test_advertise_is_what_the_node_calls_itself() -> None:
     with Node("127.0.0.1:0", secret=SECRET, advertise="203.0.113.5:40123") as node:
         assert node.address == node.peer.address == "203.0.113.5:40123"

@@ -386,7 +386,7 @@ def test_sixteen_nodes_survive_a_restart_of_all() -> None:
     simulator.run_until(lambda: all(len(host.received) == 15 for host in hosts), 5.0)
 
 
-@pytest.mark.parametrize("pause_s", [3.0, 30.0])
+@pytest.mark.parametrize("pause_s", [3.0, 9.0, 11.0, 60.0])
 def test_a_stopped_process_comes_back(pause_s: float) -> None:
     simulator, one, two = pair(24)
     two.paused = True
@@ -449,15 +449,3 @@ def test_a_node_that_joins_during_a_rotation_understands_everything_after() -> N
         ticket = simulator.publish(one, b"for both")
         simulator.run_until(lambda ticket=ticket: ticket.is_done, 10.0)
         assert three.payloads == [b"for both"]
-
-
-def test_record_numbers_near_2_to_the_48_work() -> None:
-    simulator = Simulator(27)
-    one = simulator.add("one", first_record=2**48 - 1_000)
-    two = simulator.add("two")
-    one.endpoint.connect(two.address)
-    simulator.run_until(lambda: bool(one.endpoint.peers and two.endpoint.peers), 1.0)
-    for index in range(500):
-        simulator.publish(one, b"x", index)
-    simulator.run_until(lambda: is_done(one), 5.0)
-    assert len(two.received) == 500

@@ -27,6 +27,7 @@ from .wire import (
     RECORD_BYTES_MAX,
     RECORD_META,
     RECORD_META_BYTES,
+    RECORD_NUMBER_MAX,
     TAG_BYTES,
     Ack,
 )
@@ -149,7 +150,7 @@ class Inbound:
     def grant(self, window_records: int, now_s: float) -> None:
         """Let the peer send ``window_records`` beyond what has been consumed; a grant is never taken back."""
         self._window = min(window_records, ACK_WINDOW_RECORDS)
-        limit = self._consumed + self._window
+        limit = min(self._consumed + self._window, RECORD_NUMBER_MAX)
         # Every grant costs a datagram, so small ones wait for an acknowledgement that is sent anyway.
         if limit - self.limit > self._window // 4:
             self.acknowledge_by(now_s)
@@ -434,7 +435,7 @@ class Inbound:
         """Return the acknowledgement to send now, with all the credit there is, in as many parts as it needs."""
         self.ack_at_s = None
         self._unacknowledged_bytes = 0
-        self.limit = max(self.limit, self._consumed + self._window)
+        self.limit = max(self.limit, min(self._consumed + self._window, RECORD_NUMBER_MAX))
         base = self.cumulative
         complete = self._complete_bitmap(base)
         partials = [(number, self._partials[number].got) for number in sorted(self._partials)]
