@@ -52,7 +52,7 @@ def main() -> None:
         with contextlib.suppress(OSError):  # a kernel without segmentation
             source.sendmsg([many[sent % len(many)]], option, 0, target)
             sent += 45
-    print(sent)
+    sys.stdout.write(f"{sent}\n")
 
 
 if __name__ == "__main__":

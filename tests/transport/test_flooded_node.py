@@ -35,7 +35,7 @@ def recorded_knocks(count: int) -> bytes:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tap:
         tap.bind(("127.0.0.1", 0))
         tap.settimeout(10.0)
-        seed = "127.0.0.1:{}".format(tap.getsockname()[1])
+        seed = f"127.0.0.1:{tap.getsockname()[1]}"
         for _ in range(count):
             with Node("127.0.0.1:0", [seed], secret=SECRET):
                 knocks += tap.recv(2_000)

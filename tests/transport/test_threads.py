@@ -149,22 +149,27 @@ def test_a_node_closed_by_several_threads_under_load_ends_every_call(seed: int) 
     at_work = threading.Barrier(7)
     results: list[object] = []
 
+    def publish_on() -> None:
+        while True:
+            try:
+                to = generator.choice((None, two.peer))
+                tickets.append(one.publish(bytes(50_000), 1, to))
+            except WouldBlock:
+                one.has_room(50_000)
+
+    def receive_on() -> None:
+        while True:
+            one.receive(timeout_s=30.0)
+
     def publish() -> None:
         at_work.wait()
         with pytest.raises((Closed, NotConnected)):
-            while True:
-                try:
-                    tickets.append(
-                        one.publish(bytes(50_000), 1, generator.choice((None, two.peer)))
-                    )
-                except WouldBlock:
-                    one.has_room(50_000)
+            publish_on()
 
     def receive() -> None:
         at_work.wait()
         with pytest.raises(Closed):
-            while True:
-                one.receive(timeout_s=30.0)
+            receive_on()
 
     def close() -> None:
         at_work.wait()
