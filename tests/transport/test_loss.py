@@ -23,7 +23,7 @@ def test_half_of_the_acknowledgements_may_be_lost() -> None:
 
 
 def test_bursts_of_loss_lose_nothing() -> None:
-    link = Link(burst_loss=(0.002, 0.05))  # holes of 20 datagrams on average
+    link = Link(burst_loss=(0.004, 0.05))  # holes of 20 datagrams on average
     done = transfer(link, 5 * MEGABYTE)
     assert link.lost_bytes > 100_000
     assert done.resent_bytes <= 1.1 * link.lost_bytes + 6_000  # a few probes

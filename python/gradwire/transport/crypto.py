@@ -45,7 +45,17 @@ class AuthenticationError(Exception):
 
 
 class Aead(Protocol):
-    """The two operations that records and control datagrams need."""
+    """What records (into given memory) and control datagrams (small, so a copy costs nothing) need."""
+
+    def seal(self, nonce: bytes, plaintext: bytes, associated: bytes) -> bytes:
+        """Return ciphertext and tag."""
+
+    def open(self, nonce: bytes, ciphertext: memoryview, associated: bytes) -> bytes:
+        """Return the plaintext.
+
+        Raises:
+            AuthenticationError: the tag does not verify.
+        """
 
     def seal_into(
         self, nonce: bytes, plaintext: memoryview, associated: bytes, out: memoryview
@@ -67,8 +77,16 @@ class AesGcm:
 
     def __init__(self, key: bytes) -> None:
         self._aead = AESGCM(key)
+        self.seal = self._aead.encrypt
         self._encrypt_into = getattr(self._aead, "encrypt_into", None)
         self._decrypt_into = getattr(self._aead, "decrypt_into", None)
+
+    def open(self, nonce: bytes, ciphertext: memoryview, associated: bytes) -> bytes:
+        """See `Aead.open`."""
+        try:
+            return self._aead.decrypt(nonce, ciphertext, associated)
+        except InvalidTag as error:
+            raise AuthenticationError("the tag does not verify") from error
 
     def seal_into(
         self, nonce: bytes, plaintext: memoryview, associated: bytes, out: memoryview
@@ -83,11 +101,11 @@ class AesGcm:
         self, nonce: bytes, ciphertext: memoryview, associated: bytes, out: memoryview
     ) -> None:
         """See `Aead.open_into`."""
+        if self._decrypt_into is None:
+            out[:] = self.open(nonce, ciphertext, associated)
+            return
         try:
-            if self._decrypt_into is not None:
-                self._decrypt_into(nonce, ciphertext, associated, out)
-            else:
-                out[:] = self._aead.decrypt(nonce, ciphertext, associated)
+            self._decrypt_into(nonce, ciphertext, associated, out)
         except InvalidTag as error:
             raise AuthenticationError("the tag does not verify") from error
 
@@ -95,16 +113,38 @@ class AesGcm:
 class Plain:
     """No encryption and no authentication: only behind ``insecure=True``, to measure what they cost."""
 
-    def seal_into(
+    TAG: Final = bytes(TAG_BYTES)
+
+    def seal(
         self,
         nonce: bytes,  # noqa: ARG002 - the interface of Aead
+        plaintext: bytes,
+        associated: bytes,  # noqa: ARG002
+    ) -> bytes:
+        """Return the plaintext and a tag of zeros."""
+        return plaintext + self.TAG
+
+    def open(
+        self,
+        nonce: bytes,  # noqa: ARG002
+        ciphertext: memoryview,
+        associated: bytes,  # noqa: ARG002
+    ) -> bytes:
+        """Return the plaintext; any tag but zeros is refused."""
+        if ciphertext[-TAG_BYTES:] != self.TAG:
+            raise AuthenticationError("the tag does not verify")
+        return bytes(ciphertext[:-TAG_BYTES])
+
+    def seal_into(
+        self,
+        nonce: bytes,  # noqa: ARG002
         plaintext: memoryview,
         associated: bytes,  # noqa: ARG002
         out: memoryview,
     ) -> None:
         """Copy the plaintext and append a tag of zeros."""
         out[: len(plaintext)] = plaintext
-        out[len(plaintext) :] = bytes(TAG_BYTES)
+        out[len(plaintext) :] = self.TAG
 
     def open_into(
         self,
@@ -114,7 +154,7 @@ class Plain:
         out: memoryview,
     ) -> None:
         """Copy the plaintext; any tag but zeros is refused."""
-        if bytes(ciphertext[-TAG_BYTES:]) != bytes(TAG_BYTES):
+        if ciphertext[-TAG_BYTES:] != self.TAG:
             raise AuthenticationError("the tag does not verify")
         out[:] = ciphertext[:-TAG_BYTES]
 
@@ -367,12 +407,7 @@ class ControlChannel:
 
     def seal(self, counter: int, header: bytes, plaintext: bytes) -> bytes:
         """Return header, ciphertext and tag: a whole datagram."""
-        datagram = bytearray(len(header) + len(plaintext) + TAG_BYTES)
-        datagram[: len(header)] = header
-        self._send.seal_into(
-            noise_nonce(counter), memoryview(plaintext), header, memoryview(datagram)[len(header) :]
-        )
-        return bytes(datagram)
+        return header + self._send.seal(noise_nonce(counter), plaintext, header)
 
     def open(self, counter: int, header: bytes, ciphertext: memoryview) -> bytes:
         """Return the plaintext of a datagram that was not seen before.
@@ -382,10 +417,9 @@ class ControlChannel:
         """
         if counter <= self._highest - REPLAY_WINDOW or self._is_seen(counter):
             raise AuthenticationError("a control datagram came again")
-        plaintext = bytearray(len(ciphertext) - TAG_BYTES)
-        self._receive.open_into(noise_nonce(counter), ciphertext, header, memoryview(plaintext))
+        plaintext = self._receive.open(noise_nonce(counter), ciphertext, header)
         self._mark_seen(counter)
-        return bytes(plaintext)
+        return plaintext
 
     def _is_seen(self, counter: int) -> bool:
         return counter <= self._highest and self._seen >> (self._highest - counter) & 1 == 1

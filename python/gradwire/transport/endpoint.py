@@ -202,9 +202,10 @@ class Endpoint:
         for record in self._sealer.seal_message(self.log.head, message, number, tag, payload):
             self.log.append(record)
             on_record()
-        if to is not None:
-            for session in self._up_sessions():
-                session.touch()  # the others skip these records, or they would keep them in the log
+        for (
+            session
+        ) in self._up_sessions():  # also those that skip these records, or they would keep the log
+            session.look_at_log(now_s)
         self.counters.messages_sent += 1
         self.counters.payload_bytes_sent += len(payload) * len(recipients)
         self._maybe_rotate(now_s)
@@ -229,8 +230,10 @@ class Endpoint:
         messages = list(self._messages)
         self._messages.clear()
         self.budget.give_back(sum(len(message.payload) for message in messages))
-        for session in list(self._sessions.values()):
-            session.resume(now_s)
+        if self.budget.has_waiting:
+            self.budget.has_waiting = False
+            for session in list(self._sessions.values()):
+                session.resume(now_s)
         return messages
 
     def take_events(self) -> list[Event]:
@@ -364,8 +367,10 @@ class Endpoint:
         if session is None:
             self.counters.stray_datagrams += 1
             return
+        before = session.outbound.cumulative if session.outbound is not None else 0
         session.on_control(counter, header, datagram[HEADER_BYTES:], address, now_s)
-        self._release_log(now_s)
+        if before <= self.log.base or self._next_key is not None or self._is_rotation_due:
+            self._release_log(now_s)
 
     def _receive_response(self, datagram: bytes, address: Address, now_s: float) -> None:
         _, _, _, _, index, _ = HEADER.unpack_from(datagram)
@@ -485,8 +490,7 @@ class Endpoint:
         """Return the data that may leave at once, and nothing else; `poll` has the timers and the control."""
         out: list[Transmit] = []
         for session in self._sessions.values():
-            if session.state is State.UP and session.outbound is not None:
-                session.poll_data(session.outbound, now_s, out)
+            session.poll_data(now_s, out)
         self._count(out)
         return out
 

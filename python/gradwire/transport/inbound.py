@@ -33,9 +33,7 @@ from .wire import (
 )
 
 ACK_DELAY_S: Final = 0.0005
-ACK_EVERY_BYTES: Final = (
-    200_000  # of three or four full records; a burst each would cost more than the data
-)
+ACK_EVERY_BYTES: Final = 300_000  # of five full records; one a record would cost more than the data
 SKIPS_MAX: Final = 64
 PAYLOADS_KEPT_BYTES: Final = 32 << 20
 
@@ -47,11 +45,17 @@ class ProtocolError(Exception):
 
 
 class ReceiveBudget:
-    """Bytes of messages that are being assembled or wait for the caller, over all peers."""
+    """Bytes of messages that are being assembled or wait for the caller, over all peers.
+
+    Attributes:
+        used_bytes: taken and not given back.
+        has_waiting: some message has not got its room.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
+        self.has_waiting = False
         self.buffers = BufferPool(min(PAYLOADS_KEPT_BYTES, limit_bytes // 4))
         self.scratch = np.empty(RECORD_BYTES_MAX, dtype=np.uint8)
         self.scratch_view = memoryview(self.scratch)  # type: ignore[arg-type]
@@ -59,6 +63,7 @@ class ReceiveBudget:
     def take(self, nbytes: int) -> bool:
         """Reserve room for a message; False when it has to wait."""
         if self.used_bytes and self.used_bytes + nbytes > self.limit_bytes:
+            self.has_waiting = True
             return False
         self.used_bytes += nbytes
         return True

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Final
 
 from .records import Record, SendLog, lowest_bits
-from .recovery import PTO_MAX_S, RateController, RttEstimator, SendMark
+from .recovery import BURST_MAX_BYTES, PTO_MAX_S, RateController, RttEstimator, SendMark
 from .wire import Ack, Skip
 
 PTO_BACKOFF_MAX: Final = 10
-OVERDRAFT_WINDOW_BYTES: Final = 250_000
+NEVER_S: Final = float("inf")
+OVERDRAFT_WINDOW_BYTES: Final = 2 * BURST_MAX_BYTES
 PLAUSIBLE: Final = (
     0.75  # an answer this fraction of the usual round trip after the second copy is one to it
 )
@@ -106,7 +107,7 @@ class Outbound:
         self._order = 0
         self._newest = (-1, 0)
         self._described_end = start
-        self._loss_due_at_s: float | None = None
+        self._loss_due_at_s = NEVER_S
         self._progress_at_s = 0.0
         self._timeouts = 0
 
@@ -114,6 +115,11 @@ class Outbound:
     def is_idle(self) -> bool:
         """Whether everything in the log has been acknowledged by this peer."""
         return not self._flights and self.cursor == self._log.head
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something is in the log that was not sent to this peer yet, or has to be sent again."""
+        return bool(self._waiting) or self.cursor < self._log.head
 
     @property
     def is_starved(self) -> bool:
@@ -127,25 +133,45 @@ class Outbound:
 
     def next_item(self, now_s: float) -> Burst | Skip | None:
         """Return what to send now, or None when nothing may or need be sent."""
-        allowed_at_s = self.rate.send_allowed_at_s()
+        rate = self.rate
+        allowed_at_s = rate.send_allowed_at_s()
         if allowed_at_s is None or allowed_at_s > now_s:
             return None
+        # A window of several records may be overdrawn by a part of one: halves cost as much as wholes.
+        room = rate.burst_bytes
+        if rate.window_bytes < OVERDRAFT_WINDOW_BYTES:
+            room = min(room, rate.window_bytes - rate.bytes_in_flight)
+        if not self._waiting:
+            burst = self._send_whole(room, now_s)
+            if burst is not None:
+                return burst
         flight = self._waiting[min(self._waiting)] if self._waiting else self._open_next()
         if flight is None:
-            self.rate.on_app_limited()
+            rate.on_app_limited()
             return None
         record = flight.record
         if record is None:
             return self._send_skip(flight, now_s)
-        # A window of several records may be overdrawn by a part of one: halves cost as much as wholes.
-        rate = self.rate
-        room = rate.burst_bytes
-        if rate.window_bytes < OVERDRAFT_WINDOW_BYTES:
-            room = min(room, rate.window_bytes - rate.bytes_in_flight)
         mask = flight.to_send
         if room < record.nbytes:
             mask = lowest_bits(mask, max(1, room // record.segment_bytes))
         return self._send(flight, record, mask, now_s)
+
+    def _send_whole(self, room: int, now_s: float) -> Burst | None:
+        """Send the next record for the first time and in one piece, if it may be: the common case."""
+        number = self.cursor
+        record = self._log.get(number) if number < self.limit else None
+        if record is None or record.nbytes > room or self._session not in record.message.recipients:
+            return None
+        flight = _Flight(number, record, 1)
+        flight.to_send, flight.ever = 0, flight.full
+        order = flight.first_order = self._order
+        flight.sent.append(_Sent(order, flight.full, self.rate.on_sent(record.nbytes, now_s)))
+        self._flights[number] = flight
+        self.cursor = number + 1
+        self._order = order + 1
+        self._progress_at_s = now_s
+        return Burst([record.wire], record.segment_bytes, record.nbytes)
 
     def _open_next(self) -> _Flight | None:
         if self.cursor >= self._log.head:
@@ -321,7 +347,7 @@ class Outbound:
     def _find_losses(self, now_s: float) -> None:
         newest_order, newest_bit = self._newest
         delay_s = self._rtt.loss_delay_s
-        due_at_s: float | None = None
+        due_at_s = NEVER_S
         for flight in self._flights.values():
             # Records are opened in order, so from here on everything left after the newest arrival.
             if flight.first_order > newest_order or flight.number >= self._described_end:
@@ -337,8 +363,7 @@ class Outbound:
                 if now_s - sent.mark.sent_at_s >= delay_s:
                     self._declare_lost(flight, sent, overdue)
                 else:
-                    at_s = sent.mark.sent_at_s + delay_s
-                    due_at_s = at_s if due_at_s is None else min(due_at_s, at_s)
+                    due_at_s = min(due_at_s, sent.mark.sent_at_s + delay_s)
             flight.sent = [sent for sent in flight.sent if sent.mask]
         self._loss_due_at_s = due_at_s
 
@@ -349,20 +374,23 @@ class Outbound:
         self.rate.on_lost(nbytes)
         self._queue_again(flight, mask & ~flight.acked)
 
-    def deadline_s(self) -> float | None:
-        """Return when `on_timer` or `next_item` should be called next; None when there is nothing to wait for."""
-        times = [self._loss_due_at_s, self._probe_at_s()]
+    def deadline_s(self) -> float:
+        """Return when `on_timer` or `next_item` should be called next; infinity if there is nothing to wait for."""
+        at_s = min(self._loss_due_at_s, self._probe_at_s())
         if self._waiting or self.cursor < min(self._log.head, self.limit):
-            times.append(self.rate.send_allowed_at_s())
-        known = [at_s for at_s in times if at_s is not None]
-        return min(known) if known else None
+            allowed_at_s = self.rate.send_allowed_at_s()
+            if allowed_at_s is not None:
+                return min(at_s, allowed_at_s)
+        return at_s
 
-    def _probe_at_s(self) -> float | None:
+    def _probe_at_s(self) -> float:
         if not self._flights:
-            return None
-        backoff = 1 << min(self._timeouts, PTO_BACKOFF_MAX)
+            return NEVER_S
         timeout_s = self._rtt.probe_timeout_s
-        return self._progress_at_s + max(timeout_s, min(timeout_s * backoff, PTO_MAX_S))
+        if self._timeouts:
+            backoff = 1 << min(self._timeouts, PTO_BACKOFF_MAX)
+            timeout_s = max(timeout_s, min(timeout_s * backoff, PTO_MAX_S))
+        return self._progress_at_s + timeout_s
 
     def on_timer(self, now_s: float) -> tuple[list[Burst | Skip], bool]:
         """Do what is due: find losses, probe.
@@ -370,10 +398,9 @@ class Outbound:
         Returns:
             What to send at once, whatever the window; and whether a probe timeout expired.
         """
-        if self._loss_due_at_s is not None and now_s >= self._loss_due_at_s:
+        if now_s >= self._loss_due_at_s:
             self._find_losses(now_s)
-        probe_at_s = self._probe_at_s()
-        if probe_at_s is None or now_s < probe_at_s:
+        if now_s < self._probe_at_s():
             return [], False
         self._timeouts += 1
         self._progress_at_s = now_s
@@ -404,7 +431,7 @@ class Outbound:
         self.rate.on_abandoned(self.rate.bytes_in_flight)
         self._flights.clear()
         self._waiting.clear()
-        self._loss_due_at_s = None
+        self._loss_due_at_s = NEVER_S
         if self.cumulative < number:
             flight = _Flight(self.cumulative, None, number - self.cumulative)
             self._flights[flight.number] = self._waiting[flight.number] = flight
@@ -415,5 +442,5 @@ class Outbound:
         self.rate.on_abandoned(self.rate.bytes_in_flight)
         self._flights.clear()
         self._waiting.clear()
-        self._loss_due_at_s = None
+        self._loss_due_at_s = NEVER_S
         self.cursor = self.cumulative = self._log.head

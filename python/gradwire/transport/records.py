@@ -6,6 +6,7 @@ framed once, whatever the number of peers; retransmissions send slices of the sa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Final
 
@@ -31,11 +32,13 @@ WIRES_KEPT_BYTES: Final = 8 << 20
 FRAGMENT_INDICES: Final = np.arange(FRAGMENTS_MAX, dtype=np.uint8)
 
 
+@functools.cache
 def fragments_per_record(fragment_bytes: int, fragments_max: int = FRAGMENTS_MAX) -> int:
     """Return into how many datagrams a full record is cut."""
     return max(1, min(fragments_max, BURST_BYTES_MAX // (fragment_bytes + HEADER_BYTES)))
 
 
+@functools.cache
 def chunk_bytes_max(fragment_bytes: int, fragments_max: int = FRAGMENTS_MAX) -> int:
     """Return how many bytes of a message one record carries at most."""
     sealed_bytes = fragments_per_record(fragment_bytes, fragments_max) * fragment_bytes

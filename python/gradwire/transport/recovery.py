@@ -163,21 +163,18 @@ class RateController:
         """Return when the next burst may leave, in the past if at once; None until something is acknowledged."""
         if self.bytes_in_flight >= self.window_bytes:
             return None
-        # A sender of small messages measures only its own rate; pacing it by that would slow it down for nothing.
-        unpaced = WINDOW_INITIAL_BYTES if self.loss_rate < UNPACED_LOSS else WINDOW_MIN_BYTES
-        if self._is_app_limited and self.bytes_in_flight < unpaced:
-            return 0.0
+        if self._delivered_bytes < self._app_limited_until_bytes:
+            # A sender of small messages measures only its own rate; pacing it by that would slow it down for nothing.
+            unpaced = WINDOW_INITIAL_BYTES if self.loss_rate < UNPACED_LOSS else WINDOW_MIN_BYTES
+            if self.bytes_in_flight < unpaced:
+                return 0.0
         return self._next_send_at_s
-
-    @property
-    def _is_app_limited(self) -> bool:
-        return self._delivered_bytes < self._app_limited_until_bytes
 
     def on_sent(self, sent_bytes: int, now_s: float) -> SendMark:
         """Account for a burst that leaves now."""
         if self.bytes_in_flight == 0:
             self._first_sent_at_s = self._delivered_at_s = now_s
-        limited = self._is_app_limited
+        limited = self._delivered_bytes < self._app_limited_until_bytes
         mark = SendMark(
             now_s, self._delivered_bytes, self._delivered_at_s, self._first_sent_at_s, limited
         )

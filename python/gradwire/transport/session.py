@@ -183,6 +183,14 @@ class Session:
         """Have `poll` look at everything again."""
         self.wake_at_s = float("-inf")
 
+    def _look_again(self, now_s: float) -> None:
+        """Have `poll` called when something is due, or at once if something could be sent."""
+        outbound = self.outbound
+        if self.state is State.UP and outbound is not None and not outbound.has_unsent:
+            self.wake_at_s = self._deadline_s(now_s)
+        else:
+            self.touch()
+
     def start_initiator(self, now_s: float) -> None:
         """Begin knocking at ``address``."""
         self.target = self.address
@@ -317,7 +325,6 @@ class Session:
         highest = self._channel.highest_received
         frames = decode_frames(self._channel.open(counter, header, body))
         self.heard_at_s = now_s
-        self.touch()
         if address != self.address and counter > highest and self.is_established:
             self._context.on_moved(self, address)
         if self.state is State.RESPONDED and not any(isinstance(frame, Key) for frame in frames):
@@ -329,6 +336,7 @@ class Session:
             self._locate(self.identity)
         for frame in frames:
             self._on_frame(frame, counter, now_s)
+        self._look_again(now_s)
 
     def _on_frame(self, frame: Frame, counter: int, now_s: float) -> None:
         if self.state is State.DOWN:
@@ -439,17 +447,19 @@ class Session:
         if self.inbound is None or self.stream is None or not self.is_established:
             return True
         self.data_heard_at_s = now_s
-        self.touch()
+        inbound = self.inbound
         try:
-            is_valid = self.inbound.on_fragments(
+            is_valid = inbound.on_fragments(
                 epoch, self.stream, record, fragments, fragment_bytes, first, batch, now_s
             )
         except ProtocolError:
             self.give_up("protocol error", REASON_GIVEN_UP, now_s)
             return True
-        if self.inbound.poison.is_due:
-            self.inbound.poison.is_due = False
-            self._frames.append(encode_frame(Poison()))
+        if inbound.poison.is_due:
+            inbound.poison.is_due = False
+            self.send_frame(Poison())
+        elif inbound.ack_at_s is not None and inbound.ack_at_s < self.wake_at_s:
+            self.wake_at_s = inbound.ack_at_s
         return is_valid
 
     def resume(self, now_s: float) -> None:
@@ -470,8 +480,7 @@ class Session:
         self._context.deliver(self, tag, payload)
 
     def note_published(self, last_record: int, ticket: Ticket, now_s: float) -> None:
-        """Follow a message that is in the log for this peer, up to its last record."""
-        self.touch()
+        """Follow a message that will be in the log for this peer, up to its last record."""
         if not self.pending:
             self.progress_at_s = now_s
         self.pending.append((last_record, ticket))
@@ -488,6 +497,12 @@ class Session:
             self.outbound.skip_to(head)
             self.pending = deque((moved[last], ticket) for last, ticket in self.pending)
 
+    def look_at_log(self, now_s: float) -> None:
+        """Take note that the log has grown and, perhaps, that everything in it has been sent already."""
+        if self.outbound is not None and not self.outbound.has_unsent:
+            self.outbound.rate.on_app_limited()
+        self._look_again(now_s)
+
     def is_lagging(self, now_s: float) -> bool:
         """Whether the peer has acknowledged nothing for too long although something waits for it."""
         return bool(self.pending) and now_s - self.progress_at_s > self._context.limits.lag_s
@@ -502,7 +517,7 @@ class Session:
             out = []
             self._check_timers(now_s, out)
             if self.outbound is not None and self.state in (State.UP, State.CLOSING):
-                self.poll_data(self.outbound, now_s, out)
+                self._poll_data(self.outbound, now_s, out)
             self._poll_control(now_s, out)
         self.wake_at_s = self._deadline_s(now_s)
         return out
@@ -567,8 +582,18 @@ class Session:
             del self._pings[next(iter(self._pings))]
         self._frames.append(encode_frame(Ping(self._ping_token)))
 
-    def poll_data(self, outbound: Outbound, now_s: float, out: list[Transmit]) -> None:
-        """Append the data bursts that may leave now, a bounded number of them."""
+    def poll_data(self, now_s: float, out: list[Transmit]) -> None:
+        """Append the data bursts that may leave now, while the caller is still filling the log."""
+        outbound = self.outbound
+        if outbound is None or self.state is not State.UP:
+            return
+        for _ in range(BURSTS_PER_POLL):
+            item = outbound.next_item(now_s) if outbound.has_unsent else None
+            if item is None:
+                return
+            self._emit(item, out)
+
+    def _poll_data(self, outbound: Outbound, now_s: float, out: list[Transmit]) -> None:
         for _ in range(BURSTS_PER_POLL):
             item = outbound.next_item(now_s)
             if item is None:
@@ -626,9 +651,7 @@ class Session:
         if self.inbound is not None and self.inbound.ack_at_s is not None:
             at_s = min(at_s, self.inbound.ack_at_s)
         if self.outbound is not None and self.state in (State.UP, State.CLOSING):
-            data_at_s = self.outbound.deadline_s()
-            if data_at_s is not None:
-                at_s = min(at_s, data_at_s)
+            at_s = min(at_s, self.outbound.deadline_s())
         return at_s
 
     # ---- the end ------------------------------------------------------------------------------------------------

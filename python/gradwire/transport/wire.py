@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 VERSION: Final = 1
 DATA: Final = VERSION << 4 | 1
@@ -45,8 +45,7 @@ class WireError(ValueError):
     """Bytes that are not a well-formed datagram or frame of this version."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ack:
+class Ack(NamedTuple):
     """What a receiver has, and how far the sender may go.
 
     Attributes:
