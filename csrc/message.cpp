@@ -9,24 +9,6 @@
 namespace gradwire {
 namespace {
 
-// Byte offsets of the header's fields.
-enum Field : unsigned {
-    kMagicAt = 0,
-    kVersionAt = 4,
-    kKindAt = 5,
-    kFlagsAt = 6,
-    kExponentAt = 7,
-    kThresholdAt = 8,
-    kDtypeAt = 10,
-    kReservedAt = 11,
-    kKeyAt = 12,
-    kStepAt = 16,
-    kCrcAt = 20,
-    kNumelAt = 24,
-    kCountAt = 32,
-    kPayloadBytesAt = 40,
-};
-
 template <class T>
 T get(const uint8_t* bytes) {
     T value;

@@ -26,6 +26,24 @@ enum class Kind : uint8_t { kTernary = 1, kDense = 2 };
 enum class DenseType : uint8_t { kNone = 0, kFloat32 = 1, kFloat64 = 2, kBfloat16 = 3 };
 inline constexpr uint8_t kFlagShakeUp = 1;
 
+// Byte offsets of the header's fields.
+enum Field : unsigned {
+    kMagicAt = 0,
+    kVersionAt = 4,
+    kKindAt = 5,
+    kFlagsAt = 6,
+    kExponentAt = 7,
+    kThresholdAt = 8,
+    kDtypeAt = 10,
+    kReservedAt = 11,
+    kKeyAt = 12,
+    kStepAt = 16,
+    kCrcAt = 20,
+    kNumelAt = 24,
+    kCountAt = 32,
+    kPayloadBytesAt = 40,
+};
+
 struct Header {
     Kind kind = Kind::kTernary;
     uint8_t flags = 0;

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../message.h"
+
 namespace gradwire {
 namespace {
 
@@ -15,16 +17,16 @@ struct Bfloat16 {
 };
 
 template <class To, class From>
-inline To bit_cast(From from) {
+GRADWIRE_HD inline To bit_cast(From from) {
     static_assert(sizeof(To) == sizeof(From), "same size");
     To to;
     std::memcpy(&to, &from, sizeof to);
     return to;
 }
 
-inline float to_float(float value) { return value; }
-inline float to_float(Bfloat16 value) { return bit_cast<float>(uint32_t{value.bits} << 16); }
-inline float to_float(Half value) {
+GRADWIRE_HD inline float to_float(float value) { return value; }
+GRADWIRE_HD inline float to_float(Bfloat16 value) { return bit_cast<float>(uint32_t{value.bits} << 16); }
+GRADWIRE_HD inline float to_float(Half value) {
     const uint32_t sign = uint32_t{value.bits & 0x8000U} << 16;
     const uint32_t magnitude = value.bits & 0x7fffU;
     if (magnitude >= 0x7c00) return bit_cast<float>(sign | 0x7f800000U | (magnitude & 0x3ffU) << 13);
@@ -34,26 +36,28 @@ inline float to_float(Half value) {
 }
 
 template <class To>
-inline To to_scalar(double value) {
+GRADWIRE_HD inline To to_scalar(double value) {
     return static_cast<To>(value);
 }
 template <class To>
-inline To to_scalar(float value) {
+GRADWIRE_HD inline To to_scalar(float value) {
     return static_cast<To>(value);
 }
 template <class To>
-inline To to_scalar(Half value) {
+GRADWIRE_HD inline To to_scalar(Half value) {
     return static_cast<To>(to_float(value));
 }
 template <class To>
-inline To to_scalar(Bfloat16 value) {
+GRADWIRE_HD inline To to_scalar(Bfloat16 value) {
     return static_cast<To>(to_float(value));
 }
 
-inline bool is_finite(float value) { return (bit_cast<uint32_t>(value) & 0x7f800000U) != 0x7f800000U; }
-inline bool is_finite(double value) { return (bit_cast<uint64_t>(value) & 0x7ff0000000000000U) != 0x7ff0000000000000U; }
-inline float absolute(float value) { return __builtin_fabsf(value); }
-inline double absolute(double value) { return __builtin_fabs(value); }
+GRADWIRE_HD inline bool is_finite(float value) { return (bit_cast<uint32_t>(value) & 0x7f800000U) != 0x7f800000U; }
+GRADWIRE_HD inline bool is_finite(double value) {
+    return (bit_cast<uint64_t>(value) & 0x7ff0000000000000U) != 0x7ff0000000000000U;
+}
+GRADWIRE_HD inline float absolute(float value) { return __builtin_fabsf(value); }
+GRADWIRE_HD inline double absolute(double value) { return __builtin_fabs(value); }
 
 }  // namespace
 }  // namespace gradwire

@@ -8,35 +8,35 @@
 namespace gradwire {
 namespace {
 
-inline float copy_sign(float magnitude, float sign) { return __builtin_copysignf(magnitude, sign); }
-inline double copy_sign(double magnitude, double sign) { return __builtin_copysign(magnitude, sign); }
+GRADWIRE_HD inline float copy_sign(float magnitude, float sign) { return __builtin_copysignf(magnitude, sign); }
+GRADWIRE_HD inline double copy_sign(double magnitude, double sign) { return __builtin_copysign(magnitude, sign); }
 
 template <class Residual>
-inline uint32_t magnitude_bits(Residual value) {
+GRADWIRE_HD inline uint32_t magnitude_bits(Residual value) {
     return bit_cast<uint32_t>(static_cast<float>(absolute(value)));
 }
 
 // What pass 1 leaves of a sum.
 template <class Residual>
-inline Residual take_from(Residual sum, Residual threshold) {
+GRADWIRE_HD inline Residual take_from(Residual sum, Residual threshold) {
     const Residual less = sum - copy_sign(threshold, sum);
     return absolute(sum) >= threshold ? less : sum;
 }
 
 template <class Residual>
-inline Residual sum_of_finite(Residual before, Residual added) {
+GRADWIRE_HD inline Residual sum_of_finite(Residual before, Residual added) {
     const Residual sum = before + added;
     return is_finite(sum) ? sum : is_finite(before) ? before : is_finite(added) ? added : Residual{0};
 }
 
-inline uint32_t largest(const uint32_t* bits) {
+GRADWIRE_HD inline uint32_t largest(const uint32_t* bits) {
     uint32_t most = 0;
     for (uint64_t i = 0; i < kTailGroup; ++i) most = bits[i] > most ? bits[i] : most;
     return most;
 }
 
 template <class Residual>
-inline void count_signs(const Residual* before, const Residual* added, TailGroup* out) {
+GRADWIRE_HD inline void count_signs(const Residual* before, const Residual* added, TailGroup* out) {
     uint32_t agreeing = 0;
     uint32_t opposing = 0;
     for (uint64_t i = 0; i < kTailGroup; ++i) {
@@ -50,8 +50,8 @@ inline void count_signs(const Residual* before, const Residual* added, TailGroup
 }
 
 template <class Residual>
-void measure_group(const Residual* before, const Residual* added, uint64_t count, Residual threshold, bool has_update,
-                   TailGroup* out) {
+GRADWIRE_HD void measure_group(const Residual* before, const Residual* added, uint64_t count, Residual threshold,
+                               bool has_update, TailGroup* out) {
     // An element's partner is the one eight further or back, where there is one.
     Residual partner[kTailGroup];
     for (uint64_t i = 0; i < kTailGroup; ++i) partner[i] = added[i ^ 8];

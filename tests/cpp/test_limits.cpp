@@ -25,9 +25,6 @@ Bytes header_with(Bytes bytes, unsigned offset, uint64_t value) {
     mend_checksum(bytes);
     return bytes;
 }
-constexpr unsigned kNumelAt = 24;
-constexpr unsigned kCountAt = 32;
-constexpr unsigned kPayloadBytesAt = 40;
 
 }  // namespace
 

@@ -1,0 +1,210 @@
+// The decoder's kernels and the order in which they run.
+//
+//   read    a block for each message: header, directory
+//   check   the messages' bytes once more: checksum, every chunk's streams
+//   apply   a block for each window of the target: every message in turn     the touched sectors, read and written
+//
+// A message's chunks are decoded by every window that they reach into, whole; a chunk of 2^e changed elements is one or
+// two rounds of a block, so this is cheaper than to remember where to begin. The bytes that move are those of the
+// target.
+#include <algorithm>
+
+#include "codec.h"
+#include "crc.h"
+#include "decode_chunk.h"
+#include "device_team.cuh"
+#include "ranges.h"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr unsigned kBlock = 256;
+constexpr unsigned kMostMessages = 64;  // of one launch
+constexpr unsigned kCheckBlocks = 64;   // of one message
+
+__device__ const CrcTables kCrcTables = make_crc_tables();
+__device__ const ShiftPowers kShiftPowers = make_shift_powers();
+
+struct MessageTable {
+    uint32_t count = 0;
+    const uint8_t* bytes[kMostMessages];
+    uint64_t sizes[kMostMessages];
+
+    __device__ ByteSource source(uint32_t i) const { return {bytes[i], sizes[i]}; }
+};
+static_assert(sizeof(MessageTable) + sizeof(ArrayTable) <= 4000, "fit beside a kernel's other arguments");
+
+struct StatusTable {
+    MessageStatus* statuses[kMostMessages];
+};
+
+// What the checks of one message sum up to.
+struct MessageChecks {
+    uint32_t crc;
+    uint32_t failure;
+    uint32_t blocks_done;
+};
+
+// One call's memory: a record for each of its messages, and one word that stops all of them.
+struct Work {
+    ReadMessage* messages;
+    MessageChecks* checks;
+    ChunkEntry* entries;  // most_chunks(numel) for each message
+    uint64_t entries_each;
+    uint32_t* failure;
+};
+
+__global__ void __launch_bounds__(kBlock)
+    read_kernel(const __grid_constant__ MessageTable table, Work work, uint32_t first, uint64_t numel, double scale) {
+    __shared__ BlockScratch<kBlock> sums;
+    __shared__ DirectoryShared shared;
+    BlockTeam<kBlock> block(sums);
+    const uint32_t index = first + blockIdx.x;
+    read_message(block, table.source(blockIdx.x), numel, scale, work.messages + index,
+                 work.entries + index * work.entries_each, shared);
+}
+
+__global__ void __launch_bounds__(kBlock)
+    check_kernel(const __grid_constant__ MessageTable table, const __grid_constant__ StatusTable statuses, Work work,
+                 uint32_t first) {
+    __shared__ BlockScratch<kBlock> sums;
+    __shared__ CrcTables tables;
+    __shared__ ShiftPowers powers;
+    __shared__ bool is_last;
+    for (unsigned i = threadIdx.x; i < sizeof tables / 4; i += kBlock)
+        (&tables.entry[0][0])[i] = (&kCrcTables.entry[0][0])[i];
+    for (unsigned i = threadIdx.x; i < sizeof powers / 4; i += kBlock) powers.power[i] = kShiftPowers.power[i];
+    __syncthreads();
+    BlockTeam<kBlock> block(sums);
+    const uint32_t index = first + blockIdx.y;
+    const ReadMessage message = work.messages[index];
+    MessageChecks& checks = work.checks[index];
+    const ByteSource whole{table.bytes[blockIdx.y], kHeaderBytes + message.payload_bytes};
+    if (message.failure == kSound) {
+        add_slices(block, blockIdx.x, gridDim.x, tables, powers, whole, &checks.crc);
+        const ByteSource stream{whole.bytes + kHeaderBytes + message.directory_bytes,
+                                message.payload_bytes - message.directory_bytes};
+        const ChunkEntry* entries = work.entries + index * work.entries_each;
+        for (uint64_t i = blockIdx.x; i < message.chunks; i += gridDim.x) {
+            const uint32_t failure = check_chunk(block, stream, OpenChunk(message, entries[i], i));
+            if (threadIdx.x == 0 && failure != kSound) note_failure(&checks.failure, failure);
+        }
+    }
+    if (threadIdx.x == 0) {
+        __threadfence();
+        is_last = atomicAdd(&checks.blocks_done, 1U) + 1 == gridDim.x;
+    }
+    __syncthreads();
+    if (!is_last || threadIdx.x > 0) return;
+    __threadfence();
+    uint32_t failure = message.failure;
+    if (failure == kSound && finish_crc(tables, powers, whole, atomicXor(&checks.crc, 0U)) != message.crc)
+        failure = kBadChecksum;
+    if (failure == kSound) failure = atomicOr(&checks.failure, 0U);
+    if (failure == kSound) return;
+    note_failure(work.failure, failure);
+    if (statuses.statuses[blockIdx.y]) statuses.statuses[blockIdx.y]->failure = failure;
+}
+
+__global__ void __launch_bounds__(kBlock, 2)
+    apply_kernel(const __grid_constant__ MessageTable table, const __grid_constant__ ArrayTable targets, Work work,
+                 uint32_t first, uint64_t begin, uint64_t end, uint64_t window_elements, double scale) {
+    __shared__ BlockScratch<kBlock> sums;
+    if (*work.failure != kSound) return;
+    BlockTeam<kBlock> block(sums);
+    const uint64_t from = begin + blockIdx.x * window_elements;
+    const Window window(targets, from, from + window_elements < end ? from + window_elements : end);
+    for (uint32_t i = 0; i < table.count; ++i) {
+        const uint32_t index = first + i;
+        apply_message(block, table.source(i), work.messages[index], work.entries + index * work.entries_each, scale,
+                      window);
+    }
+}
+
+// Memory of a stream, which goes back to it at the end of the scope: no call waits, and a graph can hold it.
+class StreamMemory {
+  public:
+    StreamMemory(uint64_t bytes, Stream stream) : stream_(stream) {
+        CUDA_TRY(cudaMallocAsync(&memory_, bytes, stream));
+    }
+    ~StreamMemory() {
+        if (cudaFreeAsync(memory_, stream_) != cudaSuccess) cudaGetLastError();
+    }
+    StreamMemory(const StreamMemory&) = delete;
+    StreamMemory& operator=(const StreamMemory&) = delete;
+    uint8_t* get() const { return static_cast<uint8_t*>(memory_); }
+
+  private:
+    void* memory_ = nullptr;
+    Stream stream_;
+};
+
+// Enough windows to fill the device, none so small that decoding outweighs adding.
+uint64_t window_for(uint64_t numel, int device) {
+    int processors = 0;
+    CUDA_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    const uint64_t wanted = numel / (static_cast<uint64_t>(processors) * 8) + 1;
+    return std::clamp<uint64_t>((wanted + 2047) / 2048 * 2048, 4096, uint64_t{1} << 30);
+}
+
+}  // namespace
+
+void apply_on_device(int device, const std::vector<DeviceMessageRef>& messages, const std::vector<Array>& targets,
+                     double scale, Stream stream) {
+    if (messages.empty()) return;
+    const DeviceScope scope(device);
+    uint64_t numel = 0;
+    for (const Array& target : targets) numel += target.numel;
+    const auto count = static_cast<uint32_t>(messages.size());
+    Work work{};
+    work.entries_each = most_chunks(numel);
+    const uint64_t entries_bytes = count * work.entries_each * sizeof(ChunkEntry);
+    const uint64_t messages_bytes = count * sizeof(ReadMessage);
+    const uint64_t checks_bytes = count * sizeof(MessageChecks);
+    const StreamMemory memory(entries_bytes + messages_bytes + checks_bytes + sizeof(uint32_t), stream);
+    work.entries = reinterpret_cast<ChunkEntry*>(memory.get());
+    work.messages = reinterpret_cast<ReadMessage*>(memory.get() + entries_bytes);
+    work.checks = reinterpret_cast<MessageChecks*>(memory.get() + entries_bytes + messages_bytes);
+    work.failure = reinterpret_cast<uint32_t*>(memory.get() + entries_bytes + messages_bytes + checks_bytes);
+    CUDA_TRY(cudaMemsetAsync(work.checks, 0, checks_bytes + sizeof(uint32_t), stream));
+
+    std::vector<MessageTable> tables;
+    for (uint32_t first = 0; first < count; first += kMostMessages) {
+        MessageTable table;
+        StatusTable statuses;
+        for (uint32_t i = first; i < std::min(count, first + kMostMessages); ++i, ++table.count) {
+            table.bytes[table.count] = messages[i].bytes;
+            table.sizes[table.count] = messages[i].size;
+            statuses.statuses[table.count] = messages[i].status;
+        }
+        read_kernel<<<table.count, kBlock, 0, stream>>>(table, work, first, numel, scale);
+        CUDA_TRY_LAUNCH("read");
+        check_kernel<<<dim3(kCheckBlocks, table.count), kBlock, 0, stream>>>(table, statuses, work, first);
+        CUDA_TRY_LAUNCH("check");
+        tables.push_back(table);
+    }
+    if (numel == 0) return;
+    const uint64_t window = window_for(numel, device);
+    for (const ArrayRange& range : cut_ranges(targets, numel, window))
+        for (uint32_t i = 0; i < tables.size(); ++i) {
+            const uint64_t windows = (range.end - range.begin + window - 1) / window;
+            apply_kernel<<<static_cast<unsigned>(windows), kBlock, 0, stream>>>(
+                tables[i], range.arrays, work, i * kMostMessages, range.begin, range.end, window, scale);
+            CUDA_TRY_LAUNCH("apply");
+        }
+}
+
+const char* failure_text(uint32_t failure) {
+    switch (failure) {
+        case kBadHeader: return "its header breaks a rule of the format";
+        case kBadNumel: return "its numel is not the target's";
+        case kTruncated: return "it is truncated";
+        case kBadDirectory: return "its directory is inconsistent";
+        case kBadChecksum: return "its checksum is wrong: the message is corrupt";
+        case kBadStream: return "a chunk's streams are inconsistent";
+        case kBadScale: return "scale times its threshold overflows float32";
+        default: return "nothing is wrong with it";
+    }
+}
+
+}  // namespace gradwire::cuda

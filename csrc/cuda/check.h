@@ -1,0 +1,41 @@
+// Every call of the CUDA runtime goes through CUDA_TRY, which says what failed and where, and leaves no error behind.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace gradwire::cuda {
+
+struct CudaError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+inline void check_call(cudaError_t error, const char* call, const char* file, int line) {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // the runtime repeats an error until somebody asks for it
+    const char* slash = std::strrchr(file, '/');
+    throw CudaError(std::string(slash ? slash + 1 : file) + ":" + std::to_string(line) + ": " + call + ": " +
+                    cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
+}
+
+// Makes a device the current one for a scope.
+class DeviceScope {
+  public:
+    explicit DeviceScope(int device);
+    ~DeviceScope();
+    DeviceScope(const DeviceScope&) = delete;
+    DeviceScope& operator=(const DeviceScope&) = delete;
+
+  private:
+    int before_ = 0;
+    bool changed_ = false;
+};
+
+}  // namespace gradwire::cuda
+
+#define CUDA_TRY(call) ::gradwire::cuda::check_call((call), #call, __FILE__, __LINE__)
+// Behind a kernel's launch.
+#define CUDA_TRY_LAUNCH(name) ::gradwire::cuda::check_call(cudaGetLastError(), "launch of " name, __FILE__, __LINE__)

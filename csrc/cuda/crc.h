@@ -1,0 +1,100 @@
+// CRC-32C in parallel. The remainder of a concatenation is the first part's, multiplied by x^(bits behind it), plus the
+// second's; so slices are summed up on their own, shifted to their places and XOR-ed.
+// Source: M. Adler's crc32_combine (zlib) for the idea; arithmetic modulo P in reflected order, where bit 31 is x^0.
+#pragma once
+
+#include "bits.h"
+
+namespace gradwire::cuda {
+
+inline constexpr uint32_t kCrcPolynomial = 0x82f63b78U;
+inline constexpr uint64_t kCrcSlice = 256;  // bytes
+
+GRADWIRE_HD inline constexpr uint32_t multiply_modulo(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (unsigned i = 0; i < 32; ++i) {
+        if (a & (0x80000000U >> i)) product ^= b;
+        b = b & 1 ? (b >> 1) ^ kCrcPolynomial : b >> 1;
+    }
+    return product;
+}
+
+// power[i] = x^(8 * 2^i): what shifts by 2^i bytes.
+struct ShiftPowers {
+    uint32_t power[56];
+};
+constexpr ShiftPowers make_shift_powers() {
+    ShiftPowers powers{};
+    uint32_t x = 0x80000000U >> 8;
+    for (unsigned i = 0; i < 56; ++i, x = multiply_modulo(x, x)) powers.power[i] = x;
+    return powers;
+}
+
+// Slicing by four, Kounavis and Berry 2005.
+struct CrcTables {
+    uint32_t entry[4][256];
+};
+constexpr CrcTables make_crc_tables() {
+    CrcTables tables{};
+    for (uint32_t i = 0; i < 256; ++i) {
+        uint32_t crc = i;
+        for (int bit = 0; bit < 8; ++bit) crc = crc & 1 ? (crc >> 1) ^ kCrcPolynomial : crc >> 1;
+        tables.entry[0][i] = crc;
+    }
+    for (uint32_t i = 0; i < 256; ++i)
+        for (int t = 1; t < 4; ++t)
+            tables.entry[t][i] = (tables.entry[t - 1][i] >> 8) ^ tables.entry[0][tables.entry[t - 1][i] & 255];
+    return tables;
+}
+
+GRADWIRE_HD inline uint32_t shift_bytes(const ShiftPowers& powers, uint32_t crc, uint64_t bytes) {
+    for (unsigned i = 0; bytes != 0; ++i, bytes >>= 1)
+        if (bytes & 1) crc = multiply_modulo(powers.power[i], crc);
+    return crc;
+}
+
+// The remainder of `count` bytes from `from` on, the header's checksum taken as zero.
+GRADWIRE_HD inline uint32_t crc_of_slice(const CrcTables& tables, const ByteSource& message, uint64_t from,
+                                         uint64_t count) {
+    uint32_t crc = 0;
+    uint64_t i = 0;
+    for (; i + 4 <= count; i += 4) {
+        const uint32_t word = from + i == kCrcAt ? 0 : static_cast<uint32_t>(message.word_at(from + i));
+        crc ^= word;
+        crc = tables.entry[3][crc & 255] ^ tables.entry[2][crc >> 8 & 255] ^ tables.entry[1][crc >> 16 & 255] ^
+              tables.entry[0][crc >> 24];
+    }
+    for (; i < count; ++i) crc = (crc >> 8) ^ tables.entry[0][(crc ^ message.bytes[from + i]) & 255];
+    return crc;
+}
+
+// Team `block` of `blocks`: adds its whole slices to `*sum`, each shifted by the whole slices behind it.
+template <class Team>
+GRADWIRE_TEAM void add_slices(Team& team, unsigned block, unsigned blocks, const CrcTables& tables,
+                              const ShiftPowers& powers, const ByteSource& message, uint32_t* sum) {
+    const uint64_t slices = message.size / kCrcSlice;
+    Local<Team, uint64_t> own;
+    team.each([&](unsigned thread) {
+        uint32_t crc = 0;
+        for (uint64_t i = uint64_t{block} * Team::kThreads + thread; i < slices; i += uint64_t{blocks} * Team::kThreads)
+            crc ^= shift_bytes(powers, crc_of_slice(tables, message, i * kCrcSlice, kCrcSlice),
+                               (slices - 1 - i) * kCrcSlice);
+        own[thread] = crc;
+    });
+    const uint64_t all =
+        team.exclusive_scan(own, uint64_t{0}, [](uint64_t a, uint64_t b) -> uint64_t { return a ^ b; });
+    team.each([&](unsigned thread) {
+        if (thread == 0) atomic_xor(sum, static_cast<uint32_t>(all));
+    });
+}
+
+// The checksum, from the sum of all whole slices; by one thread.
+GRADWIRE_HD inline uint32_t finish_crc(const CrcTables& tables, const ShiftPowers& powers, const ByteSource& message,
+                                       uint32_t sum) {
+    const uint64_t whole = message.size / kCrcSlice * kCrcSlice;
+    const uint32_t slices = shift_bytes(powers, sum, message.size - whole);
+    const uint32_t tail = crc_of_slice(tables, message, whole, message.size - whole);
+    return ~(shift_bytes(powers, ~uint32_t{0}, message.size) ^ slices ^ tail);
+}
+
+}  // namespace gradwire::cuda

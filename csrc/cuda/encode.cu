@@ -1,0 +1,414 @@
+// The encoder's kernels and the order in which they run. Every kernel is a few lines around an algorithm of the
+// headers.
+//
+//   take       the data once: residual, masks                       12 bytes an element (float32)
+//   plan       one block: scans the groups' counts                   4 bytes for 16,384 elements
+//   size       a block for each chunk: its borders, its quotients    the listed words
+//   lay out    zeros, directory, header                              the message
+//   write      a block for each chunk: its bits                      the listed words, the message
+//   clip       only with a clip, and at its turn                     the data
+//   seal       checksum, totals, the next step's threshold           the message
+//   publish    only with a pinned copy                               the message, over the bus
+#include <algorithm>
+#include <limits>
+
+#include "codec.h"
+#include "crc.h"
+#include "dense.h"
+#include "device_team.cuh"
+#include "ranges.h"
+#include "tail_sample.h"
+#include "take_tile.h"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr unsigned kBlock = 256;
+constexpr unsigned kPlanBlock = 1024;
+constexpr unsigned kWarps = kBlock / kWarpThreads;
+static_assert(kWarps == kGroupTiles, "a block of warps takes a group of tiles");
+
+__device__ const CrcTables kCrcTables = make_crc_tables();
+__device__ const ShiftPowers kShiftPowers = make_shift_powers();
+
+// Words of one encoder that only kernels touch.
+struct Scratch {
+    Plan plan;
+    uint32_t crc;
+    uint32_t sealed_blocks;
+};
+
+template <class Residual>
+__device__ Residual threshold_of(const EncoderState& state) {
+    return static_cast<Residual>(threshold_value(state.used));
+}
+
+template <class Residual>
+__device__ Residual endless() {
+    return static_cast<Residual>(__int_as_float(0x7f800000));
+}
+
+// A warp for each tile. Against an infinite threshold (`dense`) a finite value never passes: it only accumulates.
+template <class Residual, class Update>
+__global__ void __launch_bounds__(kBlock)
+    take_kernel(const __grid_constant__ ArrayTable updates, TakeTarget<Residual> to, const EncoderState* state,
+                uint64_t first_group, bool dense) {
+    __shared__ TileShared tiles[kWarps];
+    __shared__ uint32_t counts[kWarps];
+    const unsigned warp_index = threadIdx.x / kWarpThreads;
+    const uint64_t group = first_group + blockIdx.x;
+    const uint64_t tile = group * kGroupTiles + warp_index;
+    const Residual threshold = dense ? endless<Residual>() : threshold_of<Residual>(*state);
+    uint32_t count = 0;
+    if (tile < to.masks.tile_count()) {
+        WarpTeam warp;
+        count = take_tile<WarpTeam, Residual, Update>(warp, to, updates, threshold, tile, tiles[warp_index]);
+    }
+    if (threadIdx.x % kWarpThreads == 0) counts[warp_index] = count;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    uint32_t sum = 0;
+    for (const uint32_t one : counts) sum += one;
+    to.masks.group_count[group] = sum;
+}
+
+__global__ void __launch_bounds__(kPlanBlock)
+    plan_kernel(Masks masks, const EncoderState* state, bool skip_nonfinite, Scratch* scratch) {
+    __shared__ BlockScratch<kPlanBlock> sums;
+    BlockTeam<kPlanBlock> block(sums);
+    plan_message(block, masks, state->nonfinite, skip_nonfinite, &scratch->plan);
+    if (threadIdx.x == 0) scratch->crc = scratch->sealed_blocks = 0;
+}
+
+__global__ void __launch_bounds__(kBlock) size_kernel(Masks masks, const Scratch* scratch, ChunkRecord* records) {
+    __shared__ BlockScratch<kBlock> sums;
+    __shared__ FindShared find;
+    BlockTeam<kBlock> block(sums);
+    const Plan plan = scratch->plan;
+    for (uint64_t i = blockIdx.x; i < plan.chunks; i += gridDim.x) size_chunk(block, masks, plan, i, records, find);
+}
+
+__global__ void __launch_bounds__(kBlock) lay_out_kernel(Masks masks, const EncoderState* state, uint32_t key,
+                                                         Scratch* scratch, ChunkRecord* records, uint32_t* message) {
+    __shared__ BlockScratch<kBlock> sums;
+    BlockTeam<kBlock> block(sums);
+    const HeaderWords words{state->used, state->flags, key, static_cast<uint32_t>(state->step)};
+    lay_out_message(block, blockIdx.x, gridDim.x, masks, words, &scratch->plan, records, message);
+}
+
+// Where the update was not finite: gives back what was taken, instead.
+template <class Residual>
+__global__ void __launch_bounds__(kBlock)
+    write_kernel(Masks masks, Residual* residual, const EncoderState* state, const Scratch* scratch,
+                 const ChunkRecord* records, uint32_t* message) {
+    __shared__ BlockScratch<kBlock> sums;
+    BlockTeam<kBlock> block(sums);
+    const Plan plan = scratch->plan;
+    for (uint64_t i = blockIdx.x; i < plan.chunks; i += gridDim.x) write_chunk(block, masks, plan, i, records, message);
+    if (!plan.gives_back) return;
+    const Residual threshold = threshold_of<Residual>(*state);
+    for (uint64_t tile = uint64_t{blockIdx.x} * kBlock + threadIdx.x; tile < masks.tile_count();
+         tile += uint64_t{gridDim.x} * kBlock)
+        give_back_tile(masks, residual, threshold, tile);
+}
+
+template <class Residual>
+__global__ void __launch_bounds__(kBlock)
+    clip_kernel(Residual* residual, uint64_t numel, double clip_limit, const Scratch* scratch, EncoderState* state) {
+    if (!state->clips || scratch->plan.gives_back) return;
+    const auto limit = static_cast<Residual>(clip_limit * static_cast<double>(threshold_value(state->rounded)));
+    for (uint64_t i = uint64_t{blockIdx.x} * kBlock + threadIdx.x; i < numel; i += uint64_t{gridDim.x} * kBlock) {
+        const Residual value = residual[i];
+        if (!(absolute(value) > limit)) continue;
+        const Residual kept = value < 0 ? -limit : limit;
+        atomic_add(&state->clipped_now, 1);
+        atomicAdd(&state->clipped_sum_now, static_cast<double>(value) - static_cast<double>(kept));
+        residual[i] = kept;
+    }
+}
+
+// A dense message but its checksum, or an empty one where the update was not finite.
+template <class Residual>
+__global__ void __launch_bounds__(kBlock)
+    values_kernel(Residual* residual, uint64_t numel, DenseType dtype, uint32_t key, const EncoderState* state,
+                  Scratch* scratch, uint8_t* message) {
+    const bool refused = scratch->plan.gives_back;
+    if (!refused)
+        for (uint64_t i = uint64_t{blockIdx.x} * kBlock + threadIdx.x; i < numel; i += uint64_t{gridDim.x} * kBlock)
+            send_value(residual, i, dtype, message + kHeaderBytes);
+    if (blockIdx.x > 0 || threadIdx.x > 0) return;
+    Header header;
+    header.key = key;
+    header.step = static_cast<uint32_t>(state->step);
+    header.numel = numel;
+    if (refused) {
+        header.threshold = state->rounded;
+        header.exponent = static_cast<uint8_t>(chunk_exponent(0));
+    } else {
+        header.kind = Kind::kDense;
+        header.dtype = dtype;
+        header.count = numel;
+        header.payload_bytes = numel * bytes_per_value(dtype);
+    }
+    put_header(message, header);
+    scratch->plan.count = header.count;
+    scratch->plan.stream_bits = header.payload_bytes * 8;
+}
+
+// The last block to finish writes the checksum, the status and what the next step needs.
+__global__ void __launch_bounds__(kBlock) seal_kernel(uint8_t* message, uint64_t numel, Policy policy, bool follows,
+                                                      Scratch* scratch, EncoderState* state, MessageStatus* status) {
+    __shared__ BlockScratch<kBlock> sums;
+    __shared__ CrcTables tables;
+    __shared__ ShiftPowers powers;
+    __shared__ bool is_last;
+    for (unsigned i = threadIdx.x; i < sizeof tables / 4; i += kBlock)
+        (&tables.entry[0][0])[i] = (&kCrcTables.entry[0][0])[i];
+    for (unsigned i = threadIdx.x; i < sizeof powers / 4; i += kBlock) powers.power[i] = kShiftPowers.power[i];
+    __syncthreads();
+    BlockTeam<kBlock> block(sums);
+    const uint64_t size = kHeaderBytes + scratch->plan.payload_bytes();
+    const ByteSource bytes{message, size};
+    add_slices(block, blockIdx.x, gridDim.x, tables, powers, bytes, &scratch->crc);
+    if (threadIdx.x == 0) {
+        __threadfence();
+        is_last = atomicAdd(&scratch->sealed_blocks, 1U) + 1 == gridDim.x;
+    }
+    __syncthreads();
+    if (!is_last || threadIdx.x > 0) return;
+    __threadfence();
+    const uint32_t crc = finish_crc(tables, powers, bytes, atomicXor(&scratch->crc, 0U));
+    put_field(message + kCrcAt, crc);
+    const bool refused = scratch->plan.gives_back;
+    *status = {0, refused, state->nonfinite.count, state->nonfinite.first};
+    if (!refused) finish_step(policy, *state, numel, scratch->plan.count, size, follows);
+    clear_step(*state);
+}
+
+__global__ void __launch_bounds__(kBlock) publish_kernel(const uint4* message, const Scratch* scratch, uint4* copy) {
+    const uint64_t vectors = (kHeaderBytes + scratch->plan.payload_bytes() + 15) / 16;
+    for (uint64_t i = uint64_t{blockIdx.x} * kBlock + threadIdx.x; i < vectors; i += uint64_t{gridDim.x} * kBlock)
+        copy[i] = message[i];
+}
+
+// A thread for each group of the sample whose first element lies in [begin, end).
+template <class Residual>
+__global__ void __launch_bounds__(kBlock)
+    sample_kernel(const __grid_constant__ ArrayTable updates, const Residual* residual, uint64_t begin, uint64_t end,
+                  uint64_t numel, uint32_t* bins, EncoderState* state) {
+    const uint64_t stride = tail_stride(numel);
+    const uint64_t first = ((begin + stride - 1) / stride + uint64_t{blockIdx.x} * kBlock + threadIdx.x) * stride;
+    if (first >= end) return;
+    sample_group(residual, updates, first, numel, threshold_of<Residual>(*state), bins, &state->tail);
+}
+
+// A block for each quantile.
+__global__ void __launch_bounds__(kBlock) quantile_kernel(uint32_t* bins, double density, EncoderState* state) {
+    __shared__ BlockScratch<kBlock> sums;
+    BlockTeam<kBlock> block(sums);
+    const double want = density * static_cast<double>(state->tail.elements);
+    find_quantile(block, bins + blockIdx.x * kTailBins, want, &state->tail.quantile[blockIdx.x]);
+}
+
+__global__ void clear_tail_kernel(EncoderState* state) { state->tail = TailWords{}; }
+
+}  // namespace
+
+// One allocation, made once.
+struct Workspace {
+    DeviceMemory<uint8_t> memory;
+    uint8_t* residual;
+    EncoderState* state;
+    Scratch* scratch;
+    Masks masks;
+    ChunkRecord* records;
+    uint32_t* bins;
+};
+
+namespace {
+
+std::unique_ptr<Workspace> allocate_workspace(uint64_t numel, uint64_t residual_bytes) {
+    auto work = std::make_unique<Workspace>();
+    work->masks.numel = numel;
+    uint64_t used = 0;
+    const auto reserve = [&](uint64_t bytes) {
+        const uint64_t at = used;
+        used += (bytes + 255) / 256 * 256;
+        return at;
+    };
+    const uint64_t tiles = work->masks.tile_count(), groups = work->masks.group_total();
+    const uint64_t residual = reserve(residual_bytes);
+    const uint64_t state = reserve(sizeof(EncoderState));
+    const uint64_t scratch = reserve(sizeof(Scratch));
+    const uint64_t tile_records = reserve(tiles * sizeof(TileRecord));
+    const uint64_t pairs = reserve(tiles * kTileWords * sizeof(MaskPair));
+    const uint64_t counts = reserve(groups * sizeof(uint32_t));
+    const uint64_t firsts = reserve((groups + 1) * sizeof(uint64_t));
+    const uint64_t records = reserve(most_chunks(numel) * sizeof(ChunkRecord));
+    const uint64_t bins = reserve(kTailQuantiles * kTailBins * sizeof(uint32_t));
+    work->memory = allocate_device(used);
+    uint8_t* base = work->memory.get();
+    work->residual = base + residual;
+    work->state = reinterpret_cast<EncoderState*>(base + state);
+    work->scratch = reinterpret_cast<Scratch*>(base + scratch);
+    work->masks.tiles = reinterpret_cast<TileRecord*>(base + tile_records);
+    work->masks.pairs = reinterpret_cast<MaskPair*>(base + pairs);
+    work->masks.group_count = reinterpret_cast<uint32_t*>(base + counts);
+    work->masks.group_first = reinterpret_cast<uint64_t*>(base + firsts);
+    work->records = reinterpret_cast<ChunkRecord*>(base + records);
+    work->bins = reinterpret_cast<uint32_t*>(base + bins);
+    CUDA_TRY(cudaMemset(work->residual, 0, residual_bytes));
+    CUDA_TRY(cudaMemset(work->state, 0, sizeof(EncoderState)));
+    CUDA_TRY(cudaMemset(work->scratch, 0, sizeof(Scratch)));
+    CUDA_TRY(cudaMemset(work->bins, 0, kTailQuantiles * kTailBins * sizeof(uint32_t)));
+    return work;
+}
+
+}  // namespace
+
+DeviceEncoder::DeviceEncoder(int device, uint64_t numel, Dtype dtype, const Policy& policy, double threshold)
+    : device_(device), numel_(numel), dtype_(dtype), policy_(policy) {
+    const DeviceScope scope(device);
+    int processors = 0;
+    CUDA_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    processors_ = static_cast<unsigned>(processors);
+    work_ = allocate_workspace(numel, numel * dtype_bytes(dtype));
+    set_state(threshold, 0, 0, nullptr);
+    CUDA_TRY(cudaDeviceSynchronize());
+}
+
+DeviceEncoder::~DeviceEncoder() = default;
+
+void* DeviceEncoder::residual() const { return work_->residual; }
+
+EncoderState DeviceEncoder::state(Stream stream) {
+    const DeviceScope scope(device_);
+    EncoderState state;
+    CUDA_TRY(cudaMemcpyAsync(&state, work_->state, sizeof state, cudaMemcpyDeviceToHost, stream));
+    CUDA_TRY(cudaStreamSynchronize(stream));
+    return state;
+}
+
+void DeviceEncoder::set_state(double threshold, uint64_t step, uint64_t changed_at, Stream stream) {
+    EncoderState state = this->state(stream);
+    state.threshold = threshold;
+    state.step = step;
+    state.changed_at = changed_at;
+    clear_step(state);
+    prepare_step(policy_, state);
+    const DeviceScope scope(device_);
+    CUDA_TRY(cudaMemcpyAsync(work_->state, &state, sizeof state, cudaMemcpyHostToDevice, stream));
+    CUDA_TRY(cudaStreamSynchronize(stream));
+}
+
+unsigned DeviceEncoder::blocks_for(uint64_t work, unsigned per_processor) const {
+    return static_cast<unsigned>(std::clamp<uint64_t>(work, 1, uint64_t{processors_} * per_processor));
+}
+
+template <class Residual>
+void DeviceEncoder::take(const std::vector<ConstArray>* update, bool dense, Stream stream) {
+    const TakeTarget<Residual> to{reinterpret_cast<Residual*>(work_->residual), work_->masks, &work_->state->nonfinite};
+    const auto launch = [&](auto kernel, const ArrayTable& updates, uint64_t begin, uint64_t end) {
+        const uint64_t blocks = (end - begin + kGroupElements - 1) / kGroupElements;
+        kernel<<<static_cast<unsigned>(blocks), kBlock, 0, stream>>>(updates, to, work_->state, begin / kGroupElements,
+                                                                     dense);
+        CUDA_TRY_LAUNCH("take");
+    };
+    if (numel_ == 0) return;
+    if (!update) return launch(take_kernel<Residual, Accumulated>, ArrayTable{}, 0, numel_);
+    for (const ArrayRange& range : cut_ranges(*update, numel_, kGroupElements)) {
+        // Tiles of other types take the slower way, element by element.
+        switch (static_cast<Dtype>(range.arrays.dtypes[0])) {
+            case Dtype::kFloat32: launch(take_kernel<Residual, float>, range.arrays, range.begin, range.end); break;
+            case Dtype::kFloat64:
+                if constexpr (sizeof(Residual) == 8)
+                    launch(take_kernel<Residual, double>, range.arrays, range.begin, range.end);
+                break;
+            case Dtype::kFloat16: launch(take_kernel<Residual, Half>, range.arrays, range.begin, range.end); break;
+            case Dtype::kBfloat16: launch(take_kernel<Residual, Bfloat16>, range.arrays, range.begin, range.end); break;
+            case Dtype::kNone: break;
+        }
+    }
+}
+
+template <class Residual>
+void DeviceEncoder::sample(const std::vector<ConstArray>* update, Stream stream) {
+    clear_tail_kernel<<<1, 1, 0, stream>>>(work_->state);
+    CUDA_TRY_LAUNCH("clear_tail");
+    const auto* residual = reinterpret_cast<const Residual*>(work_->residual);
+    const auto launch = [&](const ArrayTable& updates, uint64_t begin, uint64_t end) {
+        const uint64_t groups = (end - begin) / tail_stride(numel_) + 1;
+        sample_kernel<Residual><<<static_cast<unsigned>((groups + kBlock - 1) / kBlock), kBlock, 0, stream>>>(
+            updates, residual, begin, end, numel_, work_->bins, work_->state);
+        CUDA_TRY_LAUNCH("sample");
+    };
+    if (update)
+        for (const ArrayRange& range : cut_ranges(*update, numel_, kGroupElements))
+            launch(range.arrays, range.begin, range.end);
+    else
+        launch(ArrayTable{}, 0, numel_);
+    quantile_kernel<<<kTailQuantiles, kBlock, 0, stream>>>(work_->bins, policy_.density, work_->state);
+    CUDA_TRY_LAUNCH("quantile");
+}
+
+template <class Residual>
+void DeviceEncoder::code(uint32_t key, bool skip_nonfinite, MessageBuffer& to, Stream stream) {
+    auto* residual = reinterpret_cast<Residual*>(work_->residual);
+    auto* message = reinterpret_cast<uint32_t*>(to.on_device);
+    const unsigned chunk_blocks = blocks_for(most_chunks(numel_), 6);
+    plan_kernel<<<1, kPlanBlock, 0, stream>>>(work_->masks, work_->state, skip_nonfinite, work_->scratch);
+    CUDA_TRY_LAUNCH("plan");
+    size_kernel<<<chunk_blocks, kBlock, 0, stream>>>(work_->masks, work_->scratch, work_->records);
+    CUDA_TRY_LAUNCH("size");
+    lay_out_kernel<<<blocks_for(to.capacity / 16384, 1), kBlock, 0, stream>>>(work_->masks, work_->state, key,
+                                                                              work_->scratch, work_->records, message);
+    CUDA_TRY_LAUNCH("lay_out");
+    write_kernel<Residual><<<chunk_blocks, kBlock, 0, stream>>>(work_->masks, residual, work_->state, work_->scratch,
+                                                                work_->records, message);
+    CUDA_TRY_LAUNCH("write");
+    if (policy_.clip_every == 0) return;
+    clip_kernel<Residual><<<blocks_for(numel_ / kBlock, 8), kBlock, 0, stream>>>(residual, numel_, policy_.clip_limit,
+                                                                                 work_->scratch, work_->state);
+    CUDA_TRY_LAUNCH("clip");
+}
+
+template <class Residual>
+void DeviceEncoder::send_values(DenseType dtype, uint32_t key, bool skip_nonfinite, MessageBuffer& to, Stream stream) {
+    plan_kernel<<<1, kPlanBlock, 0, stream>>>(work_->masks, work_->state, skip_nonfinite, work_->scratch);
+    CUDA_TRY_LAUNCH("plan");
+    values_kernel<Residual><<<blocks_for(numel_ / kBlock, 8), kBlock, 0, stream>>>(
+        reinterpret_cast<Residual*>(work_->residual), numel_, dtype, key, work_->state, work_->scratch, to.on_device);
+    CUDA_TRY_LAUNCH("values");
+}
+
+template <class Residual>
+void DeviceEncoder::encode_as(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
+                              MessageBuffer& to, Stream stream) {
+    const bool is_dense = dense != DenseType::kNone;
+    if (!is_dense && policy_.rule == Rule::kTargetDensity && numel_ > 0) sample<Residual>(update, stream);
+    take<Residual>(update, is_dense, stream);
+    if (is_dense)
+        send_values<Residual>(dense, key, skip_nonfinite, to, stream);
+    else
+        code<Residual>(key, skip_nonfinite, to, stream);
+    seal_kernel<<<blocks_for(to.capacity / (kBlock * kCrcSlice), 2), kBlock, 0, stream>>>(
+        to.on_device, numel_, policy_, !is_dense, work_->scratch, work_->state, to.status);
+    CUDA_TRY_LAUNCH("seal");
+    if (!to.on_host) return;
+    publish_kernel<<<blocks_for(to.capacity / (kBlock * 16), 1), kBlock, 0, stream>>>(
+        reinterpret_cast<const uint4*>(to.on_device), work_->scratch, reinterpret_cast<uint4*>(to.on_host));
+    CUDA_TRY_LAUNCH("publish");
+}
+
+void DeviceEncoder::encode(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
+                           MessageBuffer& to, Stream stream) {
+    const DeviceScope scope(device_);
+    to.begin_use(stream);
+    if (dtype_ == Dtype::kFloat64)
+        encode_as<double>(update, key, skip_nonfinite, dense, to, stream);
+    else
+        encode_as<float>(update, key, skip_nonfinite, dense, to, stream);
+    to.end_use(stream);
+}
+
+}  // namespace gradwire::cuda

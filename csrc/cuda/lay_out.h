@@ -1,0 +1,110 @@
+// Between size and bits: where each chunk's bits begin, the directory, the header, and zeros where bits will go.
+#pragma once
+
+#include "code_chunk.h"
+
+namespace gradwire::cuda {
+
+// What of a header does not follow from the data.
+struct HeaderWords {
+    uint16_t threshold;
+    uint8_t flags;
+    uint32_t key;
+    uint32_t step;
+};
+
+template <class T>
+GRADWIRE_HD void put_field(uint8_t* bytes, T value) {
+    for (unsigned i = 0; i < sizeof value; ++i) bytes[i] = static_cast<uint8_t>(uint64_t{value} >> (8 * i));
+}
+
+// All but the checksum, which is left zero.
+GRADWIRE_HD inline void put_header(uint8_t* bytes, const Header& header) {
+    for (unsigned i = 0; i < kHeaderBytes; ++i) bytes[i] = 0;
+    put_field(bytes + kMagicAt, kMagic);
+    bytes[kVersionAt] = kVersion;
+    bytes[kKindAt] = static_cast<uint8_t>(header.kind);
+    bytes[kFlagsAt] = header.flags;
+    bytes[kExponentAt] = header.exponent;
+    put_field(bytes + kThresholdAt, header.threshold);
+    bytes[kDtypeAt] = static_cast<uint8_t>(header.dtype);
+    put_field(bytes + kKeyAt, header.key);
+    put_field(bytes + kStepAt, header.step);
+    put_field(bytes + kNumelAt, header.numel);
+    put_field(bytes + kCountAt, header.count);
+    put_field(bytes + kPayloadBytesAt, header.payload_bytes);
+}
+
+GRADWIRE_HD inline ChunkShape shape_of(const ChunkRecord& record, uint64_t changed) {
+    return chunk_shape(changed, record.end - record.begin - changed);
+}
+
+GRADWIRE_HD inline uint64_t chunk_bits(const ChunkShape& shape, uint64_t quotients) {
+    return shape.listed * shape.rice + shape.changed + shape.listed + quotients;
+}
+
+// Every one of `blocks` teams scans the chunks (there are few) and clears its share of the message; the first one also
+// notes where the chunks go and writes what lies before the stream. Words up to the message's end are cleared whole.
+template <class Team>
+GRADWIRE_TEAM void lay_out_message(Team& team, unsigned block, unsigned blocks, const Masks& masks,
+                                   const HeaderWords& words, Plan* plan, ChunkRecord* records, uint32_t* message) {
+    const Plan known = *plan;
+    uint64_t bits = 0, directory = 0;
+    for (uint64_t base = 0; base < known.chunks; base += Team::kThreads) {
+        Local<Team, uint64_t> own_bits, own_bytes;
+        team.each([&](unsigned thread) {
+            const uint64_t index = base + thread;
+            own_bits[thread] = own_bytes[thread] = 0;
+            if (index >= known.chunks) return;
+            const ChunkShape shape = shape_of(records[index], known.changed_in(index));
+            own_bits[thread] = chunk_bits(shape, records[index].quotients);
+            if (index + 1 == known.chunks) return;
+            own_bytes[thread] = varint_bytes(shape.span - shape.changed);
+            if (shape.rice > 0) own_bytes[thread] += varint_bytes(records[index].quotients);
+        });
+        const uint64_t all_bits = exclusive_sum(team, own_bits);
+        const uint64_t all_bytes = exclusive_sum(team, own_bytes);
+        team.each([&](unsigned thread) {
+            if (block > 0 || base + thread >= known.chunks) return;
+            records[base + thread].bit = bits + own_bits[thread];
+            records[base + thread].directory_byte = directory + own_bytes[thread];
+        });
+        bits += all_bits;
+        directory += all_bytes;
+    }
+    const uint64_t payload_bytes = directory + (bits + 7) / 8;
+    const uint64_t head_words = (kHeaderBytes + directory + 3) / 4;
+    const uint64_t all_words = (kHeaderBytes + payload_bytes + 3) / 4;
+    team.each([&](unsigned thread) {
+        if (block == 0)
+            for (uint64_t i = thread; i < head_words; i += Team::kThreads) message[i] = 0;
+        for (uint64_t i = head_words + uint64_t{block} * Team::kThreads + thread; i < all_words;
+             i += uint64_t{blocks} * Team::kThreads)
+            message[i] = 0;
+    });
+    if (block > 0) return;
+    auto* bytes = reinterpret_cast<uint8_t*>(message);
+    team.each([&](unsigned thread) {
+        for (uint64_t index = thread; index + 1 < known.chunks; index += Team::kThreads) {
+            const ChunkShape shape = shape_of(records[index], known.changed_in(index));
+            uint8_t* to = bytes + kHeaderBytes + records[index].directory_byte;
+            to = put_varint(to, shape.span - shape.changed);
+            if (shape.rice > 0) put_varint(to, records[index].quotients);
+        }
+        if (thread > 0) return;
+        plan->directory_bytes = directory;
+        plan->stream_bits = bits;
+        Header header;
+        header.flags = words.flags;
+        header.exponent = static_cast<uint8_t>(known.exponent);
+        header.threshold = words.threshold;
+        header.key = words.key;
+        header.step = words.step;
+        header.numel = masks.numel;
+        header.count = known.count;
+        header.payload_bytes = payload_bytes;
+        put_header(bytes, header);
+    });
+}
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,103 @@
+// The sample that TargetDensity steers by, measured on a device: the same groups, bins and quantiles as in tail.cpp.
+// The CPU looks for a window of bins first; here all bins are counted, which gives the same quantiles.
+#pragma once
+
+#include "../cpu/tail_group.h"
+#include "policy.h"
+#include "sources.h"
+
+namespace gradwire::cuda {
+
+inline constexpr uint64_t kTailSampled = uint64_t{1} << 18;
+inline constexpr unsigned kTailShift = 17;  // 64 bins to the octave
+inline constexpr uint32_t kTailInfinity = 0x7f800000;
+inline constexpr unsigned kTailBins = kTailInfinity >> kTailShift;
+
+GRADWIRE_HD inline uint64_t tail_stride(uint64_t numel) {
+    return ((numel + kTailSampled - 1) / kTailSampled | 1) * kTailGroup;
+}
+
+GRADWIRE_HD inline void count_one(uint32_t* bin) {
+#if defined(__CUDA_ARCH__)
+    atomicAdd(bin, 1U);
+#else
+    ++*bin;
+#endif
+}
+
+// One group of neighbours, by one thread. `bins` are kTailQuantiles times kTailBins; `updates` may be empty.
+template <class Residual>
+GRADWIRE_HD void sample_group(const Residual* residual, const ArrayTable& updates, uint64_t first, uint64_t numel,
+                              Residual threshold, uint32_t* bins, TailWords* tail) {
+    const uint64_t count = numel - first < kTailGroup ? numel - first : kTailGroup;
+    Residual before[kTailGroup] = {};
+    Residual added[kTailGroup] = {};
+    unsigned array = updates.count > 0 ? updates.find(first) : 0;
+    for (uint64_t i = 0; i < count; ++i) {
+        before[i] = residual[first + i];
+        if (updates.count == 0) continue;
+        while (updates.arrays[array].end <= first + i) ++array;
+        added[i] = value_of<Residual>(updates.arrays[array].data, first + i - updates.first_of(array),
+                                      static_cast<Dtype>(updates.dtypes[array]));
+    }
+    TailGroup group;
+    measure_group(before, added, count, threshold, updates.count > 0, &group);
+    for (unsigned q = 0; q < kTailQuantiles; ++q)
+        for (uint64_t i = 0; i < count; ++i)
+            if (group.bits[q][i] >= 1 && group.bits[q][i] < kTailInfinity)
+                count_one(bins + q * kTailBins + (group.bits[q][i] >> kTailShift));
+    atomic_add(&tail->elements, count);
+    atomic_add(&tail->agreeing, group.agreeing);
+    atomic_add(&tail->opposing, group.opposing);
+}
+
+GRADWIRE_HD inline double bin_edge(unsigned bin) {
+    const uint32_t bits = bin << kTailShift;
+    return bit_cast<float>(bits < kTailInfinity ? bits : kTailInfinity - 1);
+}
+
+// One quantile by one block, from its bins, which are cleared for the next step. Bins are counted from the highest
+// down.
+template <class Team>
+GRADWIRE_TEAM void find_quantile(Team& team, uint32_t* bins, double want, double* quantile) {
+    team.each([&](unsigned thread) {
+        if (thread == 0) *quantile = bin_edge(0);
+    });
+    constexpr unsigned kRounds = (kTailBins + Team::kThreads - 1) / Team::kThreads;
+    uint64_t above = 0;
+    bool found = false;
+    for (unsigned round = 0; round < kRounds; ++round) {
+        Local<Team, uint64_t> before, own;
+        team.each([&](unsigned thread) {
+            const unsigned from_top = round * Team::kThreads + thread;
+            before[thread] = own[thread] = 0;
+            if (from_top >= kTailBins) return;
+            before[thread] = own[thread] = bins[kTailBins - 1 - from_top];
+            bins[kTailBins - 1 - from_top] = 0;
+        });
+        const uint64_t all = exclusive_sum(team, before);
+        if (!found) {
+            // Where fewer than `want` have any magnitude the lowest bin that holds one gives its lower edge.
+            Local<Team, uint64_t> lowest;
+            team.each([&](unsigned thread) {
+                const unsigned bin = kTailBins - 1 - (round * Team::kThreads + thread);
+                const uint64_t higher = above + before[thread];
+                lowest[thread] = own[thread] > 0 ? UINT64_MAX - bin : 0;
+                if (own[thread] == 0 || static_cast<double>(higher) >= want ||
+                    static_cast<double>(higher + own[thread]) < want)
+                    return;
+                const double low = bin_edge(bin), high = bin_edge(bin + 1);
+                *quantile =
+                    high - (high - low) * ((want - static_cast<double>(higher)) / static_cast<double>(own[thread]));
+            });
+            found = all > 0 && static_cast<double>(above + all) >= want;
+            const uint64_t least = team.exclusive_scan(lowest, uint64_t{0}, Most{});
+            team.each([&](unsigned thread) {
+                if (thread == 0 && !found && least > 0) *quantile = bin_edge(static_cast<unsigned>(UINT64_MAX - least));
+            });
+        }
+        above += all;
+    }
+}
+
+}  // namespace gradwire::cuda

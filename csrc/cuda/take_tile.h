@@ -1,0 +1,204 @@
+// Pass 1 over one tile, by one warp: residual += update; where |residual| >= threshold, residual -= +-threshold and the
+// element's bit is set. The same for every element as in cpu/take.h, to the bit.
+//
+// Lane l takes elements 128 v + 4 l ... + 3 of the tile, v = 0 ... 15, so that each load of a warp is one run of
+// memory. Bytes that move per float32 element: 4 of the update read, 4 of the residual read and 4 written; of masks 16
+// for each word of 64 elements in which something changed. Nothing is waited for but the loads, of which a lane has 8
+// under way (128 bytes).
+#pragma once
+
+#include "sources.h"
+
+namespace gradwire::cuda {
+
+// In place of the update's type where the caller has added it already: the residual is read once and written only where
+// something is taken.
+struct Accumulated {};
+
+template <class Update>
+inline constexpr bool kAdds = true;
+template <>
+inline constexpr bool kAdds<Accumulated> = false;
+
+struct TileShared {
+    // Byte i: what became of elements 4 i ... 4 i + 3; changed in the lower four bits, negative in the upper.
+    alignas(16) uint64_t fours[kTileElements / 32];
+};
+
+template <class Residual>
+struct TakeTarget {
+    Residual* residual;
+    Masks masks;
+    Nonfinite* nonfinite;
+};
+
+// One element; returns bit 0: changed, bit 4: negative.
+template <class Residual>
+GRADWIRE_HD uint32_t take_element(Residual& sum, Residual threshold) {
+    const bool passes = absolute(sum) >= threshold;
+    const bool negative = sum < 0;
+    if (passes) sum -= negative ? -threshold : threshold;
+    return static_cast<uint32_t>(passes) | static_cast<uint32_t>(passes && negative) << 4;
+}
+
+// A sum that is not finite is left out: the update is when the residual is sound, otherwise the residual.
+template <class Residual>
+GRADWIRE_HD Residual without_nonfinite(Residual before, Residual added, uint64_t index, Nonfinite* nonfinite) {
+    atomic_add(&nonfinite->count, 1);
+    atomic_least(&nonfinite->first, index);
+    return is_finite(before) ? before : is_finite(added) ? added : Residual{0};
+}
+
+// The tile's part of the update, where all of the tile lies in one array of the type Update and on vectors' borders.
+template <class Update>
+GRADWIRE_HD const Update* find_whole_tile(const ArrayTable& updates, uint64_t first) {
+    const unsigned i = updates.find(first);
+    if (static_cast<Dtype>(updates.dtypes[i]) != DtypeOf<Update>::kDtype) return nullptr;
+    if (updates.arrays[i].end < first + kTileElements) return nullptr;
+    const Update* at = static_cast<const Update*>(updates.arrays[i].data) + (first - updates.first_of(i));
+    return reinterpret_cast<uintptr_t>(at) % alignof(Four<Update>) == 0 ? at : nullptr;
+}
+
+// `at` is the tile's first element, `update` its update or, of Accumulated, anything.
+template <class Residual, class Update>
+GRADWIRE_HD void take_whole_tile(const TakeTarget<Residual>& to, const Update* update, Residual threshold,
+                                 uint64_t first, unsigned lane, uint8_t* fours) {
+    constexpr unsigned kVectors = sizeof(Residual) == 8 ? 2 : 4;  // under way at a time
+    Residual* residual = to.residual + first;
+    for (unsigned begin = 0; begin < kTileElements; begin += kVectors * 128) {
+        const unsigned at = begin + 4 * lane;
+        Four<Residual> sum[kVectors];
+        Four<Residual> added[kVectors];
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+        for (unsigned v = 0; v < kVectors; ++v) sum[v] = load_four(residual + at + 128 * v);
+        if constexpr (kAdds<Update>) {
+            Four<Update> loaded[kVectors];
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+            for (unsigned v = 0; v < kVectors; ++v) loaded[v] = load_four(update + at + 128 * v);
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+            for (unsigned v = 0; v < kVectors; ++v)
+                for (unsigned j = 0; j < 4; ++j) added[v].value[j] = to_scalar<Residual>(loaded[v].value[j]);
+        }
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+        for (unsigned v = 0; v < kVectors; ++v) {
+            Residual value[4];
+            bool sound = true;
+            for (unsigned j = 0; j < 4; ++j) {
+                value[j] = sum[v].value[j];
+                if constexpr (kAdds<Update>) value[j] += added[v].value[j];
+                sound &= is_finite(value[j]);
+            }
+            if (!sound)
+                for (unsigned j = 0; j < 4; ++j) {
+                    Residual more{0};
+                    if constexpr (kAdds<Update>) more = added[v].value[j];
+                    if (!is_finite(value[j]))
+                        value[j] = without_nonfinite(sum[v].value[j], more, first + at + 128 * v + j, to.nonfinite);
+                }
+            uint32_t four = 0;
+            for (unsigned j = 0; j < 4; ++j) {
+                four |= take_element(value[j], threshold) << j;
+                sum[v].value[j] = value[j];
+            }
+            fours[(at + 128 * v) / 4] = static_cast<uint8_t>(four);
+            if (kAdds<Update> || four != 0 || !sound) store_four(residual + at + 128 * v, sum[v]);
+        }
+    }
+}
+
+// Any tile: across arrays, at any alignment, and cut by the end of the residual.
+template <class Residual, class Update>
+GRADWIRE_HD void take_any_tile(const TakeTarget<Residual>& to, const ArrayTable& updates, Residual threshold,
+                               uint64_t first, unsigned lane, uint8_t* fours) {
+    unsigned array = kAdds<Update> ? updates.find(first) : 0;
+    for (unsigned at = 4 * lane; at < kTileElements; at += 128) {
+        uint32_t four = 0;
+        for (unsigned j = 0; j < 4; ++j) {
+            const uint64_t index = first + at + j;
+            if (index >= to.masks.numel) break;
+            const Residual before = to.residual[index];
+            Residual more{0};
+            Residual value = before;
+            if constexpr (kAdds<Update>) {
+                while (updates.arrays[array].end <= index) ++array;
+                more = value_of<Residual>(updates.arrays[array].data, index - updates.first_of(array),
+                                          static_cast<Dtype>(updates.dtypes[array]));
+                value = before + more;
+            }
+            const bool finite = is_finite(value);
+            if (!finite) value = without_nonfinite(before, more, index, to.nonfinite);
+            const uint32_t bits = take_element(value, threshold);
+            four |= bits << j;
+            if (kAdds<Update> || bits != 0 || !finite) to.residual[index] = value;
+        }
+        fours[at / 4] = static_cast<uint8_t>(four);
+    }
+}
+
+// Word `lane` of the tile, put together from sixteen fours.
+GRADWIRE_HD inline MaskPair mask_word(const TileShared& shared, unsigned lane) {
+    const uint64_t low = shared.fours[2 * lane];
+    const uint64_t high = shared.fours[2 * lane + 1];
+    return {pack_nibbles(low) | uint64_t{pack_nibbles(high)} << 32,
+            pack_nibbles(low >> 4) | uint64_t{pack_nibbles(high >> 4)} << 32};
+}
+
+// A team is a warp. Returns the tile's changed elements. `updates` covers the tile, or is not looked at.
+template <class Team, class Residual, class Update>
+GRADWIRE_TEAM uint32_t take_tile(Team& team, const TakeTarget<Residual>& to, const ArrayTable& updates,
+                                 Residual threshold, uint64_t tile, TileShared& shared) {
+    static_assert(Team::kThreads == kTileWords, "a lane for each word");
+    const uint64_t first = tile * kTileElements;
+    const bool full = first + kTileElements <= to.masks.numel;
+    auto* fours = reinterpret_cast<uint8_t*>(shared.fours);
+    team.each([&](unsigned lane) {
+        if constexpr (kAdds<Update>) {
+            const Update* update = full ? find_whole_tile<Update>(updates, first) : nullptr;
+            if (update) return take_whole_tile(to, update, threshold, first, lane, fours);
+        } else {
+            if (full) return take_whole_tile<Residual, Update>(to, nullptr, threshold, first, lane, fours);
+        }
+        take_any_tile<Residual, Update>(to, updates, threshold, first, lane, fours);
+    });
+    Local<Team, uint64_t> counts;
+    Local<Team, bool> listed;
+    team.each([&](unsigned lane) {
+        const uint64_t changed = mask_word(shared, lane).changed;
+        counts[lane] = popcount(changed);
+        listed[lane] = changed != 0;
+    });
+    const uint32_t summary = team.ballot(listed);
+    const auto count = static_cast<uint32_t>(team.sum(counts));
+    team.each([&](unsigned lane) {
+        if (listed[lane])
+            to.masks.pairs[tile * kTileWords + popcount(summary & static_cast<uint32_t>(low_bits(lane)))] =
+                mask_word(shared, lane);
+        if (lane == 0) to.masks.tiles[tile] = {count, summary};
+    });
+    return count;
+}
+
+// Undoes pass 1 on a tile, word by word of those that are listed.
+template <class Residual>
+GRADWIRE_HD void give_back_tile(const Masks& masks, Residual* residual, Residual threshold, uint64_t tile) {
+    const uint32_t summary = masks.tiles[tile].summary;
+    for (uint64_t words = summary; words != 0; words &= words - 1) {
+        const unsigned word = lowest_bit(words);
+        const MaskPair pair = masks.listed(tile, summary, word);
+        for (uint64_t bits = pair.changed; bits != 0; bits &= bits - 1) {
+            const unsigned i = lowest_bit(bits);
+            residual[tile * kTileElements + word * kWordElements + i] +=
+                pair.negative >> i & 1 ? -threshold : threshold;
+        }
+    }
+}
+
+}  // namespace gradwire::cuda
