@@ -1,15 +1,68 @@
-# Whether this build can have CUDA kernels. GRADWIRE_CUDA says what is wanted:
-#   auto  try; where nvcc and the host compiler do not fit together, warn and go on without
+# Whether this build can have CUDA kernels, and how they are compiled. GRADWIRE_CUDA says what is wanted:
+#   auto  try; where nvcc, its runtime and the host compiler do not fit together, warn and go on without
 #   on    as auto, but a failure ends the configuration
 #   off   do not even look
-# Sets GRADWIRE_CUDA_STATUS to one line that says what came of it, for `gradwire info`.
+# Sets gradwire_cuda_works, and GRADWIRE_CUDA_STATUS to one line that says what came of it, for `gradwire info`.
+#
+# nvcc is called by rules of our own. CMake's CUDA language would be the usual way, but enabling it ends the configuration
+# where anything is wrong with the toolkit, and it needs the layout of a toolkit: the wheels have another one
+# (pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-crt nvidia-nvvm nvidia-cuda-cccl; CUDACXX names the nvcc).
 set(GRADWIRE_CUDA "auto" CACHE STRING "CUDA backend: auto, on or off")
 set_property(CACHE GRADWIRE_CUDA PROPERTY STRINGS auto on off)
 
-# Compiles a kernel once per compiler pair. A try_compile of CMake's would enable the language first, and that failing
-# ends the configuration: exactly what `auto` must not do.
+# CMAKE_CUDA_ARCHITECTURES where it is set: numbers, each with -real or -virtual or without (both), or "native". Otherwise
+# that of the GPU that is present, because a source install is for this machine; where there is none the machine is not the
+# one that it will run on, and the default is 80, 90 and 100 with PTX of 80, from which a driver makes code for all others.
+function(gradwire_cuda_flags nvcc flags_variable)
+  set(wanted "${CMAKE_CUDA_ARCHITECTURES}")
+  if(NOT wanted OR wanted STREQUAL "native")
+    execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
+      RESULT_VARIABLE failed OUTPUT_VARIABLE present ERROR_QUIET)
+    set(native "")
+    if(NOT failed)
+      string(REGEX MATCHALL "[0-9]+\\.[0-9]" capabilities "${present}")
+      foreach(capability IN LISTS capabilities)
+        string(REPLACE "." "" capability "${capability}")
+        list(APPEND native "${capability}-real")
+      endforeach()
+      list(REMOVE_DUPLICATES native)
+    endif()
+    if(native)
+      set(wanted "${native}")
+    elseif(wanted)
+      message(FATAL_ERROR "CMAKE_CUDA_ARCHITECTURES=native, but nvidia-smi finds no GPU")
+    else()
+      set(wanted "80" "90-real" "100-real")
+    endif()
+  endif()
+  execute_process(COMMAND "${nvcc}" --list-gpu-arch OUTPUT_VARIABLE known ERROR_QUIET)
+  set(flags "")
+  set(taken "")
+  foreach(architecture IN LISTS wanted)
+    string(REGEX REPLACE "-(real|virtual)$" "" number "${architecture}")
+    if(NOT known MATCHES "compute_${number}\n")
+      if(CMAKE_CUDA_ARCHITECTURES)
+        message(FATAL_ERROR "this nvcc knows no architecture ${number}")
+      endif()
+      continue()
+    endif()
+    list(APPEND taken "${architecture}")
+    if(NOT architecture MATCHES "-virtual$")
+      list(APPEND flags "-gencode=arch=compute_${number},code=sm_${number}")
+    endif()
+    if(NOT architecture MATCHES "-real$")
+      list(APPEND flags "-gencode=arch=compute_${number},code=compute_${number}")
+    endif()
+  endforeach()
+  list(JOIN taken ", " names)
+  set(GRADWIRE_CUDA_NAMES "${names}" PARENT_SCOPE)
+  set(${flags_variable} "${flags}" PARENT_SCOPE)
+endfunction()
+
+# Compiles a kernel, and links a program with the runtime, once per compiler pair. A try_compile of CMake's would enable
+# the language first.
 function(gradwire_try_nvcc nvcc status_variable works_variable)
-  set(key "${nvcc} ${CMAKE_CXX_COMPILER} ${CMAKE_CXX_COMPILER_VERSION}")
+  set(key "${nvcc} ${GRADWIRE_CUDART} ${CMAKE_CXX_COMPILER} ${CMAKE_CXX_COMPILER_VERSION}")
   if(NOT "${GRADWIRE_CUDA_TRIED}" STREQUAL "${key}")
     set(folder "${CMAKE_BINARY_DIR}/CMakeFiles/gradwire_try_nvcc")
     file(WRITE "${folder}/probe.cu"
@@ -18,22 +71,29 @@ function(gradwire_try_nvcc nvcc status_variable works_variable)
     execute_process(COMMAND "${nvcc}" --version OUTPUT_VARIABLE about ERROR_QUIET)
     string(REGEX MATCH "release ([0-9.]+)" ignored "${about}")
     set(name "nvcc ${CMAKE_MATCH_1}")
+    set(works OFF)
     execute_process(
       COMMAND "${nvcc}" -std=c++17 -ccbin "${CMAKE_CXX_COMPILER}" -c "${folder}/probe.cu" -o "${folder}/probe.o"
       RESULT_VARIABLE failed OUTPUT_VARIABLE output ERROR_VARIABLE output TIMEOUT 120)
-    file(WRITE "${folder}/output.txt" "${output}")
     if(failed)
       set(status "${name} does not compile with this host compiler, ${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}")
+    elseif(NOT GRADWIRE_CUDART OR NOT GRADWIRE_CUDA_INCLUDE)
+      set(status "${name} compiles, but its runtime (cuda_runtime_api.h, libcudart_static.a) was not found")
     else()
-      set(status "${name} compiles, but this version has no CUDA kernels yet")
+      execute_process(
+        COMMAND "${CMAKE_CXX_COMPILER}" "${folder}/probe.o" "${GRADWIRE_CUDART}" -lpthread -ldl -lrt -o "${folder}/probe"
+        RESULT_VARIABLE failed OUTPUT_VARIABLE output ERROR_VARIABLE output TIMEOUT 120)
+      if(failed)
+        set(status "${name} compiles, but nothing links with ${GRADWIRE_CUDART}")
+      else()
+        set(status "${name}")
+        set(works ON)
+      endif()
     endif()
-    set(GRADWIRE_CUDA_TRIED "${key}" CACHE INTERNAL "nvcc and host compiler that were tried together")
+    file(WRITE "${folder}/output.txt" "${output}")
+    set(GRADWIRE_CUDA_TRIED "${key}" CACHE INTERNAL "nvcc, runtime and host compiler that were tried together")
     set(GRADWIRE_CUDA_TRIED_STATUS "${status}" CACHE INTERNAL "what came of it")
-    if(failed)
-      set(GRADWIRE_CUDA_TRIED_WORKS OFF CACHE INTERNAL "whether it worked")
-    else()
-      set(GRADWIRE_CUDA_TRIED_WORKS ON CACHE INTERNAL "whether it worked")
-    endif()
+    set(GRADWIRE_CUDA_TRIED_WORKS ${works} CACHE INTERNAL "whether it worked")
   endif()
   set(${status_variable} "${GRADWIRE_CUDA_TRIED_STATUS}" PARENT_SCOPE)
   set(${works_variable} "${GRADWIRE_CUDA_TRIED_WORKS}" PARENT_SCOPE)
@@ -52,12 +112,25 @@ else()
   find_program(GRADWIRE_NVCC nvcc HINTS ENV CUDACXX ENV CUDA_PATH ENV CUDA_HOME PATH_SUFFIXES bin PATHS /usr/local/cuda)
   mark_as_advanced(GRADWIRE_NVCC)
   if(GRADWIRE_NVCC)
+    # The compiler itself says where it lies; the name on the path may be a link or a script.
+    execute_process(COMMAND "${GRADWIRE_NVCC}" -dryrun -E -x cu /dev/null OUTPUT_VARIABLE words ERROR_VARIABLE words)
+    string(REGEX MATCH "_HERE_=([^\n]+)" ignored "${words}")
+    set(gradwire_cuda_root "${CMAKE_MATCH_1}/..")
+    find_path(GRADWIRE_CUDA_INCLUDE cuda_runtime_api.h HINTS "${gradwire_cuda_root}"
+      PATH_SUFFIXES include targets/x86_64-linux/include targets/sbsa-linux/include)
+    find_library(GRADWIRE_CUDART cudart_static HINTS "${gradwire_cuda_root}"
+      PATH_SUFFIXES lib64 lib targets/x86_64-linux/lib targets/sbsa-linux/lib)
+    mark_as_advanced(GRADWIRE_CUDA_INCLUDE GRADWIRE_CUDART)
     gradwire_try_nvcc("${GRADWIRE_NVCC}" GRADWIRE_CUDA_STATUS gradwire_cuda_works)
   else()
     set(GRADWIRE_CUDA_STATUS "no nvcc found")
   endif()
 endif()
 
+if(gradwire_cuda_works)
+  gradwire_cuda_flags("${GRADWIRE_NVCC}" gradwire_cuda_architectures)
+  string(APPEND GRADWIRE_CUDA_STATUS ", built for ${GRADWIRE_CUDA_NAMES}")
+endif()
 if(GRADWIRE_CUDA STREQUAL "on" AND NOT gradwire_cuda_works)
   message(FATAL_ERROR "GRADWIRE_CUDA=on: ${GRADWIRE_CUDA_STATUS}")
 elseif(GRADWIRE_NVCC AND NOT GRADWIRE_CUDA STREQUAL "off" AND NOT gradwire_cuda_works AND NOT CMAKE_CROSSCOMPILING)
@@ -65,4 +138,29 @@ elseif(GRADWIRE_NVCC AND NOT GRADWIRE_CUDA STREQUAL "off" AND NOT gradwire_cuda_
     "${CMAKE_BINARY_DIR}/CMakeFiles/gradwire_try_nvcc/output.txt")
 else()
   message(STATUS "CUDA: ${GRADWIRE_CUDA_STATUS}")
+endif()
+
+# Every kernel gives the CPU's bits: no fused multiply-add, subnormals kept, divisions and square roots correctly rounded
+# (the last three are nvcc's defaults; they are written down because they matter).
+if(gradwire_cuda_works)
+  set(gradwire_nvcc_flags -std=c++17 -O3 -fmad=false -ftz=false -prec-div=true -prec-sqrt=true
+    -ccbin "${CMAKE_CXX_COMPILER}" -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra -Xptxas=-v)
+  if(GRADWIRE_WERROR)
+    list(APPEND gradwire_nvcc_flags -Werror=all-warnings)
+  endif()
+  file(GLOB gradwire_cuda_headers CONFIGURE_DEPENDS csrc/*.h csrc/cpu/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
+  set(gradwire_cuda_objects "")
+  foreach(name encode apply)
+    set(object "${CMAKE_CURRENT_BINARY_DIR}/cuda/${name}.o")
+    # What ptxas says (registers, spills) goes to a file beside the object, for the gate to read.
+    add_custom_command(OUTPUT "${object}"
+      COMMAND ${CMAKE_COMMAND} -E make_directory "${CMAKE_CURRENT_BINARY_DIR}/cuda"
+      COMMAND ${CMAKE_COMMAND} "-DREPORT=${object}.txt" -P "${CMAKE_CURRENT_SOURCE_DIR}/cmake/run_nvcc.cmake" --
+        "${GRADWIRE_NVCC}" ${gradwire_nvcc_flags} ${gradwire_cuda_architectures}
+        -c "${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/${name}.cu" -o "${object}"
+      DEPENDS "csrc/cuda/${name}.cu" ${gradwire_cuda_headers} cmake/run_nvcc.cmake
+      COMMENT "nvcc ${name}.cu" VERBATIM)
+    list(APPEND gradwire_cuda_objects "${object}")
+  endforeach()
+  add_custom_target(gradwire_cuda_kernels DEPENDS ${gradwire_cuda_objects})
 endif()

@@ -22,14 +22,6 @@ const char* dtype_name(Dtype dtype) {
 
 uint64_t itemsize(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
 
-[[noreturn]] void refuse_dtype(const std::string& name, const std::string& dtype) {
-    throw py::type_error(name + " has dtype " + dtype + "; gradwire takes float32, float64, float16 and bfloat16");
-}
-
-[[noreturn]] void refuse_layout(const std::string& name) {
-    throw py::value_error(name + " is not C-contiguous; pass a contiguous array (numpy.ascontiguousarray copies one)");
-}
-
 Dtype numpy_dtype(const py::array& array, const std::string& name) {
     const py::dtype dtype = array.dtype();
     if (dtype.byteorder() != '>') {
@@ -79,49 +71,12 @@ HostArray from_dlpack_tensor(const DlpackTensor& tensor, bool writable, const st
     return result;
 }
 
-// Asks for a capsule, of version 1 where the producer knows it (only that one says "read-only").
-py::object dlpack_capsule(py::handle object, const std::string& name) {
-    try {
-        try {
-            return object.attr("__dlpack__")(py::arg("max_version") = py::make_tuple(1, 0));
-        } catch (py::error_already_set& error) {
-            if (!error.matches(PyExc_TypeError)) throw;
-        }
-        return object.attr("__dlpack__")();
-    } catch (py::error_already_set& error) {
-        if (!error.matches(PyExc_BufferError) && !error.matches(PyExc_RuntimeError) && !error.matches(PyExc_TypeError))
-            throw;
-        throw py::value_error(name + " does not lend its memory: " + std::string(py::str(error.value())) +
-                              " (a tensor that requires grad is passed as tensor.detach())");
-    }
-}
-
 HostArray from_dlpack(py::handle object, const std::string& name) {
     const auto device = object.attr("__dlpack_device__")().cast<std::pair<int, int>>();
     if (device.first != kDlpackCpu)
         throw py::value_error(name + " is on device " + std::to_string(device.first) + ":" +
                               std::to_string(device.second) + " (DLPack), but this encoder or target is on the CPU");
-    const py::object capsule = dlpack_capsule(object, name);
-    if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
-        auto* managed = static_cast<DlpackVersioned*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
-        HostArray result = from_dlpack_tensor(managed->tensor, !(managed->flags & kDlpackReadOnly), name);
-        PyCapsule_SetName(capsule.ptr(), "used_dltensor_versioned");
-        result.hold = std::shared_ptr<void>(managed, [](void* p) {
-            auto* tensor = static_cast<DlpackVersioned*>(p);
-            if (tensor->deleter) tensor->deleter(tensor);
-        });
-        return result;
-    }
-    auto* managed = static_cast<DlpackManaged*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
-    if (!managed) throw py::error_already_set();
-    // The old capsule cannot say "read-only"; JAX arrays are, and are recognised by having no item assignment.
-    HostArray result = from_dlpack_tensor(managed->tensor, !py::hasattr(object, "at"), name);
-    PyCapsule_SetName(capsule.ptr(), "used_dltensor");
-    result.hold = std::shared_ptr<void>(managed, [](void* p) {
-        auto* tensor = static_cast<DlpackManaged*>(p);
-        if (tensor->deleter) tensor->deleter(tensor);
-    });
-    return result;
+    return from_dlpack_capsule(object, dlpack_capsule(object, py::none(), name), name);
 }
 
 HostArray from_buffer(py::handle object, const std::string& name) {
@@ -162,14 +117,6 @@ HostArray borrow(py::handle object, const std::string& name) {
                          "; gradwire takes arrays with the buffer protocol or __dlpack__, or a list or tuple of them");
 }
 
-HostArray checked(py::handle object, const std::string& name) {
-    HostArray array = borrow(object, name);
-    if (array.numel > 0 && reinterpret_cast<uintptr_t>(array.data) % itemsize(array.dtype) != 0)
-        throw py::value_error(name + " is not aligned to its " + std::to_string(itemsize(array.dtype)) +
-                              "-byte elements");
-    return array;
-}
-
 bool overlap(const void* a, uint64_t a_bytes, const void* b, uint64_t b_bytes) {
     const auto from_a = reinterpret_cast<uintptr_t>(a);
     const auto from_b = reinterpret_cast<uintptr_t>(b);
@@ -178,18 +125,76 @@ bool overlap(const void* a, uint64_t a_bytes, const void* b, uint64_t b_bytes) {
 
 }  // namespace
 
+void refuse_dtype(const std::string& name, const std::string& dtype) {
+    throw py::type_error(name + " has dtype " + dtype + "; gradwire takes float32, float64, float16 and bfloat16");
+}
+
+void refuse_layout(const std::string& name) {
+    throw py::value_error(name + " is not C-contiguous; pass a contiguous array (numpy.ascontiguousarray copies one)");
+}
+
+py::object dlpack_capsule(py::handle object, const py::object& stream, const std::string& name) {
+    py::dict arguments;
+    if (!stream.is_none()) arguments["stream"] = stream;
+    try {
+        try {
+            return object.attr("__dlpack__")(py::arg("max_version") = py::make_tuple(1, 0), **arguments);
+        } catch (py::error_already_set& error) {
+            if (!error.matches(PyExc_TypeError)) throw;
+        }
+        return object.attr("__dlpack__")(**arguments);
+    } catch (py::error_already_set& error) {
+        if (!error.matches(PyExc_BufferError) && !error.matches(PyExc_RuntimeError) && !error.matches(PyExc_TypeError))
+            throw;
+        throw py::value_error(name + " does not lend its memory: " + std::string(py::str(error.value())) +
+                              " (a tensor that requires grad is passed as tensor.detach())");
+    }
+}
+
+HostArray from_dlpack_capsule(py::handle object, const py::object& capsule, const std::string& name) {
+    if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
+        auto* managed = static_cast<DlpackVersioned*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
+        HostArray result = from_dlpack_tensor(managed->tensor, !(managed->flags & kDlpackReadOnly), name);
+        PyCapsule_SetName(capsule.ptr(), "used_dltensor_versioned");
+        result.hold = std::shared_ptr<void>(managed, [](void* p) {
+            auto* tensor = static_cast<DlpackVersioned*>(p);
+            if (tensor->deleter) tensor->deleter(tensor);
+        });
+        return result;
+    }
+    auto* managed = static_cast<DlpackManaged*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+    if (!managed) throw py::error_already_set();
+    // The old capsule cannot say "read-only"; JAX arrays are, and are recognised by having no item assignment.
+    HostArray result = from_dlpack_tensor(managed->tensor, !py::hasattr(object, "at"), name);
+    PyCapsule_SetName(capsule.ptr(), "used_dltensor");
+    result.hold = std::shared_ptr<void>(managed, [](void* p) {
+        auto* tensor = static_cast<DlpackManaged*>(p);
+        if (tensor->deleter) tensor->deleter(tensor);
+    });
+    return result;
+}
+
 uint64_t HostArray::bytes() const { return numel * itemsize(dtype); }
 
-HostArrays::HostArrays(py::handle object, const char* role)
+HostArrays::HostArrays(py::handle object, const char* role) : HostArrays(object, role, borrow) {}
+
+HostArrays::HostArrays(py::handle object, const char* role, const Borrow& borrow)
     : role_(role), sequence_(PyList_Check(object.ptr()) || PyTuple_Check(object.ptr())) {
+    const auto add = [&](py::handle item, const std::string& name) {
+        HostArray array = borrow(item, name);
+        if (array.numel > 0 && reinterpret_cast<uintptr_t>(array.data) % itemsize(array.dtype) != 0)
+            throw py::value_error(name + " is not aligned to its " + std::to_string(itemsize(array.dtype)) +
+                                  "-byte elements");
+        arrays_.push_back(std::move(array));
+    };
     if (!sequence_) {
-        arrays_.push_back(checked(object, role));
+        add(object, role);
         return;
     }
     const auto items = py::reinterpret_borrow<py::sequence>(object);
     for (size_t i = 0; i < items.size(); ++i) {
         const py::object item = items[i];
-        arrays_.push_back(checked(item, std::string(role) + "[" + std::to_string(i) + "]"));
+        add(item, std::string(role) + "[" + std::to_string(i) + "]");
     }
 }
 

@@ -7,6 +7,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,6 +18,7 @@ namespace gradwire::bindings {
 
 namespace py = pybind11;
 
+// An array where it lies, in host memory or (device_arrays.h) a device's.
 struct HostArray {
     void* data = nullptr;
     uint64_t numel = 0;
@@ -41,11 +43,26 @@ class HostArrays {
     std::vector<ConstArray> updates() const;
     std::vector<Array> targets() const;
 
+  protected:
+    using Borrow = std::function<HostArray(py::handle, const std::string& name)>;
+    HostArrays(py::handle object, const char* role, const Borrow& borrow);
+
   private:
     std::string name(size_t index) const;
     std::vector<HostArray> arrays_;
     const char* role_;
     bool sequence_;
 };
+
+// What a reader of any sort of array needs.
+[[noreturn]] void refuse_dtype(const std::string& name, const std::string& dtype);
+[[noreturn]] void refuse_layout(const std::string& name);
+
+// Takes what DLPack's capsule holds; `object` lent it.
+HostArray from_dlpack_capsule(py::handle object, const py::object& capsule, const std::string& name);
+
+// Calls object.__dlpack__ for a capsule of version 1 where the producer knows it (only that one says "read-only");
+// `stream` is passed on unless it is None.
+py::object dlpack_capsule(py::handle object, const py::object& stream, const std::string& name);
 
 }  // namespace gradwire::bindings

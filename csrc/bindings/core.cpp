@@ -3,49 +3,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <atomic>
 #include <cmath>
 
-#include "../error.h"
 #include "arrays.h"
+#include "errors.h"
+#include "exclusive.h"
 #include "message.h"
 
 namespace gradwire::bindings {
 namespace {
-
-template <class Error>
-void raise(const char* name, const Error& error) {
-    py::set_error(py::module_::import("gradwire.errors").attr(name), error.what());
-}
-
-void translate(std::exception_ptr pointer) {
-    try {
-        if (pointer) std::rethrow_exception(pointer);
-    } catch (const MessageError& error) {
-        raise("MessageError", error);
-    } catch (const BackendUnavailable& error) {
-        raise("BackendUnavailable", error);
-    } catch (const NonFiniteUpdate& error) {
-        const py::object type = py::module_::import("gradwire.errors").attr("NonFiniteUpdate");
-        const py::object value = type(error.what(), error.count, error.first_index);
-        PyErr_SetObject(type.ptr(), value.ptr());
-    }
-}
-
-// Takes an encoder for one call; a second thread in it meanwhile is a mistake worth an error, not a corrupt residual.
-class Exclusive {
-  public:
-    explicit Exclusive(std::atomic_flag& busy) : busy_(busy) {
-        if (busy_.test_and_set())
-            throw std::runtime_error("this Encoder is in use by another thread; give each thread its own");
-    }
-    ~Exclusive() { busy_.clear(); }
-    Exclusive(const Exclusive&) = delete;
-    Exclusive& operator=(const Exclusive&) = delete;
-
-  private:
-    std::atomic_flag& busy_;
-};
 
 class PyEncoder {
   public:

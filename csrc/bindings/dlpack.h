@@ -6,6 +6,9 @@
 namespace gradwire::bindings {
 
 inline constexpr int kDlpackCpu = 1;
+inline constexpr int kDlpackCuda = 2;
+inline constexpr int kDlpackCudaManaged = 13;
+inline constexpr uint8_t kDlpackUnsigned = 1;
 inline constexpr uint8_t kDlpackFloat = 2;
 inline constexpr uint8_t kDlpackBfloat = 4;
 inline constexpr uint64_t kDlpackReadOnly = 1;

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
-from .errors import BackendUnavailable
+from .arrays import cuda_problem
 from .message import Message, apply
 from .policy import (
     AdaptiveThreshold,
@@ -65,7 +65,8 @@ class Encoder:
         shakeup: periodic messages with a smaller threshold, or None.
         clip: periodic clipping of the residual, or None.
         dtype: "float32" or "float64", of the residual.
-        device: "cpu".
+        device: "cpu", or "cuda" or "cuda:<number>": then the encoder is a ``gradwire.cuda.CudaEncoder``, which works
+            on arrays on that device.
         key: index of the group, carried by every message, 0 to 2^32 - 1.
         on_nonfinite: what NaN and infinity in an update do: "raise" (nothing is sent, the finite part stays in the
             residual) or "skip" (the message goes out without them). Either way they never enter the residual.
@@ -85,6 +86,15 @@ class Encoder:
     ([0.0, -1.0, 1.0, 0.0], [0.5, -0.5, 0.0, 0.0])
     """
 
+    def __new__(cls, *arguments: Any, **options: Any) -> Encoder:
+        """Make an encoder of the device's kind."""
+        device = options.get("device", arguments[5] if len(arguments) > 5 else "cpu")
+        if cls is Encoder and device != "cpu":
+            from .cuda import CudaEncoder
+
+            return object.__new__(CudaEncoder)
+        return object.__new__(cls)
+
     def __init__(
         self,
         numel: int,
@@ -97,6 +107,31 @@ class Encoder:
         on_nonfinite: Literal["raise", "skip"] = "raise",
         threads: int = 1,
     ) -> None:
+        self._describe(numel, threshold, shakeup, clip, dtype, device, key, on_nonfinite, threads)
+        self._core = _core.Encoder(numel, self.dtype == "float64", threads)
+        self._residual: NDArray[Any] = self._core.residual
+        self._step = 0
+        self._changed_at = 0
+        self._sample_density = self.policy.sample_density or 0.0
+        self._set_threshold(self.policy.initial)
+        # Running totals, of which a frozen EncoderStats is made when somebody asks.
+        self._messages = self._message_bytes = self._sent_count = 0
+        self._nonfinite_count = self._clipped_count = 0
+        self._clipped_sum = 0.0
+
+    def _describe(
+        self,
+        numel: int,
+        threshold: ThresholdPolicy | float | None,
+        shakeup: ShakeUp | None,
+        clip: ResidualClip | None,
+        dtype: Any,
+        device: str,
+        key: int,
+        on_nonfinite: Literal["raise", "skip"],
+        threads: int,
+    ) -> None:
+        """Check the arguments and keep them."""
         if threshold is None:
             threshold = AdaptiveThreshold()
         elif isinstance(threshold, (int, float)):
@@ -106,7 +141,6 @@ class Encoder:
         _check_range("threads", threads, 1, 1024)
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f'on_nonfinite must be "raise" or "skip", got {on_nonfinite!r}')
-        _check_device(device)
         self.numel = numel
         self.key = key
         self.dtype = _residual_dtype(dtype)
@@ -116,16 +150,6 @@ class Encoder:
         self.clip = clip
         self.on_nonfinite = on_nonfinite
         self._skip = on_nonfinite == "skip"
-        self._core = _core.Encoder(numel, self.dtype == "float64", threads)
-        self._residual: NDArray[Any] = self._core.residual
-        self._step = 0
-        self._changed_at = 0
-        self._sample_density = threshold.sample_density or 0.0
-        self._set_threshold(threshold.initial)
-        # Running totals, of which a frozen EncoderStats is made when somebody asks.
-        self._messages = self._message_bytes = self._sent_count = 0
-        self._nonfinite_count = self._clipped_count = 0
-        self._clipped_sum = 0.0
 
     @property
     def residual(self) -> NDArray[Any]:
@@ -313,7 +337,7 @@ def backends() -> list[str]:
     >>> "scalar" in backends()
     True
     """
-    return [*_core.usable_isas()]
+    return [*_core.usable_isas(), *([] if cuda_problem() else ["cuda"])]
 
 
 def _check_range(name: str, value: int, least: int, most: int) -> None:
@@ -321,16 +345,6 @@ def _check_range(name: str, value: int, least: int, most: int) -> None:
         raise TypeError(f"{name} must be an int, got {value!r}")
     if not least <= value <= most:
         raise ValueError(f"{name} must be {least} to {most}, got {value}")
-
-
-def _check_device(device: str) -> None:
-    if device == "cpu":
-        return
-    if device.split(":")[0] == "cuda":
-        raise BackendUnavailable(
-            f'device "{device}": this build of gradwire has no CUDA backend; use device="cpu"'
-        )
-    raise ValueError(f'device must be "cpu" or "cuda", got {device!r}')
 
 
 def _residual_dtype(dtype: Any) -> Literal["float32", "float64"]:

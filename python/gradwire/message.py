@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from . import _core
 from ._core import Message, parse_many
+from .arrays import cuda_core, device_of, stream_of
 
 __all__ = [
     "Message",
@@ -20,17 +21,23 @@ __all__ = [
 ]
 
 
-def apply(message: Message, target: Any, scale: float = 1.0) -> None:
+def apply(message: Message, target: Any, scale: float = 1.0, *, stream: Any = None) -> None:
     """Add a decoded message to ``target``: ``target += scale * decoded``.
 
     Changed elements get plus or minus ``float32(scale * threshold)``, rounded once. The whole message is checked
     before the first element changes.
 
+    On a CUDA device the work is enqueued. A message that lies there (``encode``'s on a device, or
+    ``CudaMessage.at``) is checked there too, without waiting: if it is refused the target stays as it was, and the
+    message says so when it is next looked at (``message.check()``). Any other message is copied to the device first,
+    and that is waited for.
+
     Args:
         message: the message.
-        target: float32 or float64 array on the CPU, C-contiguous and writable, or a list or tuple of such arrays that
-            together have ``message.numel`` elements; modified in place.
+        target: float32 or float64 array, C-contiguous and writable, or a list or tuple of such arrays that
+            together have ``message.numel`` elements, all on the CPU or on one CUDA device; modified in place.
         scale: finite factor.
+        stream: on a CUDA device, see ``gradwire.arrays.stream_of``.
 
     Raises:
         MessageError: the message's payload is inconsistent; the target is as it was.
@@ -45,17 +52,31 @@ def apply(message: Message, target: Any, scale: float = 1.0) -> None:
     >>> params.tolist()
     [0.5, 0.0, -0.5]
     """
-    _core.apply(message, target, scale)
+    device = device_of(target)
+    if device < 0:
+        _core.apply(_on_host(message), target, scale)
+    else:
+        number = stream_of(stream, target, device)
+        cuda_core().apply_many([message], target, scale, device, number)
 
 
 def apply_many(
-    messages: list[Message] | tuple[Message, ...], target: Any, scale: float = 1.0
+    messages: list[Message] | tuple[Message, ...],
+    target: Any,
+    scale: float = 1.0,
+    *,
+    stream: Any = None,
 ) -> None:
     """Add several messages to ``target`` in one pass over it, bit for bit as ``apply`` in the order of the list.
 
     Args, Raises: as ``apply``. All messages are checked before the first element changes.
     """
-    _core.apply_many(list(messages), target, scale)
+    device = device_of(target)
+    if device < 0:
+        _core.apply_many([_on_host(message) for message in messages], target, scale)
+    else:
+        number = stream_of(stream, target, device)
+        cuda_core().apply_many(list(messages), target, scale, device, number)
 
 
 def decode(message: Message) -> NDArray[Any]:
@@ -64,7 +85,7 @@ def decode(message: Message) -> NDArray[Any]:
     Raises:
         MessageError: the message's payload is inconsistent.
     """
-    return _core.decode(message)
+    return _core.decode(_on_host(message))
 
 
 def dense_message(values: Any, *, key: int = 0, step: int = 0, bfloat16: bool = False) -> Message:
@@ -102,3 +123,8 @@ def max_message_bytes(numel: int, dense: bool = False, dtype: str = "float32") -
     if numel < 0:
         raise ValueError(f"numel must not be negative, got {numel}")
     return _core.max_message_bytes(numel, dense, dtype)
+
+
+def _on_host(message: Any) -> Message:
+    """Return a message on a device as one of the CPU's: a view of its pinned copy, or a copy."""
+    return message if isinstance(message, Message) else Message.parse(message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +12,7 @@ import numpy as np
 
 import gradwire as gw
 from gradwire import _core
+from gradwire.arrays import cuda_problem
 
 
 def add_parser(commands: Any) -> None:
@@ -58,9 +58,8 @@ def _instruction_set() -> str:
 
 
 def _cuda() -> str:
-    """Return "available", or why not."""
-    if "cuda" in gw.backends():
-        return "available"
-    if importlib.util.find_spec("gradwire._cuda") is None:
-        return f"not available: this build has no CUDA backend ({_core.cuda_status()})"
-    return "not available: no usable NVIDIA driver or GPU was found"
+    """Return what the CUDA backend was built with, or what it lacks."""
+    problem = cuda_problem()
+    if problem:
+        return f"not available: {problem}"
+    return f"available ({_core.cuda_status()})"

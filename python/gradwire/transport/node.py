@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from types import TracebackType
 from typing import Final
 
@@ -186,11 +185,10 @@ class Node:
             return self._endpoint.take_events()
 
     def stats(self) -> Stats:
-        """Return a snapshot of the counters; a closed node has no socket to tell about."""
+        """Return a snapshot of the counters."""
         self._check_process()
         with self._lock:
-            stats = self._endpoint.stats()
-            return stats if self._is_closed else replace(stats, socket=self._driver.stats())
+            return self._endpoint.stats()
 
     # ---- messages -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,426 @@
+// The module gradwire._cuda. Inputs are checked first, then the GIL is released once, then work is enqueued. Only what
+// says so waits for the device.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cmath>
+#include <map>
+
+#include "../cuda/codec.h"
+#include "../cuda/ranges.h"
+#include "../error.h"
+#include "device_arrays.h"
+#include "errors.h"
+#include "exclusive.h"
+
+namespace gradwire::bindings {
+namespace {
+
+using cuda::DeviceScope;
+using cuda::MessageBuffer;
+
+cudaStream_t stream_of(uintptr_t number) { return reinterpret_cast<cudaStream_t>(number); }
+
+void translate_cuda(std::exception_ptr pointer) {
+    try {
+        if (pointer) std::rethrow_exception(pointer);
+    } catch (const cuda::CudaError& error) {
+        set_error("CudaError", error.what());
+    } catch (const cuda::TooManyArrays& error) {
+        py::set_error(PyExc_ValueError, error.what());
+    }
+}
+
+// Why there is no usable device; empty where there is one. Leaves no error behind.
+std::string unusable() {
+    int driver = 0, devices = 0;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
+        cudaGetLastError();
+        return "no NVIDIA driver was found";
+    }
+    const cudaError_t error = cudaGetDeviceCount(&devices);
+    if (error == cudaSuccess && devices > 0) return "";
+    cudaGetLastError();
+    if (error == cudaErrorInsufficientDriver)
+        return "the NVIDIA driver supports CUDA " + std::to_string(driver / 1000) + "." +
+               std::to_string(driver % 1000 / 10) + ", this build needs " + std::to_string(CUDART_VERSION / 1000) +
+               ".0";
+    return std::string("no NVIDIA GPU was found (") + cudaGetErrorString(error) + ")";
+}
+
+// A message in device memory, with or without a pinned copy.
+class PyMessage {
+  public:
+    // `keeps` is the array that lends the memory, or None.
+    PyMessage(std::shared_ptr<MessageBuffer> buffer, py::object keeps)
+        : buffer_(std::move(buffer)), keeps_(std::move(keeps)) {}
+
+    MessageBuffer& buffer() const { return *buffer_; }
+
+    // Waits for the device and raises what became of the message.
+    void check() const {
+        {
+            const py::gil_scoped_release release;
+            buffer_->wait();
+        }
+        const cuda::MessageStatus& status = *buffer_->status;
+        if (status.refused)
+            throw NonFiniteUpdate(nonfinite_text(status.nonfinite, status.first_nonfinite), status.nonfinite,
+                                  status.first_nonfinite);
+        if (status.failure != 0)
+            throw MessageError(std::string("the message was refused: ") + cuda::failure_text(status.failure));
+    }
+
+    // The message in host memory: the pinned copy, or one made now.
+    MessageView view() {
+        check();
+        if (buffer_->on_host) return read_message(buffer_->on_host, buffer_->capacity);
+        const py::gil_scoped_release release;
+        if (copy_.empty()) copy_from_device();
+        return read_message(copy_.data(), copy_.size());
+    }
+
+    py::buffer_info bytes() {
+        const MessageView message = view();
+        const uint8_t* begin = message.payload - kHeaderBytes;
+        return py::buffer_info(const_cast<uint8_t*>(begin), 1, py::format_descriptor<uint8_t>::format(), 1,
+                               {static_cast<py::ssize_t>(message.nbytes())}, {1}, true);
+    }
+
+  private:
+    static std::string nonfinite_text(uint64_t count, uint64_t first) {
+        return std::to_string(count) +
+               " elements of the update or its sum with the residual are not finite, the first at index " +
+               std::to_string(first) +
+               "; nothing was sent and the finite part is in the residual: mend the update, or use "
+               "on_nonfinite=\"skip\"";
+    }
+    void copy_from_device() {
+        const DeviceScope scope(buffer_->device);
+        if (buffer_->capacity < kHeaderBytes)
+            throw MessageError("a buffer of " + std::to_string(buffer_->capacity) + " bytes holds no message");
+        uint8_t head[kHeaderBytes];
+        CUDA_TRY(cudaMemcpy(head, buffer_->on_device, kHeaderBytes, cudaMemcpyDeviceToHost));
+        uint64_t payload_bytes;
+        std::memcpy(&payload_bytes, head + kPayloadBytesAt, 8);
+        const uint64_t most = buffer_->capacity - kHeaderBytes;
+        std::vector<uint8_t> copy(kHeaderBytes + std::min(payload_bytes, most));
+        CUDA_TRY(cudaMemcpy(copy.data(), buffer_->on_device, copy.size(), cudaMemcpyDeviceToHost));
+        copy_ = std::move(copy);
+    }
+
+    std::shared_ptr<MessageBuffer> buffer_;
+    py::object keeps_;
+    std::vector<uint8_t> copy_;
+};
+
+// A device buffer that the caller lends for messages: uint8, contiguous, 16-byte aligned.
+struct LentBytes {
+    uint8_t* data;
+    uint64_t size;
+    int device;
+};
+
+LentBytes lent_bytes(const py::object& array, const char* role) {
+    const int device = device_of(array);
+    if (device < 0 || !py::hasattr(array, "__cuda_array_interface__"))
+        throw py::value_error(std::string(role) +
+                              " must be an array of uint8 on a CUDA device (with the CUDA array interface)");
+    const py::dict interface = array.attr("__cuda_array_interface__");
+    if (interface["typestr"].cast<std::string>() != "|u1")
+        throw py::type_error(std::string(role) + " must be uint8, not " + interface["typestr"].cast<std::string>());
+    if (interface.contains("strides") && !interface["strides"].is_none() &&
+        interface["strides"].cast<std::vector<int64_t>>() != std::vector<int64_t>{1})
+        refuse_layout(role);
+    uint64_t size = 1;
+    for (const auto length : interface["shape"].cast<std::vector<int64_t>>()) size *= static_cast<uint64_t>(length);
+    const auto address = interface["data"].cast<std::pair<uintptr_t, bool>>().first;
+    return {reinterpret_cast<uint8_t*>(address), size, device};
+}
+
+class PyEncoder {
+  public:
+    PyEncoder(int device, uint64_t numel, bool float64, const py::dict& policy, double threshold)
+        : float64_(float64),
+          encoder_(device, numel, float64 ? Dtype::kFloat64 : Dtype::kFloat32, policy_of(policy), threshold),
+          pool_(std::make_shared<cuda::BufferPool>(device, capacity())) {}
+
+    // Enough for a ternary message.
+    uint64_t capacity() const { return cuda::message_capacity(max_ternary_bytes(encoder_.numel())); }
+
+    PyMessage encode(const py::object& update, uint32_t key, bool skip_nonfinite, const std::string& dense,
+                     const py::object& out, uintptr_t stream_number) {
+        const cudaStream_t stream = stream_of(stream_number);
+        const DenseType type = dense_type(dense);
+        const uint64_t needed = type == DenseType::kNone
+                                    ? capacity()
+                                    : cuda::message_capacity(kHeaderBytes + encoder_.numel() * bytes_per_value(type));
+        std::vector<ConstArray> updates;
+        std::unique_ptr<DeviceArrays> arrays;
+        if (!update.is_none()) {
+            arrays = std::make_unique<DeviceArrays>(update, "update", encoder_.device(), stream);
+            arrays->require_numel(encoder_.numel());
+            arrays->require_updates(encoder_.dtype());
+            arrays->require_apart(encoder_.residual(), encoder_.numel() * (float64_ ? 8 : 4), "the encoder's residual");
+            updates = arrays->updates();
+        }
+        const Exclusive exclusive(busy_);
+        const std::shared_ptr<MessageBuffer> buffer = buffer_for(out, needed);
+        {
+            const py::gil_scoped_release release;
+            encoder_.encode(arrays ? &updates : nullptr, key, skip_nonfinite, type, *buffer, stream);
+        }
+        return PyMessage(buffer, out);
+    }
+
+    // Waits for the stream.
+    py::dict state(uintptr_t stream) {
+        const Exclusive exclusive(busy_);
+        cuda::EncoderState state{};
+        {
+            const py::gil_scoped_release release;
+            state = encoder_.state(stream_of(stream));
+        }
+        py::dict words;
+        words["threshold"] = state.threshold;
+        words["step"] = state.step;
+        words["changed_at"] = state.changed_at;
+        words["messages"] = state.messages;
+        words["message_bytes"] = state.message_bytes;
+        words["sent_count"] = state.sent;
+        words["nonfinite_count"] = state.nonfinite_total;
+        words["clipped_count"] = state.clipped;
+        words["clipped_sum"] = state.clipped_sum;
+        return words;
+    }
+    void set_state(double threshold, uint64_t step, uint64_t changed_at, uintptr_t stream) {
+        const Exclusive exclusive(busy_);
+        const py::gil_scoped_release release;
+        encoder_.set_state(threshold, step, changed_at, stream_of(stream));
+    }
+
+    void set_policy(const py::dict& policy) {
+        const Exclusive exclusive(busy_);
+        encoder_.set_policy(policy_of(policy));
+    }
+
+    // Both wait for the device: a caller's stream may write to the residual.
+    py::array residual_to_host() {
+        const Exclusive exclusive(busy_);
+        const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(encoder_.numel())};
+        py::array host(float64_ ? py::dtype::of<double>() : py::dtype::of<float>(), shape);
+        void* to = host.mutable_data();
+        const py::gil_scoped_release release;
+        copy(to, encoder_.residual(), cudaMemcpyDeviceToHost);
+        return host;
+    }
+    void residual_from_host(const py::array& host) {
+        const Exclusive exclusive(busy_);
+        if (static_cast<uint64_t>(host.nbytes()) != encoder_.numel() * (float64_ ? 8 : 4) ||
+            !(host.flags() & py::array::c_style))
+            throw py::value_error("the residual to load has another size or layout");
+        const void* from = host.data();
+        const py::gil_scoped_release release;
+        copy(encoder_.residual(), from, cudaMemcpyHostToDevice);
+    }
+    static OwnArray residual(const py::object& self) {
+        auto& own = self.cast<PyEncoder&>();
+        return {self, own.encoder_.residual(), own.encoder_.numel(), own.float64_ ? "<f8" : "<f4",
+                own.encoder_.device()};
+    }
+
+  private:
+    static cuda::Policy policy_of(const py::dict& words) {
+        cuda::Policy policy;
+        const auto read = [&](const char* name, auto& value) {
+            if (words.contains(name)) value = words[name].cast<std::decay_t<decltype(value)>>();
+        };
+        uint32_t rule = 0;
+        read("rule", rule);
+        policy.rule = static_cast<cuda::Rule>(rule);
+        read("minimum", policy.minimum);
+        read("density_min", policy.density_min);
+        read("density_max", policy.density_max);
+        read("decay", policy.decay);
+        read("step", policy.step);
+        read("trigger", policy.trigger);
+        read("delay", policy.delay);
+        read("density", policy.density);
+        read("shakeup_every", policy.shakeup_every);
+        read("shakeup_divisor", policy.shakeup_divisor);
+        read("clip_every", policy.clip_every);
+        read("clip_limit", policy.clip_limit);
+        return policy;
+    }
+    DenseType dense_type(const std::string& dense) const {
+        if (dense.empty()) return DenseType::kNone;
+        if (dense == "bfloat16") return DenseType::kBfloat16;
+        return float64_ ? DenseType::kFloat64 : DenseType::kFloat32;
+    }
+    void copy(void* to, const void* from, cudaMemcpyKind kind) const {
+        const DeviceScope scope(encoder_.device());
+        CUDA_TRY(cudaDeviceSynchronize());
+        CUDA_TRY(cudaMemcpy(to, from, encoder_.numel() * (float64_ ? 8 : 4), kind));
+    }
+    // Memory of the caller's is looked up by its address, so that an encode inside of a graph allocates nothing.
+    std::shared_ptr<MessageBuffer> buffer_for(const py::object& out, uint64_t needed) {
+        if (out.is_none()) {
+            if (needed == capacity()) return pool_->take();
+            return std::make_shared<cuda::BufferPool>(encoder_.device(), needed)->take();
+        }
+        const LentBytes lent = lent_bytes(out, "out");
+        if (lent.device != encoder_.device())
+            throw py::value_error("out is on cuda:" + std::to_string(lent.device) +
+                                  ", but this encoder is on cuda:" + std::to_string(encoder_.device()));
+        if (lent.size < needed)
+            throw py::value_error("out has " + std::to_string(lent.size) + " bytes, must have at least " +
+                                  std::to_string(needed));
+        if (reinterpret_cast<uintptr_t>(lent.data) % 16 != 0)
+            throw py::value_error("out must begin at a multiple of 16 bytes");
+        std::shared_ptr<MessageBuffer>& known = lent_[lent.data];
+        if (!known || known->capacity != lent.size) known = cuda::borrow_buffer(lent.device, lent.data, lent.size);
+        return known;
+    }
+
+    bool float64_;
+    cuda::DeviceEncoder encoder_;
+    std::shared_ptr<cuda::BufferPool> pool_;
+    std::map<uint8_t*, std::shared_ptr<MessageBuffer>> lent_;
+    std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
+};
+
+PyMessage message_at(const py::object& array) {
+    const LentBytes lent = lent_bytes(array, "buffer");
+    return PyMessage(cuda::borrow_buffer(lent.device, lent.data, lent.size), array);
+}
+
+// Host bytes on their way to a device, and what tells when they have arrived.
+class Upload {
+  public:
+    Upload(const py::buffer_info& bytes, cudaStream_t stream) : stream_(stream) {
+        size_ = static_cast<uint64_t>(bytes.size * bytes.itemsize);
+        CUDA_TRY(cudaMallocAsync(&memory_, size_, stream));
+        CUDA_TRY(cudaMemcpyAsync(memory_, bytes.ptr, size_, cudaMemcpyHostToDevice, stream));
+    }
+    ~Upload() {
+        if (memory_ && cudaFreeAsync(memory_, stream_) != cudaSuccess) cudaGetLastError();
+    }
+    Upload(Upload&& other) noexcept : memory_(other.memory_), size_(other.size_), stream_(other.stream_) {
+        other.memory_ = nullptr;
+    }
+    Upload(const Upload&) = delete;
+    Upload& operator=(const Upload&) = delete;
+    cuda::DeviceMessageRef ref() const { return {static_cast<const uint8_t*>(memory_), size_, nullptr}; }
+
+  private:
+    void* memory_ = nullptr;
+    uint64_t size_ = 0;
+    cudaStream_t stream_;
+};
+
+// Messages are this module's, whose device memory is read behind their last use, or anything with the buffer protocol
+// whose bytes have been checked on the host.
+void apply_many(const py::list& messages, const py::object& target, double scale, int device, uintptr_t number) {
+    const cudaStream_t stream = stream_of(number);
+    const DeviceArrays arrays(target, "target", device, stream);
+    arrays.require_targets();
+    if (!std::isfinite(scale)) throw py::value_error("scale is " + std::to_string(scale) + ", must be finite");
+    const std::vector<Array> targets = arrays.targets();
+    const DeviceScope scope(device);
+    std::vector<cuda::DeviceMessageRef> refs;
+    std::vector<MessageBuffer*> used;
+    std::vector<Upload> uploads;
+    bool from_host = false;
+    for (const py::handle message : messages) {
+        if (!py::isinstance<PyMessage>(message)) {
+            const py::buffer_info bytes = py::reinterpret_borrow<py::buffer>(message).request();
+            uploads.emplace_back(bytes, stream);
+            refs.push_back(uploads.back().ref());
+            from_host = true;
+            continue;
+        }
+        MessageBuffer& buffer = message.cast<PyMessage&>().buffer();
+        if (buffer.device != device)
+            throw py::value_error("a message is on cuda:" + std::to_string(buffer.device) +
+                                  ", but the target is on cuda:" + std::to_string(device));
+        arrays.require_apart(buffer.on_device, buffer.capacity, "the message");
+        refs.push_back({buffer.on_device, buffer.capacity, buffer.status});
+        used.push_back(&buffer);
+    }
+    for (MessageBuffer* buffer : used) buffer->begin_use(stream);
+    {
+        const py::gil_scoped_release release;
+        cuda::apply_on_device(device, refs, targets, scale, stream);
+        // Pinned host bytes are read when the stream gets there, and they belong to the caller.
+        if (from_host) CUDA_TRY(cudaStreamSynchronize(stream));
+    }
+    for (MessageBuffer* buffer : used) buffer->end_use(stream);
+}
+
+void register_message(py::module_& module) {
+    const auto field = [](auto member) { return [member](PyMessage& m) { return m.view().header.*member; }; };
+    py::class_<PyMessage>(module, "CudaMessage", py::buffer_protocol(),
+                          "A message in device memory. Whatever asks for its bytes or fields waits for the device, and "
+                          "raises what became of it.")
+        .def_buffer(&PyMessage::bytes)
+        .def_static("at", &message_at, py::arg("buffer"),
+                    "Return the message that an array of uint8 on a device holds; it is checked when it is applied.")
+        .def("check", &PyMessage::check)
+        .def_property_readonly("device", [](const PyMessage& m) { return m.buffer().device; })
+        .def_property_readonly("memory",
+                               [](const py::object& self) {
+                                   MessageBuffer& b = self.cast<PyMessage&>().buffer();
+                                   return OwnArray(self, b.on_device, b.capacity, "|u1", b.device);
+                               })
+        .def_property_readonly("kind", [](PyMessage& m) { return kind_name(m.view()); })
+        .def_property_readonly("key", field(&Header::key))
+        .def_property_readonly("step", field(&Header::step))
+        .def_property_readonly("numel", field(&Header::numel))
+        .def_property_readonly("count", field(&Header::count))
+        .def_property_readonly("threshold", [](PyMessage& m) { return m.view().threshold(); })
+        .def_property_readonly("is_shakeup", [](PyMessage& m) { return (m.view().header.flags & kFlagShakeUp) != 0; })
+        .def_property_readonly("density",
+                               [](PyMessage& m) {
+                                   const Header h = m.view().header;
+                                   return h.numel > 0 ? static_cast<double>(h.count) / static_cast<double>(h.numel)
+                                                      : 0.0;
+                               })
+        .def_property_readonly("nbytes", [](PyMessage& m) { return m.view().nbytes(); })
+        .def("__bytes__", [](PyMessage& m) {
+            const MessageView view = m.view();
+            return py::bytes(reinterpret_cast<const char*>(view.payload - kHeaderBytes), view.nbytes());
+        });
+}
+
+void register_encoder(py::module_& module) {
+    py::class_<PyEncoder>(module, "Encoder")
+        .def(py::init<int, uint64_t, bool, const py::dict&, double>(), py::arg("device"), py::arg("numel"),
+             py::arg("float64"), py::arg("policy"), py::arg("threshold"))
+        .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("key"), py::arg("skip_nonfinite"),
+             py::arg("dense"), py::arg("out").none(true), py::arg("stream"))
+        .def("state", &PyEncoder::state, py::arg("stream"))
+        .def("set_state", &PyEncoder::set_state, py::arg("threshold"), py::arg("step"), py::arg("changed_at"),
+             py::arg("stream"))
+        .def("set_policy", &PyEncoder::set_policy, py::arg("policy"))
+        .def("residual_to_host", &PyEncoder::residual_to_host)
+        .def("residual_from_host", &PyEncoder::residual_from_host, py::arg("residual"))
+        .def_property_readonly("capacity", &PyEncoder::capacity)
+        .def_property_readonly("residual", &PyEncoder::residual);
+}
+
+}  // namespace
+}  // namespace gradwire::bindings
+
+PYBIND11_MODULE(_cuda, module) {
+    namespace bindings = gradwire::bindings;
+    pybind11::register_exception_translator(bindings::translate);
+    pybind11::register_exception_translator(bindings::translate_cuda);
+    bindings::register_own_array(module);
+    bindings::register_message(module);
+    bindings::register_encoder(module);
+    module.def("apply_many", &bindings::apply_many, pybind11::arg("messages"), pybind11::arg("target"),
+               pybind11::arg("scale"), pybind11::arg("device"), pybind11::arg("stream"));
+    module.def("device_of", &bindings::device_of, pybind11::arg("array"));
+    module.def("unusable", &bindings::unusable);
+}

@@ -1,0 +1,180 @@
+#include "device_arrays.h"
+
+#include <pybind11/stl.h>
+
+#include "../cuda/check.h"
+#include "dlpack.h"
+
+namespace gradwire::bindings {
+namespace {
+
+// The int that Python's protocols use for a stream: 1 is the legacy default one, which CUDA itself calls 0.
+py::object stream_number(cudaStream_t stream) {
+    const auto number = reinterpret_cast<uintptr_t>(stream);
+    return py::int_(number == 0 ? 1 : number);
+}
+
+bool is_on_cuda(int dlpack_type) { return dlpack_type == kDlpackCuda || dlpack_type == kDlpackCudaManaged; }
+
+// (type, id) of a DLPack producer; (0, 0) where the object is none.
+std::pair<int, int> dlpack_device_of(py::handle object) {
+    if (!py::hasattr(object, "__dlpack_device__")) return {0, 0};
+    return object.attr("__dlpack_device__")().cast<std::pair<int, int>>();
+}
+
+int device_of_pointer(const void* data) {
+    cudaPointerAttributes attributes{};
+    CUDA_TRY(cudaPointerGetAttributes(&attributes, data));
+    return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged ? attributes.device : -1;
+}
+
+// Work on `stream` waits for what is on `producer` now.
+void wait_for(cudaStream_t producer, cudaStream_t stream) {
+    if (producer == stream) return;
+    cudaEvent_t event = nullptr;
+    CUDA_TRY(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    const cudaError_t recorded = cudaEventRecord(event, producer);
+    const cudaError_t waiting = recorded == cudaSuccess ? cudaStreamWaitEvent(stream, event, 0) : recorded;
+    cudaEventDestroy(event);
+    CUDA_TRY(waiting);
+}
+
+Dtype interface_dtype(const std::string& typestr, const std::string& name) {
+    if (typestr == "<f4") return Dtype::kFloat32;
+    if (typestr == "<f8") return Dtype::kFloat64;
+    if (typestr == "<f2") return Dtype::kFloat16;
+    refuse_dtype(name, typestr + " (CUDA array interface)");
+}
+
+void require_contiguous(const py::dict& interface, const std::vector<int64_t>& shape, int64_t itemsize,
+                        const std::string& name) {
+    if (!interface.contains("strides") || interface["strides"].is_none()) return;
+    const auto strides = interface["strides"].cast<std::vector<int64_t>>();
+    int64_t expected = itemsize;
+    for (size_t i = shape.size(); i-- > 0;) {
+        if (shape[i] != 1 && strides.at(i) != expected) refuse_layout(name);
+        expected *= shape[i];
+    }
+}
+
+HostArray from_interface(py::handle object, const std::string& name, cudaStream_t stream) {
+    const py::dict interface = object.attr("__cuda_array_interface__");
+    HostArray result;
+    const auto typestr = interface["typestr"].cast<std::string>();
+    result.dtype = interface_dtype(typestr, name);
+    const auto shape = interface["shape"].cast<std::vector<int64_t>>();
+    result.numel = 1;
+    for (const int64_t length : shape) result.numel *= static_cast<uint64_t>(length);
+    require_contiguous(interface, shape, typestr[2] - '0', name);
+    const auto [address, read_only] = interface["data"].cast<std::pair<uintptr_t, bool>>();
+    result.data = reinterpret_cast<void*>(address);
+    result.writable = !read_only;
+    if (interface["version"].cast<int>() >= 3 && interface.contains("stream") && !interface["stream"].is_none())
+        wait_for(reinterpret_cast<cudaStream_t>(interface["stream"].cast<uintptr_t>()), stream);
+    return result;
+}
+
+HostArray borrow_device_array(py::handle object, const std::string& name, int device, cudaStream_t stream) {
+    const std::string here = "cuda:" + std::to_string(device);
+    const auto [type, id] = dlpack_device_of(object);
+    HostArray array;
+    int found = -1;
+    if (is_on_cuda(type)) {
+        found = id;
+        if (found == device)
+            array = from_dlpack_capsule(object, dlpack_capsule(object, stream_number(stream), name), name);
+    } else if (py::hasattr(object, "__cuda_array_interface__")) {
+        array = from_interface(object, name, stream);
+        found = array.numel > 0 ? device_of_pointer(array.data) : device;
+    } else {
+        throw py::value_error(name + " is not on a CUDA device, but this encoder or target is on " + here);
+    }
+    if (found != device)
+        throw py::value_error(name + " is on cuda:" + std::to_string(found) + ", but this encoder or target is on " +
+                              here);
+    return array;
+}
+
+struct Lent {
+    DlpackManaged managed;
+    int64_t shape[1];
+    PyObject* owner;
+};
+
+}  // namespace
+
+DeviceArrays::DeviceArrays(py::handle object, const char* role, int device, cudaStream_t stream)
+    : HostArrays(object, role, [&](py::handle item, const std::string& name) {
+          return borrow_device_array(item, name, device, stream);
+      }) {}
+
+int device_of(py::handle object) {
+    if (PyList_Check(object.ptr()) || PyTuple_Check(object.ptr())) {
+        const auto items = py::reinterpret_borrow<py::sequence>(object);
+        return items.size() > 0 ? device_of(py::object(items[0])) : -1;
+    }
+    const auto [type, id] = dlpack_device_of(object);
+    if (is_on_cuda(type)) return id;
+    if (type != 0 || !py::hasattr(object, "__cuda_array_interface__")) return -1;
+    const py::dict interface = object.attr("__cuda_array_interface__");
+    const auto [address, read_only] = interface["data"].cast<std::pair<uintptr_t, bool>>();
+    if (address != 0) return device_of_pointer(reinterpret_cast<const void*>(address));
+    int current = 0;
+    CUDA_TRY(cudaGetDevice(&current));
+    return current;
+}
+
+py::dict OwnArray::cuda_array_interface() const {
+    py::dict interface;
+    interface["shape"] = py::make_tuple(numel_);
+    interface["typestr"] = typestr_;
+    interface["data"] = py::make_tuple(reinterpret_cast<uintptr_t>(data_), false);
+    interface["strides"] = py::none();
+    interface["version"] = 3;
+    interface["stream"] = py::none();  // whoever reads it orders its stream behind ours
+    return interface;
+}
+
+std::string OwnArray::dtype() const { return (typestr_[1] == 'f' ? "float" : "uint") + std::to_string(8 * itemsize()); }
+
+// The capsule keeps the array (and with it its owner) until the consumer is done.
+py::capsule OwnArray::dlpack(const py::object& self) const {
+    auto* lent = new Lent{};
+    lent->shape[0] = static_cast<int64_t>(numel_);
+    lent->owner = self.inc_ref().ptr();
+    const auto code = static_cast<uint8_t>(typestr_[1] == 'f' ? kDlpackFloat : kDlpackUnsigned);
+    lent->managed.tensor = {
+        data_, {kDlpackCuda, device_}, 1, {code, static_cast<uint8_t>(8 * itemsize()), 1}, lent->shape, nullptr, 0};
+    lent->managed.manager_ctx = lent;
+    lent->managed.deleter = [](DlpackManaged* managed) {
+        auto* done = static_cast<Lent*>(managed->manager_ctx);
+        const py::gil_scoped_acquire gil;
+        Py_DECREF(done->owner);
+        delete done;
+    };
+    return py::capsule(&lent->managed, "dltensor", [](PyObject* capsule) {
+        if (!PyCapsule_IsValid(capsule, "dltensor")) return;  // taken, and renamed by the taker
+        auto* managed = static_cast<DlpackManaged*>(PyCapsule_GetPointer(capsule, "dltensor"));
+        managed->deleter(managed);
+    });
+}
+
+void register_own_array(py::module_& module) {
+    py::class_<OwnArray>(
+        module, "DeviceArray",
+        "A flat array on a device, for CuPy, torch, JAX and Numba to take without a copy: DLPack and the "
+        "CUDA array interface.")
+        .def_property_readonly("__cuda_array_interface__", &OwnArray::cuda_array_interface)
+        .def(
+            "__dlpack__",
+            [](const py::object& self, const py::object&, const py::kwargs&) {
+                return self.cast<const OwnArray&>().dlpack(self);
+            },
+            py::arg("stream") = py::none())
+        .def("__dlpack_device__", &OwnArray::dlpack_device)
+        .def_property_readonly("shape", [](const OwnArray& array) { return py::make_tuple(array.numel()); })
+        .def_property_readonly("dtype", &OwnArray::dtype)
+        .def_property_readonly("device", &OwnArray::device);
+}
+
+}  // namespace gradwire::bindings

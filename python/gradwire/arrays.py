@@ -1,0 +1,102 @@
+"""Where arrays lie: on the CPU or on a CUDA device, and the stream that work on them belongs to."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .errors import BackendUnavailable
+
+__all__ = ["cuda_core", "cuda_problem", "device_of", "stream_of"]
+
+_DLPACK_CUDA = (2, 13)
+
+
+@lru_cache(maxsize=1)
+def cuda_problem() -> str:
+    """Return why the CUDA backend cannot be used here; empty where it can.
+
+    Asks the driver once; what was missing then stays missing for the process.
+    """
+    try:
+        core = importlib.import_module("gradwire._cuda")
+    except ImportError as error:
+        from . import _core
+
+        if importlib.util.find_spec("gradwire._cuda") is None:
+            return f"this build has no CUDA backend ({_core.cuda_status()})"
+        return f"the CUDA module does not load: {error}"
+    return str(core.unusable())
+
+
+def cuda_core() -> Any:
+    """Return the module ``gradwire._cuda``.
+
+    Raises:
+        BackendUnavailable: it is not in this build, or there is no driver or GPU.
+    """
+    problem = cuda_problem()
+    if problem:
+        raise BackendUnavailable(f'{problem}; use device="cpu" and arrays on the CPU')
+    return importlib.import_module("gradwire._cuda")
+
+
+def device_of(arrays: Any) -> int:
+    """Return the number of the CUDA device that an array, or the first of a sequence, lies on; -1: on none."""
+    if isinstance(arrays, np.ndarray):
+        return -1
+    if isinstance(arrays, (list, tuple)):
+        return device_of(arrays[0]) if arrays else -1
+    if hasattr(arrays, "__dlpack_device__"):
+        kind, number = arrays.__dlpack_device__()
+        return int(number) if kind in _DLPACK_CUDA else -1
+    if hasattr(arrays, "__cuda_array_interface__"):
+        return int(cuda_core().device_of(arrays))
+    return -1
+
+
+def stream_of(stream: Any, arrays: Any, device: int) -> int:
+    """Return the handle of the stream to work on.
+
+    Args:
+        stream: an int (0 and 1 are the legacy default stream, 2 the per-thread one), a ``torch.cuda.Stream``, a
+            ``cupy.cuda.Stream``, anything with ``__cuda_stream__``; or None: the current stream of the library that
+            the arrays belong to, so that its own work before and after is in order, and the default stream for
+            arrays of others.
+        arrays: one array or a sequence of arrays; may be None.
+        device: the number of their device.
+
+    Raises:
+        TypeError: ``stream`` is none of these.
+    """
+    if stream is None:
+        return _current_stream(arrays, device)
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        protocol = stream.__cuda_stream__
+        return int((protocol() if callable(protocol) else protocol)[1])
+    for attribute in ("cuda_stream", "ptr"):  # torch, CuPy
+        if hasattr(stream, attribute):
+            return int(getattr(stream, attribute))
+    raise TypeError(
+        f"stream must be an int, a torch or CuPy stream or have __cuda_stream__, got {stream!r}"
+    )
+
+
+def _current_stream(arrays: Any, device: int) -> int:
+    first = arrays[0] if isinstance(arrays, Sequence) and len(arrays) > 0 else arrays
+    library = type(first).__module__.split(".")[0]
+    if library == "torch":
+        return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+    if library == "cupy":
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(device):
+            return int(cupy.cuda.get_current_stream().ptr)
+    return 0
