@@ -17,8 +17,6 @@ import random
 
 from gradwire.errors import WouldBlock
 from gradwire.transport.crypto import Handshake
-from gradwire.transport.inbound import SKIPS_MAX
-from gradwire.transport.membership import HALF_OPEN_MAX, SEEDS_MAX
 from gradwire.transport.model import Limits
 from gradwire.transport.session import INTRODUCTION_BYTES, Session, prologue
 from gradwire.transport.wire import (
@@ -50,6 +48,7 @@ from gradwire.transport.wire import (
     encode_frame,
 )
 
+from . import invariants
 from .simulator import SECRET, Host, Link, Simulator
 
 LIMITS = Limits(
@@ -58,7 +57,6 @@ LIMITS = Limits(
 OPERATIONS_MAX = 48
 CAPTURES_MAX = 64
 SERVICE_S = 15.0
-FRAMES_MAX = 2_000
 STRANGER = ("stranger", 7)
 
 
@@ -147,7 +145,7 @@ class Storm:
                 break
             operations[self.script.below(len(operations))]()
         self.simulator.run_for(0.1)
-        self._check_bounds()
+        invariants.check(self.target.endpoint)
         self._check_service(self.good, b"good")
         self._restart()
 
@@ -312,24 +310,6 @@ class Storm:
         self.simulator.run_for((0.0005, 0.002, 0.03, 1.1)[self.script.below(4)])
 
     # ---- what must hold -----------------------------------------------------------------------------------------
-
-    def _check_bounds(self) -> None:
-        endpoint = self.target.endpoint
-        stats = endpoint.stats()
-        assert stats.send_log_bytes <= LIMITS.send_log_bytes
-        assert 0 <= stats.receive_queue_bytes <= LIMITS.receive_bytes
-        assert len(endpoint._half_open) <= HALF_OPEN_MAX
-        assert len(list(endpoint.membership)) <= SEEDS_MAX
-        assert len(endpoint._sessions) <= HALF_OPEN_MAX + SEEDS_MAX
-        assert set(endpoint._by_stream.values()) <= set(endpoint._sessions.values())
-        assert set(endpoint._by_node.values()) <= set(endpoint._sessions.values())
-        for session in endpoint._sessions.values():
-            assert len(session._frames) <= FRAMES_MAX
-            inbound = session.inbound
-            if inbound is not None:
-                assert len(inbound._partials) + len(inbound._complete) <= ACK_WINDOW_RECORDS
-                assert len(inbound._skips) <= SKIPS_MAX
-                assert len(inbound._keys) <= 2
 
     def _check_service(self, host: Host, text: bytes) -> None:
         """Messages go both ways between this host and the target, reconnecting if need be."""

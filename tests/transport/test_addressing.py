@@ -62,10 +62,14 @@ def test_an_explicit_host_goes_before_the_mask_and_the_mask_before_the_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(addressing.ADDRESS_VARIABLE, "127.0.0.3")
+    assert addressing.deciding_rule(("127.0.0.2", 5), "127.0.0.1/32") == "bind"
+    assert addressing.deciding_rule(("0.0.0.0", 5), "127.0.0.1/32") == "mask"
+    assert addressing.deciding_rule(("0.0.0.0", 5), None) == "variable"
     assert addressing.choose_address(("127.0.0.2", 5), "127.0.0.1/32") == ("127.0.0.2", 5)
     assert addressing.choose_address(("0.0.0.0", 5), "127.0.0.1/32") == ("127.0.0.1", 5)
     assert addressing.choose_address(("0.0.0.0", 5), None) == ("127.0.0.3", 5)
     monkeypatch.delenv(addressing.ADDRESS_VARIABLE)
+    assert addressing.deciding_rule(("", 5), None) == "route"
     assert addressing.choose_address(("", 5), None) == ("0.0.0.0", 5)
 
 

@@ -316,12 +316,31 @@ def test_stats_count_payload_and_everything_around_it(pair: tuple[Node, Node]) -
     assert [path.peer for path in sender.peers] == [two.peer]
 
 
+def test_stats_tell_what_the_system_gives_the_socket(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    one.publish(bytes(1_000_000))
+    collect(two, 1)
+    stats = two.stats()
+    assert stats.socket.receive_buffer_bytes > 0
+    assert stats.socket.send_buffer_bytes > 0
+    assert stats.socket.errors == 0
+    assert 0 < stats.socket.receive_calls <= stats.datagrams_received
+    if sys.platform == "linux":
+        assert stats.socket.has_gso
+        assert stats.socket.has_gro
+        assert stats.socket.receive_calls < stats.datagrams_received / 4
+    two.close()
+    assert two.stats().socket.receive_buffer_bytes == 0
+
+
 def test_without_offload_everything_still_works() -> None:
     one, two = connected(2, offload=False)
     payload = os.urandom(500_000)
     one.publish(payload)
     assert bytes(collect(two, 1)[0].payload) == payload
-    assert not one._driver.has_gso
+    socket_stats = one.stats().socket
+    assert not socket_stats.has_gso
+    assert not socket_stats.has_gro
     one.close()
     two.close()
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from gradwire.errors import WouldBlock
 from gradwire.transport.model import Limits, Peer, PeerLost, Ticket
 
+from . import invariants
 from .simulator import Host, Link, Simulator
 
 SIZES = (0, 1, 32, 300, 1_343, 1_344, 1_345, 5_000, 62_240, 62_241, 70_000, 200_000)
@@ -199,11 +200,9 @@ class History:
         return connected and is_done and not any(host.endpoint.has_messages for host in hosts)
 
     def check_bounds(self) -> None:
-        """No host holds more than its limits allow."""
+        """No host holds more than its limits allow, and its books add up."""
         for host in self.hosts():
-            stats = host.endpoint.stats()
-            assert stats.send_log_bytes <= LIMITS.send_log_bytes
-            assert stats.receive_queue_bytes <= LIMITS.receive_bytes
+            invariants.check(host.endpoint)
 
     def check(self) -> None:
         """Every message came once, whole and in order, or its ticket says that it did not."""

@@ -188,6 +188,11 @@ class Exchange:
         return self._step
 
     @property
+    def is_next_local(self) -> bool:
+        """Whether the next step sends nothing and leaves the parameters as they are (``every``)."""
+        return self._replica.local_steps + 1 < self._options.every
+
+    @property
     def stats(self) -> ExchangeStats:
         """Totals so far; passes once over the residual for its norm."""
         return self._totals.stats(

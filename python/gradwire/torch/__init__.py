@@ -1,5 +1,12 @@
-"""gradwire for PyTorch: a communication hook for DistributedDataParallel."""
+"""gradwire for PyTorch: a communication hook for DistributedDataParallel, and an optimiser that shares its updates."""
 
 from .hook import HookStats, ThresholdState, register_threshold_hook, threshold_hook
+from .optimizer import SharedOptimizer
 
-__all__ = ["HookStats", "ThresholdState", "register_threshold_hook", "threshold_hook"]
+__all__ = [
+    "HookStats",
+    "SharedOptimizer",
+    "ThresholdState",
+    "register_threshold_hook",
+    "threshold_hook",
+]

@@ -8,7 +8,18 @@ states), `endpoint` (one node without a socket), `driver` (the socket and the cl
 from __future__ import annotations
 
 from .crypto import generate_secret, parse_secret
-from .model import Event, Limits, Peer, PeerJoined, PeerLost, PeerStats, Received, Stats, Ticket
+from .model import (
+    Event,
+    Limits,
+    Peer,
+    PeerJoined,
+    PeerLost,
+    PeerStats,
+    Received,
+    SocketStats,
+    Stats,
+    Ticket,
+)
 from .node import Node
 
 __all__ = [
@@ -20,6 +31,7 @@ __all__ = [
     "PeerLost",
     "PeerStats",
     "Received",
+    "SocketStats",
     "Stats",
     "Ticket",
     "generate_secret",

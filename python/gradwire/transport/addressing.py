@@ -11,15 +11,26 @@ import re
 import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from .model import Address, parse_address
+
+Rule: TypeAlias = Literal["bind", "mask", "variable", "route"]
 
 ADDRESS_VARIABLE: Final = "GRADWIRE_IP"
 WILDCARD: Final = "0.0.0.0"  # noqa: S104 - recognised, and bound only when asked for
 WILDCARDS: Final = ("", WILDCARD, "::")
 IPV4_TABLE: Final = "/proc/net/fib_trie"
 IPV6_TABLE: Final = "/proc/net/if_inet6"
+
+
+def deciding_rule(bind: Address, network_mask: str | None) -> Rule:
+    """Return what decides on the address to bind."""
+    if bind[0] not in WILDCARDS:
+        return "bind"
+    if network_mask is not None:
+        return "mask"
+    return "variable" if os.environ.get(ADDRESS_VARIABLE) else "route"
 
 
 def choose_address(bind: Address, network_mask: str | None) -> Address:
@@ -29,13 +40,11 @@ def choose_address(bind: Address, network_mask: str | None) -> Address:
         ValueError: no local address is in the network, or several are.
     """
     host, port = bind
-    if host not in WILDCARDS:
-        return bind
-    if network_mask is not None:
+    rule = deciding_rule(bind, network_mask)
+    if rule == "mask" and network_mask is not None:
         return pick_by_mask(network_mask, local_addresses()), port
-    variable = os.environ.get(ADDRESS_VARIABLE)
-    if variable:
-        return str(ipaddress.ip_address(variable)), port
+    if rule == "variable":
+        return str(ipaddress.ip_address(os.environ[ADDRESS_VARIABLE])), port
     return (host or WILDCARD), port
 
 

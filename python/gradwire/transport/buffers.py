@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import deque
 from typing import Final
@@ -10,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 SMALL_BYTES: Final = 16_384  # the allocator keeps small blocks by itself
-LOOKS_MAX: Final = 4
 UNUSED_REFERENCES: Final = 3  # the pool's deque, the local name, and the argument of getrefcount
 
 
@@ -37,8 +37,10 @@ class BufferPool:
         kept = self._classes.get(size)
         if kept is None:
             kept = self._classes[size] = deque()
-        for _ in range(min(LOOKS_MAX, len(kept))):  # the longest lent come first
-            array = kept[0]
+        elif kept:
+            array = kept[
+                0
+            ]  # the longest lent; one that is still in use is asked about again after the others
             kept.rotate(-1)
             if sys.getrefcount(array) <= UNUSED_REFERENCES:
                 return array
@@ -59,6 +61,7 @@ class BufferPool:
         return self.kept_bytes + nbytes <= self._kept_bytes_max
 
 
+@functools.lru_cache(maxsize=256)
 def _rounded_up(nbytes: int) -> int:
     """Return the size with only its three leading bits kept, rounded up, so that few sizes exist."""
     shift = max(0, nbytes.bit_length() - 3)

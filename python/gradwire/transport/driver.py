@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from .endpoint import Endpoint
-from .model import Address, Transmit
+from .model import Address, SocketStats, Transmit
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class Driver:
         self.has_gso = offload and sys.platform == "linux"
         self.has_gro = False
         self.socket_errors = 0
+        self._receive_calls = 0
         self._configure(family, offload)
         self._buffer = bytearray(RECEIVE_BUFFER_BYTES)
         self._view = memoryview(self._buffer).toreadonly()
@@ -94,10 +95,16 @@ class Driver:
             except OSError:
                 logger.info("this kernel has no UDP GRO; datagrams are received one by one")
 
-    @property
-    def receive_buffer_bytes(self) -> int:
-        """Size of the socket's receive buffer as the kernel counts it."""
-        return self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    def stats(self) -> SocketStats:
+        """Return what the system gives the socket."""
+        return SocketStats(
+            has_gso=self.has_gso,
+            has_gro=self.has_gro,
+            receive_buffer_bytes=self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF),
+            send_buffer_bytes=self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF),
+            receive_calls=self._receive_calls,
+            errors=self.socket_errors,
+        )
 
     # ---- moving -------------------------------------------------------------------------------------------------
 
@@ -119,6 +126,7 @@ class Driver:
                 return
             if nbytes == 0:
                 continue
+            self._receive_calls += 1
             segment_bytes = nbytes
             for level, kind, data in ancillary:
                 if level == socket.IPPROTO_UDP and kind == UDP_GRO:

@@ -6,6 +6,7 @@ node's receive budget before its first byte is stored.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Final
 
@@ -472,6 +473,7 @@ class Inbound:
         self._complete.clear()
 
 
+@functools.lru_cache(maxsize=256)
 def _is_plausible(
     fragments: int, fragment_bytes: int, first: int, count: int, batch_bytes: int
 ) -> bool:

@@ -182,6 +182,27 @@ class PeerStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SocketStats:
+    """What the system gives the node's socket.
+
+    Attributes:
+        has_gso: several datagrams go out with one call; False once a device has refused it.
+        has_gro: several datagrams may come in with one call.
+        receive_buffer_bytes: as the kernel counts it; Linux shows twice what it grants.
+        send_buffer_bytes: the same for sending.
+        receive_calls: calls that brought datagrams.
+        errors: calls that failed; to the protocol that is a loss like any other.
+    """
+
+    has_gso: bool = False
+    has_gro: bool = False
+    receive_buffer_bytes: int = 0
+    send_buffer_bytes: int = 0
+    receive_calls: int = 0
+    errors: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """Counters of a node since its start; bytes are UDP payload bytes unless the name says otherwise.
 
@@ -209,6 +230,7 @@ class Stats:
         send_log_bytes: records held for peers that have not acknowledged them.
         receive_queue_bytes: messages in assembly or waiting for the caller.
         srtt_s: smoothed round-trip time, mean over the peers; 0 while unknown.
+        socket: what the system gives the node's socket.
         peers: the state of each peer's path.
     """
 
@@ -235,6 +257,7 @@ class Stats:
     send_log_bytes: int = 0
     receive_queue_bytes: int = 0
     srtt_s: float = 0.0
+    socket: SocketStats = field(default_factory=SocketStats)
     peers: tuple[PeerStats, ...] = ()
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import Final
 
@@ -185,10 +186,11 @@ class Node:
             return self._endpoint.take_events()
 
     def stats(self) -> Stats:
-        """Return a snapshot of the counters."""
+        """Return a snapshot of the counters; a closed node has no socket to tell about."""
         self._check_process()
         with self._lock:
-            return self._endpoint.stats()
+            stats = self._endpoint.stats()
+            return stats if self._is_closed else replace(stats, socket=self._driver.stats())
 
     # ---- messages -----------------------------------------------------------------------------------------------
 

@@ -158,6 +158,8 @@ class Sealer:
         self._sealed = np.empty((fragments, fragment_bytes), dtype=np.uint8)
         self._sealed_view = memoryview(self._sealed.reshape(-1))  # type: ignore[arg-type]
         self._headers = np.zeros((fragments, HEADER_BYTES), dtype=np.uint8)
+        self._numbers = self._headers.view("<u8")[:, 1]
+        self._headers_are_for = (0, 0)
 
     def seal_message(
         self, number: int, message: Outgoing, message_number: int, tag: int, payload: memoryview
@@ -215,18 +217,26 @@ class Sealer:
             key.seal_into(number, plain, header, view[HEADER_BYTES:])
         else:
             key.seal_into(number, plain, header, self._sealed_view[:sealed_bytes])
-            self._frame(wire, header, fragments, sealed_bytes)
+            self._frame(wire, header, field, fragments, sealed_bytes)
         return Record(number, view, fragments, size + HEADER_BYTES, message)
 
     def _frame(
-        self, wire: NDArray[np.uint8], header: bytes, fragments: int, sealed_bytes: int
+        self,
+        wire: NDArray[np.uint8],
+        header: bytes,
+        field: int,
+        fragments: int,
+        sealed_bytes: int,
     ) -> None:
         """Spread the sealed bytes over datagrams with headers, in two strided copies instead of 90 slices."""
         size = self.fragment_bytes
         whole = sealed_bytes // size
         headers = self._headers[:fragments]
-        headers[:] = np.frombuffer(header, dtype=np.uint8)
-        headers[:, 2] = FRAGMENT_INDICES[:fragments]
+        if self._headers_are_for != (fragments, self.key.epoch):
+            self._headers_are_for = (fragments, self.key.epoch)
+            headers[:] = np.frombuffer(header, dtype=np.uint8)
+            headers[:, 2] = FRAGMENT_INDICES[:fragments]
+        self._numbers[:fragments] = field
         grid = wire[: whole * (size + HEADER_BYTES)].reshape(whole, -1)
         grid[:, :HEADER_BYTES] = headers[:whole]
         grid[:, HEADER_BYTES:] = self._sealed[:whole]

@@ -1,0 +1,461 @@
+"""Shared optimisers: the same parameters on every node, whatever the optimiser, and nothing lost."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+
+import gradwire as gw  # noqa: E402
+import gradwire.torch  # noqa: E402
+from gradwire.torch import SharedOptimizer  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SECRET = bytes(range(32))
+STEPS = 12
+NUMEL = 20 * 8 + 8 + 8 * 3 + 3
+
+
+def model(dtype: Any = torch.float32) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(20, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    with torch.no_grad():
+        for param in net.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) / 4)
+    return net.to(dtype)
+
+
+def batch(rank: int, step: int, dtype: Any = torch.float32) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(16, 20, generator=generator)
+    return inputs.to(dtype), inputs[:, :3].to(dtype)
+
+
+def loss_of(net: Any, rank: int, step: int, dtype: Any = torch.float32) -> Any:
+    inputs, targets = batch(rank, step, dtype)
+    return (net(inputs) - targets).square().mean()
+
+
+def flat(net: Any) -> Any:
+    return torch.cat([param.detach().flatten() for param in net.parameters()])
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    return bool(torch.equal(one.view(torch.int16), other.view(torch.int16)))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.02),
+    "fused Adam": lambda params: torch.optim.Adam(params, lr=0.02, fused=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+}
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[gw.Node]]:
+    """Three nodes, each knowing those before it."""
+    with ExitStack() as stack:
+        nodes: list[gw.Node] = []
+        for _ in range(3):
+            known = [node.address for node in nodes]
+            nodes.append(stack.enter_context(gw.Node("127.0.0.1:0", known, secret=SECRET)))
+        yield nodes
+
+
+@pytest.fixture
+def alone() -> Iterator[gw.Node]:
+    with gw.Node("127.0.0.1:0", secret=SECRET) as node:
+        yield node
+
+
+def run_together(work: Callable[[int], Any], count: int = 3) -> list[Any]:
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
+
+
+def shared(
+    net: Any, node: gw.Node, make: Callable[[Any], Any], peers: int = 2, **options: Any
+) -> SharedOptimizer:
+    options = {"average": True, **options}
+    residual = "float64" if next(net.parameters()).dtype == torch.float64 else "float32"
+    encoder = gw.Encoder(NUMEL, threshold=gw.TargetDensity(0.1), dtype=residual)
+    share_state = options.pop("share_state", False)
+    exchange = gw.Exchange(encoder, node, peers=peers, **options)
+    return SharedOptimizer(make(net.parameters()), exchange, share_state=share_state)
+
+
+def train(net: Any, optimizer: Any, rank: int, steps: Any = range(STEPS)) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(net, rank, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# ---- what comes out --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_node_holds_the_same_bits_and_learns(
+    nodes: list[gw.Node], make: Callable[[Any], Any]
+) -> None:
+    def work(rank: int) -> Any:
+        net = model()
+        losses = train(net, shared(net, nodes[rank], make), rank, range(60))
+        return flat(net), losses
+
+    (first, losses), *others = run_together(work)
+    for other, _ in others:
+        assert same_bits(first, other)
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_one_node_that_sends_everything_trains_as_without_it(
+    alone: gw.Node, make: Callable[[Any], Any]
+) -> None:
+    net, plain = model(), model()
+    train(net, shared(net, alone, make, peers=0, codec="dense"), 0)
+    train(plain, make(plain.parameters()), 0)
+    torch.testing.assert_close(flat(net), flat(plain), rtol=1e-4, atol=1e-6)
+
+
+def test_what_the_optimiser_added_is_in_the_parameters_or_in_the_residual(alone: gw.Node) -> None:
+    net = torch.nn.Linear(30, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    encoder = gw.Encoder(30, threshold=2.0**-2)
+    optimizer = SharedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=1.0), gw.Exchange(encoder, alone, peers=0)
+    )
+    total = torch.zeros(30)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(20):
+        gradient = torch.randint(-512, 513, (30,), generator=generator) / 1024.0
+        net.weight.grad = gradient.reshape(1, 30)
+        optimizer.step()
+        total -= gradient
+    assert encoder.residual.any()
+    assert net.weight.detach().any()
+    assert torch.equal(net.weight.detach().flatten() + torch.from_numpy(encoder.residual), total)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_parameters_of_other_dtypes_are_shared(nodes: list[gw.Node], dtype: Any) -> None:
+    def work(rank: int) -> Any:
+        net = model(dtype)
+        optimizer = shared(net, nodes[rank], OPTIMIZERS["SGD"])
+        losses = []
+        for step in range(60):
+            optimizer.zero_grad()
+            loss = loss_of(net, rank, step, dtype)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return flat(net), losses
+
+    (first, losses), *others = run_together(work)
+    for other, _ in others:
+        assert same_bits(first, other)
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+
+
+def test_half_precision_loses_nothing_of_the_shared_parameters(alone: gw.Node) -> None:
+    # Each message is far below what bfloat16 can add to 1.0; a thousand of them are not.
+    net = torch.nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    torch.nn.init.ones_(net.weight)
+    encoder = gw.Encoder(1, threshold=2.0**-12)
+    optimizer = SharedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=1.0), gw.Exchange(encoder, alone, peers=0)
+    )
+    # One step moves the parameter by 2^-7, its finest; the residual then pays out in messages of 2^-12.
+    net.weight.grad = torch.full((1, 1), -(2.0**-7), dtype=torch.bfloat16)
+    optimizer.step()
+    for _ in range(31):
+        net.weight.grad = torch.zeros(1, 1, dtype=torch.bfloat16)
+        optimizer.step()
+    assert encoder.residual.tolist() == [0.0]
+    assert net.weight.item() == 1.0 + 2.0**-7
+
+
+# ---- what belongs to optimisers ---------------------------------------------------------------------------------
+
+
+def test_schedules_and_parameter_groups_work_on_the_wrapped_optimiser(alone: gw.Node) -> None:
+    def groups(net: Any) -> Any:
+        return torch.optim.SGD(
+            [{"params": net[0].parameters(), "lr": 0.2}, {"params": net[2].parameters()}], lr=0.05
+        )
+
+    net, plain = model(), model()
+    optimizer: Any = SharedOptimizer(
+        groups(net), gw.Exchange(gw.Encoder(NUMEL), alone, peers=0, codec="dense")
+    )
+    for one, each in ((net, optimizer), (plain, groups(plain))):
+        schedule = torch.optim.lr_scheduler.StepLR(each, step_size=4, gamma=0.5)
+        for step in range(STEPS):
+            train(one, each, 0, [step])
+            schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2 / 8, 0.05 / 8]
+    torch.testing.assert_close(flat(net), flat(plain), rtol=1e-4, atol=1e-6)
+
+
+def test_a_closure_is_evaluated_and_its_loss_returned(alone: gw.Node) -> None:
+    net = model()
+    make = lambda params: torch.optim.LBFGS(params, lr=0.5)  # noqa: E731
+    optimizer = shared(net, alone, make, peers=0, codec="dense")
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(net, 0, 0)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(10)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_node_whose_scaler_skips_a_step_does_not_keep_the_others_waiting(
+    nodes: list[gw.Node],
+) -> None:
+    def work(rank: int) -> Any:
+        net = model()
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        optimizer = shared(net, nodes[rank], OPTIMIZERS["AdamW"], timeout_s=20.0)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(net, rank, step)).backward()
+            if rank == 1 and step == 5:
+                next(net.parameters()).grad[0, 0] = float("inf")
+            if step % 2:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 10.0)
+            scaler.step(optimizer)
+            scaler.update()
+        taken = optimizer.state[next(net.parameters())]["step"].item()
+        return flat(net), scaler.get_scale(), taken
+
+    (first, _, taken), (second, scale, fewer), (third, _, _) = run_together(work)
+    assert same_bits(first, second)
+    assert same_bits(first, third)
+    assert (taken, fewer, scale) == (STEPS, STEPS - 1, 128.0)
+
+
+@pytest.mark.parametrize("name", ["SGD", "fused Adam"])
+def test_a_scaler_changes_nothing_while_all_is_finite(alone: gw.Node, name: str) -> None:
+    make = OPTIMIZERS[name]
+    net, plain = model(), model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = shared(net, alone, make, peers=0, codec="dense")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(net, 0, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    train(plain, make(plain.parameters()), 0)
+    torch.testing.assert_close(flat(net), flat(plain), rtol=1e-4, atol=1e-6)
+
+
+def test_parameters_that_became_infinite_are_refused_and_restored(alone: gw.Node) -> None:
+    net = model()
+    optimizer = shared(net, alone, OPTIMIZERS["SGD"], peers=0)
+    train(net, optimizer, 0, range(3))
+    before = flat(net)
+    next(net.parameters()).grad[1, 2] = float("nan")
+    with pytest.raises(gw.NonFiniteUpdate):
+        optimizer.step()
+    assert same_bits(flat(net), before)
+
+
+def test_what_only_the_wrapped_optimiser_has_is_found(alone: gw.Node) -> None:
+    net = model()
+    optimizer = shared(net, alone, OPTIMIZERS["AdamW"], peers=0)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.defaults["lr"] == 0.02
+    assert repr(optimizer).startswith("SharedOptimizer(AdamW")
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("stepped"))
+    train(net, optimizer, 0, [0])
+    assert calls == ["stepped"]
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        optimizer.no_such_thing  # noqa: B018
+
+
+def test_new_parameters_are_refused(alone: gw.Node) -> None:
+    optimizer = shared(model(), alone, OPTIMIZERS["SGD"], peers=0)
+    with pytest.raises(ValueError, match="before it is shared"):
+        optimizer.add_param_group({"params": [torch.zeros(3)]})
+
+
+# ---- the exchange's modes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_local_steps_are_shared_together(nodes: list[gw.Node], dtype: Any) -> None:
+    def work(rank: int) -> Any:
+        net = model(dtype)
+        optimizer = shared(net, nodes[rank], OPTIMIZERS["SGD"], every=4)
+        snapshots, kinds = [], []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(net, rank, step, dtype).backward()
+            optimizer.step()
+            snapshots.append(flat(net))
+            kinds.append(optimizer.result.is_local)
+        return snapshots, kinds
+
+    (first, kinds), (second, _), _ = run_together(work)
+    assert kinds == [True, True, True, False] * 3
+    for one, other, is_local in zip(first, second, kinds, strict=True):
+        assert same_bits(one, other) != is_local
+
+
+def test_asynchronous_nodes_lose_nothing(nodes: list[gw.Node]) -> None:
+    def work(rank: int) -> Any:
+        net = torch.nn.Linear(30, 1, bias=False)
+        torch.nn.init.zeros_(net.weight)
+        encoder = gw.Encoder(30, threshold=2.0**-2)
+        exchange = gw.Exchange(encoder, nodes[rank], peers=2, mode="async")
+        optimizer = SharedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), exchange)
+        total = torch.zeros(30)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(20):
+            gradient = torch.randint(-512, 513, (30,), generator=generator) / 1024.0
+            net.weight.grad = gradient.reshape(1, 30)
+            optimizer.step()
+            total -= gradient
+        received = exchange.stats.received
+        while received < 40:
+            received += optimizer.catch_up(timeout_s=1.0)
+        return net.weight.detach().flatten(), torch.from_numpy(encoder.residual), total
+
+    results = run_together(work)
+    params = results[0][0]
+    assert all(torch.equal(params, other) for other, _, _ in results)
+    left = sum(residual for _, residual, _ in results)
+    assert torch.equal(params + left, sum(total for _, _, total in results))
+
+
+def test_the_optimisers_state_is_averaged_when_asked(nodes: list[gw.Node]) -> None:
+    def work(rank: int) -> Any:
+        net = model()
+        optimizer = shared(
+            net,
+            nodes[rank],
+            OPTIMIZERS["AdamW"],
+            every=3,
+            codec="dense",
+            average_optimizer=True,
+            share_state=True,
+        )
+        train(net, optimizer, rank, range(6))
+        moments = [optimizer.state[param] for param in net.parameters()]
+        return flat(net), [(one["step"], one["exp_avg"], one["exp_avg_sq"]) for one in moments]
+
+    (params, first), (others, second), _ = run_together(work)
+    assert same_bits(params, others)
+    for one, other in zip(
+        itertools.chain.from_iterable(first), itertools.chain.from_iterable(second), strict=True
+    ):
+        assert torch.equal(one, other)
+    assert first[0][0].item() == 6.0
+
+
+def test_making_the_state_early_changes_no_step(alone: gw.Node) -> None:
+    for make in OPTIMIZERS.values():
+        net, plain = model(), model()
+        train(net, shared(net, alone, make, peers=0, codec="dense", share_state=True), 0)
+        train(plain, make(plain.parameters()), 0)
+        torch.testing.assert_close(flat(net), flat(plain), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_that_timed_out_is_finished_by_the_next(nodes: list[gw.Node], dtype: Any) -> None:
+    nets = [model(dtype), model(dtype)]
+    optimizers = [
+        shared(net, node, OPTIMIZERS["SGD"], peers=2, timeout_s=0.5)
+        for net, node in zip(nets, nodes, strict=False)
+    ]
+    nodes[2].wait_for_peers(2, timeout_s=10.0)
+    run_together(lambda rank: optimizers[rank].join(), count=2)
+    nodes[2].close()  # a member that never takes a step
+
+    def step(rank: int) -> None:
+        optimizers[rank].zero_grad()
+        loss_of(nets[rank], rank, 0, dtype).backward()
+        optimizers[rank].step()
+
+    with pytest.raises(TimeoutError):
+        step(0)
+    assert same_bits(flat(nets[0]), flat(model(dtype))), "without its update until it is shared"
+    step_of_both = run_together(lambda rank: [step(rank) for _ in range(1 + rank)], count=2)
+    assert len(step_of_both) == 2
+    assert same_bits(flat(nets[0]), flat(nets[1]))
+    assert not same_bits(flat(nets[0]), flat(model(dtype)))
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def saved(*things: Any) -> list[Any]:
+    """Return what a checkpoint of the things' states holds, through torch's restrictive loader."""
+    file = io.BytesIO()
+    torch.save([thing.state_dict() for thing in things], file)
+    file.seek(0)
+    found: list[Any] = torch.load(file, weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("every", [1, 4])
+def test_training_that_was_resumed_has_the_same_bits(dtype: Any, every: int) -> None:
+    def begin(node: gw.Node) -> Any:
+        net = model(dtype)
+        return net, shared(net, node, OPTIMIZERS["AdamW"], peers=0, every=every)
+
+    def go_on(net: Any, optimizer: Any, steps: Any) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(net, 0, step, dtype).backward()
+            optimizer.step()
+
+    with gw.Node("127.0.0.1:0", secret=SECRET, node_id=1) as node:
+        straight, optimizer = begin(node)
+        go_on(straight, optimizer, range(2 * STEPS))
+    with gw.Node("127.0.0.1:0", secret=SECRET, node_id=1) as node:
+        net, optimizer = begin(node)
+        go_on(net, optimizer, range(STEPS + 1))
+        checkpoint = saved(net, optimizer)
+    with gw.Node("127.0.0.1:0", secret=SECRET, node_id=1) as node:
+        net, optimizer = begin(node)
+        net.load_state_dict(checkpoint[0])
+        optimizer.load_state_dict(checkpoint[1])
+        go_on(net, optimizer, range(STEPS + 1, 2 * STEPS))
+    assert same_bits(flat(straight), flat(net))
+
+
+def test_a_plain_optimisers_state_goes_in_and_comes_out(alone: gw.Node) -> None:
+    net, plain = model(), model()
+    unshared = torch.optim.AdamW(plain.parameters(), lr=0.02)
+    train(plain, unshared, 0)
+    optimizer = shared(net, alone, OPTIMIZERS["AdamW"], peers=0)
+    optimizer.load_state_dict(unshared.state_dict())
+    assert optimizer.state[next(net.parameters())]["step"].item() == STEPS
+    unshared.load_state_dict(optimizer.state_dict())
+
+
+def test_the_example_in_the_docstring_runs() -> None:
+    result = doctest.testmod(gradwire.torch.optimizer)
+    assert (result.attempted > 3, result.failed) == (True, 0)
