@@ -1,11 +1,11 @@
-"""The command line: ``gradwire demo``, ``gradwire info`` and ``gradwire secret``."""
+"""The command line: ``gradwire demo``, ``gradwire doctor``, ``gradwire info`` and ``gradwire secret``."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from gradwire.cli import demo, info, secret
+from gradwire.cli import demo, doctor, info, secret
 
 __all__ = ["main"]
 
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Exchange training updates between machines in a hundredth of the bytes.",
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (demo, info, secret):
+    for command in (demo, doctor, info, secret):
         command.add_parser(commands)
     arguments = parser.parse_args(argv)
     status: int = arguments.run(arguments)

@@ -81,6 +81,11 @@ class AesGcm:
         self._encrypt_into = getattr(self._aead, "encrypt_into", None)
         self._decrypt_into = getattr(self._aead, "decrypt_into", None)
 
+    @property
+    def seals_in_place(self) -> bool:
+        """Whether this ``cryptography`` has the copy-free calls."""
+        return self._encrypt_into is not None
+
     def open(self, nonce: bytes, ciphertext: memoryview, associated: bytes) -> bytes:
         """See `Aead.open`."""
         try:

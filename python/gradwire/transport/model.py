@@ -169,6 +169,7 @@ class PeerStats:
         credit_records: records that the peer has still room for.
         backlog_records: records that the peer has not acknowledged.
         loss_rate: smoothed fraction of bytes lost.
+        path_mtu_bytes: largest datagrams sent to it, as UDP payload.
     """
 
     peer: Peer
@@ -179,6 +180,7 @@ class PeerStats:
     credit_records: int
     backlog_records: int
     loss_rate: float
+    path_mtu_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

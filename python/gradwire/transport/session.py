@@ -714,4 +714,5 @@ class Session:
             credit_records=max(0, outbound.limit - outbound.cursor),
             backlog_records=outbound.backlog_records,
             loss_rate=rate.loss_rate,
+            path_mtu_bytes=self._context.limits.fragment_bytes + HEADER_BYTES,
         )
