@@ -38,6 +38,7 @@ class Link:
         burst_loss: if set, (probability of entering, of leaving) a state in which everything is lost.
         drop: if set, called with (number of the datagram, its bytes); True loses it.
         blocked: nothing passes.
+        mtu_bytes: larger IP packets (28 bytes more than the datagram) are lost; 0 is unlimited.
     """
 
     delay_s: float = 0.0005
@@ -52,6 +53,7 @@ class Link:
     burst_loss: tuple[float, float] | None = None
     drop: Callable[[int, bytes], bool] | None = None
     blocked: bool = False
+    mtu_bytes: int = 0
     count: int = 0
     lost_bytes: int = 0
     passed_bytes: int = 0
@@ -292,6 +294,8 @@ class Simulator:
 
     def _is_lost(self, link: Link, datagram: bytes) -> bool:
         if link.blocked or (link.drop is not None and link.drop(link.count, datagram)):
+            return True
+        if link.mtu_bytes and len(datagram) + 28 > link.mtu_bytes:
             return True
         if link.burst_loss is not None:
             enter, leave = link.burst_loss

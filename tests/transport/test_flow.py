@@ -49,6 +49,7 @@ def test_many_to_one_use_the_link_and_share_it_fairly(senders: int) -> None:
     for host in hosts:
         host.endpoint.connect(sink.address)
     simulator.run_until(lambda: all(sink_peer(host, sink) for host in hosts), 10.0)
+    simulator.run_for(0.2)  # the sizes of the paths are known then
     for host in hosts:
         simulator.links[host.address, sink.address] = shared
     started_s = simulator.now_s

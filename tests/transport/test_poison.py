@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 
+from gradwire.transport.model import Limits
 from gradwire.transport.poison import FAILURES_WITHIN_S, SAY_AGAIN_S, SINGLE_S, PoisonWatch
 
 from .simulator import Link, Simulator
 
+LIMITS = Limits(fragment_bytes_max=1_384)  # datagrams of one size, so that they can be counted
+
 
 def test_a_transfer_finishes_while_every_record_of_several_datagrams_is_spoiled() -> None:
     simulator = Simulator(1, Link(poisoned=True))
-    one, two = simulator.mesh(2)
+    one, two = simulator.mesh(2, limits=LIMITS)
     generator = random.Random(1)
     sent = [generator.randbytes(size) for size in (300_000, 10, 1_000_000, 5_000)]
     tickets = [simulator.publish(one, payload, tag) for tag, payload in enumerate(sent)]
@@ -29,7 +32,7 @@ def test_a_transfer_finishes_while_every_record_of_several_datagrams_is_spoiled(
 
 def test_both_directions_and_a_third_node_survive_a_poisoned_network() -> None:
     simulator = Simulator(2, Link(poisoned=True))
-    hosts = simulator.mesh(3)
+    hosts = simulator.mesh(3, limits=LIMITS)
     sent = {host.name: random.Random(host.name).randbytes(400_000) for host in hosts}
     for host in hosts:
         simulator.publish(host, sent[host.name])
@@ -41,7 +44,7 @@ def test_both_directions_and_a_third_node_survive_a_poisoned_network() -> None:
 
 def test_large_records_come_back_a_minute_after_the_attack() -> None:
     simulator = Simulator(3, Link(poisoned=True))
-    one, two = simulator.mesh(2)
+    one, two = simulator.mesh(2, limits=LIMITS)
     simulator.publish(one, bytes(200_000))
     simulator.run_until(lambda: len(two.received) == 1, 5.0)
     simulator.default.poisoned = False

@@ -63,6 +63,7 @@ class History:
             duplicate=pick((0.0, 0.0, 0.05, 0.5)),
             corrupt=pick((0.0, 0.0, 0.0, 0.005)),
             reorder=pick((0.0, 0.01, 0.2)),
+            mtu_bytes=pick((0, 0, 9_000, 1_500, 1_280)),
         )
         if self.random.random() < 0.2:
             link.rate_bytes_per_s = pick((1.25e6, 12.5e6))
@@ -72,7 +73,14 @@ class History:
         return link
 
     def _start(self, name: str, others: Iterable[str]) -> None:
-        host = self.simulator.add(name, limits=LIMITS, node_id=1 + int(name[1:]), on_lag="block")
+        interface_mtu = self.random.choice((None, 1_500, 9_000))
+        host = self.simulator.add(
+            name,
+            limits=LIMITS,
+            node_id=1 + int(name[1:]),
+            on_lag="block",
+            interface_mtu=lambda _: interface_mtu,
+        )
         for other in others:
             host.endpoint.connect((other, 1))
         self._own(host)
@@ -115,7 +123,18 @@ class History:
         name = self.random.choice(self.names)
         host = self.simulator.hosts[name, 1]
         match self.random.choice(
-            ("cut", "cut", "one way", "pause", "restart", "deaf", "rotate", "clog", "poison")
+            (
+                "cut",
+                "cut",
+                "one way",
+                "pause",
+                "restart",
+                "deaf",
+                "rotate",
+                "clog",
+                "poison",
+                "narrow",
+            )
         ):
             case "cut":
                 self._cut(host, both=True, duration_s=self.random.choice((0.2, 2.0, 12.0)))
@@ -131,6 +150,8 @@ class History:
                 host.endpoint.rotate_key(self.simulator.now_s)
             case "poison":
                 self._poison(host, self.random.choice((0.2, 2.0, 12.0)))
+            case "narrow":
+                self._narrow(host, self.random.choice((9_000, 1_500, 1_400, 1_280)))
             case "clog":
                 for each in self.hosts():
                     self._cut(each, both=True, duration_s=self.random.uniform(0.1, 3.0))
@@ -159,6 +180,12 @@ class History:
         for link in links:
             link.poisoned = True
         self._call_in(duration_s, leave)
+
+    def _narrow(self, host: Host, mtu_bytes: int) -> None:
+        """Larger packets to this host are lost from now on; nobody says so."""
+        for other in self.hosts():
+            if other is not host:
+                self.simulator.link(other, host).mtu_bytes = mtu_bytes
 
     def _call_in(self, duration_s: float, action: Callable[[], None]) -> None:
         at_s = self.simulator.now_s + duration_s
@@ -190,6 +217,7 @@ class History:
             link.loss = link.corrupt = link.jitter_s = link.reorder = 0.0
             link.burst_loss = None
             link.blocked = False
+            link.mtu_bytes = link.mtu_bytes and 1_280
 
     # ---- what must hold -----------------------------------------------------------------------------------------
 

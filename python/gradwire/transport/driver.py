@@ -26,8 +26,13 @@ logger = logging.getLogger(__name__)
 UDP_SEGMENT: Final = 103  # absent from the socket module
 UDP_GRO: Final = 104
 SO_RXQ_OVFL: Final = 40
-IP_MTU_DISCOVER: Final = 10
-IP_PMTUDISC_DONT: Final = 0
+# (level, option) to set "do not fragment" without believing ICMP, and to ask for the interface's MTU
+MTU_DISCOVER: Final = {
+    socket.AF_INET: (socket.IPPROTO_IP, 10),
+    socket.AF_INET6: (socket.IPPROTO_IPV6, 23),
+}
+MTU: Final = {socket.AF_INET: (socket.IPPROTO_IP, 14), socket.AF_INET6: (socket.IPPROTO_IPV6, 24)}
+PMTUDISC_PROBE: Final = 3
 SOCKET_BUFFER_BYTES: Final = 4 << 20
 RECEIVE_BUFFER_BYTES: Final = 65_536  # a GRO batch that does not fit would be cut off
 RECEIVES_PER_PUMP: Final = 32
@@ -55,8 +60,8 @@ class Driver:
     """
 
     def __init__(self, bind: Address, *, offload: bool = True) -> None:
-        family = socket.AF_INET6 if ":" in bind[0] else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_DGRAM)
+        self._family = socket.AF_INET6 if ":" in bind[0] else socket.AF_INET
+        self._socket = socket.socket(self._family, socket.SOCK_DGRAM)
         try:
             self._socket.bind(bind)
         except OSError as error:
@@ -71,12 +76,13 @@ class Driver:
         self.has_gro = False
         self.socket_errors = 0
         self._receive_calls = 0
-        self._configure(family, offload)
+        self._configure(offload)
         self._buffer = bytearray(RECEIVE_BUFFER_BYTES)
         self._view = memoryview(self._buffer).toreadonly()
         self._unsent: deque[Transmit] = deque()
+        self._too_large: dict[Address, int] = {}
 
-    def _configure(self, family: int, offload: bool) -> None:
+    def _configure(self, offload: bool) -> None:
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             with contextlib.suppress(OSError):  # the system caps it by itself
                 self._socket.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
@@ -84,10 +90,8 @@ class Driver:
             return
         with contextlib.suppress(OSError):
             self._socket.setsockopt(socket.SOL_SOCKET, SO_RXQ_OVFL, 1)
-        if family == socket.AF_INET:
-            # A path with a smaller MTU then fragments instead of losing everything silently.
-            with contextlib.suppress(OSError):
-                self._socket.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_DONT)
+        with contextlib.suppress(OSError):  # then a path with a smaller MTU gets fragments
+            self._socket.setsockopt(*MTU_DISCOVER[self._family], PMTUDISC_PROBE)
         if offload:
             try:
                 self._socket.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
@@ -105,6 +109,17 @@ class Driver:
             receive_calls=self._receive_calls,
             errors=self.socket_errors,
         )
+
+    def interface_mtu(self, address: Address) -> int | None:
+        """Return the MTU of the interface through which an address is reached; None where the system does not say."""
+        if sys.platform != "linux":
+            return None
+        try:
+            with socket.socket(self._family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # UDP: sends nothing, only looks the route up
+                return probe.getsockopt(*MTU[self._family])
+        except OSError:
+            return None
 
     # ---- moving -------------------------------------------------------------------------------------------------
 
@@ -140,6 +155,7 @@ class Driver:
         for _ in range(SENDS_PER_PUMP):
             if self._unsent and not self._send_all(()):
                 return
+            self._report_too_large(endpoint)
             transmits = endpoint.poll(now_s())
             if not transmits or not self._send_all(transmits):
                 return
@@ -148,6 +164,11 @@ class Driver:
         """Send the data that may leave at once, unless the socket's buffer is full."""
         if not self._unsent:
             self._send_all(endpoint.poll_data(now_s()))
+
+    def _report_too_large(self, endpoint: Endpoint) -> None:
+        while self._too_large:
+            address, nbytes = self._too_large.popitem()
+            endpoint.on_too_large(address, nbytes, now_s())
 
     def _send_all(self, transmits: Iterable[Transmit]) -> bool:
         """Send in order; return False if the socket's buffer is full, keeping the rest."""
@@ -171,14 +192,21 @@ class Driver:
                 if error.errno in TRY_LATER:
                     return False
                 if error.errno not in GSO_REFUSED:
-                    self.socket_errors += 1
+                    self._note_failed(error, transmit.segment_bytes, transmit.address)
                     return True
-                self.has_gso = False
-                logger.warning(
-                    "UDP GSO was refused (%s); datagrams are sent one by one from now on",
-                    error.strerror,
-                )
+                return self._send_without_gso(transmit, error)
         return self._send_each(transmit)
+
+    def _send_without_gso(self, transmit: Transmit, error: OSError) -> bool:
+        """Find out by single datagrams whether GSO was refused or their size."""
+        is_done = self._send_each(transmit)
+        if is_done and transmit.address not in self._too_large:
+            self.has_gso = False
+            logger.warning(
+                "UDP GSO was refused (%s); datagrams are sent one by one from now on",
+                error.strerror,
+            )
+        return is_done
 
     def _send_each(self, transmit: Transmit) -> bool:
         """Send the datagrams one by one; what is left when the buffer fills stays in ``transmit``."""
@@ -200,9 +228,15 @@ class Driver:
         except OSError as error:
             if error.errno in TRY_LATER:
                 return False
-            # No route, no buffer, a firewall: to the protocol that is a loss like any other.
-            self.socket_errors += 1
+            self._note_failed(error, sum(len(piece) for piece in slices), address)
         return True
+
+    def _note_failed(self, error: OSError, datagram_bytes: int, address: Address) -> None:
+        """No route, no buffer, a firewall: to the protocol that is a loss like any other. A size is worth knowing."""
+        self.socket_errors += 1
+        if error.errno == errno.EMSGSIZE:
+            known = self._too_large.get(address, datagram_bytes)
+            self._too_large[address] = min(known, datagram_bytes)
 
     # ---- waiting ------------------------------------------------------------------------------------------------
 

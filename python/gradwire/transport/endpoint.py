@@ -30,6 +30,7 @@ from .model import (
     format_address,
     parse_address,
 )
+from .path_mtu import BASE_BYTES, PathMtu, ceiling_bytes, is_loopback
 from .poison import SINGLE_S
 from .records import Outgoing, Record, Sealer, SendLog
 from .recut import growth_max, recut
@@ -67,6 +68,11 @@ def _nothing() -> None:
     """Do nothing."""
 
 
+def _unknown_mtu(_: Address) -> int | None:
+    """Know nothing about interfaces."""
+    return None
+
+
 class Endpoint:
     """The whole protocol of one node.
 
@@ -81,6 +87,7 @@ class Endpoint:
         insecure: neither encrypt nor authenticate (benchmarks only).
         on_lag: "block" (a peer that stops acknowledging fills the send log, and `publish` raises `WouldBlock`) or
             "evict" (it is dropped after ``lag_s``).
+        interface_mtu: returns the MTU of the interface to an address, None where that is unknown.
         first_record: number of the first record; only tests change it.
     """
 
@@ -96,6 +103,7 @@ class Endpoint:
         entropy: Entropy = os.urandom,
         insecure: bool = False,
         on_lag: str = "block",
+        interface_mtu: Callable[[Address], int | None] = _unknown_mtu,
         first_record: int = 0,
     ) -> None:
         self.limits = limits or Limits()
@@ -119,7 +127,9 @@ class Endpoint:
             self.limits.fragment_bytes,
         )
         # Cutting a full log anew must not make it larger than its limit.
-        self._room_bytes = int(self.limits.send_log_bytes / growth_max(self.limits.fragment_bytes))
+        smallest_bytes = min(BASE_BYTES - HEADER_BYTES, self.limits.fragment_bytes)
+        self._room_bytes = int(self.limits.send_log_bytes / growth_max(smallest_bytes))
+        self._interface_mtu = interface_mtu
         self._single_until_s = float("-inf")
         self._next_key: SenderKey | None = None
         self._previous_key: SenderKey | None = None
@@ -594,9 +604,10 @@ class Endpoint:
         if session.stream is not None:
             self._by_stream[session.address, session.stream] = session
 
-    def on_up(self, session: Session) -> None:
+    def on_up(self, session: Session, now_s: float) -> None:
         """See `session.Context`."""
         logger.info("connected to %s", session.identity)
+        self._fit_framing(now_s)
         self._events.append(PeerJoined(session.identity))
         self._introduce(session)
 
@@ -607,12 +618,15 @@ class Endpoint:
         for start in range(0, len(addresses), MEMBERS_MAX):
             newcomer.send_frame(Members(tuple(addresses[start : start + MEMBERS_MAX])))
 
-    def on_moved(self, session: Session, address: Address) -> None:
+    def on_moved(self, session: Session, address: Address, now_s: float) -> None:
         """See `session.Context`."""
         if session.stream is not None:
             self._by_stream.pop((session.address, session.stream), None)
             self._by_stream[address, session.stream] = session
+        is_another_path = session.address[0] != address[0]
         session.address = address
+        if is_another_path and session.path is not None:
+            session.watch_path(now_s)
         self._note_addresses()
 
     def on_members(self, addresses: tuple[str, ...]) -> None:
@@ -662,12 +676,42 @@ class Endpoint:
         if self._is_waiting_for(session, lambda record: record.fragments > 1):
             self.recut()
 
+    def watch_path(self, address: Address, now_s: float) -> PathMtu | None:
+        """See `session.Context`."""
+        if is_loopback(address[0]):
+            return None
+        largest_bytes = self.limits.fragment_bytes_max + HEADER_BYTES
+
+        def ceiling() -> int:
+            return min(largest_bytes, ceiling_bytes(address[0], self._interface_mtu(address)))
+
+        return PathMtu(self.limits.fragment_bytes + HEADER_BYTES, ceiling, now_s)
+
+    def on_path_size(self, session: Session, now_s: float) -> None:
+        """See `session.Context`."""
+        if session.path is None:
+            return
+        size_bytes = session.path.size_bytes
+        logger.info("datagrams to %s may have %d bytes", session.identity, size_bytes)
+        self._fit_framing(now_s)
+        if self._is_waiting_for(session, lambda record: record.datagram_bytes > size_bytes):
+            self.recut()
+
+    def on_too_large(self, address: Address, nbytes: int, now_s: float) -> None:
+        """The system refused to send a datagram of this size to an address."""
+        for session in self._up_sessions():
+            if session.address == address and session.path is not None:
+                session.path.on_too_large(nbytes, now_s)
+                session.touch()
+
     # ---- how records are cut ------------------------------------------------------------------------------------
 
     def _fit_framing(self, now_s: float) -> None:
         """Cut what comes from now on as the paths allow."""
+        sizes = [s.path.size_bytes for s in self._up_sessions() if s.path is not None]
+        smallest_bytes = min(sizes, default=self.limits.fragment_bytes + HEADER_BYTES)
         wanted = (
-            self.limits.fragment_bytes,
+            smallest_bytes - HEADER_BYTES,
             1 if now_s < self._single_until_s else FRAGMENTS_MAX,
         )
         if wanted != (self._sealer.fragment_bytes, self._sealer.fragments_max):

@@ -111,7 +111,10 @@ class Limits:
         send_log_bytes: records kept until everybody has acknowledged them; when full, `publish` raises `WouldBlock`.
         receive_bytes: messages in assembly or waiting for the caller, over all peers.
         window_bytes: credit over all sending peers (absolute, receiver-granted).
-        fragment_bytes: sealed bytes per datagram; 1,384 + 16 of header fits a 1,500-byte MTU.
+        fragment_bytes: sealed bytes per datagram to begin with; 1,384 + 16 of header fits a 1,500-byte MTU. A path that
+            does not carry that much gets 1,184.
+        fragment_bytes_max: the most that the search for a larger size may end at; it goes beyond 1,456 only where the
+            interface's MTU does, and never on loopback. ``fragment_bytes`` turns the search off.
         heartbeat_s: at least one control datagram per peer in this time.
         suspect_s: silence after which a peer may be replaced by a new session of the same node.
         down_s: silence after which a peer is lost.
@@ -126,6 +129,7 @@ class Limits:
     receive_bytes: int = 128 << 20
     window_bytes: int = 16 << 20
     fragment_bytes: int = 1_384
+    fragment_bytes_max: int = 8_956
     heartbeat_s: float = 0.2
     suspect_s: float = 1.0
     down_s: float = 10.0
@@ -139,6 +143,11 @@ class Limits:
         if not FRAGMENT_BYTES_MIN <= self.fragment_bytes <= FRAGMENT_BYTES_MAX:
             raise ValueError(
                 f"fragment_bytes is {self.fragment_bytes}; it must be {FRAGMENT_BYTES_MIN} to {FRAGMENT_BYTES_MAX}"
+            )
+        if not self.fragment_bytes <= self.fragment_bytes_max <= FRAGMENT_BYTES_MAX:
+            raise ValueError(
+                f"fragment_bytes_max is {self.fragment_bytes_max}; it must be fragment_bytes "
+                f"({self.fragment_bytes}) to {FRAGMENT_BYTES_MAX}"
             )
         if not 1 <= self.message_bytes_max <= 256 << 20:
             raise ValueError(

@@ -99,6 +99,7 @@ class Node:
             advertise=advertise or "",
             insecure=insecure,
             on_lag=on_lag,
+            interface_mtu=self._driver.interface_mtu,
         )
         self._peer = Peer(self._endpoint.node_id, self._endpoint.incarnation, self._address)
         self._lock = threading.Lock()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from .path_mtu import BASE_BYTES, LargeLosses
 from .records import Record, SendLog, lowest_bits
 from .recovery import BURST_MAX_BYTES, PTO_MAX_S, RateController, RttEstimator, SendMark
 from .wire import Ack, Skip
@@ -51,6 +52,7 @@ class _Flight:
         "ever",
         "first_order",
         "full",
+        "large",
         "number",
         "record",
         "resent",
@@ -64,6 +66,7 @@ class _Flight:
         self.record = record
         self.span = span
         self.full = (1 << record.fragments) - 1 if record is not None else 1
+        self.large = record.fragments_above(BASE_BYTES) if record is not None else 0
         self.acked = 0
         self.ever = 0
         self.again = 0
@@ -81,6 +84,10 @@ class _Flight:
     def bytes_of(self, mask: int) -> int:
         return self.record.bytes_of(mask) if self.record is not None else 0
 
+    def largest_of(self, mask: int) -> int:
+        """Return the size of the largest datagram among these fragments: of the first, as only a last one is short."""
+        return self.bytes_of(mask & -mask)
+
 
 class Outbound:
     """Sends the records of the log to one peer, reliably, within its credit and the path's rate.
@@ -89,6 +96,7 @@ class Outbound:
         cumulative: the peer has every record below this number.
         limit: the first record number that the peer has no room for yet.
         retransmitted_bytes: bytes sent more than once.
+        large: what became of large datagrams lately.
     """
 
     def __init__(self, log: SendLog, session: int, start: int, rtt: RttEstimator) -> None:
@@ -102,6 +110,7 @@ class Outbound:
         self.lost_bytes = 0
         self.retransmitted_bytes = 0
         self.retransmitted_fragments = 0
+        self.large = LargeLosses()
         self._flights: dict[int, _Flight] = {}
         self._waiting: dict[int, _Flight] = {}
         self._order = 0
@@ -304,6 +313,8 @@ class Outbound:
         self, flight: _Flight, newly: int, now_s: float
     ) -> tuple[int, _Sent | None]:
         flight.acked |= newly
+        if newly & flight.large:
+            self.large.on_delivered(flight.largest_of(newly))
         if flight.to_send & newly:
             flight.to_send &= ~newly
             if not flight.to_send:
@@ -370,6 +381,8 @@ class Outbound:
     def _declare_lost(self, flight: _Flight, sent: _Sent, mask: int) -> None:
         sent.mask &= ~mask
         nbytes = flight.bytes_of(mask)
+        if mask & flight.large:
+            self.large.on_lost(flight.largest_of(mask))
         self.lost_bytes += nbytes
         self.rate.on_lost(nbytes)
         self._queue_again(flight, mask & ~flight.acked)
@@ -416,6 +429,8 @@ class Outbound:
             if sent.mask & bit:
                 sent.mask &= ~bit
                 lost = flight.bytes_of(bit)
+                if bit & flight.large:
+                    self.large.on_lost(lost)
                 self.lost_bytes += lost
                 self.rate.on_abandoned(lost)
         flight.sent = [sent for sent in flight.sent if sent.mask]

@@ -86,6 +86,13 @@ class Record:
         """Size of its largest datagram."""
         return min(self.segment_bytes, len(self.wire))
 
+    def fragments_above(self, size_bytes: int) -> int:
+        """Return the bits of the fragments whose datagrams are larger than this."""
+        if self.segment_bytes <= size_bytes:
+            return 0
+        last_bytes = self.nbytes - (self.fragments - 1) * self.segment_bytes
+        return self.full if last_bytes > size_bytes else self.full >> 1
+
     def bytes_of(self, mask: int) -> int:
         """Return the size on the wire of the fragments whose bits are set."""
         if mask == self.full:

@@ -16,6 +16,7 @@ from .inbound import Inbound, ProtocolError, ReceiveBudget
 from .membership import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
 from .model import Address, Counters, Limits, Peer, PeerStats, Ticket, Transmit, format_address
 from .outbound import Burst, Outbound
+from .path_mtu import PathMtu
 from .records import SendLog
 from .recovery import RttEstimator
 from .wire import (
@@ -36,6 +37,7 @@ from .wire import (
     Key,
     KeyAck,
     Members,
+    Padding,
     Ping,
     Poison,
     Pong,
@@ -97,13 +99,13 @@ class Context(Protocol):
     def on_stream(self, session: Session) -> None:
         """The peer's stream number is known."""
 
-    def on_up(self, session: Session) -> None:
+    def on_up(self, session: Session, now_s: float) -> None:
         """Messages flow."""
 
     def on_down(self, session: Session, reason: str, now_s: float) -> None:
         """The session ended."""
 
-    def on_moved(self, session: Session, address: Address) -> None:
+    def on_moved(self, session: Session, address: Address, now_s: float) -> None:
         """The peer speaks from another address now."""
 
     def on_members(self, addresses: tuple[str, ...]) -> None:
@@ -117,6 +119,12 @@ class Context(Protocol):
 
     def on_poisoned(self, session: Session, now_s: float) -> None:
         """Records of ours keep failing on the way to the peer."""
+
+    def watch_path(self, address: Address, now_s: float) -> PathMtu | None:
+        """Return what finds out the size of datagrams to an address; None where there is nothing to find out."""
+
+    def on_path_size(self, session: Session, now_s: float) -> None:
+        """Datagrams to the peer may be of another size than before."""
 
 
 def prologue(header: bytes, *, insecure: bool) -> bytes:
@@ -136,6 +144,7 @@ class Session:
         knock: the first datagram of a peer that knocked, to recognise its repetition.
         wake_at_s: when `poll` has something to do; anything that comes in sets it back to "now".
         pending: (last record, ticket) of the messages that the peer has not acknowledged.
+        path: how large datagrams to the peer may be; None before the session is up, and on loopback.
     """
 
     def __init__(self, context: Context, index: int, address: Address, now_s: float) -> None:
@@ -150,6 +159,7 @@ class Session:
         self.outbound: Outbound | None = None
         self.inbound: Inbound | None = None
         self.pending: deque[tuple[int, Ticket]] = deque()
+        self.path: PathMtu | None = None
         self.knock = b""
         self.advertised = ""
         self.was_up = False
@@ -171,6 +181,8 @@ class Session:
         self._ack_counter = -1
         self._ping_token = 0
         self._pings: dict[int, float] = {}
+        self._path_probe = (0, 0)
+        self._path_bytes = 0
         self._unconfirmed_keys: dict[int, SenderKey] = {}
         self._announced_keys = 0
         self._close_reason = REASON_LEFT
@@ -326,7 +338,7 @@ class Session:
         frames = decode_frames(self._channel.open(counter, header, body))
         self.heard_at_s = now_s
         if address != self.address and counter > highest and self.is_established:
-            self._context.on_moved(self, address)
+            self._context.on_moved(self, address, now_s)
         if self.state is State.RESPONDED and not any(isinstance(frame, Key) for frame in frames):
             if any(isinstance(frame, Close) for frame in frames):
                 self._go_down("left", now_s)
@@ -354,7 +366,7 @@ class Session:
                 self._on_key(frame, now_s)
             case KeyAck(epoch):
                 self.rtt.set_guess(now_s - self._keyed_at_s, now_s)
-                self._on_key_ack(epoch)
+                self._on_key_ack(epoch, now_s)
             case Skip(first, count):
                 self._on_skip(first, count, now_s)
             case Close(reason):
@@ -369,12 +381,14 @@ class Session:
                 self._context.on_poisoned(self, now_s)
 
     def _on_ack(self, ack: Ack, counter: int, now_s: float) -> None:
-        self._infer_key_ack()
-        if self.outbound is None or counter < self._ack_counter:
-            return
+        self._infer_key_ack(now_s)
+        if self.outbound is None or self.state is State.CLOSING or counter < self._ack_counter:
+            return  # who closes has given up on what was not acknowledged before
         self._ack_counter = counter
         before = self.outbound.cumulative
         self.outbound.on_ack(ack, now_s)
+        if self.path is not None and self.path.is_confirming:
+            self.path.on_arrived(self.outbound.large.take_delivered(), now_s)
         if self.outbound.cumulative > before:
             self.progress_at_s = now_s
         self._settle_delivered(self.outbound.cumulative)
@@ -387,6 +401,11 @@ class Session:
         sent_at_s = self._pings.pop(token, None)
         if sent_at_s is not None:
             self.rtt.add_sample(now_s - sent_at_s, now_s)
+        probe_token, nbytes = self._path_probe
+        if self.path is not None and token == probe_token:
+            self.path.on_arrived(nbytes, now_s)
+        elif self.path is not None and token == probe_token + 1:
+            self.path.on_small_arrived()
 
     def _on_key(self, frame: Key, now_s: float) -> None:
         if self.state is State.RESPONDED:
@@ -407,24 +426,25 @@ class Session:
         self.inbound.add_key(key)
         self.inbound.acknowledge_by(now_s)
         self._frames.append(encode_frame(KeyAck(frame.epoch)))
-        self._maybe_up()
+        self._maybe_up(now_s)
 
-    def _on_key_ack(self, epoch: int) -> None:
+    def _on_key_ack(self, epoch: int, now_s: float) -> None:
         self._unconfirmed_keys.pop(epoch, None)
         if not self._unconfirmed_keys and self.state is not State.CLOSING:
             self._retry_at_s = None
-        self._maybe_up()
+        self._maybe_up(now_s)
 
-    def _infer_key_ack(self) -> None:
+    def _infer_key_ack(self, now_s: float) -> None:
         """What only a peer with a key of ours can send has come: if there was only one, its KeyAck was lost."""
         if self.state is State.KEYING and self._announced_keys == 1 and self._unconfirmed_keys:
-            self._on_key_ack(next(iter(self._unconfirmed_keys)))
+            self._on_key_ack(next(iter(self._unconfirmed_keys)), now_s)
 
-    def _maybe_up(self) -> None:
+    def _maybe_up(self, now_s: float) -> None:
         if self.state is State.KEYING and self.inbound is not None and not self._unconfirmed_keys:
             self.state = State.UP
             self.was_up = True
-            self._context.on_up(self)
+            self.watch_path(now_s)
+            self._context.on_up(self, now_s)
 
     def _on_skip(self, first: int, count: int, now_s: float) -> None:
         if self.inbound is not None:
@@ -476,7 +496,7 @@ class Session:
         self.inbound.grant(self._context.window_records(), now_s)
 
     def _deliver(self, tag: int, payload: memoryview) -> None:
-        self._infer_key_ack()
+        self._infer_key_ack(self.data_heard_at_s)
         self._context.deliver(self, tag, payload)
 
     def note_published(self, last_record: int, ticket: Ticket, now_s: float) -> None:
@@ -552,11 +572,36 @@ class Session:
                 self._emit(item, out)
             if is_probe_due:
                 self._ping(now_s)
+            if self.path is not None and self.state is State.UP:
+                self._check_path(self.path, self.outbound, now_s, out)
         if (
             self.state is State.UP
             and now_s - self._control_sent_at_s >= self._context.limits.heartbeat_s
         ):
             self._ping(now_s)
+
+    def watch_path(self, now_s: float) -> None:
+        """Find out how large datagrams to this address may be."""
+        self.path = self._context.watch_path(self.address, now_s)
+        self._path_bytes = 0 if self.path is None else self.path.size_bytes
+
+    def _check_path(
+        self, path: PathMtu, outbound: Outbound, now_s: float, out: list[Transmit]
+    ) -> None:
+        """Probe the path when it is time, and say when its size has changed."""
+        if outbound.large.is_hole_likely():
+            path.on_large_lost(now_s)
+        nbytes = path.poll(now_s, self.rtt.probe_timeout_s)
+        if nbytes is not None and self._channel is not None:
+            self._path_probe = (self._ping_token + 1, nbytes)
+            ping = encode_frame(Ping(self._ping_token + 1))
+            padding = Padding(nbytes - HEADER_BYTES - TAG_BYTES - len(ping))
+            self._send_control(self._channel, ping + encode_frame(padding), now_s, out)
+            self._ping_token += 1
+            self._ping(now_s)
+        if path.size_bytes != self._path_bytes:
+            self._path_bytes = path.size_bytes
+            self._context.on_path_size(self, now_s)
 
     def _retry(self, now_s: float) -> None:
         """Repeat what the peer has not confirmed: our key, or our goodbye."""
@@ -646,6 +691,8 @@ class Session:
         at_s = self.heard_at_s + self._context.limits.down_s + 0.001
         if self.state is State.UP:
             at_s = min(at_s, self._control_sent_at_s + self._context.limits.heartbeat_s)
+            if self.path is not None:
+                at_s = min(at_s, self.path.due_at_s)
         if self._retry_at_s is not None:
             at_s = min(at_s, self._retry_at_s)
         if self.inbound is not None and self.inbound.ack_at_s is not None:

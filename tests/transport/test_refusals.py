@@ -1,0 +1,130 @@
+"""What a kernel may refuse, on real sockets: sizes, memory, buffers. Nothing is lost by it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+import time
+
+import pytest
+
+from gradwire.transport import Node, endpoint
+from gradwire.transport.driver import MTU_DISCOVER, PMTUDISC_PROBE, UDP_GRO, Driver
+
+SECRET = bytes(range(32))
+linux = pytest.mark.skipif(sys.platform != "linux", reason="these socket options are Linux's")
+
+
+class StubbornSocket:
+    """A socket whose kernel fails every so many sends, or those of datagrams above a size."""
+
+    def __init__(
+        self, real: socket.socket, *, error: int, largest: int = 65_507, fail_every: int = 0
+    ) -> None:
+        self._real = real
+        self._error = error
+        self._largest = largest
+        self._fail_every = fail_every
+        self._calls = 0
+        self.refused = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._real, name)
+
+    def sendmsg(
+        self,
+        buffers: list[memoryview],
+        ancillary: list[tuple[int, int, bytes]],
+        flags: int,
+        address: object,
+    ) -> int:
+        self._calls += 1
+        nbytes = sum(map(len, buffers))
+        if ancillary:
+            nbytes = min(nbytes, int.from_bytes(ancillary[0][2], sys.byteorder))
+        is_turn = self._fail_every and self._calls % self._fail_every == 0
+        if is_turn or nbytes > self._largest:
+            self.refused += 1
+            raise OSError(self._error, os.strerror(self._error))
+        return self._real.sendmsg(buffers, ancillary, flags, address)  # type: ignore[arg-type]
+
+
+def pair(**options: object) -> tuple[Node, Node]:
+    one = Node("127.0.0.1:0", secret=SECRET)
+    two = Node("127.0.0.1:0", [one.address], secret=SECRET, **options)  # type: ignore[arg-type]
+    one.wait_for_peers(1, timeout_s=10.0)
+    two.wait_for_peers(1, timeout_s=10.0)
+    return one, two
+
+
+def check_transfer(one: Node, two: Node, nbytes: int = 3_000_001) -> None:
+    payload = os.urandom(nbytes)
+    ticket = one.publish(payload)
+    end_s = time.monotonic() + 20.0
+    got: list[bytes] = []
+    while not got:
+        assert time.monotonic() < end_s
+        got += [bytes(message.payload) for message in two.receive(timeout_s=0.1)]
+    assert got == [payload]
+    assert one.drain(timeout_s=10.0)
+    assert len(ticket.delivered) == 1
+    one.close()
+    two.close()
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_size_that_the_kernel_refuses_is_not_sent_again(
+    monkeypatch: pytest.MonkeyPatch, offload: bool
+) -> None:
+    monkeypatch.setattr(endpoint, "is_loopback", lambda _: False)
+    one = Node("127.0.0.1:0", secret=SECRET, offload=offload)
+    two = Node("127.0.0.1:0", [one.address], secret=SECRET)
+    one.wait_for_peers(1, timeout_s=10.0)
+    stubborn = StubbornSocket(one._driver._socket, error=errno.EMSGSIZE, largest=1_300)
+    one._driver._socket = stubborn  # type: ignore[assignment]
+    has_gso = one._driver.has_gso
+    check_transfer(one, two)
+    assert one._driver.has_gso == has_gso
+    assert stubborn.refused > 0
+    assert one._endpoint._sealer.fragment_bytes + 16 <= 1_232
+
+
+@pytest.mark.parametrize("error", [errno.ENOBUFS, errno.EPERM, errno.ENETUNREACH])
+def test_what_the_kernel_drops_is_sent_again(error: int) -> None:
+    one, two = pair()
+    stubborn = StubbornSocket(one._driver._socket, error=error, fail_every=7)
+    one._driver._socket = stubborn  # type: ignore[assignment]
+    check_transfer(one, two)
+    assert stubborn.refused > 0
+    assert one._driver.socket_errors >= stubborn.refused
+
+
+def test_a_receive_buffer_of_16_kilobytes_slows_down_and_loses_nothing() -> None:
+    one, two = pair()
+    two._driver._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+    check_transfer(one, two, 1_000_000)
+
+
+@linux
+def test_a_receiver_without_coalescing_gets_the_same() -> None:
+    one, two = pair()
+    two._driver._socket.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 0)
+    check_transfer(one, two)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)]
+)
+def test_datagrams_are_never_cut_by_routers_and_the_interface_tells_its_mtu(
+    host: str, family: socket.AddressFamily
+) -> None:
+    try:
+        driver = Driver((host, 0))
+    except OSError as error:
+        pytest.skip(f"no {host} on this machine: {error}")
+    assert driver._socket.getsockopt(*MTU_DISCOVER[family]) == PMTUDISC_PROBE
+    assert driver.interface_mtu((host, 9)) in (65_535, 65_536)
+    driver.close()
