@@ -64,7 +64,9 @@ def test_what_is_sent_again_and_what_comes_twice_is_counted_exactly(loss: float)
         assert sender.lost_bytes >= sender.retransmitted_bytes
 
 
-def test_a_silent_peer_is_probed_at_doubling_intervals_up_to_a_second() -> None:
+def test_a_silent_peer_is_probed_three_times_and_then_at_doubling_intervals_up_to_a_second() -> (
+    None
+):
     simulator = Simulator(2, Link(delay_s=0.001))
     one, two = simulator.mesh(2)
     for index in range(20):  # round trips to estimate from
@@ -78,7 +80,8 @@ def test_a_silent_peer_is_probed_at_doubling_intervals_up_to_a_second() -> None:
     gaps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
     assert 12 <= len(gaps_s) <= 20
     assert gaps_s[0] < 0.01
-    for shorter_s, longer_s in itertools.pairwise(gaps_s):
+    assert gaps_s[1:4] == pytest.approx([gaps_s[0]] * 3, rel=0.1)
+    for shorter_s, longer_s in itertools.pairwise(gaps_s[3:]):
         assert longer_s == pytest.approx(min(2 * shorter_s, 1.0), rel=0.1)
 
 

@@ -66,6 +66,24 @@ def test_the_lost_end_of_a_message_comes_again_within_three_probe_timeouts(lost:
     assert two.received[-1][1] == 99
 
 
+def test_probes_lost_one_after_the_other_do_not_make_a_tail_wait_long() -> None:
+    simulator = Simulator(1)
+    one, two = simulator.mesh(2)
+    for index in range(50):
+        simulator.publish(one, b"x", index)
+        simulator.run_for(0.02)
+    session = next(iter(one.endpoint._sessions.values()))
+    probe_timeout_s = session.rtt.probe_timeout_s
+    link = simulator.link(one, two)
+    lost_until = link.count + 7  # the message itself, and the probes (with a PING each) after it
+    link.drop = lambda number, _: number <= lost_until
+    started_s = simulator.now_s
+    ticket = simulator.publish(one, b"tail", 99)
+    simulator.run_until(lambda: ticket.is_done, 1.0)
+    assert link.count > lost_until
+    assert simulator.now_s - started_s < 6 * probe_timeout_s
+
+
 def test_a_record_lost_in_a_steady_flow_comes_again_within_three_round_trips() -> None:
     simulator = Simulator(1, Link(delay_s=0.01))
     one, two = simulator.mesh(2)

@@ -13,6 +13,8 @@ from .records import Record, SendLog, lowest_bits
 from .recovery import BURST_MAX_BYTES, PTO_MAX_S, RateController, RttEstimator, SendMark
 from .wire import Ack, Skip
 
+# In a crowd (many to one) single datagrams are lost one after the other, and an early pause would outlast the crowd.
+PROBES_AT_FIRST: Final = 3
 PTO_BACKOFF_MAX: Final = 10
 NEVER_S: Final = float("inf")
 OVERDRAFT_WINDOW_BYTES: Final = 2 * BURST_MAX_BYTES
@@ -400,8 +402,8 @@ class Outbound:
         if not self._flights:
             return NEVER_S
         timeout_s = self._rtt.probe_timeout_s
-        if self._timeouts:
-            backoff = 1 << min(self._timeouts, PTO_BACKOFF_MAX)
+        if self._timeouts > PROBES_AT_FIRST:
+            backoff = 1 << min(self._timeouts - PROBES_AT_FIRST, PTO_BACKOFF_MAX)
             timeout_s = max(timeout_s, min(timeout_s * backoff, PTO_MAX_S))
         return self._progress_at_s + timeout_s
 
