@@ -21,8 +21,9 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {}
-    if importlib.util.find_spec("torch") is None:
-        missing["torch"] = "torch is not installed"
+    for framework in ("jax", "torch"):
+        if importlib.util.find_spec(framework) is None:
+            missing[framework] = f"{framework} is not installed"
     if "cuda" not in gw.backends():
         missing["cuda"] = "no usable CUDA backend on this machine or in this build"
     for item in items:

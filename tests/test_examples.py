@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -57,3 +59,56 @@ def test_two_processes_fit_the_same_line() -> None:
     assert first.group(1, 3) == second.group(1, 3)
     assert float(first.group(1)) < 0.05
     assert int(first.group(2)) < 400
+
+
+def run(*command: str) -> str:
+    """Run a command in the environment of these tests and return what it prints."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path]),
+    }
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def workers_agree(output: str, count: int) -> None:
+    """Check that so many workers ended with the same parameters and know the digits."""
+    found = re.findall(r": accuracy ([\d.]+)%.*checksum (\S+)$", output, re.M)
+    assert len(found) == count, output
+    assert len({checksum for _, checksum in found}) == 1
+    assert all(float(accuracy) > 93.0 for accuracy, _ in found)
+
+
+@pytest.mark.torch
+def test_two_ranks_under_torchrun_learn_the_digits() -> None:
+    script = str(EXAMPLES / "torch_ddp.py")
+    workers_agree(run("-m", "torch.distributed.run", "--nproc-per-node", "2", script), 2)
+
+
+@pytest.mark.torch
+def test_four_workers_learn_the_digits_in_local_steps() -> None:
+    workers_agree(run(str(EXAMPLES / "torch_local_steps.py")), 4)
+
+
+@pytest.mark.torch
+def test_workers_go_on_when_one_is_killed() -> None:
+    output = run(str(EXAMPLES / "torch_workers.py"))
+    assert "worker 3 is killed" in output
+    assert "step 100, 4 workers" in output
+    assert "step 600, 3 workers" in output
+    workers_agree(output, 3)
+
+
+@pytest.mark.jax
+def test_two_workers_with_jax_and_optax_learn_the_digits() -> None:
+    pytest.importorskip("optax", reason="optax is not installed")
+    workers_agree(run(str(EXAMPLES / "jax_optax.py")), 2)

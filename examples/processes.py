@@ -1,0 +1,57 @@
+"""Workers of an example as processes of this machine; on several machines you start each yourself."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+
+def free_addresses(count: int) -> list[str]:
+    """Return addresses whose ports the system says are free."""
+    sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    for one in sockets:
+        one.close()
+    return addresses
+
+
+class Workers:
+    """Starts workers: the script itself, with the worker's rank and everybody's addresses as arguments.
+
+    Args:
+        addresses: of all that will ever be.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = addresses
+        # `gradwire secret` makes one for several machines.
+        self._environment = {**os.environ, "GRADWIRE_SECRET": secrets.token_hex(32)}
+
+    def start(self, rank: int) -> subprocess.Popen[str]:
+        """Start one; its output comes through a pipe."""
+        command = [
+            sys.executable,
+            sys.argv[0],
+            "--rank",
+            str(rank),
+            "--addresses",
+            *self._addresses,
+        ]
+        return subprocess.Popen(
+            command, env=self._environment, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+
+def finish(workers: Sequence[subprocess.Popen[str]]) -> None:
+    """Wait for workers and print what they say; fail if one failed."""
+    for worker in workers:
+        output, _ = worker.communicate()
+        print(output, end="")
+        if worker.returncode:
+            sys.exit(worker.returncode)
