@@ -26,6 +26,7 @@ from harness import Reach, Report, Row, Timing, figure, speedup  # noqa: E402
 from peers import Missing  # noqa: E402
 from transport_ends import (  # noqa: E402
     PING_BYTES,
+    busy_sink,
     fan_out_cpu_s,
     node_in_memory,
     node_round_trips,
@@ -40,6 +41,7 @@ from transport import netns  # noqa: E402
 
 GROUP_LOOPBACK, GROUP_PEERS = "loopback", "peers"
 RAW, OURS, PLAIN, MEMORY = "raw GSO/GRO", "ours", "ours, insecure", "ours, in memory"
+BUSY, CONVOY = "ours, computing receiver", "ours, computing receiver, 5 ms switch interval"
 FAN_OUT_PEERS = 16
 
 Rounds = dict[str, list[Transfer]]
@@ -51,6 +53,8 @@ def measure(report: Report, seconds: float, rounds: int) -> Rounds:
         RAW: raw_transfer,
         OURS: node_transfer,
         PLAIN: lambda seconds: node_transfer(seconds, insecure=True),
+        BUSY: lambda seconds: node_transfer(seconds, busy_sink),
+        CONVOY: lambda seconds: node_transfer(seconds, busy_sink, switch_interval_s=None),
         MEMORY: node_in_memory,
         **{peer.name: peer.run for peer in PEERS},
     }
@@ -75,6 +79,14 @@ def loopback_rows(found: Rounds) -> Iterator[Row]:
     yield from _absolute(GROUP_LOOPBACK, RAW, found[RAW])
     resent = [float(transfer.resent_bytes) for transfer in found[OURS]]
     yield _figures(GROUP_LOOPBACK, f"{OURS}: bytes sent again", resent, " B")
+
+
+def convoy_rows(found: Rounds) -> Iterator[Row]:
+    """Yield what is left when the receiver's main thread computes in Python and so keeps the interpreter's lock."""
+    busy, convoy = timing(BUSY, found[BUSY]), timing(CONVOY, found[CONVOY])
+    what = "goodput to a receiver that computes in Python"
+    yield _faster(GROUP_LOOPBACK, what, busy, timing(OURS, found[OURS]), None)
+    yield _faster(GROUP_LOOPBACK, what, busy, convoy, None)
 
 
 def peer_rows(found: Rounds) -> Iterator[Row]:
@@ -169,6 +181,7 @@ def run(report: Report, seconds: float, rounds: int, *, smoke: bool) -> None:
     if sys.platform == "linux":
         found = measure(report, seconds, rounds)
         report.add(loopback_rows(found))
+        report.add(convoy_rows(found))
         report.add(peer_rows(found))
         report.add(fan_out_rows(max(2, int(10 * seconds)), rounds))
         report.add(round_trip_rows(50 if smoke else 5_000, rounds))

@@ -43,6 +43,7 @@ def child(run: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
     ours, theirs = context.Pipe()
     process = context.Process(target=run, args=(theirs, *arguments), daemon=True)
     process.start()
+    theirs.close()  # so that a child that dies ends the waiting for its answer
     try:
         yield ours
     finally:

@@ -20,6 +20,7 @@ from gradwire.transport.endpoint import Endpoint
 __all__ = [
     "PING_BYTES",
     "SkippingClock",
+    "busy_sink",
     "fan_out_cpu_s",
     "node_in_memory",
     "node_round_trips",
@@ -31,6 +32,7 @@ __all__ = [
 SECRET = bytes(range(32))
 BURST_BYTES, SEGMENT_BYTES = 63_000, 1_400
 PING_BYTES = 1_024
+COMPUTE_S = 0.01
 MESSAGES_IN_FLIGHT = 4
 UDP_SEGMENT, UDP_GRO = 103, 104
 
@@ -128,10 +130,32 @@ def node_sink(pipe: Connection, nodes: int, options: dict[str, Any]) -> None:
         sink.close(timeout_s=0.1)
 
 
-def node_transfer(seconds: float, **options: Any) -> Transfer:
+def busy_sink(pipe: Connection, nodes: int, options: dict[str, Any]) -> None:
+    """Like `node_sink` with one node, but compute in Python all the while and look for messages every 10 ms."""
+    assert nodes == 1
+    sink = Node("127.0.0.1:0", secret=SECRET, **options)
+    pipe.send([sink.address])
+    total, came, is_told = 0, 0, False
+    while not is_told:
+        is_told = pipe.poll()
+        for _, _, payload in sink.receive(timeout_s=0.0):
+            assert came or payload == PAYLOAD, "other bytes came"
+            total += len(payload) if came else 0
+            came += 1
+        end_s = time.perf_counter() + COMPUTE_S
+        while time.perf_counter() < end_s:
+            sum(index * index for index in range(200))
+    pipe.recv()
+    pipe.send((total, 0.0))  # its processor time is that of the computing
+    sink.close(timeout_s=0.1)
+
+
+def node_transfer(
+    seconds: float, sink: Callable[..., None] = node_sink, **options: Any
+) -> Transfer:
     """Send messages from one process to another, a few at a time, until all are acknowledged."""
     with (
-        child(node_sink, 1, options) as pipe,
+        child(sink, 1, options) as pipe,
         Node("127.0.0.1:0", pipe.recv(), secret=SECRET, **options) as node,
     ):
         node.wait_for_peers(1, timeout_s=10.0)
