@@ -243,7 +243,7 @@ def _unscale(optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None:
-                param.grad.div_(scale.to(param.grad.device))
+                param.grad.div_(scale.item())
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:

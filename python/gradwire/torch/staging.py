@@ -17,11 +17,12 @@ class Staging:
     their own, and the one who asks for them waits.
 
     Args:
-        tensor: work queued on the current stream may still be writing it.
+        tensor: work queued on the current stream may still be writing it. Of a ``DTensor`` only this rank's shard.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
+        tensor = tensor.detach()
+        self._tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         self.is_own = not tensor.is_cuda and tensor.dtype in _CODED and self._tensor.is_contiguous()
         self._ready: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
