@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import random
 from typing import Any
 
@@ -192,43 +191,3 @@ def test_old_versions_of_cryptography_without_the_copy_free_calls_give_the_same_
             cipher.open_into(nonce, memoryview(sealed), b"", memoryview(plain))
     assert results[0] == results[1]
     assert results[0][1] == b"text"
-
-
-def test_a_secret_is_taken_as_bytes_hex_or_base64(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = bytes(range(100, 132))
-    forms = [raw, raw.hex(), raw.hex().upper(), base64.b64encode(raw).decode()]
-    forms.append(base64.urlsafe_b64encode(raw).decode().rstrip("="))
-    assert {crypto.parse_secret(form) for form in forms} == {raw}
-    monkeypatch.setenv(crypto.SECRET_VARIABLE, raw.hex())
-    assert crypto.parse_secret(None) == raw
-
-
-@pytest.mark.parametrize(
-    ("weak", "reason"),
-    [
-        (b"short", "5 bytes"),
-        (bytes(32), "not random"),
-        ("correct horse battery staple", "neither"),
-        ("password", "bytes"),
-        (b"ab" * 16, "not random"),
-        ("zz" * 32, "neither"),
-        ("", "0 bytes"),
-    ],
-)
-def test_a_weak_or_malformed_secret_is_refused_with_the_remedy(
-    weak: bytes | str, reason: str
-) -> None:
-    with pytest.raises(ValueError, match=reason) as caught:
-        crypto.parse_secret(weak)
-    assert "gradwire secret" in str(caught.value)
-
-
-def test_a_missing_secret_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(crypto.SECRET_VARIABLE, raising=False)
-    with pytest.raises(ValueError, match="gradwire secret"):
-        crypto.parse_secret(None)
-
-
-def test_generated_secrets_are_accepted_and_differ() -> None:
-    made = {crypto.generate_secret() for _ in range(50)}
-    assert len({crypto.parse_secret(secret) for secret in made}) == 50

@@ -12,8 +12,9 @@ def add_parser(commands: Any) -> None:
         "secret",
         help="print a fresh secret for a cluster",
         description="Print 32 random bytes in base64. Every node of a cluster gets the same: as "
-        "gw.Node(secret=...) or in the environment variable GRADWIRE_SECRET. Keep it out of "
-        "version control.",
+        "gw.Node(secret=...), in the environment variable GRADWIRE_SECRET, or in a file that only "
+        "its owner can read (chmod 600), named by GRADWIRE_SECRET_FILE or passed as "
+        "secret=pathlib.Path(...). Keep it out of version control.",
     )
     parser.set_defaults(run=run)
 

@@ -7,7 +7,6 @@ states), `endpoint` (one node without a socket), `driver` (the socket and the cl
 
 from __future__ import annotations
 
-from .crypto import generate_secret, parse_secret
 from .model import (
     Event,
     Limits,
@@ -21,6 +20,7 @@ from .model import (
     Ticket,
 )
 from .node import Node
+from .secret import generate_secret, parse_secret
 
 __all__ = [
     "Event",

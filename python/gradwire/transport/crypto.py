@@ -1,4 +1,4 @@
-"""Keys and ciphers: the cluster secret, the Noise handshake, control channels and sender keys.
+"""Keys and ciphers: the Noise handshake, control channels and sender keys.
 
 Source: The Noise Protocol Framework, revision 34, sections 5, 7.4 and 9 (pattern NNpsk0); RFC 6479 for the replay
 window.
@@ -6,12 +6,9 @@ window.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import hmac
 import os
-import secrets
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -27,13 +24,9 @@ __all__ = [
     "Handshake",
     "Marker",
     "SenderKey",
-    "generate_secret",
-    "parse_secret",
 ]
 
 PROTOCOL_NAME: Final = b"Noise_NNpsk0_25519_AESGCM_SHA256"
-SECRET_BYTES: Final = 32
-SECRET_VARIABLE: Final = "GRADWIRE_SECRET"  # noqa: S105 - a name, not a secret
 PUBLIC_KEY_BYTES: Final = 32
 REPLAY_WINDOW: Final = 1_024
 
@@ -167,53 +160,6 @@ class Plain:
 def make_aead(key: bytes, *, insecure: bool) -> Aead:
     """Return the cipher for ``key``."""
     return Plain() if insecure else AesGcm(key)
-
-
-def generate_secret() -> str:
-    """Return a new cluster secret: 32 random bytes in URL-safe base64."""
-    return base64.urlsafe_b64encode(secrets.token_bytes(SECRET_BYTES)).decode("ascii")
-
-
-def parse_secret(secret: bytes | str | None) -> bytes:
-    """Return the 32 bytes of a cluster secret.
-
-    Args:
-        secret: 32 bytes, or their hex (64 digits) or base64 form; None takes the environment variable GRADWIRE_SECRET.
-
-    Raises:
-        ValueError: missing, not 32 bytes, or visibly not random (the handshake could then be guessed off-line).
-    """
-    if secret is None:
-        secret = os.environ.get(SECRET_VARIABLE)
-        if not secret:
-            raise ValueError(
-                f"a cluster secret is needed: pass secret= or set {SECRET_VARIABLE}; `gradwire secret` makes one"
-            )
-    raw = _decode_secret(secret) if isinstance(secret, str) else bytes(secret)
-    if len(raw) != SECRET_BYTES:
-        raise ValueError(
-            f"the cluster secret has {len(raw)} bytes; it must be {SECRET_BYTES} random bytes: "
-            "`gradwire secret` makes one"
-        )
-    # 32 random bytes have fewer than 16 distinct values with probability below 1e-13.
-    if len(set(raw)) < 16:
-        raise ValueError(
-            "the cluster secret is not random enough to be safe: `gradwire secret` makes a good one"
-        )
-    return raw
-
-
-def _decode_secret(text: str) -> bytes:
-    text = text.strip()
-    try:
-        if len(text) == 2 * SECRET_BYTES:
-            return bytes.fromhex(text)
-        padded = text + "=" * (-len(text) % 4)
-        return base64.b64decode(padded.translate(str.maketrans("-_", "+/")), validate=True)
-    except (ValueError, binascii.Error) as error:
-        raise ValueError(
-            "the cluster secret is neither 64 hex digits nor base64 of 32 bytes: `gradwire secret` makes one"
-        ) from error
 
 
 def _hkdf(chaining_key: bytes, material: bytes, outputs: int) -> list[bytes]:

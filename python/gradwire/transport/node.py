@@ -14,10 +14,10 @@ from typing import Final
 
 from ..errors import Closed, TransportError, WouldBlock
 from .addressing import choose_address, local_address, resolve
-from .crypto import parse_secret
 from .driver import Driver, Waker, now_s
 from .endpoint import Endpoint
 from .model import Event, Limits, Peer, Received, Stats, Ticket, format_address, parse_address
+from .secret import parse_secret
 from .watchers import Watchers, wait_s
 
 # While the caller itself waits in `receive`, it does the I/O; the thread leaves the socket alone for this long and only
@@ -39,7 +39,8 @@ class Node:
     Args:
         bind: "host:port" to listen on; port 0 lets the system choose; a wildcard host fixes only the port.
         peers: addresses of other nodes; one of two nodes knowing the other is enough; the own address is ignored.
-        secret: the cluster secret, 32 random bytes or their hex or base64 form; by default GRADWIRE_SECRET.
+        secret: the cluster secret, 32 random bytes or their hex or base64 form, or the path (`pathlib.Path`) of a file
+            with one of the three; by default that of GRADWIRE_SECRET, or in the file that GRADWIRE_SECRET_FILE names.
         network_mask: such as "10.1.1.0/24"; the one local address inside it is used.
         advertise: "host:port" under which others reach this node, where that differs (NAT, containers, clouds).
         limits: bounds and timers.
@@ -69,7 +70,7 @@ class Node:
         bind: str = "0.0.0.0:0",
         peers: Iterable[str] = (),
         *,
-        secret: bytes | str | None = None,
+        secret: bytes | str | os.PathLike[str] | None = None,
         network_mask: str | None = None,
         advertise: str | None = None,
         limits: Limits | None = None,

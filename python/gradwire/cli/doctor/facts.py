@@ -35,7 +35,7 @@ class Secret:
     """The cluster secret, without the secret.
 
     Attributes:
-        is_set: whether GRADWIRE_SECRET is there.
+        is_set: whether GRADWIRE_SECRET or GRADWIRE_SECRET_FILE is there.
         problem: why it cannot be used; empty if it can.
         fingerprint: eight hex digits to compare between machines; they say nothing about the secret.
     """

@@ -26,9 +26,10 @@ from gradwire.transport.addressing import (
     local_address,
     resolve,
 )
-from gradwire.transport.crypto import SECRET_VARIABLE, AesGcm
+from gradwire.transport.crypto import AesGcm
 from gradwire.transport.driver import SOCKET_BUFFER_BYTES
 from gradwire.transport.model import Address, format_address, parse_address
+from gradwire.transport.secret import environment_secret
 
 from .facts import Binding, Clocks, Drops, Installation, Machine, Secret, Socket
 
@@ -62,7 +63,7 @@ def look(bind: str, network_mask: str | None, peer: str | None) -> Machine:
     return Machine(
         system=platform.system(),
         installation=look_at_installation(),
-        secret=look_at_secret(os.environ.get(SECRET_VARIABLE)),
+        secret=look_at_environment(),
         binding=binding,
         socket=look_at_socket(),
         clocks=look_at_clocks(),
@@ -120,12 +121,20 @@ def _aes_bytes_per_s(aead: AesGcm) -> float:
     return records * RECORD_BYTES / used_s
 
 
-def look_at_secret(text: str | None) -> Secret:
+def look_at_environment() -> Secret:
+    """Return what can be said about the secret that a node would find in the environment."""
+    try:
+        return look_at_secret(environment_secret())
+    except ValueError as error:
+        return Secret(is_set=True, problem=str(error))
+
+
+def look_at_secret(secret: str | Path | None) -> Secret:
     """Return what can be said about a secret without showing it."""
-    if not text:
+    if not secret:
         return Secret(is_set=False)
     try:
-        return Secret(is_set=True, fingerprint=fingerprint(parse_secret(text)))
+        return Secret(is_set=True, fingerprint=fingerprint(parse_secret(secret)))
     except ValueError as error:
         return Secret(is_set=True, problem=str(error))
 

@@ -1,0 +1,105 @@
+"""The cluster secret: 32 random bytes, given as they are, in hex, in base64, or in a file."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Final
+
+logger = logging.getLogger(__name__)
+
+SECRET_BYTES: Final = 32
+SECRET_VARIABLE: Final = "GRADWIRE_SECRET"  # noqa: S105 - a name, not a secret
+SECRET_FILE_VARIABLE: Final = "GRADWIRE_SECRET_FILE"  # noqa: S105
+FILE_BYTES_MAX: Final = 4_096
+REMEDY: Final = "`gradwire secret` makes one"
+
+
+def generate_secret() -> str:
+    """Return a new cluster secret: 32 random bytes in URL-safe base64."""
+    return base64.urlsafe_b64encode(secrets.token_bytes(SECRET_BYTES)).decode("ascii")
+
+
+def environment_secret() -> str | Path | None:
+    """Return the secret of GRADWIRE_SECRET, the file of GRADWIRE_SECRET_FILE, or None if neither is set.
+
+    Raises:
+        ValueError: both are set.
+    """
+    text, file = os.environ.get(SECRET_VARIABLE), os.environ.get(SECRET_FILE_VARIABLE)
+    if text and file:
+        raise ValueError(f"both {SECRET_VARIABLE} and {SECRET_FILE_VARIABLE} are set: unset one")
+    return Path(file) if file else text or None
+
+
+def parse_secret(secret: bytes | str | os.PathLike[str] | None) -> bytes:
+    """Return the 32 bytes of a cluster secret.
+
+    Args:
+        secret: 32 bytes, or their hex (64 digits) or base64 form, or the path of a file with one of the three; None
+            takes the environment variable GRADWIRE_SECRET, or the file that GRADWIRE_SECRET_FILE names.
+
+    Raises:
+        ValueError: missing, unreadable, not 32 bytes, or visibly not random (the handshake could then be guessed
+            off-line); a file is named.
+    """
+    if secret is None:
+        secret = environment_secret()
+    if secret is None:
+        raise ValueError(
+            f"a cluster secret is needed: pass secret= or set {SECRET_VARIABLE} or {SECRET_FILE_VARIABLE}; {REMEDY}"
+        )
+    if isinstance(secret, os.PathLike):
+        path = Path(secret)
+        return _parse(_read(path), f"the cluster secret in {path}")
+    return _parse(secret, "the cluster secret")
+
+
+def _parse(secret: bytes | str, name: str) -> bytes:
+    raw = _decode(secret, name) if isinstance(secret, str) else bytes(secret)
+    if len(raw) != SECRET_BYTES:
+        raise ValueError(
+            f"{name} has {len(raw)} bytes; it must be {SECRET_BYTES} random bytes: {REMEDY}"
+        )
+    # 32 random bytes have fewer than 16 distinct values with probability below 1e-13.
+    if len(set(raw)) < 16:
+        raise ValueError(
+            f"{name} is not random enough to be safe: `gradwire secret` makes a good one"
+        )
+    return raw
+
+
+def _decode(text: str, name: str) -> bytes:
+    text = text.strip()
+    try:
+        if len(text) == 2 * SECRET_BYTES:
+            return bytes.fromhex(text)
+        padded = text + "=" * (-len(text) % 4)
+        return base64.b64decode(padded.translate(str.maketrans("-_", "+/")), validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise ValueError(
+            f"{name} is neither 64 hex digits nor base64 of 32 bytes: {REMEDY}"
+        ) from error
+
+
+def _read(path: Path) -> bytes | str:
+    """Return what is in the file: 32 bytes as they are, anything else as text."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(FILE_BYTES_MAX)
+    except OSError as error:
+        raise ValueError(f"the secret file {path} cannot be read: {error.strerror}") from error
+    if os.name == "posix" and mode & stat.S_IROTH:
+        logger.warning("everybody on this machine can read the secret file: chmod 600 %s", path)
+    if len(data) == SECRET_BYTES:
+        return data
+    try:
+        return data.decode("ascii")
+    except UnicodeDecodeError:
+        return data
