@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.exchange import clock, is_sum_exact
+from gradwire.exchange.control import Hello, Kind, Phase, place_of, split_tag
 from gradwire.transport import Peer
 
 SECRET = bytes(range(32))
@@ -28,7 +30,11 @@ class Arrival(NamedTuple):
 
 
 class ScriptedNode:
-    """A node whose peers and arrivals the test decides; time passes only while it waits."""
+    """A node whose peers and arrivals the test decides; time passes only while it waits.
+
+    Its peers greet as members that have begun with it, and have the same as it of those that are gone: they repeat what
+    the exchange says. What exchanges say to each other besides updates is not in ``published``.
+    """
 
     def __init__(self, node_id: int = 50, peers: tuple[Peer, ...] = ()) -> None:
         self.peer = Peer(node_id, 1, "127.0.0.1:1")
@@ -40,6 +46,10 @@ class ScriptedNode:
         self.refusals: list[Exception] = []
         self.room: Callable[[], bool] = lambda: True
         self.on_receive: Callable[[], None] = lambda: None
+        self.greetings: list[Arrival] = []
+
+    def events(self) -> list[Any]:
+        return []
 
     def wait_for_peers(self, count: int, timeout_s: float) -> tuple[Peer, ...]:
         if len(self.peers) < count:
@@ -50,13 +60,26 @@ class ScriptedNode:
         assert nbytes > 0
         return self.room()
 
-    def publish(self, buffer: Any, tag: int = 0) -> None:
+    def publish(self, buffer: Any, tag: int = 0, to: Peer | None = None) -> None:
+        if split_tag(tag)[0] == Kind.HELLO and to is not None:
+            everybody = tuple(place_of(one) for one in (self.peer, *self.peers))
+            heard = Hello.decode(memoryview(bytes(buffer)))
+            hello = dataclasses.replace(heard, phase=Phase.IN, members=everybody)
+            self.greetings.append(Arrival(to, tag, memoryview(hello.encode())))
+        if split_tag(tag)[0] == Kind.REPORT:
+            echo = memoryview(bytes(buffer))
+            self.greetings += [Arrival(one, tag, echo) for one in self.peers]
+        if split_tag(tag)[0] != Kind.UPDATE:
+            return
         if self.refusals:
             raise self.refusals.pop(0)
         self.published.append((bytes(buffer), tag))
 
     def receive(self, timeout_s: float = 0.0) -> list[Arrival]:
         self.on_receive()
+        if self.greetings:
+            greetings, self.greetings = self.greetings, []
+            return greetings
         if self.rounds:
             return self.rounds.pop(0)
         self.now_s += timeout_s

@@ -9,8 +9,10 @@ __all__ = [
     "BackendUnavailable",
     "Closed",
     "CudaError",
+    "Diverged",
     "GradwireError",
     "MessageError",
+    "Mismatch",
     "NonFiniteUpdate",
     "NotConnected",
     "PeerLost",
@@ -40,6 +42,14 @@ class NonFiniteUpdate(GradwireError):
         super().__init__(message)
         self.count = count
         self.first_index = first_index
+
+
+class Mismatch(GradwireError):
+    """Nodes that train different things want to train together; the message names both sides."""
+
+
+class Diverged(GradwireError):
+    """This node's parameters are not what the others hold; ``Exchange.resync`` takes theirs."""
 
 
 class BackendUnavailable(GradwireError):

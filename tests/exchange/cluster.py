@@ -19,6 +19,7 @@ import pytest
 
 from gradwire.errors import NotConnected, WouldBlock
 from gradwire.exchange import clock
+from gradwire.exchange.control import Kind, split_tag
 from gradwire.transport import Peer, PeerJoined, PeerLost, Received, Ticket
 
 TURNS_MAX = 100_000
@@ -45,7 +46,9 @@ class FakeNode:
         self.inbox: deque[Received] = deque()
         self.happened: list[PeerJoined | PeerLost] = []
         self.is_dead = False
+        self.is_closed = False
         self.is_full = False
+        self.updates: dict[int, bytes] = {}  # published, by step
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -74,6 +77,8 @@ class FakeNode:
             raise WouldBlock("full")
         recipients = frozenset([to] if to is not None else self.connected)
         payload = memoryview(bytes(buffer))
+        if split_tag(tag)[0] == Kind.UPDATE:
+            self.updates[tag] = bytes(payload)
         ticket = Ticket(tag, len(payload), recipients)
         for peer in sorted(recipients):
             self.cluster.link(self.peer, peer).append(_Packet(tag, payload, ticket))
@@ -130,6 +135,7 @@ class Cluster:
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.nodes: list[FakeNode] = []
+        self.slow_links: set[tuple[Peer, Peer]] = set()  # deliver nothing while they are in here
         self._links: dict[tuple[Peer, Peer], deque[_Packet | PeerJoined | PeerLost]] = {}
         self._workers: list[_Worker] = []
         self._scheduler = threading.Event()
@@ -143,7 +149,7 @@ class Cluster:
         """Return a new node, which will be connected with all that live."""
         node = FakeNode(self, node_id, next(self._incarnations))
         for other in self.nodes:
-            if not other.is_dead:
+            if not other.is_dead and not other.is_closed:
                 self.connect(node, other)
         self.nodes.append(node)
         return node
@@ -157,6 +163,14 @@ class Cluster:
         for here, there in ((one, other), (other, one)):
             self._break(there.peer, here.peer)
             there.connected.discard(here.peer)
+
+    def close(self, node: FakeNode) -> None:
+        """Let a node leave in good order: everything that it has sent still arrives."""
+        for other in self.nodes:
+            if other is not node:
+                self.link(node.peer, other.peer).append(PeerLost(node.peer, "left"))
+                self._links.pop((other.peer, node.peer), None)
+        node.is_closed = True
 
     def kill(self, node: FakeNode) -> None:
         """Let a node die in the middle of whatever it was sending."""
@@ -217,7 +231,11 @@ class Cluster:
         if not running:
             return False
         ready = [worker for worker in running if worker.is_ready]
-        links = [key for key, queue in sorted(self._links.items()) if queue]
+        links = [
+            key
+            for key, queue in sorted(self._links.items())
+            if queue and key not in self.slow_links
+        ]
         if not ready and not links:
             self.now_s = min(worker.until_s for worker in running)
             return True
@@ -238,7 +256,7 @@ class Cluster:
     def _deliver(self, sender: Peer, receiver: Peer) -> None:
         one = self._links[sender, receiver].popleft()
         node = next(each for each in self.nodes if each.peer == receiver)
-        if node.is_dead:
+        if node.is_dead or node.is_closed:
             return
         if isinstance(one, PeerJoined):
             node.connected.add(sender)

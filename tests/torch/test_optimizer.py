@@ -383,13 +383,13 @@ def test_making_the_state_early_changes_no_step(alone: gw.Node) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_that_timed_out_is_finished_by_the_next(nodes: list[gw.Node], dtype: Any) -> None:
-    nets = [model(dtype), model(dtype)]
+    nets = [model(dtype) for _ in nodes]
     optimizers = [
-        shared(net, node, OPTIMIZERS["SGD"], peers=2, timeout_s=0.5)
-        for net, node in zip(nets, nodes, strict=False)
+        shared(net, node, OPTIMIZERS["SGD"], peers=2, timeout_s=5.0 if rank == 2 else 0.5)
+        for rank, (net, node) in enumerate(zip(nets, nodes, strict=True))
     ]
     nodes[2].wait_for_peers(2, timeout_s=10.0)
-    run_together(lambda rank: optimizers[rank].join(), count=2)
+    run_together(lambda rank: optimizers[rank].join(), count=3)
     nodes[2].close()  # a member that never takes a step
 
     def step(rank: int) -> None:

@@ -4,41 +4,44 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import MessageError, NonFiniteUpdate, TooLarge, WouldBlock
+from ..errors import MessageError, Mismatch, NonFiniteUpdate, TooLarge, WouldBlock
 from ..message import Message, apply, apply_many, dense_message
 from . import checkpoint, clock
+from .control import VERSION, Hello, Kind, Phase, Request, place_of
 from .groups import Codec, Groups
-from .members import Members
+from .members import POLL_S, Members
 from .options import Options
 from .prepare import Preparation, Preparer, Warmup
 from .replica import Replica
 from .results import ExchangeStats, Joined, StepResult, Totals
+from .snapshot import Donor, Incoming, Snapshot
 from .sums import ExactSum, PlainSum
-from .views import copies, views, writable_views
+from .views import copies, put, views, writable_views
 
 if TYPE_CHECKING:
     from ..codec import Encoder
-    from ..transport import Node, Peer
+    from ..transport import Node, Peer, Ticket
 
 __all__ = ["Exchange"]
 
 _LOG = logging.getLogger(__name__)
 
-# How long one wait for messages lasts before the loop looks at the peers and the clock again; without room to send,
-# acknowledgements are what is waited for, and those come within a round trip.
-_POLL_S = 0.05
+# Without room to send, acknowledgements are what is waited for, and those come within a round trip.
 _ROOM_POLL_S = 0.001
 
 # Room asked for before encoding: what the message may need at most, but no more than this, so that the ceiling of a
 # huge update does not ask for more than any node has.
 _ROOM_BYTES_MAX = 16 << 20
 
-# A peer needs this node's message of a step before it can begin the next: it is never more than one step ahead.
-_STEPS_AHEAD_MAX = 1
+# Updates that every node keeps after they are applied: a member may be one step ahead of another.
+_KEEPS = 3
+
+MESSAGE_VERSION = 1  # of docs/message-format.md
 
 # Keys of the optimiser's state, behind those of any group.
 _OPTIMIZER_KEY = 1 << 31
@@ -53,10 +56,15 @@ class _Own:
     payload: Message | bytes
     encode_s: float
     is_handed_over: bool = False
+    ticket: Ticket | None = None
 
     @property
     def nbytes(self) -> int:
         return self.payload.nbytes if isinstance(self.payload, Message) else len(self.payload)
+
+
+class _LeftBehind(Exception):
+    """The others have gone on without this node, in the middle of a step."""
 
 
 class Exchange:
@@ -169,7 +177,21 @@ class Exchange:
         self._node = node
         self._preparer = Preparer(self._options.preparation, self._groups)
         self._replica = Replica(ExactSum(self._groups) if exact else PlainSum(self._groups))
-        self._members = Members(node, self._groups, _STEPS_AHEAD_MAX if mode == "sync" else None)
+        self._keeps = _KEEPS if mode == "sync" else 2 * max_staleness + _KEEPS
+        self._members = Members(
+            node,
+            self._groups,
+            self._model(),
+            step=max(encoder.step for encoder in self._groups.encoders),
+            is_sync=mode == "sync",
+            keeps=self._keeps,
+        )
+        self._members.on_control = self._take_control
+        self._members.on_gone = self._forget_donor
+        self._donor = Donor(node)
+        self._incoming: Incoming | None = None
+        self._requests = 0
+        self._sent: deque[_Own] = deque(maxlen=self._keeps)
         self._room_bytes = min(self._groups.max_payload_bytes(self._options.codec), _ROOM_BYTES_MAX)
         self._step = max(encoder.step for encoder in self._groups.encoders)
         self._own: _Own | None = None
@@ -202,36 +224,70 @@ class Exchange:
         )
 
     def wait_for_peers(self) -> tuple[Peer, ...]:
-        """Wait until the peers are connected and make them the members; the first step does so if nobody else did.
+        """Wait until the peers are connected and ready, and make them the members; the first step does so otherwise.
+
+        Where training has begun without this node there are none yet: ``join`` or the first step takes it in.
 
         Raises:
-            TimeoutError: fewer than ``peers`` were connected after ``timeout_s``.
+            TimeoutError: fewer than ``peers`` were there after ``timeout_s``.
+            Mismatch: the others train something else, or begin at another step.
         """
         if not self._members.has_begun:
             expected = self._options.peers
             if expected is None:
-                expected = len(self._node.seeds)
-            connected = self._node.wait_for_peers(expected, self._options.timeout_s)
-            self._members.begin(tuple(connected), self._step)
-            _LOG.info("exchange of %d nodes begins at step %d", len(connected) + 1, self._step)
-            if not connected and self._options.peers is None:
+                expected = max(len(self._node.seeds), len(self._node.peers))
+            self._members.next_step = self._step
+            self._members.begin(expected, self._options.timeout_s)
+            if not expected and self._options.peers is None:
                 _LOG.warning("no peer is connected, this node goes on alone: give peers= to wait")
         return self.members
 
     def join(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
         """Come in before training: the members are known afterwards, and local steps may begin.
 
+        A node that comes late, or again after a restart, takes the parameters, the number of the step and the
+        optimiser's state from a member while the others go on; it then misses no update and applies none twice.
+
         Args:
-            params: as in ``step``; with local steps (``every``, ``step_moved``) a copy of them is kept.
-            optimizer_state: as in ``step``.
+            params: as in ``step``; overwritten where training has begun. A copy of them is kept for ``step_moved``.
+            optimizer_state: float32 or float64 arrays; overwritten like ``params``.
 
         Raises:
-            TimeoutError: as ``wait_for_peers``.
+            TimeoutError: as ``wait_for_peers``, or no member gave a snapshot within ``timeout_s``.
+            Mismatch: as ``wait_for_peers``, or the parameters have other shapes or dtypes.
         """
-        writable_views(optimizer_state)  # refused now rather than at the first exchange
-        members = self.wait_for_peers()
+        writable_views(optimizer_state)  # refused now rather than in the middle of training
         self._replica.take_anchor(params)
-        return Joined(step=self._step, is_late=False, members=members)
+        self.wait_for_peers()
+        is_late = self._members.phase is not Phase.IN
+        self._come_in(params, optimizer_state)
+        return Joined(step=self._step, is_late=is_late, members=self.members)
+
+    def resync(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
+        """Take parameters, step and optimiser's state from a member anew: after `Diverged`, or after a long pause.
+
+        What was not sent yet stays in the residual. The others go on meanwhile.
+
+        Args, Raises: as ``join``.
+        """
+        if self._members.phase is Phase.IN:
+            self._members.come_in_again("resync")
+        return self.join(params, optimizer_state)
+
+    def leave(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
+        """Send everything that is left in the residual as this node's last update; the others go on without it.
+
+        Close the node afterwards; another exchange on it may come in again.
+
+        Args, Raises: as ``step``.
+        """
+        self._begin(params, optimizer_state)
+        result = self._exchange(None, params, optimizer_state, flushes=True)
+        self._members.announce(Phase.LEAVING)
+        deadline_s = clock.now_s() + self._options.timeout_s
+        while not self._members.flush() and clock.now_s() < deadline_s:
+            self._poll(_ROOM_POLL_S)
+        return result
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
@@ -301,18 +357,25 @@ class Exchange:
         if self._options.is_sync:
             raise ValueError("synchronous replicas change only in a step")
         self.wait_for_peers()
-        self._members.poll(self._step, timeout_s)
+        self._come_in(params, ())
+        self._poll(timeout_s)
         arrived = [messages for _, messages in self._members.take_all()]
         if arrived:
             scale = self._scale(len(self.members) + 1)
             self._replica.apply(arrived, params, scale, has_moved=True)
+        self._serve(params, ())
         return len(arrived)
 
     def _begin(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Do what has to be done before a step can begin."""
         self.wait_for_peers()
-        if self._own is not None:
+        self._come_in(params, optimizer_state)
+        if self._own is None:
+            return
+        try:
             self._finish(self._own, params, optimizer_state, has_moved=True)
+        except _LeftBehind:
+            self._come_in(params, optimizer_state)
 
     def _local_step(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
         replica = self._replica
@@ -327,36 +390,76 @@ class Exchange:
             replica.go_back(params)
             raise
 
-    def _exchange(self, update: Any, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
+    def _exchange(
+        self,
+        update: Any,
+        params: Any,
+        optimizer_state: Sequence[Any],
+        *,
+        flushes: bool = False,
+    ) -> StepResult:
         """Send the update, from the room for it to the parameters that hold it."""
-        self._wait_for_room()
-        codec = self._preparer.begin(self._step, self._options.codec)
+        self._wait_for_room(params, optimizer_state)
         begin_s = clock.now_s()
-        messages = self._groups.encode(self._preparer.update(update), codec)
-        self._preparer.mask(messages)
+        if flushes:
+            messages = self._groups.flush()
+        else:
+            codec = self._preparer.begin(self._step, self._options.codec)
+            messages = self._groups.encode(self._preparer.update(update), codec)
+            self._preparer.mask(messages)
+        self._own = self._packed(messages, optimizer_state, clock.now_s() - begin_s)
+        self._replica.go_back(params)
+        while True:
+            try:
+                return self._finish(self._own, params, optimizer_state)
+            except _LeftBehind:
+                # The others went on without this update: it is in the residual again, for the step at which they take
+                # this node in.
+                self._come_in(params, optimizer_state)
+            codec = self._options.codec
+            messages = self._groups.flush() if flushes else self._groups.encode(None, codec)
+            self._own = self._packed(messages, optimizer_state, 0.0)
+
+    def _packed(
+        self, messages: list[Message], optimizer_state: Sequence[Any], encode_s: float
+    ) -> _Own:
         if self._options.average_optimizer:
             messages += _optimizer_messages(optimizer_state)
         payload = messages[0] if len(messages) == 1 else b"".join(map(bytes, messages))
-        self._own = _Own(self._step, messages, payload, clock.now_s() - begin_s)
-        self._replica.go_back(params)
-        return self._finish(self._own, params, optimizer_state)
+        return _Own(self._step, messages, payload, encode_s)
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_room(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Go on receiving until the node has room for one more message and no member is too far behind."""
         deadline_s = clock.now_s() + self._options.timeout_s
         while True:
-            if not self._node.has_room(self._room_bytes):
-                what = "no room to send it: a peer does not take its messages"
-            elif not self._options.is_sync and self._staleness() > self._options.max_staleness:
-                what = f"this node is {self._staleness()} steps ahead of another"
-            else:
+            if self._members.phase is Phase.JOINING:
+                self._come_in(params, optimizer_state)
+            what = self._obstacle()
+            if what is None:
                 return
             if clock.now_s() >= deadline_s:
                 raise WouldBlock(
                     f"step {self._step} cannot begin within {self._options.timeout_s:g} s: {what}; "
                     "the update was not taken"
                 )
-            self._members.poll(self._step, _ROOM_POLL_S)
+            self._poll(_ROOM_POLL_S)
+
+    def _obstacle(self) -> str | None:
+        """Return what keeps this node from sending one more update, None if nothing does."""
+        if not self._node.has_room(self._room_bytes):
+            return "no room to send it: a peer does not take its messages"
+        if self._options.is_sync:
+            return None
+        if self._staleness() > self._options.max_staleness:
+            return f"this node is {self._staleness()} steps ahead of another"
+        oldest = self._sent[0] if len(self._sent) == self._keeps else None
+        if oldest is not None and oldest.ticket is not None and not oldest.ticket.is_done:
+            return f"a peer has not got step {oldest.step} yet"
+        return None
+
+    def _poll(self, timeout_s: float) -> None:
+        self._donor.pump()
+        self._members.poll(timeout_s, self._step)
 
     def _staleness(self) -> int:
         slowest = self._members.slowest
@@ -369,8 +472,10 @@ class Exchange:
         begin_s = clock.now_s()
         self._swap(own)
         swapped_s = clock.now_s()
-        others = self._taken(own)
+        contributors, others = self._taken(own)
         is_exact = self._apply(others, own, params, optimizer_state, has_moved=has_moved)
+        if self._options.is_sync:
+            self._members.finish_step(own.step, contributors)
         first = own.messages[0]
         result = StepResult(
             step=self._step,
@@ -383,6 +488,7 @@ class Exchange:
             applied=len(others) + 1,
             ignored=self._members.ignored,
             lost=tuple(self._members.lost),
+            joined=tuple(self._members.joined),
             is_exact=is_exact,
             encode_s=own.encode_s,
             wait_s=swapped_s - begin_s,
@@ -391,10 +497,11 @@ class Exchange:
             ratio=4 * self._groups.numel / own.nbytes,
         )
         self._own = None
+        self._sent.append(own)
         self._step += 1
-        self._members.lost = []
-        self._members.ignored = 0
+        self._members.lost, self._members.joined, self._members.ignored = [], [], 0
         self._totals.add(result)
+        self._serve(params, optimizer_state)
         if self._options.on_step is not None:
             self._options.on_step(result)
         return result
@@ -402,28 +509,40 @@ class Exchange:
     def _swap(self, own: _Own) -> None:
         """Return when the own message is handed over and, in synchronous mode, every live member's is here."""
         deadline_s = clock.now_s() + self._options.timeout_s
+        has_dropped = self._options.on_straggler == "raise"
         poll_s = 0.0
         while True:
             self._hand_over(own)
-            self._members.poll(own.step, poll_s)
+            self._poll(poll_s)
+            if self._members.phase is Phase.JOINING:
+                raise _LeftBehind
             missing = self._members.missing(own.step) if self._options.is_sync else frozenset()
             if own.is_handed_over and not missing:
                 return
             if clock.now_s() >= deadline_s:
-                raise self._timed_out(own, missing)
-            poll_s = _POLL_S if own.is_handed_over else _ROOM_POLL_S
+                if has_dropped:
+                    raise self._timed_out(own, missing)
+                has_dropped = True
+                deadline_s = clock.now_s() + self._options.timeout_s
+                self._members.suspect(missing, "sends nothing: the others go on without it")
+            poll_s = POLL_S if own.is_handed_over else _ROOM_POLL_S
 
     def _hand_over(self, own: _Own) -> None:
         """Publish the own message unless that is done; without room it stays for the next try."""
         if own.is_handed_over:
             return
+        if self._members.next_step <= own.step:
+            self._members.send_note(own.step)
+        if not self._members.flush():
+            return
         try:
-            self._node.publish(own.payload, tag=own.step)
+            own.ticket = self._node.publish(own.payload, tag=own.step)
         except WouldBlock:
             return
         except TooLarge:
             self._groups.put_back(own.messages)
             self._own = None
+            self._members.next_step = own.step
             raise
         own.is_handed_over = True
 
@@ -440,15 +559,16 @@ class Exchange:
 
     # ---- the parameters ----------------------------------------------------------------------------------------------
 
-    def _taken(self, own: _Own) -> list[tuple[int, list[Message]]]:
-        """Take the messages to apply from the members, with their node ids."""
-        if self._options.is_sync:
-            return self._members.take_step(own.step)
-        return self._members.take_all()
+    def _taken(self, own: _Own) -> tuple[list[Peer], list[tuple[Peer, list[Message]]]]:
+        """Take the messages to apply from the members: return who sent them, and what."""
+        taken = (
+            self._members.take_step(own.step) if self._options.is_sync else self._members.take_all()
+        )
+        return [peer for peer, _ in taken], taken
 
     def _apply(
         self,
-        others: list[tuple[int, list[Message]]],
+        others: list[tuple[Peer, list[Message]]],
         own: _Own,
         params: Any,
         optimizer_state: Sequence[Any],
@@ -456,7 +576,7 @@ class Exchange:
         has_moved: bool,
     ) -> bool:
         """Add all messages by node id, the own ones at their place; return whether that was provably exact."""
-        in_order = sorted([*others, (self._node.peer.id, own.messages)], key=lambda one: one[0])
+        in_order = sorted([*others, (self._node.peer, own.messages)], key=lambda one: one[0])
         payloads = [messages for _, messages in in_order]
         if self._options.average_optimizer:
             self._average_optimizer(payloads, optimizer_state)
@@ -481,6 +601,148 @@ class Exchange:
         for index, array in enumerate(writable_views(optimizer_state)):
             array[...] = 0.0
             apply_many([payload[count + index] for payload in payloads], array, 1 / len(payloads))
+
+    # ---- coming in late ----------------------------------------------------------------------------------------------
+
+    def _come_in(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+        """Become a member where training has begun: take a snapshot, catch up, be admitted."""
+        if self._members.phase is Phase.LEAVING:
+            raise RuntimeError("this exchange has left")
+        deadline_s = clock.now_s() + self._options.timeout_s
+        while self._members.phase is not Phase.IN:
+            if self._members.phase is Phase.JOINING:
+                self._take_snapshot(params, optimizer_state)
+            self._poll(POLL_S)
+            while self._members.is_ready_for(self._step):
+                self._follow_step(params, optimizer_state)
+                deadline_s = clock.now_s() + self._options.timeout_s
+            if clock.now_s() >= deadline_s:
+                raise TimeoutError(
+                    f"this node did not come in within {self._options.timeout_s:g} s, "
+                    f"from {len(self._members.fitting(Phase.IN))} members that it sees"
+                )
+
+    def _follow_step(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+        """Do a step of the members' as they do, without an update of this node's own."""
+        taken = sorted(self._members.take_step(self._step), key=lambda one: one[0])
+        payloads = [messages for _, messages in taken]
+        if self._options.average_optimizer:
+            self._average_optimizer(payloads, optimizer_state)
+        self._replica.apply(payloads, params, self._scale(len(payloads)))
+        self._members.finish_step(self._step, [peer for peer, _ in taken])
+        self._step += 1
+
+    def _take_snapshot(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+        """Ask for a snapshot; load the one that is here."""
+        incoming = self._incoming
+        members = self._members.fitting(Phase.IN)
+        if incoming is None or incoming.donor not in members:
+            self._ask(members)
+        elif incoming.is_complete and incoming.snapshot is not None:
+            self._incoming = None
+            snapshot = incoming.snapshot
+            own = snapshot.finals.get(place_of(self._node.peer))
+            if not self._options.is_sync:
+                snapshot.step = max(snapshot.step, self._step) + 1
+            self._check_fits(snapshot, params, optimizer_state)
+            if self._members.follow(snapshot):
+                self._put_back_unapplied(own)
+                self._load(snapshot, params, optimizer_state)
+
+    def _ask(self, members: Mapping[Peer, Hello]) -> None:
+        """Ask a member for a snapshot, another one each time, when this node gets the updates of all it names."""
+        here = {place_of(peer) for peer in members} | {place_of(self._node.peer)}
+        able = sorted(peer for peer, hello in members.items() if here >= set(hello.members))
+        if not able:
+            return
+        self._requests += 1
+        donor = able[(self._node.peer.id + self._requests) % len(able)]
+        firsts = {place_of(peer): self._members.first_of(peer) for peer in members}
+        fresh = {place: first for place, first in firsts.items() if first is not None}
+        self._incoming = Incoming(self._requests, donor)
+        self._members.send(Kind.REQUEST, self._requests, Request(fresh).encode(), to=donor)
+
+    def _forget_donor(self, peer: Peer) -> None:
+        """A connection ended: a snapshot from there will not be whole."""
+        if self._incoming is not None and self._incoming.donor == peer:
+            self._incoming = None
+
+    def _take_control(self, peer: Peer, kind: int, number: int, payload: memoryview) -> None:
+        """Take what is neither an update nor about membership."""
+        if kind == Kind.REQUEST:
+            self._donor.ask(peer, number, Request.decode(payload))
+        elif kind == Kind.SNAPSHOT:
+            incoming = self._incoming
+            if incoming is not None and (incoming.donor, incoming.number) == (peer, number):
+                incoming.add(payload)
+
+    def _serve(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+        """Between two steps: give snapshots to those who have asked."""
+        if self._members.phase is Phase.IN and not self._members.agreement.unsettled:
+            positions = {**self._members.positions, self._node.peer: self._step}
+            self._donor.serve(positions, lambda: self._snapshot(positions, params, optimizer_state))
+        self._donor.pump()
+
+    def _snapshot(
+        self, positions: dict[Peer, int], params: Any, optimizer_state: Sequence[Any]
+    ) -> Snapshot:
+        shared = self._replica.anchor or writable_views(params)
+        total = self._replica.total
+        exact = None
+        if isinstance(total, ExactSum) and total.initial:
+            exact = {"scale": total.scale, "exactness": total.exactness.as_tuple()}
+            shared = [*total.initial, *total.total]
+        return Snapshot(
+            self._step,
+            {place_of(peer): step for peer, step in positions.items()},
+            {place_of(peer): step for peer, step in self._members.agreement.finals.items()},
+            copies([*shared, *writable_views(optimizer_state)]),
+            len(shared),
+            self._members.origin,
+            exact,
+        )
+
+    def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
+        own = [array.size for array in writable_views(params)]
+        if snapshot.exact is not None:
+            own *= 2
+        own += [array.size for array in writable_views(optimizer_state)]
+        theirs = [array.size for array in snapshot.arrays]
+        if own != theirs[: len(own)] or len(theirs) not in (len(own), snapshot.params):
+            raise Mismatch(
+                f"the members' parameters and optimiser have arrays of {theirs} elements, this node's of {own}"
+            )
+
+    def _load(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
+        """Put a snapshot in the place of what this node has."""
+        shared = snapshot.arrays[: snapshot.params]
+        target: Any = self._replica.anchor or params
+        total = self._replica.total
+        if isinstance(total, ExactSum) and snapshot.exact is not None:
+            half = len(shared) // 2
+            total.load_state_dict(
+                {"initial": shared[:half], "total": shared[half:], **snapshot.exact}
+            )
+            total.write(target)
+        else:
+            put(writable_views(target), shared)
+        if self._replica.anchor:
+            put(writable_views(params), self._replica.anchor)
+        put(writable_views(optimizer_state), snapshot.arrays[snapshot.params :])
+        self._step = snapshot.step
+
+    def _put_back_unapplied(self, final: int | None) -> None:
+        """Return those of this node's updates that nobody applied to the residual.
+
+        Args:
+            final: number of the first of them; None: this node was no member before.
+        """
+        pending = [self._own] if self._own is not None else []
+        self._own = None
+        for own in [*self._sent, *pending]:
+            if final is None or own.step >= final:
+                self._groups.put_back(own.messages)
+        self._sent.clear()
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -530,6 +792,20 @@ class Exchange:
         self._replica.anchor = copies(state["anchor"])
         self._replica.local_steps = state["local_steps"]
         self._step = state["step"]
+
+    def _model(self) -> dict[str, Any]:
+        """Return everything that has to be the same on all nodes."""
+        options = self._options
+        return {
+            "versions": [VERSION, MESSAGE_VERSION],
+            "groups": [[one.key, one.numel, one.dtype] for one in self._groups.encoders],
+            "mode": options.mode,
+            "every": options.every,
+            "scale": options.scale,
+            "average": options.is_average,
+            "exact": options.exact,
+            "average_optimizer": options.average_optimizer,
+        }
 
     def rescale(self, factor: float) -> None:
         """Multiply what was not sent yet, and the momentum, by ``factor``: after a change of learning rate, say.

@@ -1,116 +1,614 @@
-"""Who takes part, and what has arrived of them."""
+"""Who takes part: greeting, beginning together, coming in late, going; and what has arrived of whom."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
-from ..errors import MessageError
+from ..errors import MessageError, Mismatch, NotConnected, WouldBlock
 from ..message import Message
+from ..transport import Peer, PeerLost
+from . import clock
+from .agreement import Agreement
+from .control import (
+    Hello,
+    Kind,
+    Note,
+    Phase,
+    Place,
+    Report,
+    pack_relay,
+    place_of,
+    split_tag,
+    tag_of,
+    unpack_relay,
+)
 from .groups import Groups
+from .snapshot import Snapshot
+from .stream import Stream
 
 if TYPE_CHECKING:
-    from ..transport import Node, Peer
+    from ..transport import Node
 
 __all__ = ["Members"]
 
 _LOG = logging.getLogger(__name__)
 
+# How long one wait for messages lasts before the loop looks at the peers and the clock again.
+POLL_S = 0.05
+
+# How long the beginning waits for the greeting of a connected node, which may run no exchange at all.
+_GREETING_S = 2.0
+
 
 class Members:
-    """The other members of an exchange: those still connected, and their messages that were not applied yet.
+    """The members of an exchange, this node's place among them, and their updates that were not applied yet.
 
     Args:
-        node: the node; all its messages are taken.
-        groups: what every message has to fit.
-        ahead_max: steps that a member's message may be ahead of this node's.
+        node: the node; all its messages and events are taken.
+        groups: what every update has to fit.
+        model: what has to be the same on all nodes.
+        step: number of this node's first step.
+        is_sync: whether the members go step by step together.
+        keeps: applied updates of every member that are kept, for those who miss some when it dies.
     """
 
-    def __init__(self, node: Node, groups: Groups, ahead_max: int | None) -> None:
+    def __init__(
+        self,
+        node: Node,
+        groups: Groups,
+        model: dict[str, Any],
+        *,
+        step: int,
+        is_sync: bool,
+        keeps: int,
+    ) -> None:
         self._node = node
         self._groups = groups
-        self._ahead_max = ahead_max
-        self._next: dict[Peer, int] = {}  # number of the next message to apply, of every member
-        self._inbox: dict[Peer, dict[int, list[Message]]] = {}
+        self._model = model
+        self._is_sync = is_sync
+        self._keeps = keeps
+        self.phase = Phase.NEW
+        self.next_step = (
+            step  # the first whose update is still to be published, with all that belongs to it
+        )
         self.lost: list[Peer] = []
+        self.joined: list[Peer] = []
         self.ignored = 0
-        self.has_begun = False
+        self.agreement = Agreement()
+        self.on_control: Callable[[Peer, int, int, memoryview], None] = lambda *_: None
+        self.origin = place_of(node.peer)  # the node that began this training
+        self.on_gone: Callable[[Peer], None] = lambda _: None
+        self._silent_until_s: float | None = None
+        self._first_step = step  # of this node as a member
+        self._members: dict[Peer, Stream] = {}
+        self._others: dict[
+            Peer, Stream
+        ] = {}  # of nodes that are no members, or no members any more
+        self._past: dict[Peer, Stream] = {}
+        self._hellos: dict[Peer, Hello] = {}
+        self._welcomed: set[Peer] = set()
+        self._broken: set[Peer] = set()
+        self._ready: set[Peer] = set()
+        self._own_notes: dict[int, Note] = {}
+        self._outbox: deque[tuple[int, bytes, Peer | None]] = deque()
 
-    def begin(self, peers: tuple[Peer, ...], step: int) -> None:
-        """Make these peers the members, all at ``step``."""
-        self.has_begun = True
-        self._next = dict.fromkeys(peers, step)
-        self._inbox = {peer: {} for peer in peers}
+    # ---- what the exchange asks --------------------------------------------------------------------------------------
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this node has taken part, or is on its way in."""
+        return self.phase is not Phase.NEW
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """The members besides this node, by node id."""
-        return tuple(sorted(self._next))
+        """The members besides this node that are not gone, by node id."""
+        return tuple(sorted(peer for peer in self._members if peer not in self.agreement))
 
     @property
     def slowest(self) -> int | None:
-        """The earliest step that some member's last message is before; None without members."""
-        received = (self._next[peer] + len(self._inbox[peer]) for peer in self._next)
-        return min(received, default=None)
+        """The number of the next update of the slowest member; None without members."""
+        return min((self._members[peer].held for peer in self.peers), default=None)
+
+    @property
+    def positions(self) -> dict[Peer, int]:
+        """For every member but this node, the number of its next update to apply."""
+        return {peer: stream.position for peer, stream in self._members.items()}
 
     def missing(self, step: int) -> frozenset[Peer]:
-        """Return the members whose message of ``step`` is not here."""
-        return frozenset(peer for peer, inbox in self._inbox.items() if step not in inbox)
+        """Return the members whose update of ``step`` is still to come, or of whom it is not agreed whether."""
+        finals = self.agreement.finals
+        return frozenset(
+            peer
+            for peer, stream in self._members.items()
+            if step not in stream and step < finals.get(peer, step + 1)
+        )
 
-    def poll(self, step: int, timeout_s: float) -> None:
-        """Receive, waiting up to ``timeout_s``; drop members that went down without a message for ``step``."""
+    def is_ready_for(self, step: int) -> bool:
+        """Whether this node, not a member yet, can follow the members through ``step``."""
+        return self.phase is Phase.READY and bool(self._members) and not self.missing(step)
+
+    def take_step(self, step: int) -> list[tuple[Peer, list[Message]]]:
+        """Return the members that sent messages of ``step``, with those, and forget them."""
+        return [(peer, stream.take()) for peer, stream in self._members.items() if step in stream]
+
+    def take_all(self) -> list[tuple[Peer, list[Message]]]:
+        """Return members and messages of all that has come, every member's in its order, and forget it."""
+        taken = []
+        for peer, stream in self._members.items():
+            while stream.position in stream:
+                taken.append((peer, stream.take()))
+        self._let_go()
+        return taken
+
+    # ---- beginning together ------------------------------------------------------------------------------------------
+
+    def begin(self, expected: int, timeout_s: float) -> None:
+        """Return when this node is a member from the start on (phase IN), or has to come in late (JOINING).
+
+        Raises:
+            TimeoutError: too few nodes were there in time.
+            Mismatch: the others train something else, or another step.
+        """
+        deadline_s = clock.now_s() + timeout_s
+        if expected:
+            self._node.wait_for_peers(expected, timeout_s)
+        poll_s = 0.0
+        while self.phase is Phase.NEW:
+            self.poll(poll_s, self.next_step)
+            poll_s = POLL_S
+            self._look_for_a_beginning(expected)
+            if self.phase is Phase.NEW and clock.now_s() >= deadline_s:
+                raise self._nobody_there(expected, timeout_s)
+
+    def _look_for_a_beginning(self, expected: int) -> None:
+        good = self._fitting()
+        inside = {peer: hello for peer, hello in good.items() if hello.phase is Phase.IN}
+        mine = [hello for hello in inside.values() if self._place in hello.members]
+        if mine:
+            self._adopt(mine[0])
+        elif inside:
+            self.phase = Phase.JOINING
+        elif self._strangers() and not good and len(self._strangers()) >= expected:
+            raise Mismatch("; ".join(self._strangers()))
+        else:
+            if self._is_anybody_silent():
+                return
+            founders = {peer: hello for peer, hello in good.items() if hello.phase is Phase.NEW}
+            if len(founders) >= expected and all(self._node.peer < peer for peer in founders):
+                self._check_same_step(founders)
+                self._be_in(founders)
+
+    def _is_anybody_silent(self) -> bool:
+        """Whether a connected node has not greeted yet: it may know of a training that has begun."""
+        is_silent = not self._hellos.keys() >= set(self._node.peers)
+        if not is_silent or self._silent_until_s is None:
+            self._silent_until_s = clock.now_s() + _GREETING_S
+        return is_silent and clock.now_s() < self._silent_until_s
+
+    def _adopt(self, hello: Hello) -> None:
+        """Begin with the members that the one with the lowest id has named, as soon as all of them are here."""
+        known = {place_of(peer): peer for peer in self._fitting()}
+        others = [place for place in hello.members if place != self._place]
+        if all(place in known for place in others):
+            chosen = {known[place]: self._hellos[known[place]] for place in others}
+            self._check_same_step(chosen)
+            self.origin = hello.origin
+            self._be_in(chosen)
+
+    def _check_same_step(self, hellos: dict[Peer, Hello]) -> None:
+        for peer, hello in hellos.items():
+            if hello.phase is Phase.NEW and hello.step != self.next_step:
+                raise Mismatch(
+                    f"{peer.address} begins at step {hello.step}, this node ({self._node.peer.address}) at step "
+                    f"{self.next_step}: begin with the same checkpoint on all nodes"
+                )
+
+    def _be_in(self, others: Iterable[Peer]) -> None:
+        for peer in others:
+            self._add_member(peer, self.next_step)
+        self.announce(Phase.IN)
+        _LOG.info("exchange of %d nodes begins at step %d", len(self._members) + 1, self.next_step)
+
+    def _nobody_there(self, expected: int, timeout_s: float) -> TimeoutError:
+        strangers = "".join(f"; {text}" for text in self._strangers())
+        return TimeoutError(
+            f"{len(self._fitting())} of {expected} peers are ready within {timeout_s:g} s{strangers}"
+        )
+
+    # ---- greeting ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _place(self) -> Place:
+        return place_of(self._node.peer)
+
+    def _fitting(self) -> dict[Peer, Hello]:
+        """Return the greetings of the connected nodes that train the same."""
+        return {peer: hello for peer, hello in self._hellos.items() if hello.model == self._model}
+
+    def _strangers(self) -> list[str]:
+        """Return for every connected node that trains something else how it differs."""
+        return [
+            self._difference(peer, hello)
+            for peer, hello in sorted(self._hellos.items())
+            if hello.model != self._model
+        ]
+
+    def _difference(self, peer: Peer, hello: Hello) -> str:
+        own, theirs = self._model, hello.model
+        parts = [
+            f"{name} {theirs.get(name)} there, {own.get(name)} here"
+            for name in sorted({*own, *theirs})
+            if own.get(name) != theirs.get(name)
+        ]
+        return f"{peer.address} and this node ({self._node.peer.address}) do not fit: {', '.join(parts)}"
+
+    def fitting(self, phase: Phase) -> dict[Peer, Hello]:
+        """Return the greetings of connected nodes that train the same and stand at ``phase``."""
+        return {peer: hello for peer, hello in self._fitting().items() if hello.phase is phase}
+
+    def announce(self, phase: Phase) -> None:
+        """Tell everybody where this node stands now."""
+        self.phase = phase
+        self._send(Kind.HELLO, 0, self._hello().encode())
+
+    def _hello(self) -> Hello:
+        members = {self._place, *map(place_of, self.peers)} if self.phase is Phase.IN else set()
+        return Hello(
+            self._model,
+            self.phase,
+            self.next_step,
+            tuple(sorted(members)),
+            self.next_step,
+            self.origin,
+        )
+
+    def _greet(self, connected: frozenset[Peer]) -> None:
+        self._welcomed &= connected
+        for peer in sorted(connected - self._welcomed):
+            self._welcomed.add(peer)
+            self._send(Kind.HELLO, 0, self._hello().encode(), to=peer)
+        for peer in [peer for peer in self._hellos if peer not in connected]:
+            self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        """A connection ended: what comes through the next one begins with a greeting."""
+        self._hellos.pop(peer, None)
+        self._others.pop(peer, None)
+        self._welcomed.discard(peer)
+        self._ready.discard(peer)
+        if peer in self._members:
+            self._broken.add(peer)
+        self.on_gone(peer)
+
+    def _take_hello(self, peer: Peer, hello: Hello) -> None:
+        is_first = peer not in self._hellos
+        self._hellos[peer] = hello
+        self._ready.discard(peer)
+        if hello.model != self._model:
+            if is_first and self.phase is Phase.IN:
+                _LOG.warning("%s; it is left alone", self._difference(peer, hello))
+            return
+        if hello.phase is Phase.READY:
+            self._ready.add(peer)
+        begins_anew = hello.phase in (Phase.JOINING, Phase.READY)
+        if peer in self._members and not begins_anew and hello.phase is not Phase.LEAVING:
+            return
+        if is_first or begins_anew:
+            self._others[peer] = Stream(None, self._keeps)
+        if hello.phase is Phase.JOINING and self.phase is Phase.IN:
+            self._send(
+                Kind.HELLO, 0, self._hello().encode(), to=peer
+            )  # says what it gets from here on
+        if peer in self._members:
+            if self.phase is Phase.IN and peer not in self.agreement:
+                self.suspect([peer], "leaves" if hello.phase is Phase.LEAVING else "begins anew")
+        elif hello.phase is Phase.IN:
+            stream = self._others.setdefault(peer, Stream(None, self._keeps))
+            if stream.first is None:
+                stream.start_at(hello.fresh)
+            if self.phase is Phase.IN:
+                self._meet(peer, hello)
+
+    def _meet(self, peer: Peer, hello: Hello) -> None:
+        """Hear of a member that this node does not know: a newcomer, or one of a group that had split off."""
+        if self._place in hello.members:
+            if (
+                not self._is_sync
+            ):  # in synchronous mode it comes in with the step that all agreed on
+                self._admit(peer, hello.step)
+            return
+        # What began earlier counts, then the larger group: the run of a process is the time of its start.
+        own = (*reversed(self.origin), -len(self.peers) - 1, min((*self.peers, self._node.peer)).id)
+        first = min((node for node, _ in hello.members), default=0)
+        theirs = (*reversed(hello.origin), -len(hello.members), first)
+        if theirs < own:
+            self.come_in_again(f"this node had split off from {len(hello.members)} others")
+
+    # ---- coming in ---------------------------------------------------------------------------------------------------
+
+    def first_of(self, peer: Peer) -> int | None:
+        """Return the first update of a node that is no member yet that this one gets itself; None: unknown."""
+        stream = self._others.get(peer)
+        return None if stream is None else stream.first
+
+    def follow(self, snapshot: Snapshot) -> bool:
+        """Take the members of a snapshot for the members; return whether all their later updates arrive here."""
+        positions, step = snapshot.positions, snapshot.step
+        known = {place_of(peer): peer for peer in self._others}
+        chosen = {known[place]: at for place, at in positions.items() if place in known}
+        firsts = {peer: self.first_of(peer) for peer in chosen}
+        if len(chosen) < len(positions) or any(
+            first is None or first > chosen[peer] for peer, first in firsts.items()
+        ):
+            return False
+        self.agreement.finals = {Peer(*one, "unknown"): at for one, at in snapshot.finals.items()}
+        self.origin = snapshot.origin
+        self.next_step = step
+        for peer, at in chosen.items():
+            self._add_member(peer, at)
+        if self._is_sync:
+            self.announce(Phase.READY)
+        else:
+            self._first_step = step
+            self.announce(Phase.IN)
+        return True
+
+    def come_in_again(self, why: str) -> None:
+        """Give up what this node has, to take everything from a member anew."""
+        _LOG.warning("%s: it comes in again", why)
+        for peer, stream in self._members.items():
+            is_whole = peer not in self.agreement and peer not in self._broken
+            self._others.setdefault(peer, stream if is_whole else Stream(None, self._keeps))
+        self._members.clear()
+        self._broken.clear()
+        self.agreement.begin_anew()
+        self.announce(Phase.JOINING)
+
+    def _add_member(self, peer: Peer, at: int) -> None:
+        stream = self._others.pop(peer, None) or Stream(at, self._keeps)
+        if stream.first is not None and stream.first > at:
+            raise self._wrong_step(peer, stream.first)
+        stream.start_at(at)
+        self._members[peer] = stream
+        self._ready.discard(peer)
+        self._past.pop(peer, None)
+        self.agreement.readmit(peer)
+
+    def _admit(self, peer: Peer, at: int) -> None:
+        """Take a newcomer for a member from its update ``at`` on."""
+        _LOG.info("%s comes in with step %d", peer.address, at)
+        self._add_member(peer, at)
+        self.joined.append(peer)
+
+    def note(self, step: int) -> Note:
+        """Return what this node adds to its update of ``step``: the newcomers that it sees are ready."""
+        note = Note(admits=tuple(sorted(map(place_of, self._ready)))) if self._ready else Note()
+        self._own_notes[step] = note
+        return note
+
+    @staticmethod
+    def _places(peers: Iterable[Peer]) -> dict[Place, Peer]:
+        return {place_of(peer): peer for peer in peers}
+
+    def finish_step(self, step: int, contributors: Iterable[Peer]) -> None:
+        """Admit those that all members have named with their update of ``step``, this node among them or not."""
+        notes = [
+            self._members[peer].notes.get(step) for peer in contributors if peer in self._members
+        ]
+        if self.phase is Phase.IN:
+            notes.append(self._own_notes.pop(step, None))
+        named = [set(note.admits) if note is not None else set() for note in notes]
+        admitted = set.intersection(*named) if named else set()
+        known = self._places(self._others)
+        self.next_step = max(self.next_step, step + 1)
+        for place in sorted(admitted):
+            if place == self._place:
+                self._first_step = step + 1
+                self.phase = Phase.IN
+            elif place in known:
+                self._admit(known[place], step + 1)
+            else:  # it went again meanwhile: the next poll finds it gone
+                self._admit(Peer(*place, "a newcomer"), step + 1)
+        self._let_go()
+        if admitted:
+            self.announce(self.phase)
+
+    # ---- going -------------------------------------------------------------------------------------------------------
+
+    def suspect(self, peers: Iterable[Peer], why: str) -> None:
+        """Take members for gone: what everybody applies of them is now agreed with the others."""
+        for peer in sorted(peers):
+            _LOG.warning("step %d: %s %s", self.next_step, peer.address, why)
+            self.agreement.suspect(peer, self._members[peer].held)
+        self._report()
+        self._settle()
+
+    def _report(self) -> None:
+        if self.phase is Phase.IN:
+            held = {place_of(peer): held for peer, held in self.agreement.report().items()}
+            self._send(Kind.REPORT, 0, Report(held).encode())
+
+    def _take_report(self, reporter: Peer, report: Report) -> None:
+        known = self._places([*self._members, *self._past, *self.agreement.held])
+        named = {
+            known.get(place, Peer(*place, "unknown")): held
+            for place, held in report.held.items()
+            if place != self._place
+        }
+        is_asked_for_more = self.agreement.take_report(reporter, named)
+        is_told = reporter in self._members and reporter not in self.agreement
+        own = report.held.get(self._place)
+        if is_told and self.phase is Phase.IN and own is not None and own >= self._first_step:
+            self.come_in_again("the others have gone on without this node")
+        elif is_told:
+            gone = [
+                peer
+                for peer, held in named.items()
+                if peer in self._members
+                and peer not in self.agreement
+                and held >= (self._members[peer].first or 0)
+            ]
+            if gone:
+                self.suspect(gone, f"is gone, says {reporter.address}")
+            elif is_asked_for_more:
+                self._report()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Agree on what can be agreed, pass on what others lack, let go whom nothing more is to come of."""
+        agreement = self.agreement
+        if not agreement.held:
+            return
+        votes = self.phase is Phase.IN
+        agreement.settle(self.peers, votes=votes)
+        if votes:
+            for peer, first, last in agreement.relays(self._node.peer, self.peers):
+                stream = self._members.get(peer) or self._past.get(peer)
+                for tag, payload in stream.raw(first, last) if stream else ():
+                    self._send(Kind.RELAY, 0, pack_relay(place_of(peer), tag, payload))
+        elif self.phase is Phase.READY and agreement.lacks_something:
+            self.come_in_again("a member went and left this node without its last update")
+        self._let_go()
+
+    def _take_relay(self, place: Place, tag: int, payload: memoryview) -> None:
+        peer = self._places(self._members).get(place)
+        kind, step = split_tag(tag)
+        if peer is None or peer not in self.agreement:
+            return
+        stream = self._members[peer]
+        if step != stream.held:
+            return
+        if kind == Kind.NOTE:
+            stream.add_note(step, Note.decode(payload), payload)
+        else:
+            stream.add_relayed(self._parse(peer, step, payload), payload)
+            self.agreement.held[peer] = stream.held
+            self._settle()
+
+    def _let_go(self) -> None:
+        """Drop the members that are gone and of which everything is applied."""
+        finals = self.agreement.finals
+        gone = [
+            peer
+            for peer, stream in self._members.items()
+            if peer in finals and stream.position >= finals[peer]
+        ]
+        for peer in gone:
+            self._past[peer] = self._members.pop(peer)
+            self._broken.discard(peer)
+            self.lost.append(peer)
+        if gone:
+            names = ", ".join(peer.address for peer in gone)
+            _LOG.warning("without %s: %d nodes go on", names, len(self._members) + 1)
+            if self.phase is Phase.IN:
+                self.announce(Phase.IN)
+
+    def _look_for_gone(self, connected: frozenset[Peer], step: int) -> None:
+        # Who has sent its update of this step may go: that shows in the next one. Unless something is to be agreed on.
+        is_patient = self._is_sync and not self.agreement.unsettled
+        gone = [
+            peer
+            for peer in self._members
+            if peer not in self.agreement
+            and (peer not in connected or peer in self._broken)
+            and not (is_patient and step in self._members[peer])
+        ]
+        if gone and self.phase is Phase.IN:
+            self.suspect(gone, "is lost")
+        elif gone and self.phase is Phase.READY:
+            self.come_in_again(f"the connection to {gone[0].address} is lost")
+
+    # ---- messages in and out -----------------------------------------------------------------------------------------
+
+    def poll(self, timeout_s: float, step: int) -> None:
+        """Send what waits, receive for up to ``timeout_s``, and notice who is gone without an update for ``step``."""
         # Look who is connected before receiving: what a peer sent before it went down is then still taken.
         connected = frozenset(self._node.peers)
-        self._receive(step, timeout_s)
-        gone = self.missing(step) - connected
-        if gone:
-            self.lost += sorted(gone)
-            for peer in gone:
-                del self._next[peer], self._inbox[peer]
-            names = ", ".join(peer.address for peer in sorted(gone))
-            _LOG.warning("step %d: lost %s; %d nodes go on", step, names, len(self._next) + 1)
-
-    def take_step(self, step: int) -> list[tuple[int, list[Message]]]:
-        """Return every member's node id and messages of ``step``, and forget them."""
-        taken = []
-        for peer, inbox in self._inbox.items():
-            messages = inbox.pop(step, None)
-            if messages is not None:
-                taken.append((peer.id, messages))
-            self._next[peer] = step + 1
-        return taken
-
-    def take_all(self) -> list[tuple[int, list[Message]]]:
-        """Return node ids and messages of all that has come, every member's in its order, and forget it."""
-        taken = []
-        for peer, inbox in self._inbox.items():
-            while self._next[peer] in inbox:
-                taken.append((peer.id, inbox.pop(self._next[peer])))
-                self._next[peer] += 1
-        return taken
-
-    def _receive(self, step: int, timeout_s: float) -> None:
+        for event in self._node.events():
+            if isinstance(event, PeerLost):
+                self._forget(event.peer)
+        self._greet(connected)
+        self.flush()
         for peer, tag, payload in self._node.receive(timeout_s=timeout_s):
-            if peer not in self._next:
-                self.ignored += 1
-                _LOG.warning("step %d from %s ignored: it is not a member", tag, peer.address)
-            else:
-                self._check_step(peer, tag, step)
-                self._inbox[peer][tag] = self._parse(peer, tag, payload)
+            self._route(peer, tag, payload)
+        self._look_for_gone(connected, step)
+        self.flush()
 
-    def _check_step(self, peer: Peer, tag: int, step: int) -> None:
-        if self._ahead_max is None:
-            is_right = tag == self._next[peer] + len(self._inbox[peer])
+    def _route(self, peer: Peer, tag: int, payload: memoryview) -> None:
+        kind, number = split_tag(tag)
+        if kind == Kind.UPDATE:
+            self._take_update(peer, number, payload)
+        elif kind == Kind.NOTE:
+            stream = self._stream_of(peer)
+            if stream is not None:
+                stream.add_note(number, Note.decode(payload), payload)
+        elif kind == Kind.HELLO:
+            self._take_hello(peer, Hello.decode(payload))
+        elif kind == Kind.REPORT:
+            self._take_report(peer, Report.decode(payload))
+        elif kind == Kind.RELAY:
+            if peer not in self.agreement:
+                self._take_relay(*unpack_relay(payload))
         else:
-            is_right = step <= tag <= step + self._ahead_max and tag not in self._inbox[peer]
-        if not is_right:
-            raise MessageError(
-                f"{peer.address} sent step {tag} while this node is at step {step}: begin "
-                "with the same checkpoint on all nodes"
-            )
+            self.on_control(peer, kind, number, payload)
+
+    def _stream_of(self, peer: Peer) -> Stream | None:
+        """Return where the updates of a node belong, None where they do not."""
+        stream = self._others.get(peer)
+        if stream is None and peer not in self.agreement:
+            stream = self._members.get(peer)
+        return stream
+
+    def _take_update(self, peer: Peer, step: int, payload: memoryview) -> None:
+        stream = self._stream_of(peer)
+        if stream is None:
+            self.ignored += 1
+            _LOG.warning("step %d from %s ignored: it is not a member", step, peer.address)
+        elif stream.accepts(step):
+            stream.add(self._parse(peer, step, payload), payload)
+        elif peer not in self._broken and step >= (stream.first or 0):
+            raise self._wrong_step(peer, step)
+
+    def _wrong_step(self, peer: Peer, step: int) -> MessageError:
+        return MessageError(
+            f"{peer.address} sent step {step} while this node is at step {self.next_step}: begin "
+            "with the same checkpoint on all nodes"
+        )
 
     def _parse(self, peer: Peer, step: int, payload: memoryview) -> list[Message]:
         try:
             return self._groups.parse(payload)
         except MessageError as error:
             raise MessageError(f"step {step} from {peer.address}: {error}") from error
+
+    def _send(self, kind: Kind, number: int, payload: bytes, to: Peer | None = None) -> None:
+        # At once if there is room: the caller may go off to compute, and others wait for this.
+        self._outbox.append((tag_of(kind, number), payload, to))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Hand over the control messages that wait; return whether none is left."""
+        while self._outbox:
+            tag, payload, to = self._outbox[0]
+            try:
+                self._node.publish(payload, tag=tag, to=to)
+            except WouldBlock:
+                return False
+            except NotConnected:
+                pass  # it went meanwhile
+            self._outbox.popleft()
+        return True
+
+    def send_note(self, step: int) -> None:
+        """Send what belongs to the update of ``step``, once, before that."""
+        note = self.note(step)
+        self.next_step = step + 1
+        if not note.is_empty:
+            self._send(Kind.NOTE, step, note.encode())
+
+    def send(self, kind: Kind, number: int, payload: bytes, to: Peer | None = None) -> None:
+        """Queue a control message for the other rooms of the exchange."""
+        self._send(kind, number, payload, to)

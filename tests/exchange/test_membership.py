@@ -1,0 +1,313 @@
+"""Coming in late, leaving, dying, being left behind: replicas stay identical, updates are applied once or kept."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import gradwire as gw
+
+from .cluster import Cluster, FakeNode, cluster
+
+NUMEL = 24
+THRESHOLD = 2.0**-6
+COMPUTE_S = 0.1
+START = np.arange(NUMEL, dtype=np.float32)
+
+
+def update(node_id: int, count: int) -> NDArray[np.float32]:
+    """Return multiples of 2^-12, so that every sum is exact."""
+    rng = np.random.default_rng([41, node_id, count])
+    return (rng.integers(-256, 256, NUMEL) / 2.0**12).astype(np.float32)
+
+
+class Trainer:
+    """One worker: it trains until the members have reached a step, and keeps account of what it put in."""
+
+    def __init__(self, world: Cluster, node_id: int, steps: int, **options: Any) -> None:
+        self.world = world
+        self.node: FakeNode = world.node(node_id)
+        self.steps = steps
+        self.encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
+        self.share = gw.Exchange(self.encoder, self.node, timeout_s=20.0, digest_s=0.0, **options)
+        self.params = START.copy()
+        self.put_in = np.zeros(NUMEL)
+        self.results: list[gw.StepResult] = []
+        self.joined: gw.Joined | None = None
+        self.leaves_after: int | None = None
+        self.pause: dict[int, float] = {}  # seconds to compute before a step, where not COMPUTE_S
+        self.worker = world.start(self.node, self.train)
+
+    def train(self) -> None:
+        self.joined = self.share.join(self.params)
+        for count in itertools.count():
+            if self.share.next_step >= self.steps:
+                break
+            self.world.compute(self.node, self.pause.get(self.share.next_step, COMPUTE_S))
+            one = update(self.node.peer.id, count)
+            self.put_in += one
+            self.results.append(self.share.step(one, self.params))
+            if self.leaves_after is not None and len(self.results) >= self.leaves_after:
+                self.results.append(self.share.leave(self.params))
+                break
+        self.world.close(self.node)
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.node.is_dead
+
+    def sent(self, steps: int | None = None) -> NDArray[np.float64]:
+        """Return the sum of what it published, or of the first so many of it."""
+        total = np.zeros(NUMEL)
+        for _, payload in itertools.islice(sorted(self.node.updates.items()), steps):
+            gw.apply(gw.Message.parse(payload), total)
+        return total
+
+
+def assert_identical(trainers: list[Trainer]) -> None:
+    alive = [one for one in trainers if one.is_alive and one.leaves_after is None]
+    assert all(one.share.next_step >= one.steps for one in alive)
+    assert len({one.params.tobytes() for one in alive}) == 1
+    assert len({one.share.next_step for one in alive}) == 1
+
+
+def assert_nothing_lost(trainers: list[Trainer]) -> None:
+    put_in = sum(one.put_in for one in trainers)
+    kept = sum(one.encoder.residual.astype(np.float64) for one in trainers)
+    survivor = next(one for one in trainers if one.is_alive and one.leaves_after is None)
+    np.testing.assert_array_equal(survivor.params + kept, START + put_in)
+
+
+# --- coming in late ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("exact", [False, True], ids=["plain", "exact"])
+def test_a_late_node_misses_nothing_and_applies_nothing_twice(seed: int, exact: bool) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 40, peers=1, exact=exact) for node_id in (20, 30)]
+        for turn, node_id in ((world.random.randint(20, 150), 10), (100, 40)):
+            world.plan(
+                turn,
+                lambda n=node_id: trainers.append(Trainer(world, n, 40, peers=1, exact=exact)),
+            )
+        world.run()
+    assert len(trainers) == 4
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
+    late = [one for one in trainers if one.joined is not None and one.joined.is_late]
+    assert {one.node.peer.id for one in late} <= {10, 40}
+    assert late
+    founder = trainers[0]
+    assert {gone.id for result in founder.results for gone in result.joined} >= {
+        one.node.peer.id for one in late
+    }
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_others_go_on_while_a_snapshot_is_on_its_way(seed: int) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 40, peers=1) for node_id in (20, 30)]
+        world.run(until=lambda: len(trainers[0].results) > 5)
+        before = len(trainers[0].results)
+        late = Trainer(world, 10, 40, peers=1)
+        late_links = [(one.node.peer, late.node.peer) for one in trainers]
+        world.slow_links |= set(late_links)
+        world.run(until=lambda: len(trainers[0].results) > before + 12)
+        assert late.joined is None
+        world.slow_links.clear()
+        world.run()
+    assert_identical([*trainers, late])
+    assert_nothing_lost([*trainers, late])
+
+
+def test_a_restarted_node_comes_in_with_the_step_of_the_others() -> None:
+    with cluster(5) as world:
+        trainers = [Trainer(world, node_id, 30, peers=2) for node_id in (10, 20, 30)]
+        world.run(until=lambda: len(trainers[0].results) > 8)
+        world.kill(trainers[2].node)
+        world.run(until=lambda: len(trainers[0].results) > 12)
+        trainers.append(Trainer(world, 30, 30, peers=2))
+        world.run()
+    assert trainers[3].joined is not None
+    assert trainers[3].joined.is_late
+    assert trainers[3].joined.step > 8
+    assert_identical(trainers)
+
+
+def test_the_optimiser_s_state_comes_with_the_snapshot() -> None:
+    def work(node: FakeNode, is_late: bool) -> Any:
+        params, state = START.copy(), [np.full(3, 7.0 - is_late, np.float32), np.ones((2, 2))]
+        share = gw.Exchange(gw.Encoder(NUMEL, THRESHOLD), node, peers=0 if not is_late else 1)
+        joined = share.join(params, state)
+        while share.next_step < 30:
+            share.step(update(node.peer.id, share.next_step), params, state)
+        node.cluster.close(node)
+        return joined, [one.tolist() for one in state], params
+
+    with cluster(1) as world:
+        first_node = world.node(1)
+        first = world.start(first_node, lambda: work(first_node, False))
+        world.run(until=lambda: len(first_node.updates) > 5)
+        node = world.node(2)
+        second = world.start(node, lambda: work(node, True))
+        world.run()
+    joined, state, params = second.result
+    assert joined.is_late
+    assert state == [[7.0] * 3, [[1.0, 1.0], [1.0, 1.0]]]
+    assert params.tobytes() == first.result[2].tobytes()
+
+
+# --- going ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_node_that_leaves_takes_nothing_with_it(seed: int) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 15, peers=2) for node_id in (10, 20, 30)]
+        trainers[1].leaves_after = 6
+        world.run()
+    assert not trainers[1].encoder.residual.any()
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
+    assert [gone.id for result in trainers[0].results for gone in result.lost] == [20]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_what_a_dead_node_had_sent_is_applied_by_all_or_by_nobody(seed: int) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 20, peers=3) for node_id in (10, 20, 30, 40)]
+        dead = world.random.sample(trainers, world.random.choice([1, 1, 2]))
+        turn = world.random.randint(60, 500)
+        for one in dead:
+            world.plan(turn + world.random.randint(0, 40), lambda d=one: world.kill(d.node))
+        world.run()
+    alive = [one for one in trainers if one.is_alive]
+    assert len(alive) == 4 - len(dead)
+    assert_identical(trainers)
+    # Exactly one way to explain the parameters: everything the living sent, and the first updates of the dead.
+    explanations = []
+    for counts in itertools.product(*(range(len(one.node.updates) + 1) for one in dead)):
+        total = START + sum(one.sent() for one in alive)
+        total += sum(one.sent(count) for one, count in zip(dead, counts, strict=True))
+        if np.array_equal(total, alive[0].params):
+            explanations.append(counts)
+    assert len(explanations) == 1
+    for one, count in zip(dead, explanations[0], strict=True):
+        assert count >= len(one.node.updates) - 2
+
+
+# --- being left behind ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_straggler_is_left_behind_and_comes_in_again_with_all_its_updates(seed: int) -> None:
+    with cluster(seed) as world:
+        trainers = [
+            Trainer(world, node_id, 30, peers=2, on_straggler="drop") for node_id in (10, 20, 30)
+        ]
+        slow = trainers[world.random.randrange(3)]
+        slow.pause = {5: 25.0}  # longer than timeout_s
+        for one in trainers:
+            if one is not slow:
+                one.pause = dict.fromkeys(range(6, 30), 1.0)
+        world.run()
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
+    witness = next(one for one in trainers if one is not slow)
+    assert slow.node.peer in [gone for result in witness.results for gone in result.lost]
+    assert slow.node.peer in [gone for result in witness.results for gone in result.joined]
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_broken_connection_ends_with_identical_replicas(seed: int) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 40, peers=2) for node_id in (10, 20, 30)]
+        one, other = world.random.sample(trainers, 2)
+        turn = world.random.randint(60, 250)
+        world.plan(turn, lambda: world.cut(one.node, other.node))
+        world.plan(turn + 60, lambda: world.connect(one.node, other.node))
+        for each in trainers:
+            each.pause = dict.fromkeys(range(8, 40), 0.5)
+        world.run()
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
+
+
+# --- who does not fit -------------------------------------------------------------------------------------------------
+
+
+def test_another_model_is_refused_where_it_wants_to_come_in_and_training_goes_on() -> None:
+    def intrude(node: FakeNode) -> str:
+        share = gw.Exchange(gw.Encoder(NUMEL + 1, 1.0, dtype="float64"), node, peers=2)
+        with pytest.raises(gw.Mismatch) as caught:
+            share.step(np.zeros(NUMEL + 1, np.float32), np.zeros(NUMEL + 1, np.float32))
+        return str(caught.value)
+
+    with cluster(3) as world:
+        trainers = [Trainer(world, node_id, 20, peers=1) for node_id in (10, 20)]
+        world.run(until=lambda: len(trainers[0].results) > 3)
+        node = world.node(30)
+        intruder = world.start(node, lambda: intrude(node))
+        world.run()
+    assert_identical(trainers)
+    text = intruder.result
+    assert "127.0.0.1:1010" in text
+    assert "127.0.0.1:1030" in text
+    assert "[[0, 24, 'float32']] there" in text
+    assert "[[0, 25, 'float64']] here" in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "async"}, {"every": 2}, {"scale": 0.5}, {"average": True}, {"exact": True}],
+    ids=str,
+)
+def test_two_nodes_that_do_not_agree_on_the_options_do_not_begin(options: Any) -> None:
+    def begin(node: FakeNode, own: Any) -> str:
+        share = gw.Exchange(gw.Encoder(NUMEL, 1.0), node, peers=1, **own)
+        with pytest.raises(gw.Mismatch) as caught:
+            share.wait_for_peers()
+        return str(caught.value)
+
+    with cluster(0) as world:
+        one, two = world.node(1), world.node(2)
+        workers = [
+            world.start(one, lambda: begin(one, {})),
+            world.start(two, lambda: begin(two, options)),
+        ]
+        world.run()
+    assert all(next(iter(options)) in worker.result for worker in workers)
+
+
+def test_nodes_with_checkpoints_of_different_steps_do_not_begin() -> None:
+    def begin(node: FakeNode, steps: int) -> str:
+        enc = gw.Encoder(NUMEL, 1.0)
+        for _ in range(steps):
+            enc.encode(np.zeros(NUMEL, np.float32))
+        with pytest.raises(gw.Mismatch) as caught:
+            gw.Exchange(enc, node, peers=1).wait_for_peers()
+        return str(caught.value)
+
+    with cluster(0) as world:
+        nodes = [world.node(1), world.node(2)]
+        workers = [world.start(node, lambda n=node: begin(n, n.peer.id)) for node in nodes]
+        world.run(until=lambda: any(worker.is_done for worker in workers))
+    [text] = [worker.result for worker in workers if worker.is_done]
+    assert "step 1" in text
+    assert "step 2" in text
+
+
+@pytest.mark.parametrize("payload", [b"", b"[1", b"[7]", b'{"model": 3}', b"\xff\xfe"])
+def test_control_messages_that_cannot_be_read_are_errors(payload: bytes) -> None:
+    from gradwire.exchange import control
+
+    for kind in (control.Hello, control.Note, control.Report, control.Request):
+        with pytest.raises(gw.MessageError):
+            kind.decode(memoryview(payload))
+    with pytest.raises(gw.MessageError):
+        control.unpack_relay(memoryview(payload))
