@@ -5,14 +5,21 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from hypothesis import settings
 
 import gradwire as gw
+from gradwire.arrays import cuda_problem
 
-# The same examples in every run and on every machine: a failure can be repeated by running the test again. No
-# deadline, because a shared machine may stall.
-settings.register_profile("gradwire", deadline=None, derandomize=True)
-settings.load_profile("gradwire")
+try:
+    from hypothesis import settings
+except (
+    ImportError
+):  # as on a GPU machine without a network, where only the tests that need the GPU are run
+    pass
+else:
+    # The same examples in every run and on every machine: a failure can be repeated by running the test again. No
+    # deadline, because a shared machine may stall.
+    settings.register_profile("gradwire", deadline=None, derandomize=True)
+    settings.load_profile("gradwire")
 
 
 def pytest_report_header() -> str:
@@ -25,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if importlib.util.find_spec(framework) is None:
             missing[framework] = f"{framework} is not installed"
     if "cuda" not in gw.backends():
-        missing["cuda"] = "no usable CUDA backend on this machine or in this build"
+        missing["cuda"] = f"no usable CUDA backend: {cuda_problem()}"
     for item in items:
         for marker, reason in missing.items():
             if item.get_closest_marker(marker):

@@ -174,13 +174,13 @@ class PyEncoder {
         return PyMessage(buffer, out);
     }
 
-    // Waits for the stream.
-    py::dict state(uintptr_t stream) {
+    // Waits for the device.
+    py::dict state() {
         const Exclusive exclusive(busy_);
         cuda::EncoderState state{};
         {
             const py::gil_scoped_release release;
-            state = encoder_.state(stream_of(stream));
+            state = encoder_.state();
         }
         py::dict words;
         words["threshold"] = state.threshold;
@@ -194,10 +194,10 @@ class PyEncoder {
         words["clipped_sum"] = state.clipped_sum;
         return words;
     }
-    void set_state(double threshold, uint64_t step, uint64_t changed_at, uintptr_t stream) {
+    void set_state(double threshold, uint64_t step, uint64_t changed_at) {
         const Exclusive exclusive(busy_);
         const py::gil_scoped_release release;
-        encoder_.set_state(threshold, step, changed_at, stream_of(stream));
+        encoder_.set_state(threshold, step, changed_at);
     }
 
     void set_policy(const py::dict& policy) {
@@ -399,9 +399,8 @@ void register_encoder(py::module_& module) {
              py::arg("float64"), py::arg("policy"), py::arg("threshold"))
         .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("key"), py::arg("skip_nonfinite"),
              py::arg("dense"), py::arg("out").none(true), py::arg("stream"))
-        .def("state", &PyEncoder::state, py::arg("stream"))
-        .def("set_state", &PyEncoder::set_state, py::arg("threshold"), py::arg("step"), py::arg("changed_at"),
-             py::arg("stream"))
+        .def("state", &PyEncoder::state)
+        .def("set_state", &PyEncoder::set_state, py::arg("threshold"), py::arg("step"), py::arg("changed_at"))
         .def("set_policy", &PyEncoder::set_policy, py::arg("policy"))
         .def("residual_to_host", &PyEncoder::residual_to_host)
         .def("residual_from_host", &PyEncoder::residual_from_host, py::arg("residual"))

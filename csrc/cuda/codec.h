@@ -29,9 +29,9 @@ class DeviceEncoder {
     void encode(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
                 MessageBuffer& to, Stream stream);
 
-    // Both wait for the stream.
-    EncoderState state(Stream stream);
-    void set_state(double threshold, uint64_t step, uint64_t changed_at, Stream stream);
+    // Both wait for the device.
+    EncoderState state();
+    void set_state(double threshold, uint64_t step, uint64_t changed_at);
 
     // From the next step on.
     void set_policy(const Policy& policy) { policy_ = policy; }

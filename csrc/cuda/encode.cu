@@ -273,32 +273,31 @@ DeviceEncoder::DeviceEncoder(int device, uint64_t numel, Dtype dtype, const Poli
     CUDA_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
     processors_ = static_cast<unsigned>(processors);
     work_ = allocate_workspace(numel, numel * dtype_bytes(dtype));
-    set_state(threshold, 0, 0, nullptr);
-    CUDA_TRY(cudaDeviceSynchronize());
+    set_state(threshold, 0, 0);
 }
 
 DeviceEncoder::~DeviceEncoder() = default;
 
 void* DeviceEncoder::residual() const { return work_->residual; }
 
-EncoderState DeviceEncoder::state(Stream stream) {
+EncoderState DeviceEncoder::state() {
     const DeviceScope scope(device_);
     EncoderState state;
-    CUDA_TRY(cudaMemcpyAsync(&state, work_->state, sizeof state, cudaMemcpyDeviceToHost, stream));
-    CUDA_TRY(cudaStreamSynchronize(stream));
+    CUDA_TRY(cudaDeviceSynchronize());  // a copy would wait for the streams that wait for the default one only
+    CUDA_TRY(cudaMemcpy(&state, work_->state, sizeof state, cudaMemcpyDeviceToHost));
     return state;
 }
 
-void DeviceEncoder::set_state(double threshold, uint64_t step, uint64_t changed_at, Stream stream) {
-    EncoderState state = this->state(stream);
+void DeviceEncoder::set_state(double threshold, uint64_t step, uint64_t changed_at) {
+    EncoderState state = this->state();
     state.threshold = threshold;
     state.step = step;
     state.changed_at = changed_at;
     clear_step(state);
     prepare_step(policy_, state);
     const DeviceScope scope(device_);
-    CUDA_TRY(cudaMemcpyAsync(work_->state, &state, sizeof state, cudaMemcpyHostToDevice, stream));
-    CUDA_TRY(cudaStreamSynchronize(stream));
+    CUDA_TRY(cudaMemcpy(work_->state, &state, sizeof state, cudaMemcpyHostToDevice));
+    CUDA_TRY(cudaDeviceSynchronize());
 }
 
 unsigned DeviceEncoder::blocks_for(uint64_t work, unsigned per_processor) const {

@@ -152,7 +152,7 @@ class CudaEncoder(Encoder):
         self._device_core.set_policy(words)
         self.policy = policy
         kept = state["threshold"] if threshold is None else threshold
-        self._device_core.set_state(kept, state["step"], state["step"], 0)
+        self._device_core.set_state(kept, state["step"], state["step"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what an encoder on the CPU would, as host arrays: either loads the other's. Waits for the device."""
@@ -188,13 +188,13 @@ class CudaEncoder(Encoder):
         round_threshold(threshold)
         _check_range("step", step, 0, 2**63)
         self._device_core.residual_from_host(residual)
-        self._device_core.set_state(threshold, step, changed_at, 0)
+        self._device_core.set_state(threshold, step, changed_at)
 
     def __repr__(self) -> str:
         return f"<gradwire.Encoder {self.dtype}[{self.numel}] key={self.key} device={self.device}>"
 
     def _state(self) -> dict[str, Any]:
-        return dict(self._device_core.state(0))
+        return dict(self._device_core.state())
 
 
 def device_number(device: str) -> int:

@@ -14,6 +14,7 @@ __all__ = [
     "Message",
     "apply",
     "apply_many",
+    "cuda_message",
     "decode",
     "dense_message",
     "max_message_bytes",
@@ -86,6 +87,23 @@ def decode(message: Message) -> NDArray[Any]:
         MessageError: the message's payload is inconsistent.
     """
     return _core.decode(_on_host(message))
+
+
+def cuda_message(buffer: Any) -> Any:
+    """Return the message that begins an array on a CUDA device: what an all-gather brought, for ``apply``.
+
+    Nothing is read and nothing is waited for; the message is checked on the device when it is applied, and says what
+    was wrong when it is next looked at.
+
+    Args:
+        buffer: uint8, contiguous, kept alive; may be longer than the message.
+
+    Raises:
+        TypeError: not uint8.
+        ValueError: not contiguous, or not on a CUDA device.
+        BackendUnavailable: there is no CUDA here.
+    """
+    return cuda_core().CudaMessage.at(buffer)
 
 
 def dense_message(values: Any, *, key: int = 0, step: int = 0, bfloat16: bool = False) -> Message:

@@ -1,0 +1,165 @@
+"""The same job with other tools on a GPU: take what passes a threshold out of residual + update, and list it.
+
+None of them codes what it lists, so all do less than an encode. Each is a function ``run()`` on the given tensors, or
+raises ``Missing`` where its tool is not installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+__all__ = ["PEERS", "Missing"]
+
+Run = Callable[[], object]
+
+
+class Missing(Exception):
+    """The tool is not there."""
+
+
+def torch_eager(residual: Any, update: Any) -> Run:
+    """Three lines of torch, as in published code."""
+
+    def run() -> object:
+        residual.add_(update)
+        index = (residual.abs() >= 1.0).nonzero().view(-1)
+        sign = residual[index].sign()
+        residual.index_add_(0, index, sign, alpha=-1.0)
+        return index, sign
+
+    return run
+
+
+def torch_topk(residual: Any, update: Any) -> Run:
+    """The largest 1 % instead of a threshold."""
+
+    def run() -> object:
+        residual.add_(update)
+        return torch.topk(residual.abs(), residual.numel() // 100, sorted=False)
+
+    return run
+
+
+def cupy_kernel(residual: Any, update: Any) -> Run:
+    """A fused elementwise kernel of CuPy's, then flatnonzero."""
+    try:
+        import cupy
+    except ImportError:
+        raise Missing("CuPy is not installed") from None
+    take = cupy.ElementwiseKernel(
+        "float32 u, float32 t",
+        "float32 r, int8 flag",
+        "r += u; flag = fabsf(r) >= t; if (flag) r -= copysignf(t, r);",
+        "take",
+    )
+    r, u = cupy.from_dlpack(residual), cupy.from_dlpack(update)
+    flags = cupy.empty(r.shape, cupy.int8)
+
+    def run() -> object:
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            take(u, cupy.float32(1.0), r, flags)
+            return cupy.flatnonzero(flags)
+
+    return run
+
+
+if triton is not None:
+
+    @triton.jit
+    def _take(r_ptr, u_ptr, list_ptr, count_ptr, numel, BLOCK: tl.constexpr):  # noqa: N803
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < numel
+        value = tl.load(r_ptr + at, inside, 0.0) + tl.load(u_ptr + at, inside, 0.0)
+        passes = tl.abs(value) >= 1.0
+        left = tl.where(value < 0, value + 1.0, value - 1.0)
+        tl.store(r_ptr + at, tl.where(passes, left, value), inside)
+        ones = passes.to(tl.int32)
+        found = tl.sum(ones, 0)
+        if found > 0:
+            base = tl.atomic_add(count_ptr, found)
+            entry = tl.where(value < 0, at | -2147483648, at)
+            tl.store(list_ptr + base + tl.cumsum(ones, 0) - 1, entry, passes)
+
+
+def triton_kernel(residual: Any, update: Any) -> Run:
+    """One fused kernel that lists positions and signs, block by block in any order."""
+    if triton is None:
+        raise Missing("Triton is not installed")
+    entries = torch.empty(residual.numel(), dtype=torch.int32, device="cuda")
+    count = torch.zeros(1, dtype=torch.int32, device="cuda")
+    block = 2048
+    grid = (triton.cdiv(residual.numel(), block),)
+
+    def run() -> object:
+        count.zero_()
+        _take[grid](residual, update, entries, count, residual.numel(), BLOCK=block, num_warps=8)
+        return entries, count
+
+    return run
+
+
+def cub_select(residual: Any, update: Any) -> Run:
+    """A kernel that flags and CUB's DeviceSelect (cub_select.cu)."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise Missing("nvcc is not installed")
+    major, minor = torch.cuda.get_device_capability()
+    folder = Path(tempfile.mkdtemp())
+    library = folder / "cub_select.so"
+    source = Path(__file__).with_name("cub_select.cu")
+    flags = ["-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", f"-arch=sm_{major}{minor}"]
+    done = subprocess.run(
+        [nvcc, *flags, str(source), "-o", str(library)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise Missing(f"cub_select.cu does not compile: {done.stderr[-300:]}")
+    encode = ctypes.CDLL(str(library)).cub_encode
+    shutil.rmtree(folder)
+    encode.restype = ctypes.c_uint64
+    numel = residual.numel()
+    flagged = torch.empty(numel, dtype=torch.uint8, device="cuda")
+    indices = torch.empty(numel, dtype=torch.int32, device="cuda")
+    count = torch.zeros(1, dtype=torch.int32, device="cuda")
+    tensors = (residual, update, flagged, indices, count)
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+
+    def call(scratch: Any, scratch_bytes: int) -> int:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        return int(
+            encode(
+                ctypes.c_void_p(scratch.data_ptr() if scratch is not None else None),
+                ctypes.c_uint64(scratch_bytes),
+                *pointers,
+                ctypes.c_uint64(numel),
+                ctypes.c_float(1.0),
+                stream,
+            )
+        )
+
+    scratch_bytes = call(None, 0)
+    scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device="cuda")
+    return lambda: call(scratch, scratch_bytes)
+
+
+PEERS: dict[str, tuple[Callable[[Any, Any], Run], float]] = {
+    "torch eager, threshold and residual": (torch_eager, 8.0),
+    "torch.topk, 1 %": (torch_topk, 50.0),
+    "CuPy, fused kernel and flatnonzero": (cupy_kernel, 8.0),
+    "Triton, one kernel that lists": (triton_kernel, 1.5),
+    "CUB DeviceSelect pipeline": (cub_select, 1.5),
+}
+"""By name: the maker of its run, and how many times faster an encode should be."""

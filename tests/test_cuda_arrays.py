@@ -1,0 +1,431 @@
+"""Arrays, streams, graphs and errors of the CUDA backend; what needs a GPU is marked so."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.arrays import cuda_problem, device_of, stream_of
+
+from .cuda_arrays import as_tensor, on_device, pair, residual_of, step_both, torch, update_of
+
+NUMEL = 60_000
+
+
+def update(seed: int = 1, density: float = 0.02) -> Any:
+    return update_of(NUMEL, "float32", density, seed)
+
+
+def expected_bytes(seed: int = 1) -> bytes:
+    return bytes(gw.Encoder(NUMEL, threshold=1.0).encode(update(seed)))
+
+
+# --- without a GPU ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_the_reason_is_named() -> None:
+    if not cuda_problem():
+        pytest.skip("the CUDA backend is usable here")
+    with pytest.raises(gw.BackendUnavailable, match='use device="cpu"'):
+        gw.Encoder(4, device="cuda")
+    assert "cuda" not in gw.backends()
+
+
+@pytest.mark.parametrize("device", ["cuda:x", "cuda:-1", "tpu", "", 5])
+def test_a_device_that_is_none_is_refused(device: Any) -> None:
+    with pytest.raises(ValueError, match="device must be"):
+        gw.Encoder(4, device=device)
+
+
+def test_streams_are_taken_in_every_form() -> None:
+    class Torch:
+        cuda_stream = 70
+
+    class CuPy:
+        ptr = 71
+
+    class Protocol:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return (0, 72)
+
+    streams = [stream_of(one, None, 0) for one in (69, Torch(), CuPy(), Protocol(), None)]
+    assert streams == [69, 70, 71, 72, 0]
+    for wrong in (True, "7", object()):
+        with pytest.raises(TypeError, match="stream must be"):
+            stream_of(wrong, None, 0)
+
+
+def test_arrays_on_the_cpu_lie_on_no_device() -> None:
+    array = np.zeros(3, np.float32)
+    assert (
+        device_of(array) == device_of([array]) == device_of([]) == device_of(memoryview(b"")) == -1
+    )
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------------
+
+
+class InterfaceOnly:
+    """An array that has nothing but the CUDA array interface, version 3, with its stream."""
+
+    def __init__(self, tensor: Any, stream: int | None, **changes: Any) -> None:
+        self.keeps = tensor
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": "<f4",
+            "data": (tensor.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+            "stream": stream,
+            **changes,
+        }
+
+
+@pytest.mark.cuda
+def test_cupy_jax_and_plain_interfaces_are_taken_without_a_copy() -> None:
+    tensor = on_device(update())
+    arrays = [tensor, InterfaceOnly(tensor, None), InterfaceOnly(tensor, 1)]
+    if importlib.util.find_spec("cupy"):
+        import cupy
+
+        arrays.append(cupy.from_dlpack(tensor))
+    for array in arrays:
+        encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
+        assert bytes(encoder.encode(array)) == expected_bytes()
+
+
+@pytest.mark.cuda
+def test_work_comes_behind_the_stream_that_an_array_names() -> None:
+    producer = torch().cuda.Stream()
+    tensor = torch().zeros(NUMEL, device="cuda")
+    source = update().cuda()
+    torch().cuda.synchronize()
+    with torch().cuda.stream(producer):
+        torch().cuda._sleep(200_000_000)
+        tensor.copy_(source)
+    encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
+    consumer = torch().cuda.Stream()
+    message = encoder.encode(InterfaceOnly(tensor, producer.cuda_stream), stream=consumer)
+    assert bytes(message) == expected_bytes()
+
+
+@pytest.mark.cuda
+def test_what_cannot_be_taken_is_refused_by_name() -> None:
+    encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
+    good = on_device(update())
+    wide = torch().zeros(2 * NUMEL, device="cuda")
+    with pytest.raises(ValueError, match="not on a CUDA device"):
+        encoder.encode(np.zeros(NUMEL, np.float32))
+    with pytest.raises(ValueError, match="contiguous"):
+        encoder.encode(wide[::2])
+    with pytest.raises(ValueError, match="contiguous"):
+        encoder.encode(InterfaceOnly(good, None, strides=(8,)))
+    with pytest.raises(TypeError, match="float64"):
+        encoder.encode(good.double())
+    with pytest.raises(TypeError, match="dtype"):
+        encoder.encode(good.int())
+    with pytest.raises(ValueError, match="must have 60000"):
+        encoder.encode(good[:-1])
+    with pytest.raises(ValueError, match="residual"):
+        encoder.encode(as_tensor(encoder.residual))
+    with pytest.raises(ValueError, match="on a CUDA device"):
+        gw.Encoder(NUMEL).encode(good)
+    tiny = [good[i : i + 1] for i in range(2000)] + [good[2000:]]
+    with pytest.raises(ValueError, match="concatenate"):
+        encoder.encode(tiny)
+    assert bytes(encoder.encode(good)) == expected_bytes()
+
+
+@pytest.mark.cuda
+def test_the_residual_is_shared_memory_for_torch_and_cupy() -> None:
+    encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
+    as_tensor(encoder.residual)[7] = 1.5
+    assert torch().from_dlpack(encoder.residual)[7].item() == 1.5
+    if importlib.util.find_spec("cupy"):
+        import cupy
+
+        assert float(cupy.from_dlpack(encoder.residual)[7]) == 1.5
+    assert gw.decode(encoder.encode())[7] == 1.0
+    assert encoder.state_dict()["residual"][7] == 0.5
+
+
+# --- memory of the caller's -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+def test_a_message_in_the_caller_s_memory_says_its_length() -> None:
+    encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
+    out = torch().full((encoder.message_bytes_max + 64,), 0xA5, dtype=torch().uint8, device="cuda")
+    message = encoder.encode(on_device(update()), out=out)
+    expected = expected_bytes()
+    held = out.cpu().numpy()
+    length = 48 + int(held[40:48].view(np.uint64)[0])
+    assert held[:length].tobytes() == expected == bytes(message)
+    assert (held[encoder.message_bytes_max :] == 0xA5).all()
+    target = torch().zeros(NUMEL, device="cuda")
+    gw.apply(gw.cuda_message(out), target)
+    np.testing.assert_array_equal(target.cpu().numpy(), gw.decode(gw.Message.parse(expected)))
+
+
+@pytest.mark.cuda
+def test_memory_for_a_message_must_fit() -> None:
+    encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
+    enough = torch().zeros(encoder.message_bytes_max + 16, dtype=torch().uint8, device="cuda")
+    with pytest.raises(ValueError, match="must have at least"):
+        encoder.encode(out=enough[: encoder.message_bytes_max - 16])
+    with pytest.raises(ValueError, match="multiple of 16"):
+        encoder.encode(out=enough[1:])
+    with pytest.raises(TypeError, match="uint8"):
+        encoder.encode(out=enough.float())
+    with pytest.raises(ValueError, match="uint8 on a CUDA device"):
+        encoder.encode(out=np.zeros(1 << 20, np.uint8))
+    assert encoder.step == 0
+
+
+@pytest.mark.cuda
+def test_messages_keep_their_bytes_while_later_ones_are_encoded() -> None:
+    encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
+    cpu = gw.Encoder(NUMEL, threshold=1.0)
+    messages = [encoder.encode(on_device(update(seed))) for seed in range(6)]
+    expected = [bytes(cpu.encode(update(seed))) for seed in range(6)]
+    assert [bytes(message) for message in messages] == expected
+    del messages[::2]
+    more = encoder.encode(on_device(update(7)))  # in memory that went back to the pool
+    assert bytes(more) == bytes(cpu.encode(update(7)))
+    assert [bytes(message) for message in messages] == expected[1::2]
+
+
+# --- apply ------------------------------------------------------------------------------------------------------------
+
+
+def messages_for(numel: int) -> list[gw.Message]:
+    densities = (1e-3, 0.3, 0.05, 0.9, 1e-4, 0.6)
+    return [
+        gw.Encoder(numel, threshold=0.3 + 0.01 * i).encode(update_of(numel, "float32", density, i))
+        for i, density in enumerate(densities)
+    ]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("numel", [0, 1, 100, 4097, 1 << 20])
+def test_messages_of_the_cpu_are_applied_bit_for_bit_in_the_order_of_the_list(
+    numel: int, dtype: str
+) -> None:
+    messages = messages_for(numel)
+    if numel:
+        messages.insert(2, gw.dense_message(np.linspace(-1, 1, numel), bfloat16=True))
+    start = np.random.default_rng(numel).normal(size=numel).astype(dtype)
+    expected = start.copy()
+    gw.apply_many(messages, expected, 0.7)
+    target = torch().from_numpy(start).cuda()
+    gw.apply_many(messages, target, 0.7)
+    np.testing.assert_array_equal(target.cpu().numpy(), expected)
+    target = torch().from_numpy(start).cuda()
+    for message in messages:
+        gw.apply(message, target, 0.7)
+    np.testing.assert_array_equal(target.cpu().numpy(), expected)
+
+
+@pytest.mark.cuda
+def test_a_target_of_many_arrays_and_more_messages_than_one_launch_takes() -> None:
+    numel = 50_000
+    messages = messages_for(numel) * 12
+    expected = np.zeros(numel, np.float32)
+    gw.apply_many(messages, expected)
+    cuts = [0, 1, 5000, 5003, 20_000, 49_999, numel]
+    parts = [torch().zeros(b - a, device="cuda") for a, b in itertools.pairwise(cuts)]
+    gw.apply_many(messages, parts)
+    np.testing.assert_array_equal(torch().cat(parts).cpu().numpy(), expected)
+
+
+@pytest.mark.cuda
+def test_a_message_on_the_device_is_applied_there_and_on_the_cpu() -> None:
+    encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
+    message = encoder.encode(on_device(update()))
+    target = torch().zeros(NUMEL, device="cuda")
+    gw.apply(message, target, 2.0)
+    on_cpu = np.zeros(NUMEL, np.float32)
+    gw.apply(message, on_cpu, 2.0)
+    np.testing.assert_array_equal(target.cpu().numpy(), on_cpu)
+    assert on_cpu.any()
+    assert bytes(gw.Message.parse(message)) == expected_bytes()
+
+
+@pytest.mark.cuda
+def test_a_corrupt_message_changes_no_element_of_any_target() -> None:
+    good = gw.Encoder(NUMEL, threshold=1.0).encode(update(density=0.2))
+    rng = np.random.default_rng(3)
+    for position in (
+        5,
+        8,
+        24,
+        32,
+        40,
+        48,
+        60,
+        len(bytes(good)) - 1,
+        *rng.integers(48, good.nbytes, 20),
+    ):
+        damaged = np.frombuffer(bytes(good), np.uint8).copy()
+        damaged[position] ^= 1 << rng.integers(8)
+        bad = gw.cuda_message(torch().from_numpy(damaged).cuda())
+        held = gw.cuda_message(
+            torch().from_numpy(np.frombuffer(bytes(good), np.uint8).copy()).cuda()
+        )
+        target = torch().zeros(NUMEL, device="cuda")
+        gw.apply_many([held, bad], target)
+        assert not target.any()
+        with pytest.raises(gw.MessageError):
+            bad.check()
+        held.check()
+
+
+@pytest.mark.cuda
+def test_a_message_for_another_target_is_refused() -> None:
+    message = gw.Encoder(NUMEL, threshold=1.0, device="cuda").encode(on_device(update()))
+    target = torch().zeros(NUMEL - 1, device="cuda")
+    gw.apply(message, target)
+    assert not target.any()
+    with pytest.raises(gw.MessageError, match="numel"):
+        message.check()
+    with pytest.raises(TypeError, match="float32 or float64"):
+        gw.apply(message, torch().zeros(NUMEL, device="cuda", dtype=torch().bfloat16))
+    with pytest.raises(ValueError, match="overlap"):
+        gw.apply(message, [target, target])
+
+
+# --- streams and graphs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+def test_encode_and_apply_return_before_the_device_is_done() -> None:
+    encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
+    tensor, target = on_device(update()), torch().zeros(NUMEL, device="cuda")
+    out = torch().empty(encoder.message_bytes_max, dtype=torch().uint8, device="cuda")
+    encoder.encode(tensor, out=out).check()  # the first call allocates
+    gw.apply(encoder.encode(tensor), target)
+    torch().cuda.synchronize()
+    torch().cuda._sleep(2_000_000_000)  # a second
+    message = encoder.encode(tensor, out=out)
+    other = encoder.encode(tensor)
+    gw.apply_many([message, other], target)
+    assert not torch().cuda.current_stream().query()
+    message.check()
+    assert torch().cuda.current_stream().query()
+
+
+@pytest.mark.cuda
+def test_two_encoders_on_two_streams_do_not_disturb_each_other() -> None:
+    streams = [torch().cuda.Stream() for _ in range(2)]
+    tensors = [[on_device(update(10 * i + s)) for s in range(8)] for i in range(2)]
+    torch().cuda.synchronize()
+    encoders = [gw.Encoder(NUMEL, threshold=1.0, device="cuda") for _ in range(2)]
+    messages: list[list[Any]] = [[], []]
+    for step in range(8):
+        for i in range(2):
+            messages[i].append(encoders[i].encode(tensors[i][step], stream=streams[i]))
+    for i in range(2):
+        cpu = gw.Encoder(NUMEL, threshold=1.0)
+        for step in range(8):
+            assert bytes(messages[i][step]) == bytes(cpu.encode(update(10 * i + step)))
+
+
+@pytest.mark.cuda
+def test_a_message_of_one_stream_is_applied_on_another() -> None:
+    first, second = torch().cuda.Stream(), torch().cuda.Stream()
+    tensor, target = on_device(update()), torch().zeros(NUMEL, device="cuda")
+    torch().cuda.synchronize()
+    encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
+    with torch().cuda.stream(first):
+        torch().cuda._sleep(200_000_000)
+        message = encoder.encode(tensor)
+    with torch().cuda.stream(second):
+        gw.apply(message, target)
+    torch().cuda.synchronize()
+    np.testing.assert_array_equal(
+        target.cpu().numpy(), gw.decode(gw.Message.parse(expected_bytes()))
+    )
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("policy", [0.5, gw.AdaptiveThreshold(initial=0.5), gw.TargetDensity(0.01)])
+def test_steps_captured_in_a_graph_follow_each_other(policy: Any) -> None:
+    steps, replays = 4, 3
+    arguments = {"threshold": policy, "shakeup": gw.ShakeUp(every=5)}
+    cpu, cuda = pair(NUMEL, **arguments)
+    tensors = [on_device(update(seed, 0.05)) for seed in range(steps)]
+    sent = torch().zeros(NUMEL, device="cuda")
+    outs = [
+        torch().empty(cuda.message_bytes_max, dtype=torch().uint8, device="cuda") for _ in tensors
+    ]
+
+    def run() -> None:
+        for tensor, out in zip(tensors, outs, strict=True):
+            gw.apply(cuda.encode(tensor, out=out), sent)
+
+    side = torch().cuda.Stream()
+    with torch().cuda.stream(side):
+        run()  # what the first call allocates must be there before the capture
+    torch().cuda.synchronize()
+    cuda.load_state_dict(gw.Encoder(NUMEL, **arguments).state_dict())
+    sent.zero_()
+    graph = torch().cuda.CUDAGraph()
+    with torch().cuda.graph(graph):
+        run()
+    expected = np.zeros(NUMEL, np.float32)
+    for _ in range(replays):
+        graph.replay()
+        torch().cuda.synchronize()
+        for seed, out in enumerate(outs):
+            message = cpu.encode(update(seed, 0.05))
+            assert out[: message.nbytes].cpu().numpy().tobytes() == bytes(message)
+            gw.apply(message, expected)
+    np.testing.assert_array_equal(sent.cpu().numpy(), expected)
+    np.testing.assert_array_equal(residual_of(cuda), residual_of(cpu))
+    assert cuda.step == cpu.step == steps * replays
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+def test_an_error_names_file_line_and_call_and_leaves_nothing_behind() -> None:
+    with pytest.raises(
+        gw.CudaError, match=r"memory\.cpp:\d+: cudaMalloc.*: cudaErrorMemoryAllocation"
+    ):
+        gw.Encoder(1 << 44, device="cuda")
+    with pytest.raises(gw.CudaError, match="cudaErrorInvalidDevice"):
+        gw.Encoder(4, device="cuda:99")
+    assert torch().zeros(3, device="cuda").sum().item() == 0.0
+    assert (
+        bytes(gw.Encoder(NUMEL, threshold=1.0, device="cuda").encode(on_device(update())))
+        == expected_bytes()
+    )
+
+
+@pytest.mark.cuda
+def test_freed_memory_is_not_read_by_work_under_way() -> None:
+    encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
+    messages = []
+    for seed in range(20):
+        tensor = on_device(update(seed))
+        messages.append(encoder.encode(tensor))
+        del tensor
+        torch().full((NUMEL,), float("nan"), device="cuda")  # takes the memory that went back
+    cpu = gw.Encoder(NUMEL, threshold=1.0)
+    assert [bytes(m) for m in messages] == [bytes(cpu.encode(update(seed))) for seed in range(20)]
+
+
+@pytest.mark.cuda
+def test_an_encoder_works_on_after_a_refused_update() -> None:
+    both = pair(NUMEL, threshold=1.0)
+    step_both(both, update())
+    with pytest.raises(ValueError, match="must have"):
+        both[1].encode(torch().zeros(3, device="cuda"))
+    step_both(both, update(2))

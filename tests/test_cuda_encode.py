@@ -1,0 +1,213 @@
+"""The encoder on a GPU: the CPU's bytes and residual, over sizes, dtypes, densities and alignments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+
+from .cuda_arrays import (
+    DTYPES,
+    as_tensor,
+    on_device,
+    pair,
+    residual_of,
+    step_both,
+    torch,
+    update_of,
+)
+
+pytestmark = pytest.mark.cuda
+
+SIZES = (0, 1, 63, 64, 65, 2047, 2048, 2049, 16383, 16384, 16385, 70001, 1 << 20)
+DENSITIES = (0.0, 1e-3, 0.02, 0.2, 0.45, 0.66, 0.9, 1.0)
+POLICIES: dict[str, Any] = {
+    "fixed": gw.FixedThreshold(0.75),
+    "adaptive": gw.AdaptiveThreshold(initial=0.5, density_min=0.01, density_max=0.1),
+    "step": gw.StepThreshold(initial=1.0, minimum=0.25, step=0.125, trigger=0.05, delay=2),
+    "target": gw.TargetDensity(0.01, initial=0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", SIZES)
+def test_every_size_and_density_gives_the_bytes_of_the_cpu(numel: int, dtype: str) -> None:
+    residual = "float64" if dtype == "float64" else "float32"
+    for seed, density in enumerate(DENSITIES):
+        both = pair(numel, threshold=1.0, dtype=residual, key=3)
+        for step in range(2):
+            step_both(both, update_of(numel, dtype, density, 10 * seed + step))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_float64_residual_takes_every_dtype(dtype: str) -> None:
+    both = pair(50021, threshold=1.0, dtype="float64")
+    for density in DENSITIES:
+        step_both(both, update_of(50021, dtype, density, 5))
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_alignment_gives_the_same_bytes(dtype: str, offset: int) -> None:
+    update = update_of(40000, dtype, 0.05, offset)
+    cpu, cuda = pair(40000, threshold=1.0)
+    assert bytes(cuda.encode(on_device(update, offset))) == bytes(cpu.encode(update))
+    np.testing.assert_array_equal(residual_of(cuda), residual_of(cpu))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_steps_follow_the_policy_as_on_the_cpu(policy: str) -> None:
+    arguments = {
+        "threshold": POLICIES[policy],
+        "shakeup": gw.ShakeUp(every=4, divisor=3.0),
+        "clip": gw.ResidualClip(limit=2.0, every=3),
+    }
+    cpu, cuda = pair(100_003, **arguments)
+    rng = np.random.default_rng(8)
+    for _ in range(12):
+        update = torch().from_numpy(rng.normal(0, 0.3, 100_003).astype(np.float32))
+        expected, message = step_both((cpu, cuda), update)
+        assert message.threshold == expected.threshold
+        assert message.is_shakeup == expected.is_shakeup
+        assert cuda.threshold == pytest.approx(cpu.threshold, rel=1e-14)
+    assert cuda.step == cpu.step == 12
+    ours, theirs = cuda.stats, cpu.stats
+    assert ours.clipped_count == theirs.clipped_count > 0
+    assert ours.clipped_sum == pytest.approx(theirs.clipped_sum, rel=1e-9, abs=1e-9)
+    assert (ours.messages, ours.message_bytes, ours.sent_count) == (
+        theirs.messages,
+        theirs.message_bytes,
+        theirs.sent_count,
+    )
+
+
+def test_a_sequence_of_tensors_is_one_update() -> None:
+    rng = np.random.default_rng(2)
+    for dtypes in (["float32"], ["bfloat16", "float32", "float16"]):
+        numels = [int(n) for n in rng.integers(1, 9000, 60)] + [0, 16384, 1]
+        parts = [update_of(n, dtypes[i % len(dtypes)], 0.02, i) for i, n in enumerate(numels)]
+        cpu, cuda = pair(sum(numels), threshold=1.0)
+        assert bytes(cuda.encode([on_device(p) for p in parts])) == bytes(cpu.encode(parts))
+        np.testing.assert_array_equal(residual_of(cuda), residual_of(cpu))
+
+
+def test_more_tensors_than_one_launch_takes_are_one_update_too() -> None:
+    parts = [update_of(300, "float32", 0.02, i) for i in range(700)]
+    cpu, cuda = pair(300 * 700, threshold=1.0)
+    assert bytes(cuda.encode([on_device(p) for p in parts])) == bytes(cpu.encode(parts))
+
+
+def test_what_the_caller_accumulates_in_the_residual_is_sent() -> None:
+    for numel in (100, 2048, 1 << 20):
+        cpu, cuda = pair(numel, threshold=1.0)
+        update = update_of(numel, "float32", 0.01, numel)
+        cpu.residual[...] += update.numpy()
+        as_tensor(cuda.residual).add_(update.cuda())
+        step_both((cpu, cuda), None)
+
+
+def test_a_region_of_every_density_gives_the_bytes_of_the_cpu() -> None:
+    numel = 1 << 22
+    rng = np.random.default_rng(4)
+    density = 10.0 ** rng.uniform(-6, 0, 64)
+    changed = rng.random(numel) < np.repeat(density, numel // 64)
+    update = torch().from_numpy(
+        np.where(changed, rng.choice([-1.0, 1.0], numel), 0).astype(np.float32)
+    )
+    step_both(pair(numel, threshold=1.0), update)
+
+
+def test_very_few_changes_in_very_many_elements_are_found() -> None:
+    numel = (1 << 32) + 12345
+    positions = np.array([0, 63, 64, 1 << 31, (1 << 32) - 1, 1 << 32, numel - 1])
+    encoder = gw.Encoder(numel, threshold=1.0, device="cuda")
+    as_tensor(encoder.residual)[torch().from_numpy(positions).cuda()] = -1.0
+    message = gw.Message.parse(encoder.encode())
+    found, negative = message.entries()
+    np.testing.assert_array_equal(found, positions)
+    assert negative.all()
+
+
+def test_nothing_is_lost_over_many_steps() -> None:
+    numel = 200_000
+    encoder = gw.Encoder(numel, threshold=0.5, device="cuda", shakeup=gw.ShakeUp(every=3))
+    put_in = np.zeros(numel)
+    sent = np.zeros(numel)
+    for step in range(10):
+        update = update_of(numel, "float32", 0.1, step)
+        put_in += update.numpy()
+        sent += gw.decode(encoder.encode(update.cuda()))
+    np.testing.assert_array_equal(sent + encoder.state_dict()["residual"], put_in)
+    sent += gw.decode(encoder.flush())
+    np.testing.assert_array_equal(sent, put_in)
+    assert not encoder.state_dict()["residual"].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dense", [True, "bfloat16"])
+def test_a_dense_message_is_the_cpu_s(dense: Any, dtype: str) -> None:
+    for numel in (0, 1, 5000):
+        cpu, cuda = pair(numel, threshold=1.0, dtype=dtype)
+        values = torch().from_numpy(
+            np.random.default_rng(numel).normal(size=numel).astype(np.float32)
+        )
+        expected = cpu.encode(values, dense=dense)
+        assert bytes(cuda.encode(values.cuda(), dense=dense)) == bytes(expected)
+        np.testing.assert_array_equal(residual_of(cuda), residual_of(cpu))
+
+
+def test_nonfinite_values_are_left_out_or_nothing_is_sent() -> None:
+    for numel in (10, 5000, 100_000):
+        update = update_of(numel, "float32", 0.1, numel)
+        update[numel // 3] = float("nan")
+        update[numel // 2] = float("-inf")
+        step_both(pair(numel, threshold=1.0, on_nonfinite="skip"), update)
+
+        cpu, cuda = pair(numel, threshold=1.0)
+        with pytest.raises(gw.NonFiniteUpdate) as expected:
+            cpu.encode(update)
+        message = cuda.encode(update.cuda())  # only enqueued: the error is the message's
+        with pytest.raises(gw.NonFiniteUpdate) as raised:
+            bytes(message)
+        assert raised.value.count == expected.value.count == 2
+        assert raised.value.first_index == expected.value.first_index == numel // 3
+        np.testing.assert_array_equal(residual_of(cuda), residual_of(cpu))
+        assert cuda.step == cpu.step == 0
+        step_both((cpu, cuda), update_of(numel, "float32", 0.1, 1))
+
+
+def test_what_is_refused_can_be_applied_and_changes_nothing() -> None:
+    encoder = gw.Encoder(100, threshold=1.0, device="cuda")
+    message = encoder.encode(torch().full((100,), float("nan"), device="cuda"))
+    target = torch().ones(100, device="cuda")
+    gw.apply(message, target)
+    assert target.tolist() == [1.0] * 100
+    with pytest.raises(gw.NonFiniteUpdate):
+        message.check()
+
+
+def test_a_checkpoint_of_one_side_is_loaded_by_the_other() -> None:
+    policy = gw.AdaptiveThreshold(initial=0.5, density_min=0.1, density_max=0.2)
+    cpu, cuda = pair(3000, threshold=policy)
+    for step in range(5):
+        step_both((cpu, cuda), update_of(3000, "float32", 0.02, step))
+    crossed = pair(3000, threshold=policy)
+    crossed[0].load_state_dict(cuda.state_dict())
+    crossed[1].load_state_dict(cpu.state_dict())
+    for step in range(5):
+        step_both(crossed, update_of(3000, "float32", 0.02, step))
+    assert crossed[1].threshold == crossed[0].threshold
+
+
+def test_a_new_policy_is_followed_from_the_next_step_on() -> None:
+    both = pair(3000, threshold=gw.FixedThreshold(1.0))
+    step_both(both, update_of(3000, "float32", 0.1, 1))
+    for encoder in both:
+        encoder.set_policy(gw.AdaptiveThreshold(initial=0.5, density_min=0.5), threshold=0.5)
+    for step in range(3):
+        step_both(both, update_of(3000, "float32", 0.1, step))
+    with pytest.raises(ValueError, match="one of gradwire's"):
+        both[1].set_policy(object())  # type: ignore[arg-type]
