@@ -97,7 +97,8 @@ def peer_rows(found: Rounds) -> Iterator[Row]:
         if peer.name in found:
             theirs = timing(peer.name, found[peer.name])
             what = "goodput of 1 MB messages, two processes"
-            yield _faster(GROUP_PEERS, what, ours, theirs, Reach(">=", peer.reach))
+            reach = None if peer.reach is None else Reach(">=", peer.reach)
+            yield _faster(GROUP_PEERS, what, ours, theirs, reach)
             if peer.is_in_memory:
                 what = "goodput of 1 MB messages, both ends in memory"
                 yield _faster(GROUP_PEERS, what, memory, theirs, None)
