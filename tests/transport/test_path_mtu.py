@@ -155,6 +155,7 @@ def test_the_size_of_a_path_is_found_within_seconds(mtu_bytes: int, expected: in
     one, two = jumbo(simulator)
     simulator.run_for(2.0)
     assert (datagram_bytes(one), datagram_bytes(two)) == (expected, expected)
+    assert [path.path_mtu_bytes for path in one.endpoint.stats().peers] == [expected]
     payload = send(simulator, one, MEGABYTE)
     simulator.run_until(lambda: two.payloads == [payload], 5.0)
     assert one.endpoint.stats().lost_bytes == 0

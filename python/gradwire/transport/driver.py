@@ -60,7 +60,7 @@ class Driver:
     """
 
     def __init__(self, bind: Address, *, offload: bool = True) -> None:
-        self._family = socket.AF_INET6 if ":" in bind[0] else socket.AF_INET
+        self._family = _family_of(bind)
         self._socket = socket.socket(self._family, socket.SOCK_DGRAM)
         try:
             self._socket.bind(bind)
@@ -109,17 +109,6 @@ class Driver:
             receive_calls=self._receive_calls,
             errors=self.socket_errors,
         )
-
-    def interface_mtu(self, address: Address) -> int | None:
-        """Return the MTU of the interface through which an address is reached; None where the system does not say."""
-        if sys.platform != "linux":
-            return None
-        try:
-            with socket.socket(self._family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)  # UDP: sends nothing, only looks the route up
-                return probe.getsockopt(*MTU[self._family])
-        except OSError:
-            return None
 
     # ---- moving -------------------------------------------------------------------------------------------------
 
@@ -286,6 +275,23 @@ class Waker:
         """Release the sockets."""
         self.socket.close()
         self._bell.close()
+
+
+def interface_mtu(address: Address) -> int | None:
+    """Return the MTU of the interface through which an address is reached; None where the system does not say."""
+    if sys.platform != "linux":
+        return None
+    family = _family_of(address)
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # UDP: sends nothing, only looks the route up
+            return probe.getsockopt(*MTU[family])
+    except OSError:
+        return None
+
+
+def _family_of(address: Address) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
 
 
 def _wait_ready(

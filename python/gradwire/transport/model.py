@@ -178,7 +178,7 @@ class PeerStats:
         credit_records: records that the peer has still room for.
         backlog_records: records that the peer has not acknowledged.
         loss_rate: smoothed fraction of bytes lost.
-        path_mtu_bytes: largest datagrams sent to it, as UDP payload.
+        path_mtu_bytes: size of datagrams that pass, as far as is known, as UDP payload.
     """
 
     peer: Peer

@@ -14,7 +14,7 @@ from typing import Final
 
 from ..errors import Closed, TransportError, WouldBlock
 from .addressing import choose_address, local_address, resolve
-from .driver import Driver, Waker, now_s
+from .driver import Driver, Waker, interface_mtu, now_s
 from .endpoint import Endpoint
 from .model import Event, Limits, Peer, Received, Stats, Ticket, format_address, parse_address
 from .secret import parse_secret
@@ -100,7 +100,7 @@ class Node:
             advertise=advertise or "",
             insecure=insecure,
             on_lag=on_lag,
-            interface_mtu=self._driver.interface_mtu,
+            interface_mtu=interface_mtu,
         )
         self._peer = Peer(self._endpoint.node_id, self._endpoint.incarnation, self._address)
         self._lock = threading.Lock()

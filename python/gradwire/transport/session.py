@@ -752,6 +752,7 @@ class Session:
     def stats(self, outbound: Outbound) -> PeerStats:
         """Return the state of this path."""
         rate = outbound.rate
+        path_mtu_bytes = self._path_bytes or self._context.limits.fragment_bytes + HEADER_BYTES
         return PeerStats(
             peer=self.identity,
             srtt_s=self.rtt.smoothed_s,
@@ -761,5 +762,5 @@ class Session:
             credit_records=max(0, outbound.limit - outbound.cursor),
             backlog_records=outbound.backlog_records,
             loss_rate=rate.loss_rate,
-            path_mtu_bytes=self._context.limits.fragment_bytes + HEADER_BYTES,
+            path_mtu_bytes=path_mtu_bytes,
         )

@@ -39,10 +39,6 @@ AES_TRIALS: Final = 5
 CLOCK_STEPS: Final = 1_000
 LOOPBACK_BYTES: Final = 1 << 20
 LOOPBACK_LIMIT_S: Final = 10.0
-IP_MTU: Final = {
-    socket.AF_INET: (socket.IPPROTO_IP, 14),
-    socket.AF_INET6: (socket.IPPROTO_IPV6, 24),
-}
 SIOCGIFADDR: Final = 0x8915
 FINGERPRINT_LABEL: Final = b"gradwire secret fingerprint 1"
 
@@ -214,19 +210,6 @@ def interface_towards(peer: str) -> tuple[str, int | None]:
     like = "::" if peer.startswith("[") else WILDCARD
     name = interface_of(local_address((like, 0), [peer])[0])
     return name, _read_number(f"/sys/class/net/{name}/speed")
-
-
-def route_mtu(peer: Address) -> int | None:
-    """Return the MTU of the route to an address as the kernel knows it; None where it does not tell."""
-    if sys.platform != "linux":
-        return None
-    family = socket.AF_INET6 if ":" in peer[0] else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(peer)  # UDP: sends nothing, only looks the route up
-            return probe.getsockopt(*IP_MTU[family])
-    except OSError:
-        return None
 
 
 def resolved(peer: str, like: str) -> Address:

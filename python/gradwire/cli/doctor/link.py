@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from gradwire.errors import TransportError
 from gradwire.transport import Node, Peer, Received, Stats, Ticket
+from gradwire.transport.driver import interface_mtu
 from gradwire.transport.model import parse_address
 
 from . import gather, tcp
@@ -232,7 +233,7 @@ class Asker:
             out=out,
             back=back,
             path_bytes=self._path_bytes(stats),
-            route_mtu=gather.route_mtu(parse_address(self._peer.address)),
+            route_mtu=interface_mtu(parse_address(self._peer.address)),
             peer_mbit=peer_mbit,
             has_gso=stats.socket.has_gso,
         )
