@@ -297,7 +297,7 @@ def judge_round_trips(link: Link) -> Check:
     middle_s, tail_s = link.round_trip_s(0.5), link.round_trip_s(0.99)
     says = f"1 KB there and back: p50 {_time(middle_s)}, p99 {_time(tail_s)}"
     if tail_s > max(TAIL_MIN_S, TAIL_MAX * middle_s):
-        helps = ("something holds datagrams up: other load on either machine, power saving, wifi",)
+        helps = ("losses, other load on either machine, power saving, wifi",)
         return Check("round trip", "slow", says, helps)
     return Check("round trip", "ok", says)
 
