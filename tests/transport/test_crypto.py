@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import random
 from typing import Any
 
@@ -191,3 +193,24 @@ def test_old_versions_of_cryptography_without_the_copy_free_calls_give_the_same_
             cipher.open_into(nonce, memoryview(sealed), b"", memoryview(plain))
     assert results[0] == results[1]
     assert results[0][1] == b"text"
+
+
+def test_a_mark_is_the_keyed_hash_of_everything_before_it() -> None:
+    secret = bytes(range(32))
+    key = hmac.digest(secret, b"gradwire transport 1 mark\x01", "sha256")
+    expected = hashlib.blake2b(b"datagram", key=key, digest_size=16).digest()
+    assert crypto.Marker(secret).mark(b"datagram") == b"datagram" + expected
+
+
+def test_only_the_holder_of_the_secret_marks_and_every_bit_counts() -> None:
+    marker = crypto.Marker(bytes(range(32)))
+    marked = marker.mark(b"datagram")
+    assert marker.is_marked(marked)
+    others = (crypto.Marker(bytes(32)), crypto.Marker(bytes(range(32)), insecure=True))
+    assert not any(other.is_marked(marked) for other in others)
+    for bit in range(8 * len(marked)):
+        changed = bytearray(marked)
+        changed[bit // 8] ^= 1 << bit % 8
+        assert not marker.is_marked(bytes(changed))
+    assert not marker.is_marked(b"")
+    assert not marker.is_marked(marked[:-1])

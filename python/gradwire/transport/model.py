@@ -119,7 +119,7 @@ class Limits:
         suspect_s: silence after which a peer may be replaced by a new session of the same node.
         down_s: silence after which a peer is lost.
         lag_s: time without progress, with something to send, after which a peer counts as lagging.
-        handshakes_per_s: first messages of handshakes looked at per second.
+        handshakes_per_s: first messages of handshakes decrypted per second, and as many again of the last two minutes.
         rekey_records: records sealed under one key.
         rekey_s: time one key is used.
     """
