@@ -50,6 +50,7 @@ def check_outbound(outbound: Outbound) -> None:
     in_flight = 0
     for flight in outbound._flights.values():
         under_way = 0
+        assert flight.record is None or flight.number < outbound.limit, "sent without credit"
         for sent in flight.sent:
             assert not under_way & sent.mask, "a fragment is in flight twice"
             under_way |= sent.mask

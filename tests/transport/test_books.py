@@ -121,3 +121,15 @@ def test_an_older_datagram_from_a_former_address_does_not_move_the_peer_back() -
     assert session.address == two.address
     ticket = simulator.publish(one, b"to the new address")
     simulator.run_until(lambda: ticket.is_done, 0.1)
+
+
+def test_a_message_that_will_never_be_whole_gives_its_room_back() -> None:
+    simulator = Simulator(5)
+    one, two = simulator.mesh(2)
+    simulator.link(one, two).rate_bytes_per_s = 1e6
+    simulator.publish(one, bytes(1 << 20))
+    simulator.run_for(0.5)
+    assert two.endpoint.stats().receive_queue_bytes == 1 << 20
+    simulator.crash(one)
+    simulator.run_until(lambda: bool(two.lost), 12.0)
+    assert two.endpoint.stats().receive_queue_bytes == 0

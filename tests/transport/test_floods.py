@@ -220,6 +220,24 @@ def test_a_recorded_knock_in_the_name_of_a_seed_does_not_stop_our_own() -> None:
     simulator.run_until(lambda: bool(two.endpoint.peers), 2.1)
 
 
+def test_recorded_knocks_in_the_name_of_a_seed_do_not_keep_us_from_knocking_there() -> None:
+    simulator = Simulator(15)
+    two = simulator.add("two", node_id=5)
+    seed = ("seed", 1)
+    two.endpoint.connect(seed)
+    knocks = recorded_knocks(simulator, 60)
+    for number, knock in enumerate(knocks):
+        simulator.call_at(
+            simulator.now_s + 0.5 * number,
+            lambda knock=knock: two.endpoint.receive(
+                memoryview(knock), INIT_BYTES, seed, simulator.now_s
+            ),
+        )
+    simulator.run_for(13.0)  # beyond the end of the first attempt
+    simulator.add("seed")
+    simulator.run_until(lambda: bool(two.endpoint.peers), 2.1)
+
+
 def test_who_throws_our_knocks_back_at_us_keeps_us_from_a_seed_for_a_minute_only() -> None:
     simulator = Simulator(13)
     one, two = simulator.add("one"), simulator.add("two")

@@ -540,7 +540,8 @@ class Endpoint:
         self._knock_at_s = NEVER_S if next_at_s is None else next_at_s
 
     def _connected(self) -> tuple[set[Address], set[int]]:
-        addresses = {session.address for session in self._sessions.values()}
+        """Return where and at whom not to knock; who has only knocked here may be a recording in another's name."""
+        addresses = set(self._addresses)
         addresses.update(
             session.target for session in self._sessions.values() if session.target is not None
         )
