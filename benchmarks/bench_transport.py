@@ -4,7 +4,7 @@ Everything is measured in one run, between processes on loopback where nothing e
 and messages of 1 MB. Loopback never cuts a burst into packets, so absolute rates say little about a network card;
 ratios and processor time per gigabyte do. What is not installed or not allowed here is skipped by name.
 
-    python benchmarks/bench_transport.py                  # the table, three minutes
+    python benchmarks/bench_transport.py                  # the table, five minutes
     python benchmarks/bench_transport.py --smoke          # everything once, no figure counts
 """
 

@@ -568,7 +568,12 @@ def test_a_peer_without_a_secret_ends_with_status_1_and_the_command_that_makes_o
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--serve", "127.0.0.1:1"], ["--serve", "--json"], ["--bind", "nowhere"]],
+    [
+        ["--serve", "127.0.0.1:1"],
+        ["--serve", "--json"],
+        ["--bind", "nowhere"],
+        ["a-name-without-a-port"],
+    ],
 )
 def test_arguments_that_do_not_fit_end_with_status_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

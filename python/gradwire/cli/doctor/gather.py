@@ -52,9 +52,10 @@ def look(bind: str, network_mask: str | None, peer: str | None) -> Machine:
         peer: "host:port" of a peer, which decides on the route; or None.
 
     Raises:
-        ValueError: ``bind`` is not an address.
+        ValueError: ``bind`` or ``peer`` is not an address.
     """
-    parse_address(bind)
+    for address in filter(None, (bind, peer)):
+        parse_address(address)
     binding = look_at_binding(bind, network_mask, peer)
     return Machine(
         system=platform.system(),
