@@ -48,11 +48,13 @@ class Cable:
         rate_mbit: rate in Mbit/s, of everything from the Ethernet header on.
         loss: share of the UDP datagrams that are lost, in steps of a thousandth.
         queue_ms: how much waits before it when it is busy; what does not fit is lost as well.
+        mtu: largest IP packet that passes, to begin with; the devices of the hosts take as much.
     """
 
     rate_mbit: int
     loss: float = 0.0
     queue_ms: float = 10.0
+    mtu: int = 1_500
 
 
 class Refused(Exception):
@@ -75,7 +77,7 @@ class Network:
         """Set everything up."""
         self._add_namespaces()
         for host in HOSTS:
-            self._plug_in(host)
+            self._plug_in(host, cable.mtu)
         self._lay(cable)
         for host in HOSTS:
             self._let_group(host)
@@ -83,6 +85,11 @@ class Network:
     def within(self, host: str) -> list[str]:
         """Return what to put before a command that is to run on a host."""
         return ["ip", "netns", "exec", self._namespace(host)]
+
+    def shrink(self, mtu: int) -> None:
+        """Let the cable silently lose every larger packet from now on: no ICMP tells the hosts."""
+        for host in HOSTS:
+            _run("ip", "-n", self._switch, "link", "set", f"x{host}", "mtu", str(mtu))
 
     def cut(self, target: str) -> int:
         """Return how many datagrams towards a host the cable has lost at random."""
@@ -119,14 +126,14 @@ class Network:
             _run("ip", "netns", "add", namespace)
             _run("ip", "-n", namespace, "link", "set", "lo", "up")
 
-    def _plug_in(self, host: str) -> None:
+    def _plug_in(self, host: str, mtu: int) -> None:
         space, switch = self._namespace(host), self._switch
         port, bridge = f"p{host}", f"br{host}"
         _run("ip", "-n", switch, "link", "add", bridge, "type", "bridge")
         _run("ip", "-n", switch, "link", "set", bridge, "up")
         _run(
-            *("ip", "link", "add", DEVICE, "netns", space, "type", "veth"),
-            *("peer", "name", port, "netns", switch),
+            *("ip", "link", "add", DEVICE, "netns", space, "mtu", str(mtu), "type", "veth"),
+            *("peer", "name", port, "netns", switch, "mtu", str(mtu)),
         )
         _run("ip", "-n", switch, "link", "set", port, "master", bridge, "up")
         _run("ip", "-n", space, "addr", "add", f"{self.addresses[host]}/24", "dev", DEVICE)
@@ -134,7 +141,11 @@ class Network:
 
     def _lay(self, cable: Cable) -> None:
         switch = self._switch
-        _run("ip", "-n", switch, "link", "add", "xa", "type", "veth", "peer", "name", "xb")
+        mtu = str(cable.mtu)
+        _run(
+            *("ip", "-n", switch, "link", "add", "xa", "mtu", mtu, "type", "veth"),
+            *("peer", "name", "xb", "mtu", mtu),
+        )
         for host in HOSTS:
             end = f"x{host}"
             _run("ip", "-n", switch, "link", "set", end, "gso_max_segs", "1")

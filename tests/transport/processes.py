@@ -200,8 +200,8 @@ class Commands:
     def stats(self) -> Json:
         """Return the counters."""
         counters = asdict(self._node.stats())
-        del counters["peers"]
-        return {"stats": counters, "processor_s": time.process_time()}
+        paths = {str(path["peer"]["id"]): path["path_mtu_bytes"] for path in counters.pop("peers")}
+        return {"stats": counters, "path_mtu_bytes": paths, "processor_s": time.process_time()}
 
     def events(self) -> Json:
         """Return who was lost and why, with the tags of what they did not get."""
