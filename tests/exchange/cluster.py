@@ -169,7 +169,7 @@ class Cluster:
         for other in self.nodes:
             if other is not node:
                 self.link(node.peer, other.peer).append(PeerLost(node.peer, "left"))
-                self._links.pop((other.peer, node.peer), None)
+                self._lose(other.peer, node.peer, keeps=0)
         node.is_closed = True
 
     def kill(self, node: FakeNode) -> None:
@@ -178,7 +178,7 @@ class Cluster:
         for other in self.nodes:
             if other is not node:
                 self._break(node.peer, other.peer)
-                self._links.pop((other.peer, node.peer), None)
+                self._lose(other.peer, node.peer, keeps=0)
 
     def start(self, node: FakeNode, work: Callable[[], Any]) -> _Worker:
         """Let a worker use a node; ``work`` runs in turns with the others'."""
@@ -269,13 +269,16 @@ class Cluster:
             one.ticket.settle(receiver, delivered=True)
 
     def _break(self, sender: Peer, receiver: Peer) -> None:
+        self._lose(sender, receiver, keeps=self.random.randint(0, len(self.link(sender, receiver))))
+        self.link(sender, receiver).append(PeerLost(sender, "timeout"))
+
+    def _lose(self, sender: Peer, receiver: Peer, *, keeps: int) -> None:
+        """Lose all but the first packets that are under way."""
         queue = self.link(sender, receiver)
-        kept = self.random.randint(0, len(queue))
-        lost = [queue.pop() for _ in range(len(queue) - kept)]
-        for one in lost:
+        while len(queue) > keeps:
+            one = queue.pop()
             if isinstance(one, _Packet):
                 one.ticket.settle(receiver, delivered=False)
-        queue.append(PeerLost(sender, "timeout"))
 
 
 @contextmanager

@@ -122,18 +122,18 @@ class Note:
 
     Attributes:
         admits: ready nodes that it sees; one that all members see in the same step is a member from the next on.
-        asks_digest: whether all are to compute a digest after this step.
-        digest: (step, digest of the parameters after it), or None.
+        cut: number K: all are to compute a digest of the state with all updates below K and no others; or None.
+        digest: (cut, digest), or None.
     """
 
     admits: tuple[Place, ...] = ()
-    asks_digest: bool = False
+    cut: int | None = None
     digest: tuple[int, str] | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to say."""
-        return not (self.admits or self.asks_digest or self.digest)
+        return not self.admits and self.cut is None and self.digest is None
 
     def encode(self) -> bytes:
         """Return it as bytes."""
@@ -146,7 +146,7 @@ class Note:
             payload,
             lambda found: Note(
                 tuple(map(_place, found["admits"])),
-                bool(found["asks_digest"]),
+                None if found["cut"] is None else int(found["cut"]),
                 (int(found["digest"][0]), str(found["digest"][1])) if found["digest"] else None,
             ),
         )

@@ -13,6 +13,7 @@ from ..errors import MessageError, Mismatch, NonFiniteUpdate, TooLarge, WouldBlo
 from ..message import Message, apply, apply_many, dense_message
 from . import checkpoint, clock
 from .control import VERSION, Hello, Kind, Phase, Request, place_of
+from .digest import Digests, digest_of
 from .groups import Codec, Groups
 from .members import POLL_S, Members
 from .options import Options
@@ -116,7 +117,8 @@ class Exchange:
         momentum: local momentum correction; the update must then come without momentum.
         factor_masking: take the momentum from elements that were sent.
         clip_norm: largest Euclidean norm of one node's update; more is scaled down before it is accumulated.
-        digest_s: seconds between comparisons of the replicas; 0: never.
+        digest_s: seconds between comparisons of the replicas, more where they would cost more than one part in 50 of
+            the time; 0: never. Asynchronous replicas are compared only where they are exact.
         on_step: called with every `StepResult` of a step that sent something.
 
     Raises:
@@ -189,6 +191,9 @@ class Exchange:
         self._members.on_control = self._take_control
         self._members.on_gone = self._forget_donor
         self._donor = Donor(node)
+        ahead = 1 if mode == "sync" else max_staleness + 2
+        is_comparable = mode == "sync" or exact
+        self._digests = Digests(node.peer, digest_s if is_comparable else 0.0, ahead)
         self._incoming: Incoming | None = None
         self._requests = 0
         self._sent: deque[_Own] = deque(maxlen=self._keeps)
@@ -221,6 +226,7 @@ class Exchange:
             numel=self._groups.numel,
             members=len(self.members),
             residual_norm=self._groups.residual_norm(),
+            digests=self._digests.agreed,
         )
 
     def wait_for_peers(self) -> tuple[Peer, ...]:
@@ -310,6 +316,7 @@ class Exchange:
                 it was.
             TooLarge: the message is larger than the node's limit; all of it is back in the residual.
             Closed: the node has been closed.
+            Diverged: the step is done, and it turned out that most others hold other parameters; see ``resync``.
         """
         self._begin(params, optimizer_state)
         if self._options.every > 1:
@@ -364,6 +371,7 @@ class Exchange:
             scale = self._scale(len(self.members) + 1)
             self._replica.apply(arrived, params, scale, has_moved=True)
         self._serve(params, ())
+        self._compare(params)
         return len(arrived)
 
     def _begin(self, params: Any, optimizer_state: Sequence[Any]) -> None:
@@ -504,6 +512,7 @@ class Exchange:
         self._serve(params, optimizer_state)
         if self._options.on_step is not None:
             self._options.on_step(result)
+        self._compare(params)
         return result
 
     def _swap(self, own: _Own) -> None:
@@ -532,7 +541,8 @@ class Exchange:
         if own.is_handed_over:
             return
         if self._members.next_step <= own.step:
-            self._members.send_note(own.step)
+            cut = self._digests.name_cut(own.step, is_first=self._members.is_first)
+            self._members.send_note(own.step, cut, self._digests.take())
         if not self._members.flush():
             return
         try:
@@ -631,6 +641,7 @@ class Exchange:
         self._replica.apply(payloads, params, self._scale(len(payloads)))
         self._members.finish_step(self._step, [peer for peer, _ in taken])
         self._step += 1
+        self._hear_and_compute(params)
 
     def _take_snapshot(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Ask for a snapshot; load the one that is here."""
@@ -680,7 +691,13 @@ class Exchange:
         """Between two steps: give snapshots to those who have asked."""
         if self._members.phase is Phase.IN and not self._members.agreement.unsettled:
             positions = {**self._members.positions, self._node.peer: self._step}
-            self._donor.serve(positions, lambda: self._snapshot(positions, params, optimizer_state))
+            try:
+                self._donor.serve(
+                    positions, lambda: self._snapshot(positions, params, optimizer_state)
+                )
+            except (TypeError, ValueError) as error:
+                _LOG.error("no snapshot for those who want to come in: %s", error)
+                self._donor.refuse()
         self._donor.pump()
 
     def _snapshot(
@@ -729,6 +746,7 @@ class Exchange:
         if self._replica.anchor:
             put(writable_views(params), self._replica.anchor)
         put(writable_views(optimizer_state), snapshot.arrays[snapshot.params :])
+        self._digests.forget()
         self._step = snapshot.step
 
     def _put_back_unapplied(self, final: int | None) -> None:
@@ -743,6 +761,42 @@ class Exchange:
             if final is None or own.step >= final:
                 self._groups.put_back(own.messages)
         self._sent.clear()
+
+    # ---- comparing ---------------------------------------------------------------------------------------------------
+
+    def _compare(self, params: Any) -> None:
+        """Between two steps: take part in comparing the replicas."""
+        self._hear_and_compute(params)
+        if self._members.phase is Phase.IN:
+            self._digests.judge(self.members)
+
+    def _hear_and_compute(self, params: Any) -> None:
+        for peer, note in self._members.heard:
+            self._digests.hear(peer, note)
+        self._members.heard.clear()
+        reached = self._members.reached
+        at = self._step if reached is None or self._options.is_sync else min(reached, self._step)
+        self._digests.compute(at, lambda cut: self._digest(cut, params))
+
+    def _digest(self, cut: int, params: Any) -> str | None:
+        """Return the digest of the state at a cut; None where it cannot be told."""
+        if self._options.is_sync:
+            if cut != self._step:
+                return None
+            try:
+                state = digest_of(self._replica.anchor or views(params))
+            except TypeError:
+                return None  # not in this machine's memory
+            return f"{self._members.names_at(cut)}-{state}"
+        beyond = self._members.applied_from(cut)
+        total = self._replica.total
+        if beyond is None or not isinstance(total, ExactSum) or not total.initial:
+            return None
+        if self._sent and self._sent[0].step > cut and len(self._sent) == self._keeps:
+            return None
+        beyond += [own.messages for own in self._sent if own.step >= cut]
+        state = digest_of([*total.initial, *total.without(beyond)])
+        return f"{self._members.names_at(cut)}-{state}"
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

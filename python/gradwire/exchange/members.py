@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,7 @@ class Members:
         )
         self.lost: list[Peer] = []
         self.joined: list[Peer] = []
+        self.heard: list[tuple[Peer, Note]] = []  # with the updates that were taken to be applied
         self.ignored = 0
         self.agreement = Agreement()
         self.on_control: Callable[[Peer, int, int, memoryview], None] = lambda *_: None
@@ -92,6 +94,7 @@ class Members:
         self._welcomed: set[Peer] = set()
         self._broken: set[Peer] = set()
         self._ready: set[Peer] = set()
+        self._oldest_cut = 0  # what this node has applied is known from here on, update by update
         self._own_notes: dict[int, Note] = {}
         self._outbox: deque[tuple[int, bytes, Peer | None]] = deque()
 
@@ -132,16 +135,60 @@ class Members:
 
     def take_step(self, step: int) -> list[tuple[Peer, list[Message]]]:
         """Return the members that sent messages of ``step``, with those, and forget them."""
-        return [(peer, stream.take()) for peer, stream in self._members.items() if step in stream]
+        return [
+            (peer, self._take(peer, stream))
+            for peer, stream in self._members.items()
+            if step in stream
+        ]
 
     def take_all(self) -> list[tuple[Peer, list[Message]]]:
         """Return members and messages of all that has come, every member's in its order, and forget it."""
         taken = []
         for peer, stream in self._members.items():
             while stream.position in stream:
-                taken.append((peer, stream.take()))
+                taken.append((peer, self._take(peer, stream)))
         self._let_go()
         return taken
+
+    def _take(self, peer: Peer, stream: Stream) -> list[Message]:
+        note = stream.notes.get(stream.position)
+        if note is not None:
+            self.heard.append((peer, note))
+        return stream.take()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this node has the lowest id of all members."""
+        return self.phase is Phase.IN and all(self._node.peer < peer for peer in self.peers)
+
+    @property
+    def reached(self) -> int | None:
+        """The number below which every member's updates are applied; None without members."""
+        return min((stream.position for stream in self._members.values()), default=None)
+
+    def names_at(self, cut: int) -> str:
+        """Return what tells apart who contributed to the state at a cut, as far as this node knows."""
+        places = [place_of(peer) for peer, stream in self._members.items() if stream.begun < cut]
+        if self._first_step < cut:
+            places.append(self._place)
+        return f"{zlib.crc32(repr(sorted(places)).encode()):08x}"
+
+    def applied_from(self, step: int) -> list[list[Message]] | None:
+        """Return what was applied of updates from ``step`` on; None if that cannot be told any more."""
+        if step < self._oldest_cut:
+            return None
+        found = []
+        for stream in [*self._members.values(), *self._past.values()]:
+            first = max(step, stream.begun)
+            payloads = [
+                payload
+                for tag, payload in stream.raw(first, stream.position)
+                if split_tag(tag)[0] == Kind.UPDATE
+            ]
+            if len(payloads) < stream.position - first:
+                return None
+            found += [self._groups.parse(payload) for payload in payloads]
+        return found
 
     # ---- beginning together ------------------------------------------------------------------------------------------
 
@@ -346,6 +393,7 @@ class Members:
             return False
         self.agreement.finals = {Peer(*one, "unknown"): at for one, at in snapshot.finals.items()}
         self.origin = snapshot.origin
+        self._oldest_cut = max(positions.values())
         self.next_step = step
         for peer, at in chosen.items():
             self._add_member(peer, at)
@@ -373,6 +421,8 @@ class Members:
             raise self._wrong_step(peer, stream.first)
         stream.start_at(at)
         self._members[peer] = stream
+        if peer in self._past:
+            self._oldest_cut = max(self._oldest_cut, at)
         self._ready.discard(peer)
         self._past.pop(peer, None)
         self.agreement.readmit(peer)
@@ -382,12 +432,6 @@ class Members:
         _LOG.info("%s comes in with step %d", peer.address, at)
         self._add_member(peer, at)
         self.joined.append(peer)
-
-    def note(self, step: int) -> Note:
-        """Return what this node adds to its update of ``step``: the newcomers that it sees are ready."""
-        note = Note(admits=tuple(sorted(map(place_of, self._ready)))) if self._ready else Note()
-        self._own_notes[step] = note
-        return note
 
     @staticmethod
     def _places(peers: Iterable[Peer]) -> dict[Place, Peer]:
@@ -602,9 +646,10 @@ class Members:
             self._outbox.popleft()
         return True
 
-    def send_note(self, step: int) -> None:
-        """Send what belongs to the update of ``step``, once, before that."""
-        note = self.note(step)
+    def send_note(self, step: int, cut: int | None, digest: tuple[int, str] | None) -> None:
+        """Send what belongs to the update of ``step``, once, before that: the newcomers that this node sees too."""
+        note = Note(tuple(sorted(map(place_of, self._ready))), cut, digest)
+        self._own_notes[step] = note
         self.next_step = step + 1
         if not note.is_empty:
             self._send(Kind.NOTE, step, note.encode())

@@ -21,6 +21,7 @@ _COUNTERS = {
     "ignored": "messages from nodes that are no members",
     "lost": "members that went",
     "joined": "members that came",
+    "digests": "comparisons of all replicas that found them the same",
     "encode_s": "seconds spent encoding",
     "wait_s": "seconds spent waiting for room and for the others",
     "apply_s": "seconds spent adding to the parameters",

@@ -90,6 +90,7 @@ class ExchangeStats:
         threshold: of the last message.
         staleness: of the last step.
         members: other members now.
+        digests: times that all members' replicas were compared and found the same.
         residual_norm: Euclidean norm of what was not sent yet, at this moment.
         encode_s: time spent encoding.
         wait_s: time spent waiting for room and for the others.
@@ -109,6 +110,7 @@ class ExchangeStats:
     threshold: float
     staleness: int
     members: int
+    digests: int
     residual_norm: float
     encode_s: float
     wait_s: float
@@ -142,7 +144,9 @@ class Totals:
         self.apply_s += result.apply_s
         self.last = result
 
-    def stats(self, *, numel: int, members: int, residual_norm: float) -> ExchangeStats:
+    def stats(
+        self, *, numel: int, members: int, digests: int, residual_norm: float
+    ) -> ExchangeStats:
         """Return the totals as they are."""
         last = self.last
         return ExchangeStats(
@@ -159,6 +163,7 @@ class Totals:
             threshold=last.threshold if last else 0.0,
             staleness=last.staleness if last else 0,
             members=members,
+            digests=digests,
             residual_norm=residual_norm,
             encode_s=self.encode_s,
             wait_s=self.wait_s,

@@ -171,6 +171,10 @@ class Donor:
             for part in _parts(snapshot):
                 self._outgoing.append((peer, number, part))
 
+    def refuse(self) -> None:
+        """Give nothing to those who have asked; they ask another member."""
+        self._requests.clear()
+
     def pump(self) -> None:
         """Send what there is room for."""
         while self._outgoing:

@@ -17,12 +17,14 @@ class Stream:
         first: number of the first update that arrives in full; None: whichever comes first.
         received: number of the next update to arrive.
         position: number of the next update to apply.
+        begun: number of the first update that was applied from here, not with a snapshot.
         notes: what came with the updates, by step.
     """
 
     def __init__(self, first: int | None, keeps: int) -> None:
         self.first = first
         self.received = self.position = first or 0
+        self.begun = self.position
         self.notes: dict[int, Note] = {}
         self._keeps = keeps
         self._messages: dict[int, list[Message]] = {}
@@ -39,7 +41,7 @@ class Stream:
     def accepts(self, step: int) -> bool:
         """Return whether the update of ``step`` is the next to arrive."""
         if self.first is None:
-            self.first = self.received = self.position = step
+            self.first = self.received = self.position = self.begun = step
         return step == self.received
 
     def add_note(self, step: int, note: Note, payload: memoryview) -> None:
@@ -65,7 +67,7 @@ class Stream:
             self.first = self.received = step
         for old in [old for old in self._messages if old < step]:
             del self._messages[old]
-        self.position = step
+        self.position = self.begun = step
         self._trim()
 
     def take(self) -> list[Message]:

@@ -127,6 +127,14 @@ class ExactSum:
         self.write(params)
         return self.exactness.is_proven
 
+    def without(self, payloads: Sequence[Sequence[Message]]) -> Arrays:
+        """Return what the sum would be without the messages of some payloads: exactly, as long as it is exact."""
+        total = copies(self.total)
+        for index in range(len(self._groups)):
+            messages = [payload[index] for payload in payloads]
+            apply_many(messages, self._groups.select(total, index), -1.0)
+        return total
+
     def write(self, params: Any) -> None:
         """Set ``params`` to initial + scale * sum."""
         for target, initial, total in zip(

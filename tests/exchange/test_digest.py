@@ -1,0 +1,163 @@
+"""Replicas are compared while they train: what differs is found within seconds, and nothing else is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.exchange.digest import Digests, digest_of
+
+from .cluster import FakeNode, cluster
+
+NUMEL = 40
+MODES: list[dict[str, Any]] = [
+    {},
+    {"every": 2},
+    {"exact": True},
+    {"mode": "async", "exact": True, "max_staleness": 3},
+]
+
+
+def update(node_id: int, step: int) -> Any:
+    rng = np.random.default_rng([51, node_id, step])
+    return (rng.standard_normal(NUMEL) / 8).astype(np.float32)
+
+
+def train(
+    node: FakeNode, options: dict[str, Any], params: Any, steps: int, peers: int
+) -> tuple[int | None, gw.Exchange]:
+    """Train, and resync when told to; return at which step that was."""
+    share = gw.Exchange(
+        gw.Encoder(NUMEL, gw.TargetDensity(0.2)), node, peers=peers, digest_s=0.2, **options
+    )
+    found_at = None
+    share.join(params)
+    for count in range(steps):
+        node.cluster.compute(node, 0.1 + 0.05 * node.cluster.random.random())
+        if share.next_step >= steps and share.stats.staleness == 0:
+            break
+        try:
+            share.step(update(node.peer.id, count), params)
+        except gw.Diverged as error:
+            text = str(error)
+            found_at = share.next_step if node.peer.address in text and "resync" in text else -1
+            share.resync(params)
+    if share.next_step > 0 and options.get("mode") == "async":
+        for _ in range(40):  # everybody's last updates
+            share.catch_up(params, timeout_s=0.05)
+    node.cluster.close(node)
+    return found_at, share
+
+
+@pytest.mark.parametrize("options", MODES, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_replicas_that_are_the_same_are_found_the_same(seed: int, options: Any) -> None:
+    replicas = [np.ones(NUMEL, np.float32) for _ in range(3)]
+    with cluster(seed) as world:
+        nodes = [world.node(10 * rank) for rank in range(3)]
+        workers = [
+            world.start(node, lambda n=node, p=params: train(n, options, p, 60, 2))
+            for node, params in zip(nodes, replicas, strict=True)
+        ]
+        world.run()
+    for worker in workers:
+        found_at, share = worker.result
+        assert found_at is None
+        assert share.stats.digests >= 3
+    assert len({params.tobytes() for params in replicas}) == 1
+
+
+@pytest.mark.parametrize("options", MODES, ids=str)
+def test_a_replica_that_began_differently_is_told_so_and_comes_in_again(options: Any) -> None:
+    replicas = [np.ones(NUMEL, np.float32) for _ in range(3)]
+    replicas[1][7] = 1.5
+    with cluster(3) as world:
+        nodes = [world.node(10 * rank) for rank in range(3)]
+        workers = [
+            world.start(node, lambda n=node, p=params: train(n, options, p, 60, 2))
+            for node, params in zip(nodes, replicas, strict=True)
+        ]
+        world.run()
+    found = [worker.result[0] for worker in workers]
+    assert found[0] is found[2] is None
+    assert found[1] is not None
+    assert 0 < found[1] <= 20
+    assert workers[1].result[1].stats.digests > 0, "compared again after it came in again"
+    assert replicas[0].tobytes() == replicas[2].tobytes()
+    if options in ({}, {"exact": True}):  # the others have steps of its own in between
+        assert replicas[1].tobytes() == replicas[0].tobytes()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_coming_in_and_dying_are_no_divergence(seed: int) -> None:
+    options = {"mode": "async", "exact": True, "max_staleness": 3}
+    replicas = [np.ones(NUMEL, np.float32) for _ in range(4)]
+    with cluster(seed) as world:
+
+        def start(rank: int, peers: int) -> Any:
+            node = world.node(10 * rank)
+            return node, world.start(node, lambda: train(node, options, replicas[rank], 60, peers))
+
+        started = [start(rank, 2) for rank in range(3)]
+        world.plan(world.random.randint(150, 300), lambda: started.append(start(3, 1)))
+        world.plan(world.random.randint(400, 700), lambda: world.kill(started[1][0]))
+        world.run()
+    alive = [worker for node, worker in started if not node.is_dead]
+    assert len(alive) >= 3 or started[1][0].is_closed
+    for worker in alive:
+        assert worker.result[0] is None
+        assert worker.result[1].stats.digests > 0
+
+
+def test_the_majority_is_right_and_of_equals_the_lowest_id() -> None:
+    def outcome(mine: str, *others: str) -> bool:
+        from gradwire.exchange.control import Note
+        from gradwire.transport import Peer
+
+        me = Peer(5, 1, "me:1")
+        peers = [Peer(1 + 9 * index, 1, f"peer{index}:1") for index in range(len(others))]
+        with cluster(0):
+            digests = Digests(me, 1.0, ahead=1)
+            assert digests.name_cut(3, is_first=True) == 4
+            digests.compute(4, lambda _: mine)
+            for peer, one in zip(peers, others, strict=True):
+                digests.hear(peer, Note(digest=(4, one)))
+            try:
+                digests.judge(peers)
+            except gw.Diverged:
+                return False
+        return True
+
+    assert outcome("m-a", "m-a")
+    assert not outcome("m-a", "m-b"), "peer0 has the lower id"
+    assert outcome("m-a", "m-b", "m-a")
+    assert not outcome("m-a", "m-b", "m-b")
+    assert outcome("m-a", "n-b", "n-b"), "not all knew of the same members"
+
+
+def test_a_digest_tells_every_bit() -> None:
+    params = [np.zeros(3, np.float32), np.zeros((2, 2))]
+    before = digest_of(params)
+    params[1][1, 1] = -0.0
+    assert digest_of(params) != before
+
+
+def test_expensive_digests_come_less_often() -> None:
+    with cluster(0) as world:
+        digests = Digests(world.node(1).peer, 1.0, ahead=1)
+
+        def slow(_: int) -> str:
+            world.now_s += 0.5
+            return "a"
+
+        cuts = []
+        for step in range(100):
+            cuts.append(digests.name_cut(step, is_first=True))
+            digests.compute(step + 1, slow)
+            world.now_s += 1.0
+    named = [at for at, cut in enumerate(cuts) if cut is not None]
+    assert named[:2] == [0, 1]
+    assert named[2] - named[1] == 25, "0.5 s are 1/50 of 25 s"
