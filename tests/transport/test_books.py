@@ -7,8 +7,10 @@ import random
 
 import pytest
 
+from gradwire.transport.model import Limits
 from gradwire.transport.wire import CONTROL, DATA, HEADER, RECORD_NUMBER_MAX
 
+from .faults import data_fragments, transfer
 from .simulator import Host, Link, Simulator
 
 
@@ -133,3 +135,100 @@ def test_a_message_that_will_never_be_whole_gives_its_room_back() -> None:
     simulator.crash(one)
     simulator.run_until(lambda: bool(two.lost), 12.0)
     assert two.endpoint.stats().receive_queue_bytes == 0
+
+
+def test_from_the_second_on_probes_ask_for_the_oldest_record_as_well() -> None:
+    simulator = Simulator(6, Link(delay_s=0.001))
+    one, two = simulator.mesh(2)
+    wire = Wire(simulator, one, two, loss=1.0)
+    first = one.endpoint.log.head
+    for index in range(3):
+        simulator.publish(one, b"x", index)
+    simulator.run_for(3.0)
+    probes = [number - first for number, _ in wire.sent[3:]]
+    assert probes[:5] == [2, 0, 2, 0, 2]
+
+
+def test_reordering_by_less_than_an_eighth_of_a_round_trip_repeats_nothing() -> None:
+    simulator = Simulator(7, Link(delay_s=0.05))
+    one, two = simulator.mesh(2)
+    for index in range(50):
+        simulator.publish(one, b"x", index)
+        simulator.run_for(0.02)
+    simulator.link(one, two).reorder = 0.05
+    tickets = []
+    for index in range(50, 250):
+        tickets.append(simulator.publish(one, bytes(10_000), index))
+        simulator.run_for(0.01)
+    simulator.run_until(lambda: all(ticket.is_done for ticket in tickets), 5.0)
+    assert one.endpoint.stats().retransmitted_fragments == 0
+    assert one.endpoint.stats().lost_bytes == 0
+
+
+def test_a_report_that_is_cut_off_makes_nothing_lost_of_which_it_does_not_speak() -> None:
+    link = Link(delay_s=0.05, drop=data_fragments(lambda _, fragment, __: fragment == 7))
+    done = transfer(link, 16 << 20)
+    assert link.lost_bytes > 200 * 1_400
+    assert done.resent_bytes <= 1.02 * link.lost_bytes
+
+
+def test_no_key_is_used_before_everybody_has_it() -> None:
+    simulator = Simulator(8, Link(delay_s=0.001))
+    one, two, three = simulator.mesh(3)
+    simulator.link(one, three).drop = lambda _, datagram: datagram[0] == CONTROL
+    one.endpoint.rotate_key(simulator.now_s)
+    for index in range(20):
+        simulator.publish(one, b"x", index)
+        simulator.run_for(0.02)
+    assert one.endpoint.sender_keys()[0].epoch == 0
+    simulator.link(one, three).drop = None
+    simulator.run_until(lambda: one.endpoint.sender_keys()[0].epoch == 1, 3.0)
+    assert len(two.received) == len(three.received) == 20
+    assert two.endpoint.stats().rejected_records == three.endpoint.stats().rejected_records == 0
+
+
+def test_no_third_key_is_made_while_somebody_lacks_records_under_the_first() -> None:
+    simulator = Simulator(9, Link(delay_s=0.001))
+    one, two, three = simulator.mesh(3, limits=Limits(rekey_records=5))
+    simulator.link(one, three).drop = lambda _, datagram: datagram[0] == DATA
+    for index in range(60):
+        simulator.publish(one, b"x", index)
+        simulator.run_for(0.05)
+    assert len(two.received) == 60
+    assert one.endpoint.sender_keys()[0].epoch == 1
+    simulator.link(one, three).drop = None
+    simulator.run_until(lambda: len(three.received) == 60, 3.0)
+    assert three.endpoint.stats().rejected_records == 0
+
+
+def test_who_reads_again_is_sent_to_again_within_a_round_trip() -> None:
+    limits = Limits(
+        message_bytes_max=1 << 20,
+        send_log_bytes=8 << 20,
+        receive_bytes=2 << 20,
+        window_bytes=1 << 19,
+    )
+    simulator = Simulator(10, Link(delay_s=0.001))
+    one, two = simulator.mesh(2, limits=limits)
+    two.reads = False
+    for index in range(60):
+        simulator.publish(one, bytes(100_000), index)
+    simulator.run_for(1.0)
+    two.reads = True
+    simulator.run_for(0.0001)
+    taken = len(two.received)
+    assert 5 < taken < 25
+    simulator.run_for(0.01)
+    assert len(two.received) > taken
+
+
+def test_two_nodes_that_slept_together_do_not_blame_each_other() -> None:
+    simulator = Simulator(11)
+    one, two = simulator.mesh(2)
+    for host in (one, two):
+        host.paused = True
+    simulator.run_for(60.0)
+    for host in (one, two):
+        simulator.resume(host)
+    simulator.run_for(5.0)
+    assert one.lost == two.lost == []
