@@ -73,6 +73,11 @@ class Digests:
         self._cut = step + self._ahead
         return self._cut
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a cut is named whose digest this node has not computed."""
+        return self._cut is not None
+
     def take(self) -> tuple[int, str] | None:
         """Return the digest to send with the next update, once."""
         found, self._to_send = self._to_send, None
@@ -111,6 +116,8 @@ class Digests:
         Raises:
             Diverged: most others hold something else than this node.
         """
+        if not self._heard:
+            return
         everybody = {self._me, *peers}
         for cut in sorted(self._heard):
             digests = self._heard[cut]

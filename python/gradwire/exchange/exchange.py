@@ -689,6 +689,8 @@ class Exchange:
 
     def _serve(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Between two steps: give snapshots to those who have asked."""
+        if self._donor.is_idle:
+            return
         if self._members.phase is Phase.IN and not self._members.agreement.unsettled:
             positions = {**self._members.positions, self._node.peer: self._step}
             try:
@@ -774,6 +776,8 @@ class Exchange:
         for peer, note in self._members.heard:
             self._digests.hear(peer, note)
         self._members.heard.clear()
+        if not self._digests.is_due:
+            return
         reached = self._members.reached
         at = self._step if reached is None or self._options.is_sync else min(reached, self._step)
         self._digests.compute(at, lambda cut: self._digest(cut, params))

@@ -92,6 +92,8 @@ class Members:
         self._past: dict[Peer, Stream] = {}
         self._hellos: dict[Peer, Hello] = {}
         self._welcomed: set[Peer] = set()
+        self._connected_in_order: tuple[Peer, ...] = ()
+        self._connected: frozenset[Peer] = frozenset()
         self._broken: set[Peer] = set()
         self._ready: set[Peer] = set()
         self._oldest_cut = 0  # what this node has applied is known from here on, update by update
@@ -439,15 +441,14 @@ class Members:
 
     def finish_step(self, step: int, contributors: Iterable[Peer]) -> None:
         """Admit those that all members have named with their update of ``step``, this node among them or not."""
+        self.next_step = max(self.next_step, step + 1)
         notes = [
             self._members[peer].notes.get(step) for peer in contributors if peer in self._members
         ]
         if self.phase is Phase.IN:
             notes.append(self._own_notes.pop(step, None))
-        named = [set(note.admits) if note is not None else set() for note in notes]
-        admitted = set.intersection(*named) if named else set()
-        known = self._places(self._others)
-        self.next_step = max(self.next_step, step + 1)
+        admitted = _named_by_all(notes)
+        known = self._places(self._others) if admitted else {}
         for place in sorted(admitted):
             if place == self._place:
                 self._first_step = step + 1
@@ -535,6 +536,8 @@ class Members:
     def _let_go(self) -> None:
         """Drop the members that are gone and of which everything is applied."""
         finals = self.agreement.finals
+        if not finals:
+            return
         gone = [
             peer
             for peer, stream in self._members.items()
@@ -553,6 +556,8 @@ class Members:
     def _look_for_gone(self, connected: frozenset[Peer], step: int) -> None:
         # Who has sent its update of this step may go: that shows in the next one. Unless something is to be agreed on.
         is_patient = self._is_sync and not self.agreement.unsettled
+        if not self._broken and connected >= self._members.keys():
+            return
         gone = [
             peer
             for peer in self._members
@@ -570,11 +575,14 @@ class Members:
     def poll(self, timeout_s: float, step: int) -> None:
         """Send what waits, receive for up to ``timeout_s``, and notice who is gone without an update for ``step``."""
         # Look who is connected before receiving: what a peer sent before it went down is then still taken.
-        connected = frozenset(self._node.peers)
-        for event in self._node.events():
+        peers, events = self._node.peers, self._node.events()
+        for event in events:
             if isinstance(event, PeerLost):
                 self._forget(event.peer)
-        self._greet(connected)
+        if events or peers != self._connected_in_order:
+            self._connected_in_order, self._connected = peers, frozenset(peers)
+            self._greet(self._connected)
+        connected = self._connected
         self.flush()
         for peer, tag, payload in self._node.receive(timeout_s=timeout_s):
             self._route(peer, tag, payload)
@@ -649,11 +657,22 @@ class Members:
     def send_note(self, step: int, cut: int | None, digest: tuple[int, str] | None) -> None:
         """Send what belongs to the update of ``step``, once, before that: the newcomers that this node sees too."""
         note = Note(tuple(sorted(map(place_of, self._ready))), cut, digest)
-        self._own_notes[step] = note
         self.next_step = step + 1
         if not note.is_empty:
+            if self._is_sync:
+                self._own_notes[step] = note
             self._send(Kind.NOTE, step, note.encode())
 
     def send(self, kind: Kind, number: int, payload: bytes, to: Peer | None = None) -> None:
         """Queue a control message for the other rooms of the exchange."""
         self._send(kind, number, payload, to)
+
+
+def _named_by_all(notes: list[Note | None]) -> set[Place]:
+    """Return the newcomers that every one of the notes admits."""
+    admitted = set(notes[0].admits) if notes and notes[0] is not None else set()
+    for note in notes:
+        if not admitted:
+            break
+        admitted &= set(note.admits) if note is not None else set()
+    return admitted

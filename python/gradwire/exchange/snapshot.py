@@ -142,6 +142,11 @@ class Donor:
         self._requests: dict[Peer, tuple[int, Request]] = {}
         self._outgoing: deque[tuple[Peer, int, memoryview]] = deque()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for anything."""
+        return not self._requests and not self._outgoing
+
     def ask(self, peer: Peer, number: int, request: Request) -> None:
         """Take a request; a newcomer's latest counts."""
         self._requests[peer] = (number, request)
