@@ -45,7 +45,7 @@ from .policy import (
 
 if TYPE_CHECKING:
     from . import dl4j
-    from .exchange import Exchange, ExchangeStats, Groups, Joined, StepResult, Warmup
+    from .exchange import Exchange, ExchangeStats, Groups, Joined, LocalTeam, StepResult, Warmup
     from .transport import Node, Peer
 
 __all__ = [
@@ -62,6 +62,7 @@ __all__ = [
     "GradwireError",
     "Groups",
     "Joined",
+    "LocalTeam",
     "Message",
     "MessageError",
     "Mismatch",
@@ -91,7 +92,15 @@ __all__ = [
     "parse_many",
 ]
 
-_FROM_EXCHANGE = ("Exchange", "ExchangeStats", "Groups", "Joined", "StepResult", "Warmup")
+_FROM_EXCHANGE = (
+    "Exchange",
+    "ExchangeStats",
+    "Groups",
+    "Joined",
+    "LocalTeam",
+    "StepResult",
+    "Warmup",
+)
 _LAZY = {
     "Node": "gradwire.transport",
     "Peer": "gradwire.transport",

@@ -1,0 +1,187 @@
+"""Several workers on one machine: one sum, one message, the same parameters for all."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import gradwire as gw
+from gradwire.exchange import LocalExchange, LocalTeam
+
+SECRET = bytes(range(32))
+SHAPES = [(7, 3), (5,)]
+NUMEL = 26
+THRESHOLD = 2.0**-6
+
+
+def tensors(seed: int | None = None) -> list[NDArray[np.float32]]:
+    """Return zeros, or multiples of 2^-12, whose sums are exact."""
+    if seed is None:
+        return [np.zeros(shape, np.float32) for shape in SHAPES]
+    rng = np.random.default_rng([61, seed])
+    return [(rng.integers(-99, 99, shape) / 2.0**12).astype(np.float32) for shape in SHAPES]
+
+
+def flat(arrays: list[Any]) -> NDArray[np.float64]:
+    return np.concatenate([np.asarray(one, np.float64).ravel() for one in arrays])
+
+
+def run_team(
+    work: Callable[[int, LocalExchange], Any], workers: int, **options: Any
+) -> tuple[list[Any], gw.Encoder]:
+    """Let threads do ``work(rank, share)`` on one machine without peers."""
+    enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
+    team_options = {name: options.pop(name) for name in ("average",) if name in options}
+    with (
+        LocalTeam(tensors(), workers, timeout_s=20.0, **team_options) as team,
+        gw.Node("127.0.0.1:0", secret=SECRET) as node,
+        ThreadPoolExecutor(workers) as pool,
+    ):
+        lead = team.lead(gw.Exchange(enc, node, peers=0, **options))
+        shares = [lead, *(team.follow(rank) for rank in range(1, workers))]
+        return list(pool.map(work, range(workers), shares)), enc
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_of_a_machine_lose_nothing_and_hold_the_same(workers: int) -> None:
+    def work(rank: int, share: LocalExchange) -> Any:
+        params = tensors()
+        results = [share.step(tensors(100 * rank + step), params) for step in range(5)]
+        return params, results
+
+    outcomes, enc = run_team(work, workers)
+    put_in = sum(flat(tensors(100 * rank + step)) for rank in range(workers) for step in range(5))
+    for params, results in outcomes:
+        np.testing.assert_array_equal(flat(params) + enc.residual, put_in)
+        assert [result.step for result in results] == list(range(5))
+        assert results == outcomes[0][1]
+
+
+def test_moved_parameters_of_workers_are_their_updates() -> None:
+    def work(rank: int, share: LocalExchange) -> Any:
+        params = tensors()
+        share.join(params)
+        for step in range(4):
+            for one, update in zip(params, tensors(100 * rank + step), strict=True):
+                one += update
+            share.step_moved(params)
+        return params
+
+    outcomes, enc = run_team(work, 2)
+    put_in = sum(flat(tensors(100 * rank + step)) for rank in range(2) for step in range(4))
+    for params in outcomes:
+        np.testing.assert_array_equal(flat(params) + enc.residual, put_in)
+
+
+def test_the_mean_of_the_workers_is_the_machine_s_update_when_asked() -> None:
+    def work(rank: int, share: LocalExchange) -> Any:
+        params = tensors()
+        share.step([np.full(shape, 4.0 * rank, np.float32) for shape in SHAPES], params)
+        return params
+
+    outcomes, _ = run_team(work, 2, average=True, codec="dense")
+    assert all((flat(params) == 2.0).all() for params in outcomes)
+
+
+def test_what_the_leader_s_step_raises_all_workers_raise() -> None:
+    def work(rank: int, share: LocalExchange) -> Any:
+        params = tensors()
+        bad = tensors(rank)
+        if rank == 1:
+            bad[0][0, 0] = np.nan
+        with pytest.raises(gw.NonFiniteUpdate, match="1"):
+            share.step(bad, params)
+        good = share.step(tensors(5), params)
+        return params, good.step
+
+    outcomes, enc = run_team(work, 2)
+    assert [step for _, step in outcomes] == [0, 0]
+    put_in = flat(tensors(0)) + flat(tensors(1)) + 2 * flat(tensors(5))
+    put_in[0] = 2 * flat(tensors(5))[0]
+    np.testing.assert_array_equal(flat(outcomes[0][0]) + enc.residual, put_in)
+
+
+def test_a_worker_that_does_not_come_is_missed_by_the_others() -> None:
+    with (
+        LocalTeam(tensors(), 2, timeout_s=0.05) as team,
+        gw.Node("127.0.0.1:0", secret=SECRET) as node,
+    ):
+        lead = team.lead(gw.Exchange(gw.Encoder(NUMEL, 1.0), node, peers=0))
+        with pytest.raises(TimeoutError, match="not all 2 workers"):
+            lead.step(tensors(1), tensors())
+
+
+def test_machines_send_one_message_each_whatever_their_workers() -> None:
+    def machine(node: gw.Node, workers: int) -> Any:
+        enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
+        with LocalTeam(tensors(), workers) as team, ThreadPoolExecutor(workers) as pool:
+            lead = team.lead(gw.Exchange(enc, node, peers=1))
+            shares = [lead, *(team.follow(rank) for rank in range(1, workers))]
+
+            def work(rank: int) -> Any:
+                params = tensors()
+                for step in range(6):
+                    shares[rank].step(tensors(1000 * workers + 100 * rank + step), params)
+                return params
+
+            found = list(pool.map(work, range(workers)))
+        return found, enc.residual.copy(), node.stats().messages_sent
+
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET) as one,
+        gw.Node("127.0.0.1:0", [one.address], secret=SECRET) as two,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        both = list(pool.map(machine, (one, two), (1, 3)))
+    put_in = sum(
+        flat(tensors(1000 * workers + 100 * rank + step))
+        for workers in (1, 3)
+        for rank in range(workers)
+        for step in range(6)
+    )
+    kept = sum(residual.astype(np.float64) for _, residual, _ in both)
+    for found, _, _ in both:
+        for params in found:
+            np.testing.assert_array_equal(flat(params) + kept, put_in)
+    sent = [count for _, _, count in both]
+    assert max(sent) <= 6 + 6, "six updates and a few greetings"
+
+
+def follow_in_a_process(team: LocalTeam, rank: int, pipe: Any) -> None:
+    share, params = team.follow(rank), tensors()
+    for step in range(3):
+        share.step(tensors(100 * rank + step), params)
+    pipe.send(flat(params).tolist())
+    team.close()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_can_be_processes(method: str) -> None:
+    context: Any = multiprocessing.get_context(method)
+    enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
+    with LocalTeam(tensors(), 2, timeout_s=60.0, context=context) as team:
+        here, there = context.Pipe()
+        process = context.Process(target=follow_in_a_process, args=(team, 1, there))
+        process.start()
+        with gw.Node("127.0.0.1:0", secret=SECRET) as node:
+            lead, params = team.lead(gw.Exchange(enc, node, peers=0)), tensors()
+            for step in range(3):
+                lead.step(tensors(step), params)
+        assert here.recv() == flat(params).tolist()
+        process.join(60)
+    assert process.exitcode == 0
+    put_in = sum(flat(tensors(100 * rank + step)) for rank in range(2) for step in range(3))
+    np.testing.assert_array_equal(flat(params) + enc.residual, put_in)
+
+
+def test_a_team_needs_workers_and_only_those() -> None:
+    with pytest.raises(ValueError, match="workers is 0"):
+        LocalTeam(tensors(), 0)
+    with LocalTeam(tensors(), 2) as team, pytest.raises(ValueError, match="rank is 2"):
+        team.follow(2)
