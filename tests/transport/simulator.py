@@ -77,7 +77,7 @@ class Host:
     incarnation: int = 1
     due_s: float | None = 0.0
     idle_polls: int = 0
-    inbox: list[tuple[bytes, Address]] = field(default_factory=list)
+    inbox: list[tuple[bytes, Address, bool]] = field(default_factory=list)
 
     @property
     def payloads(self) -> list[bytes]:
@@ -105,7 +105,8 @@ class Simulator:
         self.default = link or Link()
         self.links: dict[tuple[Address, Address], Link] = {}
         self.hosts: dict[Address, Host] = {}
-        self._queue: list[tuple[float, int, Address, Address, bytes]] = []
+        self.groups: dict[Address, set[Address]] = {}
+        self._queue: list[tuple[float, int, Address, Address, bytes, bool]] = []
         self._sequence = itertools.count()
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
 
@@ -206,9 +207,9 @@ class Simulator:
             self._look_at_all()
         touched = set()
         while self._queue and self._queue[0][0] <= self.now_s:
-            _, _, source, target, datagram = heapq.heappop(self._queue)
+            _, _, source, target, datagram, is_group = heapq.heappop(self._queue)
             touched.add(target)
-            self._arrive(source, target, datagram)
+            self._arrive(source, target, datagram, is_group)
         for address in list(self.hosts):
             host = self.hosts[address]
             due = None if address in touched else self._due_s(host)
@@ -227,21 +228,25 @@ class Simulator:
         """Return when the host's timers want it to be polled, as it said when it was polled last."""
         return host.due_s if host.alive and not host.paused else None
 
-    def _arrive(self, source: Address, target: Address, datagram: bytes) -> None:
+    def _arrive(self, source: Address, target: Address, datagram: bytes, is_group: bool) -> None:
         host = self.hosts.get(target)
         if host is None or not host.alive:
             return
         if host.paused:
-            if sum(len(data) for data, _ in host.inbox) < 1 << 20:  # the socket's receive buffer
-                host.inbox.append((datagram, source))
+            if sum(len(data) for data, _, _ in host.inbox) < 1 << 20:  # the socket's receive buffer
+                host.inbox.append((datagram, source, is_group))
             return
-        host.endpoint.receive(memoryview(datagram), len(datagram), source, self.now_s)
+        self._hand_over(host, datagram, source, is_group)
+
+    def _hand_over(self, host: Host, datagram: bytes, source: Address, is_group: bool) -> None:
+        receive = host.endpoint.receive_group if is_group else host.endpoint.receive
+        receive(memoryview(datagram), len(datagram), source, self.now_s)
 
     def resume(self, host: Host) -> None:
         """Wake a paused host: its socket buffer is still there."""
         host.paused = False
-        for datagram, source in host.inbox:
-            host.endpoint.receive(memoryview(datagram), len(datagram), source, self.now_s)
+        for datagram, source, is_group in host.inbox:
+            self._hand_over(host, datagram, source, is_group)
         host.inbox.clear()
         self._flush(host)
 
@@ -271,8 +276,14 @@ class Simulator:
             raise AssertionError(f"seed {self.seed}: {host.name} spins")
         host.due_s = None if due_s is None else max(due_s, self.now_s + STEP_GRAIN_S)
 
-    def send(self, source: Address, target: Address, datagram: bytes) -> None:
-        """Put one datagram on the network."""
+    def send(
+        self, source: Address, target: Address, datagram: bytes, *, is_group: bool = False
+    ) -> None:
+        """Put one datagram on the network; one to a multicast group goes to each of its members."""
+        if target in self.groups:
+            for member in sorted(self.groups[target] - {source}):
+                self.send(source, member, datagram, is_group=True)
+            return
         link = self.links.get((source, target), self.default)
         link.count += 1
         if self._is_lost(link, datagram):
@@ -289,7 +300,14 @@ class Simulator:
                 at_s += self.random.uniform(0.005, 0.010)
             heapq.heappush(
                 self._queue,
-                (at_s, next(self._sequence), source, target, self._corrupt(link, datagram)),
+                (
+                    at_s,
+                    next(self._sequence),
+                    source,
+                    target,
+                    self._corrupt(link, datagram),
+                    is_group,
+                ),
             )
 
     def _is_lost(self, link: Link, datagram: bytes) -> bool:

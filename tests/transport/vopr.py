@@ -18,9 +18,10 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from gradwire.errors import WouldBlock
-from gradwire.transport.model import Limits, Peer, PeerLost, Ticket
+from gradwire.transport.model import Address, Limits, Peer, PeerLost, Ticket
 
 from . import invariants
 from .simulator import Host, Link, Simulator
@@ -29,6 +30,7 @@ SIZES = (0, 1, 32, 300, 1_343, 1_344, 1_345, 5_000, 62_240, 62_241, 70_000, 200_
 LIMITS = Limits(
     message_bytes_max=1 << 20, send_log_bytes=4 << 20, receive_bytes=2 << 20, window_bytes=1 << 20
 )
+GROUP = ("239.1.2.3", 40_124)
 LIVENESS_S = 120.0
 
 
@@ -50,9 +52,24 @@ class History:
         self.blocked = 0
         self.quiet_at_s = 0.0
         count = self.random.choice((2, 2, 3, 4))
+        self.limits = LIMITS
+        self.group: Address | None = None
+        if seed % 4 == 3:
+            self._choose_fanout()
+            count += 2
         for index in range(count):
             self._start(f"h{index}", [f"h{other}" for other in range(count) if other != index])
         self.names = [f"h{index}" for index in range(count)]
+
+    def _choose_fanout(self) -> None:
+        """Let records travel along trees of relays, or through a group that some hosts may not hear, or both."""
+        if self.random.random() < 0.7:
+            self.limits = replace(
+                LIMITS, mesh_nodes_max=2, relay_children_max=self.random.choice((1, 2))
+            )
+        if self.random.random() < 0.5:
+            self.group = GROUP
+            self.simulator.groups[GROUP] = set()
 
     def _link(self) -> Link:
         pick = self.random.choice
@@ -76,11 +93,14 @@ class History:
         interface_mtu = self.random.choice((None, 1_500, 9_000))
         host = self.simulator.add(
             name,
-            limits=LIMITS,
+            limits=self.limits,
             node_id=1 + int(name[1:]),
             on_lag="block",
             interface_mtu=lambda _: interface_mtu,
+            multicast=self.group,
         )
+        if self.group is not None and self.random.random() < 0.8:
+            self.simulator.groups[self.group].add(host.address)
         for other in others:
             host.endpoint.connect((other, 1))
         self._own(host)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from ..errors import Closed, NotConnected, TooLarge, WouldBlock
 from .crypto import AuthenticationError, Entropy, Handshake, Marker, SenderKey
+from .fanout import Fanout
 from .inbound import ReceiveBudget
 from .membership import HALF_OPEN_MAX, HandshakeGate, Membership
 from .model import (
@@ -36,6 +37,7 @@ from .records import Outgoing, Record, Sealer, SendLog
 from .recut import growth_max, recut
 from .session import CREDIT_FLOOR_RECORDS, REASON_GIVEN_UP, Session, State, prologue
 from .wire import (
+    BEACON,
     CONTROL,
     DATA,
     FRAGMENTS_MAX,
@@ -49,8 +51,12 @@ from .wire import (
     RECORD_NUMBER_MAX,
     RESPONSE,
     TAG_BYTES,
+    Heard,
     Introduction,
     Members,
+    Relay,
+    Relaying,
+    Shared,
     WireError,
 )
 
@@ -59,6 +65,8 @@ logger = logging.getLogger(__name__)
 EVENTS_MAX = 1_024
 ACTIVE_S = 1.0
 CREDIT_CHECK_S = 0.1
+GOSSIP_S = 1.0
+MEMBERS_BYTES_MAX = 1_100
 SLEEP_S = 1.0
 FRAGMENT_INDICES = bytes(range(256))
 NEVER_S = float("inf")
@@ -85,6 +93,7 @@ class Endpoint:
         advertise: "host:port" at which others can reach the node, or empty.
         entropy: source of random bytes; a simulator passes a seeded one.
         insecure: neither encrypt nor authenticate (benchmarks only).
+        multicast: address of the group that data records may be sent to; it must be that of all nodes.
         on_lag: "block" (a peer that stops acknowledging fills the send log, and `publish` raises `WouldBlock`) or
             "evict" (it is dropped after ``lag_s``).
         interface_mtu: returns the MTU of the interface to an address, None where that is unknown.
@@ -102,6 +111,7 @@ class Endpoint:
         advertise: str = "",
         entropy: Entropy = os.urandom,
         insecure: bool = False,
+        multicast: Address | None = None,
         on_lag: str = "block",
         interface_mtu: Callable[[Address], int | None] = _unknown_mtu,
         first_record: int = 0,
@@ -119,7 +129,7 @@ class Endpoint:
         self.counters = Counters()
         self.log = SendLog(self.limits.send_log_bytes, first_record)
         self.budget = ReceiveBudget(self.limits.receive_bytes)
-        self.stream = int.from_bytes(entropy(4), "little")
+        self.stream = int.from_bytes(entropy(4), "little") & ~1
         self.membership = Membership()
         self._sealer = Sealer(
             SenderKey.generate(0, entropy, insecure=insecure),
@@ -131,6 +141,15 @@ class Endpoint:
         self._room_bytes = int(self.limits.send_log_bytes / growth_max(smallest_bytes))
         self._interface_mtu = interface_mtu
         self._single_until_s = float("-inf")
+        self.fanout = Fanout(
+            node_id,
+            self.limits,
+            self.log,
+            self.counters,
+            self.stream,
+            lambda: self._sealer.key,
+            multicast,
+        )
         self._next_key: SenderKey | None = None
         self._previous_key: SenderKey | None = None
         self._key_since = (now_s, first_record)
@@ -150,6 +169,9 @@ class Endpoint:
         self._turn = 0
         self._is_rotation_due = False
         self._knock_at_s = 0.0
+        self._is_group = False
+        self._gossip_at_s = now_s + GOSSIP_S
+        self._gossip_turn = 0
 
     # ---- the caller's side --------------------------------------------------------------------------------------
 
@@ -206,7 +228,8 @@ class Endpoint:
         last_record = self.log.head + self._sealer.records_of(len(payload)) - 1
         for session in recipients:
             session.note_published(last_record, ticket, now_s)
-        message = Outgoing(frozenset(session.index for session in recipients), last_record)
+        indices = frozenset(session.index for session in recipients)
+        message = Outgoing(indices, last_record, is_shared=to is None)
         number = self._message_number
         self._message_number += 1
         for record in self._sealer.seal_message(self.log.head, message, number, tag, payload):
@@ -278,6 +301,7 @@ class Endpoint:
     def close(self, now_s: float) -> None:
         """Say goodbye to every peer; what they have not acknowledged fails."""
         self._is_closing = True
+        self.fanout.stop()
         for session in list(self._sessions.values()):
             session.close(now_s)
 
@@ -322,6 +346,15 @@ class Endpoint:
                 self._receive_other(data[position:end], address, now_s)
             position = end
 
+    def receive_group(
+        self, data: memoryview, segment_bytes: int, address: Address, now_s: float
+    ) -> None:
+        """Take datagrams that were sent to the multicast group, otherwise as in `receive`."""
+        self.counters.multicast_bytes_received += len(data)
+        self._is_group = True
+        self.receive(data, segment_bytes, address, now_s)
+        self._is_group = False
+
     def _drop_noise(self, data: memoryview, segment_bytes: int) -> bool:
         """Drop datagrams of a stranger at once if none is of a kind that an unknown address may send."""
         kinds = bytes(data[::segment_bytes])
@@ -335,6 +368,8 @@ class Endpoint:
     ) -> int:
         _, epoch, first, fragments, stream, number = HEADER.unpack_from(data, position)
         session = self._by_stream.get((address, stream))
+        if session is None or self._is_group:
+            session = self._shared_by(address, stream, number & RECORD_NUMBER_MAX)
         if session is None:
             self.counters.stray_datagrams += 1
             return min(position + segment_bytes, len(data))
@@ -348,9 +383,18 @@ class Endpoint:
             return end
         record = number & RECORD_NUMBER_MAX
         batch = data[position:end]
-        if not session.on_fragments(epoch, record, fragments, fragment_bytes, first, batch, now_s):
+        if session.forwarder is not None and stream == session.stream:
+            self.fanout.forward(session, record, fragments, first, batch, segment_bytes)
+        if not session.on_fragments(
+            epoch, stream, record, fragments, fragment_bytes, first, batch, now_s
+        ):
             self.counters.malformed_datagrams += count
         return end
+
+    def _shared_by(self, address: Address, stream: int, record: int) -> Session | None:
+        """Return whose record this is if it may come by a group or a relay: any peer, as it changes which one."""
+        session = self.fanout.session_of(stream) if address in self._addresses else None
+        return session if session is not None and record >= session.shared_from else None
 
     def _receive_other(self, datagram: memoryview, address: Address, now_s: float) -> None:
         kind = datagram[0]
@@ -361,6 +405,8 @@ class Endpoint:
                 self._receive_init(bytes(datagram), address, now_s)
             elif kind == RESPONSE:
                 self._receive_response(bytes(datagram), address, now_s)
+            elif kind == BEACON:
+                self._receive_beacon(bytes(datagram), address)
             else:
                 self.counters.malformed_datagrams += 1
         except WireError:
@@ -389,6 +435,13 @@ class Endpoint:
             self.counters.stray_datagrams += 1
             return
         session.on_response(datagram, now_s)
+
+    def _receive_beacon(self, datagram: bytes, address: Address) -> None:
+        session = self._by_stream.get((address, HEADER.unpack_from(datagram)[4]))
+        if session is None:
+            self.counters.stray_datagrams += 1
+        else:
+            self.fanout.on_beacon(session, datagram)
 
     def _receive_init(self, datagram: bytes, address: Address, now_s: float) -> None:
         if len(datagram) != INIT_BYTES:
@@ -474,6 +527,8 @@ class Endpoint:
         if now_s >= self._credit_at_s:
             self._credit_at_s = now_s + CREDIT_CHECK_S
             self._check_lag(now_s)
+            if now_s >= self._gossip_at_s:
+                self._gossip(now_s)
         due = [session for session in self._sessions.values() if session.wake_at_s <= now_s]
         if len(due) == 1:
             out = due[0].poll(now_s)
@@ -483,6 +538,8 @@ class Endpoint:
             out = []
         if self._farewells:
             out, self._farewells = self._farewells + out, []
+        if self.fanout.is_needed or self.fanout.wake_at_s <= now_s:
+            out.extend(self.fanout.poll(now_s))
         self._count(out)
         return out
 
@@ -501,6 +558,8 @@ class Endpoint:
         out: list[Transmit] = []
         for session in self._sessions.values():
             session.poll_data(now_s, out)
+        if self.fanout.is_needed:
+            out.extend(self.fanout.poll(now_s))
         self._count(out)
         return out
 
@@ -515,7 +574,7 @@ class Endpoint:
         if self._farewells:
             return now_s
         at_s = min((session.wake_at_s for session in self._sessions.values()), default=NEVER_S)
-        at_s = self._expected_at_s = min(at_s, self._knock_at_s)
+        at_s = self._expected_at_s = min(at_s, self._knock_at_s, self.fanout.wake_at_s)
         return None if at_s == NEVER_S else max(at_s, 0.0)
 
     def _notice_sleep(self, now_s: float) -> None:
@@ -604,26 +663,40 @@ class Endpoint:
         """See `session.Context`."""
         if session.stream is not None:
             self._by_stream[session.address, session.stream] = session
+            self._by_stream[session.address, session.stream | 1] = session
+            self.fanout.on_stream(session)
 
     def on_up(self, session: Session, now_s: float) -> None:
         """See `session.Context`."""
         logger.info("connected to %s", session.identity)
         self._fit_framing(now_s)
         self._events.append(PeerJoined(session.identity))
+        self.fanout.on_up(session)
         self._introduce(session)
 
     def _introduce(self, newcomer: Session) -> None:
         """Tell a new peer where the others are, so that one seed is enough to join the whole mesh."""
         others = [session for session in self._up_sessions() if session is not newcomer]
         addresses = [session.advertised or format_address(session.address) for session in others]
-        for start in range(0, len(addresses), MEMBERS_MAX):
-            newcomer.send_frame(Members(tuple(addresses[start : start + MEMBERS_MAX])))
+        # As many as surely fit one datagram, however long they are.
+        count = min(MEMBERS_MAX, MEMBERS_BYTES_MAX // (1 + max(map(len, addresses), default=0)))
+        for start in range(0, len(addresses), count):
+            newcomer.send_frame(Members(tuple(addresses[start : start + count])))
+
+    def _gossip(self, now_s: float) -> None:
+        """Repeat the introduction to one peer after the other: the first may have been lost."""
+        self._gossip_at_s = now_s + GOSSIP_S
+        sessions = self._up_sessions()
+        if len(sessions) > 1:
+            self._gossip_turn = (self._gossip_turn + 1) % len(sessions)
+            self._introduce(sessions[self._gossip_turn])
 
     def on_moved(self, session: Session, address: Address, now_s: float) -> None:
         """See `session.Context`."""
         if session.stream is not None:
-            self._by_stream.pop((session.address, session.stream), None)
-            self._by_stream[address, session.stream] = session
+            for stream in (session.stream, session.stream | 1):
+                self._by_stream.pop((session.address, stream), None)
+                self._by_stream[address, stream] = session
         is_another_path = session.address[0] != address[0]
         session.address = address
         if is_another_path and session.path is not None:
@@ -638,6 +711,18 @@ class Endpoint:
                 self._knock_at_s = 0.0
             except ValueError:
                 self.counters.malformed_datagrams += 1
+
+    def on_fanout(self, session: Session, frame: Relay | Relaying | Shared | Heard) -> None:
+        """See `session.Context`."""
+        match frame:
+            case Relay():
+                self.fanout.on_relay(session, frame)
+            case Relaying():
+                self.fanout.on_relaying(session, frame)
+            case Shared():
+                self.fanout.on_shared(session, frame)
+            case Heard():
+                self.fanout.on_heard(session, frame)
 
     def deliver(self, session: Session, tag: int, payload: memoryview) -> None:
         """See `session.Context`."""
@@ -735,6 +820,7 @@ class Endpoint:
         established = [s for s in self._sessions.values() if s.state in (State.KEYING, State.UP)]
         positions = {s.index: s.outbound.cumulative for s in established if s.outbound is not None}
         moved = recut(self.log, self._sealer, keys, positions)
+        self.fanout.restart_at(head)
         for session in established:
             session.restart_from(head, moved)
         self.counters.recut_records += self.log.head - head
@@ -745,11 +831,13 @@ class Endpoint:
         session.state = State.DOWN
         self._knock_at_s = 0.0
         self._sessions.pop(session.index, None)
+        self.fanout.on_down(session)
         self._forget_half_open(session)
         if session.peer is not None and self._by_node.get(session.peer.id) is session:
             del self._by_node[session.peer.id]
         if session.stream is not None:
-            self._by_stream.pop((session.address, session.stream), None)
+            for stream in (session.stream, session.stream | 1):
+                self._by_stream.pop((session.address, stream), None)
         self._note_addresses()
 
     def _note_addresses(self) -> None:
@@ -830,7 +918,7 @@ class Endpoint:
         for session in self._sessions.values():
             _add_counters(totals, session)
         paths = tuple(
-            session.stats(session.outbound)
+            session.stats(session.outbound, self.fanout.way_to(session.identity.id))
             for session in self._up_sessions()
             if session.outbound is not None
         )

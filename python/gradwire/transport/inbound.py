@@ -153,6 +153,10 @@ class Inbound:
             if (self._newest_epoch - epoch) & 0xFF <= 1
         }
 
+    def key_of(self, epoch: int) -> SenderKey | None:
+        """Return the peer's key of this epoch, if it is one of the newest two."""
+        return self._keys.get(epoch)
+
     def grant(self, window_records: int, now_s: float) -> None:
         """Let the peer send ``window_records`` beyond what has been consumed; a grant is never taken back."""
         self._window = min(window_records, ACK_WINDOW_RECORDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from .wire import FRAGMENT_BYTES_MAX, FRAGMENT_BYTES_MIN
+from .wire import FRAGMENT_BYTES_MAX, FRAGMENT_BYTES_MIN, RELAY_CHILDREN_MAX
 
 Address: TypeAlias = tuple[str, int]
 
@@ -119,6 +119,9 @@ class Limits:
         suspect_s: silence after which a peer may be replaced by a new session of the same node.
         down_s: silence after which a peer is lost.
         lag_s: time without progress, with something to send, after which a peer counts as lagging.
+        mesh_nodes_max: nodes up to which each sends its records to every other; in larger clusters they travel
+            along a tree.
+        relay_children_max: to how many nodes each sends in such a tree.
         handshakes_per_s: first messages of handshakes decrypted per second, and as many again of the last two minutes.
         rekey_records: records sealed under one key.
         rekey_s: time one key is used.
@@ -134,6 +137,8 @@ class Limits:
     suspect_s: float = 1.0
     down_s: float = 10.0
     lag_s: float = 5.0
+    mesh_nodes_max: int = 32
+    relay_children_max: int = 8
     handshakes_per_s: float = 200.0
     rekey_records: int = 1 << 22
     rekey_s: float = 3_600.0
@@ -159,6 +164,11 @@ class Limits:
                     f"{name} is {getattr(self, name)}; it must be at least twice "
                     f"message_bytes_max ({self.message_bytes_max})"
                 )
+        if self.mesh_nodes_max < 2 or not 1 <= self.relay_children_max <= RELAY_CHILDREN_MAX:
+            raise ValueError(
+                f"mesh_nodes_max is {self.mesh_nodes_max} and relay_children_max {self.relay_children_max}; they must "
+                f"be at least 2, and 1 to {RELAY_CHILDREN_MAX}"
+            )
         if not 0 < self.heartbeat_s < self.suspect_s < self.down_s:
             raise ValueError(
                 "heartbeat_s, suspect_s and down_s must be positive and grow in this order"
@@ -179,6 +189,7 @@ class PeerStats:
         backlog_records: records that the peer has not acknowledged.
         loss_rate: smoothed fraction of bytes lost.
         path_mtu_bytes: size of datagrams that pass, as far as is known, as UDP payload.
+        carrier: how records reach it first: "unicast", "multicast" or "tree".
     """
 
     peer: Peer
@@ -190,6 +201,7 @@ class PeerStats:
     backlog_records: int
     loss_rate: float
     path_mtu_bytes: int
+    carrier: str = "unicast"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +250,10 @@ class Stats:
         stray_datagrams: dropped because they belong to no session.
         handshakes_refused: first messages of handshakes that were dropped.
         kernel_drops: datagrams that the socket's receive buffer had no room for.
+        multicast_bytes_sent: data bytes sent to the multicast group, each once however many heard them.
+        multicast_bytes_received: bytes that came through the multicast group.
+        relayed_bytes: data bytes of others forwarded, once for each receiver.
+        relay_dropped_bytes: data bytes of others that could not be forwarded in time.
         send_log_bytes: records held for peers that have not acknowledged them.
         receive_queue_bytes: messages in assembly or waiting for the caller.
         srtt_s: smoothed round-trip time, mean over the peers; 0 while unknown.
@@ -265,6 +281,10 @@ class Stats:
     stray_datagrams: int = 0
     handshakes_refused: int = 0
     kernel_drops: int = 0
+    multicast_bytes_sent: int = 0
+    multicast_bytes_received: int = 0
+    relayed_bytes: int = 0
+    relay_dropped_bytes: int = 0
     send_log_bytes: int = 0
     receive_queue_bytes: int = 0
     srtt_s: float = 0.0
@@ -286,10 +306,14 @@ class Counters:
         "malformed_datagrams",
         "messages_received",
         "messages_sent",
+        "multicast_bytes_received",
+        "multicast_bytes_sent",
         "payload_bytes_received",
         "payload_bytes_sent",
         "recut_records",
         "rejected_records",
+        "relay_dropped_bytes",
+        "relayed_bytes",
         "retransmitted_bytes",
         "retransmitted_fragments",
         "stray_datagrams",
@@ -312,10 +336,14 @@ class Counters:
     malformed_datagrams: int
     messages_received: int
     messages_sent: int
+    multicast_bytes_received: int
+    multicast_bytes_sent: int
     payload_bytes_received: int
     payload_bytes_sent: int
     recut_records: int
     rejected_records: int
+    relay_dropped_bytes: int
+    relayed_bytes: int
     retransmitted_bytes: int
     retransmitted_fragments: int
     stray_datagrams: int

@@ -6,6 +6,7 @@ overdue. When nothing arrives at all, a probe of one fragment asks for an acknow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from .path_mtu import BASE_BYTES, LargeLosses
@@ -18,6 +19,7 @@ PROBES_AT_FIRST: Final = 3
 PTO_BACKOFF_MAX: Final = 10
 NEVER_S: Final = float("inf")
 OVERDRAFT_WINDOW_BYTES: Final = 2 * BURST_MAX_BYTES
+NO_GATE: Final = 1 << 62
 PLAUSIBLE: Final = (
     0.75  # an answer this fraction of the usual round trip after the second copy is one to it
 )
@@ -97,6 +99,7 @@ class Outbound:
     Attributes:
         cumulative: the peer has every record below this number.
         limit: the first record number that the peer has no room for yet.
+        gate: records from this number on are sent by a carrier (`carry`), which reaches several peers at once.
         retransmitted_bytes: bytes sent more than once.
         large: what became of large datagrams lately.
     """
@@ -105,7 +108,12 @@ class Outbound:
         self._log = log
         self._session = session
         self._rtt = rtt
+        self._direct_rtt = rtt
         self.rate = RateController(rtt)
+        self.gate = NO_GATE
+        self.on_resend: Callable[[Record, int, float], None] | None = None
+        self.carried_bursts = 0
+        self.carried_bytes = 0
         self.cursor = start
         self.cumulative = start
         self.limit = start
@@ -121,6 +129,7 @@ class Outbound:
         self._loss_due_at_s = NEVER_S
         self._progress_at_s = 0.0
         self._timeouts = 0
+        self._partly_carried: _Flight | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -158,7 +167,8 @@ class Outbound:
                 return burst
         flight = self._waiting[min(self._waiting)] if self._waiting else self._open_next()
         if flight is None:
-            rate.on_app_limited()
+            if self.cursor < self.gate:
+                rate.on_app_limited()
             return None
         record = flight.record
         if record is None:
@@ -171,7 +181,7 @@ class Outbound:
     def _send_whole(self, room: int, now_s: float) -> Burst | None:
         """Send the next record for the first time and in one piece, if it may be: the common case."""
         number = self.cursor
-        record = self._log.get(number) if number < self.limit else None
+        record = self._log.get(number) if number < self.limit and number < self.gate else None
         if record is None or record.nbytes > room or self._session not in record.message.recipients:
             return None
         flight = _Flight(number, record, 1)
@@ -185,7 +195,8 @@ class Outbound:
         return Burst([record.wire], record.segment_bytes, record.nbytes)
 
     def _open_next(self) -> _Flight | None:
-        if self.cursor >= self._log.head:
+        head = min(self._log.head, self.gate)
+        if self.cursor >= head:
             return None
         record = self._log.get(self.cursor)
         if record is not None and self._session in record.message.recipients:
@@ -194,7 +205,7 @@ class Outbound:
             flight = _Flight(self.cursor, record, 1)
         else:
             end = self.cursor + 1
-            while end < self._log.head and not self._is_meant(end):
+            while end < head and not self._is_meant(end):
                 end += 1
             flight = _Flight(self.cursor, None, end - self.cursor)
         self.cursor += flight.span
@@ -227,6 +238,8 @@ class Outbound:
             flight.again |= again
             self.retransmitted_bytes += flight.bytes_of(again)
             self.retransmitted_fragments += again.bit_count()
+            if self.on_resend is not None and flight.record is not None:
+                self.on_resend(flight.record, again, now_s)
         flight.sent.append(_Sent(self._order, mask, self.rate.on_sent(nbytes, now_s)))
         self._progress_at_s = now_s
         self._order += 1
@@ -330,7 +343,8 @@ class Outbound:
                 nbytes += flight.bytes_of(hit)
                 # A fragment sent twice may have arrived by its first copy; too early an answer proves nothing
                 # about what was sent before the second.
-                if now_s - sent.mark.sent_at_s < PLAUSIBLE * self._rtt.smoothed_s:
+                quickest_s = min(self._rtt.smoothed_s, self._direct_rtt.smoothed_s)
+                if now_s - sent.mark.sent_at_s < PLAUSIBLE * quickest_s:
                     hit &= ~flight.again
                     if not hit:
                         continue
@@ -392,7 +406,7 @@ class Outbound:
     def deadline_s(self) -> float:
         """Return when `on_timer` or `next_item` should be called next; infinity if there is nothing to wait for."""
         at_s = min(self._loss_due_at_s, self._probe_at_s())
-        if self._waiting or self.cursor < min(self._log.head, self.limit):
+        if self._waiting or self.cursor < min(self._log.head, self.limit, self.gate):
             allowed_at_s = self.rate.send_allowed_at_s()
             if allowed_at_s is not None:
                 return min(at_s, allowed_at_s)
@@ -401,6 +415,9 @@ class Outbound:
     def _probe_at_s(self) -> float:
         if not self._flights:
             return NEVER_S
+        part = self._partly_carried
+        if part is not None and len(self._flights) == 1 and not part.ever & ~part.acked:
+            return NEVER_S  # everything that was sent has arrived
         timeout_s = self._rtt.probe_timeout_s
         if self._timeouts > PROBES_AT_FIRST:
             backoff = 1 << min(self._timeouts - PROBES_AT_FIRST, PTO_BACKOFF_MAX)
@@ -419,13 +436,20 @@ class Outbound:
             return [], False
         self._timeouts += 1
         self._progress_at_s = now_s
-        numbers = list(self._flights)
+        part = self._partly_carried
+        numbers = [
+            number
+            for number, flight in self._flights.items()
+            if flight is not part or flight.ever & ~flight.acked
+        ]
         chosen = {numbers[-1]} if self._timeouts == 1 else {numbers[0], numbers[-1]}
         return [self._probe(self._flights[number], now_s) for number in sorted(chosen)], True
 
     def _probe(self, flight: _Flight, now_s: float) -> Burst | Skip:
         """Send the last missing fragment again: any answer to it shows all that is missing before."""
         missing = flight.full & ~flight.acked
+        if flight is self._partly_carried:
+            missing &= flight.ever
         bit = 1 << (missing.bit_length() - 1)
         for sent in flight.sent:
             if sent.mask & bit:
@@ -449,10 +473,92 @@ class Outbound:
         self._flights.clear()
         self._waiting.clear()
         self._loss_due_at_s = NEVER_S
+        self._partly_carried = None
         if self.cumulative < number:
             flight = _Flight(self.cumulative, None, number - self.cumulative)
             self._flights[flight.number] = self._waiting[flight.number] = flight
         self.cursor = number
+
+    # ---- what a carrier sends for this peer ---------------------------------------------------------------------
+
+    @property
+    def timeouts(self) -> int:
+        """Probes since the peer last confirmed anything."""
+        return self._timeouts
+
+    @property
+    def round_trip_s(self) -> float:
+        """Smoothed time from sending data to its acknowledgement, on the way that the data takes."""
+        return self._rtt.smoothed_s
+
+    def carry_at_s(self, number: int) -> float | None:
+        """Return when a carrier may send (more of) this record, in the past if at once; None: not before news come."""
+        if number >= self.limit or self.cursor < number:
+            return None
+        rate = self.rate
+        # One burst to all: too little room for one of them would cut it into crumbs for all the others.
+        if (
+            rate.bytes_in_flight > 0
+            and rate.window_bytes - rate.bytes_in_flight < rate.burst_bytes // 2
+        ):
+            return None
+        return rate.send_allowed_at_s()
+
+    def carry(self, record: Record, mask: int, now_s: float) -> None:
+        """Account for fragments of a record, the next one or the last one begun, that a carrier sends now."""
+        if self.cursor == record.number:
+            flight = _Flight(record.number, record, 1)
+            flight.to_send = 0
+            self._flights[record.number] = flight
+            self.cursor += 1
+        carried = self._flights.get(record.number)
+        if carried is None:
+            return  # the peer claims to have what was not sent
+        nbytes = record.bytes_of(mask)
+        self._note_sent(carried, mask, nbytes, now_s)
+        self._partly_carried = carried if carried.ever != carried.full else None
+        self.carried_bursts += 1
+        self.carried_bytes += nbytes
+
+    def carry_again(self, record: Record, mask: int, now_s: float) -> None:
+        """Account for fragments that reach the peer again because they were sent again to its relay."""
+        flight = self._flights.get(record.number)
+        if flight is None:
+            return
+        mask &= flight.ever & ~flight.acked
+        if not mask:
+            return
+        nbytes = 0
+        for sent in flight.sent:
+            nbytes += flight.bytes_of(sent.mask & mask)
+            sent.mask &= ~mask
+        flight.sent = [sent for sent in flight.sent if sent.mask]
+        self.lost_bytes += nbytes
+        self.rate.on_lost(nbytes)
+        flight.to_send &= ~mask
+        if not flight.to_send:
+            self._waiting.pop(flight.number, None)
+        flight.again |= mask
+        flight.resent = True
+        mark = self.rate.on_sent(flight.bytes_of(mask), now_s)
+        flight.sent.append(_Sent(self._order, mask, mark))
+        self._order += 1
+
+    def leave_carrier(self, number: int, unsent: int) -> None:
+        """Send everything from now on, and of the record ``number`` the fragments that the carrier has not sent."""
+        self.gate = NO_GATE
+        self._partly_carried = None
+        flight = self._flights.get(number)
+        if flight is not None and unsent & ~flight.ever:
+            flight.to_send |= unsent & ~flight.ever
+            self._waiting[number] = flight
+
+    def use_round_trips(self, rtt: RttEstimator) -> None:
+        """Judge by the round trips of another way from now on: the data takes it, the answers come back directly."""
+        self._rtt = rtt
+        self.rate.use_round_trips(rtt)
+
+    # ---- the end ----------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """Forget everything: the peer is gone."""
@@ -460,4 +566,5 @@ class Outbound:
         self._flights.clear()
         self._waiting.clear()
         self._loss_due_at_s = NEVER_S
+        self._partly_carried = None
         self.cursor = self.cumulative = self._log.head

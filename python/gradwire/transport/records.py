@@ -51,13 +51,18 @@ class Outgoing:
     Attributes:
         recipients: sessions (by local index) that it was published to.
         last_record: number of its last record.
+        is_shared: whether it is for every peer connected at the time, so that one may forward it to another. What is
+            not says so in its header, by an odd stream number.
     """
 
-    __slots__ = ("last_record", "recipients")
+    __slots__ = ("is_shared", "last_record", "recipients")
 
-    def __init__(self, recipients: frozenset[int], last_record: int) -> None:
+    def __init__(
+        self, recipients: frozenset[int], last_record: int, *, is_shared: bool = False
+    ) -> None:
         self.recipients = recipients
         self.last_record = last_record
+        self.is_shared = is_shared
 
 
 class Record:
@@ -166,7 +171,7 @@ class Sealer:
         self._sealed_view = memoryview(self._sealed.reshape(-1))  # type: ignore[arg-type]
         self._headers = np.zeros((fragments, HEADER_BYTES), dtype=np.uint8)
         self._numbers = self._headers.view("<u8")[:, 1]
-        self._headers_are_for = (0, 0)
+        self._headers_are_for = b""
 
     def seal_message(
         self, number: int, message: Outgoing, message_number: int, tag: int, payload: memoryview
@@ -214,7 +219,8 @@ class Sealer:
         size, key = self.fragment_bytes, self.key
         fragments = -(-sealed_bytes // size)
         field = size << RECORD_NUMBER_SHIFT | number
-        header = HEADER.pack(DATA, key.epoch & 0xFF, 0, fragments, self.stream, field)
+        stream = self.stream if message.is_shared else self.stream | 1
+        header = HEADER.pack(DATA, key.epoch & 0xFF, 0, fragments, stream, field)
         wire_bytes = sealed_bytes + fragments * HEADER_BYTES
         wire = self._wires.take(wire_bytes)[:wire_bytes]
         view = memoryview(wire)  # type: ignore[arg-type]
@@ -239,8 +245,8 @@ class Sealer:
         size = self.fragment_bytes
         whole = sealed_bytes // size
         headers = self._headers[:fragments]
-        if self._headers_are_for != (fragments, self.key.epoch):
-            self._headers_are_for = (fragments, self.key.epoch)
+        if self._headers_are_for != header[:8]:
+            self._headers_are_for = header[:8]
             headers[:] = np.frombuffer(header, dtype=np.uint8)
             headers[:, 2] = FRAGMENT_INDICES[:fragments]
         self._numbers[:fragments] = field

@@ -47,9 +47,15 @@ LOSS_COMPENSATION_MAX: Final = 0.3
 
 
 class RttEstimator:
-    """Smoothed round-trip time, its variation, and the minimum of the last ten seconds."""
+    """Smoothed round-trip time, its variation, and the minimum of the last ten seconds.
 
-    def __init__(self) -> None:
+    Args:
+        slack_s: how much longer to wait before anything counts as lost. Where what is sent later by a quicker way can
+            overtake, its acknowledgement says nothing about the slower way, whose own may be held back.
+    """
+
+    def __init__(self, slack_s: float = 0.0) -> None:
+        self.slack_s = slack_s
         self.smoothed_s = 0.0
         self.variation_s = 0.0
         self.latest_s = 0.0
@@ -93,7 +99,7 @@ class RttEstimator:
         tolerated_s = max(
             1.125 * max(self.smoothed_s, self.latest_s), self.smoothed_s + 2 * self.variation_s
         )
-        return max(tolerated_s, LOSS_DELAY_FLOOR_S)
+        return max(tolerated_s, LOSS_DELAY_FLOOR_S) + self.slack_s
 
 
 class SendMark:
@@ -116,10 +122,47 @@ class SendMark:
         self.app_limited = app_limited
 
 
+class GainCycle:
+    """Which of the probing gains is in force.
+
+    Every path has one of its own. Those that a carrier serves together share one: what they get at the same time has to
+    probe at the same time, or there would always be one at 0.75 that holds up the others.
+
+    Attributes:
+        floor_s: a phase lasts at least this long; of a shared cycle the longest round trip.
+        full_rate: the rate at which a path was found full; 0 before that. Those that share it and have seen about as
+            much need not overflow anything to find out by themselves.
+    """
+
+    __slots__ = ("_index", "_since_s", "floor_s", "full_rate")
+
+    def __init__(self, floor_s: float = 0.0) -> None:
+        self.floor_s = floor_s
+        self.full_rate = 0.0
+        self._index = STEADY_PHASE
+        self._since_s = 0.0
+
+    @property
+    def gain(self) -> float:
+        """The gain of this phase."""
+        return PROBE_GAINS[self._index]
+
+    def restart(self, now_s: float) -> None:
+        """Begin with a steady phase."""
+        self._index, self._since_s = STEADY_PHASE, now_s
+
+    def advance(self, round_trip_s: float, now_s: float) -> None:
+        """Go on to the next phase if this one has lasted a round trip."""
+        if now_s - self._since_s > max(round_trip_s, self.floor_s, PACING_SLACK_S):
+            self._index = (self._index + 1) % len(PROBE_GAINS)
+            self._since_s = now_s
+
+
 class RateController:
     """Window and pace of one path.
 
     Attributes:
+        cycle: the gains with which it probes.
         bytes_in_flight: sent and neither acknowledged nor given up.
         window_bytes: the most that may be in flight.
         burst_bytes: how much may leave in one burst: half a millisecond's worth (four without loss), at most one
@@ -128,6 +171,7 @@ class RateController:
 
     def __init__(self, rtt: RttEstimator) -> None:
         self._rtt = rtt
+        self.cycle = GainCycle()
         self.bytes_in_flight = 0
         self.window_bytes = WINDOW_INITIAL_BYTES
         self.burst_bytes = BURST_MAX_BYTES
@@ -142,8 +186,6 @@ class RateController:
         self._round_lost_bytes = 0
         self._rates: deque[tuple[int, float]] = deque()
         self._phase = "startup"
-        self._gain_index = STEADY_PHASE
-        self._gain_since_s = 0.0
         self._full_rate = 0.0
         self._full_rounds = 0
         self._next_send_at_s = 0.0
@@ -158,6 +200,10 @@ class RateController:
     def phase(self) -> str:
         """One of "startup", "drain", "probe"."""
         return self._phase
+
+    def use_round_trips(self, rtt: RttEstimator) -> None:
+        """Take the round trips from another estimator: the data goes another way now."""
+        self._rtt = rtt
 
     def send_allowed_at_s(self) -> float | None:
         """Return when the next burst may leave, in the past if at once; None until something is acknowledged."""
@@ -236,13 +282,15 @@ class RateController:
         if self._phase == "startup":
             if new_round and not app_limited and self._is_pipe_full():
                 self._phase = "drain"
+                self.cycle.full_rate = self.rate_bytes_per_s
+            elif 0.0 < self.cycle.full_rate <= self.rate_bytes_per_s * FULL_GROWTH:
+                self._phase = "drain"
         elif self._phase == "drain":
             if self.bytes_in_flight <= self._bandwidth_delay_bytes():
                 self._phase = "probe"
-                self._gain_index, self._gain_since_s = STEADY_PHASE, now_s
-        elif now_s - self._gain_since_s > max(self._rtt.minimum_s, PACING_SLACK_S):
-            self._gain_index = (self._gain_index + 1) % len(PROBE_GAINS)
-            self._gain_since_s = now_s
+                self.cycle.restart(now_s)
+        else:
+            self.cycle.advance(self._rtt.minimum_s, now_s)
 
     def _is_pipe_full(self) -> bool:
         if self.rate_bytes_per_s >= self._full_rate * FULL_GROWTH:
@@ -277,7 +325,7 @@ class RateController:
         elif self._phase == "drain":
             gain = DRAIN_GAIN
         else:
-            gain = PROBE_GAINS[self._gain_index]
+            gain = self.cycle.gain
             if gain > 1.0:
                 # Without this, a path that loses a fifth of everything could never show a higher rate than before.
                 gain /= 1.0 - min(self.loss_rate, LOSS_COMPENSATION_MAX)

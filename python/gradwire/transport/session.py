@@ -19,6 +19,7 @@ from .outbound import Burst, Outbound
 from .path_mtu import PathMtu
 from .records import SendLog
 from .recovery import RttEstimator
+from .relay import Forwarder
 from .wire import (
     CONTROL,
     CONTROL_PLAINTEXT_MAX,
@@ -33,6 +34,7 @@ from .wire import (
     Close,
     CloseAck,
     Frame,
+    Heard,
     Introduction,
     Key,
     KeyAck,
@@ -41,6 +43,10 @@ from .wire import (
     Ping,
     Poison,
     Pong,
+    Relay,
+    Relaying,
+    Share,
+    Shared,
     Skip,
     decode_frames,
     encode_frame,
@@ -54,6 +60,7 @@ BURSTS_PER_POLL: Final = 16
 PINGS_MAX: Final = 16
 ANSWER_INTERVAL_S: Final = RETRY_FIRST_S / 2  # a true knock comes half as often at most
 CREDIT_FLOOR_RECORDS: Final = 4
+NOTHING_SHARED: Final = 1 << 48
 
 REASON_LEFT: Final = 0
 REASON_DUPLICATE: Final = 1
@@ -111,6 +118,9 @@ class Context(Protocol):
     def on_members(self, addresses: tuple[str, ...]) -> None:
         """The peer named other nodes."""
 
+    def on_fanout(self, session: Session, frame: Relay | Relaying | Shared | Heard) -> None:
+        """The peer says something about how records reach several nodes at once."""
+
     def deliver(self, session: Session, tag: int, payload: memoryview) -> None:
         """A message is complete."""
 
@@ -145,6 +155,9 @@ class Session:
         wake_at_s: when `poll` has something to do; anything that comes in sets it back to "now".
         pending: (last record, ticket) of the messages that the peer has not acknowledged.
         path: how large datagrams to the peer may be; None before the session is up, and on loopback.
+        forwarder: what the peer has asked to be done with its records, if anything.
+        shared_from: records from here on may come by a relay or a group, not only from the peer itself.
+        next_beacon: number of the first multicast beacon that would be news.
     """
 
     def __init__(self, context: Context, index: int, address: Address, now_s: float) -> None:
@@ -162,6 +175,9 @@ class Session:
         self.path: PathMtu | None = None
         self.knock = b""
         self.advertised = ""
+        self.forwarder: Forwarder | None = None
+        self.shared_from = NOTHING_SHARED
+        self.next_beacon = 0
         self.was_up = False
         self.started_at_s = now_s
         self.heard_at_s = now_s
@@ -379,6 +395,11 @@ class Session:
                 self._context.on_members(addresses)
             case Poison():
                 self._context.on_poisoned(self, now_s)
+            case Share(first):
+                self.shared_from = first
+                self.send_frame(Shared(first))
+            case Relay() | Relaying() | Shared() | Heard():
+                self._context.on_fanout(self, frame)
 
     def _on_ack(self, ack: Ack, counter: int, now_s: float) -> None:
         self._infer_key_ack(now_s)
@@ -421,7 +442,7 @@ class Session:
                 self._context.limits.message_bytes_max,
             )
             self.inbound.grant(self._context.window_records(), now_s)
-            self.stream = frame.stream
+            self.stream = frame.stream & ~1
             self._context.on_stream(self)
         self.inbound.add_key(key)
         self.inbound.acknowledge_by(now_s)
@@ -456,6 +477,7 @@ class Session:
     def on_fragments(
         self,
         epoch: int,
+        stream: int,
         record: int,
         fragments: int,
         fragment_bytes: int,
@@ -464,13 +486,13 @@ class Session:
         now_s: float,
     ) -> bool:
         """Take neighbouring fragments of one record; return False if they are malformed."""
-        if self.inbound is None or self.stream is None or not self.is_established:
+        if self.inbound is None or not self.is_established:
             return True
         self.data_heard_at_s = now_s
         inbound = self.inbound
         try:
             is_valid = inbound.on_fragments(
-                epoch, self.stream, record, fragments, fragment_bytes, first, batch, now_s
+                epoch, stream, record, fragments, fragment_bytes, first, batch, now_s
             )
         except ProtocolError:
             self.give_up("protocol error", REASON_GIVEN_UP, now_s)
@@ -496,7 +518,6 @@ class Session:
         self.inbound.grant(self._context.window_records(), now_s)
 
     def _deliver(self, tag: int, payload: memoryview) -> None:
-        self._infer_key_ack(self.data_heard_at_s)
         self._context.deliver(self, tag, payload)
 
     def note_published(self, last_record: int, ticket: Ticket, now_s: float) -> None:
@@ -675,6 +696,11 @@ class Session:
         self._context.counters.control_bytes_sent += len(datagram)
         out.append(Transmit(self.address, [memoryview(datagram)], 0, len(datagram)))
 
+    def note_carried(self) -> None:
+        """A carrier has sent records for this peer: its timers have changed."""
+        if self.outbound is not None:
+            self.wake_at_s = min(self.wake_at_s, self.outbound.deadline_s())
+
     def send_frame(self, frame: Frame) -> None:
         """Queue a control frame."""
         self.touch()
@@ -749,8 +775,8 @@ class Session:
             tickets.append(ticket)
         return tuple(tickets)
 
-    def stats(self, outbound: Outbound) -> PeerStats:
-        """Return the state of this path."""
+    def stats(self, outbound: Outbound, carrier: str) -> PeerStats:
+        """Return the state of this path; ``carrier`` says how records reach the peer first."""
         rate = outbound.rate
         path_mtu_bytes = self._path_bytes or self._context.limits.fragment_bytes + HEADER_BYTES
         return PeerStats(
@@ -763,4 +789,5 @@ class Session:
             backlog_records=outbound.backlog_records,
             loss_rate=rate.loss_rate,
             path_mtu_bytes=path_mtu_bytes,
+            carrier=carrier,
         )

@@ -15,6 +15,7 @@ DATA: Final = VERSION << 4 | 1
 CONTROL: Final = VERSION << 4 | 2
 INIT: Final = VERSION << 4 | 3
 RESPONSE: Final = VERSION << 4 | 4
+BEACON: Final = VERSION << 4 | 5
 
 HEADER: Final = struct.Struct(
     "<BBBBIQ"
@@ -39,6 +40,8 @@ CONTROL_PLAINTEXT_MAX: Final = 1_200  # fits an IPv6 minimum-MTU path with the h
 ACK_WINDOW_RECORDS: Final = 1_024  # records that the bitmap of one ACK can describe
 ACK_PARTIALS_MAX: Final = 100
 MEMBERS_MAX: Final = 32
+RELAY_CHILDREN_MAX: Final = 64
+BEACON_BYTES: Final = HEADER_BYTES + TAG_BYTES
 
 
 class WireError(ValueError):
@@ -142,8 +145,65 @@ class Padding:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """Asks the receiver to forward the sender's records to these nodes; replaces what was asked before.
+
+    Attributes:
+        generation: grows with every change.
+        children: ids of nodes; empty to end it.
+    """
+
+    generation: int
+    children: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Relaying:
+    """What a `Relay` of this generation has come to: bit i of ``reached`` is set if child i is connected here."""
+
+    generation: int
+    reached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Records from ``first`` on that come through a relay or a group are for the receiver as well."""
+
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A `Share` has arrived."""
+
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The beacon of this number came through the multicast group."""
+
+    number: int
+
+
 Frame: TypeAlias = (
-    Ack | Ping | Pong | Key | KeyAck | Skip | Close | CloseAck | Members | Poison | Padding
+    Ack
+    | Ping
+    | Pong
+    | Key
+    | KeyAck
+    | Skip
+    | Close
+    | CloseAck
+    | Members
+    | Poison
+    | Padding
+    | Relay
+    | Relaying
+    | Share
+    | Shared
+    | Heard
 )
 
 _ACK = struct.Struct(
@@ -156,6 +216,9 @@ _KEY_ACK = struct.Struct("<BB")
 _SKIP = struct.Struct("<BQQ")
 _CLOSE = struct.Struct("<BB")
 _MEMBERS = struct.Struct("<BB")
+_RELAY = struct.Struct("<BIB")
+_RELAYING = struct.Struct("<BIQ")
+_NODE = struct.Struct("<Q")
 
 (
     _T_ACK,
@@ -170,6 +233,8 @@ _MEMBERS = struct.Struct("<BB")
     _T_POISON,
     _T_PADDING,
 ) = range(1, 12)
+# A family of their own: what carriers need.
+_T_RELAY, _T_RELAYING, _T_SHARE, _T_SHARED, _T_HEARD = range(32, 37)
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -200,6 +265,17 @@ def encode_frame(frame: Frame) -> bytes:
             return bytes([_T_POISON])
         case Padding(nbytes):
             return bytes([_T_PADDING]).ljust(nbytes, b"\0")
+        case Relay(generation, children):
+            fixed = _RELAY.pack(_T_RELAY, generation, len(children))
+            return fixed + b"".join(map(_NODE.pack, children))
+        case Relaying(generation, reached):
+            return _RELAYING.pack(_T_RELAYING, generation, reached)
+        case Share(first):
+            return _TOKEN.pack(_T_SHARE, first)
+        case Shared(first):
+            return _TOKEN.pack(_T_SHARED, first)
+        case Heard(number):
+            return _TOKEN.pack(_T_HEARD, number)
 
 
 def _encode_ack(ack: Ack) -> bytes:
@@ -267,6 +343,15 @@ def _decode_frame(data: bytes, at: int) -> tuple[Frame, int]:
         if any(data[at + 1 :]):
             raise WireError("something follows the padding")
         return Padding(len(data) - at), len(data)
+    if kind == _T_RELAY:
+        return _decode_relay(data, at)
+    if kind == _T_RELAYING:
+        return Relaying(*_RELAYING.unpack_from(data, at)[1:]), at + _RELAYING.size
+    if kind in (_T_SHARE, _T_SHARED):
+        first = _record_number(_TOKEN.unpack_from(data, at)[1])
+        return (Share(first) if kind == _T_SHARE else Shared(first)), at + _TOKEN.size
+    if kind == _T_HEARD:
+        return Heard(_TOKEN.unpack_from(data, at)[1]), at + _TOKEN.size
     raise WireError(f"unknown control frame type {kind}")
 
 
@@ -303,6 +388,18 @@ def _decode_members(data: bytes, at: int) -> tuple[Members, int]:
         addresses.append(data[at + 1 : at + 1 + data[at]].decode("ascii"))
         at += 1 + data[at]
     return Members(tuple(addresses)), at
+
+
+def _decode_relay(data: bytes, at: int) -> tuple[Relay, int]:
+    _, generation, count = _RELAY.unpack_from(data, at)
+    at += _RELAY.size
+    if count > RELAY_CHILDREN_MAX:
+        raise WireError(f"{count} nodes to relay to, at most {RELAY_CHILDREN_MAX} are allowed")
+    end = at + count * _NODE.size
+    if end > len(data):
+        raise WireError("the nodes to relay to are truncated")
+    children = tuple(node for (node,) in _NODE.iter_unpack(data[at:end]))
+    return Relay(generation, children), end
 
 
 def _record_number(number: int) -> int:
