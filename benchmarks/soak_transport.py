@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import signal
 import socket
@@ -23,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 NODES = 3
+# glibc then gives freed buffers back to the system. Otherwise its heap of fragments grows in steps for an hour (190 MB
+# at rest after 2 minutes, 208 after 14), and no leak of that size could be told from it.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
 START_S = 3.0
 LIFE_S = (10.0, 40.0)  # of a node until it is killed, and until the next one is
 WARM_UP_S = 120.0  # until the allocator has met the largest bursts
@@ -51,7 +55,9 @@ class Seat:
             *("--bind", f"127.0.0.1:{self.port}", "--id", str(self.index + 1)),
             *("--end-s", str(end_s), "--peers", *(f"127.0.0.1:{port}" for port in self.others)),
         ]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=os.environ | ALLOCATOR
+        )
 
     def kill(self) -> None:
         if self.process is not None:

@@ -230,3 +230,37 @@ def test_two_nodes_that_slept_together_do_not_blame_each_other() -> None:
         simulator.resume(host)
     simulator.run_for(5.0)
     assert one.lost == two.lost == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_round_trip_is_measured_shorter_than_the_path_is_long(seed: int) -> None:
+    simulator = Simulator(seed, Link(delay_s=0.02))
+    one, two = simulator.mesh(2)
+    for source, target in ((one, two), (two, one)):
+        simulator.link(source, target).jitter_s = 0.02
+    simulator.link(one, two).loss = 0.1
+    tickets = []
+    for index in range(150):
+        tickets.append(simulator.publish(one, bytes(8_000), index))
+        simulator.run_for(0.01)
+    simulator.run_until(lambda: all(ticket.is_done for ticket in tickets), 30.0)
+    assert one.endpoint.stats().retransmitted_fragments > 20
+    assert next(iter(one.endpoint._sessions.values())).rtt.minimum_s > 0.0399
+
+
+def test_an_acknowledgement_that_comes_late_takes_nothing_back() -> None:
+    simulator = Simulator(12, Link(delay_s=0.001))
+    one, two = simulator.mesh(2)
+    link = simulator.link(one, two)
+    link.rate_bytes_per_s = 1e6
+    ticket = simulator.publish(one, bytes(60_000))
+    simulator.run_for(0.02)
+    held: list[bytes] = []
+    back = simulator.link(two, one)
+    back.drop = lambda _, datagram: not held and not held.append(datagram)
+    simulator.run_for(0.02)
+    assert held
+    assert not ticket.is_done
+    one.endpoint.receive(memoryview(held[0]), len(held[0]), two.address, simulator.now_s)
+    simulator.run_until(lambda: ticket.is_done, 0.2)
+    assert one.endpoint.stats().retransmitted_fragments == 0
