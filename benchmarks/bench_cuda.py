@@ -291,7 +291,7 @@ class Bench:
         numel = min(self.numel, 1 << 26)
         residual, update = steady(numel, 1e-3)
         ours = time_encode(encoder_with(residual), update)
-        for name, (make, reach) in PEERS.items():
+        for name, (make, reach, predicted) in PEERS.items():
             try:
                 run = make(residual.clone(), update)
             except Missing as reason:
@@ -300,7 +300,13 @@ class Bench:
             theirs = median_s(run, least=3)
             note = f"theirs {theirs * 1e6:.0f} us, N = 2^{numel.bit_length() - 1}"
             self.add(
-                f"encode against {name}", theirs / ours, reach, "x faster", None, ours * 1e6, note
+                f"encode against {name}",
+                theirs / ours,
+                reach,
+                "x faster",
+                predicted,
+                ours * 1e6,
+                note,
             )
 
 

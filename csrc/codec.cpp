@@ -57,7 +57,14 @@ Memory<uint8_t> allocate_zeroed(uint64_t bytes) {
 }
 
 Encoder::Encoder(uint64_t numel, Dtype dtype, unsigned threads)
-    : numel_(numel), dtype_(dtype), threads_(threads), residual_(allocate_zeroed(numel * bytes_per_element(dtype))) {}
+    : numel_(numel),
+      dtype_(dtype),
+      threads_(threads),
+      own_(allocate_zeroed(numel * bytes_per_element(dtype))),
+      residual_(own_.get()) {}
+
+Encoder::Encoder(void* residual, uint64_t numel, Dtype dtype, unsigned threads)
+    : numel_(numel), dtype_(dtype), threads_(threads), residual_(residual) {}
 
 unsigned Encoder::threads_for(uint64_t words) const {
     return static_cast<unsigned>(std::clamp<uint64_t>(words / kWordsPerThread, 1, threads_));
@@ -68,7 +75,7 @@ unsigned Encoder::threads_for(uint64_t words) const {
 template <class Residual>
 void Encoder::take_range(const std::vector<ConstArray>* update, Residual threshold, uint64_t from_word,
                          uint64_t to_word, MaskWord* out, Taken* taken) {
-    auto* residual = reinterpret_cast<Residual*>(residual_.get());
+    auto* residual = static_cast<Residual*>(residual_);
     const uint64_t end = std::min(to_word * 64, numel_);
     static const std::vector<ConstArray> kNothing;
     ArrayCursor cursor(update ? *update : kNothing, from_word * 64);
@@ -119,7 +126,7 @@ Taken Encoder::take(const std::vector<ConstArray>* update, Residual threshold) {
 // not depend on the order in which threads went over it.
 template <class Residual>
 void Encoder::give_back(const Taken& taken, Residual threshold) {
-    auto* residual = reinterpret_cast<Residual*>(residual_.get());
+    auto* residual = static_cast<Residual*>(residual_);
     for (const MaskWord* word = list_.get(); word < list_.get() + taken.words; ++word)
         for (uint64_t bits = word->changed; bits != 0; bits &= bits - 1) {
             const unsigned i = static_cast<unsigned>(__builtin_ctzll(bits));
@@ -132,8 +139,8 @@ Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOp
     const auto threshold = static_cast<Residual>(bfloat16_to_float(options.threshold));
     Encoded encoded;
     if (options.sample_density > 0)
-        encoded.tail = measure_tail(reinterpret_cast<const Residual*>(residual_.get()), numel_, update, threshold,
-                                    options.sample_density);
+        encoded.tail =
+            measure_tail(static_cast<const Residual*>(residual_), numel_, update, threshold, options.sample_density);
     const Taken taken = take<Residual>(update, threshold);
     if (taken.nonfinite > 0 && !options.skip_nonfinite) {
         give_back(taken, threshold);
@@ -163,8 +170,8 @@ Encoded Encoder::encode_dense(const std::vector<ConstArray>* update, DenseType d
         throw NonFiniteUpdate(nonfinite_text(taken), taken.nonfinite, taken.first_nonfinite);
     Encoded encoded;
     encoded.skipped = taken.nonfinite;
-    encoded.message = code_dense({residual_.get(), numel_, dtype_}, dtype, options.key, options.step);
-    apply_messages({encoded.message.view()}, {{residual_.get(), numel_, dtype_}}, -1.0);
+    encoded.message = code_dense({residual_, numel_, dtype_}, dtype, options.key, options.step);
+    apply_messages({encoded.message.view()}, {{residual_, numel_, dtype_}}, -1.0);
     return encoded;
 }
 
@@ -193,8 +200,8 @@ Clipped clip_values(Residual* values, uint64_t numel, Residual limit) {
 }  // namespace
 
 Clipped Encoder::clip(double limit) {
-    if (dtype_ == Dtype::kFloat64) return clip_values(reinterpret_cast<double*>(residual_.get()), numel_, limit);
-    return clip_values(reinterpret_cast<float*>(residual_.get()), numel_, static_cast<float>(limit));
+    if (dtype_ == Dtype::kFloat64) return clip_values(static_cast<double*>(residual_), numel_, limit);
+    return clip_values(static_cast<float*>(residual_), numel_, static_cast<float>(limit));
 }
 
 }  // namespace gradwire

@@ -61,6 +61,8 @@ struct Clipped {
 class Encoder {
   public:
     Encoder(uint64_t numel, Dtype dtype, unsigned threads);
+    // On a residual of the caller's, who keeps it.
+    Encoder(void* residual, uint64_t numel, Dtype dtype, unsigned threads);
 
     // residual += update (skipped where `update` is null); takes +-threshold out of what passes, as a ternary message.
     // With a non-finite element and not `skip_nonfinite` nothing is taken and NonFiniteUpdate is thrown.
@@ -72,7 +74,7 @@ class Encoder {
     // Cuts the residual to [-limit, limit].
     Clipped clip(double limit);
 
-    void* residual() { return residual_.get(); }
+    void* residual() { return residual_; }
     uint64_t numel() const { return numel_; }
     Dtype dtype() const { return dtype_; }
 
@@ -91,7 +93,8 @@ class Encoder {
     uint64_t numel_;
     Dtype dtype_;
     unsigned threads_;
-    Memory<uint8_t> residual_;
+    Memory<uint8_t> own_;
+    void* residual_;
     Buffer<MaskWord> list_;  // pass 1's result, reused
     std::vector<ChunkCoder> coders_;
 };

@@ -208,6 +208,12 @@ uint64_t HostArrays::numel() const {
     return numel;
 }
 
+uint64_t HostArrays::bytes() const {
+    uint64_t bytes = 0;
+    for (const HostArray& array : arrays_) bytes += array.bytes();
+    return bytes;
+}
+
 void HostArrays::require_numel(uint64_t expected) const {
     if (numel() != expected)
         throw py::value_error(std::string(role_) + " has " + std::to_string(numel()) + " elements, must have " +

@@ -35,6 +35,7 @@ class HostArrays {
     HostArrays(py::handle object, const char* role);
 
     uint64_t numel() const;
+    uint64_t bytes() const;
     void require_numel(uint64_t numel) const;
     void require_targets() const;
     void require_updates(Dtype residual) const;

@@ -93,6 +93,28 @@ class PyEncoder {
     std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
 };
 
+// An encode without an encoder: on a residual of the caller's, leaving out what is not finite.
+Message encode_into(const py::object& residual, const py::object& update, double threshold, uint32_t key,
+                    uint32_t step) {
+    const HostArrays own(residual, "residual");
+    own.require_targets();
+    const std::vector<Array> target = own.targets();
+    if (target.size() != 1) throw py::value_error("residual must be one array");
+    const HostArrays arrays(update, "update");
+    arrays.require_numel(target[0].numel);
+    arrays.require_updates(target[0].dtype);
+    arrays.require_apart(target[0].data, own.bytes(), "the residual");
+    const std::vector<ConstArray> updates = arrays.updates();
+    EncodeOptions options;
+    options.threshold = float_to_bfloat16(static_cast<float>(threshold));
+    options.key = key;
+    options.step = step;
+    options.skip_nonfinite = true;
+    const py::gil_scoped_release release;
+    Encoder encoder(target[0].data, target[0].numel, target[0].dtype, 1);
+    return Message(std::move(encoder.encode(&updates, options).message));
+}
+
 void apply_all(const std::vector<const Message*>& messages, const py::object& target, double scale) {
     const HostArrays arrays(target, "target");
     arrays.require_targets();
@@ -157,6 +179,8 @@ void register_encoder(py::module_& module) {
              py::arg("step"), py::arg("skip_nonfinite"))
         .def("clip", &PyEncoder::clip, py::arg("limit"))
         .def_property_readonly("residual", &PyEncoder::residual);
+    module.def("encode_into", &encode_into, py::arg("residual"), py::arg("update"), py::arg("threshold"),
+               py::arg("key"), py::arg("step"));
 }
 
 void register_apply(py::module_& module) {

@@ -290,33 +290,63 @@ class PyEncoder {
     std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
 };
 
+// Working memory for encodes without an encoder: one for each device, size, type and stream, kept.
+struct Borrowing {
+    cuda::DeviceEncoder encoder;
+    std::shared_ptr<MessageBuffer> buffer;
+};
+
+Borrowing& workspace_for(const LentBytes& out, uint64_t numel, Dtype dtype, cudaStream_t stream) {
+    using Key = std::tuple<int, uint64_t, Dtype, cudaStream_t>;
+    static auto& known = *new std::map<Key, std::unique_ptr<Borrowing>>;  // guarded by the GIL
+    std::unique_ptr<Borrowing>& found = known[{out.device, numel, dtype, stream}];
+    if (!found)
+        found.reset(new Borrowing{cuda::DeviceEncoder(out.device, numel, dtype),
+                                  cuda::borrow_buffer(out.device, out.data, out.size)});
+    found->buffer->on_device = out.data;
+    found->buffer->capacity = out.size;
+    return *found;
+}
+
+void encode_into(const py::object& residual, const py::object& update, double threshold, uint32_t key, uint32_t step,
+                 const py::object& out, uintptr_t number) {
+    const cudaStream_t stream = stream_of(number);
+    const LentBytes lent = lent_bytes(out, "out");
+    const DeviceArrays own(residual, "residual", lent.device, stream);
+    own.require_targets();
+    const std::vector<Array> target = own.targets();
+    if (target.size() != 1 || reinterpret_cast<uintptr_t>(target[0].data) % 16 != 0)
+        throw py::value_error("residual must be one array that begins at a multiple of 16 bytes");
+    const DeviceArrays arrays(update, "update", lent.device, stream);
+    arrays.require_numel(target[0].numel);
+    arrays.require_updates(target[0].dtype);
+    arrays.require_apart(target[0].data, own.bytes(), "the residual");
+    const uint64_t needed = cuda::message_capacity(max_ternary_bytes(target[0].numel));
+    if (lent.size < needed || reinterpret_cast<uintptr_t>(lent.data) % 16 != 0)
+        throw py::value_error("out must have at least " + std::to_string(needed) +
+                              " bytes and begin at a multiple of 16");
+    Borrowing& work = workspace_for(lent, target[0].numel, target[0].dtype, stream);
+    work.encoder.encode_into(target[0].data, arrays.updates(), float_to_bfloat16(static_cast<float>(threshold)), key,
+                             step, *work.buffer, stream);
+}
+
 PyMessage message_at(const py::object& array) {
     const LentBytes lent = lent_bytes(array, "buffer");
     return PyMessage(cuda::borrow_buffer(lent.device, lent.data, lent.size), array);
 }
 
-// Host bytes on their way to a device, and what tells when they have arrived.
+// Host bytes on their way to a device.
 class Upload {
   public:
-    Upload(const py::buffer_info& bytes, cudaStream_t stream) : stream_(stream) {
-        size_ = static_cast<uint64_t>(bytes.size * bytes.itemsize);
-        CUDA_TRY(cudaMallocAsync(&memory_, size_, stream));
-        CUDA_TRY(cudaMemcpyAsync(memory_, bytes.ptr, size_, cudaMemcpyHostToDevice, stream));
+    Upload(const py::buffer_info& bytes, cudaStream_t stream)
+        : size_(static_cast<uint64_t>(bytes.size * bytes.itemsize)), memory_(size_, stream) {
+        CUDA_TRY(cudaMemcpyAsync(memory_.get(), bytes.ptr, size_, cudaMemcpyHostToDevice, stream));
     }
-    ~Upload() {
-        if (memory_ && cudaFreeAsync(memory_, stream_) != cudaSuccess) cudaGetLastError();
-    }
-    Upload(Upload&& other) noexcept : memory_(other.memory_), size_(other.size_), stream_(other.stream_) {
-        other.memory_ = nullptr;
-    }
-    Upload(const Upload&) = delete;
-    Upload& operator=(const Upload&) = delete;
-    cuda::DeviceMessageRef ref() const { return {static_cast<const uint8_t*>(memory_), size_, nullptr}; }
+    cuda::DeviceMessageRef ref() const { return {memory_.get(), size_, nullptr}; }
 
   private:
-    void* memory_ = nullptr;
-    uint64_t size_ = 0;
-    cudaStream_t stream_;
+    uint64_t size_;
+    cuda::StreamMemory memory_;
 };
 
 // Messages are this module's, whose device memory is read behind their last use, or anything with the buffer protocol
@@ -420,6 +450,9 @@ PYBIND11_MODULE(_cuda, module) {
     bindings::register_encoder(module);
     module.def("apply_many", &bindings::apply_many, pybind11::arg("messages"), pybind11::arg("target"),
                pybind11::arg("scale"), pybind11::arg("device"), pybind11::arg("stream"));
+    module.def("encode_into", &bindings::encode_into, pybind11::arg("residual"), pybind11::arg("update"),
+               pybind11::arg("threshold"), pybind11::arg("key"), pybind11::arg("step"), pybind11::arg("out"),
+               pybind11::arg("stream"));
     module.def("device_of", &bindings::device_of, pybind11::arg("array"));
     module.def("unusable", &bindings::unusable);
 }

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kBlock)
                  work.entries + index * work.entries_each, shared);
 }
 
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kBlock, 3)
     check_kernel(const __grid_constant__ MessageTable table, const __grid_constant__ StatusTable statuses, Work work,
                  uint32_t first) {
     __shared__ BlockScratch<kBlock> sums;
@@ -120,24 +120,6 @@ __global__ void __launch_bounds__(kBlock, 2)
                       window);
     }
 }
-
-// Memory of a stream, which goes back to it at the end of the scope: no call waits, and a graph can hold it.
-class StreamMemory {
-  public:
-    StreamMemory(uint64_t bytes, Stream stream) : stream_(stream) {
-        CUDA_TRY(cudaMallocAsync(&memory_, bytes, stream));
-    }
-    ~StreamMemory() {
-        if (cudaFreeAsync(memory_, stream_) != cudaSuccess) cudaGetLastError();
-    }
-    StreamMemory(const StreamMemory&) = delete;
-    StreamMemory& operator=(const StreamMemory&) = delete;
-    uint8_t* get() const { return static_cast<uint8_t*>(memory_); }
-
-  private:
-    void* memory_ = nullptr;
-    Stream stream_;
-};
 
 // Enough windows to fill the device, none so small that decoding outweighs adding.
 uint64_t window_for(uint64_t numel, int device) {

@@ -22,12 +22,19 @@ class DeviceEncoder {
   public:
     // Waits for the device. Throws CudaError.
     DeviceEncoder(int device, uint64_t numel, Dtype dtype, const Policy& policy, double threshold);
+    // Without a residual of its own, for encode_into only.
+    DeviceEncoder(int device, uint64_t numel, Dtype dtype);
     ~DeviceEncoder();
 
     // residual += update (nothing where it is null), and the message of this step goes to `to`, whose capacity is at
     // least message_capacity(max_ternary_bytes(numel)). With `dense` everything is sent as values of that type.
     void encode(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
                 MessageBuffer& to, Stream stream);
+
+    // The same on a residual of the caller's, with a threshold (bfloat16 bits) and a step of the caller's: nothing is
+    // remembered from call to call. Leaves out what is not finite.
+    void encode_into(void* residual, const std::vector<ConstArray>& update, uint16_t threshold, uint32_t key,
+                     uint32_t step, MessageBuffer& to, Stream stream);
 
     // Both wait for the device.
     EncoderState state();
@@ -42,6 +49,7 @@ class DeviceEncoder {
     Dtype dtype() const { return dtype_; }
 
   private:
+    void allocate(uint64_t residual_bytes);
     template <class Residual>
     void take(const std::vector<ConstArray>* update, bool dense, Stream stream);
     template <class Residual>

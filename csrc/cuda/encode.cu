@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kBlock) lay_out_kernel(Masks masks, const Enco
 
 // Where the update was not finite: gives back what was taken, instead.
 template <class Residual>
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kBlock, 3)
     write_kernel(Masks masks, Residual* residual, const EncoderState* state, const Scratch* scratch,
                  const ChunkRecord* records, uint32_t* message) {
     __shared__ BlockScratch<kBlock> sums;
@@ -210,6 +210,14 @@ __global__ void __launch_bounds__(kBlock) quantile_kernel(uint32_t* bins, double
     find_quantile(block, bins + blockIdx.x * kTailBins, want, &state->tail.quantile[blockIdx.x]);
 }
 
+__global__ void begin_kernel(EncoderState* state, uint16_t threshold, uint32_t step) {
+    state->used = state->rounded = threshold;
+    state->threshold = static_cast<double>(threshold_value(threshold));
+    state->step = step;
+    state->flags = 0;
+    state->nonfinite = {0, UINT64_MAX};
+}
+
 __global__ void clear_tail_kernel(EncoderState* state) { state->tail = TailWords{}; }
 
 }  // namespace
@@ -268,15 +276,24 @@ std::unique_ptr<Workspace> allocate_workspace(uint64_t numel, uint64_t residual_
 
 DeviceEncoder::DeviceEncoder(int device, uint64_t numel, Dtype dtype, const Policy& policy, double threshold)
     : device_(device), numel_(numel), dtype_(dtype), policy_(policy) {
-    const DeviceScope scope(device);
-    int processors = 0;
-    CUDA_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-    processors_ = static_cast<unsigned>(processors);
-    work_ = allocate_workspace(numel, numel * dtype_bytes(dtype));
+    allocate(numel * dtype_bytes(dtype));
     set_state(threshold, 0, 0);
 }
 
+DeviceEncoder::DeviceEncoder(int device, uint64_t numel, Dtype dtype) : device_(device), numel_(numel), dtype_(dtype) {
+    allocate(0);
+    CUDA_TRY(cudaDeviceSynchronize());
+}
+
 DeviceEncoder::~DeviceEncoder() = default;
+
+void DeviceEncoder::allocate(uint64_t residual_bytes) {
+    const DeviceScope scope(device_);
+    int processors = 0;
+    CUDA_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device_));
+    processors_ = static_cast<unsigned>(processors);
+    work_ = allocate_workspace(numel_, residual_bytes);
+}
 
 void* DeviceEncoder::residual() const { return work_->residual; }
 
@@ -408,6 +425,15 @@ void DeviceEncoder::encode(const std::vector<ConstArray>* update, uint32_t key, 
     else
         encode_as<float>(update, key, skip_nonfinite, dense, to, stream);
     to.end_use(stream);
+}
+
+void DeviceEncoder::encode_into(void* residual, const std::vector<ConstArray>& update, uint16_t threshold, uint32_t key,
+                                uint32_t step, MessageBuffer& to, Stream stream) {
+    const DeviceScope scope(device_);
+    begin_kernel<<<1, 1, 0, stream>>>(work_->state, threshold, step);
+    CUDA_TRY_LAUNCH("begin");
+    work_->residual = static_cast<uint8_t*>(residual);
+    encode(&update, key, true, DenseType::kNone, to, stream);
 }
 
 }  // namespace gradwire::cuda

@@ -1,5 +1,7 @@
 #include "memory.h"
 
+#include <map>
+
 namespace gradwire::cuda {
 
 DeviceScope::DeviceScope(int device) {
@@ -27,23 +29,98 @@ PinnedMemory<uint8_t> allocate_pinned(uint64_t bytes) {
 
 namespace {
 
+// Made when first asked for and kept to the end of the process.
+cudaMemPool_t stream_pool() {
+    static std::mutex mutex;
+    static std::map<int, cudaMemPool_t> pools;
+    int device = 0;
+    CUDA_TRY(cudaGetDevice(&device));
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto known = pools.find(device);
+    if (known != pools.end()) return known->second;
+    cudaMemPoolProps properties{};
+    properties.allocType = cudaMemAllocationTypePinned;
+    properties.location.type = cudaMemLocationTypeDevice;
+    properties.location.id = device;
+    cudaMemPool_t pool = nullptr;
+    CUDA_TRY(cudaMemPoolCreate(&pool, &properties));
+    uint64_t keeps = UINT64_MAX;
+    CUDA_TRY(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keeps));
+    pools[device] = pool;
+    return pool;
+}
+
 bool is_capturing(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     CUDA_TRY(cudaStreamIsCapturing(stream, &status));
     return status != cudaStreamCaptureStatusNone;
 }
 
+// Tickets of one device that nobody holds. They live to the end of the process.
+struct TicketList {
+    std::mutex mutex;
+    std::vector<std::unique_ptr<Ticket>> free;
+};
+
+TicketList& tickets_of(int device) {
+    static std::mutex mutex;
+    static auto& lists = *new std::map<int, TicketList>;  // outlives every message
+    const std::lock_guard<std::mutex> lock(mutex);
+    return lists[device];
+}
+
+// One whose last use is over, or a new one.
+std::unique_ptr<Ticket> take_ticket(int device) {
+    TicketList& list = tickets_of(device);
+    const std::lock_guard<std::mutex> lock(list.mutex);
+    for (std::unique_ptr<Ticket>& free : list.free) {
+        if (cudaEventQuery(free->used) != cudaSuccess) {
+            cudaGetLastError();  // "not ready" is no error of ours, but the runtime keeps it as one
+            continue;
+        }
+        std::swap(free, list.free.back());
+        std::unique_ptr<Ticket> taken = std::move(list.free.back());
+        list.free.pop_back();
+        *taken->status = {};
+        return taken;
+    }
+    auto ticket = std::make_unique<Ticket>();
+    ticket->memory = allocate_pinned(sizeof(MessageStatus));
+    ticket->status = reinterpret_cast<MessageStatus*>(ticket->memory.get());
+    *ticket->status = {};
+    CUDA_TRY(cudaEventCreateWithFlags(&ticket->used, cudaEventDisableTiming));
+    return ticket;
+}
+
+// On the current device, which is `device`.
 std::unique_ptr<MessageBuffer> make_buffer(int device) {
     auto buffer = std::make_unique<MessageBuffer>();
     buffer->device = device;
-    buffer->own_status = allocate_pinned(sizeof(MessageStatus));
-    buffer->status = reinterpret_cast<MessageStatus*>(buffer->own_status.get());
-    *buffer->status = {};
-    CUDA_TRY(cudaEventCreateWithFlags(&buffer->used, cudaEventDisableTiming));
+    buffer->ticket = take_ticket(device);
+    buffer->status = buffer->ticket->status;
+    buffer->used = buffer->ticket->used;
     return buffer;
 }
 
 }  // namespace
+
+StreamMemory::StreamMemory(uint64_t bytes, cudaStream_t stream) : stream_(stream) {
+    CUDA_TRY(cudaMallocFromPoolAsync(&memory_, bytes, stream_pool(), stream));
+}
+
+StreamMemory::~StreamMemory() {
+    if (memory_ && cudaFreeAsync(memory_, stream_) != cudaSuccess) cudaGetLastError();
+}
+
+MessageBuffer::~MessageBuffer() {
+    if (!ticket || captured) {  // a graph may be replayed and write the status again
+        static_cast<void>(ticket.release());
+        return;
+    }
+    TicketList& list = tickets_of(device);
+    const std::lock_guard<std::mutex> lock(list.mutex);
+    list.free.push_back(std::move(ticket));
+}
 
 void MessageBuffer::begin_use(cudaStream_t stream) {
     if (is_capturing(stream))

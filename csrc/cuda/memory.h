@@ -25,6 +25,25 @@ using PinnedMemory = std::unique_ptr<T, FreePinned>;
 DeviceMemory<uint8_t> allocate_device(uint64_t bytes);
 PinnedMemory<uint8_t> allocate_pinned(uint64_t bytes);
 
+// Memory of a stream, which goes back to it at the end of the scope: no call waits, and a graph can hold it. It comes
+// from a pool of our own on the current device, which keeps what it has; the default one gives it back to the system
+// whenever somebody waits, and its settings are not ours to change.
+class StreamMemory {
+  public:
+    StreamMemory(uint64_t bytes, cudaStream_t stream);
+    ~StreamMemory();
+    StreamMemory(StreamMemory&& other) noexcept : memory_(other.memory_), stream_(other.stream_) {
+        other.memory_ = nullptr;
+    }
+    StreamMemory(const StreamMemory&) = delete;
+    StreamMemory& operator=(const StreamMemory&) = delete;
+    uint8_t* get() const { return static_cast<uint8_t*>(memory_); }
+
+  private:
+    void* memory_ = nullptr;
+    cudaStream_t stream_;
+};
+
 // What the device says about a message, in pinned memory: written by the device, read behind the message's event.
 struct MessageStatus {
     uint32_t failure;  // of read_message.h: what was wrong when it was applied
@@ -33,22 +52,29 @@ struct MessageStatus {
     uint64_t first_nonfinite;
 };
 
+// What a message needs beside its bytes: a status that the device writes, and an event behind the last use. Lent from a
+// list for each device and given back to it, never freed: kernels may still be on their way when the last one forgets a
+// message.
+struct Ticket {
+    PinnedMemory<uint8_t> memory;
+    MessageStatus* status = nullptr;
+    cudaEvent_t used = nullptr;
+};
+
 // Where a message lies: device memory, its pinned copy if it has one, and an event behind the last use of either.
 struct MessageBuffer {
     int device = 0;
     uint64_t capacity = 0;
     DeviceMemory<uint8_t> own_device;
     PinnedMemory<uint8_t> own_host;
-    PinnedMemory<uint8_t> own_status;
+    std::unique_ptr<Ticket> ticket;
     uint8_t* on_device = nullptr;
     uint8_t* on_host = nullptr;  // null: only on the device
     MessageStatus* status = nullptr;
     cudaEvent_t used = nullptr;
     bool captured = false;  // written inside of a graph: no event tells when it is done
 
-    ~MessageBuffer() {
-        if (used) cudaEventDestroy(used);
-    }
+    ~MessageBuffer();
     // Puts what follows on the stream behind all earlier uses, and notes a use when it is enqueued.
     void begin_use(cudaStream_t stream);
     void end_use(cudaStream_t stream);

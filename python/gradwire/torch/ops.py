@@ -1,0 +1,107 @@
+"""Encode and apply as operators of torch, for programs that are traced: ``torch.ops.gradwire.encode`` and ``.apply``.
+
+They have no state of their own: the residual is a tensor that is passed in and changed, the threshold a number. Both
+work on the CPU and on CUDA devices; a message is a tensor of a fixed size, of which the header says how much counts,
+because a traced program must know sizes before it runs.
+
+>>> import torch, gradwire.torch
+>>> residual, params = torch.zeros(4), torch.zeros(4)
+>>> update = torch.tensor([0.75, -0.5, 0.25, 0.0])
+>>> message = torch.ops.gradwire.encode(residual, update, 0.5)
+>>> torch.ops.gradwire.apply(message, params, 1.0)
+>>> params.tolist(), residual.tolist()
+([0.5, -0.5, 0.0, 0.0], [0.25, 0.0, 0.25, 0.0])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import _core
+from ..arrays import cuda_core, stream_of
+from ..message import Message, cuda_message
+from ..message import apply as apply_message
+from ..policy import round_threshold
+
+__all__ = ["message_bytes_max"]
+
+_HEADER_BYTES = 48
+_LENGTH = slice(40, 48)  # of the header: the bytes that follow it
+_VECTOR_BYTES = 16
+
+
+def message_bytes_max(numel: Any) -> Any:
+    """Return the size of ``encode``'s result: the ceiling of a message of ``numel`` elements, in whole vectors."""
+    ceiling = _HEADER_BYTES + (22 * numel + 99) // 100
+    return (ceiling + _VECTOR_BYTES - 1) // _VECTOR_BYTES * _VECTOR_BYTES
+
+
+def encode(
+    residual: torch.Tensor, update: torch.Tensor, threshold: float, key: int = 0, step: int = 0
+) -> torch.Tensor:
+    """Add ``update`` to ``residual``, take plus or minus the threshold out of what reaches it, return the message.
+
+    Args:
+        residual: float32 or float64, contiguous (on a device: from a multiple of 16 bytes on); modified.
+        update: float32, float16 or bfloat16 (float64 too if the residual is float64), as many elements; not modified.
+        threshold: rounded to bfloat16.
+        key: index of the group of parameters.
+        step: number of the message.
+
+    Returns:
+        uint8[message_bytes_max(residual.numel())]: the message, and zeros. Elements that are not finite are left out.
+    """
+    capacity = message_bytes_max(residual.numel())
+    message = torch.zeros(capacity, dtype=torch.uint8, device=residual.device)
+    rounded = round_threshold(threshold)
+    if residual.is_cuda:
+        device = residual.device.index
+        cuda_core().encode_into(
+            residual, update, rounded, key, step, message, stream_of(None, residual, device)
+        )
+    else:
+        encoded = _core.encode_into(residual, update, rounded, key, step)
+        message.numpy()[: encoded.nbytes] = np.frombuffer(memoryview(encoded), np.uint8)
+    return message
+
+
+def _encode_shape(
+    residual: torch.Tensor,
+    update: torch.Tensor,  # noqa: ARG001  (the operator's own names)
+    threshold: float,  # noqa: ARG001
+    key: int = 0,  # noqa: ARG001
+    step: int = 0,  # noqa: ARG001
+) -> torch.Tensor:
+    return residual.new_empty(message_bytes_max(residual.numel()), dtype=torch.uint8)
+
+
+def apply(message: torch.Tensor, target: torch.Tensor, scale: float = 1.0) -> None:
+    """Add the message that begins ``message`` to ``target``: ``target += scale * decoded``.
+
+    Args:
+        message: uint8, contiguous, on the target's device; may be longer than the message.
+        target: float32 or float64, contiguous; modified.
+        scale: finite factor.
+
+    Raises:
+        MessageError: on the CPU, the message is not valid. On a device nothing is raised; the target stays as it was.
+    """
+    if target.is_cuda:
+        apply_message(cuda_message(message), target, scale)
+        return
+    held = message.numpy()
+    length = _HEADER_BYTES + int.from_bytes(held[_LENGTH].tobytes(), "little")
+    apply_message(Message.parse(memoryview(held)[:length]), target, scale)
+
+
+def _apply_shape(message: torch.Tensor, target: torch.Tensor, scale: float = 1.0) -> None:  # noqa: ARG001
+    return None
+
+
+_encode = torch.library.custom_op("gradwire::encode", encode, mutates_args=("residual",))
+_encode.register_fake(_encode_shape)
+_apply = torch.library.custom_op("gradwire::apply", apply, mutates_args=("target",))
+_apply.register_fake(_apply_shape)
