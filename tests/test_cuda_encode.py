@@ -63,7 +63,7 @@ def test_steps_follow_the_policy_as_on_the_cpu(policy: str) -> None:
     arguments = {
         "threshold": POLICIES[policy],
         "shakeup": gw.ShakeUp(every=4, divisor=3.0),
-        "clip": gw.ResidualClip(limit=2.0, every=3),
+        "clip": gw.ResidualClip(limit=1.0, every=3),
     }
     cpu, cuda = pair(100_003, **arguments)
     rng = np.random.default_rng(8)
