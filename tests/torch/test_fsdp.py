@@ -22,7 +22,7 @@ STEPS = 6
 SECRET = bytes(range(32))
 
 
-def sharded_model(rank: int) -> Any:
+def sharded_model() -> Any:
     torch.manual_seed(5)
     net = torch.nn.Sequential(torch.nn.Linear(9, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
     mesh = init_device_mesh("cpu", (2,))
@@ -39,9 +39,9 @@ def train(net: Any, optimizer: Any, rank: int) -> Any:
 
 
 def one_machine_of_two_ranks(rank: int) -> Any:
-    plain = sharded_model(rank)
+    plain = sharded_model()
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), rank)
-    net = sharded_model(rank)
+    net = sharded_model()
     shards = [param.to_local() for param in net.parameters()]
     with gw.Node("127.0.0.1:0", secret=SECRET) as node:
         encoder = gw.Encoder(sum(shard.numel() for shard in shards))

@@ -217,7 +217,8 @@ class Exchange:
     @property
     def is_next_local(self) -> bool:
         """Whether the next step sends nothing and leaves the parameters as they are (``every``)."""
-        return self._replica.local_steps + 1 < self._options.every
+        is_settled = self._own is None and self._members.phase is Phase.IN
+        return is_settled and self._replica.local_steps + 1 < self._options.every
 
     @property
     def stats(self) -> ExchangeStats:

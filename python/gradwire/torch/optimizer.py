@@ -74,7 +74,6 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._state: list[Staging] = []
         self._loaded: list[torch.Tensor] = []
         self._has_joined = False
-        self._is_unfinished = False
 
     def __getattr__(self, name: str) -> Any:
         """Return what only the wrapped optimiser has."""
@@ -119,6 +118,30 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._has_joined = True
         return joined
 
+    def resync(self) -> Joined:
+        """Take parameters, step and, where it is shared, the optimiser's state anew: after `Diverged`, say.
+
+        Raises:
+            TimeoutError, Mismatch: as ``Exchange.resync``.
+        """
+        self._fetch_moved()
+        try:
+            return self.exchange.resync(_hosts(self._params), _hosts(self._state))
+        finally:
+            self._store()
+
+    def leave(self) -> StepResult:
+        """Send what is left of this node's updates; the others go on without it. Close the node afterwards.
+
+        Raises:
+            WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.leave``.
+        """
+        self._fetch_moved()
+        try:
+            return self.exchange.leave(_hosts(self._params), _hosts(self._state))
+        finally:
+            self._store()
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of the wrapped optimiser and share it.
 
@@ -132,16 +155,14 @@ class SharedOptimizer(torch.optim.Optimizer):
         if not self._has_joined:
             self.join()
         loss = self._local_step(closure)
-        if not self.exchange.is_next_local or self._is_unfinished:
-            self._fetch_moved()
-            self._is_unfinished = True
-            try:
-                self.result = self._exchange_step()
-            finally:
-                self._store()
-            self._is_unfinished = False
-        else:
+        if self.exchange.is_next_local:
             self.result = self._exchange_step()
+            return loss
+        self._fetch_moved()
+        try:
+            self.result = self._exchange_step()
+        finally:
+            self._store()
         return loss
 
     def catch_up(self, timeout_s: float = 0.0) -> int:

@@ -1,0 +1,471 @@
+"""Time to a validation loss: four nodes behind links of 10 Mbit/s, 100 Mbit/s and 1 Gbit/s, gradwire against PyTorch.
+
+Every node is a process in a network namespace of its own, behind a link that tc limits (training/network.py: needs
+root and iproute2). All methods train the same model with the same optimiser, batches and initial parameters; only the
+exchange differs. Processors are few and shared by all nodes, so the models have little arithmetic per parameter
+(training/tasks.py).
+
+    python benchmarks/bench_training.py --results results          # everything; goes on where it was interrupted
+    python benchmarks/bench_training.py --results results --only text gradwire-udp 100 0     # one run
+    python benchmarks/bench_training.py --results results --report # the table of what is there
+    python benchmarks/bench_training.py --results results --report --pictures docs --json training.json
+    python benchmarks/bench_training.py --predict                  # what the links would need, by arithmetic
+    python benchmarks/bench_training.py --smoke                    # three steps of each method, no figure counts
+
+A run ends at the target, or when its budget of seconds is used up (--budget). The losses of synchronous methods do not
+depend on the link, so where the budget did not suffice, the time to the target is composed: the measured mean time of a
+step there, times the steps that the same method and seed needed at the fastest link. Such figures are marked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from harness import Reach, Report, figure  # noqa: E402
+
+NODES = 4
+LINKS_MBIT = (1000, 100, 10)
+FASTEST_MBIT = LINKS_MBIT[0]
+SEEDS = (0, 1, 2)
+DENSITY = 0.01
+TASK_NAMES = ("text", "digits")
+STEPS = {"text": 400, "digits": 400}
+EVALUATE_EVERY = 20
+BUDGET_S = 300.0
+# Start-up and evaluations do not count towards the budget; a run that takes so much longer has hung.
+HANG_FACTOR, HANG_S = 3.0, 300.0
+OURS = ("gradwire-hook", "gradwire-udp", "gradwire-async", "gradwire-local")
+RIVALS = ("fp16", "powersgd-2", "powersgd-4")
+BYTES_RATIO, LOSS_TOLERANCE, SHARE_MAX = 200.0, 0.01, 0.10
+SPEEDUPS = (("dense", 100, 8.0), ("rivals", 10, 2.0), ("rivals", 100, 1.2), ("dense", 1000, 1.5))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        task: its name.
+        method: its name.
+        link_mbit: rate of every node's link.
+        seed: of parameters and batches.
+        steps: at most.
+        budget_s: at most.
+        evaluate_every: steps between evaluations.
+        density: that gradwire's thresholds aim at.
+    """
+
+    task: str
+    method: str
+    link_mbit: int
+    seed: int
+    steps: int
+    budget_s: float
+    evaluate_every: int = EVALUATE_EVERY
+    density: float = DENSITY
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{self.task}-{self.method}-{self.link_mbit}-{self.seed}"
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def execute(run: Run, network: Any, target: float) -> dict[str, Any]:
+    """Run one training on a network and return what its first node reported."""
+    arguments = {
+        **asdict(run),
+        "addresses": network.addresses,
+        "target": target,
+        # At the fastest link the whole curve is wanted, for the losses at equal steps.
+        "stop_at_target": run.link_mbit != FASTEST_MBIT,
+    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with tempfile.TemporaryFile("w+") as errors:
+        workers = [
+            subprocess.Popen(
+                [
+                    *network.within(rank),
+                    sys.executable,
+                    str(HERE / "training" / "worker.py"),
+                    json.dumps(arguments),
+                    str(rank),
+                ],
+                env=environment,
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                stderr=errors if rank == 0 else subprocess.DEVNULL,
+                text=True,
+            )
+            for rank in range(NODES)
+        ]
+        watchdog = threading.Timer(HANG_FACTOR * run.budget_s + HANG_S, stop, [workers])
+        watchdog.start()
+        try:
+            lines = [json.loads(line) for line in workers[0].stdout or () if line.startswith("{")]
+        finally:
+            watchdog.cancel()
+            stop(workers)
+        if not lines or "end" not in lines[-1]:
+            errors.seek(0)
+            raise RuntimeError(f"{run.name} ended early:\n{errors.read()[-2000:]}")
+    return {"run": asdict(run), "target": target, "points": lines[:-1], **lines[-1]}
+
+
+def stop(workers: list[subprocess.Popen[str]]) -> None:
+    """End the processes that are left."""
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.wait()
+
+
+def execute_all(runs: list[Run], folder: Path) -> None:
+    """Run what has no result in ``folder`` yet, link by link."""
+    from training.network import network
+    from training.tasks import TASKS
+
+    targets = {task: TASKS[task]().target for task in {run.task for run in runs}}
+    missing = [run for run in runs if not (folder / f"{run.name}.json").exists()]
+    print(f"{len(runs) - len(missing)} of {len(runs)} runs are there already", flush=True)
+    for link_mbit, group in itertools.groupby(missing, key=lambda run: run.link_mbit):
+        with network(NODES, link_mbit) as built:
+            for run in group:
+                result = execute(run, built, targets[run.task])
+                path = folder / f"{run.name}.json"
+                path.with_suffix(".part").write_text(json.dumps(result, indent=1))
+                path.with_suffix(".part").rename(path)
+                print(f"  {run.name}: {summary(result)}", flush=True)
+
+
+def summary(result: dict[str, Any]) -> str:
+    losses = [point["loss"] for point in result["points"]]
+    return (
+        f"{result['end']} after {result['steps']} steps, {result['seconds']:.1f} s, "
+        f"{result['step_s_mean']:.3f} s per step, loss {losses[-1] if losses else float('nan'):.3f}"
+    )
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the result files say."""
+
+    results: dict[str, dict[str, Any]]
+
+    @staticmethod
+    def load(folder: Path) -> Results:
+        """Read all files of a folder."""
+        return Results(
+            {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+        )
+
+    def find(self, task: str, method: str, link_mbit: int, seed: int) -> dict[str, Any] | None:
+        """Return one result, None where there is none."""
+        return self.results.get(f"{task}-{method}-{link_mbit}-{seed}")
+
+    def time_to_target(self, task: str, method: str, link_mbit: int) -> Duration | None:
+        """Return the median over the seeds; None if one is missing or never gets there."""
+        found = [self._seed_time(task, method, link_mbit, seed) for seed in self.seeds(task)]
+        times = [one for one in found if one is not None]
+        if not times or len(times) < len(found):
+            return None
+        return Duration(
+            statistics.median(one.seconds for one in times),
+            any(one.is_composed for one in times),
+            min(one.seconds for one in times),
+            max(one.seconds for one in times),
+        )
+
+    def _seed_time(self, task: str, method: str, link_mbit: int, seed: int) -> Duration | None:
+        result = self.find(task, method, link_mbit, seed)
+        if result is None:
+            return None
+        reached = first_below(result)
+        if reached is not None:
+            return Duration(reached["seconds"], is_composed=False)
+        curve = self.find(task, method, FASTEST_MBIT, seed)
+        reached = first_below(curve) if curve else None
+        # An asynchronous node's losses depend on the link: nothing can be composed of them.
+        if reached is None or method == "gradwire-async" or result["end"] != "budget":
+            return None
+        return Duration(reached["step"] * result["step_s_mean"], is_composed=True)
+
+    def seeds(self, task: str) -> list[int]:
+        """Return the seeds for which there is any result."""
+        found = {one["run"]["seed"] for one in self.results.values() if one["run"]["task"] == task}
+        return sorted(found)
+
+    def final_losses(self, task: str, method: str) -> list[float]:
+        """Return the last losses at the fastest link, of runs that took all steps."""
+        found = [self.find(task, method, FASTEST_MBIT, seed) for seed in self.seeds(task)]
+        return [one["points"][-1]["loss"] for one in found if one and one["end"] == "steps"]
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Seconds to the target, whether they were composed, and the spread over seeds."""
+
+    seconds: float
+    is_composed: bool
+    least_s: float = 0.0
+    most_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.1f} s{' (composed)' if self.is_composed else ''}"
+
+
+def first_below(result: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the first point of a result at or below its target."""
+    points = (point for point in result["points"] if point["loss"] <= result["target"])
+    return next(points, None)
+
+
+def tell(results: Results, report: Report) -> None:
+    """Add what the results say to the report."""
+    from training.methods import METHODS
+
+    for task in TASK_NAMES:
+        for link_mbit, method in itertools.product(LINKS_MBIT, METHODS):
+            duration = results.time_to_target(task, method, link_mbit)
+            if duration is None:
+                if any(results.find(task, method, link_mbit, seed) for seed in SEEDS):
+                    report.skip(f"{task}, {method}, {link_mbit} Mbit/s", "target not reached")
+                continue
+            note = f"{duration.least_s:.1f} to {duration.most_s:.1f} s over seeds"
+            note += "; composed" if duration.is_composed else ""
+            what = f"time to target, {method}, {link_mbit} Mbit/s"
+            report.add([figure(task, what, 0, duration.seconds, "s", note=note)])
+        tell_speedups(task, results, report)
+        tell_losses(task, results, report)
+        tell_costs(task, results, report)
+
+
+def tell_speedups(task: str, results: Results, report: Report) -> None:
+    for (against, link_mbit, reach), method in itertools.product(SPEEDUPS, OURS):
+        ours = results.time_to_target(task, method, link_mbit)
+        rivals = RIVALS if against == "rivals" else (against,)
+        times = [results.time_to_target(task, rival, link_mbit) for rival in rivals]
+        theirs = [one for one in times if one is not None]
+        if ours is None or not theirs:
+            continue
+        best = min(theirs, key=lambda one: one.seconds)
+        names = "the best of fp16 and PowerSGD" if against == "rivals" else against
+        note = "composed" if ours.is_composed or best.is_composed else ""
+        report.add(
+            [
+                figure(
+                    task,
+                    f"{method} against {names}, {link_mbit} Mbit/s",
+                    0,
+                    best.seconds / ours.seconds,
+                    "x faster",
+                    reach=Reach(">=", reach),
+                    note=note,
+                )
+            ]
+        )
+
+
+def tell_losses(task: str, results: Results, report: Report) -> None:
+    dense = results.final_losses(task, "dense")
+    for method in OURS:
+        losses = results.final_losses(task, method)
+        if not dense or not losses:
+            continue
+        ratio = statistics.mean(losses) / statistics.mean(dense)
+        report.add(
+            [
+                figure(
+                    task,
+                    f"final loss of {method} / of dense, equal steps",
+                    0,
+                    ratio,
+                    "x",
+                    reach=Reach("<=", 1.0 + LOSS_TOLERANCE),
+                    note=f"{spread(losses)} against {spread(dense)}",
+                )
+            ]
+        )
+
+
+def spread(values: list[float]) -> str:
+    return f"{min(values):.3f} to {max(values):.3f}"
+
+
+def tell_costs(task: str, results: Results, report: Report) -> None:
+    """Add the bytes of messages, and gradwire's share of a step at 100 Mbit/s."""
+    for method in OURS:
+        found = [results.find(task, method, 100, seed) for seed in results.seeds(task)]
+        runs = [one for one in found if one and one["totals"]["messages"]]
+        if not runs:
+            continue
+        numel = runs[0]["numel"]
+        message = statistics.mean(
+            one["totals"]["message_bytes"] / one["totals"]["messages"] for one in runs
+        )
+        spent = [
+            sum(one["totals"][part] for part in ("encode_s", "wait_s", "apply_s")) / one["seconds"]
+            for one in runs
+        ]
+        report.add(
+            [
+                figure(
+                    task,
+                    f"float32 bytes / bytes of a message, {method}",
+                    numel,
+                    4 * numel / message,
+                    "x",
+                    reach=Reach(">=", BYTES_RATIO),
+                    note=f"{message:.0f} bytes",
+                ),
+                figure(
+                    task,
+                    f"share of a step in gradwire, {method}, 100 Mbit/s",
+                    numel,
+                    statistics.mean(spent),
+                    "of the time",
+                    reach=Reach("<=", SHARE_MAX),
+                    note="the hook's overlaps with the backward pass; waiting for slower nodes counts",
+                ),
+            ]
+        )
+
+
+# ---- prediction ------------------------------------------------------------------------------------------------------
+
+
+def predict(results: Results) -> None:
+    """Print what each method must send per step, the time each link needs for it, and what was measured."""
+    from training.methods import METHODS, predicted_bytes
+    from training.tasks import TASKS
+
+    for task in TASK_NAMES:
+        shapes = [tuple(param.shape) for param in TASKS[task]().model().parameters()]
+        print(f"\n{task}: bytes that one of {NODES} nodes sends per step, and seconds for them")
+        print(f"  {'':16} {'predicted':>11} {'measured':>11}", end="")
+        print("".join(f"{f'{link} Mbit/s':>24}" for link in LINKS_MBIT))
+        for method in METHODS:
+            sent = predicted_bytes(method, shapes, NODES, DENSITY)
+            found = [
+                one
+                for one in results.results.values()
+                if (one["run"]["task"], one["run"]["method"]) == (task, method)
+            ]
+            measured = [one["bytes"] / one["steps"] for one in found]
+            print(f"  {method:16} {sent:11.0f}", end=" ")
+            print(f"{statistics.mean(measured):11.0f}" if measured else f"{'':11}", end="")
+            for link in LINKS_MBIT:
+                steps = [one["step_s_mean"] for one in found if one["run"]["link_mbit"] == link]
+                step = f"{statistics.mean(steps):.3f} s/step" if steps else ""
+                print(f"{8 * sent / (link * 1e6):10.4f} {step:>13}", end="")
+            print(flush=True)
+
+
+def draw_all(results: Results, folder: Path) -> None:
+    """Draw the learning curves of every task that has results."""
+    from training.pictures import draw
+
+    for task in TASK_NAMES:
+        found = [one for one in results.results.values() if one["run"]["task"] == task]
+        if found:
+            print(draw(task, found, LINKS_MBIT, folder))
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def plan(arguments: argparse.Namespace) -> list[Run]:
+    """Return the runs to do, those at the fastest link first: the others may need their curves."""
+    from training.methods import METHODS
+
+    if arguments.smoke:
+        return [
+            Run("digits", method, 1000, 0, steps=3, budget_s=60.0, evaluate_every=3)
+            for method in METHODS
+        ] + [Run("text", "gradwire-udp", 1000, 0, steps=3, budget_s=60.0, evaluate_every=3)]
+    runs = [
+        Run(task, method, link_mbit, seed, STEPS[task], arguments.budget)
+        for link_mbit, seed, task, method in itertools.product(
+            LINKS_MBIT, SEEDS[: arguments.seeds], TASK_NAMES, METHODS
+        )
+    ]
+    if arguments.only:
+        wanted = "-".join(arguments.only)
+        runs = [run for run in runs if f"{run.name}-".startswith(f"{wanted}-")]
+    return runs
+
+
+def unmet() -> str | None:
+    """Return why nothing can be measured here, or None."""
+    for package in ("torch", "sklearn"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+    from training.network import missing
+
+    return missing()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--results", type=Path, help="folder of the results, one file per run")
+    parser.add_argument(
+        "--only", nargs="+", help="task, method, link in Mbit/s, seed; or the first few"
+    )
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many")
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET_S, help="seconds of training per run"
+    )
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--predict", action="store_true", help="the arithmetic only")
+    parser.add_argument("--smoke", action="store_true", help="three steps of each method")
+    parser.add_argument("--json", type=Path, help="where the report goes")
+    parser.add_argument(
+        "--pictures", type=Path, help="folder for the learning curves, such as docs"
+    )
+    arguments = parser.parse_args()
+
+    reason = unmet()
+    if reason is not None:
+        print(f"skipped: {reason}")
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.results or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not arguments.report and not arguments.predict:
+            execute_all(plan(arguments), folder)
+        results = Results.load(folder)
+    predict(results)
+    if arguments.predict:
+        return
+    report = Report(
+        {"nodes": NODES, "density": DENSITY}, void="a smoke test" if arguments.smoke else ""
+    )
+    tell(results, report)
+    report.print()
+    if arguments.json:
+        report.write(arguments.json)
+    if arguments.pictures:
+        draw_all(results, arguments.pictures)
+
+
+if __name__ == "__main__":
+    main()
