@@ -333,7 +333,8 @@ class Members:
         self.on_gone(peer)
 
     def _take_hello(self, peer: Peer, hello: Hello) -> None:
-        is_first = peer not in self._hellos
+        before = self._hellos.get(peer)
+        is_first = before is None
         self._hellos[peer] = hello
         self._ready.discard(peer)
         if hello.model != self._model:
@@ -359,14 +360,15 @@ class Members:
             if stream.first is None:
                 stream.start_at(hello.fresh)
             if self.phase is Phase.IN:
-                self._meet(peer, hello)
+                has_come_in = before is not None and before.phase is not Phase.IN
+                self._meet(peer, hello, has_come_in=has_come_in)
 
-    def _meet(self, peer: Peer, hello: Hello) -> None:
+    def _meet(self, peer: Peer, hello: Hello, *, has_come_in: bool) -> None:
         """Hear of a member that this node does not know: a newcomer, or one of a group that had split off."""
         if self._place in hello.members:
-            if (
-                not self._is_sync
-            ):  # in synchronous mode it comes in with the step that all agreed on
+            if not has_come_in:  # it has not heard that the others have gone on without it
+                self._report(to=peer)
+            elif not self._is_sync:  # synchronous ones come in with a step that all agree on
                 self._admit(peer, hello.step)
             return
         # What began earlier counts, then the larger group: the run of a process is the time of its start.
@@ -471,10 +473,10 @@ class Members:
         self._report()
         self._settle()
 
-    def _report(self) -> None:
+    def _report(self, to: Peer | None = None) -> None:
         if self.phase is Phase.IN:
             held = {place_of(peer): held for peer, held in self.agreement.report().items()}
-            self._send(Kind.REPORT, 0, Report(held).encode())
+            self._send(Kind.REPORT, 0, Report(held).encode(), to)
 
     def _take_report(self, reporter: Peer, report: Report) -> None:
         known = self._places([*self._members, *self._past, *self.agreement.held])

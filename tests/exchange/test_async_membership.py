@@ -1,0 +1,134 @@
+"""Coming in, leaving and dying while nobody waits for anybody: in the end all have the same updates, once."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import gradwire as gw
+
+from .cluster import Cluster, FakeNode, cluster
+
+NUMEL = 24
+START = np.arange(NUMEL, dtype=np.float32)
+
+
+def update(node_id: int, count: int) -> NDArray[np.float32]:
+    """Return multiples of 2^-12, so that every sum is exact."""
+    rng = np.random.default_rng([71, node_id, count])
+    return (rng.integers(-256, 256, NUMEL) / 2.0**12).astype(np.float32)
+
+
+class Trainer:
+    """One worker: it trains to a step, then only adds what the others send, until all have finished."""
+
+    everybody: list[Trainer]
+
+    def __init__(self, world: Cluster, everybody: list[Trainer], node_id: int, **options: Any):
+        self.world = world
+        self.everybody = everybody
+        self.node: FakeNode = world.node(node_id)
+        self.encoder = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-6))
+        options = {"mode": "async", "max_staleness": 4, "timeout_s": 10.0, **options}
+        self.share = gw.Exchange(self.encoder, self.node, **options)
+        self.params = START.copy()
+        self.put_in = np.zeros(NUMEL)
+        self.leaves = False
+        self.has_finished = False
+        self.joined: gw.Joined | None = None
+        self.worker = world.start(self.node, self.train)
+        everybody.append(self)
+
+    def train(self) -> None:
+        self.joined = self.share.join(self.params)
+        for count in itertools.count():
+            if self.share.next_step >= 30:
+                break
+            self.world.compute(self.node, self.world.random.choice([0.01, 0.05, 0.2]))
+            one = update(self.node.peer.id, count)
+            self.put_in += one
+            self.share.step(one, self.params)
+        if self.leaves:
+            self.share.leave(self.params)
+            self.has_finished = True
+            self.world.close(self.node)
+            return
+        self.has_finished = True
+        while not all(one.has_finished or one.node.is_dead for one in self.everybody):
+            self.share.catch_up(self.params, timeout_s=0.05)
+        for _ in range(60):
+            self.share.catch_up(self.params, timeout_s=0.05)
+
+    def sent(self, count: int | None = None) -> NDArray[np.float64]:
+        total = np.zeros(NUMEL)
+        for _, payload in itertools.islice(sorted(self.node.updates.items()), count):
+            gw.apply(gw.Message.parse(payload), total)
+        return total
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("exact", [False, True], ids=["plain", "exact"])
+def test_late_nodes_and_leaving_ones_lose_nothing(seed: int, exact: bool) -> None:
+    trainers: list[Trainer] = []
+    with cluster(seed) as world:
+        for node_id in (10, 20, 30):
+            Trainer(world, trainers, node_id, peers=2, exact=exact)
+        trainers[1].leaves = True
+        turn = world.random.randint(60, 250)
+        world.plan(turn, lambda: Trainer(world, trainers, 40, peers=2, exact=exact) and None)
+        world.run()
+    assert len(trainers) == 4
+    assert trainers[3].joined is not None
+    assert trainers[3].joined.is_late
+    stayed = [one for one in trainers if not one.leaves]
+    assert len({one.params.tobytes() for one in stayed}) == 1
+    put_in = sum(one.put_in for one in trainers)
+    kept = sum(one.encoder.residual.astype(np.float64) for one in trainers)
+    np.testing.assert_array_equal(stayed[0].params + kept, START + put_in)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_a_dead_node_had_sent_reaches_all_or_nobody(seed: int) -> None:
+    trainers: list[Trainer] = []
+    with cluster(seed) as world:
+        for node_id in (10, 20, 30, 40):
+            Trainer(world, trainers, node_id, peers=3, exact=True)
+        dead = world.random.sample(trainers, world.random.choice([1, 1, 2]))
+        turn = world.random.randint(60, 500)
+        for one in dead:
+            world.plan(turn + world.random.randint(0, 40), lambda d=one: world.kill(d.node))
+        world.run()
+    alive = [one for one in trainers if not one.node.is_dead]
+    assert len({one.params.tobytes() for one in alive}) == 1
+    explanations = [
+        counts
+        for counts in itertools.product(*(range(len(one.node.updates) + 1) for one in dead))
+        if np.array_equal(
+            START
+            + sum(one.sent() for one in alive)
+            + sum(one.sent(count) for one, count in zip(dead, counts, strict=True)),
+            alive[0].params,
+        )
+    ]
+    assert len(explanations) == 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_after_a_broken_connection_all_hold_the_same(seed: int) -> None:
+    trainers: list[Trainer] = []
+    with cluster(seed) as world:
+        for node_id in (10, 20, 30):
+            Trainer(world, trainers, node_id, peers=2, exact=True)
+        one, other = world.random.sample(trainers, 2)
+        turn = world.random.randint(60, 200)
+        world.plan(turn, lambda: world.cut(one.node, other.node))
+        world.plan(turn + 60, lambda: world.connect(one.node, other.node))
+        world.run()
+    assert len({each.params.tobytes() for each in trainers}) == 1
+    put_in = sum(each.put_in for each in trainers)
+    kept = sum(each.encoder.residual.astype(np.float64) for each in trainers)
+    np.testing.assert_array_equal(trainers[0].params + kept, START + put_in)
