@@ -43,7 +43,7 @@ ALLOWED = {
 FRAMEWORKS = {"cupy", "jax", "matplotlib", "pyspark", "sklearn", "torch"}
 # Rooms for a framework; nothing imports them before the user does.
 FRAMEWORK_ROOMS = {"torch": {"torch"}, "spark": {"pyspark"}}
-WITH_SOCKETS = {"transport/addressing.py", "transport/driver.py"}
+WITH_SOCKETS = {"transport/addressing.py", "transport/driver.py", "transport/multicast.py"}
 WITH_A_CLOCK = {"exchange/clock.py", "torch/hook.py", "transport/driver.py", "transport/node.py"}
 
 

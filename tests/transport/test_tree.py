@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from gradwire.errors import WouldBlock
-from gradwire.transport.model import Limits
-from gradwire.transport.wire import DATA, HEADER
+from gradwire.transport.model import Counters, Limits
+from gradwire.transport.relay import QUEUE_BYTES_MAX, ForwardQueue
+from gradwire.transport.wire import DATA, HEADER, Relay
 
 from .simulator import Host, Link, Simulator
 
@@ -383,3 +384,93 @@ def test_a_full_log_says_so_and_goes_on() -> None:
     finish(simulator, hosts[0])
     assert refused > 0
     assert all(host.payloads == sent for host in hosts[1:])
+
+
+# ---- what strangers can do --------------------------------------------------------------------------------------
+
+
+def spoof(simulator: Simulator, relay: Host, origin: Host, record: int, fragment: int) -> None:
+    """Have the relay receive garbage that claims to be a fragment of the origin's."""
+    header = HEADER.pack(DATA, 0, fragment, 45, origin.endpoint.stream, 1_384 << 48 | record)
+    garbage = header + simulator.random.randbytes(1_384)
+    relay.endpoint.receive(memoryview(garbage), len(garbage), origin.address, simulator.now_s)
+
+
+def test_garbage_in_the_name_of_an_origin_is_forwarded_once_and_only_for_records_to_come() -> None:
+    simulator, hosts = tree(8)
+    origin = hosts[0]
+    send(simulator, origin, 1)
+    finish(simulator, origin)
+    relay = relays_of(origin, hosts)[0]
+    session = next(s for s in relay.endpoint._sessions.values() if s.address == origin.address)
+    assert session.inbound is not None
+    next_record, limit = session.inbound.cumulative, session.inbound.limit
+    below = len(children_of(origin, relay, hosts))
+    before = relay.endpoint.stats().relayed_bytes
+    for record in (0, next_record - 1, limit, limit + 1_000):
+        spoof(simulator, relay, origin, record, 0)
+    simulator.run_for(0.001)
+    assert relay.endpoint.stats().relayed_bytes == before
+    for _ in range(50):
+        for fragment in range(44):
+            spoof(simulator, relay, origin, next_record, fragment)
+    simulator.run_for(0.001)
+    assert relay.endpoint.stats().relayed_bytes - before == below * 44 * 1_400
+    sent = [simulator.random.randbytes(CHUNK)]
+    simulator.publish(origin, sent[0], 7)
+    finish(simulator, origin)
+    assert all(host.payloads[1:] == sent for host in hosts[1:])
+
+
+def test_an_instruction_to_relay_counts_only_from_a_peer_and_reaches_only_peers() -> None:
+    simulator, hosts = tree(4)
+    victim, member = hosts[0], hosts[1]
+    session = next(s for s in member.endpoint._sessions.values() if s.address == victim.address)
+    strangers = (123, 456)
+    session.send_frame(Relay(1_000, strangers))
+    simulator.run_for(0.01)
+    simulator.publish(member, bytes(50_000))
+    simulator.run_for(0.1)
+    assert victim.endpoint.stats().relayed_bytes == 0
+    outside = simulator.add("outside", secret=bytes(range(1, 33)))
+    outside.endpoint.connect(victim.address)
+    simulator.run_for(1.0)
+    assert outside.endpoint.peers == ()
+    assert len(victim.endpoint.fanout._forwarders) <= 3
+
+
+def test_a_forward_queue_that_is_full_drops_and_counts() -> None:
+    counters = Counters()
+    queue = ForwardQueue(counters)
+    batch = memoryview(bytes(63_000))
+    for _ in range(100):
+        queue.put(batch, 0, (1 << 45) - 1, 1_400, [("a", 1), ("b", 1)])
+    assert queue.used_bytes <= QUEUE_BYTES_MAX
+    out = queue.take()
+    assert counters.relayed_bytes + counters.relay_dropped_bytes == 200 * 63_000
+    assert sum(transmit.nbytes for transmit in out) == counters.relayed_bytes > 0
+    assert not queue
+
+
+# ---- large clusters ---------------------------------------------------------------------------------------------
+
+
+def test_a_hundred_nodes_find_each_other_from_one_seed_and_stay_quiet() -> None:
+    simulator = Simulator(1, Link(delay_s=0.001))
+    hosts = [simulator.add(f"h{index}") for index in range(100)]
+    for host in hosts[1:]:
+        host.endpoint.connect(hosts[0].address)
+    started_s = simulator.now_s
+    simulator.run_until(lambda: all(len(host.endpoint.peers) == 99 for host in hosts), 10.0)
+    assert simulator.now_s - started_s < 5.0
+    simulator.run_for(0.2)
+    assert all(len(host.endpoint.fanout._tree.relays) == 12 for host in hosts)
+    before = [host.endpoint.stats().datagrams_sent for host in hosts]
+    simulator.run_for(0.4)
+    sent = [
+        host.endpoint.stats().datagrams_sent - was for host, was in zip(hosts, before, strict=True)
+    ]
+    assert max(sent) < 99 * 6  # a heartbeat in 200 ms, and answers
+    simulator.publish(hosts[0], bytes(200_000))
+    finish(simulator, hosts[0])
+    assert all(host.payloads == [bytes(200_000)] for host in hosts[1:])

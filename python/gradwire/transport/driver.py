@@ -1,4 +1,4 @@
-"""The socket and the clock: the only file of the transport that touches either.
+"""The sockets and the clock: the only file of the transport that moves datagrams or tells the time.
 
 Linux moves up to 45 datagrams per system call (GSO on send, GRO on receive), 40 times what one call per datagram gives.
 Where that is missing or refused the driver sends and receives them one by one, and says so once.
@@ -18,8 +18,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
+from .addressing import WILDCARDS, local_addresses
 from .endpoint import Endpoint
 from .model import Address, SocketStats, Transmit
+from .multicast import aim, check_group, join
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +51,31 @@ now_s = time.monotonic
 
 
 class Driver:
-    """Moves datagrams between one endpoint and one UDP socket. Not thread-safe: the node holds a lock.
+    """Moves datagrams between one endpoint and one UDP socket, and takes what comes to a multicast group.
+
+    Not thread-safe: the node holds a lock.
 
     Args:
         bind: local address; port 0 lets the system choose.
         offload: use GSO and GRO where the system has them.
+        group: multicast group to join.
+        hops: over how many routers what is sent to the group may go, and one.
 
     Raises:
-        OSError: the address cannot be bound; the message names it.
+        OSError: the address cannot be bound, or the group not be joined; the message names it.
+        ValueError: not a multicast group.
     """
 
-    def __init__(self, bind: Address, *, offload: bool = True) -> None:
+    def __init__(
+        self,
+        bind: Address,
+        *,
+        offload: bool = True,
+        group: Address | None = None,
+        hops: int = 1,
+    ) -> None:
+        if group is not None:
+            check_group(group, bind)
         self._family = _family_of(bind)
         self._socket = socket.socket(self._family, socket.SOCK_DGRAM)
         try:
@@ -76,25 +92,42 @@ class Driver:
         self.has_gro = False
         self.socket_errors = 0
         self._receive_calls = 0
-        self._configure(offload)
+        self._configure(self._socket, offload)
+        self._group: socket.socket | None = None
+        self._group_drops = 0
+        self._own_addresses: frozenset[Address] = frozenset()
+        if group is not None:
+            self._join(group, hops, offload)
         self._buffer = bytearray(RECEIVE_BUFFER_BYTES)
         self._view = memoryview(self._buffer).toreadonly()
         self._unsent: deque[Transmit] = deque()
         self._too_large: dict[Address, int] = {}
 
-    def _configure(self, offload: bool) -> None:
+    def _join(self, group: Address, hops: int, offload: bool) -> None:
+        host, port = self.address
+        hosts = local_addresses() if host in WILDCARDS else [host]
+        self._own_addresses = frozenset((each, port) for each in hosts)
+        try:
+            aim(self._socket, host, hops)
+            self._group = join(group, host)
+        except OSError:
+            self._socket.close()
+            raise
+        self._configure(self._group, offload)
+
+    def _configure(self, each: socket.socket, offload: bool) -> None:
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             with contextlib.suppress(OSError):  # the system caps it by itself
-                self._socket.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+                each.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
         if sys.platform != "linux":
             return
         with contextlib.suppress(OSError):
-            self._socket.setsockopt(socket.SOL_SOCKET, SO_RXQ_OVFL, 1)
+            each.setsockopt(socket.SOL_SOCKET, SO_RXQ_OVFL, 1)
         with contextlib.suppress(OSError):  # then a path with a smaller MTU gets fragments
-            self._socket.setsockopt(*MTU_DISCOVER[self._family], PMTUDISC_PROBE)
+            each.setsockopt(*MTU_DISCOVER[self._family], PMTUDISC_PROBE)
         if offload:
             try:
-                self._socket.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
+                each.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
                 self.has_gro = True
             except OSError:
                 logger.info("this kernel has no UDP GRO; datagrams are received one by one")
@@ -119,6 +152,8 @@ class Driver:
 
     def receive(self, endpoint: Endpoint) -> None:
         """Take what has come, up to a bound, so that sending is not kept waiting."""
+        if self._group is not None:
+            self._receive_group(self._group, endpoint)
         time_s = now_s()
         for _ in range(RECEIVES_PER_PUMP):
             try:
@@ -136,8 +171,34 @@ class Driver:
                 if level == socket.IPPROTO_UDP and kind == UDP_GRO:
                     segment_bytes = struct.unpack_from("=i", data)[0]
                 elif level == socket.SOL_SOCKET and kind == SO_RXQ_OVFL:
-                    endpoint.counters.kernel_drops = struct.unpack_from("=I", data)[0]
+                    drops = struct.unpack_from("=I", data)[0]
+                    endpoint.counters.kernel_drops = drops + self._group_drops
             endpoint.receive(self._view[:nbytes], segment_bytes, (source[0], source[1]), time_s)
+
+    def _receive_group(self, group: socket.socket, endpoint: Endpoint) -> None:
+        """Take what has come to the multicast group, but for what this node itself has sent there."""
+        time_s = now_s()
+        for _ in range(RECEIVES_PER_PUMP):
+            try:
+                nbytes, ancillary, _, source = group.recvmsg_into([self._buffer], 64)
+            except OSError as error:
+                if error.errno not in TRY_LATER:
+                    self.socket_errors += 1
+                    continue
+                return
+            address = (source[0], source[1])
+            if nbytes == 0 or address in self._own_addresses:
+                continue
+            self._receive_calls += 1
+            segment_bytes = nbytes
+            for level, kind, data in ancillary:
+                if level == socket.IPPROTO_UDP and kind == UDP_GRO:
+                    segment_bytes = struct.unpack_from("=i", data)[0]
+                elif level == socket.SOL_SOCKET and kind == SO_RXQ_OVFL:
+                    drops = struct.unpack_from("=I", data)[0]
+                    endpoint.counters.kernel_drops += drops - self._group_drops
+                    self._group_drops = drops
+            endpoint.receive_group(self._view[:nbytes], segment_bytes, address, time_s)
 
     def transmit(self, endpoint: Endpoint) -> None:
         """Send what the endpoint has for now, up to a bound, so that receiving is not kept waiting."""
@@ -240,6 +301,8 @@ class Driver:
         reads: list[socket.socket] = [waker.socket]
         if for_datagrams:
             reads.append(self._socket)
+            if self._group is not None:
+                reads.append(self._group)
         writes = [self._socket] if self._unsent else []
         timeout_s = max(0.0, until_s - now_s())
         # When another thread has closed the socket, the caller sees it afterwards.
@@ -248,8 +311,10 @@ class Driver:
                 waker.clear()
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the sockets."""
         self._socket.close()
+        if self._group is not None:
+            self._group.close()
 
 
 class Waker:

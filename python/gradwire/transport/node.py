@@ -45,6 +45,9 @@ class Node:
         advertise: "host:port" under which others reach this node, where that differs (NAT, containers, clouds).
         limits: bounds and timers.
         node_id: identity, 64 bits; by default random. Two live nodes must not share one.
+        multicast: "group:port" that records may be sent to, the same on all nodes; who does not hear it is served by
+            unicast, which is also the default.
+        multicast_hops: how far they may go: 1 is the own subnet.
         on_lag: what happens when a peer stops acknowledging: "block" or "evict".
         insecure: neither encrypt nor authenticate; for benchmarks only.
         offload: use GSO and GRO where the system has them.
@@ -75,6 +78,8 @@ class Node:
         advertise: str | None = None,
         limits: Limits | None = None,
         node_id: int | None = None,
+        multicast: str | None = None,
+        multicast_hops: int = 1,
         on_lag: str = "block",
         insecure: bool = False,
         offload: bool = True,
@@ -89,7 +94,10 @@ class Node:
         chosen = choose_address(parse_address(bind), network_mask)
         if advertise is not None:
             parse_address(advertise)
-        self._driver = Driver(chosen, offload=offload)
+        if not 1 <= multicast_hops <= 255:
+            raise ValueError(f"multicast_hops is {multicast_hops}; it must be 1 to 255")
+        group = None if multicast is None else parse_address(multicast)
+        self._driver = Driver(chosen, offload=offload, group=group, hops=multicast_hops)
         self._address = advertise or format_address(local_address(self._driver.address, seeds))
         self._endpoint = Endpoint(
             key,
@@ -99,6 +107,7 @@ class Node:
             limits=limits,
             advertise=advertise or "",
             insecure=insecure,
+            multicast=group,
             on_lag=on_lag,
             interface_mtu=interface_mtu,
         )
