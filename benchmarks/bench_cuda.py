@@ -297,6 +297,9 @@ class Bench:
             except Missing as reason:
                 print(f"skipped: {name}: {reason}", flush=True)
                 continue
+            except Exception as error:  # a peer that breaks must not cost the next one its number
+                print(f"FAILED: {name}: {type(error).__name__}: {error}", flush=True)
+                continue
             theirs = median_s(run, least=3)
             note = f"theirs {theirs * 1e6:.0f} us, N = 2^{numel.bit_length() - 1}"
             self.add(

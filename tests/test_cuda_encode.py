@@ -206,7 +206,9 @@ def test_a_new_policy_is_followed_from_the_next_step_on() -> None:
     both = pair(3000, threshold=gw.FixedThreshold(1.0))
     step_both(both, update_of(3000, "float32", 0.1, 1))
     for encoder in both:
-        encoder.set_policy(gw.AdaptiveThreshold(initial=0.5, density_min=0.5), threshold=0.5)
+        encoder.set_policy(
+            gw.AdaptiveThreshold(initial=0.5, density_min=0.5, density_max=0.9), threshold=0.5
+        )
     for step in range(3):
         step_both(both, update_of(3000, "float32", 0.1, step))
     with pytest.raises(ValueError, match="one of gradwire's"):
