@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gradwire.transport.coalesce import Backlog, Coalesce, ask
 from gradwire.transport.endpoint import Endpoint
 from gradwire.transport.model import Address, Limits, Peer, PeerLost, Ticket
 from gradwire.transport.wire import DATA
@@ -78,6 +79,8 @@ class Host:
     due_s: float | None = 0.0
     idle_polls: int = 0
     inbox: list[tuple[bytes, Address, bool]] = field(default_factory=list)
+    coalesce: Coalesce | None = None
+    coalesce_s: float = 0.0  # how long the hook takes
 
     @property
     def payloads(self) -> list[bytes]:
@@ -258,6 +261,10 @@ class Simulator:
                 host.received.append((peer, tag, bytes(payload)))
         host.events.extend(host.endpoint.take_events())
         transmits = host.endpoint.poll(self.now_s)
+        laggards = host.endpoint.laggards
+        if laggards is not None and laggards.has_backlog:
+            for backlog in laggards.take_backlogs(self.now_s):
+                self.call_at(self.now_s + host.coalesce_s, lambda b=backlog: self._merge(host, b))
         self._note_poll(host, bool(transmits))
         for transmit in transmits:
             data = b"".join(transmit.slices)
@@ -265,6 +272,12 @@ class Simulator:
             for start in range(0, len(data), step):
                 self.send(host.address, transmit.address, data[start : start + step])
         host.events.extend(host.endpoint.take_events())
+
+    def _merge(self, host: Host, backlog: Backlog) -> None:
+        """Ask the host's hook, as a thread of its node would."""
+        substitutes = None if host.coalesce is None else ask(host.coalesce, backlog)
+        if host.endpoint.laggards is not None:
+            host.endpoint.laggards.substitute(backlog, substitutes, self.now_s)
 
     def _note_poll(self, host: Host, sent: bool) -> None:
         """A core that wants to be called again and again without sending anything would burn a processor."""

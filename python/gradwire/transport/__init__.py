@@ -7,6 +7,7 @@ states), `endpoint` (one node without a socket), `driver` (the socket and the cl
 
 from __future__ import annotations
 
+from .coalesce import Backlogged
 from .model import (
     Event,
     Limits,
@@ -23,6 +24,7 @@ from .node import Node
 from .secret import generate_secret, parse_secret
 
 __all__ = [
+    "Backlogged",
     "Event",
     "Limits",
     "Node",

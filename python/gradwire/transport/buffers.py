@@ -66,3 +66,15 @@ def _rounded_up(nbytes: int) -> int:
     """Return the size with only its three leading bits kept, rounded up, so that few sizes exist."""
     shift = max(0, nbytes.bit_length() - 3)
     return -(-nbytes >> shift) << shift
+
+
+def flat_view(buffer: object) -> memoryview:
+    """Return the bytes of anything contiguous with the buffer protocol, one dimension, format "B".
+
+    Raises:
+        TypeError: it has no contiguous buffer.
+    """
+    view = memoryview(buffer)  # type: ignore[arg-type]
+    if view.nbytes == 0:
+        return memoryview(b"")
+    return view.cast("B")

@@ -10,11 +10,13 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..errors import Closed, NotConnected, TooLarge, WouldBlock
 from .crypto import AuthenticationError, Entropy, Handshake, Marker, SenderKey
 from .fanout import Fanout
 from .inbound import ReceiveBudget
+from .laggards import Laggards
 from .membership import HALF_OPEN_MAX, HandshakeGate, Membership
 from .model import (
     Address,
@@ -58,6 +60,7 @@ from .wire import (
     Relaying,
     Shared,
     WireError,
+    run_length,
 )
 
 logger = logging.getLogger(__name__)
@@ -68,17 +71,12 @@ CREDIT_CHECK_S = 0.1
 GOSSIP_S = 1.0
 MEMBERS_BYTES_MAX = 1_100
 SLEEP_S = 1.0
-FRAGMENT_INDICES = bytes(range(256))
+NODES_MAX = 1 << 16
 NEVER_S = float("inf")
 
 
 def _nothing() -> None:
     """Do nothing."""
-
-
-def _unknown_mtu(_: Address) -> int | None:
-    """Know nothing about interfaces."""
-    return None
 
 
 class Endpoint:
@@ -95,7 +93,8 @@ class Endpoint:
         insecure: neither encrypt nor authenticate (benchmarks only).
         multicast: address of the group that data records may be sent to; it must be that of all nodes.
         on_lag: "block" (a peer that stops acknowledging fills the send log, and `publish` raises `WouldBlock`) or
-            "evict" (it is dropped after ``lag_s``).
+            "evict" (it is dropped after ``lag_s``) or "coalesce" (``laggards`` gives back what waits for it and takes
+            what is to be sent instead).
         interface_mtu: returns the MTU of the interface to an address, None where that is unknown.
         first_record: number of the first record; only tests change it.
     """
@@ -113,7 +112,7 @@ class Endpoint:
         insecure: bool = False,
         multicast: Address | None = None,
         on_lag: str = "block",
-        interface_mtu: Callable[[Address], int | None] = _unknown_mtu,
+        interface_mtu: Callable[[Address], int | None] = lambda _: None,
         first_record: int = 0,
     ) -> None:
         self.limits = limits or Limits()
@@ -126,6 +125,7 @@ class Endpoint:
         self.marker = Marker(secret, insecure=insecure)
         self._started_at_s = now_s
         self._evicts = on_lag == "evict"
+        self.laggards = Laggards(self) if on_lag == "coalesce" else None
         self.counters = Counters()
         self.log = SendLog(self.limits.send_log_bytes, first_record)
         self.budget = ReceiveBudget(self.limits.receive_bytes)
@@ -138,12 +138,18 @@ class Endpoint:
         )
         # Cutting a full log anew must not make it larger than its limit.
         smallest_bytes = min(BASE_BYTES - HEADER_BYTES, self.limits.fragment_bytes)
-        self._room_bytes = int(self.limits.send_log_bytes / growth_max(smallest_bytes))
+        self.room_bytes = int(self.limits.send_log_bytes / growth_max(smallest_bytes))
         self._interface_mtu = interface_mtu
         self._single_until_s = float("-inf")
+        if self.laggards is not None and multicast is not None:
+            raise ValueError(
+                'on_lag="coalesce" does not go with multicast: a slow peer hears what waits for it'
+            )
+        # For the same reason nobody relays: what a relay has been given may reach a peer at any time.
+        alone = self.laggards is not None
         self.fanout = Fanout(
             node_id,
-            self.limits,
+            replace(self.limits, mesh_nodes_max=NODES_MAX) if alone else self.limits,
             self.log,
             self.counters,
             self.stream,
@@ -221,7 +227,7 @@ class Endpoint:
             return ticket
         if not self.has_room(len(payload)):
             raise WouldBlock(
-                f"the send log holds {self.log.used_bytes} of {self._room_bytes} bytes, "
+                f"the send log holds {self.log.used_bytes} of {self.room_bytes} bytes, "
                 f"no room for {len(payload)} more: "
                 "wait for acknowledgements, or let the residual accumulate"
             )
@@ -246,7 +252,7 @@ class Endpoint:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `publish` would take a message of this size now."""
-        return self.log.used_bytes + self._sealer.wire_bytes(nbytes) <= self._room_bytes
+        return self.log.used_bytes + self._sealer.wire_bytes(nbytes) <= self.room_bytes
 
     def _recipients(self, to: Peer | None) -> list[Session]:
         if to is None:
@@ -374,7 +380,7 @@ class Endpoint:
             self.counters.stray_datagrams += 1
             return min(position + segment_bytes, len(data))
         most = min(-(-(len(data) - position) // segment_bytes), fragments - first)
-        count = _run_length(data, position, segment_bytes, first, most) if most > 1 else 1
+        count = run_length(data, position, segment_bytes, first, most) if most > 1 else 1
         end = min(position + count * segment_bytes, len(data))
         fragment_bytes = number >> RECORD_NUMBER_BITS
         # A short last datagram can stand alone; otherwise the header has to agree with the size on the wire.
@@ -612,6 +618,28 @@ class Endpoint:
             session.resume(now_s)
             if self._evicts and session.is_lagging(now_s):
                 session.give_up("lagging", REASON_GIVEN_UP, now_s)
+        if self.laggards is not None:
+            self.laggards.check(now_s)
+
+    # ---- what the laggards ask for (laggards.Owner) -------------------------------------------------------------
+
+    @property
+    def sealer(self) -> Sealer:
+        """See `laggards.Owner`."""
+        return self._sealer
+
+    def up_sessions(self) -> list[Session]:
+        """See `laggards.Owner`."""
+        return self._up_sessions()
+
+    def take_message_numbers(self, count: int) -> int:
+        """See `laggards.Owner`."""
+        self._message_number += count
+        return self._message_number - count
+
+    def on_withdrawn(self, now_s: float) -> None:
+        """See `laggards.Owner`."""
+        self._release_log(now_s)
 
     # ---- what sessions ask for and report (session.Context) -----------------------------------------------------
 
@@ -816,14 +844,24 @@ class Endpoint:
     def recut(self) -> None:
         """Cut anew what some peer may lack, and have every peer skip the old records."""
         head = self.log.head
-        keys = {key.epoch & 0xFF: key for key in (self._previous_key, self._sealer.key) if key}
         established = [s for s in self._sessions.values() if s.state in (State.KEYING, State.UP)]
-        positions = {s.index: s.outbound.cumulative for s in established if s.outbound is not None}
-        moved = recut(self.log, self._sealer, keys, positions)
+        moved = recut(self.log, self._sealer, self.keys_in_use(), self.positions())
         self.fanout.restart_at(head)
         for session in established:
             session.restart_from(head, moved)
         self.counters.recut_records += self.log.head - head
+
+    def keys_in_use(self) -> dict[int, SenderKey]:
+        """Return the keys under which the records in the log are sealed, by the low 8 bits of their epoch."""
+        return {key.epoch & 0xFF: key for key in (self._previous_key, self._sealer.key) if key}
+
+    def positions(self) -> dict[int, int]:
+        """Return the first record that each session may lack, by the session's index."""
+        return {
+            session.index: session.outbound.cumulative
+            for session in self._sessions.values()
+            if session.outbound is not None and session.state in (State.KEYING, State.UP)
+        }
 
     # ---- housekeeping -------------------------------------------------------------------------------------------
 
@@ -930,25 +968,6 @@ class Endpoint:
             srtt_s=sum(known) / len(known) if known else 0.0,
             peers=paths,
         )
-
-
-def _run_length(data: memoryview, position: int, segment_bytes: int, first: int, most: int) -> int:
-    """Return how many of the ``most`` datagrams from ``position`` on are neighbouring fragments of one record.
-
-    Compares two bytes of each header (fragment, record number), which is cheap; a false match, 256 records apart, is
-    caught by the record's tag and costs a retransmission.
-    """
-    stop = position + (most - 1) * segment_bytes + HEADER_BYTES
-    if stop > len(data):  # the last datagram is too short to have a header
-        return 1
-    indices = data[position + 2 : stop : segment_bytes].tobytes()
-    numbers = data[position + 8 : stop : segment_bytes].tobytes()
-    if indices == FRAGMENT_INDICES[first : first + most] and numbers == numbers[:1] * most:
-        return most
-    count = 1
-    while count < most and indices[count] == first + count and numbers[count] == numbers[0]:
-        count += 1
-    return count
 
 
 def _add_counters(totals: Counters, session: Session) -> None:

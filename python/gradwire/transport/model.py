@@ -246,6 +246,7 @@ class Stats:
         malformed_datagrams: dropped because they did not parse.
         unauthenticated_datagrams: dropped because a tag did not verify or a counter came again.
         rejected_records: records dropped whole because their tag did not verify.
+        coalesced_messages: messages that a slow peer did not get because fewer were sent instead.
         recut_records: records sealed anew because the old cut did not fit some path any more.
         stray_datagrams: dropped because they belong to no session.
         handshakes_refused: first messages of handshakes that were dropped.
@@ -277,6 +278,7 @@ class Stats:
     malformed_datagrams: int = 0
     unauthenticated_datagrams: int = 0
     rejected_records: int = 0
+    coalesced_messages: int = 0
     recut_records: int = 0
     stray_datagrams: int = 0
     handshakes_refused: int = 0
@@ -296,6 +298,7 @@ class Counters:
     """The running counters behind `Stats`."""
 
     __slots__ = (
+        "coalesced_messages",
         "control_bytes_sent",
         "datagrams_received",
         "datagrams_sent",
@@ -326,6 +329,7 @@ class Counters:
         for name in self.__slots__:
             setattr(self, name, 0)
 
+    coalesced_messages: int
     control_bytes_sent: int
     datagrams_received: int
     datagrams_sent: int

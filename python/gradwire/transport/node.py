@@ -14,6 +14,8 @@ from typing import Final
 
 from ..errors import Closed, TransportError, WouldBlock
 from .addressing import choose_address, local_address, resolve
+from .buffers import flat_view
+from .coalesce import Coalesce, ask
 from .driver import Driver, Waker, interface_mtu, now_s
 from .endpoint import Endpoint
 from .model import Event, Limits, Peer, Received, Stats, Ticket, format_address, parse_address
@@ -48,7 +50,15 @@ class Node:
         multicast: "group:port" that records may be sent to, the same on all nodes; who does not hear it is served by
             unicast, which is also the default.
         multicast_hops: how far they may go: 1 is the own subnet.
-        on_lag: what happens when a peer stops acknowledging: "block" or "evict".
+        on_lag: what happens when a peer stops acknowledging: "block" (the send log fills, `publish` raises
+            `WouldBlock`), "evict" (it is dropped after ``limits.lag_s``) or "coalesce" (after ``limits.lag_s``, or when
+            what waits for it fills a quarter of a log that is half full, ``coalesce`` is asked to make less of it).
+        coalesce: with ``on_lag="coalesce"``, called as ``coalesce(peer, backlog)`` with the messages, as `Backlogged`
+            (tag, payload), of which nothing has been sent to this peer; returns the (tag, buffer) to send instead, in
+            order: fewer bytes and not more messages. Updates add up, so this is their sum. The same messages again
+            change nothing. The tickets of the messages then follow the substitutes. It runs in a thread of its own,
+            without a lock of the node; while it runs nothing more of the backlog is sent. An exception in it is logged,
+            and the backlog stays. Not together with ``multicast``.
         insecure: neither encrypt nor authenticate; for benchmarks only.
         offload: use GSO and GRO where the system has them.
         switch_interval_s: upper bound for `sys.setswitchinterval`, without which a busy main thread starves the I/O
@@ -81,12 +91,17 @@ class Node:
         multicast: str | None = None,
         multicast_hops: int = 1,
         on_lag: str = "block",
+        coalesce: Coalesce | None = None,
         insecure: bool = False,
         offload: bool = True,
         switch_interval_s: float | None = SWITCH_INTERVAL_S,
     ) -> None:
-        if on_lag not in ("block", "evict"):
-            raise ValueError(f'on_lag is {on_lag!r}; it must be "block" or "evict"')
+        if on_lag not in ("block", "evict", "coalesce"):
+            raise ValueError(f'on_lag is {on_lag!r}; it must be "block", "evict" or "coalesce"')
+        if (on_lag == "coalesce") != (coalesce is not None):
+            raise ValueError('on_lag="coalesce" and coalesce=hook go together: one is missing')
+        if coalesce is not None and multicast is not None:
+            raise ValueError('on_lag="coalesce" does not go with multicast')
         if node_id is not None and not 0 <= node_id < 1 << 64:
             raise ValueError(f"node_id is {node_id}; it must fit 64 bits")
         key = bytes(32) if insecure else parse_secret(secret)
@@ -112,6 +127,8 @@ class Node:
             interface_mtu=interface_mtu,
         )
         self._peer = Peer(self._endpoint.node_id, self._endpoint.incarnation, self._address)
+        self._coalesce = coalesce
+        self._is_coalescing = False
         self._lock = threading.Lock()
         self._close_lock = threading.Lock()
         self._thread_waker = Waker()
@@ -228,7 +245,7 @@ class Node:
         """
         if not 0 <= tag < 1 << 64:
             raise ValueError(f"tag is {tag}; it must fit 64 bits unsigned")
-        payload = _flat_view(buffer)
+        payload = flat_view(buffer)
         self._check_open()
         with self._lock:
             if not self._endpoint.has_room(len(payload)):
@@ -386,6 +403,29 @@ class Node:
             self._caller_waker.ring()
         if self._watchers:
             self._watchers.notify()
+        laggards = self._endpoint.laggards
+        if laggards is not None and laggards.has_backlog and not self._is_coalescing:
+            self._is_coalescing = True
+            threading.Thread(
+                target=self._coalesce_backlogs, name="gradwire-coalesce", daemon=True
+            ).start()
+
+    def _coalesce_backlogs(self) -> None:
+        """Have the hook make less of what waits for slow peers; it runs without the lock, so it may use the node."""
+        laggards, hook = self._endpoint.laggards, self._coalesce
+        if laggards is None or hook is None:
+            return
+        with self._lock:
+            backlogs = [] if self._is_closed else laggards.take_backlogs(now_s())
+        for backlog in backlogs:
+            substitutes = ask(hook, backlog)
+            with self._lock:
+                if not self._is_closed:
+                    laggards.substitute(backlog, substitutes, now_s())
+                    self._pump()
+                    self._nudge()
+        with self._lock:
+            self._is_coalescing = False
 
     def _run(self) -> None:
         """The I/O thread: serves acknowledgements, timers and arrivals while the caller computes."""
@@ -419,10 +459,3 @@ class Node:
                 f"this node belongs to process {self._process}; after a fork the child (process {os.getpid()}) "
                 "makes its own"
             )
-
-
-def _flat_view(buffer: object) -> memoryview:
-    view = memoryview(buffer)  # type: ignore[arg-type]
-    if view.nbytes == 0:
-        return memoryview(b"")
-    return view.cast("B")

@@ -98,7 +98,8 @@ class Outbound:
 
     Attributes:
         cumulative: the peer has every record below this number.
-        limit: the first record number that the peer has no room for yet.
+        limit: the first record number that the peer has no room for yet, or that is held back.
+        held_at: nothing new is sent from this record on; None if nothing is held back.
         gate: records from this number on are sent by a carrier (`carry`), which reaches several peers at once.
         retransmitted_bytes: bytes sent more than once.
         large: what became of large datagrams lately.
@@ -117,6 +118,9 @@ class Outbound:
         self.cursor = start
         self.cumulative = start
         self.limit = start
+        self.held_at: int | None = None
+        self._granted = start
+        self._fresh_from = start
         self.lost_bytes = 0
         self.retransmitted_bytes = 0
         self.retransmitted_fragments = 0
@@ -250,7 +254,9 @@ class Outbound:
         What an incomplete record's bitmap no longer shows was dropped by the receiver (it failed authentication), so it
         is sent again.
         """
-        self.limit = max(self.limit, ack.limit)
+        if ack.limit > self._granted:
+            self._granted = ack.limit
+            self.limit = ack.limit if self.held_at is None else min(ack.limit, self.held_at)
         newest_before = self._newest[0]
         delivered_bytes, newest = self._take_whole(ack.cumulative)
         finished = []
@@ -299,6 +305,8 @@ class Outbound:
             if flight.record is not None:
                 nbytes += flight.record.nbytes
         last = finished[-1]
+        if last.large:
+            self.large.on_delivered(last.largest_of(last.large))
         sent = last.sent[0]
         self._newest = max(self._newest, (sent.order, last.full.bit_length() - 1))
         return nbytes, (last, sent)
@@ -467,8 +475,30 @@ class Outbound:
             else self._send(flight, flight.record, bit, now_s)
         )
 
-    def skip_to(self, number: int) -> None:
-        """Have the peer skip what it has not acknowledged below ``number``: it comes again, cut anew, from there on."""
+    @property
+    def unsent_from(self) -> int:
+        """The first record from which on nothing has ever been sent to this peer, in no cut."""
+        return max(self.cursor, self._fresh_from)
+
+    def hold_at(self, number: int) -> None:
+        """Send nothing new from this record on, until `release`."""
+        self.held_at = number
+        self.limit = min(self._granted, number)
+
+    def release(self) -> None:
+        """Hold nothing back any more."""
+        self.held_at = None
+        self.limit = self._granted
+
+    def skip_to(self, number: int, fresh_from: int) -> None:
+        """Have the peer skip what it has not acknowledged below ``number``: it comes again, cut anew, from there on.
+
+        Args:
+            number: first record of the new cut.
+            fresh_from: first record of the new cut of which nothing has been sent in any older one.
+        """
+        self.release()
+        self._fresh_from = fresh_from
         self.rate.on_abandoned(self.rate.bytes_in_flight)
         self._flights.clear()
         self._waiting.clear()

@@ -305,6 +305,16 @@ class SendLog:
         self.used_bytes += record.nbytes
         self.head = record.number + 1
 
+    def set_aside(self, count: int) -> int:
+        """Keep the next ``count`` numbers for records that `put` brings later, and return the first."""
+        self.head += count
+        return self.head - count
+
+    def put(self, record: Record) -> None:
+        """Keep a record whose number was set aside."""
+        self._records[record.number] = record
+        self.used_bytes += record.nbytes
+
     def drop(self, number: int) -> None:
         """Forget one record: whoever has not got it skips it."""
         record = self._records.pop(number, None)

@@ -6,6 +6,7 @@ through `Session.poll`, and time is an argument. ``docs/transport.md`` has the s
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping
 from enum import Enum
@@ -154,6 +155,7 @@ class Session:
         knock: the first datagram of a peer that knocked, to recognise its repetition.
         wake_at_s: when `poll` has something to do; anything that comes in sets it back to "now".
         pending: (last record, ticket) of the messages that the peer has not acknowledged.
+        coalesce_at_s: when what waits for the peer may be coalesced next.
         path: how large datagrams to the peer may be; None before the session is up, and on loopback.
         forwarder: what the peer has asked to be done with its records, if anything.
         shared_from: records from here on may come by a relay or a group, not only from the peer itself.
@@ -172,6 +174,7 @@ class Session:
         self.outbound: Outbound | None = None
         self.inbound: Inbound | None = None
         self.pending: deque[tuple[int, Ticket]] = deque()
+        self.coalesce_at_s = float("-inf")
         self.path: PathMtu | None = None
         self.knock = b""
         self.advertised = ""
@@ -531,12 +534,24 @@ class Session:
 
         Args:
             head: first record of the new cut.
-            moved: for the number of each old record, the number of its last new piece.
+            moved: for the number of each old record, in order, the number of its last new piece.
         """
         if self.outbound is not None and self.state in (State.KEYING, State.UP):
             self.touch()
-            self.outbound.skip_to(head)
-            self.pending = deque((moved[last], ticket) for last, ticket in self.pending)
+            olds, news = list(moved), [head - 1, *moved.values()]
+            self.outbound.skip_to(head, news[bisect_left(olds, self.outbound.unsent_from)] + 1)
+            # A message for which nothing is sent any more ends with what comes before it.
+            self.pending = deque(
+                (news[bisect_right(olds, last)], ticket) for last, ticket in self.pending
+            )
+
+    def repoint(self, first: int, last_record: int) -> None:
+        """Have the messages that end in record ``first`` or later follow substitutes that end in ``last_record``."""
+        self.touch()
+        end = last_record + 1
+        self.pending = deque(
+            (last_record if first <= last < end else last, ticket) for last, ticket in self.pending
+        )
 
     def look_at_log(self, now_s: float) -> None:
         """Take note that the log has grown and, perhaps, that everything in it has been sent already."""
