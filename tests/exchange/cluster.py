@@ -257,6 +257,8 @@ class Cluster:
         one = self._links[sender, receiver].popleft()
         node = next(each for each in self.nodes if each.peer == receiver)
         if node.is_dead or node.is_closed:
+            if isinstance(one, _Packet):
+                one.ticket.settle(receiver, delivered=False)
             return
         if isinstance(one, PeerJoined):
             node.connected.add(sender)

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import MessageError, Mismatch, NonFiniteUpdate, TooLarge, WouldBlock
-from ..message import Message, apply, apply_many, dense_message
+from ..errors import Mismatch, NonFiniteUpdate, TooLarge, WouldBlock
+from ..message import Message, apply
 from . import checkpoint, clock
 from .control import VERSION, Hello, Kind, Phase, Request, place_of
 from .digest import Digests, digest_of
-from .groups import Codec, Groups
+from .groups import Codec, Groups, density_of
 from .members import POLL_S, Members
+from .optimizer_state import average_optimizer, optimizer_messages
 from .options import Options
 from .prepare import Preparation, Preparer, Warmup
 from .replica import Replica
@@ -43,9 +44,6 @@ _ROOM_BYTES_MAX = 16 << 20
 _KEEPS = 3
 
 MESSAGE_VERSION = 1  # of docs/message-format.md
-
-# Keys of the optimiser's state, behind those of any group.
-_OPTIMIZER_KEY = 1 << 31
 
 
 @dataclass
@@ -390,7 +388,7 @@ class Exchange:
         replica = self._replica
         replica.local_steps += 1
         if replica.local_steps < self._options.every:
-            result = _local_result(self._step)
+            result = StepResult.local(self._step)
             self._totals.add(result)
             return result
         try:
@@ -433,7 +431,7 @@ class Exchange:
         self, messages: list[Message], optimizer_state: Sequence[Any], encode_s: float
     ) -> _Own:
         if self._options.average_optimizer:
-            messages += _optimizer_messages(optimizer_state)
+            messages += optimizer_messages(optimizer_state)
         payload = messages[0] if len(messages) == 1 else b"".join(map(bytes, messages))
         return _Own(self._step, messages, payload, encode_s)
 
@@ -489,7 +487,7 @@ class Exchange:
         result = StepResult(
             step=self._step,
             sent_bytes=own.nbytes,
-            density=_density(own.messages[: len(self._groups)]),
+            density=density_of(own.messages[: len(self._groups)]),
             threshold=first.threshold,
             is_shakeup=first.is_shakeup,
             received=len(others),
@@ -590,28 +588,12 @@ class Exchange:
         in_order = sorted([*others, (self._node.peer, own.messages)], key=lambda one: one[0])
         payloads = [messages for _, messages in in_order]
         if self._options.average_optimizer:
-            self._average_optimizer(payloads, optimizer_state)
+            average_optimizer(payloads, len(self._groups), optimizer_state)
         count = len(payloads) if self._options.is_sync else len(self.members) + 1
         return self._replica.apply(payloads, params, self._scale(count), has_moved=has_moved)
 
     def _scale(self, nodes: int) -> float:
         return self._options.scale / nodes if self._options.is_average else self._options.scale
-
-    def _average_optimizer(
-        self, payloads: Sequence[Sequence[Message]], optimizer_state: Sequence[Any]
-    ) -> None:
-        """Set every array of the optimiser's state to its mean over the nodes."""
-        count = len(self._groups)
-        for payload in payloads:
-            sizes = [message.numel for message in payload[count:]]
-            if sizes != [array.size for array in views(optimizer_state)]:
-                raise MessageError(
-                    f"a peer's optimiser has arrays of {sizes} elements, this node's of "
-                    f"{[array.size for array in views(optimizer_state)]}"
-                )
-        for index, array in enumerate(writable_views(optimizer_state)):
-            array[...] = 0.0
-            apply_many([payload[count + index] for payload in payloads], array, 1 / len(payloads))
 
     # ---- coming in late ----------------------------------------------------------------------------------------------
 
@@ -638,7 +620,7 @@ class Exchange:
         taken = sorted(self._members.take_step(self._step), key=lambda one: one[0])
         payloads = [messages for _, messages in taken]
         if self._options.average_optimizer:
-            self._average_optimizer(payloads, optimizer_state)
+            average_optimizer(payloads, len(self._groups), optimizer_state)
         self._replica.apply(payloads, params, self._scale(len(payloads)))
         self._members.finish_step(self._step, [peer for peer, _ in taken])
         self._step += 1
@@ -706,12 +688,7 @@ class Exchange:
     def _snapshot(
         self, positions: dict[Peer, int], params: Any, optimizer_state: Sequence[Any]
     ) -> Snapshot:
-        shared = self._replica.anchor or writable_views(params)
-        total = self._replica.total
-        exact = None
-        if isinstance(total, ExactSum) and total.initial:
-            exact = {"scale": total.scale, "exactness": total.exactness.as_tuple()}
-            shared = [*total.initial, *total.total]
+        shared, exact = self._replica.give(params)
         return Snapshot(
             self._step,
             {place_of(peer): step for peer, step in positions.items()},
@@ -735,19 +712,7 @@ class Exchange:
 
     def _load(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Put a snapshot in the place of what this node has."""
-        shared = snapshot.arrays[: snapshot.params]
-        target: Any = self._replica.anchor or params
-        total = self._replica.total
-        if isinstance(total, ExactSum) and snapshot.exact is not None:
-            half = len(shared) // 2
-            total.load_state_dict(
-                {"initial": shared[:half], "total": shared[half:], **snapshot.exact}
-            )
-            total.write(target)
-        else:
-            put(writable_views(target), shared)
-        if self._replica.anchor:
-            put(writable_views(params), self._replica.anchor)
+        self._replica.take(snapshot.arrays[: snapshot.params], snapshot.exact, params)
         put(writable_views(optimizer_state), snapshot.arrays[snapshot.params :])
         self._digests.forget()
         self._step = snapshot.step
@@ -880,36 +845,3 @@ class Exchange:
         residuals = [encoder.residual for encoder in self._groups.encoders]
         for array in (*residuals, *self._preparer.velocity):
             array *= array.dtype.type(factor)
-
-
-def _density(messages: Sequence[Message]) -> float:
-    numel = sum(message.numel for message in messages)
-    return sum(message.count for message in messages) / numel if numel else 0.0
-
-
-def _optimizer_messages(optimizer_state: Sequence[Any]) -> list[Message]:
-    return [
-        dense_message(array, key=_OPTIMIZER_KEY + index)
-        for index, array in enumerate(writable_views(optimizer_state))
-    ]
-
-
-def _local_result(step: int) -> StepResult:
-    """Return the result of a step that sends nothing."""
-    return StepResult(
-        step=step,
-        sent_bytes=0,
-        density=0.0,
-        threshold=0.0,
-        is_shakeup=False,
-        received=0,
-        received_bytes=0,
-        applied=0,
-        ignored=0,
-        lost=(),
-        is_exact=False,
-        encode_s=0.0,
-        wait_s=0.0,
-        apply_s=0.0,
-        is_local=True,
-    )

@@ -14,7 +14,7 @@ from ..errors import MessageError
 from ..message import Message, apply, max_message_bytes, parse_many
 from ..policy import ThresholdPolicy
 
-__all__ = ["Codec", "Group", "Groups"]
+__all__ = ["Codec", "Group", "Groups", "density_of"]
 
 Codec = Literal["threshold", "dense", "bfloat16"]
 
@@ -216,3 +216,9 @@ class Groups:
                 float(np.dot(encoder.residual, encoder.residual)) for encoder in self.encoders
             )
         )
+
+
+def density_of(messages: Sequence[Message]) -> float:
+    """Return changed elements / elements of several messages; 0.0 where there are none."""
+    numel = sum(message.numel for message in messages)
+    return sum(message.count for message in messages) / numel if numel else 0.0

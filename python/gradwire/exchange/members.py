@@ -581,7 +581,12 @@ class Members:
         for event in events:
             if isinstance(event, PeerLost):
                 self._forget(event.peer)
-        if events or peers != self._connected_in_order:
+        # Words of a peer may be read after the connection that they came through has ended, or before it is seen.
+        if (
+            events
+            or peers != self._connected_in_order
+            or not self._hellos.keys() <= self._connected
+        ):
             self._connected_in_order, self._connected = peers, frozenset(peers)
             self._greet(self._connected)
         connected = self._connected

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..message import Message
-from .sums import Sum
+from .sums import ExactSum, Sum
 from .views import Arrays, add, copies, difference, put, views, writable_views
 
 __all__ = ["Replica"]
@@ -76,3 +76,28 @@ class Replica:
         if local:
             add(writable_views(params), local)
         return is_exact
+
+    def give(self, params: Any) -> tuple[Arrays, dict[str, Any] | None]:
+        """Return the shared parameters, or what makes them up where they are exact; not copied.
+
+        Raises:
+            TypeError: the parameters are not in this machine's memory.
+        """
+        total = self.total
+        if isinstance(total, ExactSum) and total.initial:
+            exact = {"scale": total.scale, "exactness": total.exactness.as_tuple()}
+            return [*total.initial, *total.total], exact
+        return self.anchor or writable_views(params), None
+
+    def take(self, shared: Arrays, exact: dict[str, Any] | None, params: Any) -> None:
+        """Put what another replica gave in the place of the shared parameters and of the caller's."""
+        target: Any = self.anchor or params
+        total = self.total
+        if isinstance(total, ExactSum) and exact is not None:
+            half = len(shared) // 2
+            total.load_state_dict({"initial": shared[:half], "total": shared[half:], **exact})
+            total.write(target)
+        else:
+            put(writable_views(target), shared)
+        if self.anchor:
+            put(writable_views(params), self.anchor)

@@ -56,6 +56,27 @@ class StepResult:
     staleness: int = 0
     ratio: float = 0.0
 
+    @staticmethod
+    def local(step: int) -> StepResult:
+        """Return the result of a step that sends nothing."""
+        return StepResult(
+            step=step,
+            sent_bytes=0,
+            density=0.0,
+            threshold=0.0,
+            is_shakeup=False,
+            received=0,
+            received_bytes=0,
+            applied=0,
+            ignored=0,
+            lost=(),
+            is_exact=False,
+            encode_s=0.0,
+            wait_s=0.0,
+            apply_s=0.0,
+            is_local=True,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
