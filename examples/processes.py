@@ -34,7 +34,7 @@ class Workers:
         self._environment = {**os.environ, "GRADWIRE_SECRET": secrets.token_hex(32)}
 
     def start(self, rank: int) -> subprocess.Popen[str]:
-        """Start one; its output comes through a pipe."""
+        """Start one; its input and output are pipes."""
         command = [
             sys.executable,
             sys.argv[0],
@@ -44,7 +44,11 @@ class Workers:
             *self._addresses,
         ]
         return subprocess.Popen(
-            command, env=self._environment, stdout=subprocess.PIPE, text=True, bufsize=1
+            command,
+            env=self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
 

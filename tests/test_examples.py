@@ -100,12 +100,14 @@ def test_four_workers_learn_the_digits_in_local_steps() -> None:
 
 
 @pytest.mark.torch
-def test_workers_go_on_when_one_is_killed() -> None:
+def test_workers_go_on_when_one_is_killed_and_another_joins() -> None:
     output = run(str(EXAMPLES / "torch_workers.py"))
     assert "worker 3 is killed" in output
-    assert "step 100, 4 workers" in output
-    assert "step 600, 3 workers" in output
-    workers_agree(output, 3)
+    assert "worker 0: step 100, 4 workers" in output
+    joined = re.search(r"worker 4: joined at step (\d+)", output)
+    assert joined is not None, output
+    assert 150 <= int(joined.group(1)) < 800
+    workers_agree(output, 4)
 
 
 @pytest.mark.jax
