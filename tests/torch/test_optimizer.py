@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import io
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -404,6 +405,55 @@ def test_a_step_that_timed_out_is_finished_by_the_next(nodes: list[gw.Node], dty
     assert len(step_of_both) == 2
     assert same_bits(flat(nets[0]), flat(nets[1]))
     assert not same_bits(flat(nets[0]), flat(model(dtype)))
+
+
+# ---- coming and going ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_late_node_has_the_parameters_and_the_state_of_the_others(dtype: Any) -> None:
+    has_begun = threading.Event()
+    end: list[int] = []  # the step at which all stop, once the late node knows its first
+
+    def found(rank: int, node: gw.Node) -> Any:
+        net = model(dtype)
+        optimizer = shared(net, node, OPTIMIZERS["AdamW"], peers=1, share_state=True)
+        while not end or optimizer.exchange.next_step < end[0]:
+            optimizer.zero_grad()
+            loss_of(net, rank, optimizer.exchange.next_step, dtype).backward()
+            optimizer.step()
+            if optimizer.exchange.next_step == 5:
+                has_begun.set()
+        return flat(net)
+
+    def come_late(node: gw.Node) -> Any:
+        net = model(dtype)
+        with torch.no_grad():
+            for param in net.parameters():
+                param.fill_(7.0)
+        optimizer = shared(net, node, OPTIMIZERS["AdamW"], peers=1, share_state=True)
+        joined = optimizer.join()
+        taken = optimizer.state[next(net.parameters())]["step"].item()
+        end.append(joined.step + 20)
+        while optimizer.exchange.next_step < end[0]:
+            optimizer.zero_grad()
+            loss_of(net, 2, optimizer.exchange.next_step, dtype).backward()
+            optimizer.step()
+        return flat(net), joined, taken
+
+    with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
+        first = stack.enter_context(gw.Node("127.0.0.1:0", secret=SECRET))
+        second = stack.enter_context(gw.Node("127.0.0.1:0", [first.address], secret=SECRET))
+        founders = [pool.submit(found, 0, first), pool.submit(found, 1, second)]
+        assert has_begun.wait(timeout=60.0)
+        third = stack.enter_context(
+            gw.Node("127.0.0.1:0", [first.address, second.address], secret=SECRET)
+        )
+        params, joined, taken = pool.submit(come_late, third).result()
+        others = [founder.result() for founder in founders]
+    assert joined.is_late
+    assert taken > 0.0
+    assert all(same_bits(params, other) for other in others)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
