@@ -263,6 +263,35 @@ def test_another_model_is_refused_where_it_wants_to_come_in_and_training_goes_on
 
 
 @pytest.mark.parametrize(
+    ("params", "state", "complaint"),
+    [
+        ([np.zeros((4, 6), np.float32)], [], r"\(4, 6\).*\(24,\)"),
+        ([np.zeros(NUMEL)], [], "'<f8'.*'<f4'"),
+        ([np.zeros(NUMEL, np.float32)], [np.zeros(3)], r"\(3,\).*\[\]"),
+    ],
+    ids=["shapes", "dtypes", "optimiser"],
+)
+def test_parameters_of_other_shapes_or_dtypes_are_refused_before_they_are_overwritten(
+    params: list[Any], state: list[Any], complaint: str
+) -> None:
+    def intrude(node: FakeNode) -> None:
+        params[0][...] = 7.0
+        share = gw.Exchange(gw.Encoder(NUMEL, THRESHOLD), node, peers=1)
+        with pytest.raises(gw.Mismatch, match=complaint):
+            share.join(params, state)
+        assert (params[0] == 7.0).all()
+        node.cluster.close(node)
+
+    with cluster(3) as world:
+        trainers = [Trainer(world, node_id, 20, peers=1) for node_id in (10, 20)]
+        world.run(until=lambda: len(trainers[0].results) > 3)
+        node = world.node(30)
+        world.start(node, lambda: intrude(node))
+        world.run()
+    assert_identical(trainers)
+
+
+@pytest.mark.parametrize(
     "options",
     [{"mode": "async"}, {"every": 2}, {"scale": 0.5}, {"average": True}, {"exact": True}],
     ids=str,

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from numpy.typing import NDArray
+
 from ..errors import Mismatch, NonFiniteUpdate, TooLarge, WouldBlock
 from ..message import Message, apply
 from . import checkpoint, clock
@@ -193,6 +195,7 @@ class Exchange:
         is_comparable = mode == "sync" or exact
         self._digests = Digests(node.peer, digest_s if is_comparable else 0.0, ahead)
         self._incoming: Incoming | None = None
+        self._optimizer_state: Sequence[Any] = ()  # of the last step, for newcomers
         self._requests = 0
         self._sent: deque[_Own] = deque(maxlen=self._keeps)
         self._room_bytes = min(self._groups.max_payload_bytes(self._options.codec), _ROOM_BYTES_MAX)
@@ -363,19 +366,20 @@ class Exchange:
         if self._options.is_sync:
             raise ValueError("synchronous replicas change only in a step")
         self.wait_for_peers()
-        self._come_in(params, ())
+        self._come_in(params, self._optimizer_state)
         self._poll(timeout_s)
         arrived = [messages for _, messages in self._members.take_all()]
         if arrived:
             scale = self._scale(len(self.members) + 1)
             self._replica.apply(arrived, params, scale, has_moved=True)
-        self._serve(params, ())
+        self._serve(params, self._optimizer_state)
         self._compare(params)
         return len(arrived)
 
     def _begin(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Do what has to be done before a step can begin."""
         self.wait_for_peers()
+        self._optimizer_state = optimizer_state
         self._come_in(params, optimizer_state)
         if self._own is None:
             return
@@ -532,7 +536,8 @@ class Exchange:
                     raise self._timed_out(own, missing)
                 has_dropped = True
                 deadline_s = clock.now_s() + self._options.timeout_s
-                self._members.suspect(missing, "sends nothing: the others go on without it")
+                silent = [peer for peer in missing if peer not in self._members.agreement]
+                self._members.suspect(silent, "sends nothing: the others go on without it")
             poll_s = POLL_S if own.is_handed_over else _ROOM_POLL_S
 
     def _hand_over(self, own: _Own) -> None:
@@ -700,14 +705,15 @@ class Exchange:
         )
 
     def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
-        own = [array.size for array in writable_views(params)]
+        own = _described(writable_views(params))
+        theirs = _described(snapshot.arrays)
         if snapshot.exact is not None:
-            own *= 2
-        own += [array.size for array in writable_views(optimizer_state)]
-        theirs = [array.size for array in snapshot.arrays]
-        if own != theirs[: len(own)] or len(theirs) not in (len(own), snapshot.params):
+            own += [("<f8", shape) for _, shape in own]
+        own_state = _described(writable_views(optimizer_state))
+        if own != theirs[: snapshot.params] or own_state != theirs[snapshot.params :]:
             raise Mismatch(
-                f"the members' parameters and optimiser have arrays of {theirs} elements, this node's of {own}"
+                f"this node ({self._node.peer.address}) has parameters {own} and an optimiser's state {own_state}, "
+                f"the members have {theirs[: snapshot.params]} and {theirs[snapshot.params :]}"
             )
 
     def _load(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
@@ -845,3 +851,7 @@ class Exchange:
         residuals = [encoder.residual for encoder in self._groups.encoders]
         for array in (*residuals, *self._preparer.velocity):
             array *= array.dtype.type(factor)
+
+
+def _described(arrays: Sequence[NDArray[Any]]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(array.dtype.str, array.shape) for array in arrays]
