@@ -124,6 +124,25 @@ CASE(a_directory_longer_than_a_round_is_read) {
     check_round_trip(many, false);
 }
 
+CASE(chunks_of_many_rounds_are_applied_as_the_cpu_does) {
+    for (const double density : {0.1, 0.25, 0.8}) {
+        Random random(13);
+        const Entries entries = patterns::at_density(uint64_t{1} << 22, density, random);
+        CHECK(chunk_exponent(entries.positions.size()) >= 11);
+        check_apply<float>({encode(entries, header_for(entries.numel))}, entries.numel, uint64_t{1} << 20, 1.0, false);
+    }
+    // Long quotients: chunks of neighbours, each followed by one far away, so that k is small for most.
+    Random random(14);
+    Entries uneven;
+    uint64_t next = 0;
+    for (uint64_t i = 0; i < 600000; ++i) {
+        if (i % 50 == 0) next += 300;
+        uneven.add(next++, random.chance(0.5));
+    }
+    uneven.numel = next + 10;
+    check_round_trip(uneven, true);
+}
+
 CASE(many_messages_are_applied_in_the_order_of_the_list) {
     const uint64_t numel = 30011;
     std::vector<Bytes> messages;

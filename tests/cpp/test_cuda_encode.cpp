@@ -137,6 +137,16 @@ CASE(chunks_that_span_many_rounds_of_units_give_the_bytes_of_the_cpu) {
     in_both_orders([&](bool backwards) { check_entries(ends, backwards); });
 }
 
+CASE(more_chunks_than_threads_give_the_bytes_of_the_cpu) {
+    for (const double density : {0.25, 0.9}) {
+        Random random(12);
+        const Entries entries = patterns::at_density(uint64_t{1} << 22, density, random);
+        const uint64_t per_chunk = uint64_t{1} << chunk_exponent(entries.positions.size());
+        CHECK(entries.positions.size() / per_chunk > 256 || density < 0.5);
+        check_entries(entries, density < 0.5);
+    }
+}
+
 CASE(any_update_gives_the_bytes_and_the_residual_of_the_cpu) {
     in_both_orders([](bool backwards) {
         const auto check_all = [&](auto zero) {
