@@ -2,8 +2,8 @@
 
 The rooms, from the bottom: `groups` (which encoder serves which tensor), `prepare` (clipping, momentum, warm-up),
 `sums` (how messages are added), `replica` (the shared parameters), `members` (who takes part), `snapshot` (the state
-on its way to a newcomer), `digest` (whether replicas are the same), `exchange` (the steps), `local` (workers of one
-machine).
+on its way to a newcomer), `entrance` (coming in late), `comparison` (whether replicas are the same), `exchange` (the
+steps), `local` (workers of one machine).
 """
 
 from __future__ import annotations

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from numpy.typing import NDArray
-
-from ..errors import Mismatch, NonFiniteUpdate, TooLarge, WouldBlock
+from ..errors import NonFiniteUpdate, TooLarge, WouldBlock
 from ..message import Message, apply
 from . import checkpoint, clock
-from .control import VERSION, Hello, Kind, Phase, Request, place_of
-from .digest import Digests, digest_of
+from .comparison import Comparison
+from .control import VERSION, Phase
+from .entrance import Entrance
 from .groups import Codec, Groups, density_of
 from .members import POLL_S, Members
 from .optimizer_state import average_optimizer, optimizer_messages
 from .options import Options
 from .prepare import Preparation, Preparer, Warmup
+from .progress import Own, Progress
 from .replica import Replica
 from .results import ExchangeStats, Joined, StepResult, Totals
-from .snapshot import Donor, Incoming, Snapshot
 from .sums import ExactSum, PlainSum
-from .views import copies, put, views, writable_views
+from .views import copies, writable_views
 
 if TYPE_CHECKING:
     from ..codec import Encoder
-    from ..transport import Node, Peer, Ticket
+    from ..transport import Node, Peer
 
 __all__ = ["Exchange"]
 
@@ -46,22 +43,6 @@ _ROOM_BYTES_MAX = 16 << 20
 _KEEPS = 3
 
 MESSAGE_VERSION = 1  # of docs/message-format.md
-
-
-@dataclass
-class _Own:
-    """This node's messages of the step that is not finished yet: encoded once, handed over once."""
-
-    step: int
-    messages: list[Message]
-    payload: Message | bytes
-    encode_s: float
-    is_handed_over: bool = False
-    ticket: Ticket | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.payload.nbytes if isinstance(self.payload, Message) else len(self.payload)
 
 
 class _LeftBehind(Exception):
@@ -179,28 +160,31 @@ class Exchange:
         self._node = node
         self._preparer = Preparer(self._options.preparation, self._groups)
         self._replica = Replica(ExactSum(self._groups) if exact else PlainSum(self._groups))
-        self._keeps = _KEEPS if mode == "sync" else 2 * max_staleness + _KEEPS
+        first_step = max(encoder.step for encoder in self._groups.encoders)
+        keeps = _KEEPS if mode == "sync" else 2 * max_staleness + _KEEPS
+        self._progress = Progress(first_step, keeps)
         self._members = Members(
             node,
             self._groups,
             self._model(),
-            step=max(encoder.step for encoder in self._groups.encoders),
+            step=first_step,
             is_sync=mode == "sync",
-            keeps=self._keeps,
+            keeps=keeps,
         )
-        self._members.on_control = self._take_control
-        self._members.on_gone = self._forget_donor
-        self._donor = Donor(node)
-        ahead = 1 if mode == "sync" else max_staleness + 2
-        is_comparable = mode == "sync" or exact
-        self._digests = Digests(node.peer, digest_s if is_comparable else 0.0, ahead)
-        self._incoming: Incoming | None = None
+        self._comparison = Comparison(
+            node.peer, self._options, self._members, self._replica, self._progress
+        )
+        self._entrance = Entrance(
+            node,
+            self._options,
+            self._groups,
+            self._members,
+            self._replica,
+            self._comparison,
+            self._progress,
+        )
         self._optimizer_state: Sequence[Any] = ()  # of the last step, for newcomers
-        self._requests = 0
-        self._sent: deque[_Own] = deque(maxlen=self._keeps)
         self._room_bytes = min(self._groups.max_payload_bytes(self._options.codec), _ROOM_BYTES_MAX)
-        self._step = max(encoder.step for encoder in self._groups.encoders)
-        self._own: _Own | None = None
         self._totals = Totals()
 
     # ---- who is there ------------------------------------------------------------------------------------------------
@@ -213,12 +197,12 @@ class Exchange:
     @property
     def next_step(self) -> int:
         """Number of the next step."""
-        return self._step
+        return self._progress.step
 
     @property
     def is_next_local(self) -> bool:
         """Whether the next step sends nothing and leaves the parameters as they are (``every``)."""
-        is_settled = self._own is None and self._members.phase is Phase.IN
+        is_settled = self._progress.own is None and self._members.phase is Phase.IN
         return is_settled and self._replica.local_steps + 1 < self._options.every
 
     @property
@@ -228,7 +212,7 @@ class Exchange:
             numel=self._groups.numel,
             members=len(self.members),
             residual_norm=self._groups.residual_norm(),
-            digests=self._digests.agreed,
+            digests=self._comparison.agreed,
         )
 
     def wait_for_peers(self) -> tuple[Peer, ...]:
@@ -244,7 +228,7 @@ class Exchange:
             expected = self._options.peers
             if expected is None:
                 expected = max(len(self._node.seeds), len(self._node.peers))
-            self._members.next_step = self._step
+            self._members.next_step = self._progress.step
             self._members.begin(expected, self._options.timeout_s)
             if not expected and self._options.peers is None:
                 _LOG.warning("no peer is connected, this node goes on alone: give peers= to wait")
@@ -268,8 +252,8 @@ class Exchange:
         self._replica.take_anchor(params)
         self.wait_for_peers()
         is_late = self._members.phase is not Phase.IN
-        self._come_in(params, optimizer_state)
-        return Joined(step=self._step, is_late=is_late, members=self.members)
+        self._entrance.come_in(params, optimizer_state)
+        return Joined(step=self._progress.step, is_late=is_late, members=self.members)
 
     def resync(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
         """Take parameters, step and optimiser's state from a member anew: after `Diverged`, or after a long pause.
@@ -366,33 +350,33 @@ class Exchange:
         if self._options.is_sync:
             raise ValueError("synchronous replicas change only in a step")
         self.wait_for_peers()
-        self._come_in(params, self._optimizer_state)
+        self._entrance.come_in(params, self._optimizer_state)
         self._poll(timeout_s)
         arrived = [messages for _, messages in self._members.take_all()]
         if arrived:
-            scale = self._scale(len(self.members) + 1)
+            scale = self._options.scale_for(len(self.members) + 1)
             self._replica.apply(arrived, params, scale, has_moved=True)
-        self._serve(params, self._optimizer_state)
-        self._compare(params)
+        self._entrance.serve(params, self._optimizer_state)
+        self._comparison.take_part(params)
         return len(arrived)
 
     def _begin(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Do what has to be done before a step can begin."""
         self.wait_for_peers()
         self._optimizer_state = optimizer_state
-        self._come_in(params, optimizer_state)
-        if self._own is None:
+        self._entrance.come_in(params, optimizer_state)
+        if self._progress.own is None:
             return
         try:
-            self._finish(self._own, params, optimizer_state, has_moved=True)
+            self._finish(self._progress.own, params, optimizer_state, has_moved=True)
         except _LeftBehind:
-            self._come_in(params, optimizer_state)
+            self._entrance.come_in(params, optimizer_state)
 
     def _local_step(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
         replica = self._replica
         replica.local_steps += 1
         if replica.local_steps < self._options.every:
-            result = StepResult.local(self._step)
+            result = StepResult.local(self._progress.step)
             self._totals.add(result)
             return result
         try:
@@ -415,42 +399,42 @@ class Exchange:
         if flushes:
             messages = self._groups.flush()
         else:
-            codec = self._preparer.begin(self._step, self._options.codec)
+            codec = self._preparer.begin(self._progress.step, self._options.codec)
             messages = self._groups.encode(self._preparer.update(update), codec)
             self._preparer.mask(messages)
-        self._own = self._packed(messages, optimizer_state, clock.now_s() - begin_s)
+        self._progress.own = self._packed(messages, optimizer_state, clock.now_s() - begin_s)
         self._replica.go_back(params)
         while True:
             try:
-                return self._finish(self._own, params, optimizer_state)
+                return self._finish(self._progress.own, params, optimizer_state)
             except _LeftBehind:
                 # The others went on without this update: it is in the residual again, for the step at which they take
                 # this node in.
-                self._come_in(params, optimizer_state)
+                self._entrance.come_in(params, optimizer_state)
             codec = self._options.codec
             messages = self._groups.flush() if flushes else self._groups.encode(None, codec)
-            self._own = self._packed(messages, optimizer_state, 0.0)
+            self._progress.own = self._packed(messages, optimizer_state, 0.0)
 
     def _packed(
         self, messages: list[Message], optimizer_state: Sequence[Any], encode_s: float
-    ) -> _Own:
+    ) -> Own:
         if self._options.average_optimizer:
             messages += optimizer_messages(optimizer_state)
         payload = messages[0] if len(messages) == 1 else b"".join(map(bytes, messages))
-        return _Own(self._step, messages, payload, encode_s)
+        return Own(self._progress.step, messages, payload, encode_s)
 
     def _wait_for_room(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Go on receiving until the node has room for one more message and no member is too far behind."""
         deadline_s = clock.now_s() + self._options.timeout_s
         while True:
             if self._members.phase is Phase.JOINING:
-                self._come_in(params, optimizer_state)
+                self._entrance.come_in(params, optimizer_state)
             what = self._obstacle()
             if what is None:
                 return
             if clock.now_s() >= deadline_s:
                 raise WouldBlock(
-                    f"step {self._step} cannot begin within {self._options.timeout_s:g} s: {what}; "
+                    f"step {self._progress.step} cannot begin within {self._options.timeout_s:g} s: {what}; "
                     "the update was not taken"
                 )
             self._poll(_ROOM_POLL_S)
@@ -463,21 +447,21 @@ class Exchange:
             return None
         if self._staleness() > self._options.max_staleness:
             return f"this node is {self._staleness()} steps ahead of another"
-        oldest = self._sent[0] if len(self._sent) == self._keeps else None
+        oldest = self._progress.oldest
         if oldest is not None and oldest.ticket is not None and not oldest.ticket.is_done:
             return f"a peer has not got step {oldest.step} yet"
         return None
 
     def _poll(self, timeout_s: float) -> None:
-        self._donor.pump()
-        self._members.poll(timeout_s, self._step)
+        self._entrance.pump()
+        self._members.poll(timeout_s, self._progress.step)
 
     def _staleness(self) -> int:
         slowest = self._members.slowest
-        return 0 if slowest is None else max(0, self._step - slowest)
+        return 0 if slowest is None else max(0, self._progress.step - slowest)
 
     def _finish(
-        self, own: _Own, params: Any, optimizer_state: Sequence[Any], *, has_moved: bool = False
+        self, own: Own, params: Any, optimizer_state: Sequence[Any], *, has_moved: bool = False
     ) -> StepResult:
         """Hand over the pending message, wait for the others' and apply all of them."""
         begin_s = clock.now_s()
@@ -489,7 +473,7 @@ class Exchange:
             self._members.finish_step(own.step, contributors)
         first = own.messages[0]
         result = StepResult(
-            step=self._step,
+            step=self._progress.step,
             sent_bytes=own.nbytes,
             density=density_of(own.messages[: len(self._groups)]),
             threshold=first.threshold,
@@ -507,18 +491,18 @@ class Exchange:
             staleness=0 if self._options.is_sync else self._staleness(),
             ratio=4 * self._groups.numel / own.nbytes,
         )
-        self._own = None
-        self._sent.append(own)
-        self._step += 1
+        self._progress.own = None
+        self._progress.sent.append(own)
+        self._progress.step += 1
         self._members.lost, self._members.joined, self._members.ignored = [], [], 0
         self._totals.add(result)
-        self._serve(params, optimizer_state)
+        self._entrance.serve(params, optimizer_state)
         if self._options.on_step is not None:
             self._options.on_step(result)
-        self._compare(params)
+        self._comparison.take_part(params)
         return result
 
-    def _swap(self, own: _Own) -> None:
+    def _swap(self, own: Own) -> None:
         """Return when the own message is handed over and, in synchronous mode, every live member's is here."""
         deadline_s = clock.now_s() + self._options.timeout_s
         has_dropped = self._options.on_straggler == "raise"
@@ -540,13 +524,12 @@ class Exchange:
                 self._members.suspect(silent, "sends nothing: the others go on without it")
             poll_s = POLL_S if own.is_handed_over else _ROOM_POLL_S
 
-    def _hand_over(self, own: _Own) -> None:
+    def _hand_over(self, own: Own) -> None:
         """Publish the own message unless that is done; without room it stays for the next try."""
         if own.is_handed_over:
             return
         if self._members.next_step <= own.step:
-            cut = self._digests.name_cut(own.step, is_first=self._members.is_first)
-            self._members.send_note(own.step, cut, self._digests.take())
+            self._members.send_note(own.step, *self._comparison.to_say(own.step))
         if not self._members.flush():
             return
         try:
@@ -555,12 +538,12 @@ class Exchange:
             return
         except TooLarge:
             self._groups.put_back(own.messages)
-            self._own = None
+            self._progress.own = None
             self._members.next_step = own.step
             raise
         own.is_handed_over = True
 
-    def _timed_out(self, own: _Own, missing: frozenset[Peer]) -> TimeoutError:
+    def _timed_out(self, own: Own, missing: frozenset[Peer]) -> TimeoutError:
         if not own.is_handed_over:
             what = "no room to send it: a peer does not take its messages"
         else:
@@ -573,7 +556,7 @@ class Exchange:
 
     # ---- the parameters ----------------------------------------------------------------------------------------------
 
-    def _taken(self, own: _Own) -> tuple[list[Peer], list[tuple[Peer, list[Message]]]]:
+    def _taken(self, own: Own) -> tuple[list[Peer], list[tuple[Peer, list[Message]]]]:
         """Take the messages to apply from the members: return who sent them, and what."""
         taken = (
             self._members.take_step(own.step) if self._options.is_sync else self._members.take_all()
@@ -583,7 +566,7 @@ class Exchange:
     def _apply(
         self,
         others: list[tuple[Peer, list[Message]]],
-        own: _Own,
+        own: Own,
         params: Any,
         optimizer_state: Sequence[Any],
         *,
@@ -595,184 +578,9 @@ class Exchange:
         if self._options.average_optimizer:
             average_optimizer(payloads, len(self._groups), optimizer_state)
         count = len(payloads) if self._options.is_sync else len(self.members) + 1
-        return self._replica.apply(payloads, params, self._scale(count), has_moved=has_moved)
-
-    def _scale(self, nodes: int) -> float:
-        return self._options.scale / nodes if self._options.is_average else self._options.scale
-
-    # ---- coming in late ----------------------------------------------------------------------------------------------
-
-    def _come_in(self, params: Any, optimizer_state: Sequence[Any]) -> None:
-        """Become a member where training has begun: take a snapshot, catch up, be admitted."""
-        if self._members.phase is Phase.LEAVING:
-            raise RuntimeError("this exchange has left")
-        deadline_s = clock.now_s() + self._options.timeout_s
-        while self._members.phase is not Phase.IN:
-            if self._members.phase is Phase.JOINING:
-                self._take_snapshot(params, optimizer_state)
-            self._poll(POLL_S)
-            while self._members.is_ready_for(self._step):
-                self._follow_step(params, optimizer_state)
-                deadline_s = clock.now_s() + self._options.timeout_s
-            if clock.now_s() >= deadline_s:
-                raise TimeoutError(
-                    f"this node did not come in within {self._options.timeout_s:g} s, "
-                    f"from {len(self._members.fitting(Phase.IN))} members that it sees"
-                )
-
-    def _follow_step(self, params: Any, optimizer_state: Sequence[Any]) -> None:
-        """Do a step of the members' as they do, without an update of this node's own."""
-        taken = sorted(self._members.take_step(self._step), key=lambda one: one[0])
-        payloads = [messages for _, messages in taken]
-        if self._options.average_optimizer:
-            average_optimizer(payloads, len(self._groups), optimizer_state)
-        self._replica.apply(payloads, params, self._scale(len(payloads)))
-        self._members.finish_step(self._step, [peer for peer, _ in taken])
-        self._step += 1
-        self._hear_and_compute(params)
-
-    def _take_snapshot(self, params: Any, optimizer_state: Sequence[Any]) -> None:
-        """Ask for a snapshot; load the one that is here."""
-        incoming = self._incoming
-        members = self._members.fitting(Phase.IN)
-        if incoming is None or incoming.donor not in members:
-            self._ask(members)
-        elif incoming.is_complete and incoming.snapshot is not None:
-            self._incoming = None
-            snapshot = incoming.snapshot
-            own = snapshot.finals.get(place_of(self._node.peer))
-            if not self._options.is_sync:
-                snapshot.step = max(snapshot.step, self._step) + 1
-            self._check_fits(snapshot, params, optimizer_state)
-            if self._members.follow(snapshot):
-                self._put_back_unapplied(own)
-                self._load(snapshot, params, optimizer_state)
-
-    def _ask(self, members: Mapping[Peer, Hello]) -> None:
-        """Ask a member for a snapshot, another one each time, when this node gets the updates of all it names."""
-        here = {place_of(peer) for peer in members} | {place_of(self._node.peer)}
-        able = sorted(peer for peer, hello in members.items() if here >= set(hello.members))
-        if not able:
-            return
-        self._requests += 1
-        donor = able[(self._node.peer.id + self._requests) % len(able)]
-        firsts = {place_of(peer): self._members.first_of(peer) for peer in members}
-        fresh = {place: first for place, first in firsts.items() if first is not None}
-        self._incoming = Incoming(self._requests, donor)
-        self._members.send(Kind.REQUEST, self._requests, Request(fresh).encode(), to=donor)
-
-    def _forget_donor(self, peer: Peer) -> None:
-        """A connection ended: a snapshot from there will not be whole."""
-        if self._incoming is not None and self._incoming.donor == peer:
-            self._incoming = None
-
-    def _take_control(self, peer: Peer, kind: int, number: int, payload: memoryview) -> None:
-        """Take what is neither an update nor about membership."""
-        if kind == Kind.REQUEST:
-            self._donor.ask(peer, number, Request.decode(payload))
-        elif kind == Kind.SNAPSHOT:
-            incoming = self._incoming
-            if incoming is not None and (incoming.donor, incoming.number) == (peer, number):
-                incoming.add(payload)
-
-    def _serve(self, params: Any, optimizer_state: Sequence[Any]) -> None:
-        """Between two steps: give snapshots to those who have asked."""
-        if self._donor.is_idle:
-            return
-        if self._members.phase is Phase.IN and not self._members.agreement.unsettled:
-            positions = {**self._members.positions, self._node.peer: self._step}
-            try:
-                self._donor.serve(
-                    positions, lambda: self._snapshot(positions, params, optimizer_state)
-                )
-            except (TypeError, ValueError) as error:
-                _LOG.error("no snapshot for those who want to come in: %s", error)
-                self._donor.refuse()
-        self._donor.pump()
-
-    def _snapshot(
-        self, positions: dict[Peer, int], params: Any, optimizer_state: Sequence[Any]
-    ) -> Snapshot:
-        shared, exact = self._replica.give(params)
-        return Snapshot(
-            self._step,
-            {place_of(peer): step for peer, step in positions.items()},
-            {place_of(peer): step for peer, step in self._members.agreement.finals.items()},
-            copies([*shared, *writable_views(optimizer_state)]),
-            len(shared),
-            self._members.origin,
-            exact,
+        return self._replica.apply(
+            payloads, params, self._options.scale_for(count), has_moved=has_moved
         )
-
-    def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
-        own = _described(writable_views(params))
-        theirs = _described(snapshot.arrays)
-        if snapshot.exact is not None:
-            own += [("<f8", shape) for _, shape in own]
-        own_state = _described(writable_views(optimizer_state))
-        if own != theirs[: snapshot.params] or own_state != theirs[snapshot.params :]:
-            raise Mismatch(
-                f"this node ({self._node.peer.address}) has parameters {own} and an optimiser's state {own_state}, "
-                f"the members have {theirs[: snapshot.params]} and {theirs[snapshot.params :]}"
-            )
-
-    def _load(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
-        """Put a snapshot in the place of what this node has."""
-        self._replica.take(snapshot.arrays[: snapshot.params], snapshot.exact, params)
-        put(writable_views(optimizer_state), snapshot.arrays[snapshot.params :])
-        self._digests.forget()
-        self._step = snapshot.step
-
-    def _put_back_unapplied(self, final: int | None) -> None:
-        """Return those of this node's updates that nobody applied to the residual.
-
-        Args:
-            final: number of the first of them; None: this node was no member before.
-        """
-        pending = [self._own] if self._own is not None else []
-        self._own = None
-        for own in [*self._sent, *pending]:
-            if final is None or own.step >= final:
-                self._groups.put_back(own.messages)
-        self._sent.clear()
-
-    # ---- comparing ---------------------------------------------------------------------------------------------------
-
-    def _compare(self, params: Any) -> None:
-        """Between two steps: take part in comparing the replicas."""
-        self._hear_and_compute(params)
-        if self._members.phase is Phase.IN:
-            self._digests.judge(self.members)
-
-    def _hear_and_compute(self, params: Any) -> None:
-        for peer, note in self._members.heard:
-            self._digests.hear(peer, note)
-        self._members.heard.clear()
-        if not self._digests.is_due:
-            return
-        reached = self._members.reached
-        at = self._step if reached is None or self._options.is_sync else min(reached, self._step)
-        self._digests.compute(at, lambda cut: self._digest(cut, params))
-
-    def _digest(self, cut: int, params: Any) -> str | None:
-        """Return the digest of the state at a cut; None where it cannot be told."""
-        if self._options.is_sync:
-            if cut != self._step:
-                return None
-            try:
-                state = digest_of(self._replica.anchor or views(params))
-            except TypeError:
-                return None  # not in this machine's memory
-            return f"{self._members.names_at(cut)}-{state}"
-        beyond = self._members.applied_from(cut)
-        total = self._replica.total
-        if beyond is None or not isinstance(total, ExactSum) or not total.initial:
-            return None
-        if self._sent and self._sent[0].step > cut and len(self._sent) == self._keeps:
-            return None
-        beyond += [own.messages for own in self._sent if own.step >= cut]
-        state = digest_of([*total.initial, *total.without(beyond)])
-        return f"{self._members.names_at(cut)}-{state}"
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -783,13 +591,13 @@ class Exchange:
         goes on bit for bit. A message that is encoded but not finished is put back, so nothing is lost with it.
         """
         encoders = [encoder.state_dict() for encoder in self._groups.encoders]
-        if self._own is not None:
-            for encoder, message in zip(encoders, self._own.messages, strict=False):
+        if self._progress.own is not None:
+            for encoder, message in zip(encoders, self._progress.own.messages, strict=False):
                 apply(message, encoder["residual"])
         total = self._replica.total
         return {
             "format": checkpoint.FORMAT,
-            "step": self._step,
+            "step": self._progress.step,
             "encoders": encoders,
             "velocity": copies(self._preparer.velocity),
             "anchor": copies(self._replica.anchor),
@@ -821,7 +629,7 @@ class Exchange:
         self._preparer.velocity = copies(state["velocity"])
         self._replica.anchor = copies(state["anchor"])
         self._replica.local_steps = state["local_steps"]
-        self._step = state["step"]
+        self._progress.step = state["step"]
 
     def _model(self) -> dict[str, Any]:
         """Return everything that has to be the same on all nodes."""
@@ -851,7 +659,3 @@ class Exchange:
         residuals = [encoder.residual for encoder in self._groups.encoders]
         for array in (*residuals, *self._preparer.velocity):
             array *= array.dtype.type(factor)
-
-
-def _described(arrays: Sequence[NDArray[Any]]) -> list[tuple[str, tuple[int, ...]]]:
-    return [(array.dtype.str, array.shape) for array in arrays]

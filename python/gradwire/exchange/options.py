@@ -64,6 +64,10 @@ class Options:
             return self.every > 1 and self.codec != "threshold"
         return self.average
 
+    def scale_for(self, nodes: int) -> float:
+        """Return the factor of every message when so many nodes contribute."""
+        return self.scale / nodes if self.is_average else self.scale
+
     @property
     def is_sync(self) -> bool:
         """Whether every step waits for everybody's message."""
