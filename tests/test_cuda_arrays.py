@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -284,6 +285,39 @@ def test_a_corrupt_message_changes_no_element_of_any_target() -> None:
         with pytest.raises(gw.MessageError):
             bad.check()
         held.check()
+
+
+def golden(folder: str) -> list[tuple[str, bytes, int]]:
+    """Return name, bytes and numel of the golden messages that are small enough to have a target."""
+    found = []
+    for path in sorted((Path(__file__).parent / "golden" / folder).glob("*.bin")):
+        data = path.read_bytes()
+        numel = int.from_bytes(data[24:32], "little")
+        if len(data) >= 48 and numel <= 1 << 22:
+            found.append((path.stem, data, numel))
+    return found
+
+
+@pytest.mark.cuda
+def test_golden_messages_are_applied_and_golden_mistakes_refused() -> None:
+    valid, invalid = golden("valid"), golden("invalid")
+    assert len(valid) >= 25
+    assert len(invalid) >= 35
+    for name, data, numel in valid:
+        held = torch().from_numpy(np.frombuffer(data, np.uint8).copy()).cuda()
+        expected, target = np.zeros(numel, np.float32), torch().zeros(numel, device="cuda")
+        gw.apply(gw.Message.parse(data), expected)
+        gw.apply(gw.cuda_message(held), target)
+        np.testing.assert_array_equal(target.cpu().numpy(), expected, err_msg=name)
+    for name, data, numel in invalid:
+        if name == "trailing-byte":  # memory on a device may be longer than its message
+            continue
+        message = gw.cuda_message(torch().from_numpy(np.frombuffer(data, np.uint8).copy()).cuda())
+        target = torch().zeros(numel, device="cuda")
+        gw.apply(message, target)
+        assert not target.any(), name
+        with pytest.raises(gw.MessageError):
+            message.check()
 
 
 @pytest.mark.cuda
