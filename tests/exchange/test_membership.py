@@ -108,6 +108,62 @@ def test_a_late_node_misses_nothing_and_applies_nothing_twice(seed: int, exact: 
     }
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": 2},
+        {"every": 2, "codec": "dense"},
+        {"average": True},
+        {"average": True, "exact": True},
+    ],
+    ids=str,
+)
+def test_a_late_node_comes_in_whatever_the_mode(seed: int, options: Any) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 25, peers=1, **options) for node_id in (20, 30)]
+        turn = world.random.randint(60, 150)
+        world.plan(turn, lambda: trainers.append(Trainer(world, 10, 25, peers=1, **options)))
+        world.run()
+    assert trainers[2].joined is not None
+    assert trainers[2].joined.is_late
+    assert_identical(trainers)
+    if options == {"every": 2}:
+        assert_nothing_lost(trainers)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_late_node_follows_the_optimisers_mean_too(seed: int) -> None:
+    def work(node: FakeNode) -> Any:
+        params, state = START.copy(), [np.zeros(3, np.float32)]
+        share = gw.Exchange(
+            gw.Encoder(NUMEL, THRESHOLD), node, peers=1, every=2, average_optimizer=True
+        )
+        is_late = share.join(params, state).is_late
+        for count in itertools.count():
+            if share.next_step >= 25:
+                break
+            node.cluster.compute(node, COMPUTE_S)
+            state[0] += node.peer.id
+            share.step(update(node.peer.id, count), params, state)
+        node.cluster.close(node)
+        return is_late, params.tobytes(), state[0].tobytes()
+
+    with cluster(seed) as world:
+        workers = []
+
+        def start(node_id: int) -> None:
+            node = world.node(node_id)
+            workers.append(world.start(node, lambda: work(node)))
+
+        start(20)
+        start(30)
+        world.plan(world.random.randint(60, 150), lambda: start(10))
+        world.run()
+    assert [worker.result[0] for worker in workers] == [False, False, True]
+    assert len({worker.result[1:] for worker in workers}) == 1
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_the_others_go_on_while_a_snapshot_is_on_its_way(seed: int) -> None:
     with cluster(seed) as world:
