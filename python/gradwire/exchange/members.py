@@ -623,7 +623,9 @@ class Members:
 
     def _take_update(self, peer: Peer, step: int, payload: memoryview) -> None:
         stream = self._stream_of(peer)
-        if stream is None:
+        if stream is None and self.phase is not Phase.IN:
+            _LOG.debug("step %d from %s came before its greeting", step, peer.address)
+        elif stream is None:
             self.ignored += 1
             _LOG.warning("step %d from %s ignored: it is not a member", step, peer.address)
         elif stream.accepts(step):
