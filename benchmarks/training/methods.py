@@ -181,13 +181,18 @@ class Udp(Method):
     options: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed)
 
     def set_up(self) -> None:
-        numel = sum(param.numel() for param in self.model.parameters())
-        encoder = gw.Encoder(numel, threshold=gw.TargetDensity(self.density))
+        # A threshold per tensor; nothing goes out whole: the biases and norms alone would be as large as a message.
+        groups = gw.Groups.of(
+            list(self.model.parameters()),
+            threshold=gw.TargetDensity(self.density),
+            dense_below=0,
+            dense_one_dimensional=False,
+        )
         own, *_ = addresses = [f"{one}:{PORT}" for one in self.addresses[self.rank :]]
         addresses += [f"{one}:{PORT}" for one in self.addresses[: self.rank]]
         self.node = gw.Node(own, addresses[1:], secret=bytes(range(32)))
         self.exchange = gw.Exchange(
-            encoder,
+            groups,
             self.node,
             peers=len(addresses) - 1,
             average=True,

@@ -134,6 +134,25 @@ def test_one_node_that_sends_everything_trains_as_without_it(
     torch.testing.assert_close(flat(net), flat(plain), rtol=1e-4, atol=1e-6)
 
 
+def test_every_tensor_can_have_a_threshold_of_its_own(nodes: list[gw.Node]) -> None:
+    def work(rank: int) -> Any:
+        net = model()
+        groups = gw.Groups.of(
+            list(net.parameters()), threshold=gw.TargetDensity(0.1), dense_below=30
+        )
+        exchange = gw.Exchange(groups, nodes[rank], peers=2, average=True)
+        losses = train(
+            net, SharedOptimizer(OPTIMIZERS["AdamW"](net.parameters()), exchange), rank, range(60)
+        )
+        return flat(net), losses, len(groups)
+
+    (first, losses, count), *others = run_together(work)
+    assert count > 1
+    for other, *_ in others:
+        assert same_bits(first, other)
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+
+
 def test_what_the_optimiser_added_is_in_the_parameters_or_in_the_residual(alone: gw.Node) -> None:
     net = torch.nn.Linear(30, 1, bias=False)
     torch.nn.init.zeros_(net.weight)
