@@ -160,7 +160,7 @@ class Storm:
 
     def _session(self) -> Session | None:
         """Return the misbehaving node's end of its session, as long as it has one with keys."""
-        for session in self.bad.endpoint._sessions.values():
+        for session in self.bad.endpoint.sessions.values():
             if session.address == self.target.address and session._channel is not None:
                 return session
         return None

@@ -17,13 +17,13 @@ def check(endpoint: Endpoint) -> None:
     stats = endpoint.stats()
     assert stats.send_log_bytes <= endpoint.limits.send_log_bytes
     assert 0 <= stats.receive_queue_bytes <= endpoint.limits.receive_bytes
-    sessions = set(endpoint._sessions.values())
-    assert len(endpoint._half_open) <= HALF_OPEN_MAX
+    sessions = set(endpoint.sessions.values())
+    assert len(endpoint.doorway.half_open) <= HALF_OPEN_MAX
     assert len(list(endpoint.membership)) <= SEEDS_MAX
     assert len(sessions) <= HALF_OPEN_MAX + SEEDS_MAX
     assert set(endpoint._by_stream.values()) <= sessions
-    assert set(endpoint._by_node.values()) <= sessions
-    assert set(endpoint._half_open.values()) <= sessions
+    assert set(endpoint.by_node.values()) <= sessions
+    assert set(endpoint.doorway.half_open.values()) <= sessions
     queued = sum(len(message.payload) for message in endpoint._messages)
     for session in sessions:
         assert len(session._frames) <= FRAMES_MAX

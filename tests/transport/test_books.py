@@ -119,7 +119,7 @@ def test_an_older_datagram_from_a_former_address_does_not_move_the_peer_back() -
     simulator.hosts[two.address] = two
     simulator.run_for(0.5)
     one.endpoint.receive(memoryview(held[0]), len(held[0]), former, simulator.now_s)
-    session = next(iter(one.endpoint._sessions.values()))
+    session = next(iter(one.endpoint.sessions.values()))
     assert session.address == two.address
     ticket = simulator.publish(one, b"to the new address")
     simulator.run_until(lambda: ticket.is_done, 0.1)
@@ -245,7 +245,7 @@ def test_no_round_trip_is_measured_shorter_than_the_path_is_long(seed: int) -> N
         simulator.run_for(0.01)
     simulator.run_until(lambda: all(ticket.is_done for ticket in tickets), 30.0)
     assert one.endpoint.stats().retransmitted_fragments > 20
-    assert next(iter(one.endpoint._sessions.values())).rtt.minimum_s > 0.0399
+    assert next(iter(one.endpoint.sessions.values())).rtt.minimum_s > 0.0399
 
 
 def test_an_acknowledgement_that_comes_late_takes_nothing_back() -> None:

@@ -115,7 +115,7 @@ def test_the_sums_are_right_whatever_is_lost_cut_anew_or_published_meanwhile(see
         except WouldBlock:
             simulator.run_for(0.1)
         if generator.random() < 0.03:
-            host.endpoint._sealer.reframe(*pick(((1_384, 64), (1_384, 1), (1_184, 2))))
+            host.endpoint.own.sealer.reframe(*pick(((1_384, 64), (1_384, 1), (1_184, 2))))
             host.endpoint.recut()
         if generator.random() < 0.05:
             host.endpoint.rotate_key(simulator.now_s)

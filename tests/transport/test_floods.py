@@ -93,8 +93,8 @@ def test_a_hundred_thousand_knocks_per_second_keep_nobody_out_and_disturb_nobody
     assert stats.handshakes_refused + stats.unauthenticated_datagrams > 94_000
     if kind in ("wrong secret", "garbage"):
         assert stats.unauthenticated_datagrams >= 100_000
-        assert len(two.endpoint._sessions) == 2
-    assert len(two.endpoint._sessions) <= HALF_OPEN_MAX + 2
+        assert len(two.endpoint.sessions) == 2
+    assert len(two.endpoint.sessions) <= HALF_OPEN_MAX + 2
 
 
 def test_the_clocks_of_two_nodes_may_differ_by_a_year_in_quiet_times() -> None:
@@ -156,7 +156,7 @@ def test_a_full_table_of_half_open_handshakes_keeps_nobody_out() -> None:
         received += len(knock)
         simulator.run_for(0.005)
         if number == 600:
-            assert len(two.endpoint._half_open) == HALF_OPEN_MAX
+            assert len(two.endpoint.doorway.half_open) == HALF_OPEN_MAX
             joiner = simulator.add("joiner", incarnation=TODAY_MS)
             joiner.endpoint.connect(two.address)
     assert joiner.endpoint.peers
@@ -167,7 +167,7 @@ def test_a_full_table_of_half_open_handshakes_keeps_nobody_out() -> None:
     )
     assert sent <= received
     simulator.run_for(11.0)
-    assert len(two.endpoint._half_open) == 0
+    assert len(two.endpoint.doorway.half_open) == 0
 
 
 def test_a_half_open_handshake_is_answered_twenty_times_a_second_at_most() -> None:
@@ -185,7 +185,7 @@ def test_a_half_open_handshake_is_answered_twenty_times_a_second_at_most() -> No
     assert len(set(answers)) == 1
     assert len(answers[0]) <= INIT_BYTES
     assert two.endpoint.stats().control_bytes_sent - before < 20_000
-    assert len(two.endpoint._half_open) == 1
+    assert len(two.endpoint.doorway.half_open) == 1
 
 
 def test_who_delivers_a_knock_before_its_sender_keeps_him_out_for_one_repetition_only() -> None:

@@ -77,7 +77,7 @@ def test_who_crashes_in_a_handshake_is_forgotten_and_connects_after_its_restart(
     simulator.run_until(lambda: ticket.is_done, 1.0)
     assert two.payloads == [b"after all"]
     simulator.run_for(20.0)
-    assert len(survivor.endpoint._sessions) == 1
+    assert len(survivor.endpoint.sessions) == 1
     assert len(survivor.endpoint.peers) == 1
 
 

@@ -48,7 +48,7 @@ def test_the_lost_end_of_a_message_comes_again_within_three_probe_timeouts(lost:
     for index in range(50):  # round trips to estimate from
         simulator.publish(one, b"x", index)
         simulator.run_for(0.02)
-    session = next(iter(one.endpoint._sessions.values()))
+    session = next(iter(one.endpoint.sessions.values()))
     probe_timeout_s = session.rtt.probe_timeout_s
     assert probe_timeout_s < 0.01
     link = simulator.link(one, two)
@@ -72,7 +72,7 @@ def test_probes_lost_one_after_the_other_do_not_make_a_tail_wait_long() -> None:
     for index in range(50):
         simulator.publish(one, b"x", index)
         simulator.run_for(0.02)
-    session = next(iter(one.endpoint._sessions.values()))
+    session = next(iter(one.endpoint.sessions.values()))
     probe_timeout_s = session.rtt.probe_timeout_s
     link = simulator.link(one, two)
     lost_until = link.count + 7  # the message itself, and the probes (with a PING each) after it

@@ -137,7 +137,7 @@ def jumbo(simulator: Simulator, count: int = 2, **options: object) -> list[Host]
 
 
 def datagram_bytes(host: Host) -> int:
-    return host.endpoint._sealer.fragment_bytes + 16
+    return host.endpoint.own.sealer.fragment_bytes + 16
 
 
 def send(simulator: Simulator, source: Host, nbytes: int) -> bytes:

@@ -82,9 +82,9 @@ def test_each_new_record_goes_only_to_the_peers_that_lack_the_old_one() -> None:
 def framing_changes(simulator: Simulator, host: Host, generator: random.Random) -> None:
     """Cut what is in the host's log as one of the framings says, whatever has arrived by now."""
     endpoint = host.endpoint
-    endpoint._sealer.reframe(*generator.choice(FRAMINGS))
+    endpoint.own.sealer.reframe(*generator.choice(FRAMINGS))
     endpoint.recut()
-    endpoint._sealer.reframe(*generator.choice(FRAMINGS))
+    endpoint.own.sealer.reframe(*generator.choice(FRAMINGS))
     simulator.run_for(0.0)
 
 
@@ -148,7 +148,7 @@ def test_what_had_arrived_unknown_to_the_sender_is_not_delivered_twice() -> None
     simulator.run_for(0.05)
     arrived = len(two.received)
     assert arrived > 0
-    one.endpoint._sealer.reframe(1_184, 1)
+    one.endpoint.own.sealer.reframe(1_184, 1)
     one.endpoint.recut()
     back.blocked = False
     simulator.run_until(lambda: all(ticket.is_done for ticket in one.tickets), 10.0)
@@ -165,9 +165,9 @@ def test_a_peer_that_joins_while_the_log_was_just_cut_anew_gets_only_what_is_pub
     simulator.publish(one, bytes(500_000), 1)
     three = simulator.add("h2", limits=LIMITS)
     three.endpoint.connect(one.address)
-    while not any(s.outbound is not None for s in three.endpoint._sessions.values()):
+    while not any(s.outbound is not None for s in three.endpoint.sessions.values()):
         simulator.run_for(0.0001)
-    one.endpoint._sealer.reframe(1_184, 1)
+    one.endpoint.own.sealer.reframe(1_184, 1)
     one.endpoint.recut()
     simulator.run_until(lambda: len(one.endpoint.peers) == 2, 5.0)
     simulator.publish(one, b"for both", 2)

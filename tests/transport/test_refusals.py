@@ -88,7 +88,7 @@ def test_a_size_that_the_kernel_refuses_is_not_sent_again(
     check_transfer(one, two)
     assert one._driver.has_gso == has_gso
     assert stubborn.refused > 0
-    assert one._endpoint._sealer.fragment_bytes + 16 <= 1_232
+    assert one._endpoint.own.sealer.fragment_bytes + 16 <= 1_232
 
 
 @pytest.mark.parametrize("error", [errno.ENOBUFS, errno.EPERM, errno.ENETUNREACH])

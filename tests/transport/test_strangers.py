@@ -30,7 +30,7 @@ def test_replayed_knocks_get_no_answers_and_take_no_memory() -> None:
     assert two.endpoint.poll(simulator.now_s + 0.1) == []
     assert two.endpoint.stats().datagrams_sent == sent
     assert two.endpoint.stats().handshakes_refused == 10_000
-    assert len(two.endpoint._sessions) == 0
+    assert len(two.endpoint.sessions) == 0
 
 
 def test_fresh_knocks_from_everywhere_are_limited_in_number_and_answers_are_no_larger() -> None:
@@ -46,7 +46,7 @@ def test_fresh_knocks_from_everywhere_are_limited_in_number_and_answers_are_no_l
             target.endpoint.receive(memoryview(data), len(data), (f"h{index}", 1), simulator.now_s)
         for _ in range(2):
             target.endpoint.poll(simulator.now_s)
-    assert len(target.endpoint._sessions) <= 256
+    assert len(target.endpoint.sessions) <= 256
     assert target.endpoint.stats().udp_bytes_sent <= received
     assert target.endpoint.stats().handshakes_refused > 1_000
 
@@ -75,7 +75,7 @@ def test_a_member_that_seals_nonsense_stops_only_itself(plaintext: bytes, seed: 
     """What comes out of decryption is checked as if it came from a stranger: a broken peer ends its own session."""
     simulator = Simulator(seed)
     one, two, three = simulator.mesh(3)
-    session = next(s for s in one.endpoint._sessions.values() if s.address == two.address)
+    session = next(s for s in one.endpoint.sessions.values() if s.address == two.address)
     channel = session._channel
     assert channel is not None
     counter = channel.next_counter()

@@ -402,7 +402,7 @@ def test_garbage_in_the_name_of_an_origin_is_forwarded_once_and_only_for_records
     send(simulator, origin, 1)
     finish(simulator, origin)
     relay = relays_of(origin, hosts)[0]
-    session = next(s for s in relay.endpoint._sessions.values() if s.address == origin.address)
+    session = next(s for s in relay.endpoint.sessions.values() if s.address == origin.address)
     assert session.inbound is not None
     next_record, limit = session.inbound.cumulative, session.inbound.limit
     below = len(children_of(origin, relay, hosts))
@@ -425,7 +425,7 @@ def test_garbage_in_the_name_of_an_origin_is_forwarded_once_and_only_for_records
 def test_an_instruction_to_relay_counts_only_from_a_peer_and_reaches_only_peers() -> None:
     simulator, hosts = tree(4)
     victim, member = hosts[0], hosts[1]
-    session = next(s for s in member.endpoint._sessions.values() if s.address == victim.address)
+    session = next(s for s in member.endpoint.sessions.values() if s.address == victim.address)
     strangers = (123, 456)
     session.send_frame(Relay(1_000, strangers))
     simulator.run_for(0.01)

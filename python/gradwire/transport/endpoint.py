@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..errors import Closed, NotConnected, TooLarge, WouldBlock
-from .crypto import AuthenticationError, Entropy, Handshake, Marker, SenderKey
+from .crypto import AuthenticationError, Entropy, Marker, SenderKey
+from .doorway import Doorway
 from .fanout import Fanout
 from .inbound import ReceiveBudget
 from .laggards import Laggards
-from .membership import HALF_OPEN_MAX, HandshakeGate, Membership
+from .membership import Membership
 from .model import (
     Address,
     Counters,
@@ -33,28 +34,23 @@ from .model import (
     format_address,
     parse_address,
 )
-from .path_mtu import BASE_BYTES, PathMtu, ceiling_bytes, is_loopback
-from .poison import SINGLE_S
-from .records import Outgoing, Record, Sealer, SendLog
-from .recut import growth_max, recut
-from .session import CREDIT_FLOOR_RECORDS, REASON_GIVEN_UP, Session, State, prologue
+from .own_records import OwnRecords
+from .path_mtu import PathMtu, ceiling_bytes, is_loopback
+from .records import Outgoing
+from .session import CREDIT_FLOOR_RECORDS, REASON_GIVEN_UP, Session, State
 from .wire import (
     BEACON,
     CONTROL,
     DATA,
-    FRAGMENTS_MAX,
     HEADER,
     HEADER_BYTES,
     INIT,
-    INIT_BYTES,
-    MARK_BYTES,
     MEMBERS_MAX,
     RECORD_NUMBER_BITS,
     RECORD_NUMBER_MAX,
     RESPONSE,
     TAG_BYTES,
     Heard,
-    Introduction,
     Members,
     Relay,
     Relaying,
@@ -127,20 +123,21 @@ class Endpoint:
         self._evicts = on_lag == "evict"
         self.laggards = Laggards(self) if on_lag == "coalesce" else None
         self.counters = Counters()
-        self.log = SendLog(self.limits.send_log_bytes, first_record)
         self.budget = ReceiveBudget(self.limits.receive_bytes)
         self.stream = int.from_bytes(entropy(4), "little") & ~1
         self.membership = Membership()
-        self._sealer = Sealer(
-            SenderKey.generate(0, entropy, insecure=insecure),
+        self.sessions: dict[int, Session] = {}
+        self.own = OwnRecords(
+            self.sessions,
+            self.limits,
             self.stream,
-            self.limits.fragment_bytes,
+            entropy,
+            insecure=insecure,
+            first_record=first_record,
+            now_s=now_s,
         )
-        # Cutting a full log anew must not make it larger than its limit.
-        smallest_bytes = min(BASE_BYTES - HEADER_BYTES, self.limits.fragment_bytes)
-        self.room_bytes = int(self.limits.send_log_bytes / growth_max(smallest_bytes))
+        self.log = self.own.log
         self._interface_mtu = interface_mtu
-        self._single_until_s = float("-inf")
         if self.laggards is not None and multicast is not None:
             raise ValueError(
                 'on_lag="coalesce" does not go with multicast: a slow peer hears what waits for it'
@@ -153,27 +150,20 @@ class Endpoint:
             self.log,
             self.counters,
             self.stream,
-            lambda: self._sealer.key,
+            lambda: self.own.sealer.key,
             multicast,
         )
-        self._next_key: SenderKey | None = None
-        self._previous_key: SenderKey | None = None
-        self._key_since = (now_s, first_record)
-        self._gate = HandshakeGate(self.limits.handshakes_per_s)
-        self._sessions: dict[int, Session] = {}
-        self._by_node: dict[int, Session] = {}
+        self.doorway = Doorway(self)
+        self.by_node: dict[int, Session] = {}
         self._by_stream: dict[tuple[Address, int], Session] = {}
         self._addresses: frozenset[Address] = frozenset()  # of peers and of nodes we knock at
-        self._half_open: dict[bytes, Session] = {}  # by the mark of the knock
         self._messages: deque[Received] = deque()
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self._farewells: list[Transmit] = []
-        self._message_number = 0
-        self._is_closing = False
+        self.is_closing = False
         self._ticked_at_s = self._expected_at_s = now_s
         self._credit_at_s = now_s
         self._turn = 0
-        self._is_rotation_due = False
         self._knock_at_s = 0.0
         self._is_group = False
         self._gossip_at_s = now_s + GOSSIP_S
@@ -214,7 +204,7 @@ class Endpoint:
             NotConnected: ``to`` is not connected.
             WouldBlock: the send log has no room for it now.
         """
-        if self._is_closing:
+        if self.is_closing:
             raise Closed("the node is closed; nothing can be published any more")
         if len(payload) > self.limits.message_bytes_max:
             raise TooLarge(
@@ -227,37 +217,35 @@ class Endpoint:
             return ticket
         if not self.has_room(len(payload)):
             raise WouldBlock(
-                f"the send log holds {self.log.used_bytes} of {self.room_bytes} bytes, "
+                f"the send log holds {self.log.used_bytes} of {self.own.room_bytes} bytes, "
                 f"no room for {len(payload)} more: "
                 "wait for acknowledgements, or let the residual accumulate"
             )
-        last_record = self.log.head + self._sealer.records_of(len(payload)) - 1
+        last_record = self.log.head + self.own.sealer.records_of(len(payload)) - 1
         for session in recipients:
             session.note_published(last_record, ticket, now_s)
         indices = frozenset(session.index for session in recipients)
         message = Outgoing(indices, last_record, is_shared=to is None)
-        number = self._message_number
-        self._message_number += 1
-        for record in self._sealer.seal_message(self.log.head, message, number, tag, payload):
+        number = self.own.take_message_numbers(1)
+        for record in self.own.sealer.seal_message(self.log.head, message, number, tag, payload):
             self.log.append(record)
             on_record()
-        for (
-            session
-        ) in self._up_sessions():  # also those that skip these records, or they would keep the log
+        # Also those that skip these records, or they would keep the log.
+        for session in self._up_sessions():
             session.look_at_log(now_s)
         self.counters.messages_sent += 1
         self.counters.payload_bytes_sent += len(payload) * len(recipients)
-        self._maybe_rotate(now_s)
+        self.own.maybe_rotate(now_s)
         return ticket
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `publish` would take a message of this size now."""
-        return self.log.used_bytes + self._sealer.wire_bytes(nbytes) <= self.room_bytes
+        return self.own.has_room(nbytes)
 
     def _recipients(self, to: Peer | None) -> list[Session]:
         if to is None:
             return self._up_sessions()
-        session = self._by_node.get(to.id)
+        session = self.by_node.get(to.id)
         if session is None or session.state is not State.UP or session.peer != to:
             raise NotConnected(f"{to} is not connected")
         return [session]
@@ -271,7 +259,7 @@ class Endpoint:
         self.budget.give_back(sum(len(message.payload) for message in messages))
         if self.budget.has_waiting:
             self.budget.has_waiting = False
-            for session in list(self._sessions.values()):
+            for session in list(self.sessions.values()):
                 session.resume(now_s)
         return messages
 
@@ -296,24 +284,24 @@ class Endpoint:
     @property
     def is_closed(self) -> bool:
         """Whether `close` has run its course."""
-        return self._is_closing and not any(
-            session.is_established for session in self._sessions.values()
+        return self.is_closing and not any(
+            session.is_established for session in self.sessions.values()
         )
 
     def stop_publishing(self) -> None:
         """Refuse new messages and new peers; what is queued still goes out."""
-        self._is_closing = True
+        self.is_closing = True
 
     def close(self, now_s: float) -> None:
         """Say goodbye to every peer; what they have not acknowledged fails."""
-        self._is_closing = True
+        self.is_closing = True
         self.fanout.stop()
-        for session in list(self._sessions.values()):
+        for session in list(self.sessions.values()):
             session.close(now_s)
 
     def finish(self, now_s: float) -> None:
         """Stop waiting for answers to the goodbyes; what is not acknowledged fails."""
-        for session in list(self._sessions.values()):
+        for session in list(self.sessions.values()):
             session.finish(now_s)
 
     def undelivered(self) -> list[tuple[Peer, Ticket]]:
@@ -408,7 +396,7 @@ class Endpoint:
             if kind == CONTROL:
                 self._receive_control(datagram, address, now_s)
             elif kind == INIT:
-                self._receive_init(bytes(datagram), address, now_s)
+                self.doorway.on_knock(bytes(datagram), address, now_s)
             elif kind == RESPONSE:
                 self._receive_response(bytes(datagram), address, now_s)
             elif kind == BEACON:
@@ -425,18 +413,18 @@ class Endpoint:
             raise WireError("a control datagram without a tag")
         header = bytes(datagram[:HEADER_BYTES])
         _, _, _, _, index, counter = HEADER.unpack(header)
-        session = self._sessions.get(index)
+        session = self.sessions.get(index)
         if session is None:
             self.counters.stray_datagrams += 1
             return
         before = session.outbound.cumulative if session.outbound is not None else 0
         session.on_control(counter, header, datagram[HEADER_BYTES:], address, now_s)
-        if before <= self.log.base or self._next_key is not None or self._is_rotation_due:
-            self._release_log(now_s)
+        if self.own.is_held_by(before):
+            self.own.release(now_s)
 
     def _receive_response(self, datagram: bytes, address: Address, now_s: float) -> None:
         _, _, _, _, index, _ = HEADER.unpack_from(datagram)
-        session = self._sessions.get(index)
+        session = self.sessions.get(index)
         if session is None or session.address != address:
             self.counters.stray_datagrams += 1
             return
@@ -448,80 +436,6 @@ class Endpoint:
             self.counters.stray_datagrams += 1
         else:
             self.fanout.on_beacon(session, datagram)
-
-    def _receive_init(self, datagram: bytes, address: Address, now_s: float) -> None:
-        if len(datagram) != INIT_BYTES:
-            raise WireError(f"an INIT of {len(datagram)} bytes")
-        mark = datagram[-MARK_BYTES:]
-        repeated = self._half_open.get(mark)
-        if repeated is not None and repeated.knock == datagram:
-            self.counters.handshakes_refused += not repeated.answer_again(address, now_s)
-            return
-        # From the cheapest question to the dearest: seen before, of a stranger, too many, all of Noise.
-        if self._is_closing or self._gate.has_seen(mark):
-            self.counters.handshakes_refused += 1
-            return
-        if not self.marker.is_marked(datagram):
-            raise AuthenticationError("a first message without a mark")
-        header = datagram[:HEADER_BYTES]
-        _, _, _, _, index, sent_ms = HEADER.unpack(header)
-        if not self._gate.admit(mark, (self.wall_ms(now_s) - sent_ms) * 1e-3, now_s):
-            self.counters.handshakes_refused += 1
-            return
-        handshake = Handshake(self.secret, prologue(header, insecure=self.insecure), self.entropy)
-        remote = Introduction.decode(handshake.read_init(datagram[HEADER_BYTES:-MARK_BYTES]))
-        if self._is_welcome(remote, index, address, now_s):
-            self._open_half(handshake, remote, datagram, address, now_s)
-        else:
-            self.counters.handshakes_refused += 1
-
-    def _is_welcome(self, remote: Introduction, index: int, address: Address, now_s: float) -> bool:
-        if remote.node_id == self.node_id:
-            self._note_own_knock(index, now_s)
-            return False
-        if remote.session != index:
-            return False
-        known = self._by_node.get(remote.node_id)
-        if known is not None and known.peer is not None:
-            if remote.incarnation < known.peer.incarnation:
-                return False
-            is_alive = now_s - known.heard_at_s < self.limits.suspect_s
-            if remote.incarnation == known.peer.incarnation and is_alive:
-                return False
-        return self._yield_to(remote, address)
-
-    def _yield_to(self, remote: Introduction, address: Address) -> bool:
-        """Both knocked at the same time: the knock of the larger id counts.
-
-        Our own goes on until the other has proved that it is there: this may be a recorded one from a false address.
-        """
-        is_knocking = any(
-            session.state is State.INIT_SENT and session.address == address
-            for session in self._sessions.values()
-        )
-        return not is_knocking or self.node_id < remote.node_id
-
-    def _note_own_knock(self, index: int, now_s: float) -> None:
-        session = self._sessions.get(index)
-        if session is not None and session.state is State.INIT_SENT and session.target is not None:
-            self.membership.on_own(session.target, now_s)
-            self._drop(session)
-
-    def _open_half(
-        self,
-        handshake: Handshake,
-        remote: Introduction,
-        datagram: bytes,
-        address: Address,
-        now_s: float,
-    ) -> None:
-        while len(self._half_open) >= HALF_OPEN_MAX:
-            self._drop(next(iter(self._half_open.values())))
-        session = Session(self, self._new_index(), address, now_s)
-        session.knock = datagram
-        session.start_responder(handshake, remote)
-        self._sessions[session.index] = session
-        self._half_open[datagram[-MARK_BYTES:]] = session
 
     # ---- datagrams out ------------------------------------------------------------------------------------------
 
@@ -535,7 +449,7 @@ class Endpoint:
             self._check_lag(now_s)
             if now_s >= self._gossip_at_s:
                 self._gossip(now_s)
-        due = [session for session in self._sessions.values() if session.wake_at_s <= now_s]
+        due = [session for session in self.sessions.values() if session.wake_at_s <= now_s]
         if len(due) == 1:
             out = due[0].poll(now_s)
         elif due:
@@ -562,7 +476,7 @@ class Endpoint:
     def poll_data(self, now_s: float) -> list[Transmit]:
         """Return the data that may leave at once, and nothing else; `poll` has the timers and the control."""
         out: list[Transmit] = []
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             session.poll_data(now_s, out)
         if self.fanout.is_needed:
             out.extend(self.fanout.poll(now_s))
@@ -579,7 +493,7 @@ class Endpoint:
         """Return the time at which to call `poll` next; None when only a datagram or the caller can change things."""
         if self._farewells:
             return now_s
-        at_s = min((session.wake_at_s for session in self._sessions.values()), default=NEVER_S)
+        at_s = min((session.wake_at_s for session in self.sessions.values()), default=NEVER_S)
         at_s = self._expected_at_s = min(at_s, self._knock_at_s, self.fanout.wake_at_s)
         return None if at_s == NEVER_S else max(at_s, 0.0)
 
@@ -588,18 +502,18 @@ class Endpoint:
         slept_s = now_s - max(self._ticked_at_s, self._expected_at_s)
         self._ticked_at_s = self._expected_at_s = now_s
         if slept_s > SLEEP_S:
-            for session in self._sessions.values():
+            for session in self.sessions.values():
                 session.heard_at_s = min(now_s, session.heard_at_s + slept_s)
                 session.progress_at_s = min(now_s, session.progress_at_s + slept_s)
 
     def _knock(self, now_s: float) -> None:
         self._knock_at_s = NEVER_S
-        if self._is_closing:
+        if self.is_closing:
             return
         for address in self.membership.due(now_s, *self._connected()):
-            session = Session(self, self._new_index(), address, now_s)
+            session = Session(self, self.new_index(), address, now_s)
             session.start_initiator(now_s)
-            self._sessions[session.index] = session
+            self.sessions[session.index] = session
             self._note_addresses()
         next_at_s = self.membership.next_at_s(*self._connected())
         self._knock_at_s = NEVER_S if next_at_s is None else next_at_s
@@ -608,12 +522,12 @@ class Endpoint:
         """Return where and at whom not to knock; who has only knocked here may be a recording in another's name."""
         addresses = set(self._addresses)
         addresses.update(
-            session.target for session in self._sessions.values() if session.target is not None
+            session.target for session in self.sessions.values() if session.target is not None
         )
-        return addresses, set(self._by_node)
+        return addresses, set(self.by_node)
 
     def _check_lag(self, now_s: float) -> None:
-        self._fit_framing(now_s)
+        self.own.fit_framing(now_s)
         for session in self._up_sessions():
             session.resume(now_s)
             if self._evicts and session.is_lagging(now_s):
@@ -623,23 +537,13 @@ class Endpoint:
 
     # ---- what the laggards ask for (laggards.Owner) -------------------------------------------------------------
 
-    @property
-    def sealer(self) -> Sealer:
-        """See `laggards.Owner`."""
-        return self._sealer
-
     def up_sessions(self) -> list[Session]:
         """See `laggards.Owner`."""
         return self._up_sessions()
 
-    def take_message_numbers(self, count: int) -> int:
-        """See `laggards.Owner`."""
-        self._message_number += count
-        return self._message_number - count
-
     def on_withdrawn(self, now_s: float) -> None:
         """See `laggards.Owner`."""
-        self._release_log(now_s)
+        self.own.release(now_s)
 
     # ---- what sessions ask for and report (session.Context) -----------------------------------------------------
 
@@ -649,41 +553,41 @@ class Endpoint:
 
     def sender_keys(self) -> tuple[SenderKey, ...]:
         """See `session.Context`."""
-        return (self._sealer.key,) if self._next_key is None else (self._sealer.key, self._next_key)
+        return self.own.sender_keys()
 
     def window_records(self) -> int:
         """See `session.Context`."""
         cutoff_s = self._ticked_at_s - ACTIVE_S
-        active = sum(1 for session in self._sessions.values() if session.data_heard_at_s > cutoff_s)
+        active = sum(1 for session in self.sessions.values() if session.data_heard_at_s > cutoff_s)
         return max(CREDIT_FLOOR_RECORDS, self.limits.window_bytes // 65_536 // max(1, active))
 
     def on_identified(self, session: Session, now_s: float) -> bool:
         """See `session.Context`."""
         peer = session.identity
-        self._forget_half_open(session)
+        self.doorway.forget(session)
         if peer.id == self.node_id:
             if session.target is not None:
                 self.membership.on_own(session.target, now_s)
             return False
         if session.target is not None:
             self.membership.on_identified(session.target, peer.id)
-        if self._is_closing:
+        if self.is_closing:
             return False
-        known = self._by_node.get(peer.id)
+        known = self.by_node.get(peer.id)
         if known is not None and known.peer is not None:
             is_alive = known.is_established and now_s - known.heard_at_s < self.limits.suspect_s
             if known.peer.incarnation > peer.incarnation or (known.peer == peer and is_alive):
                 return False
             reason = "restarted" if known.peer != peer else "timeout"
             known.give_up(reason, REASON_GIVEN_UP, now_s)
-        for other in list(self._sessions.values()):
+        for other in list(self.sessions.values()):
             if other is session or other.address != session.address:
                 continue
             if other.is_established:
                 other.give_up("restarted", REASON_GIVEN_UP, now_s)
             elif other.state is State.INIT_SENT:
-                self._drop(other)
-        self._by_node[peer.id] = session
+                self.drop(other)
+        self.by_node[peer.id] = session
         self._note_addresses()
         return True
 
@@ -697,7 +601,7 @@ class Endpoint:
     def on_up(self, session: Session, now_s: float) -> None:
         """See `session.Context`."""
         logger.info("connected to %s", session.identity)
-        self._fit_framing(now_s)
+        self.own.fit_framing(now_s)
         self._events.append(PeerJoined(session.identity))
         self.fanout.on_up(session)
         self._introduce(session)
@@ -764,7 +668,7 @@ class Endpoint:
         if session.target is not None and session.peer is None:
             self.membership.on_no_answer(session.target, now_s)
         self._farewells.extend(session.last_words(now_s))
-        self._drop(session)
+        self.drop(session)
         self.membership.on_lost(session.address, now_s)
         if session.target is not None:
             self.membership.on_lost(session.target, now_s)
@@ -774,20 +678,12 @@ class Endpoint:
                 "%s is gone (%s), %d messages undelivered", session.peer, reason, len(undelivered)
             )
             self._events.append(PeerLost(session.peer, reason, undelivered))
-            self._is_rotation_due = True  # who has left must not understand what comes
-        self._release_log(now_s)
+            self.own.is_rotation_due = True  # who has left must not understand what comes
+        self.own.release(now_s)
 
     def on_poisoned(self, session: Session, now_s: float) -> None:
         """See `session.Context`."""
-        if now_s >= self._single_until_s:
-            logger.warning(
-                "records to %s keep failing on the way: one datagram per record for %g s",
-                session.identity,
-                SINGLE_S,
-            )
-        self._single_until_s = now_s + SINGLE_S
-        self._fit_framing(now_s)
-        if self._is_waiting_for(session, lambda record: record.fragments > 1):
+        if self.own.on_poisoned(session, now_s):
             self.recut()
 
     def watch_path(self, address: Address, now_s: float) -> PathMtu | None:
@@ -803,12 +699,9 @@ class Endpoint:
 
     def on_path_size(self, session: Session, now_s: float) -> None:
         """See `session.Context`."""
-        if session.path is None:
-            return
-        size_bytes = session.path.size_bytes
-        logger.info("datagrams to %s may have %d bytes", session.identity, size_bytes)
-        self._fit_framing(now_s)
-        if self._is_waiting_for(session, lambda record: record.datagram_bytes > size_bytes):
+        if session.path is not None and self.own.on_path_size(
+            session, session.path.size_bytes, now_s
+        ):
             self.recut()
 
     def on_too_large(self, address: Address, nbytes: int, now_s: float) -> None:
@@ -818,61 +711,23 @@ class Endpoint:
                 session.path.on_too_large(nbytes, now_s)
                 session.touch()
 
-    # ---- how records are cut ------------------------------------------------------------------------------------
-
-    def _fit_framing(self, now_s: float) -> None:
-        """Cut what comes from now on as the paths allow."""
-        sizes = [s.path.size_bytes for s in self._up_sessions() if s.path is not None]
-        smallest_bytes = min(sizes, default=self.limits.fragment_bytes + HEADER_BYTES)
-        wanted = (
-            smallest_bytes - HEADER_BYTES,
-            1 if now_s < self._single_until_s else FRAGMENTS_MAX,
-        )
-        if wanted != (self._sealer.fragment_bytes, self._sealer.fragments_max):
-            self._sealer.reframe(*wanted)
-
-    def _is_waiting_for(self, session: Session, unfit: Callable[[Record], bool]) -> bool:
-        """Whether the peer still lacks a record that is unfit for its path."""
-        outbound = session.outbound
-        return outbound is not None and any(
-            record.number >= outbound.cumulative
-            and session.index in record.message.recipients
-            and unfit(record)
-            for record in self.log
-        )
-
     def recut(self) -> None:
         """Cut anew what some peer may lack, and have every peer skip the old records."""
         head = self.log.head
-        established = [s for s in self._sessions.values() if s.state in (State.KEYING, State.UP)]
-        moved = recut(self.log, self._sealer, self.keys_in_use(), self.positions())
+        self.counters.recut_records += self.own.recut()
         self.fanout.restart_at(head)
-        for session in established:
-            session.restart_from(head, moved)
-        self.counters.recut_records += self.log.head - head
-
-    def keys_in_use(self) -> dict[int, SenderKey]:
-        """Return the keys under which the records in the log are sealed, by the low 8 bits of their epoch."""
-        return {key.epoch & 0xFF: key for key in (self._previous_key, self._sealer.key) if key}
-
-    def positions(self) -> dict[int, int]:
-        """Return the first record that each session may lack, by the session's index."""
-        return {
-            session.index: session.outbound.cumulative
-            for session in self._sessions.values()
-            if session.outbound is not None and session.state in (State.KEYING, State.UP)
-        }
 
     # ---- housekeeping -------------------------------------------------------------------------------------------
 
-    def _drop(self, session: Session) -> None:
+    def drop(self, session: Session) -> None:
+        """Forget a session, whatever its state."""
         session.state = State.DOWN
         self._knock_at_s = 0.0
-        self._sessions.pop(session.index, None)
+        self.sessions.pop(session.index, None)
         self.fanout.on_down(session)
-        self._forget_half_open(session)
-        if session.peer is not None and self._by_node.get(session.peer.id) is session:
-            del self._by_node[session.peer.id]
+        self.doorway.forget(session)
+        if session.peer is not None and self.by_node.get(session.peer.id) is session:
+            del self.by_node[session.peer.id]
         if session.stream is not None:
             for stream in (session.stream, session.stream | 1):
                 self._by_stream.pop((session.address, stream), None)
@@ -881,79 +736,30 @@ class Endpoint:
     def _note_addresses(self) -> None:
         self._addresses = frozenset(
             session.address
-            for session in self._sessions.values()
+            for session in self.sessions.values()
             if session.state is not State.RESPONDED
         )
 
-    def _forget_half_open(self, session: Session) -> None:
-        mark = session.knock[-MARK_BYTES:]
-        if self._half_open.get(mark) is session:
-            del self._half_open[mark]
-
     def _up_sessions(self) -> list[Session]:
-        return [session for session in self._sessions.values() if session.state is State.UP]
+        return [session for session in self.sessions.values() if session.state is State.UP]
 
-    def _new_index(self) -> int:
+    def new_index(self) -> int:
+        """Return a number for another session, which nobody can guess."""
         while True:
             index = int.from_bytes(self.entropy(4), "little")
-            if index not in self._sessions:
+            if index not in self.sessions:
                 return index
-
-    def _release_log(self, now_s: float) -> None:
-        head = self.log.head
-        waiting = [
-            session.outbound.cumulative
-            for session in self._sessions.values()
-            if session.outbound is not None
-        ]
-        self.log.release_below(min(waiting, default=head))
-        if self.log.base >= self._key_since[1]:
-            self._previous_key = None  # nothing is left that it sealed
-        self._maybe_switch_key(now_s)
-        if self._is_rotation_due:
-            self._maybe_rotate(now_s)
 
     def rotate_key(self, now_s: float) -> None:
         """Have a new sender key made, announced, and used as soon as every peer has confirmed it."""
-        self._is_rotation_due = True
-        self._maybe_rotate(now_s)
-
-    def _maybe_rotate(self, now_s: float) -> None:
-        since_s, first_record = self._key_since
-        if (
-            now_s - since_s >= self.limits.rekey_s
-            or self.log.head - first_record >= self.limits.rekey_records
-        ):
-            self._is_rotation_due = True
-        # Receivers keep two keys, so everything sealed under an older one has to have arrived before.
-        if not self._is_rotation_due or self._next_key is not None or self.log.base < first_record:
-            return
-        self._is_rotation_due = False
-        self._next_key = SenderKey.generate(
-            self._sealer.key.epoch + 1, self.entropy, insecure=self.insecure
-        )
-        for session in self._sessions.values():
-            if session.is_established:
-                session.announce_key(self._next_key, now_s)
-        self._maybe_switch_key(now_s)
-
-    def _maybe_switch_key(self, now_s: float) -> None:
-        if self._next_key is None:
-            return
-        if all(
-            session.has_all_keys for session in self._sessions.values() if session.is_established
-        ):
-            self._previous_key = self._sealer.key
-            self._sealer.key = self._next_key
-            self._key_since = (now_s, self.log.head)
-            self._next_key = None
+        self.own.rotate_key(now_s)
 
     def stats(self) -> Stats:
         """Return a snapshot of the counters and of each path."""
         totals = Counters()
         for name in Counters.__slots__:
             setattr(totals, name, getattr(self.counters, name))
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             _add_counters(totals, session)
         paths = tuple(
             session.stats(session.outbound, self.fanout.way_to(session.identity.id))

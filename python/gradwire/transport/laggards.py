@@ -10,9 +10,8 @@ from typing import Final, Protocol
 
 from . import coalesce
 from .coalesce import Backlog, Substitutes
-from .crypto import SenderKey
 from .model import Counters, Limits
-from .records import Sealer, SendLog
+from .own_records import OwnRecords
 from .session import Session
 
 logger = logging.getLogger(__name__)
@@ -28,25 +27,11 @@ class Owner(Protocol):
     """What is needed of the endpoint."""
 
     limits: Limits
-    log: SendLog
     counters: Counters
-    room_bytes: int
-
-    @property
-    def sealer(self) -> Sealer:
-        """Cuts and seals as the paths allow now."""
+    own: OwnRecords
 
     def up_sessions(self) -> list[Session]:
         """Return the sessions with which messages flow."""
-
-    def keys_in_use(self) -> dict[int, SenderKey]:
-        """Return the keys under which the records in the log are sealed, by the low 8 bits of their epoch."""
-
-    def positions(self) -> dict[int, int]:
-        """Return the first record that each session may lack, by the session's index."""
-
-    def take_message_numbers(self, count: int) -> int:
-        """Set aside so many message numbers, and return the first."""
 
     def on_withdrawn(self, now_s: float) -> None:
         """Records may have left the log."""
@@ -87,18 +72,18 @@ class Laggards:
         if outbound is None or outbound.held_at is not None or now_s < session.coalesce_at_s:
             return False
         start = outbound.unsent_from
-        if owner.log.head - start < 2:
+        if owner.own.log.head - start < 2:
             return False
         if session.is_lagging(now_s):
             return True
-        if owner.log.used_bytes < CROWDED * owner.room_bytes:
+        if owner.own.log.used_bytes < CROWDED * owner.own.room_bytes:
             return False
         waiting = sum(
             record.nbytes
-            for record in owner.log
+            for record in owner.own.log
             if record.number >= start and session.index in record.message.recipients
         )
-        return waiting > HEAVY * owner.room_bytes
+        return waiting > HEAVY * owner.own.room_bytes
 
     def take_backlogs(self, now_s: float) -> list[Backlog]:
         """Return what waits for each peer that lags; it is held back until `substitute` is called with it."""
@@ -110,20 +95,20 @@ class Laggards:
                 continue
             session.coalesce_at_s = now_s + AGAIN_S
             start, messages = coalesce.waiting_messages(
-                owner.log, session.index, session.outbound.unsent_from, owner.keys_in_use()
+                owner.own.log, session.index, session.outbound.unsent_from, owner.own.keys_in_use()
             )
             if len(messages) < 2:
                 continue
-            places = sum(1 + owner.sealer.records_of(len(each.payload)) for each in messages)
+            places = sum(1 + owner.own.sealer.records_of(len(each.payload)) for each in messages)
             backlogs.append(
                 Backlog(
                     session.index,
                     session.identity,
                     tuple(messages),
                     start,
-                    owner.log.set_aside(places),
+                    owner.own.log.set_aside(places),
                     places,
-                    owner.take_message_numbers(len(messages)),
+                    owner.own.take_message_numbers(len(messages)),
                 )
             )
             session.outbound.hold_at(start)
@@ -148,20 +133,22 @@ class Laggards:
         session.coalesce_at_s = now_s + AFTER_REFUSAL_S
         if substitutes is None or coalesce.is_unchanged(backlog, substitutes):
             return False
-        positions = owner.positions()
+        positions = owner.own.positions()
         why_not = coalesce.objection(
-            backlog, substitutes, owner.sealer, owner.limits.message_bytes_max
+            backlog, substitutes, owner.own.sealer, owner.limits.message_bytes_max
         )
-        needed = sum(owner.sealer.wire_bytes(len(payload)) for _, payload in substitutes)
-        freed = coalesce.own_bytes(owner.log, backlog, positions)
-        if owner.log.used_bytes - freed + needed > owner.room_bytes:
+        needed = sum(owner.own.sealer.wire_bytes(len(payload)) for _, payload in substitutes)
+        freed = coalesce.own_bytes(owner.own.log, backlog, positions)
+        if owner.own.log.used_bytes - freed + needed > owner.own.room_bytes:
             why_not = f"the send log has no room for {needed} bytes more, {freed} less"
         if why_not is not None:
             logger.warning("what coalesce returned for %s is refused: %s", backlog.peer, why_not)
             return False
         session.coalesce_at_s = now_s + AGAIN_S
-        coalesce.withdraw(owner.log, backlog, positions)
-        session.repoint(backlog.first, coalesce.put(owner.log, owner.sealer, backlog, substitutes))
+        coalesce.withdraw(owner.own.log, backlog, positions)
+        session.repoint(
+            backlog.first, coalesce.put(owner.own.log, owner.own.sealer, backlog, substitutes)
+        )
         owner.counters.coalesced_messages += len(backlog.messages) - len(substitutes)
         owner.on_withdrawn(now_s)
         return True
