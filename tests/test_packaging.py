@@ -23,7 +23,7 @@ def requirements(extra: str | None) -> set[str]:
     found = set()
     for line in DISTRIBUTION.requires or []:
         name, _, condition = line.partition(";")
-        wanted = re.search(r"""extra == ['"](\w+)['"]""", condition)
+        wanted = re.search(r"""extra == ['"]([\w-]+)['"]""", condition)
         if (wanted.group(1) if wanted else None) == extra:
             found.add(re.split(r"[^\w.-]", name.strip())[0])
     return found
@@ -40,7 +40,7 @@ def test_only_numpy_and_cryptography_are_always_required() -> None:
 
 
 def test_every_promised_extra_exists_and_testing_does_not_need_torch() -> None:
-    promised = {"bench", "cuda12", "cuda13", "demo", "spark", "test", "torch"}
+    promised = {"bench", "bench-transport", "cuda12", "cuda13", "demo", "spark", "test", "torch"}
     assert promised <= set(DISTRIBUTION.metadata.get_all("Provides-Extra") or [])
     assert "torch" not in requirements("test")
     assert requirements("torch") == {"torch"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -162,7 +163,9 @@ def follow_in_a_process(team: LocalTeam, rank: int, pipe: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_can_be_processes(method: str) -> None:
+def test_workers_can_be_processes(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A spawned child imports this file by its name, from the folder that holds the tests.
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
     context: Any = multiprocessing.get_context(method)
     enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
     with LocalTeam(tensors(), 2, timeout_s=60.0, context=context) as team:

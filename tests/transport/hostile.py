@@ -262,7 +262,7 @@ class Storm:
         number = min(script.near(endpoint.log.head, 48), RECORD_NUMBER_MAX)
         chunk = script.blob(40) * (1 + script.below(120))
         meta = RECORD_META.pack(
-            script.near(endpoint._message_number),
+            script.near(endpoint.own.message_number),
             script.number(),
             script.near(len(chunk), 32),
             script.near(0, 32),

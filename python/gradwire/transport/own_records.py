@@ -42,6 +42,7 @@ class OwnRecords:
         sealer: makes them, under the current key.
         room_bytes: of the log's limit, what may be used: cutting a full log anew must not make it larger than that.
         is_rotation_due: a new key is wanted as soon as possible.
+        message_number: what the next message gets.
     """
 
     def __init__(
@@ -69,12 +70,12 @@ class OwnRecords:
         self._previous_key: SenderKey | None = None
         self._key_since = (now_s, first_record)
         self._single_until_s = float("-inf")
-        self._message_number = 0
+        self.message_number = 0
 
     def take_message_numbers(self, count: int) -> int:
         """Set aside so many message numbers, and return the first."""
-        self._message_number += count
-        return self._message_number - count
+        self.message_number += count
+        return self.message_number - count
 
     def has_room(self, nbytes: int) -> bool:
         """Whether the log would take a message of this size now."""
