@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -46,11 +48,15 @@ def serve(bind: str, network_mask: str | None, secret: bytes) -> int:
         print(
             f"serving at {host}:{port}; on another machine: gradwire doctor HOST:{port}", flush=True
         )
+        # A handler, because an exception out of nowhere may fall into code that swallows it.
+        stop = threading.Event()
+        before = signal.signal(signal.SIGINT, lambda *_: stop.set())
         try:
-            while True:
+            while not stop.is_set():
                 answerer.turn()
-        except KeyboardInterrupt:
-            print("done")
+        finally:
+            signal.signal(signal.SIGINT, before)
+        print("done", flush=True)
     return 0
 
 
