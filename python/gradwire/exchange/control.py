@@ -115,6 +115,15 @@ class Hello:
             ),
         )
 
+    @staticmethod
+    def of_another_version(payload: memoryview) -> Hello:
+        """Return what can be read of a greeting that ``decode`` refuses: at most which versions its sender has."""
+        try:
+            versions = json.loads(bytes(payload))["model"]["versions"]
+        except (ValueError, TypeError, LookupError, RecursionError):
+            versions = "that this one cannot read"
+        return Hello({"versions": versions}, Phase.NEW, 0, (), 0, (0, 0))
+
 
 @dataclass(frozen=True)
 class Note:

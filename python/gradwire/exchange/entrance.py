@@ -62,6 +62,7 @@ class Entrance:
         deadline_s = clock.now_s() + self._options.timeout_s
         while self._members.phase is not Phase.IN:
             if self._members.phase is Phase.JOINING:
+                self._members.check_somebody_fits()
                 self._take_snapshot(params, optimizer_state)
             self.pump()
             self._members.poll(POLL_S, self._progress.step)

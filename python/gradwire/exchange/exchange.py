@@ -15,6 +15,7 @@ from .control import VERSION, Phase
 from .entrance import Entrance
 from .groups import Codec, Groups, density_of
 from .members import POLL_S, Members
+from .model import Model
 from .optimizer_state import average_optimizer, optimizer_messages
 from .options import Options
 from .prepare import Preparation, Preparer, Warmup
@@ -22,7 +23,7 @@ from .progress import Own, Progress
 from .replica import Replica
 from .results import ExchangeStats, Joined, StepResult, Totals
 from .sums import ExactSum, PlainSum
-from .views import copies, writable_views
+from .views import copies, described, writable_views
 
 if TYPE_CHECKING:
     from ..codec import Encoder
@@ -250,6 +251,7 @@ class Exchange:
         """
         writable_views(optimizer_state)  # refused now rather than in the middle of training
         self._replica.take_anchor(params)
+        self._members.tell_params(described(params))
         self.wait_for_peers()
         is_late = self._members.phase is not Phase.IN
         self._entrance.come_in(params, optimizer_state)
@@ -349,6 +351,7 @@ class Exchange:
         """
         if self._options.is_sync:
             raise ValueError("synchronous replicas change only in a step")
+        self._tell_params(params)
         self.wait_for_peers()
         self._entrance.come_in(params, self._optimizer_state)
         self._poll(timeout_s)
@@ -362,6 +365,7 @@ class Exchange:
 
     def _begin(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Do what has to be done before a step can begin."""
+        self._tell_params(params)
         self.wait_for_peers()
         self._optimizer_state = optimizer_state
         self._entrance.come_in(params, optimizer_state)
@@ -371,6 +375,11 @@ class Exchange:
             self._finish(self._progress.own, params, optimizer_state, has_moved=True)
         except _LeftBehind:
             self._entrance.come_in(params, optimizer_state)
+
+    def _tell_params(self, params: Any) -> None:
+        """Let the others know what the parameters are like, once."""
+        if not self._members.knows_params:
+            self._members.tell_params(described(params))
 
     def _local_step(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
         replica = self._replica
@@ -631,19 +640,21 @@ class Exchange:
         self._replica.local_steps = state["local_steps"]
         self._progress.step = state["step"]
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self) -> Model:
         """Return everything that has to be the same on all nodes."""
         options = self._options
-        return {
-            "versions": [VERSION, MESSAGE_VERSION],
-            "groups": [[one.key, one.numel, one.dtype] for one in self._groups.encoders],
-            "mode": options.mode,
-            "every": options.every,
-            "scale": options.scale,
-            "average": options.is_average,
-            "exact": options.exact,
-            "average_optimizer": options.average_optimizer,
-        }
+        return Model(
+            {
+                "versions": [VERSION, MESSAGE_VERSION],
+                "groups": [[one.key, one.numel, one.dtype] for one in self._groups.encoders],
+                "mode": options.mode,
+                "every": options.every,
+                "scale": options.scale,
+                "average": options.is_average,
+                "exact": options.exact,
+                "average_optimizer": options.average_optimizer,
+            }
+        )
 
     def rescale(self, factor: float) -> None:
         """Multiply what was not sent yet, and the momentum, by ``factor``: after a change of learning rate, say.

@@ -27,6 +27,7 @@ from .control import (
     unpack_relay,
 )
 from .groups import Groups
+from .model import Model
 from .snapshot import Snapshot
 from .stream import Stream
 
@@ -60,7 +61,7 @@ class Members:
         self,
         node: Node,
         groups: Groups,
-        model: dict[str, Any],
+        model: Model,
         *,
         step: int,
         is_sync: bool,
@@ -91,6 +92,7 @@ class Members:
         ] = {}  # of nodes that are no members, or no members any more
         self._past: dict[Peer, Stream] = {}
         self._hellos: dict[Peer, Hello] = {}
+        self._misfits: set[Peer] = set()  # of those that have greeted
         self._welcomed: set[Peer] = set()
         self._connected_in_order: tuple[Peer, ...] = ()
         self._connected: frozenset[Peer] = frozenset()
@@ -275,24 +277,65 @@ class Members:
 
     def _fitting(self) -> dict[Peer, Hello]:
         """Return the greetings of the connected nodes that train the same."""
-        return {peer: hello for peer, hello in self._hellos.items() if hello.model == self._model}
+        return {peer: hello for peer, hello in self._hellos.items() if peer not in self._misfits}
 
     def _strangers(self) -> list[str]:
         """Return for every connected node that trains something else how it differs."""
-        return [
-            self._difference(peer, hello)
-            for peer, hello in sorted(self._hellos.items())
-            if hello.model != self._model
-        ]
+        return [self._difference(peer) for peer in sorted(self._misfits)]
 
-    def _difference(self, peer: Peer, hello: Hello) -> str:
-        own, theirs = self._model, hello.model
-        parts = [
-            f"{name} {theirs.get(name)} there, {own.get(name)} here"
-            for name in sorted({*own, *theirs})
-            if own.get(name) != theirs.get(name)
-        ]
-        return f"{peer.address} and this node ({self._node.peer.address}) do not fit: {', '.join(parts)}"
+    def _difference(self, peer: Peer) -> str:
+        difference = self._model.difference(self._hellos[peer].model)
+        return f"{peer.address} and this node ({self._node.peer.address}) do not fit: {difference}"
+
+    @property
+    def knows_params(self) -> bool:
+        """Whether it is known what the parameters are like."""
+        return self._model.params is not None
+
+    def tell_params(self, described: list[Any]) -> None:
+        """Say what the parameters are like, once that is known; the greetings of before fitted any.
+
+        Raises:
+            Mismatch: no other member has such parameters.
+        """
+        if self._model.params == described:
+            return
+        self._model.params = described
+        for peer, hello in self._hellos.items():
+            if self._tell_apart(peer, hello) and peer not in self._members:
+                self._others.setdefault(peer, Stream(None, self._keeps))
+        if self._welcomed:
+            self.announce(self.phase)
+        self._refuse_misfits()
+
+    def _tell_apart(self, peer: Peer, hello: Hello) -> bool:
+        """Note whether a node trains the same; return it."""
+        is_fit = not self._model.differing(hello.model)
+        if is_fit:
+            self._misfits.discard(peer)
+        elif peer not in self._misfits:
+            self._misfits.add(peer)
+            _LOG.warning("%s; it is left alone", self._difference(peer))
+        return is_fit
+
+    def _refuse_misfits(self) -> None:
+        """Go on without members whose parameters turn out to be others, which they said only after the beginning."""
+        misfits = [peer for peer in self.peers if peer in self._misfits]
+        if not misfits or self.phase is not Phase.IN:
+            return
+        if len(misfits) == len(self.peers):
+            raise Mismatch("; ".join(self._strangers()))
+        self.suspect(misfits, "has other parameters")
+
+    def check_somebody_fits(self) -> None:
+        """Refuse to wait where training has begun and everybody there trains something else.
+
+        Raises:
+            Mismatch: it is so.
+        """
+        has_begun = any(self._hellos[peer].phase is Phase.IN for peer in self._misfits)
+        if has_begun and not self._fitting():
+            raise Mismatch("; ".join(self._strangers()))
 
     def fitting(self, phase: Phase) -> dict[Peer, Hello]:
         """Return the greetings of connected nodes that train the same and stand at ``phase``."""
@@ -306,7 +349,7 @@ class Members:
     def _hello(self) -> Hello:
         members = {self._place, *map(place_of, self.peers)} if self.phase is Phase.IN else set()
         return Hello(
-            self._model,
+            self._model.entries,
             self.phase,
             self.next_step,
             tuple(sorted(members)),
@@ -325,6 +368,7 @@ class Members:
     def _forget(self, peer: Peer) -> None:
         """A connection ended: what comes through the next one begins with a greeting."""
         self._hellos.pop(peer, None)
+        self._misfits.discard(peer)
         self._others.pop(peer, None)
         self._welcomed.discard(peer)
         self._ready.discard(peer)
@@ -334,12 +378,11 @@ class Members:
 
     def _take_hello(self, peer: Peer, hello: Hello) -> None:
         before = self._hellos.get(peer)
-        is_first = before is None
+        is_first = before is None or peer in self._misfits
         self._hellos[peer] = hello
         self._ready.discard(peer)
-        if hello.model != self._model:
-            if is_first and self.phase is Phase.IN:
-                _LOG.warning("%s; it is left alone", self._difference(peer, hello))
+        if not self._tell_apart(peer, hello):
+            self._refuse_misfits()
             return
         if hello.phase is Phase.READY:
             self._ready.add(peer)
@@ -598,14 +641,25 @@ class Members:
 
     def _route(self, peer: Peer, tag: int, payload: memoryview) -> None:
         kind, number = split_tag(tag)
+        if kind == Kind.HELLO:
+            self._take_hello(peer, _read_hello(payload))
+        elif peer in self._misfits:
+            self.ignored += kind == Kind.UPDATE
+        else:
+            try:
+                self._take_message(peer, kind, number, payload)
+            except MessageError as error:
+                if self.phase is not Phase.IN or peer in self._members:
+                    raise
+                _LOG.warning("%s is no member, its message is ignored: %s", peer.address, error)
+
+    def _take_message(self, peer: Peer, kind: int, number: int, payload: memoryview) -> None:
         if kind == Kind.UPDATE:
             self._take_update(peer, number, payload)
         elif kind == Kind.NOTE:
             stream = self._stream_of(peer)
             if stream is not None:
                 stream.add_note(number, Note.decode(payload), payload)
-        elif kind == Kind.HELLO:
-            self._take_hello(peer, Hello.decode(payload))
         elif kind == Kind.REPORT:
             self._take_report(peer, Report.decode(payload))
         elif kind == Kind.RELAY:
@@ -675,6 +729,13 @@ class Members:
     def send(self, kind: Kind, number: int, payload: bytes, to: Peer | None = None) -> None:
         """Queue a control message for the other rooms of the exchange."""
         self._send(kind, number, payload, to)
+
+
+def _read_hello(payload: memoryview) -> Hello:
+    try:
+        return Hello.decode(payload)
+    except MessageError:
+        return Hello.of_another_version(payload)
 
 
 def _named_by_all(notes: list[Note | None]) -> set[Place]:

@@ -8,7 +8,17 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Arrays", "add", "as_list", "copies", "difference", "put", "views", "writable_views"]
+__all__ = [
+    "Arrays",
+    "add",
+    "as_list",
+    "copies",
+    "described",
+    "difference",
+    "put",
+    "views",
+    "writable_views",
+]
 
 Arrays: TypeAlias = list[NDArray[Any]]
 
@@ -60,6 +70,15 @@ def _view(array: Any) -> NDArray[Any]:
             f"{type(array).__name__} is not an array that NumPy can view in place; "
             "hand in arrays in the memory of the CPU"
         ) from None
+
+
+def described(arrays: Any) -> list[list[Any]]:
+    """Return [dtype, shape] of each array, as JSON has it; the arrays may lie on a device."""
+    found = []
+    for one in as_list(arrays):
+        array = one if hasattr(one, "dtype") and hasattr(one, "shape") else _view(one)
+        found.append([str(array.dtype).removeprefix("torch."), list(array.shape)])
+    return found
 
 
 def copies(arrays: Sequence[NDArray[Any]]) -> Arrays:

@@ -1,0 +1,70 @@
+"""What has to be the same on all nodes, and how two of them differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Model"]
+
+_VERSIONS = "versions"
+_PARAMS = "params"
+
+# Longer lists are told by their first difference: a model may have thousands of tensors.
+_LISTED_MAX = 4
+
+
+class Model:
+    """Everything that has to be the same on all nodes, by name, as JSON has it.
+
+    What the parameters are like ("params": dtype and shape of each) is known only when the caller hands them in; before
+    that they fit any others.
+
+    Args:
+        entries: by name; "versions" among them.
+    """
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        self.entries: dict[str, Any] = {**entries, _PARAMS: None}
+
+    @property
+    def params(self) -> list[Any] | None:
+        """Dtype and shape of each of the caller's parameters; None: not known yet."""
+        found: list[Any] | None = self.entries[_PARAMS]
+        return found
+
+    @params.setter
+    def params(self, described: list[Any]) -> None:
+        self.entries[_PARAMS] = described
+
+    def differing(self, theirs: dict[str, Any]) -> list[str]:
+        """Return the names of what differs; of nodes of other versions only that."""
+        own = self.entries
+        if own == theirs:
+            return []
+        if own[_VERSIONS] != theirs.get(_VERSIONS):
+            return [_VERSIONS]
+        return [
+            name
+            for name in sorted({*own, *theirs})
+            if own.get(name) != theirs.get(name)
+            and not (name == _PARAMS and None in (own[_PARAMS], theirs.get(_PARAMS)))
+        ]
+
+    def difference(self, theirs: dict[str, Any]) -> str:
+        """Return in words how another node's differs."""
+        return ", ".join(
+            _told(name, theirs.get(name), self.entries.get(name)) for name in self.differing(theirs)
+        )
+
+
+def _told(name: str, there: Any, here: Any) -> str:
+    if not isinstance(there, list) or not isinstance(here, list):
+        return f"{name} {there} there, {here} here"
+    if max(len(there), len(here)) <= _LISTED_MAX:
+        return f"{name} {there} there, {here} here"
+    if len(there) != len(here):
+        return f"{len(there)} {name} there, {len(here)} here"
+    index = next(
+        at for at, (one, other) in enumerate(zip(there, here, strict=True)) if one != other
+    )
+    return f"{name}[{index}] {there[index]} there, {here[index]} here"

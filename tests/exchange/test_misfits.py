@@ -1,0 +1,227 @@
+"""Who does not fit is refused when it greets, with words that name both sides; training elsewhere goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.exchange.control import Hello, Kind, Phase, place_of, tag_of
+
+from .cluster import Cluster, FakeNode, cluster
+from .test_membership import NUMEL, THRESHOLD, Trainer, assert_identical, update
+
+FEW_S = 5.0
+
+Work = Callable[[FakeNode, Any], Any]
+
+
+def share_on(node: FakeNode, **options: Any) -> gw.Exchange:
+    return gw.Exchange(gw.Encoder(NUMEL, THRESHOLD), node, digest_s=0.0, **options)
+
+
+def refused(node: FakeNode, work: Callable[[], Any]) -> str:
+    """Return what a worker is told when it is refused, which happens soon."""
+    begin_s = node.cluster.now_s
+    with pytest.raises(gw.Mismatch) as caught:
+        work()
+    assert node.cluster.now_s - begin_s < FEW_S
+    node.cluster.close(node)
+    return str(caught.value)
+
+
+def joins(node: FakeNode, params: Any) -> str:
+    return refused(node, lambda: share_on(node, peers=1).join(params))
+
+
+def steps(node: FakeNode, params: Any) -> str:
+    work = share_on(node, peers=1)
+    return refused(node, lambda: work.step(update(node.peer.id, 0), params))
+
+
+def waits_and_steps(node: FakeNode, params: Any) -> str:
+    share = share_on(node, peers=1)
+    share.wait_for_peers()
+    return refused(node, lambda: share.step(update(node.peer.id, 0), params))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("work", [joins, steps, waits_and_steps])
+@pytest.mark.parametrize(
+    "other",
+    [np.zeros(NUMEL), np.zeros((4, 6), np.float32), [np.zeros(12, np.float32)] * 2],
+    ids=["dtype", "shape", "number"],
+)
+def test_founders_whose_parameters_are_not_alike_do_not_begin(
+    seed: int, work: Work, other: Any
+) -> None:
+    with cluster(seed) as world:
+        nodes = [world.node(1), world.node(2)]
+        params = [np.zeros(NUMEL, np.float32), other]
+        workers = [
+            world.start(node, lambda n=node, p=one: work(n, p))
+            for node, one in zip(nodes, params, strict=True)
+        ]
+        # Who is refused first goes: the other may only see that it has gone.
+        world.run(until=lambda: any(worker.is_done for worker in workers))
+    texts = [worker.result for worker in workers if worker.is_done]
+    assert texts
+    for text in texts:
+        assert "127.0.0.1:1001" in text
+        assert "127.0.0.1:1002" in text
+        assert "params" in text
+    assert all(not one.any() for one in [params[0], *other])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_two_go_on_without_a_founder_that_told_too_late_what_its_parameters_are(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(node: FakeNode, dtype: Any) -> Any:
+        share, params = share_on(node, peers=2), np.zeros(NUMEL, dtype)
+        share.wait_for_peers()
+        if dtype is np.float64:
+            return refused(node, lambda: [share.step(update(3, n), params) for n in range(20)])
+        lost = [
+            gone.id for n in range(20) for gone in share.step(update(node.peer.id, n), params).lost
+        ]
+        node.cluster.close(node)
+        return lost, params.tobytes()
+
+    with cluster(seed) as world:
+        kinds = {1: np.float32, 2: np.float32, 3: np.float64}
+        workers = []
+        for node_id, dtype in kinds.items():
+            node = world.node(node_id)
+            workers.append(world.start(node, lambda n=node, d=dtype: train(n, d)))
+        world.run()
+    one, two, odd = [worker.result for worker in workers]
+    assert one == two
+    assert one[0] == [3]
+    for address in ("127.0.0.1:1001", "127.0.0.1:1002", "127.0.0.1:1003"):
+        assert address in odd
+    assert "127.0.0.1:1003 and this node (127.0.0.1:1001) do not fit: params" in caplog.text
+
+
+def test_who_has_corrected_its_parameters_takes_part() -> None:
+    def train(node: FakeNode, wrong: Any) -> bytes:
+        share = share_on(node, peers=1, timeout_s=5.0)
+        if wrong is not None:
+            with pytest.raises(gw.Mismatch):
+                share.join(wrong)
+        params = np.zeros(NUMEL, np.float32)
+        while True:
+            try:
+                share.join(params)
+                break
+            except gw.Mismatch:
+                node.cluster.compute(node, 0.1)
+        for count in range(5):
+            share.step(update(node.peer.id, count), params)
+        node.cluster.close(node)
+        return params.tobytes()
+
+    with cluster(3) as world:
+        nodes = [world.node(1), world.node(2)]
+        wrongs = [None, np.zeros(NUMEL)]
+        workers = [
+            world.start(node, lambda n=node, w=wrong: train(n, w))
+            for node, wrong in zip(nodes, wrongs, strict=True)
+        ]
+        world.run()
+    assert workers[0].result == workers[1].result
+
+
+# --- other versions and models ----------------------------------------------------------------------------------------
+
+
+OTHER_VERSION = json.dumps({"model": {"versions": [9, 1]}, "stage": 7}).encode()
+
+
+def own_greeting(node: FakeNode, model: dict[str, Any]) -> bytes:
+    place = place_of(node.peer)
+    return Hello(model, Phase.IN, 0, (place,), 0, place).encode()
+
+
+def intrude(world: Cluster, node: FakeNode, *messages: tuple[Kind, int, bytes]) -> None:
+    """Say something to everybody, several times, and stay."""
+    for _ in range(5):
+        for kind, number, payload in messages:
+            node.publish(payload, tag_of(kind, number))
+        world.compute(node, 0.2)
+
+
+@pytest.mark.parametrize("greeting", [OTHER_VERSION, b"\xff\xfe"], ids=["other", "unreadable"])
+def test_another_version_is_told_and_left_alone(
+    greeting: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with cluster(4) as world:
+        trainers = [Trainer(world, node_id, 20, peers=1) for node_id in (10, 20)]
+        world.run(until=lambda: len(trainers[0].results) > 3)
+        node = world.node(30)
+        told = [(Kind.HELLO, 0, greeting), (Kind.UPDATE, 0, b"of another version")]
+        world.start(node, lambda: intrude(world, node, *told))
+        world.run()
+    assert_identical(trainers)
+    for address in ("127.0.0.1:1010", "127.0.0.1:1020"):
+        lines = [line for line in caplog.messages if f"this node ({address})" in line]
+        assert len(lines) == 1, "once, not with every message"
+        assert "127.0.0.1:1030" in lines[0]
+        assert "versions" in lines[0]
+    if greeting is OTHER_VERSION:
+        assert "versions [9, 1] there" in caplog.text
+
+
+def test_a_node_among_others_of_another_version_is_refused() -> None:
+    with cluster(5) as world:
+        old, new = world.node(1), world.node(2)
+        world.start(old, lambda: intrude(world, old, (Kind.HELLO, 0, OTHER_VERSION)))
+        worker = world.start(new, lambda: joins(new, np.zeros(NUMEL, np.float32)))
+        world.run()
+    assert "127.0.0.1:1001 and this node (127.0.0.1:1002)" in worker.result
+    assert "versions [9, 1] there" in worker.result
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.UPDATE, Kind.NOTE, Kind.REPORT, Kind.RELAY, Kind.REQUEST, Kind.SNAPSHOT]
+)
+@pytest.mark.parametrize("greets", ["not at all", "as another model"])
+@pytest.mark.parametrize("payload", [b"{", b"[[30,3,5]]"], ids=["unreadable", "readable"])
+def test_messages_of_another_model_change_nothing(kind: Kind, greets: str, payload: bytes) -> None:
+    with cluster(6) as world:
+        trainers = [Trainer(world, node_id, 20, peers=1) for node_id in (10, 20)]
+        world.run(until=lambda: len(trainers[0].results) > 3)
+        node = world.node(30)
+        other = gw.Encoder(NUMEL + 1, THRESHOLD).encode(np.ones(NUMEL + 1, np.float32))
+        said = [(kind, 5, bytes(other) if kind is Kind.UPDATE else payload)]
+        if greets == "as another model":
+            said.insert(0, (Kind.HELLO, 0, own_greeting(node, {"versions": [1, 1]})))
+        world.start(node, lambda: intrude(world, node, *said))
+        world.run()
+    assert_identical(trainers)
+    assert not any(result.lost or result.joined for result in trainers[0].results)
+    if kind is Kind.UPDATE:
+        assert sum(result.ignored for result in trainers[0].results) > 0
+
+
+def test_a_model_of_many_tensors_is_told_by_its_first_difference() -> None:
+    def work(node: FakeNode, sizes: list[int]) -> str:
+        params = [np.zeros(size, np.float32) for size in sizes]
+        return joins(node, params)
+
+    with cluster(7) as world:
+        nodes = [world.node(1), world.node(2)]
+        sizes = [[1] * 24, [1] * 20 + [2, 1, 1]]
+        workers = [
+            world.start(node, lambda n=node, s=one: work(n, s))
+            for node, one in zip(nodes, sizes, strict=True)
+        ]
+        world.run()
+    assert [worker.result.split(": ")[1] for worker in workers] == [
+        "23 params there, 24 here",
+        "24 params there, 23 here",
+    ]
