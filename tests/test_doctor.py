@@ -32,6 +32,7 @@ from gradwire.cli.doctor.knock import doctors_secret, knock
 from gradwire.errors import NotConnected
 from gradwire.transport import Node, generate_secret, parse_secret
 from gradwire.transport.model import parse_address
+from gradwire.transport.secret import fingerprint
 
 SECRET_TEXT = generate_secret()
 SECRET = parse_secret(SECRET_TEXT)
@@ -549,7 +550,7 @@ def test_a_peer_that_nobody_serves_ends_with_status_1(
         assert main(["doctor", f"127.0.0.1:{silent.getsockname()[1]}"]) == 1
     out = capsys.readouterr().out
     assert "does not answer" in out
-    assert gather.fingerprint(SECRET) in out
+    assert fingerprint(SECRET) in out
     assert out.splitlines()[-1] == "does not work: peer"
 
 

@@ -40,9 +40,11 @@ class Goal:
 class Worker:
     """Trains on its own node."""
 
-    def __init__(self, stack: ExitStack, rank: int, seeds: list[str]) -> None:
+    def __init__(
+        self, stack: ExitStack, rank: int, seeds: list[str], secret: bytes = SECRET
+    ) -> None:
         self.rank = rank
-        self.node = stack.enter_context(gw.Node("127.0.0.1:0", seeds, secret=SECRET))
+        self.node = stack.enter_context(gw.Node("127.0.0.1:0", seeds, secret=secret))
         self.encoder = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-9))
         self.params = np.zeros(NUMEL, np.float32)
         self.put_in = np.zeros(NUMEL)
@@ -107,3 +109,25 @@ def test_a_node_leaves_with_its_residual(stack: ExitStack) -> None:
             one.result(100)
     assert not workers[2].encoder.residual.any()
     assert_nothing_lost(workers[:2], workers)
+
+
+def test_training_goes_on_while_a_node_with_another_secret_knocks(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    founders = [Worker(stack, 0, [])]
+    founders.append(Worker(stack, 1, [founders[0].node.address]))
+    goal, addresses = Goal(), [one.node.address for one in founders]
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(one.train, goal, peers=1) for one in founders]
+        assert all(one.is_in.wait(60) for one in founders)
+        stranger = Worker(stack, 2, addresses, secret=SECRET[::-1])
+        with pytest.raises(TimeoutError) as caught:
+            stranger.train(goal, peers=1, timeout_s=1.0)
+        goal.step = 2_000
+        for each in running:
+            each.result(100)
+    assert_nothing_lost(founders, founders)
+    for address in addresses:
+        assert address in str(caught.value)
+        assert f"{stranger.node.address} knocks at this node ({address}" in caplog.text
+    assert f"connected to {stranger.node.address}" in str(caught.value)

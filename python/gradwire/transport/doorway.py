@@ -11,6 +11,7 @@ from .crypto import AuthenticationError, Handshake, Marker
 from .membership import HALF_OPEN_MAX, HandshakeGate, Membership
 from .model import Address
 from .session import Context, Session, State, prologue
+from .strangers import Strangers
 from .wire import HEADER, HEADER_BYTES, INIT_BYTES, MARK_BYTES, Introduction, WireError
 
 if TYPE_CHECKING:
@@ -34,10 +35,15 @@ class House(Context, Protocol):
 
 
 class Doorway:
-    """Takes the first datagrams of other nodes."""
+    """Takes the first datagrams of other nodes.
+
+    Attributes:
+        strangers: who gets no answer.
+    """
 
     def __init__(self, house: House) -> None:
         self._house = house
+        self.strangers = Strangers()
         self._gate = HandshakeGate(house.limits.handshakes_per_s)
         self._half_open: dict[bytes, Session] = {}
 
@@ -65,6 +71,7 @@ class Doorway:
             self._house.counters.handshakes_refused += 1
             return
         if not self._house.marker.is_marked(datagram):
+            self.strangers.note(address, "it does not know this secret", now_s)
             raise AuthenticationError("a first message without a mark")
         header = datagram[:HEADER_BYTES]
         _, _, _, _, index, sent_ms = HEADER.unpack(header)

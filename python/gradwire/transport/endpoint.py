@@ -327,7 +327,7 @@ class Endpoint:
             return
         counters.udp_bytes_received += total_bytes
         counters.datagrams_received += -(-total_bytes // segment_bytes)
-        if address not in self._addresses and self._drop_noise(data, segment_bytes):
+        if address not in self._addresses and self._drop_noise(data, segment_bytes, address, now_s):
             return
         position = 0
         while position < total_bytes:
@@ -349,11 +349,14 @@ class Endpoint:
         self.receive(data, segment_bytes, address, now_s)
         self._is_group = False
 
-    def _drop_noise(self, data: memoryview, segment_bytes: int) -> bool:
+    def _drop_noise(
+        self, data: memoryview, segment_bytes: int, address: Address, now_s: float
+    ) -> bool:
         """Drop datagrams of a stranger at once if none is of a kind that an unknown address may send."""
         kinds = bytes(data[::segment_bytes])
         if INIT in kinds or CONTROL in kinds:  # a newcomer, or a peer that has moved
             return False
+        self.doorway.strangers.note_version(kinds[0], address, now_s)
         self.counters.stray_datagrams += len(kinds)
         return True
 
@@ -402,6 +405,7 @@ class Endpoint:
             elif kind == BEACON:
                 self._receive_beacon(bytes(datagram), address)
             else:
+                self.doorway.strangers.note_version(kind, address, now_s)
                 self.counters.malformed_datagrams += 1
         except WireError:
             self.counters.malformed_datagrams += 1
@@ -525,6 +529,12 @@ class Endpoint:
             session.target for session in self.sessions.values() if session.target is not None
         )
         return addresses, set(self.by_node)
+
+    def unanswered(self) -> list[Address]:
+        """Return the addresses that the caller named and nobody has answered from."""
+        return self.membership.unanswered(
+            {session.address for session in self._up_sessions()}, set(self.by_node)
+        )
 
     def _check_lag(self, now_s: float) -> None:
         self.own.fit_framing(now_s)

@@ -50,6 +50,14 @@ class Membership:
             seed.address for seed in self._seeds.values() if not seed.is_learned and not seed.is_own
         ]
 
+    def unanswered(self, connected: set[Address], node_ids: set[int]) -> list[Address]:
+        """Return those of ``seeds`` that nobody has answered from."""
+        return [
+            address
+            for address in self.seeds()
+            if self._is_wanting(self._seeds[address], connected, node_ids)
+        ]
+
     def add(self, address: Address, *, is_learned: bool = False) -> None:
         """Want a connection to this address; ignored when there are too many already.
 

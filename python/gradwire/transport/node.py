@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import sys
@@ -19,8 +20,10 @@ from .coalesce import Coalesce, ask
 from .driver import Driver, Waker, interface_mtu, now_s
 from .endpoint import Endpoint
 from .model import Event, Limits, Peer, Received, Stats, Ticket, format_address, parse_address
-from .secret import parse_secret
+from .secret import fingerprint, parse_secret
 from .watchers import Watchers, wait_s
+
+logger = logging.getLogger(__name__)
 
 # While the caller itself waits in `receive`, it does the I/O; the thread leaves the socket alone for this long and only
 # looks now and then whether a timer is overdue.
@@ -30,6 +33,7 @@ OVERDUE_S: Final = 0.0002
 SWITCH_INTERVAL_S: Final = 0.0005
 RECHECK_S: Final = 0.25  # of several waiting threads only one hears the bell
 CLOSE_LINGER_S: Final = 0.5
+PATIENCE_S: Final = 3.0  # after it a caller who waits for peers is told who is missing
 
 
 class Node:
@@ -105,6 +109,9 @@ class Node:
         if node_id is not None and not 0 <= node_id < 1 << 64:
             raise ValueError(f"node_id is {node_id}; it must fit 64 bits")
         key = bytes(32) if insecure else parse_secret(secret)
+        self._secret_name = (
+            "no secret" if insecure else f"the secret with fingerprint {fingerprint(key)}"
+        )
         seeds = list(peers)
         chosen = choose_address(parse_address(bind), network_mask)
         if advertise is not None:
@@ -195,17 +202,38 @@ class Node:
         self._thread_waker.ring()
 
     def wait_for_peers(self, count: int, timeout_s: float) -> tuple[Peer, ...]:
-        """Wait until at least ``count`` peers are connected, and return them.
+        """Wait until at least ``count`` peers are connected, and return them; the log tells who is missing meanwhile.
 
         Raises:
-            TimeoutError: fewer came in time; the message names the number.
+            TimeoutError: fewer came in time; the message names both sides, as far as they are known here.
             Closed: the node has been closed.
         """
-        if not self._pump_until(lambda: len(self._endpoint.peers) >= count, timeout_s):
-            raise TimeoutError(
-                f"{len(self.peers)} of {count} peers connected to {self._address} within {timeout_s} s"
+        patience_s = min(PATIENCE_S, timeout_s)
+        if self._pump_until(lambda: len(self._endpoint.peers) >= count, patience_s):
+            return self.peers
+        if patience_s < timeout_s:
+            logger.warning("%s", self._who_is_missing(count, patience_s))
+            if self._pump_until(lambda: len(self._endpoint.peers) >= count, timeout_s - patience_s):
+                return self.peers
+        raise TimeoutError(self._who_is_missing(count, timeout_s))
+
+    def _who_is_missing(self, count: int, waited_s: float) -> str:
+        with self._lock:
+            unanswered = self._endpoint.unanswered()
+            strangers = self._endpoint.doorway.strangers
+            refused, last = strangers.count, strangers.last
+        text = (
+            f"{len(self.peers)} of {count} peers connected to {self._address} within {waited_s:g} s"
+        )
+        if unanswered:
+            names = ", ".join(map(format_address, unanswered))
+            text += f"; no answer from {names}: is a node running there, of this version, with {self._secret_name}?"
+        if last is not None:
+            text += (
+                f"; {refused} first messages of nodes with another secret or version were not answered, "
+                f"the last from {format_address(last)}; this node has {self._secret_name}"
             )
-        return self.peers
+        return text
 
     def events(self) -> list[Event]:
         """Return and forget what happened to peers: `PeerJoined` and `PeerLost`; the last 1,024 are kept."""
@@ -403,12 +431,24 @@ class Node:
             self._caller_waker.ring()
         if self._watchers:
             self._watchers.notify()
+        if self._endpoint.doorway.strangers.has_news:
+            self._tell_of_strangers()
         laggards = self._endpoint.laggards
         if laggards is not None and laggards.has_backlog and not self._is_coalescing:
             self._is_coalescing = True
             threading.Thread(
                 target=self._coalesce_backlogs, name="gradwire-coalesce", daemon=True
             ).start()
+
+    def _tell_of_strangers(self) -> None:
+        for stranger in self._endpoint.doorway.strangers.take():
+            logger.warning(
+                "%s knocks at this node (%s, with %s) and gets no answer: %s",
+                format_address(stranger.address),
+                self._address,
+                self._secret_name,
+                stranger.why,
+            )
 
     def _coalesce_backlogs(self) -> None:
         """Have the hook make less of what waits for slow peers; it runs without the lock, so it may use the node."""

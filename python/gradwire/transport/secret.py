@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hmac
 import logging
 import os
 import secrets
@@ -17,12 +18,18 @@ SECRET_BYTES: Final = 32
 SECRET_VARIABLE: Final = "GRADWIRE_SECRET"  # noqa: S105 - a name, not a secret
 SECRET_FILE_VARIABLE: Final = "GRADWIRE_SECRET_FILE"  # noqa: S105
 FILE_BYTES_MAX: Final = 4_096
+FINGERPRINT_LABEL: Final = b"gradwire secret fingerprint 1"
 REMEDY: Final = "`gradwire secret` makes one"
 
 
 def generate_secret() -> str:
     """Return a new cluster secret: 32 random bytes in URL-safe base64."""
     return base64.urlsafe_b64encode(secrets.token_bytes(SECRET_BYTES)).decode("ascii")
+
+
+def fingerprint(secret: bytes) -> str:
+    """Return eight hex digits that are the same wherever the secret is, and say nothing about it."""
+    return hmac.digest(secret, FINGERPRINT_LABEL, "sha256")[:4].hex()
 
 
 def environment_secret() -> str | Path | None:

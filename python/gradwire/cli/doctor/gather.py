@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import os
 import platform
 import re
@@ -29,7 +28,7 @@ from gradwire.transport.addressing import (
 from gradwire.transport.crypto import AesGcm
 from gradwire.transport.driver import SOCKET_BUFFER_BYTES
 from gradwire.transport.model import Address, format_address, parse_address
-from gradwire.transport.secret import environment_secret
+from gradwire.transport.secret import environment_secret, fingerprint
 
 from .facts import Binding, Clocks, Drops, Installation, Machine, Secret, Socket
 
@@ -40,7 +39,6 @@ CLOCK_STEPS: Final = 1_000
 LOOPBACK_BYTES: Final = 1 << 20
 LOOPBACK_LIMIT_S: Final = 10.0
 SIOCGIFADDR: Final = 0x8915
-FINGERPRINT_LABEL: Final = b"gradwire secret fingerprint 1"
 
 
 def look(bind: str, network_mask: str | None, peer: str | None) -> Machine:
@@ -134,11 +132,6 @@ def look_at_secret(secret: str | Path | None) -> Secret:
         return Secret(is_set=True, fingerprint=fingerprint(parse_secret(secret)))
     except ValueError as error:
         return Secret(is_set=True, problem=str(error))
-
-
-def fingerprint(secret: bytes) -> str:
-    """Return eight hex digits that are the same wherever the secret is."""
-    return hmac.digest(secret, FINGERPRINT_LABEL, "sha256")[:4].hex()
 
 
 # ---- the address ------------------------------------------------------------------------------------------------

@@ -1,0 +1,113 @@
+"""Who has another secret or another version gets no answer; the logs and errors of both nodes tell why."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+import gradwire as gw
+from gradwire.transport import node as node_module
+from gradwire.transport.secret import fingerprint
+from gradwire.transport.strangers import TOLD_FOR_S, TOLD_MAX, Strangers
+from gradwire.transport.wire import INIT
+
+SECRET = bytes(range(32))
+OTHER_SECRET = bytes(range(1, 33))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "PATIENCE_S", 0.3)
+
+
+def until(done: Callable[[], bool], limit_s: float = 10.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < end_s, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_a_node_with_another_secret_is_told_of_at_both_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET) as one,
+        gw.Node("127.0.0.1:0", [one.address], secret=OTHER_SECRET) as two,
+    ):
+        with pytest.raises(TimeoutError) as caught:
+            two.wait_for_peers(1, timeout_s=1.0)
+        until(lambda: "knocks at" in caplog.text)
+    [at_one] = [line for line in caplog.messages if "knocks at" in line]
+    [at_two] = [line for line in caplog.messages if "no answer from" in line]
+    assert at_one.startswith(f"{two.address} knocks at this node ({one.address}")
+    assert fingerprint(SECRET) in at_one
+    for text in (at_two, str(caught.value)):
+        assert f"connected to {two.address}" in text
+        assert f"no answer from {one.address}" in text
+        assert fingerprint(OTHER_SECRET) in text
+
+
+def test_who_waits_and_is_knocked_at_with_another_secret_says_so() -> None:
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET) as one,
+        gw.Node("127.0.0.1:0", [one.address], secret=OTHER_SECRET) as two,
+        pytest.raises(TimeoutError) as caught,
+    ):
+        one.wait_for_peers(1, timeout_s=1.0)
+    text = str(caught.value)
+    assert f"connected to {one.address}" in text
+    assert f"the last from {two.address}" in text
+    assert fingerprint(SECRET) in text
+
+
+def test_peers_that_come_while_the_log_tells_who_is_missing_are_still_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with gw.Node("127.0.0.1:0", secret=SECRET) as one:
+        late: list[gw.Node] = []
+
+        def come_late() -> None:
+            until(lambda: "0 of 1 peers" in caplog.text)
+            late.append(gw.Node("127.0.0.1:0", [one.address], secret=SECRET))
+
+        thread = threading.Thread(target=come_late)
+        thread.start()
+        assert one.wait_for_peers(1, timeout_s=10.0) == (late[0].peer,)
+        thread.join()
+        late[0].close()
+
+
+def test_a_node_of_another_version_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET) as node,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as newer,
+    ):
+        newer.bind(("127.0.0.1", 0))
+        host, port = node.address.split(":")
+        newer.sendto(bytes([INIT + 0x10]) + bytes(255), (host, int(port)))
+        until(lambda: bool(caplog.messages))
+        host, port = newer.getsockname()
+    [line] = caplog.messages
+    assert line.startswith(f"{host}:{port} knocks at this node ({node.address}")
+    assert "it speaks version 2 of the transport, this node 1" in line
+
+
+# --- however many knock -----------------------------------------------------------------------------------------------
+
+
+def test_each_stranger_is_told_of_once_a_minute_and_few_of_them() -> None:
+    strangers = Strangers()
+    for now_s in (1.0, 2.0):
+        for index in range(1_000):
+            strangers.note((f"10.0.{index >> 8}.{index & 255}", 1), "why", now_s)
+    assert strangers.count == 2_000
+    assert strangers.last == ("10.0.3.231", 1)
+    told = strangers.take()
+    assert len(told) == len({one.address for one in told}) == TOLD_MAX
+    assert not strangers.has_news
+    strangers.note(told[0].address, "why", 1.5 + TOLD_FOR_S)
+    assert [one.address for one in strangers.take()] == [told[0].address]
