@@ -145,4 +145,8 @@ def max_message_bytes(numel: int, dense: bool = False, dtype: str = "float32") -
 
 def _on_host(message: Any) -> Message:
     """Return a message on a device as one of the CPU's: a view of its pinned copy, or a copy."""
-    return message if isinstance(message, Message) else Message.parse(message)
+    if isinstance(message, Message):
+        return message
+    if hasattr(message, "check"):
+        message.check()  # what became of it there; its buffer would only be refused, with a BufferError
+    return Message.parse(message)

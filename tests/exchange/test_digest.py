@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.exchange.control import Note
 from gradwire.exchange.digest import Digests, digest_of
 
 from .cluster import FakeNode, cluster
@@ -161,3 +162,16 @@ def test_expensive_digests_come_less_often() -> None:
     named = [at for at, cut in enumerate(cuts) if cut is not None]
     assert named[:2] == [0, 1]
     assert named[2] - named[1] == 25, "0.5 s are 1/50 of 25 s"
+
+
+def test_digests_that_not_all_will_tell_are_not_kept_for_ever() -> None:
+    with cluster(0) as world:
+        me, other, silent = (world.node(node_id).peer for node_id in (1, 2, 3))
+        digests = Digests(me, 1.0, ahead=1)
+        for cut in range(1_000):
+            digests.hear(other, Note(digest=(cut, "same")))
+        assert len(digests._heard) < 20
+        digests.hear(silent, Note(digest=(999, "same")))
+        digests.hear(me, Note(digest=(999, "same")))
+        digests.judge([other, silent])
+    assert digests.agreed == 1

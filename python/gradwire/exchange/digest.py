@@ -30,6 +30,9 @@ _LOG = logging.getLogger(__name__)
 _COST_SHARE = 50
 _DIGEST_BYTES = 8
 
+# Cuts of which digests are kept: of one that a member cannot tell of, all never come.
+_CUTS_MAX = 8
+
 
 def digest_of(arrays: Sequence[NDArray[Any]]) -> str:
     """Return a digest of the arrays' bits."""
@@ -90,6 +93,8 @@ class Digests:
         if note.digest is not None:
             cut, digest = note.digest
             self._heard.setdefault(cut, {})[peer] = digest
+            if len(self._heard) > _CUTS_MAX:
+                del self._heard[min(self._heard)]
 
     def compute(self, reached: int, digest: Callable[[int], str | None]) -> None:
         """Compute the digest of the cut that was named, if this node has got there.

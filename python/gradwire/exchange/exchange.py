@@ -366,6 +366,7 @@ class Exchange:
     def _begin(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Do what has to be done before a step can begin."""
         self._tell_params(params)
+        self._check_host(params, optimizer_state)
         self.wait_for_peers()
         self._optimizer_state = optimizer_state
         self._entrance.come_in(params, optimizer_state)
@@ -380,6 +381,13 @@ class Exchange:
         """Let the others know what the parameters are like, once."""
         if not self._members.knows_params:
             self._members.tell_params(described(params))
+
+    def _check_host(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+        """Refuse what is not in this machine's memory where it has to be, before anything is encoded."""
+        if self._options.exact:
+            writable_views(params)
+        if self._options.average_optimizer:
+            writable_views(optimizer_state)
 
     def _local_step(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
         replica = self._replica
@@ -667,6 +675,6 @@ class Exchange:
         """
         if not math.isfinite(factor):
             raise ValueError(f"factor is {factor}, must be finite")
-        residuals = [encoder.residual for encoder in self._groups.encoders]
-        for array in (*residuals, *self._preparer.velocity):
-            array *= array.dtype.type(factor)
+        self._groups.rescale(factor)
+        for velocity in self._preparer.velocity:
+            velocity *= velocity.dtype.type(factor)

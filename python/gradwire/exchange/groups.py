@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..arrays import device_of
 from ..codec import Encoder
-from ..errors import MessageError
+from ..errors import MessageError, NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes, parse_many
 from ..policy import ThresholdPolicy
 
@@ -165,25 +168,44 @@ class Groups:
         return sum(sizes)
 
     def encode(self, update: Any, codec: Codec) -> list[Message]:
-        """Return every group's message; None for ``update``: it is in the residuals already.
+        """Return every group's message, in host memory; None for ``update``: it is in the residuals already.
+
+        Encoders on a device work beside each other, and are waited for together.
 
         Raises:
             NonFiniteUpdate: as ``Encoder.encode``; what other groups had encoded is back in their residuals.
         """
-        messages: list[Message] = []
+        encoded: list[Any] = []
         try:
             for index, group in enumerate(self.groups):
                 part = None if update is None else self.select(update, index)
                 dense = _DENSE["dense" if group.is_dense and codec == "threshold" else codec]
-                messages.append(group.encoder.encode(part, dense=dense))
+                encoded.append(group.encoder.encode(part, dense=dense))
+            return [_owned(message) for message in encoded]
         except BaseException:
-            self.put_back(messages)
+            self._undo(encoded)
             raise
-        return messages
 
     def flush(self) -> list[Message]:
-        """Return everything that is left in the residuals, as dense messages."""
-        return [encoder.flush() for encoder in self.encoders]
+        """Return everything that is left in the residuals, as dense messages.
+
+        Raises:
+            NonFiniteUpdate: as ``encode``.
+        """
+        encoded: list[Any] = []
+        try:
+            for encoder in self.encoders:
+                encoded.append(encoder.flush())
+            return [_owned(message) for message in encoded]
+        except BaseException:
+            self._undo(encoded)
+            raise
+
+    def _undo(self, encoded: Sequence[Any]) -> None:
+        """Put back those of the first groups' messages that were not refused, which took nothing."""
+        for encoder, message in zip(self.encoders, encoded, strict=False):
+            with suppress(NonFiniteUpdate):
+                apply(_owned(message), encoder.residual)
 
     def put_back(self, messages: Sequence[Message]) -> None:
         """Add messages that were not sent to the residuals they came from."""
@@ -211,11 +233,37 @@ class Groups:
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of everything that was not sent yet."""
-        return math.sqrt(
-            math.fsum(
-                float(np.dot(encoder.residual, encoder.residual)) for encoder in self.encoders
-            )
-        )
+        residuals = [_host_residual(encoder) for encoder in self.encoders]
+        return math.sqrt(math.fsum(float(np.dot(one, one)) for one in residuals))
+
+    def rescale(self, factor: float) -> None:
+        """Multiply everything that was not sent yet."""
+        for encoder in self.encoders:
+            if device_of(encoder.residual) < 0:
+                encoder.residual[...] *= encoder.residual.dtype.type(factor)
+            else:
+                state = encoder.state_dict()
+                state["residual"] *= state["residual"].dtype.type(factor)
+                encoder.load_state_dict(state)
+
+
+def _owned(message: Any) -> Message:
+    """Return a message in host memory; of one on a device a copy, because its own memory is as large as its ceiling.
+
+    Waits for the device.
+
+    Raises:
+        NonFiniteUpdate: what became of the message there.
+    """
+    return message if isinstance(message, Message) else Message.parse(bytes(message))
+
+
+def _host_residual(encoder: Encoder) -> NDArray[Any]:
+    """Return an encoder's residual, or a copy of it where it lies on a device."""
+    if device_of(encoder.residual) < 0:
+        return encoder.residual
+    copy: NDArray[Any] = encoder.state_dict()["residual"]
+    return copy
 
 
 def density_of(messages: Sequence[Message]) -> float:
