@@ -368,6 +368,32 @@ def test_asynchronous_nodes_lose_nothing(nodes: list[gw.Node]) -> None:
     assert torch.equal(params + left, sum(total for _, _, total in results))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_model_holds_the_residual_except_while_the_shared_parameters_are_asked_for(
+    nodes: list[gw.Node], dtype: Any
+) -> None:
+    def work(rank: int) -> tuple[Any, Any, Any]:
+        net = model(dtype)
+        optimizer = shared(net, nodes[rank], OPTIMIZERS["SGD"], apply_residual=True)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(net, rank, step, dtype).backward()
+            optimizer.step()
+        own = flat(net)
+        with optimizer.shared_parameters():
+            common = flat(net)
+        assert same_bits(flat(net), own)
+        (encoder,) = optimizer.exchange.state_dict()["encoders"]
+        return own, common, torch.from_numpy(encoder["residual"])
+
+    outcomes = run_together(work)
+    for own, common, residual in outcomes:
+        assert same_bits(common, outcomes[0][1])
+        assert not same_bits(own, outcomes[0][1])
+        atol = torch.finfo(dtype).eps
+        torch.testing.assert_close((own - common).float(), residual, atol=atol, rtol=0.0)
+
+
 def test_the_optimisers_state_is_averaged_when_asked(nodes: list[gw.Node]) -> None:
     def work(rank: int) -> Any:
         net = model()

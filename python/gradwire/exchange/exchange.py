@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from numpy.typing import NDArray
+
 from ..errors import NonFiniteUpdate, TooLarge, WouldBlock
 from ..message import Message, apply
 from . import checkpoint, clock
@@ -93,6 +95,10 @@ class Exchange:
             coding does not pay; "bfloat16" sends it rounded, and the rest stays in the residual. Whole updates with
             ``every`` > 1 are plain parameter averaging.
         average_optimizer: replace the arrays of ``optimizer_state`` by their mean over the nodes at every exchange.
+        apply_residual: let the caller's parameters hold this node's residual besides the sum of all messages: what it
+            has not sent yet acts at home at once, so its gradients are not computed at parameters that are older than
+            its own updates. Training then takes about as many steps as without compression (docs/algorithm.md). The
+            parameters of the nodes differ by their residuals; `shared` returns those that are the same everywhere.
         on_straggler: what a synchronous step does when a connected member sends nothing for ``timeout_s``: "raise"
             `TimeoutError`, and the next call goes on with it.
         warmup: the first steps send more.
@@ -133,6 +139,7 @@ class Exchange:
         every: int = 1,
         codec: Codec = "threshold",
         average_optimizer: bool = False,
+        apply_residual: bool = False,
         on_straggler: Literal["raise", "drop"] = "raise",
         warmup: Warmup | None = None,
         momentum: float = 0.0,
@@ -152,6 +159,7 @@ class Exchange:
             max_staleness=max_staleness,
             every=every,
             average_optimizer=average_optimizer,
+            apply_residual=apply_residual,
             on_straggler=on_straggler,
             digest_s=digest_s,
             on_step=on_step,
@@ -160,7 +168,11 @@ class Exchange:
         self._groups = Groups.around(enc)
         self._node = node
         self._preparer = Preparer(self._options.preparation, self._groups)
-        self._replica = Replica(ExactSum(self._groups) if exact else PlainSum(self._groups))
+        self._replica = Replica(
+            ExactSum(self._groups) if exact else PlainSum(self._groups),
+            self._groups,
+            applies_residual=apply_residual,
+        )
         first_step = max(encoder.step for encoder in self._groups.encoders)
         keeps = _KEEPS if mode == "sync" else 2 * max_staleness + _KEEPS
         self._progress = Progress(first_step, keeps)
@@ -207,6 +219,11 @@ class Exchange:
         return is_settled and self._replica.local_steps + 1 < self._options.every
 
     @property
+    def has_local_steps(self) -> bool:
+        """Whether local steps were taken since the last exchange (``every``)."""
+        return self._replica.local_steps > 0
+
+    @property
     def stats(self) -> ExchangeStats:
         """Totals so far; passes once over the residual for its norm."""
         return self._totals.stats(
@@ -215,6 +232,14 @@ class Exchange:
             residual_norm=self._groups.residual_norm(),
             digests=self._comparison.agreed,
         )
+
+    def shared(self, params: Any) -> list[NDArray[Any]]:
+        """Return a copy of the parameters that all nodes share: without local steps, without the residual.
+
+        Args:
+            params: as in ``step``; not modified.
+        """
+        return copies(self._replica.anchor or writable_views(params))
 
     def wait_for_peers(self) -> tuple[Peer, ...]:
         """Wait until the peers are connected and ready, and make them the members; the first step does so otherwise.
@@ -251,6 +276,7 @@ class Exchange:
         """
         writable_views(optimizer_state)  # refused now rather than in the middle of training
         self._replica.take_anchor(params)
+        self._replica.restore(params)
         self._members.tell_params(described(params))
         self.wait_for_peers()
         is_late = self._members.phase is not Phase.IN
@@ -313,7 +339,10 @@ class Exchange:
             self._replica.take_anchor(params)
             self._replica.add_local(update, params)
             return self._local_step(params, optimizer_state)
-        self._replica.drop_anchor()
+        if self._options.apply_residual:
+            self._replica.take_anchor(params)
+        else:
+            self._replica.drop_anchor()
         return self._exchange(update, params, optimizer_state)
 
     def step_moved(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
@@ -388,6 +417,8 @@ class Exchange:
             writable_views(params)
         if self._options.average_optimizer:
             writable_views(optimizer_state)
+        if self._options.apply_residual:
+            self._groups.residuals(writable_views(params))
 
     def _local_step(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
         replica = self._replica
@@ -482,7 +513,11 @@ class Exchange:
     ) -> StepResult:
         """Hand over the pending message, wait for the others' and apply all of them."""
         begin_s = clock.now_s()
-        self._swap(own)
+        try:
+            self._swap(own)
+        except TooLarge:
+            self._replica.put_back(own.messages, params)
+            raise
         swapped_s = clock.now_s()
         contributors, others = self._taken(own)
         is_exact = self._apply(others, own, params, optimizer_state, has_moved=has_moved)
@@ -554,7 +589,6 @@ class Exchange:
         except WouldBlock:
             return
         except TooLarge:
-            self._groups.put_back(own.messages)
             self._progress.own = None
             self._members.next_step = own.step
             raise
@@ -671,10 +705,14 @@ class Exchange:
         gradient, what is left of the earlier ones has to follow.
 
         Raises:
-            ValueError: ``factor`` is not finite.
+            ValueError: ``factor`` is not finite, or the residual acts in the parameters already (``apply_residual``).
         """
         if not math.isfinite(factor):
             raise ValueError(f"factor is {factor}, must be finite")
+        if self._options.apply_residual:
+            raise ValueError(
+                "with apply_residual the parameters hold the residual: nothing is left to rescale"
+            )
         self._groups.rescale(factor)
         for velocity in self._preparer.velocity:
             velocity *= velocity.dtype.type(factor)

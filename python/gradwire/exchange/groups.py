@@ -159,6 +159,32 @@ class Groups:
             )
         return [arrays[tensor] for tensor in tensors]
 
+    def residuals(self, arrays: Sequence[Any]) -> list[NDArray[Any]]:
+        """Return for each of the model's arrays its part of a residual: a writable view in the array's shape.
+
+        Raises:
+            ValueError: the arrays are not those of the groups, or a residual is not in this machine's memory.
+        """
+        found: dict[int, NDArray[Any]] = {}
+        for group in self.groups:
+            if device_of(group.encoder.residual) >= 0:
+                raise ValueError(
+                    f"the residual of group {group.encoder.key} is on a device, which apply_residual "
+                    "cannot reach: use an encoder in host memory"
+                )
+            tensors = range(len(arrays)) if group.tensors is None else group.tensors
+            start = 0
+            for tensor in tensors:
+                shape = arrays[tensor].shape
+                stop = start + math.prod(shape)
+                found[tensor] = group.encoder.residual[start:stop].reshape(shape)
+                start = stop
+            if start != group.encoder.numel:
+                raise ValueError(
+                    f"{start} elements for group {group.encoder.key} of {group.encoder.numel}"
+                )
+        return [found[tensor] for tensor in range(len(arrays))]
+
     def max_payload_bytes(self, codec: Codec) -> int:
         """Return the most bytes that one step's messages can have."""
         sizes = []

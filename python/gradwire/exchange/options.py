@@ -32,6 +32,7 @@ class Options:
     max_staleness: int
     every: int
     average_optimizer: bool
+    apply_residual: bool
     on_straggler: Literal["raise", "drop"]
     digest_s: float
     on_step: Callable[[StepResult], None] | None
@@ -51,6 +52,11 @@ class Options:
         if self.average_optimizer and (self.every == 1 or self.mode == "async"):
             raise ValueError(
                 "average_optimizer is for local steps between synchronous exchanges: every > 1"
+            )
+        if self.apply_residual and self.preparation.needs_update:
+            raise ValueError(
+                "apply_residual takes updates as they are: without momentum and clip_norm of the exchange; "
+                "let the optimiser do both"
             )
         if self.exact and self.mode == "async" and self.is_average:
             raise ValueError(

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..message import Message
+import numpy as np
+
+from ..message import Message, apply
+from .groups import Groups
 from .sums import ExactSum, Sum
 from .views import Arrays, add, copies, difference, put, views, writable_views
 
@@ -18,20 +21,35 @@ class Replica:
     Without local steps they are the caller's own. With them (``every``, ``step_moved``) the caller's run ahead, and
     the anchor is a copy of the shared ones: what the caller's differ from it is the update.
 
+    With ``applies_residual`` the caller's hold this node's residual besides: anchor + residual, whatever local steps
+    add to them. Then the residual needs no adding up: before an encode it is what the caller's differ from the anchor.
+
+    Args:
+        total: how messages are added.
+        groups: whose residuals are meant.
+        applies_residual: whether the caller's parameters hold them.
+
     Attributes:
-        anchor: one array for each of the caller's; empty without local steps.
+        anchor: one array for each of the caller's; empty without local steps and ``applies_residual``.
         local_steps: taken since the last exchange.
     """
 
-    def __init__(self, total: Sum) -> None:
+    def __init__(self, total: Sum, groups: Groups, *, applies_residual: bool = False) -> None:
         self.total = total
         self.anchor: Arrays = []
         self.local_steps = 0
+        self._groups = groups
+        self._applies_residual = applies_residual
 
     def take_anchor(self, params: Any) -> None:
         """Take ``params`` as they are for the shared ones, unless there is an anchor already."""
         if not self.anchor:
             self.anchor = copies(writable_views(params))
+
+    def restore(self, params: Any) -> None:
+        """Let the caller's parameters hold the residual that a checkpoint brought, which may be another's as well."""
+        if self._applies_residual and not self.local_steps:
+            self.show(params)
 
     def drop_anchor(self) -> None:
         """Let the caller's parameters be the shared ones."""
@@ -42,15 +60,40 @@ class Replica:
         """Add one local step's update to the caller's parameters."""
         add(writable_views(params), views(update))
 
-    def moved(self, params: Any) -> Arrays:
-        """Return what local steps have added since the last exchange."""
-        return difference(writable_views(params), self.anchor)
+    def moved(self, params: Any) -> Arrays | None:
+        """Return what local steps have added since the last exchange; None: it is in the residual now."""
+        if not self._applies_residual:
+            return difference(writable_views(params), self.anchor)
+        residuals = self._groups.residuals(self.anchor)
+        for residual, param, shared in zip(
+            residuals, writable_views(params), self.anchor, strict=True
+        ):
+            np.subtract(param, shared, out=residual, casting="same_kind")
+        return None
 
     def go_back(self, params: Any) -> None:
-        """Take local steps back out of the caller's parameters: they are in the residual now."""
+        """Take local steps back out of the caller's parameters: they are in the residual or in a message now."""
         if self.anchor:
-            put(writable_views(params), self.anchor)
+            self.show(params)
             self.local_steps = 0
+
+    def show(self, params: Any) -> None:
+        """Let the caller's parameters be the shared ones, with the residual where they are to hold it."""
+        targets = writable_views(params)
+        if not self._applies_residual:
+            put(targets, self.anchor)
+            return
+        for target, shared, residual in zip(
+            targets, self.anchor, self._groups.residuals(self.anchor), strict=True
+        ):
+            np.add(shared, residual, out=target)
+
+    def put_back(self, messages: Sequence[Message], params: Any) -> None:
+        """Return messages that cannot be sent to the residual, and to the caller's parameters if they hold that."""
+        self._groups.put_back(messages)
+        if self._applies_residual:
+            for index, message in zip(range(len(self._groups)), messages, strict=False):
+                apply(message, self._groups.select(params, index))
 
     def apply(
         self,
@@ -70,11 +113,14 @@ class Replica:
         """
         if not self.anchor:
             return self.total.add(payloads, params, scale)
-        local = self.moved(params) if has_moved else []
+        targets = writable_views(params)
+        local = difference(targets, self.anchor) if has_moved else []
         is_exact = self.total.add(payloads, self.anchor, scale)
-        put(writable_views(params), self.anchor)
         if local:
-            add(writable_views(params), local)
+            put(targets, self.anchor)
+            add(targets, local)
+        else:
+            self.show(params)
         return is_exact
 
     def give(self, params: Any) -> tuple[Arrays, dict[str, Any] | None]:
@@ -100,4 +146,4 @@ class Replica:
         else:
             put(writable_views(target), shared)
         if self.anchor:
-            put(writable_views(params), self.anchor)
+            self.show(params)

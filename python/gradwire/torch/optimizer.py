@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,7 +114,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             if one.is_rounded:
                 one.host.copy_(shared)
         joined = self.exchange.join(_hosts(self._params), _hosts(self._state))
-        if joined.is_late:
+        if joined.is_late or not self.exchange.has_local_steps:
             self._store()
         self._has_joined = True
         return joined
@@ -180,6 +181,38 @@ class SharedOptimizer(torch.optim.Optimizer):
         try:
             return self.exchange.catch_up(_hosts(self._params), timeout_s)
         finally:
+            self._store()
+
+    @contextmanager
+    def shared_parameters(self) -> Iterator[None]:
+        """Let the model hold the parameters that all nodes share for a while: to evaluate or to save them.
+
+        Without local steps and ``apply_residual`` it does so anyway. Nothing may train meanwhile.
+
+        >>> import gradwire as gw, torch
+        >>> model = torch.nn.Linear(1, 1)
+        >>> with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        ...     share = gw.Exchange(gw.Encoder(2, threshold=1.0), node, peers=0, apply_residual=True)
+        ...     optimizer = SharedOptimizer(torch.optim.SGD(model.parameters(), lr=0.25), share)
+        ...     joined = optimizer.join()
+        ...     before = model.bias.item()
+        ...     model(torch.ones(1, 1)).sum().backward()
+        ...     optimizer.step()
+        >>> with optimizer.shared_parameters():
+        ...     model.bias.item() == before
+        True
+        >>> model.bias.item() == before - 0.25
+        True
+        """
+        self._fetch_moved()
+        hosts = _hosts(self._params)
+        own = [host.clone() for host in hosts]
+        _put(hosts, self.exchange.shared(hosts))
+        self._store()
+        try:
+            yield
+        finally:
+            _put(hosts, own)
             self._store()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -257,6 +290,11 @@ class SharedOptimizer(torch.optim.Optimizer):
 
 def _hosts(staged: Sequence[Staging]) -> list[torch.Tensor]:
     return [one.host for one in staged]
+
+
+def _put(hosts: Sequence[torch.Tensor], values: Sequence[Any]) -> None:
+    for host, value in zip(hosts, values, strict=True):
+        host.copy_(torch.as_tensor(value))
 
 
 def _unscale(optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:

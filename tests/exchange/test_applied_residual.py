@@ -1,0 +1,241 @@
+"""apply_residual: the caller's parameters are the shared ones plus what this node has not sent yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import gradwire as gw
+from gradwire.exchange import redistribute
+from gradwire.exchange.control import Kind, split_tag
+
+from .cluster import FakeNode, cluster
+
+NUMEL = 64
+STEPS = 12
+THRESHOLD = 2.0**-6
+
+
+class Outcome(NamedTuple):
+    params: NDArray[np.float32]
+    shared: NDArray[np.float32]
+    residual: NDArray[np.float32]
+
+
+Work = Callable[[FakeNode, int], Any]
+
+
+def updates_of(node: int, steps: int = STEPS) -> list[NDArray[np.float32]]:
+    """Return multiples of 2^-12, so that every sum of them is exact in float32."""
+    rng = np.random.default_rng([17, node])
+    return [(rng.integers(-256, 256, NUMEL) / 2.0**12).astype(np.float32) for _ in range(steps)]
+
+
+def encoder(threshold: float = THRESHOLD) -> gw.Encoder:
+    return gw.Encoder(NUMEL, threshold=gw.FixedThreshold(threshold))
+
+
+def run_cluster(work: Work, count: int = 3, seed: int = 3) -> list[Any]:
+    with cluster(seed) as made:
+        nodes = [made.node(10 * (rank + 1)) for rank in range(count)]
+        workers = [
+            made.start(node, lambda node=node, rank=rank: work(node, rank))
+            for rank, node in enumerate(nodes)
+        ]
+        made.run()
+    return [worker.result for worker in workers]
+
+
+def train(apply_residual: bool, *, moves: bool, **options: Any) -> Work:
+    """Return the work of one node; ``moves``: through ``step_moved``, else through ``step``."""
+
+    def work(node: FakeNode, rank: int) -> Outcome:
+        enc, params = encoder(), np.ones(NUMEL, np.float32)
+        share = gw.Exchange(enc, node, peers=2, apply_residual=apply_residual, **options)
+        share.join(params)
+        received = 0
+        for one in updates_of(rank):
+            if moves:
+                params += one
+                received += share.step_moved(params).received
+            else:
+                received += share.step(one, params).received
+        while received < 2 * STEPS // options.get("every", 1):
+            received += share.catch_up(params, timeout_s=0.05)
+        return Outcome(params, share.shared(params)[0], enc.residual)
+
+    return work
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["step", "step_moved"])
+@pytest.mark.parametrize(
+    "options", [{}, {"every": 3}, {"mode": "async"}, {"exact": True}], ids=lambda one: str(one)
+)
+def test_parameters_are_the_shared_ones_and_the_residual(options: Any, moves: bool) -> None:
+    """The shared parameters, and what each node keeps back, are those of an exchange without the option."""
+    with_it = run_cluster(train(True, moves=moves, **options))
+    without = run_cluster(train(False, moves=moves, **options))
+    for one, other in zip(with_it, without, strict=True):
+        assert one.residual.any()
+        np.testing.assert_array_equal(one.params, one.shared + one.residual)
+        np.testing.assert_array_equal(one.shared, with_it[0].shared)
+        np.testing.assert_array_equal(one.shared, other.params)
+        np.testing.assert_array_equal(one.residual, other.residual)
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["step", "step_moved"])
+def test_a_node_alone_trains_as_without_compression(moves: bool) -> None:
+    """Nothing acts late at home: the gradients of each step see all updates before it."""
+
+    def gradient(params: NDArray[np.float32]) -> NDArray[np.float32]:
+        return params - np.linspace(-1.0, 1.0, NUMEL, dtype=np.float32)
+
+    plain = np.ones(NUMEL, np.float32)
+    with cluster(0) as made:
+        share = gw.Exchange(encoder(0.25), made.node(1), peers=0, apply_residual=True)
+        params = plain.copy()
+        share.join(params)
+        for _ in range(STEPS):
+            plain -= 0.125 * gradient(plain)
+            update = -0.125 * gradient(params)
+            if moves:
+                params += update
+                share.step_moved(params)
+            else:
+                share.step(update, params)
+        np.testing.assert_allclose(params, plain, rtol=1e-5, atol=1e-6)
+        assert np.abs(share.shared(params)[0] - plain).max() > 0.05
+
+
+def test_an_interrupted_step_counts_nothing_twice() -> None:
+    def work(node: FakeNode, rank: int) -> Outcome:
+        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(enc, node, peers=1, timeout_s=2.0, apply_residual=True)
+        share.join(params)
+        interruptions = 0
+        for count, one in enumerate(updates_of(rank, 8)):
+            if rank == 1 and count == 3:
+                node.cluster.compute(node, 3.0)
+            params += one
+            try:
+                share.step_moved(params)
+            except TimeoutError:
+                interruptions += 1
+        assert interruptions == (1 if rank == 0 else 0), "the example must interrupt a step"
+        return Outcome(params, share.shared(params)[0], enc.residual)
+
+    outcomes = run_cluster(work, count=2, seed=2)
+    put_in = sum(one.astype(np.float64) for rank in range(2) for one in updates_of(rank, 8))
+    kept = sum(one.residual.astype(np.float64) for one in outcomes)
+    for one in outcomes:
+        np.testing.assert_array_equal(one.shared + kept, put_in)
+        np.testing.assert_array_equal(one.params, one.shared + one.residual)
+
+
+def test_a_message_that_no_node_takes_stays_in_the_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with cluster(0) as made:
+        node = made.node(1)
+        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(enc, node, peers=0, apply_residual=True)
+        share.join(params)
+        first, second = updates_of(0, 2)
+        publish = node.publish
+
+        def refuse(buffer: Any, tag: int = 0, to: Any = None) -> Any:
+            if split_tag(tag)[0] == Kind.UPDATE:
+                raise gw.TooLarge("limit")
+            return publish(buffer, tag, to)
+
+        monkeypatch.setattr(node, "publish", refuse)
+        params += first
+        with pytest.raises(gw.TooLarge):
+            share.step_moved(params)
+        np.testing.assert_array_equal(params, first)
+        np.testing.assert_array_equal(enc.residual, first)
+        monkeypatch.undo()
+        params += second
+        share.step_moved(params)
+        np.testing.assert_array_equal(params, first + second)
+
+
+def test_an_update_that_is_not_finite_leaves_finite_parameters() -> None:
+    with cluster(0) as made:
+        share = gw.Exchange(encoder(), made.node(1), peers=0, apply_residual=True)
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        params[:2] = (np.nan, 0.25)
+        with pytest.raises(gw.NonFiniteUpdate):
+            share.step_moved(params)
+        assert params[:3].tolist() == [0.0, 0.25, 0.0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_late_node_gets_the_parameters_without_the_residual_of_another(seed: int) -> None:
+    outcomes: list[Outcome] = []
+    late: list[bool] = []
+
+    def train_until(node: FakeNode, last: int) -> None:
+        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(enc, node, peers=1, timeout_s=20.0, apply_residual=True)
+        late.append(share.join(params).is_late)
+        while share.next_step < last:
+            node.cluster.compute(node, 0.1)
+            params += updates_of(node.peer.id, last)[share.next_step]
+            share.step_moved(params)
+        outcomes.append(Outcome(params, share.shared(params)[0], enc.residual))
+        node.cluster.close(node)
+
+    def add(node_id: int) -> None:
+        node = world.node(node_id)
+        world.start(node, lambda: train_until(node, 40))
+
+    with cluster(seed) as world:
+        add(20)
+        add(30)
+        world.plan(120, lambda: add(10))
+        world.run()
+    assert sorted(late) == [False, False, True]
+    for one in outcomes:
+        assert one.residual.any()
+        np.testing.assert_array_equal(one.shared, outcomes[0].shared)
+        np.testing.assert_array_equal(one.params, one.shared + one.residual)
+
+
+def test_a_checkpoint_of_another_world_size_acts_in_the_parameters() -> None:
+    def work(node: FakeNode, rank: int) -> Any:
+        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(enc, node, peers=2, apply_residual=True)
+        share.join(params)
+        for one in updates_of(rank):
+            params += one
+            share.step_moved(params)
+        return share.state_dict(), params
+
+    saved = run_cluster(work)
+    (state,) = redistribute([state for state, _ in saved], 1)
+    with cluster(0) as made:
+        enc, params = encoder(), saved[0][1].copy()
+        share = gw.Exchange(enc, made.node(1), peers=0, apply_residual=True)
+        share.load_state_dict(state)
+        share.join(params)
+        put_in = sum(one.astype(np.float64) for rank in range(3) for one in updates_of(rank))
+        np.testing.assert_array_equal(params, put_in)
+        share.step_moved(params)
+        np.testing.assert_array_equal(params, put_in)
+
+
+def test_what_contradicts_it_is_refused() -> None:
+    with cluster(0) as made:
+        node = made.node(1)
+        for options in ({"momentum": 0.9}, {"clip_norm": 1.0}):
+            with pytest.raises(ValueError, match="apply_residual takes updates as they are"):
+                gw.Exchange(encoder(), node, apply_residual=True, **options)
+        share = gw.Exchange(encoder(), node, peers=0, apply_residual=True)
+        with pytest.raises(ValueError, match="nothing is left to rescale"):
+            share.rescale(0.5)
