@@ -1,9 +1,10 @@
 """One update in, everybody's updates out: the codec and the transport meet here and nowhere else.
 
-The rooms, from the bottom: `model` (what has to be the same everywhere), `groups` (which encoder serves which tensor),
-`prepare` (clipping, momentum, warm-up), `sums` (how messages are added), `replica` (the shared parameters), `members`
-(who takes part), `snapshot` (the state on its way to a newcomer), `entrance` (coming in late), `comparison` (whether
-replicas are the same), `exchange` (the steps), `local` (workers of one machine).
+The rooms, from the bottom: `groups` (which encoder serves which tensor), `prepare` (clipping, momentum, warm-up),
+`sums` (how messages are added), `replica` (the shared parameters), `model` (what has to be the same everywhere),
+`roster` (who takes part), `greetings`, `beginning`, `going` and `members` (how they come and go), `snapshot` (the state
+on its way to a newcomer), `entrance` (coming in late), `comparison` (whether replicas are the same), `handover`
+(waiting), `step` (one step in its order), `exchange` (what a trainer embeds), `local` (workers of one machine).
 """
 
 from __future__ import annotations

@@ -7,9 +7,61 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["FORMAT", "check_format", "redistribute"]
+from ..message import apply
+from .groups import Groups
+from .prepare import Preparer
+from .progress import Progress
+from .replica import Replica
+from .sums import ExactSum
+from .views import copies
 
-FORMAT = 1
+__all__ = ["load_state", "redistribute", "state_of"]
+
+_FORMAT = 1
+
+
+def state_of(
+    groups: Groups, preparer: Preparer, replica: Replica, progress: Progress
+) -> dict[str, Any]:
+    """Return a copy of everything that the next step depends on; a message that is not finished is put back."""
+    encoders = [encoder.state_dict() for encoder in groups.encoders]
+    if progress.own is not None:
+        for encoder, message in zip(encoders, progress.own.messages, strict=False):
+            apply(message, encoder["residual"])
+    total = replica.total
+    return {
+        "format": _FORMAT,
+        "step": progress.step,
+        "encoders": encoders,
+        "velocity": copies(preparer.velocity),
+        "anchor": copies(replica.anchor),
+        "local_steps": replica.local_steps,
+        "exact": total.state_dict() if isinstance(total, ExactSum) else None,
+    }
+
+
+def load_state(
+    state: dict[str, Any], groups: Groups, preparer: Preparer, replica: Replica, progress: Progress
+) -> None:
+    """Continue from ``state``.
+
+    Raises:
+        ValueError: it is of another format, model or kind of exchange.
+    """
+    check_format(state)
+    if len(state["encoders"]) != len(groups):
+        raise ValueError(f"state has {len(state['encoders'])} groups, this exchange {len(groups)}")
+    total = replica.total
+    if isinstance(total, ExactSum) != (state["exact"] is not None):
+        raise ValueError("one of state and exchange is exact, the other is not")
+    for encoder, one in zip(groups.encoders, state["encoders"], strict=True):
+        encoder.load_state_dict(one)
+    if isinstance(total, ExactSum):
+        total.load_state_dict(state["exact"])
+    preparer.velocity = copies(state["velocity"])
+    replica.anchor = copies(state["anchor"])
+    replica.local_steps = state["local_steps"]
+    progress.step = state["step"]
 
 
 def check_format(state: dict[str, Any]) -> None:
@@ -18,9 +70,9 @@ def check_format(state: dict[str, Any]) -> None:
     Raises:
         ValueError: it is.
     """
-    if state.get("format") != FORMAT:
+    if state.get("format") != _FORMAT:
         raise ValueError(
-            f"state of an exchange has format {state.get('format')!r}, this gradwire reads {FORMAT}"
+            f"state of an exchange has format {state.get('format')!r}, this gradwire reads {_FORMAT}"
         )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["now_s"]
+__all__ = ["POLL_S", "now_s"]
+
+# How long one wait for messages lasts before a loop looks at the peers and the clock again.
+POLL_S = 0.05
 
 
 def now_s() -> float:

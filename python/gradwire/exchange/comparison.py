@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .control import Phase
 from .digest import Digests, digest_of
-from .members import Members
 from .options import Options
 from .progress import Progress
 from .replica import Replica
+from .roster import Roster
 from .sums import ExactSum
 from .views import views
-
-if TYPE_CHECKING:
-    from ..transport import Peer
 
 __all__ = ["Comparison"]
 
@@ -26,15 +23,15 @@ class Comparison:
     """
 
     def __init__(
-        self, me: Peer, options: Options, members: Members, replica: Replica, progress: Progress
+        self, options: Options, roster: Roster, replica: Replica, progress: Progress
     ) -> None:
         self._options = options
-        self._members = members
+        self._roster = roster
         self._replica = replica
         self._progress = progress
         ahead = 1 if options.is_sync else options.max_staleness + 2
         is_comparable = options.is_sync or options.exact
-        self._digests = Digests(me, options.digest_s if is_comparable else 0.0, ahead)
+        self._digests = Digests(roster.me, options.digest_s if is_comparable else 0.0, ahead)
 
     @property
     def agreed(self) -> int:
@@ -43,7 +40,7 @@ class Comparison:
 
     def to_say(self, step: int) -> tuple[int | None, tuple[int, str] | None]:
         """Return the cut to name and the digest to tell with the update of ``step``, None for none."""
-        cut = self._digests.name_cut(step, is_first=self._members.is_first)
+        cut = self._digests.name_cut(step, is_first=self._roster.is_first)
         return cut, self._digests.take()
 
     def forget(self) -> None:
@@ -53,17 +50,17 @@ class Comparison:
     def take_part(self, params: Any) -> None:
         """Between two steps: take part in comparing the replicas."""
         self.hear_and_compute(params)
-        if self._members.phase is Phase.IN:
-            self._digests.judge(self._members.peers)
+        if self._roster.phase is Phase.IN:
+            self._digests.judge(self._roster.peers)
 
     def hear_and_compute(self, params: Any) -> None:
         """Take what the applied updates' notes say, and compute a digest where it is time."""
-        for peer, note in self._members.heard:
+        for peer, note in self._roster.heard:
             self._digests.hear(peer, note)
-        self._members.heard.clear()
+        self._roster.heard.clear()
         if not self._digests.is_due:
             return
-        reached = self._members.reached
+        reached = self._roster.reached
         at = (
             self._progress.step
             if reached is None or self._options.is_sync
@@ -80,8 +77,8 @@ class Comparison:
                 state = digest_of(self._replica.anchor or views(params))
             except TypeError:
                 return None  # not in this machine's memory
-            return f"{self._members.names_at(cut)}-{state}"
-        beyond = self._members.applied_from(cut)
+            return f"{self._roster.names_at(cut)}-{state}"
+        beyond = self._roster.applied_from(cut)
         total = self._replica.total
         if beyond is None or not isinstance(total, ExactSum) or not total.initial:
             return None
@@ -90,4 +87,4 @@ class Comparison:
             return None
         beyond += [own.messages for own in self._progress.sent if own.step >= cut]
         state = digest_of([*total.initial, *total.without(beyond)])
-        return f"{self._members.names_at(cut)}-{state}"
+        return f"{self._roster.names_at(cut)}-{state}"

@@ -13,11 +13,12 @@ from . import clock
 from .comparison import Comparison
 from .control import Hello, Kind, Phase, Request, place_of
 from .groups import Groups
-from .members import POLL_S, Members
+from .members import Members
 from .optimizer_state import average_optimizer
 from .options import Options
 from .progress import Progress
 from .replica import Replica
+from .roster import Roster
 from .snapshot import Donor, Incoming, Snapshot
 from .views import copies, put, writable_views
 
@@ -37,6 +38,7 @@ class Entrance:
         node: Node,
         options: Options,
         groups: Groups,
+        roster: Roster,
         members: Members,
         replica: Replica,
         comparison: Comparison,
@@ -45,6 +47,7 @@ class Entrance:
         self._node = node
         self._options = options
         self._groups = groups
+        self._roster = roster
         self._members = members
         self._replica = replica
         self._comparison = comparison
@@ -57,27 +60,27 @@ class Entrance:
 
     def come_in(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Become a member where training has begun: take a snapshot, catch up, be admitted."""
-        if self._members.phase is Phase.LEAVING:
+        if self._roster.phase is Phase.LEAVING:
             raise RuntimeError("this exchange has left")
         deadline_s = clock.now_s() + self._options.timeout_s
-        while self._members.phase is not Phase.IN:
-            if self._members.phase is Phase.JOINING:
-                self._members.check_somebody_fits()
+        while self._roster.phase is not Phase.IN:
+            if self._roster.phase is Phase.JOINING:
+                self._members.greetings.check_somebody_fits()
                 self._take_snapshot(params, optimizer_state)
             self.pump()
-            self._members.poll(POLL_S, self._progress.step)
-            while self._members.is_ready_for(self._progress.step):
+            self._members.poll(clock.POLL_S, self._progress.step)
+            while self._roster.is_ready_for(self._progress.step):
                 self._follow_step(params, optimizer_state)
                 deadline_s = clock.now_s() + self._options.timeout_s
             if clock.now_s() >= deadline_s:
                 raise TimeoutError(
                     f"this node did not come in within {self._options.timeout_s:g} s, "
-                    f"from {len(self._members.fitting(Phase.IN))} members that it sees"
+                    f"from {len(self._members.greetings.fitting(Phase.IN))} members that it sees"
                 )
 
     def _follow_step(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Do a step of the members' as they do, without an update of this node's own."""
-        taken = sorted(self._members.take_step(self._progress.step), key=lambda one: one[0])
+        taken = sorted(self._roster.take_step(self._progress.step), key=lambda one: one[0])
         payloads = [messages for _, messages in taken]
         if self._options.average_optimizer:
             average_optimizer(payloads, len(self._groups), optimizer_state)
@@ -89,7 +92,7 @@ class Entrance:
     def _take_snapshot(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Ask for a snapshot; load the one that is here."""
         incoming = self._incoming
-        members = self._members.fitting(Phase.IN)
+        members = self._members.greetings.fitting(Phase.IN)
         if incoming is None or incoming.donor not in members:
             self._ask(members)
         elif incoming.is_complete and incoming.snapshot is not None:
@@ -111,10 +114,10 @@ class Entrance:
             return
         self._requests += 1
         donor = able[(self._node.peer.id + self._requests) % len(able)]
-        firsts = {place_of(peer): self._members.first_of(peer) for peer in members}
+        firsts = {place_of(peer): self._roster.first_of(peer) for peer in members}
         fresh = {place: first for place, first in firsts.items() if first is not None}
         self._incoming = Incoming(self._requests, donor)
-        self._members.send(Kind.REQUEST, self._requests, Request(fresh).encode(), to=donor)
+        self._members.outbox.send(Kind.REQUEST, self._requests, Request(fresh).encode(), to=donor)
 
     def _forget_donor(self, peer: Peer) -> None:
         """A connection ended: a snapshot from there will not be whole."""
@@ -134,8 +137,8 @@ class Entrance:
         """Between two steps: give snapshots to those who have asked."""
         if self._donor.is_idle:
             return
-        if self._members.phase is Phase.IN and not self._members.agreement.unsettled:
-            positions = {**self._members.positions, self._node.peer: self._progress.step}
+        if self._roster.phase is Phase.IN and not self._roster.agreement.unsettled:
+            positions = {**self._roster.positions, self._node.peer: self._progress.step}
             try:
                 self._donor.serve(
                     positions, lambda: self._snapshot(positions, params, optimizer_state)
@@ -156,10 +159,10 @@ class Entrance:
         return Snapshot(
             self._progress.step,
             {place_of(peer): step for peer, step in positions.items()},
-            {place_of(peer): step for peer, step in self._members.agreement.finals.items()},
+            {place_of(peer): step for peer, step in self._roster.agreement.finals.items()},
             copies([*shared, *writable_views(optimizer_state)]),
             len(shared),
-            self._members.origin,
+            self._roster.origin,
             exact,
         )
 

@@ -1,4 +1,4 @@
-"""The steps: encode, hand over, wait, apply."""
+"""What a trainer embeds: everything that one node does, by the names that callers use."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
 
-from ..errors import NonFiniteUpdate, TooLarge, WouldBlock
-from ..message import Message, apply
-from . import checkpoint, clock
+from ..errors import NonFiniteUpdate
+from . import checkpoint
 from .comparison import Comparison
-from .control import VERSION, Phase
+from .control import Phase
 from .entrance import Entrance
-from .groups import Codec, Groups, density_of
-from .members import POLL_S, Members
+from .groups import Codec, Groups
+from .members import Members
 from .model import Model
-from .optimizer_state import average_optimizer, optimizer_messages
 from .options import Options
-from .prepare import Preparation, Preparer, Warmup
-from .progress import Own, Progress
+from .prepare import Preparation, Warmup
+from .progress import Progress
 from .replica import Replica
-from .results import ExchangeStats, Joined, StepResult, Totals
+from .results import ExchangeStats, Joined, StepResult
+from .roster import Roster
+from .step import Step
 from .sums import ExactSum, PlainSum
 from .views import copies, described, writable_views
 
@@ -35,21 +35,8 @@ __all__ = ["Exchange"]
 
 _LOG = logging.getLogger(__name__)
 
-# Without room to send, acknowledgements are what is waited for, and those come within a round trip.
-_ROOM_POLL_S = 0.001
-
-# Room asked for before encoding: what the message may need at most, but no more than this, so that the ceiling of a
-# huge update does not ask for more than any node has.
-_ROOM_BYTES_MAX = 16 << 20
-
 # Updates that every node keeps after they are applied: a member may be one step ahead of another.
 _KEEPS = 3
-
-MESSAGE_VERSION = 1  # of docs/message-format.md
-
-
-class _LeftBehind(Exception):
-    """The others have gone on without this node, in the middle of a step."""
 
 
 class Exchange:
@@ -167,45 +154,53 @@ class Exchange:
         )
         self._groups = Groups.around(enc)
         self._node = node
-        self._preparer = Preparer(self._options.preparation, self._groups)
         self._replica = Replica(
             ExactSum(self._groups) if exact else PlainSum(self._groups),
             self._groups,
             applies_residual=apply_residual,
         )
+        self._optimizer_state: Sequence[Any] = ()  # of the last step, for newcomers
         first_step = max(encoder.step for encoder in self._groups.encoders)
         keeps = _KEEPS if mode == "sync" else 2 * max_staleness + _KEEPS
         self._progress = Progress(first_step, keeps)
+        self._roster = Roster(node.peer, self._groups, step=first_step, keeps=keeps)
         self._members = Members(
-            node,
-            self._groups,
-            self._model(),
-            step=first_step,
-            is_sync=mode == "sync",
-            keeps=keeps,
+            node, self._roster, Model.of(self._options, self._groups), is_sync=mode == "sync"
         )
-        self._comparison = Comparison(
-            node.peer, self._options, self._members, self._replica, self._progress
-        )
+        self._comparison = Comparison(self._options, self._roster, self._replica, self._progress)
         self._entrance = Entrance(
             node,
             self._options,
             self._groups,
+            self._roster,
             self._members,
             self._replica,
             self._comparison,
             self._progress,
         )
-        self._optimizer_state: Sequence[Any] = ()  # of the last step, for newcomers
-        self._room_bytes = min(self._groups.max_payload_bytes(self._options.codec), _ROOM_BYTES_MAX)
-        self._totals = Totals()
+        self._step = Step(
+            node,
+            self._options,
+            self._groups,
+            self._roster,
+            self._members,
+            self._replica,
+            self._comparison,
+            self._entrance,
+            self._progress,
+        )
 
     # ---- who is there ------------------------------------------------------------------------------------------------
 
     @property
     def members(self) -> tuple[Peer, ...]:
         """The members besides this node, by node id, without those that were lost; empty before the first step."""
-        return self._members.peers
+        return self._roster.peers
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether this node has taken part, or is on its way in."""
+        return self._roster.phase is not Phase.NEW
 
     @property
     def next_step(self) -> int:
@@ -215,7 +210,7 @@ class Exchange:
     @property
     def is_next_local(self) -> bool:
         """Whether the next step sends nothing and leaves the parameters as they are (``every``)."""
-        is_settled = self._progress.own is None and self._members.phase is Phase.IN
+        is_settled = self._progress.own is None and self._roster.phase is Phase.IN
         return is_settled and self._replica.local_steps + 1 < self._options.every
 
     @property
@@ -226,7 +221,7 @@ class Exchange:
     @property
     def stats(self) -> ExchangeStats:
         """Totals so far; passes once over the residual for its norm."""
-        return self._totals.stats(
+        return self._step.totals.stats(
             numel=self._groups.numel,
             members=len(self.members),
             residual_norm=self._groups.residual_norm(),
@@ -250,11 +245,11 @@ class Exchange:
             TimeoutError: fewer than ``peers`` were there after ``timeout_s``.
             Mismatch: the others train something else, or begin at another step.
         """
-        if not self._members.has_begun:
+        if not self._has_begun:
             expected = self._options.peers
             if expected is None:
                 expected = max(len(self._node.seeds), len(self._node.peers))
-            self._members.next_step = self._progress.step
+            self._roster.next_step = self._progress.step
             self._members.begin(expected, self._options.timeout_s)
             if not expected and self._options.peers is None:
                 _LOG.warning("no peer is connected, this node goes on alone: give peers= to wait")
@@ -279,7 +274,7 @@ class Exchange:
         self._replica.restore(params)
         self._members.tell_params(described(params))
         self.wait_for_peers()
-        is_late = self._members.phase is not Phase.IN
+        is_late = self._roster.phase is not Phase.IN
         self._entrance.come_in(params, optimizer_state)
         return Joined(step=self._progress.step, is_late=is_late, members=self.members)
 
@@ -290,7 +285,7 @@ class Exchange:
 
         Args, Raises: as ``join``.
         """
-        if self._members.phase is Phase.IN:
+        if self._roster.phase is Phase.IN:
             self._members.come_in_again("resync")
         return self.join(params, optimizer_state)
 
@@ -302,12 +297,7 @@ class Exchange:
         Args, Raises: as ``step``.
         """
         self._begin(params, optimizer_state)
-        result = self._exchange(None, params, optimizer_state, flushes=True)
-        self._members.announce(Phase.LEAVING)
-        deadline_s = clock.now_s() + self._options.timeout_s
-        while not self._members.flush() and clock.now_s() < deadline_s:
-            self._poll(_ROOM_POLL_S)
-        return result
+        return self._step.leave(params, optimizer_state)
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
@@ -343,7 +333,7 @@ class Exchange:
             self._replica.take_anchor(params)
         else:
             self._replica.drop_anchor()
-        return self._exchange(update, params, optimizer_state)
+        return self._step.run(update, params, optimizer_state)
 
     def step_moved(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """Like ``step``, after the caller's optimiser has moved ``params``: what it has added is the update.
@@ -383,7 +373,7 @@ class Exchange:
         self._tell_params(params)
         self.wait_for_peers()
         self._entrance.come_in(params, self._optimizer_state)
-        self._poll(timeout_s)
+        self._step.poll(timeout_s)
         arrived = [messages for _, messages in self._members.take_all()]
         if arrived:
             scale = self._options.scale_for(len(self.members) + 1)
@@ -399,16 +389,11 @@ class Exchange:
         self.wait_for_peers()
         self._optimizer_state = optimizer_state
         self._entrance.come_in(params, optimizer_state)
-        if self._progress.own is None:
-            return
-        try:
-            self._finish(self._progress.own, params, optimizer_state, has_moved=True)
-        except _LeftBehind:
-            self._entrance.come_in(params, optimizer_state)
+        self._step.finish_earlier(params, optimizer_state)
 
     def _tell_params(self, params: Any) -> None:
         """Let the others know what the parameters are like, once."""
-        if not self._members.knows_params:
+        if not self._members.greetings.knows_params:
             self._members.tell_params(described(params))
 
     def _check_host(self, params: Any, optimizer_state: Sequence[Any]) -> None:
@@ -425,213 +410,13 @@ class Exchange:
         replica.local_steps += 1
         if replica.local_steps < self._options.every:
             result = StepResult.local(self._progress.step)
-            self._totals.add(result)
+            self._step.totals.add(result)
             return result
         try:
-            return self._exchange(replica.moved(params), params, optimizer_state)
+            return self._step.run(replica.moved(params), params, optimizer_state)
         except NonFiniteUpdate:
             replica.go_back(params)
             raise
-
-    def _exchange(
-        self,
-        update: Any,
-        params: Any,
-        optimizer_state: Sequence[Any],
-        *,
-        flushes: bool = False,
-    ) -> StepResult:
-        """Send the update, from the room for it to the parameters that hold it."""
-        self._wait_for_room(params, optimizer_state)
-        begin_s = clock.now_s()
-        if flushes:
-            messages = self._groups.flush()
-        else:
-            codec = self._preparer.begin(self._progress.step, self._options.codec)
-            messages = self._groups.encode(self._preparer.update(update), codec)
-            self._preparer.mask(messages)
-        self._progress.own = self._packed(messages, optimizer_state, clock.now_s() - begin_s)
-        self._replica.go_back(params)
-        while True:
-            try:
-                return self._finish(self._progress.own, params, optimizer_state)
-            except _LeftBehind:
-                # The others went on without this update: it is in the residual again, for the step at which they take
-                # this node in.
-                self._entrance.come_in(params, optimizer_state)
-            codec = self._options.codec
-            messages = self._groups.flush() if flushes else self._groups.encode(None, codec)
-            self._progress.own = self._packed(messages, optimizer_state, 0.0)
-
-    def _packed(
-        self, messages: list[Message], optimizer_state: Sequence[Any], encode_s: float
-    ) -> Own:
-        if self._options.average_optimizer:
-            messages += optimizer_messages(optimizer_state)
-        payload = messages[0] if len(messages) == 1 else b"".join(map(bytes, messages))
-        return Own(self._progress.step, messages, payload, encode_s)
-
-    def _wait_for_room(self, params: Any, optimizer_state: Sequence[Any]) -> None:
-        """Go on receiving until the node has room for one more message and no member is too far behind."""
-        deadline_s = clock.now_s() + self._options.timeout_s
-        while True:
-            if self._members.phase is Phase.JOINING:
-                self._entrance.come_in(params, optimizer_state)
-            what = self._obstacle()
-            if what is None:
-                return
-            if clock.now_s() >= deadline_s:
-                raise WouldBlock(
-                    f"step {self._progress.step} cannot begin within {self._options.timeout_s:g} s: {what}; "
-                    "the update was not taken"
-                )
-            self._poll(_ROOM_POLL_S)
-
-    def _obstacle(self) -> str | None:
-        """Return what keeps this node from sending one more update, None if nothing does."""
-        if not self._node.has_room(self._room_bytes):
-            return "no room to send it: a peer does not take its messages"
-        if self._options.is_sync:
-            return None
-        if self._staleness() > self._options.max_staleness:
-            return f"this node is {self._staleness()} steps ahead of another"
-        oldest = self._progress.oldest
-        if oldest is not None and oldest.ticket is not None and not oldest.ticket.is_done:
-            return f"a peer has not got step {oldest.step} yet"
-        return None
-
-    def _poll(self, timeout_s: float) -> None:
-        self._entrance.pump()
-        self._members.poll(timeout_s, self._progress.step)
-
-    def _staleness(self) -> int:
-        slowest = self._members.slowest
-        return 0 if slowest is None else max(0, self._progress.step - slowest)
-
-    def _finish(
-        self, own: Own, params: Any, optimizer_state: Sequence[Any], *, has_moved: bool = False
-    ) -> StepResult:
-        """Hand over the pending message, wait for the others' and apply all of them."""
-        begin_s = clock.now_s()
-        try:
-            self._swap(own)
-        except TooLarge:
-            self._replica.put_back(own.messages, params)
-            raise
-        swapped_s = clock.now_s()
-        contributors, others = self._taken(own)
-        is_exact = self._apply(others, own, params, optimizer_state, has_moved=has_moved)
-        if self._options.is_sync:
-            self._members.finish_step(own.step, contributors)
-        first = own.messages[0]
-        result = StepResult(
-            step=self._progress.step,
-            sent_bytes=own.nbytes,
-            density=density_of(own.messages[: len(self._groups)]),
-            threshold=first.threshold,
-            is_shakeup=first.is_shakeup,
-            received=len(others),
-            received_bytes=sum(one.nbytes for _, messages in others for one in messages),
-            applied=len(others) + 1,
-            ignored=self._members.ignored,
-            lost=tuple(self._members.lost),
-            joined=tuple(self._members.joined),
-            is_exact=is_exact,
-            encode_s=own.encode_s,
-            wait_s=swapped_s - begin_s,
-            apply_s=clock.now_s() - swapped_s,
-            staleness=0 if self._options.is_sync else self._staleness(),
-            ratio=4 * self._groups.numel / own.nbytes,
-        )
-        self._progress.own = None
-        self._progress.sent.append(own)
-        self._progress.step += 1
-        self._members.lost, self._members.joined, self._members.ignored = [], [], 0
-        self._totals.add(result)
-        self._entrance.serve(params, optimizer_state)
-        if self._options.on_step is not None:
-            self._options.on_step(result)
-        self._comparison.take_part(params)
-        return result
-
-    def _swap(self, own: Own) -> None:
-        """Return when the own message is handed over and, in synchronous mode, every live member's is here."""
-        deadline_s = clock.now_s() + self._options.timeout_s
-        has_dropped = self._options.on_straggler == "raise"
-        poll_s = 0.0
-        while True:
-            self._hand_over(own)
-            self._poll(poll_s)
-            if self._members.phase is Phase.JOINING:
-                raise _LeftBehind
-            missing = self._members.missing(own.step) if self._options.is_sync else frozenset()
-            if own.is_handed_over and not missing:
-                return
-            if clock.now_s() >= deadline_s:
-                if has_dropped:
-                    raise self._timed_out(own, missing)
-                has_dropped = True
-                deadline_s = clock.now_s() + self._options.timeout_s
-                silent = [peer for peer in missing if peer not in self._members.agreement]
-                self._members.suspect(silent, "sends nothing: the others go on without it")
-            poll_s = POLL_S if own.is_handed_over else _ROOM_POLL_S
-
-    def _hand_over(self, own: Own) -> None:
-        """Publish the own message unless that is done; without room it stays for the next try."""
-        if own.is_handed_over:
-            return
-        if self._members.next_step <= own.step:
-            self._members.send_note(own.step, *self._comparison.to_say(own.step))
-        if not self._members.flush():
-            return
-        try:
-            own.ticket = self._node.publish(own.payload, tag=own.step)
-        except WouldBlock:
-            return
-        except TooLarge:
-            self._progress.own = None
-            self._members.next_step = own.step
-            raise
-        own.is_handed_over = True
-
-    def _timed_out(self, own: Own, missing: frozenset[Peer]) -> TimeoutError:
-        if not own.is_handed_over:
-            what = "no room to send it: a peer does not take its messages"
-        else:
-            names = ", ".join(peer.address for peer in sorted(missing))
-            what = f"no message from {names}, though connected"
-        return TimeoutError(
-            f"step {own.step} is not finished after {self._options.timeout_s:g} s: {what}; "
-            "the next call goes on with it"
-        )
-
-    # ---- the parameters ----------------------------------------------------------------------------------------------
-
-    def _taken(self, own: Own) -> tuple[list[Peer], list[tuple[Peer, list[Message]]]]:
-        """Take the messages to apply from the members: return who sent them, and what."""
-        taken = (
-            self._members.take_step(own.step) if self._options.is_sync else self._members.take_all()
-        )
-        return [peer for peer, _ in taken], taken
-
-    def _apply(
-        self,
-        others: list[tuple[Peer, list[Message]]],
-        own: Own,
-        params: Any,
-        optimizer_state: Sequence[Any],
-        *,
-        has_moved: bool,
-    ) -> bool:
-        """Add all messages by node id, the own ones at their place; return whether that was provably exact."""
-        in_order = sorted([*others, (self._node.peer, own.messages)], key=lambda one: one[0])
-        payloads = [messages for _, messages in in_order]
-        if self._options.average_optimizer:
-            average_optimizer(payloads, len(self._groups), optimizer_state)
-        count = len(payloads) if self._options.is_sync else len(self.members) + 1
-        return self._replica.apply(
-            payloads, params, self._options.scale_for(count), has_moved=has_moved
-        )
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -641,20 +426,7 @@ class Exchange:
         Every worker keeps its own. Resumed by nodes with the same ids (``Node(node_id=...)``), synchronous training
         goes on bit for bit. A message that is encoded but not finished is put back, so nothing is lost with it.
         """
-        encoders = [encoder.state_dict() for encoder in self._groups.encoders]
-        if self._progress.own is not None:
-            for encoder, message in zip(encoders, self._progress.own.messages, strict=False):
-                apply(message, encoder["residual"])
-        total = self._replica.total
-        return {
-            "format": checkpoint.FORMAT,
-            "step": self._progress.step,
-            "encoders": encoders,
-            "velocity": copies(self._preparer.velocity),
-            "anchor": copies(self._replica.anchor),
-            "local_steps": self._replica.local_steps,
-            "exact": total.state_dict() if isinstance(total, ExactSum) else None,
-        }
+        return checkpoint.state_of(self._groups, self._step.preparer, self._replica, self._progress)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, before the first step.
@@ -664,38 +436,10 @@ class Exchange:
             RuntimeError: this exchange has begun.
         """
         checkpoint.check_format(state)
-        if self._members.has_begun:
+        if self._has_begun:
             raise RuntimeError("this exchange has begun: load the state into a new one")
-        if len(state["encoders"]) != len(self._groups):
-            raise ValueError(
-                f"state has {len(state['encoders'])} groups, this exchange {len(self._groups)}"
-            )
-        total = self._replica.total
-        if isinstance(total, ExactSum) != (state["exact"] is not None):
-            raise ValueError("one of state and exchange is exact, the other is not")
-        for encoder, one in zip(self._groups.encoders, state["encoders"], strict=True):
-            encoder.load_state_dict(one)
-        if isinstance(total, ExactSum):
-            total.load_state_dict(state["exact"])
-        self._preparer.velocity = copies(state["velocity"])
-        self._replica.anchor = copies(state["anchor"])
-        self._replica.local_steps = state["local_steps"]
-        self._progress.step = state["step"]
-
-    def _model(self) -> Model:
-        """Return everything that has to be the same on all nodes."""
-        options = self._options
-        return Model(
-            {
-                "versions": [VERSION, MESSAGE_VERSION],
-                "groups": [[one.key, one.numel, one.dtype] for one in self._groups.encoders],
-                "mode": options.mode,
-                "every": options.every,
-                "scale": options.scale,
-                "average": options.is_average,
-                "exact": options.exact,
-                "average_optimizer": options.average_optimizer,
-            }
+        checkpoint.load_state(
+            state, self._groups, self._step.preparer, self._replica, self._progress
         )
 
     def rescale(self, factor: float) -> None:
@@ -714,5 +458,5 @@ class Exchange:
                 "with apply_residual the parameters hold the residual: nothing is left to rescale"
             )
         self._groups.rescale(factor)
-        for velocity in self._preparer.velocity:
+        for velocity in self._step.preparer.velocity:
             velocity *= velocity.dtype.type(factor)

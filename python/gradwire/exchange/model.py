@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from .control import VERSION
+from .groups import Groups
+from .options import Options
+
 __all__ = ["Model"]
+
+MESSAGE_VERSION = 1  # of docs/message-format.md
 
 _VERSIONS = "versions"
 _PARAMS = "params"
@@ -25,6 +31,22 @@ class Model:
 
     def __init__(self, entries: dict[str, Any]) -> None:
         self.entries: dict[str, Any] = {**entries, _PARAMS: None}
+
+    @staticmethod
+    def of(options: Options, groups: Groups) -> Model:
+        """Return the model of one node."""
+        return Model(
+            {
+                _VERSIONS: [VERSION, MESSAGE_VERSION],
+                "groups": [[one.key, one.numel, one.dtype] for one in groups.encoders],
+                "mode": options.mode,
+                "every": options.every,
+                "scale": options.scale,
+                "average": options.is_average,
+                "exact": options.exact,
+                "average_optimizer": options.average_optimizer,
+            }
+        )
 
     @property
     def params(self) -> list[Any] | None:

@@ -60,3 +60,9 @@ class Progress:
     def oldest(self) -> Own | None:
         """The oldest of the messages that are kept; None while there is room for more."""
         return self.sent[0] if len(self.sent) == self.keeps else None
+
+    def finish(self, own: Own) -> None:
+        """The step of these messages is done: keep them a little longer, and go on to the next."""
+        self.own = None
+        self.sent.append(own)
+        self.step += 1

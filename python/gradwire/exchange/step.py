@@ -1,0 +1,201 @@
+"""One step, in its order: room, encode, hand over and wait, apply, tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import TooLarge
+from ..message import Message
+from . import clock
+from .comparison import Comparison
+from .entrance import Entrance
+from .groups import Groups, density_of
+from .handover import Handover, LeftBehind
+from .members import Members
+from .optimizer_state import average_optimizer, optimizer_messages
+from .options import Options
+from .prepare import Preparer
+from .progress import Own, Progress
+from .replica import Replica
+from .results import StepResult, Totals
+from .roster import Roster
+
+if TYPE_CHECKING:
+    from ..transport import Node, Peer
+
+__all__ = ["Step"]
+
+
+class Step:
+    """Does the steps that send something.
+
+    Attributes:
+        preparer: what happens to an update before it is encoded.
+        totals: of all steps.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        options: Options,
+        groups: Groups,
+        roster: Roster,
+        members: Members,
+        replica: Replica,
+        comparison: Comparison,
+        entrance: Entrance,
+        progress: Progress,
+    ) -> None:
+        self._options = options
+        self._groups = groups
+        self._roster = roster
+        self._members = members
+        self._replica = replica
+        self._comparison = comparison
+        self._entrance = entrance
+        self._progress = progress
+        self._handover = Handover(
+            node, options, groups, roster, members, comparison, progress, self.poll
+        )
+        self.preparer = Preparer(options.preparation, groups)
+        self.totals = Totals()
+
+    def poll(self, timeout_s: float) -> None:
+        """Send what there is room for, and receive for up to ``timeout_s``."""
+        self._entrance.pump()
+        self._members.poll(timeout_s, self._progress.step)
+
+    def run(
+        self,
+        update: Any,
+        params: Any,
+        optimizer_state: Sequence[Any],
+        *,
+        flushes: bool = False,
+    ) -> StepResult:
+        """Send an update, from the room for it to the parameters that hold it; the arguments are ``Exchange.step``'s.
+
+        With ``flushes`` everything that is left in the residuals is sent instead.
+        """
+        self._handover.wait_for_room(lambda: self._entrance.come_in(params, optimizer_state))
+        begin_s = clock.now_s()
+        if flushes:
+            messages = self._groups.flush()
+        else:
+            codec = self.preparer.begin(self._progress.step, self._options.codec)
+            messages = self._groups.encode(self.preparer.update(update), codec)
+            self.preparer.mask(messages)
+        own = self._keep(messages, optimizer_state, clock.now_s() - begin_s)
+        self._replica.go_back(params)
+        while True:
+            try:
+                return self._finish(own, params, optimizer_state, has_moved=False)
+            except LeftBehind:
+                # The others went on without this update: it is in the residual again, for the step at which they take
+                # this node in.
+                self._entrance.come_in(params, optimizer_state)
+            codec = self._options.codec
+            messages = self._groups.flush() if flushes else self._groups.encode(None, codec)
+            own = self._keep(messages, optimizer_state, 0.0)
+
+    def leave(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
+        """Send everything that is left as the last update, and say so."""
+        result = self.run(None, params, optimizer_state, flushes=True)
+        self._handover.say_goodbye()
+        return result
+
+    def finish_earlier(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+        """Finish a step that was interrupted after encoding, if there is one."""
+        own = self._progress.own
+        if own is None:
+            return
+        try:
+            self._finish(own, params, optimizer_state, has_moved=True)
+        except LeftBehind:
+            self._entrance.come_in(params, optimizer_state)
+
+    def _keep(
+        self, messages: list[Message], optimizer_state: Sequence[Any], encode_s: float
+    ) -> Own:
+        """Keep the encoded messages until the step is finished."""
+        if self._options.average_optimizer:
+            messages += optimizer_messages(optimizer_state)
+        payload = messages[0] if len(messages) == 1 else b"".join(map(bytes, messages))
+        own = Own(self._progress.step, messages, payload, encode_s)
+        self._progress.own = own
+        return own
+
+    def _finish(
+        self, own: Own, params: Any, optimizer_state: Sequence[Any], *, has_moved: bool
+    ) -> StepResult:
+        """Hand over the pending message, wait for the others' and apply all of them."""
+        begin_s = clock.now_s()
+        try:
+            self._handover.swap(own)
+        except TooLarge:
+            self._replica.put_back(own.messages, params)
+            raise
+        swapped_s = clock.now_s()
+        is_sync = self._options.is_sync
+        others = self._roster.take_step(own.step) if is_sync else self._members.take_all()
+        is_exact = self._apply(others, own, params, optimizer_state, has_moved=has_moved)
+        if is_sync:
+            self._members.finish_step(own.step, [peer for peer, _ in others])
+        result = self._result(own, others, is_exact, swapped_s - begin_s, clock.now_s() - swapped_s)
+        self._progress.finish(own)
+        self.totals.add(result)
+        self._entrance.serve(params, optimizer_state)
+        if self._options.on_step is not None:
+            self._options.on_step(result)
+        self._comparison.take_part(params)
+        return result
+
+    def _apply(
+        self,
+        others: list[tuple[Peer, list[Message]]],
+        own: Own,
+        params: Any,
+        optimizer_state: Sequence[Any],
+        *,
+        has_moved: bool,
+    ) -> bool:
+        """Add all messages by node id, the own ones at their place; return whether that was provably exact."""
+        in_order = sorted([*others, (self._roster.me, own.messages)], key=lambda one: one[0])
+        payloads = [messages for _, messages in in_order]
+        if self._options.average_optimizer:
+            average_optimizer(payloads, len(self._groups), optimizer_state)
+        count = len(payloads) if self._options.is_sync else len(self._roster.peers) + 1
+        return self._replica.apply(
+            payloads, params, self._options.scale_for(count), has_moved=has_moved
+        )
+
+    def _result(
+        self,
+        own: Own,
+        others: list[tuple[Peer, list[Message]]],
+        is_exact: bool,
+        wait_s: float,
+        apply_s: float,
+    ) -> StepResult:
+        first = own.messages[0]
+        lost, joined, ignored = self._roster.take_news()
+        return StepResult(
+            step=self._progress.step,
+            sent_bytes=own.nbytes,
+            density=density_of(own.messages[: len(self._groups)]),
+            threshold=first.threshold,
+            is_shakeup=first.is_shakeup,
+            received=len(others),
+            received_bytes=sum(one.nbytes for _, messages in others for one in messages),
+            applied=len(others) + 1,
+            ignored=ignored,
+            lost=lost,
+            joined=joined,
+            is_exact=is_exact,
+            encode_s=own.encode_s,
+            wait_s=wait_s,
+            apply_s=apply_s,
+            staleness=0 if self._options.is_sync else self._handover.staleness(),
+            ratio=4 * self._groups.numel / own.nbytes,
+        )
