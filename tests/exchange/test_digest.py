@@ -122,7 +122,8 @@ def test_the_majority_is_right_and_of_equals_the_lowest_id() -> None:
         peers = [Peer(1 + 9 * index, 1, f"peer{index}:1") for index in range(len(others))]
         with cluster(0):
             digests = Digests(me, 1.0, ahead=1)
-            assert digests.name_cut(3, is_first=True) == 4
+            assert digests.may_name
+            assert digests.name_cut(3) == 4
             digests.compute(4, lambda _: mine)
             for peer, one in zip(peers, others, strict=True):
                 digests.hear(peer, Note(digest=(4, one)))
@@ -156,7 +157,7 @@ def test_expensive_digests_come_less_often() -> None:
 
         cuts = []
         for step in range(100):
-            cuts.append(digests.name_cut(step, is_first=True))
+            cuts.append(digests.name_cut(step) if digests.may_name else None)
             digests.compute(step + 1, slow)
             world.now_s += 1.0
     named = [at for at, cut in enumerate(cuts) if cut is not None]

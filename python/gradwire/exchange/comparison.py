@@ -40,7 +40,8 @@ class Comparison:
 
     def to_say(self, step: int) -> tuple[int | None, tuple[int, str] | None]:
         """Return the cut to name and the digest to tell with the update of ``step``, None for none."""
-        cut = self._digests.name_cut(step, is_first=self._roster.is_first)
+        names = self._digests.may_name and self._roster.is_first
+        cut = self._digests.name_cut(step) if names else None
         return cut, self._digests.take()
 
     def forget(self) -> None:
@@ -50,7 +51,7 @@ class Comparison:
     def take_part(self, params: Any) -> None:
         """Between two steps: take part in comparing the replicas."""
         self.hear_and_compute(params)
-        if self._roster.phase is Phase.IN:
+        if self._digests.has_news and self._roster.phase is Phase.IN:
             self._digests.judge(self._roster.peers)
 
     def hear_and_compute(self, params: Any) -> None:

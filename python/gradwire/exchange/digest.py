@@ -65,14 +65,16 @@ class Digests:
         self._heard: dict[int, dict[Peer, str]] = {}
         self.agreed = 0
 
-    def name_cut(self, step: int, *, is_first: bool) -> int | None:
-        """Return the cut to name in the note of ``step``; ``is_first``: this member has the lowest id."""
-        now_s = clock.now_s()
-        if not self._every_s or not is_first or self._cut is not None:
-            return None
-        if self._due_s is not None and now_s < self._due_s:
-            return None
-        self._due_s = now_s + self._interval_s
+    @property
+    def may_name(self) -> bool:
+        """Whether it is time to name a cut, for the member that does."""
+        if not self._every_s or self._cut is not None:
+            return False
+        return self._due_s is None or clock.now_s() >= self._due_s
+
+    def name_cut(self, step: int) -> int:
+        """Return the cut to name in the note of ``step``."""
+        self._due_s = clock.now_s() + self._interval_s
         self._cut = step + self._ahead
         return self._cut
 
@@ -115,14 +117,17 @@ class Digests:
             self._to_send = (cut, own)
             self._heard.setdefault(cut, {})[self._me] = own
 
+    @property
+    def has_news(self) -> bool:
+        """Whether digests wait to be compared."""
+        return bool(self._heard)
+
     def judge(self, peers: Iterable[Peer]) -> None:
         """Compare the digests of a cut of which all members have told.
 
         Raises:
             Diverged: most others hold something else than this node.
         """
-        if not self._heard:
-            return
         everybody = {self._me, *peers}
         for cut in sorted(self._heard):
             digests = self._heard[cut]

@@ -167,9 +167,7 @@ class Going:
             if peer in finals and stream.position >= finals[peer]
         ]
         for peer in gone:
-            roster.past[peer] = roster.members.pop(peer)
-            roster.broken.discard(peer)
-            roster.lost.append(peer)
+            roster.remove_member(peer)
         if gone:
             names = ", ".join(peer.address for peer in gone)
             _LOG.warning("without %s: %d nodes go on", names, len(roster.members) + 1)

@@ -51,6 +51,11 @@ class Groups:
     Args:
         groups: in the order of their messages; ``Groups.of`` makes them for a model.
 
+    Attributes:
+        groups: as given.
+        encoders: theirs, in order.
+        numel: elements of all groups.
+
     Raises:
         ValueError: no group, or two encoders with the same key.
 
@@ -65,6 +70,8 @@ class Groups:
         if not groups or len(set(keys)) != len(keys):
             raise ValueError(f"every group needs an encoder with a key of its own, got keys {keys}")
         self.groups = tuple(groups)
+        self.encoders = tuple(group.encoder for group in self.groups)
+        self.numel = sum(encoder.numel for encoder in self.encoders)
 
     @staticmethod
     def of(
@@ -134,16 +141,6 @@ class Groups:
     def around(encoder: Encoder | Groups) -> Groups:
         """Return groups as they are, a single encoder as the only group."""
         return encoder if isinstance(encoder, Groups) else Groups([Group(encoder)])
-
-    @property
-    def encoders(self) -> tuple[Encoder, ...]:
-        """The encoders, in order."""
-        return tuple(group.encoder for group in self.groups)
-
-    @property
-    def numel(self) -> int:
-        """Elements of all groups."""
-        return sum(encoder.numel for encoder in self.encoders)
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -250,7 +247,7 @@ class Groups:
                 f"{len(messages)} messages for {len(self.groups)} groups of parameters"
             )
         for encoder, message in zip(self.encoders, messages, strict=False):
-            if (message.numel, message.key) != (encoder.numel, encoder.key):
+            if message.numel != encoder.numel or message.key != encoder.key:
                 raise MessageError(
                     f"a message for group {message.key} has {message.numel} elements, this node's "
                     f"updates of group {encoder.key} have {encoder.numel}"

@@ -55,6 +55,7 @@ class Members:
         self.on_gone: Callable[[Peer], None] = lambda _: None
         self._connected_in_order: tuple[Peer, ...] = ()
         self._connected: frozenset[Peer] = frozenset()
+        self._has_greeted = False  # somebody, since the last look at who is connected
         self._ready: set[Peer] = set()  # newcomers that follow the members' steps
         self._own_notes: dict[int, Note] = {}
 
@@ -138,11 +139,10 @@ class Members:
         """Admit those that all members have named with their update of ``step``, this node among them or not."""
         roster = self._roster
         roster.next_step = max(roster.next_step, step + 1)
-        notes = [
-            roster.members[peer].notes.get(step) for peer in contributors if peer in roster.members
-        ]
-        if roster.phase is Phase.IN:
-            notes.append(self._own_notes.pop(step, None))
+        notes = [self._own_notes.pop(step, None)] if roster.phase is Phase.IN else []
+        if notes != [None]:  # what this node does not say is not said by all
+            members = roster.members
+            notes += [members[peer].notes.get(step) for peer in contributors if peer in members]
         admitted = _named_by_all(notes)
         known = by_place(roster.others) if admitted else {}
         for place in sorted(admitted):
@@ -166,12 +166,9 @@ class Members:
         for event in events:
             if isinstance(event, PeerLost):
                 self._forget(event.peer)
-        # Words of a peer may be read after the connection that they came through has ended, or before it is seen.
-        if (
-            events
-            or peers != self._connected_in_order
-            or not self.greetings.hellos.keys() <= self._connected
-        ):
+        # A greeting may be read after the connection that it came through has ended, or before it is seen.
+        if events or self._has_greeted or peers != self._connected_in_order:
+            self._has_greeted = False
             self._connected_in_order, self._connected = peers, frozenset(peers)
             for peer in self.greetings.greet(self._connected):
                 self._forget(peer)
@@ -233,6 +230,7 @@ class Members:
 
     def _take_hello(self, peer: Peer, payload: memoryview) -> None:
         roster = self._roster
+        self._has_greeted = True
         hello, before = self.greetings.take(peer, payload)
         self._ready.discard(peer)
         if peer in self.greetings.misfits:

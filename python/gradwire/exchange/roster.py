@@ -15,6 +15,8 @@ from .stream import Stream
 
 __all__ = ["Roster", "by_place"]
 
+_NOBODY: frozenset[Peer] = frozenset()
+
 
 class Roster:
     """The members, this node's place among them, and the updates of every node.
@@ -57,6 +59,7 @@ class Roster:
         self.ignored = 0
         self._groups = groups
         self._keeps = keeps
+        self._sorted: tuple[Peer, ...] = ()  # the members
         self._oldest_cut = 0  # what this node has applied is known from here on, update by update
 
     # ---- who is there ------------------------------------------------------------------------------------------------
@@ -64,12 +67,15 @@ class Roster:
     @property
     def peers(self) -> tuple[Peer, ...]:
         """The members besides this node that are not gone, by node id."""
-        return tuple(sorted(peer for peer in self.members if peer not in self.agreement))
+        if not self.agreement.held:
+            return self._sorted
+        return tuple(peer for peer in self._sorted if peer not in self.agreement)
 
     @property
     def is_first(self) -> bool:
         """Whether this node has the lowest id of all members."""
-        return self.phase is Phase.IN and all(self.me < peer for peer in self.peers)
+        peers = self.peers
+        return self.phase is Phase.IN and (not peers or self.me < peers[0])
 
     def names_at(self, cut: int) -> str:
         """Return what tells apart who contributed to the state at a cut, as far as this node knows."""
@@ -97,12 +103,11 @@ class Roster:
 
     def missing(self, step: int) -> frozenset[Peer]:
         """Return the members whose update of ``step`` is still to come, or of whom it is not agreed whether."""
+        missing = [peer for peer, stream in self.members.items() if step not in stream]
+        if not missing:
+            return _NOBODY
         finals = self.agreement.finals
-        return frozenset(
-            peer
-            for peer, stream in self.members.items()
-            if step not in stream and step < finals.get(peer, step + 1)
-        )
+        return frozenset(peer for peer in missing if step < finals.get(peer, step + 1))
 
     def is_ready_for(self, step: int) -> bool:
         """Whether this node, not a member yet, can follow the members through ``step``."""
@@ -117,10 +122,9 @@ class Roster:
 
     def stream_of(self, peer: Peer) -> Stream | None:
         """Return where the updates of a node belong, None where they do not."""
-        stream = self.others.get(peer)
-        if stream is None and peer not in self.agreement:
-            stream = self.members.get(peer)
-        return stream
+        if peer in self.others:
+            return self.others[peer]
+        return None if peer in self.agreement.held else self.members.get(peer)
 
     def parse(self, peer: Peer, step: int, payload: memoryview) -> list[Message]:
         """Return the messages of an update.
@@ -189,6 +193,7 @@ class Roster:
             raise self.wrong_step(peer, stream.first)
         stream.start_at(at)
         self.members[peer] = stream
+        self._sorted = tuple(sorted(self.members))
         if peer in self.past:
             self._oldest_cut = max(self._oldest_cut, at)
         self.past.pop(peer, None)
@@ -214,8 +219,16 @@ class Roster:
             is_whole = peer not in self.agreement and peer not in self.broken
             self.others.setdefault(peer, stream if is_whole else self.new_stream())
         self.members.clear()
+        self._sorted = ()
         self.broken.clear()
         self.agreement.begin_anew()
+
+    def remove_member(self, peer: Peer) -> None:
+        """Let a member go of which everything is applied."""
+        self.past[peer] = self.members.pop(peer)
+        self._sorted = tuple(sorted(self.members))
+        self.broken.discard(peer)
+        self.lost.append(peer)
 
     def take_news(self) -> tuple[tuple[Peer, ...], tuple[Peer, ...], int]:
         """Return who went, who came, and how many messages were ignored, once."""

@@ -161,7 +161,7 @@ class Step:
         has_moved: bool,
     ) -> bool:
         """Add all messages by node id, the own ones at their place; return whether that was provably exact."""
-        in_order = sorted([*others, (self._roster.me, own.messages)], key=lambda one: one[0])
+        in_order = sorted([*others, (self._roster.me, own.messages)], key=_by_node_id)
         payloads = [messages for _, messages in in_order]
         if self._options.average_optimizer:
             average_optimizer(payloads, len(self._groups), optimizer_state)
@@ -199,3 +199,7 @@ class Step:
             staleness=0 if self._options.is_sync else self._handover.staleness(),
             ratio=4 * self._groups.numel / own.nbytes,
         )
+
+
+def _by_node_id(one: tuple[Peer, list[Message]]) -> tuple[int, int]:
+    return one[0].id, one[0].incarnation

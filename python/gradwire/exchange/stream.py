@@ -88,7 +88,10 @@ class Stream:
 
     def _trim(self) -> None:
         oldest = self.position - self._keeps
-        if oldest - 1 in self._payloads or len(self._payloads) > 2 * self._keeps + 16:
+        # One goes with each that is applied; there are more only where this node came in or fell behind.
+        self._payloads.pop(oldest - 1, None)
+        self.notes.pop(oldest - 1, None)
+        if len(self._payloads) > 2 * self._keeps + 16:
             for step in [step for step in self._payloads if step < oldest]:
                 del self._payloads[step]
                 self.notes.pop(step, None)
