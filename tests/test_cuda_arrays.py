@@ -12,6 +12,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.arrays import cuda_problem, device_of, stream_of
+from gradwire.cuda import _policy_words
 
 from .cuda_arrays import as_tensor, on_device, pair, residual_of, step_both, torch, update_of
 
@@ -59,6 +60,36 @@ def test_streams_are_taken_in_every_form() -> None:
     for wrong in (True, "7", object()):
         with pytest.raises(TypeError, match="stream must be"):
             stream_of(wrong, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule", "fields"),
+    [
+        (gw.FixedThreshold(0.5), 0, {"minimum": 0.5}),
+        (
+            gw.AdaptiveThreshold(0.5, 0.01, 0.1, decay=0.75, minimum=0.25),
+            1,
+            {"minimum": 0.25, "density_min": 0.01, "density_max": 0.1, "decay": 0.75},
+        ),
+        (
+            gw.StepThreshold(0.5, minimum=0.25, step=0.125, trigger=0.01, delay=7),
+            2,
+            {"minimum": 0.25, "step": 0.125, "trigger": 0.01, "delay": 7},
+        ),
+        (gw.TargetDensity(0.01, 0.5, minimum=0.25), 3, {"minimum": 0.25, "density": 0.01}),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_device_is_told_the_numbers_of_a_policy(policy: Any, rule: int, fields: Any) -> None:
+    assert _policy_words(policy, None, None) == {"rule": rule, **fields}
+    both = _policy_words(policy, gw.ShakeUp(every=10, divisor=2.0), gw.ResidualClip(3.0, every=4))
+    habits = {"shakeup_every": 10, "shakeup_divisor": 2.0, "clip_every": 4, "clip_limit": 3.0}
+    assert both == {"rule": rule, **fields, **habits}
+
+
+def test_a_policy_of_the_caller_s_own_is_refused_on_a_device() -> None:
+    with pytest.raises(ValueError, match="one of gradwire's"):
+        _policy_words(object(), None, None)  # type: ignore[arg-type]
 
 
 def test_arrays_on_the_cpu_lie_on_no_device() -> None:

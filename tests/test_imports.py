@@ -19,18 +19,29 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 COMPILED = {"_core", "_cuda"}
-CODEC = COMPILED | {"arrays", "codec", "cuda", "dl4j", "errors", "message", "policy", "reference"}
+CODEC = COMPILED | {
+    "arrays",
+    "codec",
+    "cuda",
+    "dl4j",
+    "errors",
+    "message",
+    "policy",
+    "reference",
+    "state",
+}
 FRONT_DOOR = "gradwire"
 
 # For every room, the rooms it may import. The front door itself is for the thin rooms on top.
 ALLOWED = {
     "errors": set(),
     "policy": {"errors"},
+    "state": {"policy"},
     "arrays": COMPILED | {"errors"},
     "message": COMPILED | {"arrays", "errors"},
     # The encoder of a device is one more encoder; it is imported when somebody asks for that device.
-    "codec": COMPILED | {"arrays", "cuda", "errors", "message", "policy"},
-    "cuda": COMPILED | {"arrays", "codec", "policy"},
+    "codec": COMPILED | {"arrays", "cuda", "errors", "message", "policy", "state"},
+    "cuda": COMPILED | {"arrays", "codec", "policy", "state"},
     "reference": {"errors", "policy"},
     "dl4j": {"errors", "message", "policy"},
     "transport": {"errors", "transport"},

@@ -20,10 +20,10 @@ from .policy import (
     ThresholdPolicy,
     round_threshold,
 )
+from .state import EncoderState, check_range
 
 __all__ = ["Encoder", "EncoderStats", "backends"]
 
-_STATE_FORMAT = 1
 _MAX_NUMEL = 2**48
 _STEP_MASK = 2**32 - 1
 _FLAG_SHAKEUP = 1
@@ -136,9 +136,9 @@ class Encoder:
             threshold = AdaptiveThreshold()
         elif isinstance(threshold, (int, float)):
             threshold = FixedThreshold(float(threshold))
-        _check_range("numel", numel, 0, _MAX_NUMEL)
-        _check_range("key", key, 0, 2**32 - 1)
-        _check_range("threads", threads, 1, 1024)
+        check_range("numel", numel, 0, _MAX_NUMEL)
+        check_range("key", key, 0, 2**32 - 1)
+        check_range("threads", threads, 1, 1024)
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f'on_nonfinite must be "raise" or "skip", got {on_nonfinite!r}')
         self.numel = numel
@@ -250,15 +250,9 @@ class Encoder:
 
         The policies are not part of it: they hold no state.
         """
-        return {
-            "format": _STATE_FORMAT,
-            "numel": self.numel,
-            "dtype": self.dtype,
-            "residual": self._residual.copy(),
-            "threshold": self._threshold,
-            "step": self._step,
-            "changed_at": self._changed_at,
-        }
+        return EncoderState(
+            self._residual.copy(), self._threshold, self._step, self._changed_at
+        ).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, bit for bit; the residual is copied into the encoder's own memory.
@@ -266,27 +260,11 @@ class Encoder:
         Raises:
             ValueError: the state is of another format, size or dtype; nothing has changed then.
         """
-        if state.get("format") != _STATE_FORMAT:
-            raise ValueError(
-                f"state has format {state.get('format')!r}, this gradwire reads {_STATE_FORMAT}"
-            )
-        residual = np.asarray(state["residual"])
-        if residual.shape != (self.numel,) or str(residual.dtype) != self.dtype:
-            raise ValueError(
-                f"state is of {residual.dtype}{list(residual.shape)}, "
-                f"this encoder of {self.dtype}[{self.numel}]"
-            )
-        threshold, step, changed_at = (
-            float(state["threshold"]),
-            int(state["step"]),
-            int(state["changed_at"]),
-        )
-        round_threshold(threshold)
-        _check_range("step", step, 0, 2**63)
-        self._residual[...] = residual
-        self._set_threshold(threshold)
-        self._step = step
-        self._changed_at = changed_at
+        found = EncoderState.of(state, self.numel, self.dtype)
+        self._residual[...] = found.residual
+        self._set_threshold(found.threshold)
+        self._step = found.step
+        self._changed_at = found.changed_at
 
     def __repr__(self) -> str:
         return (
@@ -338,13 +316,6 @@ def backends() -> list[str]:
     True
     """
     return [*_core.usable_isas(), *([] if cuda_problem() else ["cuda"])]
-
-
-def _check_range(name: str, value: int, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if not least <= value <= most:
-        raise ValueError(f"{name} must be {least} to {most}, got {value}")
 
 
 def _residual_dtype(dtype: Any) -> Literal["float32", "float64"]:

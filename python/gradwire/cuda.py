@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from .arrays import cuda_core, stream_of
-from .codec import _STATE_FORMAT, Encoder, EncoderStats, _check_range
+from .codec import Encoder, EncoderStats
 from .policy import (
     AdaptiveThreshold,
     FixedThreshold,
@@ -18,14 +16,20 @@ from .policy import (
     ThresholdPolicy,
     round_threshold,
 )
+from .state import EncoderState
 
 if TYPE_CHECKING:
     from ._cuda import CudaMessage, DeviceArray
 
 __all__ = ["CudaEncoder"]
 
-# csrc/cuda/policy.h: Rule
-_FIXED, _ADAPTIVE, _STEP, _TARGET_DENSITY = range(4)
+# csrc/cuda/policy.h: the number of each Rule, and those fields of its policy that have the same names there.
+_RULES: dict[type, tuple[int, tuple[str, ...]]] = {
+    FixedThreshold: (0, ()),
+    AdaptiveThreshold: (1, ("minimum", "density_min", "density_max", "decay")),
+    StepThreshold: (2, ("minimum", "step", "trigger", "delay")),
+    TargetDensity: (3, ("minimum", "density")),
+}
 
 
 class CudaEncoder(Encoder):
@@ -157,15 +161,12 @@ class CudaEncoder(Encoder):
     def state_dict(self) -> dict[str, Any]:
         """Return what an encoder on the CPU would, as host arrays: either loads the other's. Waits for the device."""
         state = self._state()
-        return {
-            "format": _STATE_FORMAT,
-            "numel": self.numel,
-            "dtype": self.dtype,
-            "residual": self._device_core.residual_to_host(),
-            "threshold": state["threshold"],
-            "step": state["step"],
-            "changed_at": state["changed_at"],
-        }
+        return EncoderState(
+            self._device_core.residual_to_host(),
+            state["threshold"],
+            state["step"],
+            state["changed_at"],
+        ).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, bit for bit. Waits for the device.
@@ -173,22 +174,9 @@ class CudaEncoder(Encoder):
         Raises:
             ValueError: the state is of another format, size or dtype; nothing has changed then.
         """
-        if state.get("format") != _STATE_FORMAT:
-            raise ValueError(
-                f"state has format {state.get('format')!r}, this gradwire reads {_STATE_FORMAT}"
-            )
-        residual = np.ascontiguousarray(state["residual"])
-        if residual.shape != (self.numel,) or str(residual.dtype) != self.dtype:
-            raise ValueError(
-                f"state is of {residual.dtype}{list(residual.shape)}, "
-                f"this encoder of {self.dtype}[{self.numel}]"
-            )
-        threshold = float(state["threshold"])
-        step, changed_at = int(state["step"]), int(state["changed_at"])
-        round_threshold(threshold)
-        _check_range("step", step, 0, 2**63)
-        self._device_core.residual_from_host(residual)
-        self._device_core.set_state(threshold, step, changed_at)
+        found = EncoderState.of(state, self.numel, self.dtype)
+        self._device_core.residual_from_host(found.residual)
+        self._device_core.set_state(found.threshold, found.step, found.changed_at)
 
     def __repr__(self) -> str:
         return f"<gradwire.Encoder {self.dtype}[{self.numel}] key={self.key} device={self.device}>"
@@ -213,35 +201,14 @@ def _policy_words(
     policy: ThresholdPolicy, shakeup: ShakeUp | None, clip: ResidualClip | None
 ) -> dict[str, Any]:
     """Return the numbers of csrc/cuda/policy.h's Policy."""
-    words: dict[str, Any]
-    if isinstance(policy, FixedThreshold):
-        words = {"rule": _FIXED, "minimum": policy.value}
-    elif isinstance(policy, AdaptiveThreshold):
-        words = {
-            "rule": _ADAPTIVE,
-            "minimum": policy.minimum,
-            "density_min": policy.density_min,
-            "density_max": policy.density_max,
-            "decay": policy.decay,
-        }
-    elif isinstance(policy, StepThreshold):
-        words = {
-            "rule": _STEP,
-            "minimum": policy.minimum,
-            "step": policy.step,
-            "trigger": policy.trigger,
-            "delay": policy.delay,
-        }
-    elif isinstance(policy, TargetDensity):
-        words = {
-            "rule": _TARGET_DENSITY,
-            "minimum": policy.minimum,
-            "density": policy.density,
-        }
-    else:
+    known = next((one for kind, one in _RULES.items() if isinstance(policy, kind)), None)
+    if known is None:
         raise ValueError(
             f"a policy on a device must be one of gradwire's, which run there, not {policy!r}"
         )
+    rule, names = known
+    words: dict[str, Any] = {"rule": rule, "minimum": policy.initial}  # a fixed one stays there
+    words |= {name: getattr(policy, name) for name in names}
     if shakeup is not None:
         # Never below this, so that no step on the device can be without a threshold.
         round_threshold(words["minimum"] / shakeup.divisor)

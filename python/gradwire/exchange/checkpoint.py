@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..message import apply
+from ..state import check_format
 from .groups import Groups
 from .prepare import Preparer
 from .progress import Progress
@@ -18,6 +19,7 @@ from .views import copies
 __all__ = ["load_state", "redistribute", "state_of"]
 
 _FORMAT = 1
+_WHAT = "state of an exchange"
 
 
 def state_of(
@@ -48,7 +50,7 @@ def load_state(
     Raises:
         ValueError: it is of another format, model or kind of exchange.
     """
-    check_format(state)
+    check_format(state, _FORMAT, _WHAT)
     if len(state["encoders"]) != len(groups):
         raise ValueError(f"state has {len(state['encoders'])} groups, this exchange {len(groups)}")
     total = replica.total
@@ -62,18 +64,6 @@ def load_state(
     replica.anchor = copies(state["anchor"])
     replica.local_steps = state["local_steps"]
     progress.step = state["step"]
-
-
-def check_format(state: dict[str, Any]) -> None:
-    """Refuse the state of another format.
-
-    Raises:
-        ValueError: it is.
-    """
-    if state.get("format") != _FORMAT:
-        raise ValueError(
-            f"state of an exchange has format {state.get('format')!r}, this gradwire reads {_FORMAT}"
-        )
 
 
 def redistribute(
@@ -122,7 +112,7 @@ def _check_alike(states: Sequence[dict[str, Any]]) -> None:
     if not states:
         raise ValueError("there are no states to redistribute")
     for state in states:
-        check_format(state)
+        check_format(state, _FORMAT, _WHAT)
         if state["local_steps"]:
             raise ValueError(
                 f"a state was taken {state['local_steps']} local steps after an exchange: "

@@ -435,7 +435,6 @@ class Exchange:
             ValueError: it is of another format, model or kind of exchange.
             RuntimeError: this exchange has begun.
         """
-        checkpoint.check_format(state)
         if self._has_begun:
             raise RuntimeError("this exchange has begun: load the state into a new one")
         checkpoint.load_state(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..codec import Encoder
+from ..state import check_format
 
 __all__ = ["Residuals"]
 
@@ -139,10 +140,7 @@ class Residuals:
         Raises:
             ValueError: the state is of another format.
         """
-        if state.get("format") != _STATE_FORMAT:
-            raise ValueError(
-                f"state has format {state.get('format')!r}, this gradwire reads {_STATE_FORMAT}"
-            )
+        check_format(state, _STATE_FORMAT)
         self._loaded = {
             name: _Moved(np.asarray(one["residual"]), float(one["threshold"]), int(one["step"]))
             for name, one in state["parameters"].items()

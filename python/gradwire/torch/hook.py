@@ -16,6 +16,7 @@ from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
 from ..message import Message, apply, apply_many
 from ..policy import ResidualClip, ShakeUp, TargetDensity, ThresholdPolicy
+from ..state import check_format
 from .buckets import Residuals
 from .gather import Gather, Gathered
 from .staging import Staging
@@ -249,10 +250,7 @@ class ThresholdState:
         Raises:
             ValueError: the state is of another format.
         """
-        if state.get("format") != _STATE_FORMAT:
-            raise ValueError(
-                f"state has format {state.get('format')!r}, this gradwire reads {_STATE_FORMAT}"
-            )
+        check_format(state, _STATE_FORMAT)
         self._residuals.load_state_dict(state["residuals"])
         self._step = int(state["step"])
         self._scale = float(state["scale"])
