@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def free_addresses(count: int) -> list[str]:
@@ -59,3 +60,22 @@ def finish(workers: Sequence[subprocess.Popen[str]]) -> None:
         print(output, end="")
         if worker.returncode:
             sys.exit(worker.returncode)
+
+
+def run(train: Callable[[int, list[str]], None], workers: int, description: str) -> None:
+    """Do what the command line says: train as one of the workers, or start all of them here.
+
+    Args:
+        train: does the work of one; takes its rank and everybody's addresses.
+        workers: how many there are.
+        description: of the example, for ``--help``.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rank", type=int, help="of this worker; without, all are started here")
+    parser.add_argument("--addresses", nargs=workers, help="host:port of every worker")
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        train(arguments.rank, arguments.addresses)
+        return
+    launcher = Workers(free_addresses(workers))
+    finish([launcher.start(rank) for rank in range(workers)])

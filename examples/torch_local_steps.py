@@ -9,8 +9,6 @@ secret in GRADWIRE_SECRET.
 
 from __future__ import annotations
 
-import argparse
-
 import digits
 import processes
 import torch
@@ -54,17 +52,5 @@ def train(rank: int, addresses: list[str]) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rank", type=int, help="of this worker; without, all are started here")
-    parser.add_argument("--addresses", nargs=WORKERS, help="host:port of every worker")
-    arguments = parser.parse_args()
-    if arguments.rank is not None:
-        train(arguments.rank, arguments.addresses)
-        return
-    workers = processes.Workers(processes.free_addresses(WORKERS))
-    processes.finish([workers.start(rank) for rank in range(WORKERS)])
-
-
 if __name__ == "__main__":
-    main()
+    processes.run(train, WORKERS, __doc__.splitlines()[0])

@@ -18,7 +18,7 @@ import torch
 import gradwire as gw
 from gradwire.torch import SharedOptimizer
 
-FOUNDERS, ADDRESSES, STEPS, BATCH = 4, 5, 800, 16
+FOUNDERS, ADDRESSES, STEPS, BATCH = 4, 5, 500, 16
 KILLED, KILLED_AT, LATE = 3, 150, 4
 
 
