@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -20,6 +22,18 @@ else:
     # deadline, because a shared machine may stall.
     settings.register_profile("gradwire", deadline=None, derandomize=True)
     settings.load_profile("gradwire")
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[gw.Node]]:
+    """Three nodes on loopback, each knowing those before it."""
+    secret = bytes(range(32))
+    with ExitStack() as stack:
+        nodes: list[gw.Node] = []
+        for _ in range(3):
+            known = [node.address for node in nodes]
+            nodes.append(stack.enter_context(gw.Node("127.0.0.1:0", known, secret=secret)))
+        yield nodes
 
 
 def pytest_report_header() -> str:

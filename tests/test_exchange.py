@@ -7,7 +7,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,6 @@ from gradwire.exchange import clock, is_sum_exact
 from gradwire.exchange.control import Hello, Kind, Phase, place_of, split_tag
 from gradwire.transport import Peer
 
-SECRET = bytes(range(32))
 NUMEL = 1000
 
 
@@ -133,17 +131,6 @@ class Replica(NamedTuple):
     params: NDArray[np.float32]
     residual: NDArray[np.float32]
     results: list[gw.StepResult]
-
-
-@pytest.fixture
-def nodes() -> Iterator[list[gw.Node]]:
-    """Three nodes, each knowing those before it."""
-    with ExitStack() as stack:
-        nodes: list[gw.Node] = []
-        for _ in range(3):
-            known = [node.address for node in nodes]
-            nodes.append(stack.enter_context(gw.Node("127.0.0.1:0", known, secret=SECRET)))
-        yield nodes
 
 
 def run_together(work: Callable[[int], Replica], count: int = 3) -> list[Replica]:

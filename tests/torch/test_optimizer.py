@@ -63,17 +63,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.fixture
-def nodes() -> Iterator[list[gw.Node]]:
-    """Three nodes, each knowing those before it."""
-    with ExitStack() as stack:
-        nodes: list[gw.Node] = []
-        for _ in range(3):
-            known = [node.address for node in nodes]
-            nodes.append(stack.enter_context(gw.Node("127.0.0.1:0", known, secret=SECRET)))
-        yield nodes
-
-
-@pytest.fixture
 def alone() -> Iterator[gw.Node]:
     with gw.Node("127.0.0.1:0", secret=SECRET) as node:
         yield node
