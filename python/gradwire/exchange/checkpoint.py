@@ -9,10 +9,8 @@ import numpy as np
 
 from ..message import apply
 from ..state import check_format
-from .groups import Groups
+from .parts import Parts
 from .prepare import Preparer
-from .progress import Progress
-from .replica import Replica
 from .sums import ExactSum
 from .views import copies
 
@@ -22,10 +20,9 @@ _FORMAT = 1
 _WHAT = "state of an exchange"
 
 
-def state_of(
-    groups: Groups, preparer: Preparer, replica: Replica, progress: Progress
-) -> dict[str, Any]:
+def state_of(parts: Parts, preparer: Preparer) -> dict[str, Any]:
     """Return a copy of everything that the next step depends on; a message that is not finished is put back."""
+    groups, replica, progress = parts.groups, parts.replica, parts.progress
     encoders = [encoder.state_dict() for encoder in groups.encoders]
     if progress.own is not None:
         for encoder, message in zip(encoders, progress.own.messages, strict=False):
@@ -42,14 +39,13 @@ def state_of(
     }
 
 
-def load_state(
-    state: dict[str, Any], groups: Groups, preparer: Preparer, replica: Replica, progress: Progress
-) -> None:
+def load_state(state: dict[str, Any], parts: Parts, preparer: Preparer) -> None:
     """Continue from ``state``.
 
     Raises:
         ValueError: it is of another format, model or kind of exchange.
     """
+    groups, replica, progress = parts.groups, parts.replica, parts.progress
     check_format(state, _FORMAT, _WHAT)
     if len(state["encoders"]) != len(groups):
         raise ValueError(f"state has {len(state['encoders'])} groups, this exchange {len(groups)}")

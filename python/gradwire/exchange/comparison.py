@@ -6,10 +6,7 @@ from typing import Any
 
 from .control import Phase
 from .digest import Digests, digest_of
-from .options import Options
-from .progress import Progress
-from .replica import Replica
-from .roster import Roster
+from .parts import Parts
 from .sums import ExactSum
 from .views import views
 
@@ -22,16 +19,12 @@ class Comparison:
     Asynchronous replicas are compared only where their sums are exact.
     """
 
-    def __init__(
-        self, options: Options, roster: Roster, replica: Replica, progress: Progress
-    ) -> None:
-        self._options = options
-        self._roster = roster
-        self._replica = replica
-        self._progress = progress
+    def __init__(self, parts: Parts) -> None:
+        self._options = options = parts.options
+        self._roster, self._replica, self._progress = parts.roster, parts.replica, parts.progress
         ahead = 1 if options.is_sync else options.max_staleness + 2
         is_comparable = options.is_sync or options.exact
-        self._digests = Digests(roster.me, options.digest_s if is_comparable else 0.0, ahead)
+        self._digests = Digests(parts.roster.me, options.digest_s if is_comparable else 0.0, ahead)
 
     @property
     def agreed(self) -> int:

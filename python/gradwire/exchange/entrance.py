@@ -12,18 +12,13 @@ from ..errors import Mismatch
 from . import clock
 from .comparison import Comparison
 from .control import Hello, Kind, Phase, Request, place_of
-from .groups import Groups
-from .members import Members
 from .optimizer_state import average_optimizer
-from .options import Options
-from .progress import Progress
-from .replica import Replica
-from .roster import Roster
+from .parts import Parts
 from .snapshot import Donor, Incoming, Snapshot
 from .views import copies, put, writable_views
 
 if TYPE_CHECKING:
-    from ..transport import Node, Peer
+    from ..transport import Peer
 
 __all__ = ["Entrance"]
 
@@ -33,30 +28,16 @@ _LOG = logging.getLogger(__name__)
 class Entrance:
     """The way in of one node, and the other side of it for those who come later."""
 
-    def __init__(
-        self,
-        node: Node,
-        options: Options,
-        groups: Groups,
-        roster: Roster,
-        members: Members,
-        replica: Replica,
-        comparison: Comparison,
-        progress: Progress,
-    ) -> None:
-        self._node = node
-        self._options = options
-        self._groups = groups
-        self._roster = roster
-        self._members = members
-        self._replica = replica
+    def __init__(self, parts: Parts, comparison: Comparison) -> None:
+        self._node, self._options, self._groups = parts.node, parts.options, parts.groups
+        self._roster, self._members = parts.roster, parts.members
+        self._replica, self._progress = parts.replica, parts.progress
         self._comparison = comparison
-        self._progress = progress
-        self._donor = Donor(node)
+        self._donor = Donor(parts.node)
         self._incoming: Incoming | None = None
         self._requests = 0
-        members.on_control = self._take_control
-        members.on_gone = self._forget_donor
+        parts.members.on_control = self._take_control
+        parts.members.on_gone = self._forget_donor
 
     def come_in(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Become a member where training has begun: take a snapshot, catch up, be admitted."""

@@ -15,16 +15,11 @@ from .comparison import Comparison
 from .control import Phase
 from .entrance import Entrance
 from .groups import Codec, Groups
-from .members import Members
-from .model import Model
 from .options import Options
+from .parts import Parts
 from .prepare import Preparation, Warmup
-from .progress import Progress
-from .replica import Replica
 from .results import ExchangeStats, Joined, StepResult
-from .roster import Roster
 from .step import Step
-from .sums import ExactSum, PlainSum
 from .views import copies, described, writable_views
 
 if TYPE_CHECKING:
@@ -34,9 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Exchange"]
 
 _LOG = logging.getLogger(__name__)
-
-# Updates that every node keeps after they are applied: a member may be one step ahead of another.
-_KEEPS = 3
 
 
 class Exchange:
@@ -152,43 +144,13 @@ class Exchange:
             on_step=on_step,
             preparation=Preparation(warmup, momentum, factor_masking, clip_norm),
         )
-        self._groups = Groups.around(enc)
-        self._node = node
-        self._replica = Replica(
-            ExactSum(self._groups) if exact else PlainSum(self._groups),
-            self._groups,
-            applies_residual=apply_residual,
-        )
+        self._parts = parts = Parts.of(node, Groups.around(enc), self._options)
+        self._node, self._groups, self._roster = parts.node, parts.groups, parts.roster
+        self._members, self._replica, self._progress = parts.members, parts.replica, parts.progress
+        self._comparison = Comparison(parts)
+        self._entrance = Entrance(parts, self._comparison)
+        self._step = Step(parts, self._comparison, self._entrance)
         self._optimizer_state: Sequence[Any] = ()  # of the last step, for newcomers
-        first_step = max(encoder.step for encoder in self._groups.encoders)
-        keeps = _KEEPS if mode == "sync" else 2 * max_staleness + _KEEPS
-        self._progress = Progress(first_step, keeps)
-        self._roster = Roster(node.peer, self._groups, step=first_step, keeps=keeps)
-        self._members = Members(
-            node, self._roster, Model.of(self._options, self._groups), is_sync=mode == "sync"
-        )
-        self._comparison = Comparison(self._options, self._roster, self._replica, self._progress)
-        self._entrance = Entrance(
-            node,
-            self._options,
-            self._groups,
-            self._roster,
-            self._members,
-            self._replica,
-            self._comparison,
-            self._progress,
-        )
-        self._step = Step(
-            node,
-            self._options,
-            self._groups,
-            self._roster,
-            self._members,
-            self._replica,
-            self._comparison,
-            self._entrance,
-            self._progress,
-        )
 
     # ---- who is there ------------------------------------------------------------------------------------------------
 
@@ -426,7 +388,7 @@ class Exchange:
         Every worker keeps its own. Resumed by nodes with the same ids (``Node(node_id=...)``), synchronous training
         goes on bit for bit. A message that is encoded but not finished is put back, so nothing is lost with it.
         """
-        return checkpoint.state_of(self._groups, self._step.preparer, self._replica, self._progress)
+        return checkpoint.state_of(self._parts, self._step.preparer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, before the first step.
@@ -437,9 +399,7 @@ class Exchange:
         """
         if self._has_begun:
             raise RuntimeError("this exchange has begun: load the state into a new one")
-        checkpoint.load_state(
-            state, self._groups, self._step.preparer, self._replica, self._progress
-        )
+        checkpoint.load_state(state, self._parts, self._step.preparer)
 
     def rescale(self, factor: float) -> None:
         """Multiply what was not sent yet, and the momentum, by ``factor``: after a change of learning rate, say.

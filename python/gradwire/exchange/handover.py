@@ -9,14 +9,11 @@ from ..errors import TooLarge, WouldBlock
 from . import clock
 from .comparison import Comparison
 from .control import Phase
-from .groups import Groups
-from .members import Members
-from .options import Options
-from .progress import Own, Progress
-from .roster import Roster
+from .parts import Parts
+from .progress import Own
 
 if TYPE_CHECKING:
-    from ..transport import Node, Peer
+    from ..transport import Peer
 
 __all__ = ["Handover", "LeftBehind"]
 
@@ -39,25 +36,13 @@ class Handover:
         poll: sends, and receives for so many seconds.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        options: Options,
-        groups: Groups,
-        roster: Roster,
-        members: Members,
-        comparison: Comparison,
-        progress: Progress,
-        poll: Callable[[float], None],
-    ) -> None:
-        self._node = node
-        self._options = options
-        self._roster = roster
-        self._members = members
+    def __init__(self, parts: Parts, comparison: Comparison, poll: Callable[[float], None]) -> None:
+        self._node, self._options = parts.node, parts.options
+        self._roster, self._members, self._progress = parts.roster, parts.members, parts.progress
         self._comparison = comparison
-        self._progress = progress
         self._poll = poll
-        self._room_bytes = min(groups.max_payload_bytes(options.codec), _ROOM_BYTES_MAX)
+        most_bytes = parts.groups.max_payload_bytes(parts.options.codec)
+        self._room_bytes = min(most_bytes, _ROOM_BYTES_MAX)
 
     def wait_for_room(self, come_in: Callable[[], None]) -> None:
         """Go on receiving until the node has room for one more message and no member is too far behind.

@@ -10,19 +10,16 @@ from ..message import Message
 from . import clock
 from .comparison import Comparison
 from .entrance import Entrance
-from .groups import Groups, density_of
+from .groups import density_of
 from .handover import Handover, LeftBehind
-from .members import Members
 from .optimizer_state import average_optimizer, optimizer_messages
-from .options import Options
+from .parts import Parts
 from .prepare import Preparer
-from .progress import Own, Progress
-from .replica import Replica
+from .progress import Own
 from .results import StepResult, Totals
-from .roster import Roster
 
 if TYPE_CHECKING:
-    from ..transport import Node, Peer
+    from ..transport import Peer
 
 __all__ = ["Step"]
 
@@ -35,30 +32,13 @@ class Step:
         totals: of all steps.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        options: Options,
-        groups: Groups,
-        roster: Roster,
-        members: Members,
-        replica: Replica,
-        comparison: Comparison,
-        entrance: Entrance,
-        progress: Progress,
-    ) -> None:
-        self._options = options
-        self._groups = groups
-        self._roster = roster
-        self._members = members
-        self._replica = replica
+    def __init__(self, parts: Parts, comparison: Comparison, entrance: Entrance) -> None:
+        self._options, self._groups, self._replica = parts.options, parts.groups, parts.replica
+        self._roster, self._members, self._progress = parts.roster, parts.members, parts.progress
         self._comparison = comparison
         self._entrance = entrance
-        self._progress = progress
-        self._handover = Handover(
-            node, options, groups, roster, members, comparison, progress, self.poll
-        )
-        self.preparer = Preparer(options.preparation, groups)
+        self._handover = Handover(parts, comparison, self.poll)
+        self.preparer = Preparer(parts.options.preparation, parts.groups)
         self.totals = Totals()
 
     def poll(self, timeout_s: float) -> None:
