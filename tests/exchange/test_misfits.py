@@ -77,6 +77,28 @@ def test_founders_whose_parameters_are_not_alike_do_not_begin(
     assert all(not one.any() for one in [params[0], *other])
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_founders_whose_optimisers_states_are_not_alike_do_not_begin_to_average_them(
+    waits: bool,
+) -> None:
+    def begin(node: FakeNode, size: int) -> str:
+        share = share_on(node, peers=1, every=2, average_optimizer=True)
+        params, state = np.zeros(NUMEL, np.float32), [np.zeros(size, np.float32)]
+        if waits:
+            share.join(params)  # says nothing of the state yet
+        one = update(node.peer.id, 0)  # of a local step and of one that averages
+        return refused(node, lambda: [share.step(one, params, state) for _ in range(2)])
+
+    with cluster(2) as world:
+        nodes = [world.node(1), world.node(2)]
+        workers = [world.start(node, lambda n=node: begin(n, n.peer.id)) for node in nodes]
+        world.run(until=lambda: any(worker.is_done for worker in workers))
+    for text in [worker.result for worker in workers if worker.is_done]:
+        assert "127.0.0.1:1001" in text
+        assert "127.0.0.1:1002" in text
+        assert "optimizer_state [['float32', [" in text
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_two_go_on_without_a_founder_that_told_too_late_what_its_parameters_are(
     seed: int, caplog: pytest.LogCaptureFixture
@@ -225,3 +247,28 @@ def test_a_model_of_many_tensors_is_told_by_its_first_difference() -> None:
         "23 params there, 24 here",
         "24 params there, 23 here",
     ]
+
+
+def test_a_member_that_sends_messages_of_another_model_is_named_with_this_node() -> None:
+    def lie(node: FakeNode) -> None:
+        share = share_on(node, peers=1)
+        share.join(np.zeros(NUMEL, np.float32))
+        other = gw.Encoder(NUMEL + 1, THRESHOLD).encode(np.ones(NUMEL + 1, np.float32))
+        node.publish(bytes(other), tag=0)
+        node.cluster.compute(node, 1.0)
+
+    def work(node: FakeNode) -> str:
+        params = np.zeros(NUMEL, np.float32)
+        with pytest.raises(gw.MessageError) as caught:
+            share_on(node, peers=1).step(update(1, 0), params)
+        assert not params.any()
+        node.cluster.close(node)
+        return str(caught.value)
+
+    with cluster(8) as world:
+        one, two = world.node(1), world.node(2)
+        worker = world.start(one, lambda: work(one))
+        world.start(two, lambda: lie(two))
+        world.run()
+    assert "from 127.0.0.1:1002 to this node (127.0.0.1:1001)" in worker.result
+    assert f"{NUMEL + 1} elements" in worker.result

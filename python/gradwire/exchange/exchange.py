@@ -234,7 +234,7 @@ class Exchange:
         writable_views(optimizer_state)  # refused now rather than in the middle of training
         self._replica.take_anchor(params)
         self._replica.restore(params)
-        self._members.tell_params(described(params))
+        self._members.learn(self._described(params, optimizer_state))
         self.wait_for_peers()
         is_late = self._roster.phase is not Phase.IN
         self._entrance.come_in(params, optimizer_state)
@@ -332,7 +332,7 @@ class Exchange:
         """
         if self._options.is_sync:
             raise ValueError("synchronous replicas change only in a step")
-        self._tell_params(params)
+        self._tell_arrays(params, ())
         self.wait_for_peers()
         self._entrance.come_in(params, self._optimizer_state)
         self._step.poll(timeout_s)
@@ -346,17 +346,27 @@ class Exchange:
 
     def _begin(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Do what has to be done before a step can begin."""
-        self._tell_params(params)
+        self._tell_arrays(params, optimizer_state)
         self._check_host(params, optimizer_state)
         self.wait_for_peers()
         self._optimizer_state = optimizer_state
         self._entrance.come_in(params, optimizer_state)
         self._step.finish_earlier(params, optimizer_state)
 
-    def _tell_params(self, params: Any) -> None:
-        """Let the others know what the parameters are like, once."""
-        if not self._members.greetings.knows_params:
-            self._members.tell_params(described(params))
+    def _tell_arrays(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+        """Let the others know what the parameters and the averaged state are like, once."""
+        greetings = self._members.greetings
+        is_averaged = self._options.average_optimizer
+        if not greetings.knows("params") or (
+            is_averaged and not greetings.knows("optimizer_state")
+        ):
+            self._members.learn(self._described(params, optimizer_state))
+
+    def _described(self, params: Any, optimizer_state: Sequence[Any]) -> dict[str, list[Any]]:
+        found = {"params": described(params)}
+        if self._options.average_optimizer and optimizer_state:
+            found["optimizer_state"] = described(optimizer_state)
+        return found
 
     def _check_host(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Refuse what is not in this machine's memory where it has to be, before anything is encoded."""

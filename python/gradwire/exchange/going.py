@@ -50,7 +50,7 @@ class Going:
         self._settle()
 
     def refuse_misfits(self) -> None:
-        """Go on without members whose parameters turn out to be others, which they said only after the beginning.
+        """Go on without members whose arrays turn out to be others, which they said only after the beginning.
 
         Raises:
             Mismatch: nobody else's fit.
@@ -61,7 +61,7 @@ class Going:
             return
         if len(misfits) == len(peers):
             raise Mismatch("; ".join(self._greetings.strangers()))
-        self.suspect(misfits, "has other parameters")
+        self.suspect(misfits, "has other arrays")
 
     def look(self, connected: frozenset[Peer], step: int) -> None:
         """Notice which members are gone; who has sent its update of ``step`` may be."""

@@ -105,16 +105,14 @@ class Greetings:
         if has_begun and not self.fitting():
             raise Mismatch("; ".join(self.strangers()))
 
-    @property
-    def knows_params(self) -> bool:
-        """Whether it is known what this node's parameters are like."""
-        return self._model.params is not None
+    def knows(self, name: str) -> bool:
+        """Whether it is known what this node's arrays of that name are like."""
+        return self._model.entries[name] is not None
 
-    def tell_params(self, described: list[list[object]]) -> None:
-        """Say what the parameters are like, once that is known; the greetings of before fitted any."""
-        if self._model.params == described:
+    def learn(self, late: dict[str, list[object]]) -> None:
+        """Say what the arrays are like, once that is known; the greetings of before fitted any."""
+        if not self._model.learn(late):
             return
-        self._model.params = described
         for peer, hello in self.hellos.items():
             if self._tell_apart(peer, hello) and peer not in self._roster.members:
                 self._roster.others.setdefault(peer, self._roster.new_stream())

@@ -72,13 +72,13 @@ class Members:
             expected, timeout_s, lambda poll_s: self.poll(poll_s, self._roster.next_step)
         )
 
-    def tell_params(self, described: list[list[object]]) -> None:
-        """Say what the parameters are like, once that is known.
+    def learn(self, late: dict[str, list[object]]) -> None:
+        """Say what the caller's arrays are like, by name, once that is known.
 
         Raises:
-            Mismatch: no other member has such parameters.
+            Mismatch: no other member has such arrays.
         """
-        self.greetings.tell_params(described)
+        self.greetings.learn(late)
         self.going.refuse_misfits()
 
     def follow(self, snapshot: Snapshot) -> bool:

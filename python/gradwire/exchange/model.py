@@ -13,7 +13,7 @@ __all__ = ["Model"]
 MESSAGE_VERSION = 1  # of docs/message-format.md
 
 _VERSIONS = "versions"
-_PARAMS = "params"
+_LATE = ("params", "optimizer_state")
 
 # Longer lists are told by their first difference: a model may have thousands of tensors.
 _LISTED_MAX = 4
@@ -22,15 +22,15 @@ _LISTED_MAX = 4
 class Model:
     """Everything that has to be the same on all nodes, by name, as JSON has it.
 
-    What the parameters are like ("params": dtype and shape of each) is known only when the caller hands them in; before
-    that they fit any others.
+    What the parameters and the optimiser's averaged state are like (dtype and shape of each array) is known only when
+    the caller hands them in; before that they fit any others.
 
     Args:
         entries: by name; "versions" among them.
     """
 
     def __init__(self, entries: dict[str, Any]) -> None:
-        self.entries: dict[str, Any] = {**entries, _PARAMS: None}
+        self.entries: dict[str, Any] = {**entries, **dict.fromkeys(_LATE)}
 
     @staticmethod
     def of(options: Options, groups: Groups) -> Model:
@@ -48,15 +48,11 @@ class Model:
             }
         )
 
-    @property
-    def params(self) -> list[Any] | None:
-        """Dtype and shape of each of the caller's parameters; None: not known yet."""
-        found: list[Any] | None = self.entries[_PARAMS]
-        return found
-
-    @params.setter
-    def params(self, described: list[Any]) -> None:
-        self.entries[_PARAMS] = described
+    def learn(self, late: dict[str, list[Any]]) -> bool:
+        """Take what is known only late, by name; return whether anything has changed."""
+        before = dict(self.entries)
+        self.entries.update(late)
+        return self.entries != before
 
     def differing(self, theirs: dict[str, Any]) -> list[str]:
         """Return the names of what differs; of nodes of other versions only that."""
@@ -69,7 +65,7 @@ class Model:
             name
             for name in sorted({*own, *theirs})
             if own.get(name) != theirs.get(name)
-            and not (name == _PARAMS and None in (own[_PARAMS], theirs.get(_PARAMS)))
+            and not (name in _LATE and None in (own[name], theirs.get(name)))
         ]
 
     def difference(self, theirs: dict[str, Any]) -> str:

@@ -130,12 +130,14 @@ class Roster:
         """Return the messages of an update.
 
         Raises:
-            MessageError: they are none, or of another model; it names the sender.
+            MessageError: they are none, or of another model; it names both sides.
         """
         try:
             return self._groups.parse(payload)
         except MessageError as error:
-            raise MessageError(f"step {step} from {peer.address}: {error}") from error
+            raise MessageError(
+                f"step {step} from {peer.address} to this node ({self.me.address}): {error}"
+            ) from error
 
     def wrong_step(self, peer: Peer, step: int) -> MessageError:
         """Return the error for an update that cannot be the next one of its sender."""
