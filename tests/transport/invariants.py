@@ -40,8 +40,14 @@ def check_inbound(inbound: Inbound) -> int:
     assert len(inbound._partials) + len(inbound._complete) <= ACK_WINDOW_RECORDS
     assert len(inbound._skips) <= SKIPS_MAX
     assert len(inbound._keys) <= 2
-    assert all(inbound.cumulative <= record < inbound.limit for record in inbound._partials)
-    assert all(inbound._consumed <= record < inbound.limit for record in inbound._complete)
+    end = inbound.cumulative
+    for record, partial in sorted(inbound._partials.items()):
+        assert end <= record, "incomplete records overlap"
+        end = record + partial.span
+        assert end <= inbound.limit
+    for record, (_, span) in inbound._complete.items():
+        assert inbound._consumed <= record
+        assert record + span <= inbound.limit
     return 0 if inbound._assembly is None else len(inbound._assembly.payload)
 
 
@@ -50,7 +56,8 @@ def check_outbound(outbound: Outbound) -> None:
     in_flight = 0
     for flight in outbound._flights.values():
         under_way = 0
-        assert flight.record is None or flight.number < outbound.limit, "sent without credit"
+        if flight.record is not None:
+            assert flight.number + flight.span <= outbound.limit, "sent without credit"
         for sent in flight.sent:
             assert not under_way & sent.mask, "a fragment is in flight twice"
             under_way |= sent.mask

@@ -9,6 +9,7 @@ import pytest
 from gradwire.transport.crypto import SenderKey
 from gradwire.transport.inbound import Inbound, ProtocolError, ReceiveBudget
 from gradwire.transport.records import Outgoing, Record, Sealer, chunk_bytes_max
+from gradwire.transport.wire import CONTROL_PLAINTEXT_MAX, encode_frame
 
 KEY = SenderKey.generate(0, random.Random(1).randbytes)
 CHUNK = chunk_bytes_max(1_384)
@@ -40,9 +41,8 @@ def records(*payloads: bytes, start: int = 0, message: int = 0) -> list[Record]:
     result: list[Record] = []
     for index, payload in enumerate(payloads, start=message):
         outgoing = Outgoing(frozenset(), 0)
-        result += sealer.seal_message(
-            start + len(result), outgoing, index, index, memoryview(payload)
-        )
+        result += sealer.seal_message(start, outgoing, index, index, memoryview(payload))
+        start = result[-1].number + result[-1].span
     return result
 
 
@@ -97,6 +97,71 @@ def test_more_incomplete_records_than_fit_are_told_in_parts() -> None:
     assert parts[1].skipped == parts[0].partials[-1][0] + 1
 
 
+def test_the_parts_of_an_acknowledgement_fit_a_datagram_however_long_the_records_are() -> None:
+    receiver = Receiver()
+    receiver.inbound.grant(512, NOW_S)
+    sent = records(*[bytes(CHUNK)] * 100)
+    for record in sent[1:]:
+        receiver.feed(record, record.fragments - 1, 1)
+    parts = receiver.inbound.make_acks(NOW_S)
+    assert all(len(encode_frame(part)) <= CONTROL_PLAINTEXT_MAX for part in parts)
+    last_bit = 1 << (sent[0].fragments - 1)
+    assert [partial for part in parts for partial in part.partials] == [
+        (record.number, last_bit) for record in sent[1:]
+    ]
+    assert [part.truncated for part in parts] == [True] * (len(parts) - 1) + [False]
+
+
+def test_a_record_of_several_bursts_takes_up_as_many_numbers() -> None:
+    receiver = Receiver()
+    first, second, third = records(bytes(CHUNK + 70_000), b"after")
+    assert (first.number, second.number, third.number) == (0, 4, 6)
+    receiver.feed(third)
+    receiver.feed(second, 0, second.burst_fragments)
+    receiver.feed(first)
+    [ack] = receiver.inbound.make_acks(NOW_S)
+    assert (ack.cumulative, ack.complete, ack.limit) == (4, 0b100, 4 + 64)
+    assert ack.partials == ((4, (1 << second.burst_fragments) - 1),)
+    receiver.feed(second, second.burst_fragments)
+    assert receiver.got == [(0, bytes(CHUNK + 70_000)), (1, b"after")]
+    assert receiver.inbound.cumulative == 7
+
+
+def test_a_record_of_which_only_the_beginning_was_granted_is_not_stored() -> None:
+    receiver = Receiver()
+    [record] = records(bytes(CHUNK), start=61)
+    assert receiver.feed(record, 0, 1)
+    assert receiver.inbound.make_acks(NOW_S)[0].partials == ()
+
+
+def test_what_is_forged_in_the_middle_of_a_record_does_not_stay() -> None:
+    receiver = Receiver()
+    payload = random.Random(4).randbytes(CHUNK)
+    [record] = records(payload)
+    forged = memoryview(bytes(1_400))
+    for place in (1, 3):
+        receiver.feed(record, 0, 20)
+        assert receiver.inbound.on_fragments(0, 9, place, 90, 1_384, 3, forged, NOW_S)
+        assert [number for number, _ in receiver.inbound.make_acks(NOW_S)[0].partials] == [place]
+    receiver.feed(record)
+    assert receiver.got == [(0, payload)]
+    assert receiver.inbound.make_acks(NOW_S)[0].partials == ()
+
+
+def test_a_member_whose_records_overlap_leaves_nothing_behind() -> None:
+    receiver = Receiver()
+    sealer = Sealer(KEY, 9, 1_384)
+    message = Outgoing(frozenset(), 0)
+    inner = sealer.seal(2, message, 1, 0, 1, 0, memoryview(b"x"))
+    [outer] = records(bytes(CHUNK))
+    receiver.feed(inner)
+    receiver.feed(outer)
+    assert receiver.got == [(0, bytes(CHUNK))]
+    [ack] = receiver.inbound.make_acks(NOW_S)
+    assert (ack.cumulative, ack.complete, ack.partials) == (4, 0, ())
+    assert not receiver.inbound._complete
+
+
 def test_what_was_not_granted_is_not_stored() -> None:
     receiver = Receiver()
     sent = records(*[b"x"] * 70)
@@ -142,7 +207,10 @@ def test_a_forged_record_in_the_middle_of_a_message_leaves_the_rest_of_it_intact
     receiver.feed(sent[0])
     forged = bytearray(sent[1].wire)
     forged[100] ^= 1
-    receiver.inbound.on_fragments(0, 9, 1, sent[1].fragments, 1_384, 0, memoryview(forged), NOW_S)
+    number = sent[1].number
+    receiver.inbound.on_fragments(
+        0, 9, number, sent[1].fragments, 1_384, 0, memoryview(forged), NOW_S
+    )
     receiver.feed(sent[1])
     receiver.feed(sent[2])
     assert receiver.got == [(0, payload)]
@@ -161,10 +229,11 @@ def test_a_contradicting_shape_cannot_block_a_record_for_ever() -> None:
     ("fragments", "size", "first", "nbytes"),
     [
         (0, 1384, 0, 100),
-        (65, 1384, 0, 100),
+        (181, 1384, 0, 100),
+        (29, 9000, 0, 100),
         (2, 255, 0, 100),
         (2, 9001, 0, 100),
-        (60, 1384, 0, 1400),
+        (256, 256, 0, 272),
         (2, 1384, 2, 1400),
         (2, 1384, 0, 1399),
         (2, 1384, 0, 16),

@@ -53,7 +53,10 @@ def pair() -> Iterator[tuple[Node, Node]]:
 def test_messages_of_all_sizes_arrive_whole_and_in_order(pair: tuple[Node, Node]) -> None:
     one, two = pair
     generator = random.Random(1)
-    sent = [generator.randbytes(size) for size in (0, 1, 1_344, 1_345, 62_240, 62_241, 3_000_000)]
+    sent = [
+        generator.randbytes(size)
+        for size in (0, 1, 1_344, 1_345, 62_240, 62_241, 249_080, 3_000_000)
+    ]
     tickets = [one.publish(payload, tag) for tag, payload in enumerate(sent)]
     got = collect(two, len(sent))
     assert [bytes(message.payload) for message in got] == sent

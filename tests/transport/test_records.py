@@ -10,17 +10,26 @@ from hypothesis import strategies as st
 
 from gradwire.transport.crypto import SenderKey
 from gradwire.transport.records import (
-    BURST_BYTES_MAX,
     Outgoing,
     Record,
     Sealer,
     SendLog,
     chunk_bytes_max,
-    fragments_per_record,
     lowest_bits,
     runs,
 )
-from gradwire.transport.wire import FRAGMENT_BYTES_MAX, FRAGMENT_BYTES_MIN, HEADER, RECORD_META
+from gradwire.transport.wire import (
+    BURST_BYTES_MAX,
+    BURST_FRAGMENTS_MAX,
+    FRAGMENT_BYTES_MAX,
+    FRAGMENT_BYTES_MIN,
+    FRAGMENTS_MAX,
+    HEADER,
+    NUMBER_BYTES,
+    RECORD_BURSTS_MAX,
+    RECORD_META,
+    fragments_per_record,
+)
 
 KEY = SenderKey.generate(3, random.Random(1).randbytes)
 
@@ -30,7 +39,10 @@ def seal(chunk: bytes, number: int = 7, fragment_bytes: int = 1_384) -> Record:
     return sealer.seal(number, Outgoing(frozenset({1}), 0), 5, 11, len(chunk), 0, memoryview(chunk))
 
 
-@given(st.integers(0, 2**64 - 1))
+FULL = seal(bytes(chunk_bytes_max(1_384)))
+
+
+@given(st.integers(0, 2**255 - 1))
 def test_runs_cover_exactly_the_set_bits(mask: int) -> None:
     found = 0
     for first, count in runs(mask):
@@ -40,7 +52,10 @@ def test_runs_cover_exactly_the_set_bits(mask: int) -> None:
     assert len(list(runs(mask))) == bin(mask).replace("0b", "0").count("01")
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(1, 64))
+@given(
+    st.integers(0, 2**255 - 1) | st.integers(1, 200).map(lambda n: ((1 << n) - 1) << 20),
+    st.integers(1, 64),
+)
 def test_the_lowest_bits_are_the_lowest(mask: int, count: int) -> None:
     low = lowest_bits(mask, count)
     assert low.bit_count() == min(count, mask.bit_count())
@@ -51,14 +66,52 @@ def test_the_lowest_bits_are_the_lowest(mask: int, count: int) -> None:
 @pytest.mark.parametrize(
     "fragment_bytes", [FRAGMENT_BYTES_MIN, 1_184, 1_384, 8_956, FRAGMENT_BYTES_MAX]
 )
-def test_a_full_record_fits_one_burst(fragment_bytes: int) -> None:
+def test_a_full_record_is_whole_bursts_and_takes_up_a_number_for_each(fragment_bytes: int) -> None:
     record = seal(bytes(chunk_bytes_max(fragment_bytes)), fragment_bytes=fragment_bytes)
-    assert record.fragments == fragments_per_record(fragment_bytes) <= 64
-    assert len(record.wire) <= BURST_BYTES_MAX
+    assert record.fragments == fragments_per_record(fragment_bytes) <= FRAGMENTS_MAX
     assert len(record.wire) == record.fragments * record.segment_bytes
+    bursts = record.whole.slices
+    assert record.span == len(bursts) <= RECORD_BURSTS_MAX
+    assert len({len(burst) for burst in bursts}) == 1
+    assert len(bursts[0]) <= BURST_BYTES_MAX <= NUMBER_BYTES
+    assert len(bursts[0]) // record.segment_bytes <= BURST_FRAGMENTS_MAX
+    assert b"".join(bursts) == record.wire
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 1_343, 1_344, 1_345, 10_000, 62_240])
+@given(st.integers(1, 2**180 - 1), st.integers(1, 300_000))
+def test_a_part_of_a_record_fits_the_room_and_is_not_half_a_burst(mask: int, room: int) -> None:
+    record = FULL
+    part = record.part_of(mask, room)
+    assert part
+    assert part & ~mask == 0
+    assert record.bytes_of(part) <= max(room, record.segment_bytes)
+    if part != mask and room >= BURST_BYTES_MAX:
+        assert part.bit_count() % record.burst_fragments == 0, "half a burst costs as much as one"
+    burst = record.burst(part)
+    assert burst.nbytes == sum(map(len, burst.slices))
+    assert b"".join(burst.slices) == b"".join(record.slices(part))
+
+
+@pytest.mark.parametrize("fragment_bytes", [FRAGMENT_BYTES_MIN, 1_184, 1_384, FRAGMENT_BYTES_MAX])
+@pytest.mark.parametrize("fragments_max", [1, FRAGMENTS_MAX])
+def test_a_message_takes_up_as_many_numbers_as_foretold(
+    fragment_bytes: int, fragments_max: int
+) -> None:
+    sealer = Sealer(KEY, 99, fragment_bytes)
+    sealer.reframe(fragment_bytes, fragments_max)
+    for nbytes in (0, 1, sealer.chunk_bytes, sealer.chunk_bytes + 1, 70_000, 300_000):
+        log = SendLog(1 << 30, first_record=5)
+        message = Outgoing(frozenset({1}), 0)
+        for record in sealer.seal_message(5, message, 0, 0, memoryview(bytes(nbytes))):
+            assert record.number == log.head
+            log.append(record)
+        assert log.head == 5 + sealer.numbers_of(nbytes)
+        assert log.used_bytes == sealer.wire_bytes(nbytes)
+        log.release_below(log.head)
+        assert (log.used_bytes, len(log)) == (0, 0)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1_343, 1_344, 1_345, 10_000, 62_240, 62_241, 249_080])
 def test_the_datagrams_of_a_record_hold_the_sealed_message(nbytes: int) -> None:
     chunk = random.Random(nbytes).randbytes(nbytes)
     record = seal(chunk)

@@ -12,6 +12,7 @@ import pytest
 
 from gradwire.transport import Node, endpoint
 from gradwire.transport.driver import MTU_DISCOVER, PMTUDISC_PROBE, UDP_GRO, Driver, interface_mtu
+from gradwire.transport.model import Transmit
 
 SECRET = bytes(range(32))
 linux = pytest.mark.skipif(sys.platform != "linux", reason="these socket options are Linux's")
@@ -99,6 +100,45 @@ def test_what_the_kernel_drops_is_sent_again(error: int) -> None:
     check_transfer(one, two)
     assert stubborn.refused > 0
     assert one._driver.socket_errors >= stubborn.refused
+
+
+class FullSocket:
+    """A socket that takes every other call, and notes what it took."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self.taken: list[bytes] = []
+
+    def sendmsg(self, buffers: list[memoryview], *_: object) -> int:
+        self._calls += 1
+        if self._calls % 2:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        self.taken.append(b"".join(buffers))
+        return len(self.taken[-1])
+
+
+@pytest.mark.parametrize("cuts", [(), (45, 90, 135), (1, 2, 100), (64, 128)])
+@pytest.mark.parametrize("segment_bytes", [300, 1_400, 8_972])
+def test_a_record_leaves_in_bursts_and_a_full_buffer_neither_drops_nor_repeats(
+    cuts: tuple[int, ...], segment_bytes: int
+) -> None:
+    driver = Driver(("127.0.0.1", 0))
+    driver.has_gso = True
+    driver.close()
+    full = driver._socket = FullSocket()  # type: ignore[assignment]
+    data = os.urandom(179 * segment_bytes + 100)
+    ends = [cut * segment_bytes for cut in cuts]
+    view = memoryview(data)
+    slices = [view[start:end] for start, end in zip([0, *ends], [*ends, len(data)], strict=True)]
+    shared = list(slices)
+    transmit = Transmit(("127.0.0.1", 9), slices, segment_bytes, len(data))
+    for _ in range(1_000):
+        if driver._send_all([transmit] if not full.taken and not driver._unsent else []):
+            break
+    assert b"".join(full.taken) == data
+    assert max(map(len, full.taken)) <= min(63_000, 64 * segment_bytes)
+    assert all(len(burst) % segment_bytes == 0 for burst in full.taken[:-1])
+    assert slices == shared, "other peers are sent the same list"
 
 
 def test_a_receive_buffer_of_16_kilobytes_slows_down_and_loses_nothing() -> None:

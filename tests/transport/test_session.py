@@ -152,7 +152,9 @@ def test_a_learned_address_that_does_not_answer_is_forgotten() -> None:
 # ---- messages ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 1_343, 1_344, 1_345, 62_240, 62_241, 1 << 20])
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 1_343, 1_344, 1_345, 62_240, 62_241, 249_080, 249_081, 1 << 20]
+)
 def test_a_message_of_any_size_arrives_whole(nbytes: int) -> None:
     simulator, one, two = pair(8)
     payload = simulator.random.randbytes(nbytes)

@@ -14,6 +14,7 @@ RECORD = st.integers(0, wire.RECORD_NUMBER_MAX)
 BYTE = st.integers(0, 255)
 WORD = st.integers(0, 2**32 - 1)
 LONG = st.integers(0, 2**64 - 1)
+FRAGMENTS = st.integers(0, 2**wire.FRAGMENTS_MAX - 1)
 
 
 @st.composite
@@ -25,7 +26,7 @@ def acks(draw: st.DrawFn) -> wire.Ack:
         draw(RECORD),
         draw(WORD),
         draw(st.integers(0, 2**wire.ACK_WINDOW_RECORDS - 1)),
-        tuple((cumulative + delta, draw(LONG)) for delta in sorted(deltas)),
+        tuple((cumulative + delta, draw(FRAGMENTS)) for delta in sorted(deltas)),
         draw(st.integers(0, 65_535)),
         bool(deltas) and draw(st.booleans()),
     )
@@ -94,6 +95,8 @@ def test_mutated_frames_parse_or_raise_wire_error(
         wire.encode_frame(wire.Skip(0, 1))[:-8] + bytes(8),
         wire.encode_frame(wire.Ack(0, 0))[:-3] + bytes([129, 0, 0]),
         wire.encode_frame(wire.Ack(0, 0, 0, 1 << 900))[:-1],
+        wire.encode_frame(wire.Ack(0, 0, 0, 0, ((3, 1 << 90),)))[:-1],
+        wire.encode_frame(wire.Ack(0, 0, 0, 0, ((3, 1 << 256),))),
         bytes([9, 33]),
         bytes([9, 1, 5]) + b"ab",
         wire.encode_frame(wire.Padding(3)) + wire.encode_frame(wire.Ping(1)),
@@ -110,9 +113,13 @@ def test_record_numbers_have_48_bits() -> None:
 
 
 def test_the_largest_acknowledgement_fits_one_control_datagram() -> None:
-    partials = tuple((number, 2**64 - 1) for number in range(wire.ACK_PARTIALS_MAX))
-    largest = wire.Ack(0, 0, 0, 2**wire.ACK_WINDOW_RECORDS - 1, partials)
-    assert len(wire.encode_frame(largest)) <= wire.CONTROL_PLAINTEXT_MAX
+    bare = wire.Ack(0, 0, 0, 2**wire.ACK_WINDOW_RECORDS - 1)
+    partials_bytes = wire.CONTROL_PLAINTEXT_MAX - len(wire.encode_frame(bare))
+    assert partials_bytes >= wire.ACK_PARTIAL_BYTES_MAX
+    one = bare._replace(partials=((9, 2**180 - 1),))
+    assert len(wire.encode_frame(one)) - len(wire.encode_frame(bare)) == wire.partial_bytes(
+        2**180 - 1
+    )
 
 
 @given(LONG, LONG, WORD, st.text("0123456789.:", max_size=wire.ADVERTISE_BYTES_MAX))

@@ -27,7 +27,7 @@ from gradwire.transport.model import Address, Limits, Peer, PeerLost, Ticket
 from . import invariants
 from .simulator import Host, Link, Simulator
 
-SIZES = (0, 1, 32, 300, 1_343, 1_344, 1_345, 5_000, 62_240, 62_241, 70_000, 200_000)
+SIZES = (0, 1, 32, 300, 1_343, 1_344, 1_345, 5_000, 62_240, 62_241, 70_000, 200_000, 300_000)
 LIMITS = Limits(
     message_bytes_max=1 << 20,
     send_log_bytes=4 << 20,

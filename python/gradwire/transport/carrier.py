@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from .outbound import Burst, Outbound
-from .records import Record, SendLog, lowest_bits
+from .outbound import Outbound
+from .records import Burst, Record, SendLog
 from .recovery import GainCycle
 
 NEVER_S: Final = float("inf")
@@ -98,20 +98,20 @@ class Carrier:
             return None
         self._is_resting = False
         self._account_for_waiting(now_s)
-        if self._is_blocked(record.number, now_s):
+        if self._is_blocked(record, now_s):
             return None
         self._stalled_since_s = NEVER_S
         self.wake_at_s = now_s
         mask = self._unsent or record.full
         burst_bytes = min(outbound.rate.burst_bytes for outbound in self.members.values())
         if burst_bytes < record.nbytes:
-            mask = lowest_bits(mask, max(1, burst_bytes // record.segment_bytes))
+            mask = record.part_of(mask, burst_bytes)
         for outbound in self.members.values():
             outbound.carry(record, mask, now_s)
         self._unsent = (self._unsent or record.full) & ~mask
         if not self._unsent:
-            self.cursor += 1
-        return Burst(record.slices(mask), record.segment_bytes, record.bytes_of(mask))
+            self.cursor += record.span
+        return record.burst(mask)
 
     def _next_record(self) -> Record | None:
         """Return the next record that is for all members; each is told by itself of those that are not."""
@@ -145,11 +145,11 @@ class Carrier:
         for outbound in self.members.values():
             outbound.rate.on_app_limited()
 
-    def _is_blocked(self, number: int, now_s: float) -> bool:
+    def _is_blocked(self, record: Record, now_s: float) -> bool:
         """Whether some member's window, pace or credit does not allow the record yet."""
-        blocked = self._look_at(self._blockers, number, now_s)
+        blocked = self._look_at(self._blockers, record, now_s)
         if not blocked:
-            blocked = self._look_at(list(self.members), number, now_s)
+            blocked = self._look_at(list(self.members), record, now_s)
         self._blockers = list(blocked)
         if not blocked:
             return False
@@ -157,13 +157,13 @@ class Carrier:
         self.wake_at_s = max(blocked.values())
         return True
 
-    def _look_at(self, indices: list[int], number: int, now_s: float) -> dict[int, float]:
+    def _look_at(self, indices: list[int], record: Record, now_s: float) -> dict[int, float]:
         """Return which of the members block the record, and until when; infinite if only news can tell."""
         blocked: dict[int, float] = {}
         ready: list[Outbound] = []
         for index in indices:
             outbound = self.members[index]
-            at_s = outbound.carry_at_s(number)
+            at_s = outbound.carry_at_s(record)
             if at_s is None:
                 blocked[index] = NEVER_S
             elif at_s > now_s:

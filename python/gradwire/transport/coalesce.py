@@ -116,7 +116,7 @@ def objection(
             return f"the tag {tag} does not fit 64 bits unsigned"
         if len(payload) > message_bytes_max:
             return f"a message of {len(payload)} bytes is larger than {message_bytes_max}"
-    records = sum(sealer.records_of(len(payload)) for _, payload in substitutes)
+    records = sum(sealer.numbers_of(len(payload)) for _, payload in substitutes)
     if records > backlog.places:
         return f"{records} records where {backlog.places} were set aside"
     return None
@@ -161,7 +161,7 @@ def put(log: SendLog, sealer: Sealer, backlog: Backlog, substitutes: Substitutes
     """Seal the substitutes into their places; return the number of the record with which all of them are there."""
     at = backlog.place
     for index, (tag, payload) in enumerate(substitutes):
-        last_record = at + sealer.records_of(len(payload)) - 1
+        last_record = at + sealer.numbers_of(len(payload)) - 1
         message = Outgoing(frozenset({backlog.session}), last_record)
         for record in sealer.seal_message(at, message, backlog.number + index, tag, payload):
             log.put(record)

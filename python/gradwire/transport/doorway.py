@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from .context import Context
 from .crypto import AuthenticationError, Handshake, Marker
 from .membership import HALF_OPEN_MAX, HandshakeGate, Membership
 from .model import Address
-from .session import Context, Session, State, prologue
+from .session import Session, State, prologue
 from .strangers import Strangers
 from .wire import HEADER, HEADER_BYTES, INIT_BYTES, MARK_BYTES, Introduction, WireError
 

@@ -15,13 +15,14 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from .addressing import WILDCARDS, local_addresses
 from .endpoint import Endpoint
 from .model import Address, SocketStats, Transmit
 from .multicast import aim, check_group, join
+from .wire import HEADER_BYTES, fragments_per_burst
 
 logger = logging.getLogger(__name__)
 
@@ -233,19 +234,22 @@ class Driver:
         is_single = transmit.segment_bytes == 0 or transmit.nbytes <= transmit.segment_bytes
         if is_single:
             return self._send_one(transmit.slices, transmit.address)
-        if self.has_gso:
-            option = (socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", transmit.segment_bytes))
+        if not self.has_gso:
+            return self._send_each(transmit)
+        segment_bytes = transmit.segment_bytes
+        options = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", segment_bytes))]
+        most_bytes = segment_bytes * fragments_per_burst(segment_bytes - HEADER_BYTES)
+        sent_bytes = 0
+        for slices in bursts_of(transmit.slices, most_bytes):
             try:
-                self._socket.sendmsg(transmit.slices, [option], 0, transmit.address)
-                return True
+                self._socket.sendmsg(slices, options, 0, transmit.address)
             except OSError as error:
-                if error.errno in TRY_LATER:
-                    return False
-                if error.errno not in GSO_REFUSED:
-                    self._note_failed(error, transmit.segment_bytes, transmit.address)
-                    return True
-                return self._send_without_gso(transmit, error)
-        return self._send_each(transmit)
+                if error.errno in TRY_LATER or error.errno in GSO_REFUSED:
+                    _forget_sent(transmit, sent_bytes)
+                    return error.errno in GSO_REFUSED and self._send_without_gso(transmit, error)
+                self._note_failed(error, segment_bytes, transmit.address)
+            sent_bytes += sum(map(len, slices))
+        return True
 
     def _send_without_gso(self, transmit: Transmit, error: OSError) -> bool:
         """Find out by single datagrams whether GSO was refused or their size."""
@@ -340,6 +344,34 @@ class Waker:
         """Release the sockets."""
         self.socket.close()
         self._bell.close()
+
+
+def bursts_of(slices: list[memoryview], most_bytes: int) -> Iterator[list[memoryview]]:
+    """Yield what each system call sends: at most so many bytes, whole datagrams, in order."""
+    burst: list[memoryview] = []
+    room = most_bytes
+    for piece in slices:
+        rest = piece
+        while len(rest) > room:
+            if room:
+                burst.append(rest[:room])
+            yield burst
+            burst, rest, room = [], rest[room:], most_bytes
+        burst.append(rest)
+        room -= len(rest)
+    yield burst
+
+
+def _forget_sent(transmit: Transmit, sent_bytes: int) -> None:
+    """Leave in ``transmit`` what has not been sent yet."""
+    rest = []
+    skip = sent_bytes
+    for piece in transmit.slices:
+        if skip < len(piece):
+            rest.append(piece[skip:])
+        skip = max(0, skip - len(piece))
+    transmit.slices = rest
+    transmit.nbytes -= sent_bytes
 
 
 def interface_mtu(address: Address) -> int | None:

@@ -38,6 +38,7 @@ from .own_records import OwnRecords
 from .path_mtu import PathMtu, ceiling_bytes, is_loopback
 from .records import Outgoing
 from .session import CREDIT_FLOOR_RECORDS, REASON_GIVEN_UP, Session, State
+from .tally import add_counters, take_stock
 from .wire import (
     BEACON,
     CONTROL,
@@ -127,6 +128,14 @@ class Endpoint:
         self.stream = int.from_bytes(entropy(4), "little") & ~1
         self.membership = Membership()
         self.sessions: dict[int, Session] = {}
+        shape = self.limits
+        if self.laggards is not None:
+            if multicast is not None:
+                raise ValueError(
+                    'on_lag="coalesce" does not go with multicast: a slow peer hears what waits for it'
+                )
+            # For the same reason nobody relays: what a relay has been given may reach a peer at any time.
+            shape = replace(self.limits, mesh_nodes_max=NODES_MAX)
         self.own = OwnRecords(
             self.sessions,
             self.limits,
@@ -134,19 +143,14 @@ class Endpoint:
             entropy,
             insecure=insecure,
             first_record=first_record,
+            carried_from=shape.mesh_nodes_max if multicast is None else 1,
             now_s=now_s,
         )
         self.log = self.own.log
         self._interface_mtu = interface_mtu
-        if self.laggards is not None and multicast is not None:
-            raise ValueError(
-                'on_lag="coalesce" does not go with multicast: a slow peer hears what waits for it'
-            )
-        # For the same reason nobody relays: what a relay has been given may reach a peer at any time.
-        alone = self.laggards is not None
         self.fanout = Fanout(
             node_id,
-            replace(self.limits, mesh_nodes_max=NODES_MAX) if alone else self.limits,
+            shape,
             self.log,
             self.counters,
             self.stream,
@@ -156,6 +160,7 @@ class Endpoint:
         self.doorway = Doorway(self)
         self.by_node: dict[int, Session] = {}
         self._by_stream: dict[tuple[Address, int], Session] = {}
+        self._talking: dict[Address, Session] = {}  # whose records came from an address last
         self._addresses: frozenset[Address] = frozenset()  # of peers and of nodes we knock at
         self._messages: deque[Received] = deque()
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
@@ -221,7 +226,7 @@ class Endpoint:
                 f"no room for {len(payload)} more: "
                 "wait for acknowledgements, or let the residual accumulate"
             )
-        last_record = self.log.head + self.own.sealer.records_of(len(payload)) - 1
+        last_record = self.log.head + self.own.sealer.numbers_of(len(payload)) - 1
         for session in recipients:
             session.note_published(last_record, ticket, now_s)
         indices = frozenset(session.index for session in recipients)
@@ -327,6 +332,10 @@ class Endpoint:
             return
         counters.udp_bytes_received += total_bytes
         counters.datagrams_received += -(-total_bytes // segment_bytes)
+        if segment_bytes < total_bytes and not self._is_group:
+            session = self._talking.get(address)
+            if session is not None and session.go_on(data, segment_bytes, now_s):
+                return
         if address not in self._addresses and self._drop_noise(data, segment_bytes, address, now_s):
             return
         position = 0
@@ -370,6 +379,7 @@ class Endpoint:
         if session is None:
             self.counters.stray_datagrams += 1
             return min(position + segment_bytes, len(data))
+        self._talking[address] = session
         most = min(-(-(len(data) - position) // segment_bytes), fragments - first)
         count = run_length(data, position, segment_bytes, first, most) if most > 1 else 1
         end = min(position + count * segment_bytes, len(data))
@@ -555,24 +565,24 @@ class Endpoint:
         """See `laggards.Owner`."""
         self.own.release(now_s)
 
-    # ---- what sessions ask for and report (session.Context) -----------------------------------------------------
+    # ---- what sessions ask for and report (context.Context) -----------------------------------------------------
 
     def wall_ms(self, now_s: float) -> int:
-        """See `session.Context`; a jump of the clock after the start goes unnoticed."""
+        """See `context.Context`; a jump of the clock after the start goes unnoticed."""
         return (self.incarnation + int((now_s - self._started_at_s) * 1e3)) & (2**64 - 1)
 
     def sender_keys(self) -> tuple[SenderKey, ...]:
-        """See `session.Context`."""
+        """See `context.Context`."""
         return self.own.sender_keys()
 
     def window_records(self) -> int:
-        """See `session.Context`."""
+        """See `context.Context`."""
         cutoff_s = self._ticked_at_s - ACTIVE_S
         active = sum(1 for session in self.sessions.values() if session.data_heard_at_s > cutoff_s)
         return max(CREDIT_FLOOR_RECORDS, self.limits.window_bytes // 65_536 // max(1, active))
 
     def on_identified(self, session: Session, now_s: float) -> bool:
-        """See `session.Context`."""
+        """See `context.Context`."""
         peer = session.identity
         self.doorway.forget(session)
         if peer.id == self.node_id:
@@ -602,14 +612,14 @@ class Endpoint:
         return True
 
     def on_stream(self, session: Session) -> None:
-        """See `session.Context`."""
+        """See `context.Context`."""
         if session.stream is not None:
             self._by_stream[session.address, session.stream] = session
             self._by_stream[session.address, session.stream | 1] = session
             self.fanout.on_stream(session)
 
     def on_up(self, session: Session, now_s: float) -> None:
-        """See `session.Context`."""
+        """See `context.Context`."""
         logger.info("connected to %s", session.identity)
         self.own.fit_framing(now_s)
         self._events.append(PeerJoined(session.identity))
@@ -634,7 +644,7 @@ class Endpoint:
             self._introduce(sessions[self._gossip_turn])
 
     def on_moved(self, session: Session, address: Address, now_s: float) -> None:
-        """See `session.Context`."""
+        """See `context.Context`."""
         if session.stream is not None:
             for stream in (session.stream, session.stream | 1):
                 self._by_stream.pop((session.address, stream), None)
@@ -646,7 +656,7 @@ class Endpoint:
         self._note_addresses()
 
     def on_members(self, addresses: tuple[str, ...]) -> None:
-        """See `session.Context`."""
+        """See `context.Context`."""
         for text in addresses:
             try:
                 self.membership.add(parse_address(text), is_learned=True)
@@ -655,7 +665,7 @@ class Endpoint:
                 self.counters.malformed_datagrams += 1
 
     def on_fanout(self, session: Session, frame: Relay | Relaying | Shared | Heard) -> None:
-        """See `session.Context`."""
+        """See `context.Context`."""
         match frame:
             case Relay():
                 self.fanout.on_relay(session, frame)
@@ -667,14 +677,14 @@ class Endpoint:
                 self.fanout.on_heard(session, frame)
 
     def deliver(self, session: Session, tag: int, payload: memoryview) -> None:
-        """See `session.Context`."""
+        """See `context.Context`."""
         self.counters.messages_received += 1
         self.counters.payload_bytes_received += len(payload)
         self._messages.append(Received(session.identity, tag, payload))
 
     def on_down(self, session: Session, reason: str, now_s: float) -> None:
-        """See `session.Context`."""
-        _add_counters(self.counters, session)
+        """See `context.Context`."""
+        add_counters(self.counters, session)
         if session.target is not None and session.peer is None:
             self.membership.on_no_answer(session.target, now_s)
         self._farewells.extend(session.last_words(now_s))
@@ -692,12 +702,12 @@ class Endpoint:
         self.own.release(now_s)
 
     def on_poisoned(self, session: Session, now_s: float) -> None:
-        """See `session.Context`."""
+        """See `context.Context`."""
         if self.own.on_poisoned(session, now_s):
             self.recut()
 
     def watch_path(self, address: Address, now_s: float) -> PathMtu | None:
-        """See `session.Context`."""
+        """See `context.Context`."""
         if is_loopback(address[0]):
             return None
         largest_bytes = self.limits.fragment_bytes_max + HEADER_BYTES
@@ -708,7 +718,7 @@ class Endpoint:
         return PathMtu(self.limits.fragment_bytes + HEADER_BYTES, ceiling, now_s)
 
     def on_path_size(self, session: Session, now_s: float) -> None:
-        """See `session.Context`."""
+        """See `context.Context`."""
         if session.path is not None and self.own.on_path_size(
             session, session.path.size_bytes, now_s
         ):
@@ -749,6 +759,7 @@ class Endpoint:
             for session in self.sessions.values()
             if session.state is not State.RESPONDED
         )
+        self._talking.clear()
 
     def _up_sessions(self) -> list[Session]:
         return [session for session in self.sessions.values() if session.state is State.UP]
@@ -766,32 +777,4 @@ class Endpoint:
 
     def stats(self) -> Stats:
         """Return a snapshot of the counters and of each path."""
-        totals = Counters()
-        for name in Counters.__slots__:
-            setattr(totals, name, getattr(self.counters, name))
-        for session in self.sessions.values():
-            _add_counters(totals, session)
-        paths = tuple(
-            session.stats(session.outbound, self.fanout.way_to(session.identity.id))
-            for session in self._up_sessions()
-            if session.outbound is not None
-        )
-        known = [path.srtt_s for path in paths if path.srtt_s > 0.0]
-        return Stats(
-            **{name: getattr(totals, name) for name in Counters.__slots__},
-            send_log_bytes=self.log.used_bytes,
-            receive_queue_bytes=self.budget.used_bytes,
-            srtt_s=sum(known) / len(known) if known else 0.0,
-            peers=paths,
-        )
-
-
-def _add_counters(totals: Counters, session: Session) -> None:
-    """Add what one session has counted."""
-    if session.outbound is not None:
-        totals.retransmitted_bytes += session.outbound.retransmitted_bytes
-        totals.retransmitted_fragments += session.outbound.retransmitted_fragments
-        totals.lost_bytes += session.outbound.lost_bytes
-    if session.inbound is not None:
-        totals.duplicate_fragments += session.inbound.duplicate_fragments
-        totals.rejected_records += session.inbound.rejected_records
+        return take_stock(self.counters, self.sessions, self.fanout, self.log, self.budget)

@@ -6,31 +6,31 @@ node's receive budget before its first byte is stored.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .buffers import BufferPool
 from .crypto import AuthenticationError, SenderKey
 from .poison import PoisonWatch
+from .reassembly import Partial, Sequel, is_plausible, unframe
 from .wire import (
+    ACK_PARTIAL_BYTES_MAX,
     ACK_PARTIALS_MAX,
     ACK_WINDOW_RECORDS,
     DATA,
-    FRAGMENT_BYTES_MAX,
-    FRAGMENT_BYTES_MIN,
-    FRAGMENTS_MAX,
     HEADER,
     HEADER_BYTES,
-    RECORD_BYTES_MAX,
+    NUMBER_BYTES,
+    RECORD_BURSTS_MAX,
     RECORD_META,
     RECORD_META_BYTES,
     RECORD_NUMBER_MAX,
     TAG_BYTES,
     Ack,
+    partial_bytes,
+    record_span,
 )
 
 ACK_DELAY_S: Final = 0.0005
@@ -58,7 +58,7 @@ class ReceiveBudget:
         self.used_bytes = 0
         self.has_waiting = False
         self.buffers = BufferPool(min(PAYLOADS_KEPT_BYTES, limit_bytes // 4))
-        self.scratch = np.empty(RECORD_BYTES_MAX, dtype=np.uint8)
+        self.scratch = np.empty(RECORD_BURSTS_MAX * NUMBER_BYTES, dtype=np.uint8)
         self.scratch_view = memoryview(self.scratch)  # type: ignore[arg-type]
 
     def take(self, nbytes: int) -> bool:
@@ -72,19 +72,6 @@ class ReceiveBudget:
     def give_back(self, nbytes: int) -> None:
         """Return room: the message was handed over or given up."""
         self.used_bytes -= nbytes
-
-
-class _Partial:
-    """The fragments of one incomplete record that have arrived."""
-
-    __slots__ = ("buffer", "fragment_bytes", "fragments", "got", "sealed_bytes")
-
-    def __init__(self, fragments: int, fragment_bytes: int, buffers: BufferPool) -> None:
-        self.fragments = fragments
-        self.fragment_bytes = fragment_bytes
-        self.buffer = buffers.take(fragments * fragment_bytes)
-        self.got = 0
-        self.sealed_bytes = 0
 
 
 class _Assembly:
@@ -128,8 +115,9 @@ class Inbound:
         self.poison = PoisonWatch()
         self._consumed = start
         self._window = 0
-        self._partials: dict[int, _Partial] = {}
-        self._complete: dict[int, memoryview] = {}
+        self._partials: dict[int, Partial] = {}
+        self._sequel = Sequel()
+        self._complete: dict[int, tuple[memoryview, int]] = {}  # plaintext, record numbers
         self._skips: list[tuple[int, int]] = []
         self._assembly: _Assembly | None = None
         self._next_message = 0
@@ -206,10 +194,11 @@ class Inbound:
         """
         nbytes = len(batch)
         count = -(-nbytes // (fragment_bytes + HEADER_BYTES))
-        if not _is_plausible(fragments, fragment_bytes, first, count, nbytes):
+        if not is_plausible(fragments, fragment_bytes, first, count, nbytes):
             return False
         self._last_arrival_s = now_s
-        if not self.accepts(record):
+        span = record_span(fragments, fragment_bytes)
+        if not self.accepts(record) or record + span > self.limit:
             # The acknowledgement of an earlier copy was lost, or the sender guessed wrong: tell it at once.
             self.duplicate_fragments += count
             self.acknowledge_by(now_s)
@@ -217,27 +206,22 @@ class Inbound:
         self._unacknowledged_bytes += nbytes
         if count < fragments or record in self._partials:
             sealed = self._add_to_partial(record, fragments, fragment_bytes, first, count, batch)
+            if sealed is None and count > 1:
+                self._sequel.begin(record, epoch, stream, fragments, fragment_bytes, first + count)
         elif fragments == 1:
             sealed = batch[HEADER_BYTES:]
         else:
             sealed = self._unframe_whole(batch, fragments, fragment_bytes)
         if sealed is not None:
             header = HEADER.pack(DATA, epoch, 0, fragments, stream, fragment_bytes << 48 | record)
-            self._open(epoch, record, header, sealed, now_s)
+            self._open(epoch, record, span, header, sealed, now_s)
         self._schedule_ack(record, now_s)
         return True
 
     def _unframe_whole(self, batch: memoryview, fragments: int, fragment_bytes: int) -> memoryview:
         """Return the sealed bytes of a record that came in one piece; they are only valid until the next."""
-        budget = self._budget
-        sealed_bytes = len(batch) - fragments * HEADER_BYTES
-        if sealed_bytes == fragments * fragment_bytes:
-            grid = np.frombuffer(batch, dtype=np.uint8).reshape(fragments, -1)
-            target = budget.scratch[:sealed_bytes].reshape(fragments, -1)
-            target[:] = grid[:, HEADER_BYTES:]
-        else:
-            _unframe(budget.scratch, batch, 0, fragments, fragment_bytes)
-        return budget.scratch_view[:sealed_bytes]
+        unframe(self._budget.scratch, batch, 0, fragments, fragment_bytes)
+        return self._budget.scratch_view[: len(batch) - fragments * HEADER_BYTES]
 
     def _add_to_partial(
         self, record: int, fragments: int, size: int, first: int, count: int, batch: memoryview
@@ -245,24 +229,66 @@ class Inbound:
         """Store fragments; return the sealed bytes of the record once all are there."""
         partial = self._partials.get(record)
         if partial is None or partial.fragments != fragments or partial.fragment_bytes != size:
-            # A shape that contradicts an earlier fragment: one of the two is forged. Starting again with the newer
-            # one cannot be blocked for ever by a forgery that came first.
-            partial = _Partial(fragments, size, self._budget.buffers)
-            self._partials[record] = partial
-        bits = ((1 << count) - 1) << first
-        self.duplicate_fragments += (partial.got & bits).bit_count()
-        partial.got |= bits
-        _unframe(partial.buffer, batch, first, count, size)
-        if first + count == fragments:
-            tail_bytes = len(batch) - (count - 1) * (size + HEADER_BYTES) - HEADER_BYTES
-            partial.sealed_bytes = (fragments - 1) * size + tail_bytes
-        if partial.got != (1 << fragments) - 1:
+            partial = self._begin_partial(record, fragments, size)
+        self.duplicate_fragments += (partial.got >> first & ((1 << count) - 1)).bit_count()
+        if not partial.add(first, count, batch):
             return None
         del self._partials[record]
-        return memoryview(partial.buffer)[: partial.sealed_bytes]  # type: ignore[arg-type]
+        return partial.sealed
+
+    def _begin_partial(self, record: int, fragments: int, size: int) -> Partial:
+        partial = Partial(fragments, size, self._budget.buffers)
+        self._drop_overlapping(record, partial.span)
+        self._partials[record] = partial
+        return partial
+
+    def go_on(self, batch: memoryview, segment_bytes: int, now_s: float) -> bool:
+        """Take these datagrams if they come next when nothing is lost; return False, and do nothing, if not."""
+        sequel = self._sequel
+        record, first = sequel.record, sequel.first
+        count = sequel.match(batch, segment_bytes) if record == self.cumulative else 0
+        if not count:
+            return False
+        partial = self._partials.get(record)
+        if partial is None and first == 0 and record + sequel.span <= self.limit:
+            partial = self._begin_partial(record, sequel.fragments, sequel.fragment_bytes)
+        elif partial is None or partial.got != (1 << first) - 1 or not sequel.is_like(partial):
+            return False
+        self._last_arrival_s = now_s
+        self._unacknowledged_bytes += len(batch)
+        if partial.add(first, count, batch):
+            del self._partials[record]
+            header, span = sequel.associated, sequel.span
+            sequel.begin_next()
+            self._open(sequel.epoch, record, span, header, partial.sealed, now_s)
+        else:
+            sequel.first = first + count
+        if self._unacknowledged_bytes >= ACK_EVERY_BYTES:
+            self.ack_at_s = now_s
+        elif self.ack_at_s is None:
+            self.ack_at_s = now_s + ACK_DELAY_S
+        return True
+
+    def _drop_overlapping(self, record: int, span: int) -> None:
+        """Forget what contradicts the shape of a new record.
+
+        One of the two is forged. Starting again with the newer one cannot be blocked for ever by a forgery that came
+        first.
+        """
+        if self._partials:
+            for number in range(record - RECORD_BURSTS_MAX + 1, record + span):
+                partial = self._partials.get(number)
+                if partial is not None and number + partial.span > record:
+                    del self._partials[number]
 
     def _open(
-        self, epoch: int, record: int, header: bytes, sealed: memoryview, now_s: float
+        self,
+        epoch: int,
+        record: int,
+        span: int,
+        header: bytes,
+        sealed: memoryview,
+        now_s: float,
     ) -> None:
         key = self._keys.get(epoch)
         plain_bytes = len(sealed) - TAG_BYTES
@@ -272,6 +298,7 @@ class Inbound:
         is_next = record == self._consumed == self.cumulative
         try:
             if is_next and self._open_in_place(key, record, header, sealed, plain_bytes):
+                self._note_taken(span)
                 return
             plain = memoryview(self._budget.buffers.take(plain_bytes))[:plain_bytes]  # type: ignore[arg-type]
             key.open_into(record, sealed, header, plain)
@@ -281,9 +308,9 @@ class Inbound:
             self.acknowledge_by(now_s)
             return
         if is_next and self._take_record(plain.toreadonly()):
-            self._note_taken()
+            self._note_taken(span)
         else:
-            self._complete[record] = plain.toreadonly()
+            self._complete[record] = plain.toreadonly(), span
             self._advance()
             self.consume()
 
@@ -311,16 +338,22 @@ class Inbound:
             # Another message begins; what was written is only room not filled yet, but it has to be read again.
             return False
         self._filled_to(assembly, end - RECORD_META_BYTES)
-        self._note_taken()
         return True
 
-    def _note_taken(self) -> None:
+    def _note_taken(self, span: int) -> None:
         """The next record has been consumed as it came; later ones may have been waiting for it."""
-        self._consumed += 1
-        self.cumulative += 1
-        if self._complete or self._skips:
+        self._forget_within(self._consumed, span)
+        self._consumed += span
+        self.cumulative += span
+        if self._complete or self._skips or self._partials:
             self._advance()
             self.consume()
+
+    def _forget_within(self, record: int, span: int) -> None:
+        """Forget what claims to begin in the middle of a record that has been consumed."""
+        if self._complete:
+            for number in range(record + 1, record + span):
+                self._complete.pop(number, None)
 
     def skip(self, first: int, count: int, now_s: float) -> None:
         """Count records as complete that are not meant for this node."""
@@ -340,8 +373,8 @@ class Inbound:
         moved = True
         while moved:
             moved = False
-            while self.cumulative in self._complete:
-                self.cumulative += 1
+            while (whole := self._complete.get(self.cumulative)) is not None:
+                self.cumulative += whole[1]
             for first, end in self._skips:
                 if first <= self.cumulative < end:
                     self.cumulative = end
@@ -353,18 +386,22 @@ class Inbound:
         """Turn complete records into messages, in order, as far as the budget allows."""
         self.is_stalled = False
         while self._consumed < self.cumulative:
-            plain = self._complete.get(self._consumed)
-            if plain is None:
+            whole = self._complete.get(self._consumed)
+            if whole is None:
                 self._consume_skip()
-            elif self._take_record(plain):
+            elif self._take_record(whole[0]):
                 del self._complete[self._consumed]
-                self._consumed += 1
+                self._forget_within(self._consumed, whole[1])
+                self._consumed += whole[1]
             else:
                 self.is_stalled = True
                 return
 
     def _consume_skip(self) -> None:
-        end = max(end for first, end in self._skips if first <= self._consumed < end)
+        covering = [end for first, end in self._skips if first <= self._consumed < end]
+        if not covering:
+            raise ProtocolError(f"what is skipped and what was sent overlap at {self._consumed}")
+        end = max(covering)
         for record in [record for record in self._complete if self._consumed < record < end]:
             del self._complete[record]
         self._consumed = end
@@ -450,11 +487,12 @@ class Inbound:
         complete = self._complete_bitmap(base)
         partials = [(number, self._partials[number].got) for number in sorted(self._partials)]
         delay_us = min(int(max(0.0, now_s - self._last_arrival_s) * 1e6), 1_000_000)
-        acks = []
-        skipped = 0
-        for start in range(0, max(1, len(partials)), ACK_PARTIALS_MAX):
-            part = tuple(partials[start : start + ACK_PARTIALS_MAX])
-            is_last = start + ACK_PARTIALS_MAX >= len(partials)
+        acks: list[Ack] = []
+        skipped = start = 0
+        while start < len(partials) or not acks:
+            part = _fitting(partials, start)
+            start += len(part)
+            is_last = start >= len(partials)
             acks.append(Ack(base, self.limit, delay_us, complete, part, skipped, not is_last))
             skipped = part[-1][0] + 1 - base if part else 0
         return acks
@@ -477,33 +515,12 @@ class Inbound:
         self._complete.clear()
 
 
-@functools.lru_cache(maxsize=256)
-def _is_plausible(
-    fragments: int, fragment_bytes: int, first: int, count: int, batch_bytes: int
-) -> bool:
-    """Whether a record may have this shape and the batch fits into it; only a record's last datagram may be short."""
-    if not (
-        FRAGMENT_BYTES_MIN <= fragment_bytes <= FRAGMENT_BYTES_MAX
-        and 1 <= fragments <= FRAGMENTS_MAX
-        and fragments * fragment_bytes <= RECORD_BYTES_MAX
-        and first + count <= fragments
-        and batch_bytes > HEADER_BYTES
-    ):
-        return False
-    is_whole = batch_bytes == count * (fragment_bytes + HEADER_BYTES)
-    return is_whole or first + count == fragments
-
-
-def _unframe(
-    buffer: NDArray[np.uint8], batch: memoryview, first: int, count: int, size: int
-) -> None:
-    """Copy the payloads of ``count`` datagrams next to each other."""
-    segment = size + HEADER_BYTES
-    source = np.frombuffer(batch, dtype=np.uint8)
-    whole = count - 1
-    middle = (first + whole) * size
-    if whole:
-        grid = source[: whole * segment].reshape(whole, segment)
-        buffer[first * size : middle].reshape(whole, size)[:] = grid[:, HEADER_BYTES:]
-    tail = source[whole * segment + HEADER_BYTES :]
-    buffer[middle : middle + len(tail)] = tail
+def _fitting(partials: list[tuple[int, int]], start: int) -> tuple[tuple[int, int], ...]:
+    """Return as many incomplete records from ``start`` on as one acknowledgement has room for."""
+    end, room = start, ACK_PARTIAL_BYTES_MAX
+    while end < min(len(partials), start + ACK_PARTIALS_MAX):
+        room -= partial_bytes(partials[end][1])
+        if room < 0:
+            break
+        end += 1
+    return tuple(partials[start:end])

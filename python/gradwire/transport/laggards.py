@@ -99,7 +99,7 @@ class Laggards:
             )
             if len(messages) < 2:
                 continue
-            places = sum(1 + owner.own.sealer.records_of(len(each.payload)) for each in messages)
+            places = sum(1 + owner.own.sealer.numbers_of(len(each.payload)) for each in messages)
             backlogs.append(
                 Backlog(
                     session.index,

@@ -357,7 +357,10 @@ class Counters:
 
 
 class Transmit:
-    """What the driver is to send: datagrams to one address, all but the last of ``segment_bytes``."""
+    """What the driver is to send: datagrams to one address, all but the last of ``segment_bytes``.
+
+    The slices are whole datagrams each, neighbours as one; the list may be shared and is not to be changed.
+    """
 
     __slots__ = ("address", "nbytes", "segment_bytes", "slices")
 

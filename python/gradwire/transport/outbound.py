@@ -7,90 +7,25 @@ overdue. When nothing arrives at all, a probe of one fragment asks for an acknow
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeAlias
 
-from .path_mtu import BASE_BYTES, LargeLosses
-from .records import Record, SendLog, lowest_bits
-from .recovery import BURST_MAX_BYTES, PTO_MAX_S, RateController, RttEstimator, SendMark
+from .flight import Flight, Sent
+from .path_mtu import LargeLosses
+from .records import Burst, Record, SendLog
+from .recovery import BURST_MAX_BYTES, PTO_MAX_S, RateController, RttEstimator
 from .wire import Ack, Skip
 
 # In a crowd (many to one) single datagrams are lost one after the other, and an early pause would outlast the crowd.
 PROBES_AT_FIRST: Final = 3
 PTO_BACKOFF_MAX: Final = 10
 NEVER_S: Final = float("inf")
-OVERDRAFT_WINDOW_BYTES: Final = 2 * BURST_MAX_BYTES
+OVERDRAFT_BURSTS: Final = 2
 NO_GATE: Final = 1 << 62
 PLAUSIBLE: Final = (
     0.75  # an answer this fraction of the usual round trip after the second copy is one to it
 )
 
-
-class Burst:
-    """Datagrams of one record to send to one peer with as few system calls as possible."""
-
-    __slots__ = ("nbytes", "segment_bytes", "slices")
-
-    def __init__(self, slices: list[memoryview], segment_bytes: int, nbytes: int) -> None:
-        self.slices = slices
-        self.segment_bytes = segment_bytes
-        self.nbytes = nbytes
-
-
-class _Sent:
-    """One transmission: which fragments of it are still unaccounted for."""
-
-    __slots__ = ("mark", "mask", "order")
-
-    def __init__(self, order: int, mask: int, mark: SendMark) -> None:
-        self.order = order
-        self.mask = mask
-        self.mark = mark
-
-
-class _Flight:
-    """One record (or one run of skipped records) under way to the peer."""
-
-    __slots__ = (
-        "acked",
-        "again",
-        "ever",
-        "first_order",
-        "full",
-        "large",
-        "number",
-        "record",
-        "resent",
-        "sent",
-        "span",
-        "to_send",
-    )
-
-    def __init__(self, number: int, record: Record | None, span: int) -> None:
-        self.number = number
-        self.record = record
-        self.span = span
-        self.full = (1 << record.fragments) - 1 if record is not None else 1
-        self.large = record.fragments_above(BASE_BYTES) if record is not None else 0
-        self.acked = 0
-        self.ever = 0
-        self.again = 0
-        self.to_send = self.full
-        self.sent: list[_Sent] = []
-        self.first_order = -1
-        self.resent = False
-
-    @property
-    def is_simple(self) -> bool:
-        """Whether it was sent once, in one piece, and nothing has been heard of it yet."""
-        sent = self.sent
-        return len(sent) == 1 and sent[0].mask == self.full and not (self.acked or self.again)
-
-    def bytes_of(self, mask: int) -> int:
-        return self.record.bytes_of(mask) if self.record is not None else 0
-
-    def largest_of(self, mask: int) -> int:
-        """Return the size of the largest datagram among these fragments: of the first, as only a last one is short."""
-        return self.bytes_of(mask & -mask)
+Sending: TypeAlias = Burst | Skip
 
 
 class Outbound:
@@ -125,15 +60,15 @@ class Outbound:
         self.retransmitted_bytes = 0
         self.retransmitted_fragments = 0
         self.large = LargeLosses()
-        self._flights: dict[int, _Flight] = {}
-        self._waiting: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
+        self._waiting: dict[int, Flight] = {}
         self._order = 0
         self._newest = (-1, 0)
         self._described_end = start
         self._loss_due_at_s = NEVER_S
         self._progress_at_s = 0.0
         self._timeouts = 0
-        self._partly_carried: _Flight | None = None
+        self._partly_carried: Flight | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -148,22 +83,29 @@ class Outbound:
     @property
     def is_starved(self) -> bool:
         """Whether there is something to send and the peer has given no credit for it."""
-        return not self._flights and self.limit <= self.cursor < self._log.head
+        return (
+            not self._flights and self.cursor < self._log.head and not self._is_granted(self.cursor)
+        )
+
+    def _is_granted(self, number: int) -> bool:
+        """Whether the peer has room for the whole record that begins with this number."""
+        record = self._log.get(number)
+        return number + (1 if record is None else record.span) <= self.limit
 
     @property
     def backlog_records(self) -> int:
         """Records of the log that the peer has not acknowledged."""
         return self._log.head - self.cumulative
 
-    def next_item(self, now_s: float) -> Burst | Skip | None:
+    def next_item(self, now_s: float) -> Sending | None:
         """Return what to send now, or None when nothing may or need be sent."""
         rate = self.rate
         allowed_at_s = rate.send_allowed_at_s()
         if allowed_at_s is None or allowed_at_s > now_s:
             return None
-        # A window of several records may be overdrawn by a part of one: halves cost as much as wholes.
+        # A window of several bursts may be overdrawn by a part of one: halves cost as much as wholes.
         room = rate.burst_bytes
-        if rate.window_bytes < OVERDRAFT_WINDOW_BYTES:
+        if rate.window_bytes < OVERDRAFT_BURSTS * max(room, BURST_MAX_BYTES):
             room = min(room, rate.window_bytes - rate.bytes_in_flight)
         if not self._waiting:
             burst = self._send_whole(room, now_s)
@@ -179,39 +121,44 @@ class Outbound:
             return self._send_skip(flight, now_s)
         mask = flight.to_send
         if room < record.nbytes:
-            mask = lowest_bits(mask, max(1, room // record.segment_bytes))
+            mask = record.part_of(mask, room)
         return self._send(flight, record, mask, now_s)
 
     def _send_whole(self, room: int, now_s: float) -> Burst | None:
         """Send the next record for the first time and in one piece, if it may be: the common case."""
         number = self.cursor
-        record = self._log.get(number) if number < self.limit and number < self.gate else None
-        if record is None or record.nbytes > room or self._session not in record.message.recipients:
+        record = self._log.get(number) if number < self.gate else None
+        if (
+            record is None
+            or record.nbytes > room
+            or number + record.span > self.limit
+            or self._session not in record.message.recipients
+        ):
             return None
-        flight = _Flight(number, record, 1)
+        flight = Flight(number, record, record.span)
         flight.to_send, flight.ever = 0, flight.full
         order = flight.first_order = self._order
-        flight.sent.append(_Sent(order, flight.full, self.rate.on_sent(record.nbytes, now_s)))
+        flight.sent.append(Sent(order, flight.full, self.rate.on_sent(record.nbytes, now_s)))
         self._flights[number] = flight
-        self.cursor = number + 1
+        self.cursor = number + record.span
         self._order = order + 1
         self._progress_at_s = now_s
-        return Burst([record.wire], record.segment_bytes, record.nbytes)
+        return record.whole
 
-    def _open_next(self) -> _Flight | None:
+    def _open_next(self) -> Flight | None:
         head = min(self._log.head, self.gate)
         if self.cursor >= head:
             return None
         record = self._log.get(self.cursor)
         if record is not None and self._session in record.message.recipients:
-            if self.cursor >= self.limit:
+            if self.cursor + record.span > self.limit:
                 return None
-            flight = _Flight(self.cursor, record, 1)
+            flight = Flight(self.cursor, record, record.span)
         else:
             end = self.cursor + 1
             while end < head and not self._is_meant(end):
                 end += 1
-            flight = _Flight(self.cursor, None, end - self.cursor)
+            flight = Flight(self.cursor, None, end - self.cursor)
         self.cursor += flight.span
         self._flights[flight.number] = flight
         self._waiting[flight.number] = flight
@@ -221,16 +168,15 @@ class Outbound:
         record = self._log.get(number)
         return record is not None and self._session in record.message.recipients
 
-    def _send(self, flight: _Flight, record: Record, mask: int, now_s: float) -> Burst:
-        nbytes = record.bytes_of(mask)
-        self._note_sent(flight, mask, nbytes, now_s)
-        return Burst(record.slices(mask), record.segment_bytes, nbytes)
+    def _send(self, flight: Flight, record: Record, mask: int, now_s: float) -> Burst:
+        self._note_sent(flight, mask, record.bytes_of(mask), now_s)
+        return record.burst(mask)
 
-    def _send_skip(self, flight: _Flight, now_s: float) -> Skip:
+    def _send_skip(self, flight: Flight, now_s: float) -> Skip:
         self._note_sent(flight, 1, 0, now_s)
         return Skip(flight.number, flight.span)
 
-    def _note_sent(self, flight: _Flight, mask: int, nbytes: int, now_s: float) -> None:
+    def _note_sent(self, flight: Flight, mask: int, nbytes: int, now_s: float) -> None:
         again = mask & flight.ever
         flight.ever |= mask
         flight.to_send &= ~mask
@@ -244,7 +190,7 @@ class Outbound:
             self.retransmitted_fragments += again.bit_count()
             if self.on_resend is not None and flight.record is not None:
                 self.on_resend(flight.record, again, now_s)
-        flight.sent.append(_Sent(self._order, mask, self.rate.on_sent(nbytes, now_s)))
+        flight.sent.append(Sent(self._order, mask, self.rate.on_sent(nbytes, now_s)))
         self._progress_at_s = now_s
         self._order += 1
 
@@ -286,13 +232,13 @@ class Outbound:
             self._described_end = ack.partials[-1][0] + 1 if ack.truncated else self.cursor
         self._find_losses(now_s)
 
-    def _take_whole(self, cumulative: int) -> tuple[int, tuple[_Flight, _Sent] | None]:
-        """Finish the oldest records as far as they were sent once, in one piece, and have arrived: the common case.
+    def _take_whole(self, cumulative: int) -> tuple[int, tuple[Flight, Sent] | None]:
+        """Finish the oldest records as far as they were sent once, whole, and have arrived: the common case.
 
         Returns:
             Their bytes, and the last of them with its transmission.
         """
-        finished: list[_Flight] = []
+        finished: list[Flight] = []
         for flight in self._flights.values():
             if flight.number + flight.span > cumulative or not flight.is_simple:
                 break
@@ -307,11 +253,11 @@ class Outbound:
         last = finished[-1]
         if last.large:
             self.large.on_delivered(last.largest_of(last.large))
-        sent = last.sent[0]
-        self._newest = max(self._newest, (sent.order, last.full.bit_length() - 1))
+        sent = last.sent[-1]
+        self._newest = max(self._newest, (sent.order, sent.mask.bit_length() - 1))
         return nbytes, (last, sent)
 
-    def _reported(self, ack: Ack) -> list[tuple[_Flight, int]]:
+    def _reported(self, ack: Ack) -> list[tuple[Flight, int]]:
         """Return each flight that the report says something about, with the fragments the peer holds."""
         partials = dict(ack.partials)
         first = ack.cumulative + ack.skipped
@@ -332,9 +278,7 @@ class Outbound:
                     result.append((flight, got if got != flight.full else 0))
         return result
 
-    def _mark_delivered(
-        self, flight: _Flight, newly: int, now_s: float
-    ) -> tuple[int, _Sent | None]:
+    def _mark_delivered(self, flight: Flight, newly: int, now_s: float) -> tuple[int, Sent | None]:
         flight.acked |= newly
         if newly & flight.large:
             self.large.on_delivered(flight.largest_of(newly))
@@ -343,7 +287,7 @@ class Outbound:
             if not flight.to_send:
                 self._waiting.pop(flight.number, None)
         nbytes = 0
-        newest: _Sent | None = None
+        newest: Sent | None = None
         for sent in flight.sent:
             hit = sent.mask & newly
             if hit:
@@ -364,7 +308,7 @@ class Outbound:
         return nbytes, newest
 
     def _note_progress(
-        self, sent: _Sent, delivered_bytes: int, held_back_s: float | None, now_s: float
+        self, sent: Sent, delivered_bytes: int, held_back_s: float | None, now_s: float
     ) -> None:
         """Account for an acknowledgement; it gives a round trip only if it is about the newest thing that was sent."""
         self._timeouts = 0
@@ -374,7 +318,7 @@ class Outbound:
             self._rtt.add_sample(max(elapsed_s - held_back_s, elapsed_s / 8), now_s)
         self.rate.on_delivered(delivered_bytes, sent.mark, now_s)
 
-    def _queue_again(self, flight: _Flight, mask: int) -> None:
+    def _queue_again(self, flight: Flight, mask: int) -> None:
         flight.to_send |= mask
         flight.resent = True
         self._waiting[flight.number] = flight
@@ -402,7 +346,7 @@ class Outbound:
             flight.sent = [sent for sent in flight.sent if sent.mask]
         self._loss_due_at_s = due_at_s
 
-    def _declare_lost(self, flight: _Flight, sent: _Sent, mask: int) -> None:
+    def _declare_lost(self, flight: Flight, sent: Sent, mask: int) -> None:
         sent.mask &= ~mask
         nbytes = flight.bytes_of(mask)
         if mask & flight.large:
@@ -414,7 +358,10 @@ class Outbound:
     def deadline_s(self) -> float:
         """Return when `on_timer` or `next_item` should be called next; infinity if there is nothing to wait for."""
         at_s = min(self._loss_due_at_s, self._probe_at_s())
-        if self._waiting or self.cursor < min(self._log.head, self.limit, self.gate):
+        if self._waiting or (
+            self.cursor < min(self._log.head, self.limit, self.gate)
+            and self._is_granted(self.cursor)
+        ):
             allowed_at_s = self.rate.send_allowed_at_s()
             if allowed_at_s is not None:
                 return min(at_s, allowed_at_s)
@@ -432,7 +379,7 @@ class Outbound:
             timeout_s = max(timeout_s, min(timeout_s * backoff, PTO_MAX_S))
         return self._progress_at_s + timeout_s
 
-    def on_timer(self, now_s: float) -> tuple[list[Burst | Skip], bool]:
+    def on_timer(self, now_s: float) -> tuple[list[Sending], bool]:
         """Do what is due: find losses, probe.
 
         Returns:
@@ -453,7 +400,7 @@ class Outbound:
         chosen = {numbers[-1]} if self._timeouts == 1 else {numbers[0], numbers[-1]}
         return [self._probe(self._flights[number], now_s) for number in sorted(chosen)], True
 
-    def _probe(self, flight: _Flight, now_s: float) -> Burst | Skip:
+    def _probe(self, flight: Flight, now_s: float) -> Sending:
         """Send the last missing fragment again: any answer to it shows all that is missing before."""
         missing = flight.full & ~flight.acked
         if flight is self._partly_carried:
@@ -505,7 +452,7 @@ class Outbound:
         self._loss_due_at_s = NEVER_S
         self._partly_carried = None
         if self.cumulative < number:
-            flight = _Flight(self.cumulative, None, number - self.cumulative)
+            flight = Flight(self.cumulative, None, number - self.cumulative)
             self._flights[flight.number] = self._waiting[flight.number] = flight
         self.cursor = number
 
@@ -521,9 +468,9 @@ class Outbound:
         """Smoothed time from sending data to its acknowledgement, on the way that the data takes."""
         return self._rtt.smoothed_s
 
-    def carry_at_s(self, number: int) -> float | None:
+    def carry_at_s(self, record: Record) -> float | None:
         """Return when a carrier may send (more of) this record, in the past if at once; None: not before news come."""
-        if number >= self.limit or self.cursor < number:
+        if record.number + record.span > self.limit or self.cursor < record.number:
             return None
         rate = self.rate
         # One burst to all: too little room for one of them would cut it into crumbs for all the others.
@@ -537,10 +484,10 @@ class Outbound:
     def carry(self, record: Record, mask: int, now_s: float) -> None:
         """Account for fragments of a record, the next one or the last one begun, that a carrier sends now."""
         if self.cursor == record.number:
-            flight = _Flight(record.number, record, 1)
+            flight = Flight(record.number, record, record.span)
             flight.to_send = 0
             self._flights[record.number] = flight
-            self.cursor += 1
+            self.cursor += record.span
         carried = self._flights.get(record.number)
         if carried is None:
             return  # the peer claims to have what was not sent
@@ -571,7 +518,7 @@ class Outbound:
         flight.again |= mask
         flight.resent = True
         mark = self.rate.on_sent(flight.bytes_of(mask), now_s)
-        flight.sent.append(_Sent(self._order, mask, mark))
+        flight.sent.append(Sent(self._order, mask, mark))
         self._order += 1
 
     def leave_carrier(self, number: int, unsent: int) -> None:

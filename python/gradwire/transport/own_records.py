@@ -17,7 +17,7 @@ from .poison import SINGLE_S
 from .records import Record, Sealer, SendLog
 from .recut import growth_max, recut
 from .session import Session, State
-from .wire import FRAGMENTS_MAX, HEADER_BYTES
+from .wire import FRAGMENTS_MAX, HEADER_BYTES, fragments_per_burst
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class OwnRecords:
         entropy: source of keys.
         insecure: neither encrypt nor authenticate.
         first_record: number of the first record.
+        carried_from: with so many peers records reach several of them at once, by a carrier.
         now_s: current time.
 
     Attributes:
@@ -54,12 +55,14 @@ class OwnRecords:
         *,
         insecure: bool,
         first_record: int,
+        carried_from: int,
         now_s: float,
     ) -> None:
         self._sessions = sessions
         self._limits = limits
         self._entropy = entropy
         self._insecure = insecure
+        self._carried_from = carried_from
         self.log = SendLog(limits.send_log_bytes, first_record)
         key = SenderKey.generate(0, entropy, insecure=insecure)
         self.sealer = Sealer(key, stream, limits.fragment_bytes)
@@ -147,12 +150,16 @@ class OwnRecords:
 
     def fit_framing(self, now_s: float) -> None:
         """Cut what comes from now on as the paths allow."""
-        sizes = [session.path.size_bytes for session in self._up() if session.path is not None]
-        smallest_bytes = min(sizes, default=self._limits.fragment_bytes + HEADER_BYTES)
-        wanted = (
-            smallest_bytes - HEADER_BYTES,
-            1 if now_s < self._single_until_s else FRAGMENTS_MAX,
-        )
+        sessions = list(self._up())
+        sizes = [session.path.size_bytes for session in sessions if session.path is not None]
+        size = min(sizes, default=self._limits.fragment_bytes + HEADER_BYTES) - HEADER_BYTES
+        fragments_max = FRAGMENTS_MAX
+        if now_s < self._single_until_s:
+            fragments_max = 1
+        elif len(sessions) >= self._carried_from:
+            # A carrier admits and dismisses between records: on a slow path four bursts are too long to wait.
+            fragments_max = fragments_per_burst(size)
+        wanted = (size, fragments_max)
         if wanted != (self.sealer.fragment_bytes, self.sealer.fragments_max):
             self.sealer.reframe(*wanted)
 

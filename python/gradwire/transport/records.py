@@ -1,7 +1,8 @@
 """Sealed records: cutting a message into them, framing them for the wire, and the bounded log that keeps them.
 
-A record is at once the unit of encryption, of one system call (a GSO burst) and of acknowledgement. It is sealed and
-framed once, whatever the number of peers; retransmissions send slices of the same bytes.
+A record is the unit of encryption and of acknowledgement; it leaves in up to four bursts, one system call each, and
+takes up a record number for each of them. It is sealed and framed once, whatever the number of peers; retransmissions
+send slices of the same bytes.
 """
 
 from __future__ import annotations
@@ -23,19 +24,14 @@ from .wire import (
     RECORD_META,
     RECORD_META_BYTES,
     TAG_BYTES,
+    fragments_per_burst,
+    fragments_per_record,
+    record_span,
 )
 
-# Linux refuses more than 65,507 bytes, and bursts near that are not coalesced again on receipt: 45 datagrams of 1,400.
-BURST_BYTES_MAX: Final = 63_000
 RECORD_NUMBER_SHIFT: Final = 48
 WIRES_KEPT_BYTES: Final = 8 << 20
 FRAGMENT_INDICES: Final = np.arange(FRAGMENTS_MAX, dtype=np.uint8)
-
-
-@functools.cache
-def fragments_per_record(fragment_bytes: int, fragments_max: int = FRAGMENTS_MAX) -> int:
-    """Return into how many datagrams a full record is cut."""
-    return max(1, min(fragments_max, BURST_BYTES_MAX // (fragment_bytes + HEADER_BYTES)))
 
 
 @functools.cache
@@ -65,10 +61,41 @@ class Outgoing:
         self.is_shared = is_shared
 
 
-class Record:
-    """One sealed record, framed: ``fragments`` datagrams back to back, all but the last of ``segment_bytes``."""
+class Burst:
+    """Datagrams of one record to send to one peer with as few system calls as possible; not to be changed."""
 
-    __slots__ = ("fragments", "full", "message", "nbytes", "number", "segment_bytes", "wire")
+    __slots__ = ("nbytes", "segment_bytes", "slices")
+
+    def __init__(self, slices: list[memoryview], segment_bytes: int, nbytes: int) -> None:
+        self.slices = slices
+        self.segment_bytes = segment_bytes
+        self.nbytes = nbytes
+
+
+class Record:
+    """One sealed record, framed: ``fragments`` datagrams back to back, all but the last of ``segment_bytes``.
+
+    Attributes:
+        number: the first of its record numbers.
+        span: how many it takes up, one per burst.
+        burst_fragments: datagrams in each burst but the last.
+        full: a bit for each fragment.
+        nbytes: of all datagrams.
+        message: that it belongs to.
+    """
+
+    __slots__ = (
+        "_whole",
+        "burst_fragments",
+        "fragments",
+        "full",
+        "message",
+        "nbytes",
+        "number",
+        "segment_bytes",
+        "span",
+        "wire",
+    )
 
     def __init__(
         self, number: int, wire: memoryview, fragments: int, segment_bytes: int, message: Outgoing
@@ -80,6 +107,9 @@ class Record:
         self.full = (1 << fragments) - 1
         self.segment_bytes = segment_bytes
         self.message = message
+        self.burst_fragments = fragments_per_burst(segment_bytes - HEADER_BYTES)
+        self.span = record_span(fragments, segment_bytes - HEADER_BYTES)
+        self._whole: Burst | None = None
 
     @property
     def epoch(self) -> int:
@@ -109,14 +139,34 @@ class Record:
 
     def slices(self, mask: int) -> list[memoryview]:
         """Return the datagrams whose bits are set, neighbours as one slice; only the last may be short."""
-        if mask == self.full:
-            return [self.wire]
         result = []
         for first, count in runs(mask):
             result.append(
                 self.wire[first * self.segment_bytes : (first + count) * self.segment_bytes]
             )
         return result
+
+    @property
+    def whole(self) -> Burst:
+        """All of its datagrams; the same object for every peer."""
+        if self._whole is None:
+            step = self.burst_fragments * self.segment_bytes
+            slices = [self.wire[at : at + step] for at in range(0, self.nbytes, step)]
+            self._whole = Burst(slices, self.segment_bytes, self.nbytes)
+        return self._whole
+
+    def burst(self, mask: int) -> Burst:
+        """Return the datagrams whose bits are set."""
+        if mask == self.full:
+            return self.whole
+        return Burst(self.slices(mask), self.segment_bytes, self.bytes_of(mask))
+
+    def part_of(self, mask: int, room_bytes: int) -> int:
+        """Return the bits of ``mask`` to send next, at least one, as far as they fit: whole bursts, where one does."""
+        count = max(1, room_bytes // self.segment_bytes)
+        if count > self.burst_fragments:
+            count -= count % self.burst_fragments
+        return lowest_bits(mask, count)
 
 
 def runs(mask: int) -> Iterator[tuple[int, int]]:
@@ -136,6 +186,10 @@ def lowest_bits(mask: int, count: int) -> int:
     """Return ``mask`` reduced to its ``count`` lowest set bits."""
     if mask.bit_count() <= count:
         return mask
+    gap = (mask & -mask).bit_length() - 1
+    low = ((1 << count) - 1) << gap
+    if mask & low == low:  # the common case: they are neighbours
+        return low
     rest = mask
     for _ in range(count):
         rest &= rest - 1
@@ -180,12 +234,19 @@ class Sealer:
         total_bytes, chunk_bytes = len(payload), self.chunk_bytes
         for offset in range(0, max(1, total_bytes), chunk_bytes):
             chunk = payload[offset : offset + chunk_bytes]
-            yield self.seal(number, message, message_number, tag, total_bytes, offset, chunk)
-            number += 1
+            record = self.seal(number, message, message_number, tag, total_bytes, offset, chunk)
+            yield record
+            number += record.span
 
-    def records_of(self, message_bytes: int) -> int:
-        """Return into how many records a message is cut."""
-        return max(1, -(-message_bytes // self.chunk_bytes))
+    def numbers_of(self, message_bytes: int) -> int:
+        """Return how many record numbers a message takes up."""
+        whole, rest = divmod(message_bytes, self.chunk_bytes)
+        numbers = whole * self._span(self.chunk_bytes)
+        return numbers if whole and not rest else numbers + self._span(rest)
+
+    def _span(self, chunk_bytes: int) -> int:
+        sealed_bytes = RECORD_META_BYTES + chunk_bytes + TAG_BYTES
+        return record_span(-(-sealed_bytes // self.fragment_bytes), self.fragment_bytes)
 
     def wire_bytes(self, message_bytes: int) -> int:
         """Return how many bytes a message takes in the log."""
@@ -303,7 +364,7 @@ class SendLog:
         """Keep a record; its number must be ``head``."""
         self._records[record.number] = record
         self.used_bytes += record.nbytes
-        self.head = record.number + 1
+        self.head = record.number + record.span
 
     def set_aside(self, count: int) -> int:
         """Keep the next ``count`` numbers for records that `put` brings later, and return the first."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
+from .wire import BURST_BYTES_MAX, RECORD_BURSTS_MAX
+
 RTT_INITIAL_S: Final = 0.1
 RTT_VARIATION_FLOOR_S: Final = 0.001  # the timers of a busy machine are no better
 ACK_DELAY_MAX_S: Final = 0.001
@@ -21,13 +23,14 @@ PTO_MAX_S: Final = 1.0
 MIN_RTT_WINDOW_S: Final = 10.0
 
 WINDOW_INITIAL_BYTES: Final = (
-    65_536  # one record: with two, 16 senders at once overflow a switch at the start
+    65_536  # one burst: with two, 16 senders at once overflow a switch at the start
 )
 WINDOW_MIN_BYTES: Final = 16_384
 UNPACED_LOSS: Final = 0.01
 WINDOW_MAX_BYTES: Final = 1 << 28
 BURST_MIN_BYTES: Final = 3_000
 BURST_MAX_BYTES: Final = 65_536
+RECORD_MAX_BYTES: Final = RECORD_BURSTS_MAX * BURST_BYTES_MAX
 BURST_S: Final = 0.0005  # of the path's rate in one burst: less than the queue of a switch
 BURST_CLEAN_S: Final = (
     0.004  # on a path that loses nothing, where larger bursts save processor time
@@ -165,8 +168,9 @@ class RateController:
         cycle: the gains with which it probes.
         bytes_in_flight: sent and neither acknowledged nor given up.
         window_bytes: the most that may be in flight.
-        burst_bytes: how much may leave in one burst: half a millisecond's worth (four without loss), at most one
-            record.
+        burst_bytes: how much may leave at once: half a millisecond's worth; without loss four, up to one system call's
+            worth, or one record on this machine, where no switch has to queue it.
+        is_local: whether the path does not leave this machine.
     """
 
     def __init__(self, rtt: RttEstimator) -> None:
@@ -175,6 +179,7 @@ class RateController:
         self.bytes_in_flight = 0
         self.window_bytes = WINDOW_INITIAL_BYTES
         self.burst_bytes = BURST_MAX_BYTES
+        self.is_local = False
         self.loss_rate = 0.0
         self._delivered_bytes = 0
         self._delivered_at_s = 0.0
@@ -266,8 +271,14 @@ class RateController:
         self._update_window()
         self._pace = self._pacing_rate()
         if self._pace > 0.0:
-            burst_s = BURST_CLEAN_S if self.loss_rate < UNPACED_LOSS else BURST_S
-            self.burst_bytes = int(max(BURST_MIN_BYTES, min(BURST_MAX_BYTES, self._pace * burst_s)))
+            self.burst_bytes = int(max(BURST_MIN_BYTES, min(RECORD_MAX_BYTES, self._burst())))
+
+    def _burst(self) -> float:
+        if self.loss_rate < UNPACED_LOSS and self.is_local:
+            return self._pace * BURST_CLEAN_S
+        burst_s = BURST_CLEAN_S if self.loss_rate < UNPACED_LOSS else BURST_S
+        # More than one system call's worth only where that passes in half a millisecond.
+        return min(self._pace * burst_s, max(BURST_MAX_BYTES, self.rate_bytes_per_s * BURST_S))
 
     def _add_rate(self, rate: float, app_limited: bool) -> None:
         if app_limited and rate < self.rate_bytes_per_s:
@@ -307,9 +318,10 @@ class RateController:
 
     def _update_window(self) -> None:
         gain = STARTUP_GAIN if self._phase == "startup" else WINDOW_GAIN
-        # Acknowledgements come up to a millisecond late and a whole record at a time.
-        slack = self.rate_bytes_per_s * ACK_DELAY_MAX_S + 2 * BURST_MAX_BYTES
-        target = int(gain * self._bandwidth_delay_bytes() + min(slack, 8.0 * BURST_MAX_BYTES))
+        # Acknowledgements come up to a millisecond late and a whole burst at a time.
+        burst = max(self.burst_bytes, BURST_MAX_BYTES)
+        slack = self.rate_bytes_per_s * ACK_DELAY_MAX_S + 2 * burst
+        target = int(gain * self._bandwidth_delay_bytes() + min(slack, 8.0 * burst))
         floor = WINDOW_INITIAL_BYTES if self._phase == "startup" else WINDOW_MIN_BYTES
         self.window_bytes = max(floor, min(target, WINDOW_MAX_BYTES))
 

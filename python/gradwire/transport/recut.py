@@ -65,7 +65,7 @@ def _cut(
     plain = open_record(record, keys[record.epoch])
     number, tag, message_bytes, offset = RECORD_META.unpack_from(plain)
     chunk = plain[RECORD_META_BYTES:]
-    last_record = log.head + sealer.records_of(len(chunk)) - 1
+    last_record = log.head + sealer.numbers_of(len(chunk)) - 1
     message = Outgoing(lacking, last_record)
     for at in range(0, max(1, len(chunk)), sealer.chunk_bytes):
         piece = chunk[at : at + sealer.chunk_bytes]

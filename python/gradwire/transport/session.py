@@ -10,15 +10,15 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping
 from enum import Enum
-from typing import Final, Protocol
+from typing import Final
 
-from .crypto import AuthenticationError, ControlChannel, Entropy, Handshake, Marker, SenderKey
-from .inbound import Inbound, ProtocolError, ReceiveBudget
+from .context import Context
+from .crypto import AuthenticationError, ControlChannel, Handshake, SenderKey
+from .inbound import Inbound, ProtocolError
 from .membership import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
-from .model import Address, Counters, Limits, Peer, PeerStats, Ticket, Transmit, format_address
-from .outbound import Burst, Outbound
+from .model import Address, Peer, PeerStats, Ticket, Transmit, format_address
+from .outbound import Outbound, Sending
 from .path_mtu import PathMtu
-from .records import SendLog
 from .recovery import RttEstimator
 from .relay import Forwarder
 from .wire import (
@@ -77,65 +77,6 @@ class State(Enum):
     UP = "up"  # each has the other's sender key: messages flow
     CLOSING = "closing"  # everything is acknowledged; we said goodbye
     DOWN = "down"  # over; the endpoint forgets the session
-
-
-class Context(Protocol):
-    """What a session needs from its endpoint."""
-
-    limits: Limits
-    log: SendLog
-    budget: ReceiveBudget
-    counters: Counters
-    entropy: Entropy
-    secret: bytes
-    marker: Marker
-    insecure: bool
-    node_id: int
-    incarnation: int
-    stream: int
-    advertise: str
-
-    def wall_ms(self, now_s: float) -> int:
-        """Return the time since the epoch, in milliseconds, as far as this node knows."""
-
-    def sender_keys(self) -> tuple[SenderKey, ...]:
-        """Return the key in use and, during a rotation, the next one."""
-
-    def on_identified(self, session: Session, now_s: float) -> bool:
-        """The peer proved who it is; return False to refuse it."""
-
-    def on_stream(self, session: Session) -> None:
-        """The peer's stream number is known."""
-
-    def on_up(self, session: Session, now_s: float) -> None:
-        """Messages flow."""
-
-    def on_down(self, session: Session, reason: str, now_s: float) -> None:
-        """The session ended."""
-
-    def on_moved(self, session: Session, address: Address, now_s: float) -> None:
-        """The peer speaks from another address now."""
-
-    def on_members(self, addresses: tuple[str, ...]) -> None:
-        """The peer named other nodes."""
-
-    def on_fanout(self, session: Session, frame: Relay | Relaying | Shared | Heard) -> None:
-        """The peer says something about how records reach several nodes at once."""
-
-    def deliver(self, session: Session, tag: int, payload: memoryview) -> None:
-        """A message is complete."""
-
-    def window_records(self) -> int:
-        """Return the credit that each active sender gets now."""
-
-    def on_poisoned(self, session: Session, now_s: float) -> None:
-        """Records of ours keep failing on the way to the peer."""
-
-    def watch_path(self, address: Address, now_s: float) -> PathMtu | None:
-        """Return what finds out the size of datagrams to an address; None where there is nothing to find out."""
-
-    def on_path_size(self, session: Session, now_s: float) -> None:
-        """Datagrams to the peer may be of another size than before."""
 
 
 def prologue(header: bytes, *, insecure: bool) -> bytes:
@@ -491,7 +432,6 @@ class Session:
         """Take neighbouring fragments of one record; return False if they are malformed."""
         if self.inbound is None or not self.is_established:
             return True
-        self.data_heard_at_s = now_s
         inbound = self.inbound
         try:
             is_valid = inbound.on_fragments(
@@ -500,12 +440,30 @@ class Session:
         except ProtocolError:
             self.give_up("protocol error", REASON_GIVEN_UP, now_s)
             return True
+        self._note_arrival(inbound, now_s)
+        return is_valid
+
+    def go_on(self, batch: memoryview, segment_bytes: int, now_s: float) -> bool:
+        """Take the datagrams that come next when nothing is lost; return False, and do nothing, if these are others."""
+        inbound = self.inbound
+        if inbound is None or self.forwarder is not None:
+            return False
+        try:
+            if not inbound.go_on(batch, segment_bytes, now_s):
+                return False
+        except ProtocolError:
+            self.give_up("protocol error", REASON_GIVEN_UP, now_s)
+            return True
+        self._note_arrival(inbound, now_s)
+        return True
+
+    def _note_arrival(self, inbound: Inbound, now_s: float) -> None:
+        self.data_heard_at_s = now_s
         if inbound.poison.is_due:
             inbound.poison.is_due = False
             self.send_frame(Poison())
         elif inbound.ack_at_s is not None and inbound.ack_at_s < self.wake_at_s:
             self.wake_at_s = inbound.ack_at_s
-        return is_valid
 
     def resume(self, now_s: float) -> None:
         """Go on with what waited for room in the receive budget."""
@@ -619,6 +577,8 @@ class Session:
     def watch_path(self, now_s: float) -> None:
         """Find out how large datagrams to this address may be."""
         self.path = self._context.watch_path(self.address, now_s)
+        if self.outbound is not None:
+            self.outbound.rate.is_local = self.path is None
         self._path_bytes = 0 if self.path is None else self.path.size_bytes
 
     def _check_path(
@@ -668,20 +628,22 @@ class Session:
         outbound = self.outbound
         if outbound is None or self.state is not State.UP:
             return
-        for _ in range(BURSTS_PER_POLL):
-            item = outbound.next_item(now_s) if outbound.has_unsent else None
-            if item is None:
-                return
-            self._emit(item, out)
-
-    def _poll_data(self, outbound: Outbound, now_s: float, out: list[Transmit]) -> None:
-        for _ in range(BURSTS_PER_POLL):
+        end = len(out) + BURSTS_PER_POLL
+        while len(out) < end and outbound.has_unsent:
             item = outbound.next_item(now_s)
             if item is None:
                 return
             self._emit(item, out)
 
-    def _emit(self, item: Burst | Skip, out: list[Transmit]) -> None:
+    def _poll_data(self, outbound: Outbound, now_s: float, out: list[Transmit]) -> None:
+        end = len(out) + BURSTS_PER_POLL
+        while len(out) < end:
+            item = outbound.next_item(now_s)
+            if item is None:
+                return
+            self._emit(item, out)
+
+    def _emit(self, item: Sending, out: list[Transmit]) -> None:
         if isinstance(item, Skip):
             self._frames.append(encode_frame(item))
         else:

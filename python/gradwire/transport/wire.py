@@ -6,6 +6,7 @@ never reaches the caller. ``docs/transport.md`` draws the layouts with byte rule
 
 from __future__ import annotations
 
+import functools
 import struct
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
@@ -26,8 +27,15 @@ TAG_BYTES: Final = 16
 RECORD_META: Final = struct.Struct("<QQII")  # message number, tag, message bytes, offset
 RECORD_META_BYTES: Final = 24
 
-FRAGMENTS_MAX: Final = 64  # the bitmap of one record in an ACK has 64 bits
-RECORD_BYTES_MAX: Final = 65_536  # one GSO burst; a receiver never sets aside more for one record
+# One system call sends a burst. Linux refuses more than 65,507 bytes and, in older versions, more than 64 datagrams;
+# bursts near that size are not coalesced again on receipt: 45 datagrams of 1,400.
+BURST_BYTES_MAX: Final = 63_000
+BURST_FRAGMENTS_MAX: Final = 64
+RECORD_BURSTS_MAX: Final = (
+    4  # what is done once per record then costs little beside what is done once per burst
+)
+FRAGMENTS_MAX: Final = 255  # of a record: their number is a byte of the header
+NUMBER_BYTES: Final = 65_536  # a receiver never sets aside more for one record number
 RECORD_NUMBER_BITS: Final = 48
 RECORD_NUMBER_MAX: Final = (1 << RECORD_NUMBER_BITS) - 1
 FRAGMENT_BYTES_MIN: Final = 256
@@ -39,9 +47,30 @@ MARK_BYTES: Final = 16  # at the end of both handshake datagrams
 CONTROL_PLAINTEXT_MAX: Final = 1_200  # fits an IPv6 minimum-MTU path with the header and the tag
 ACK_WINDOW_RECORDS: Final = 1_024  # records that the bitmap of one ACK can describe
 ACK_PARTIALS_MAX: Final = 100
+ACK_PARTIAL_BYTES_MAX: Final = 1_000  # of all partials of one ACK
+FRAGMENT_BITMAP_BYTES_MAX: Final = (FRAGMENTS_MAX + 7) // 8
 MEMBERS_MAX: Final = 32
 RELAY_CHILDREN_MAX: Final = 64
 BEACON_BYTES: Final = HEADER_BYTES + TAG_BYTES
+
+
+@functools.cache
+def fragments_per_burst(fragment_bytes: int) -> int:
+    """Return how many datagrams of a record one system call sends."""
+    return max(1, min(BURST_FRAGMENTS_MAX, BURST_BYTES_MAX // (fragment_bytes + HEADER_BYTES)))
+
+
+@functools.cache
+def fragments_per_record(fragment_bytes: int, fragments_max: int = FRAGMENTS_MAX) -> int:
+    """Return into how many datagrams a full record is cut: whole bursts, unless ``fragments_max`` is less than one."""
+    burst = fragments_per_burst(fragment_bytes)
+    return min(fragments_max, burst * min(RECORD_BURSTS_MAX, FRAGMENTS_MAX // burst))
+
+
+@functools.lru_cache(maxsize=256)
+def record_span(fragments: int, fragment_bytes: int) -> int:
+    """Return how many record numbers a record takes up: one per burst."""
+    return -(-fragments // fragments_per_burst(fragment_bytes))
 
 
 class WireError(ValueError):
@@ -55,7 +84,7 @@ class Ack(NamedTuple):
         cumulative: every record below this number is complete.
         limit: the first record number that must not be sent yet (absolute credit).
         delay_us: time the receiver held this acknowledgement back.
-        complete: bit i set means record ``cumulative + i`` is complete.
+        complete: bit i set means the record that begins at ``cumulative + i`` is complete.
         partials: (record number, bitmap of the fragments held) of incomplete records, oldest first.
         skipped: incomplete records from ``cumulative`` up to this many numbers on are described by an earlier report.
         truncated: more incomplete records exist than are listed; a later report describes them.
@@ -209,7 +238,7 @@ Frame: TypeAlias = (
 _ACK = struct.Struct(
     "<BQQIHBBB"
 )  # type, cumulative, limit, delay, skipped, bitmap bytes, partials, flags
-_ACK_PARTIAL = struct.Struct("<HQ")
+_ACK_PARTIAL = struct.Struct("<HB")  # distance from cumulative, bytes of the bitmap that follows
 _TOKEN = struct.Struct("<BQ")
 _KEY = struct.Struct("<BBIQ16s12s")
 _KEY_ACK = struct.Struct("<BB")
@@ -290,10 +319,21 @@ def _encode_ack(ack: Ack) -> bytes:
         len(ack.partials),
         1 if ack.truncated else 0,
     )
-    partials = b"".join(
-        _ACK_PARTIAL.pack(number - ack.cumulative, got) for number, got in ack.partials
+    return (
+        fixed
+        + bitmap
+        + b"".join(_encode_partial(number - ack.cumulative, got) for number, got in ack.partials)
     )
-    return fixed + bitmap + partials
+
+
+def _encode_partial(delta: int, got: int) -> bytes:
+    nbytes = (got.bit_length() + 7) // 8
+    return _ACK_PARTIAL.pack(delta, nbytes) + got.to_bytes(nbytes, "little")
+
+
+def partial_bytes(got: int) -> int:
+    """Return how many bytes of an ACK tell of an incomplete record with these fragments."""
+    return _ACK_PARTIAL.size + (got.bit_length() + 7) // 8
 
 
 def decode_frames(plaintext: bytes) -> list[Frame]:
@@ -370,9 +410,12 @@ def _decode_ack(data: bytes, at: int) -> tuple[Ack, int]:
     at += bitmap_bytes
     partials = []
     for _ in range(partial_count):
-        delta, got = _ACK_PARTIAL.unpack_from(data, at)
-        partials.append((cumulative + delta, got))
+        delta, nbytes = _ACK_PARTIAL.unpack_from(data, at)
         at += _ACK_PARTIAL.size
+        if nbytes > FRAGMENT_BITMAP_BYTES_MAX or at + nbytes > len(data):
+            raise WireError("the bitmap of an incomplete record is too long or truncated")
+        partials.append((cumulative + delta, int.from_bytes(data[at : at + nbytes], "little")))
+        at += nbytes
     return Ack(cumulative, limit, delay_us, complete, tuple(partials), skipped, flags == 1), at
 
 

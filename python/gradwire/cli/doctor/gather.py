@@ -32,7 +32,7 @@ from gradwire.transport.secret import environment_secret, fingerprint
 
 from .facts import Binding, Clocks, Drops, Installation, Machine, Secret, Socket
 
-RECORD_BYTES: Final = 62_240
+RECORD_BYTES: Final = 249_080
 AES_TRIAL_S: Final = 0.05
 AES_TRIALS: Final = 5
 CLOCK_STEPS: Final = 1_000

@@ -1,0 +1,81 @@
+"""What is under way to one peer: records, or runs of skipped ones, with every transmission of them."""
+
+from __future__ import annotations
+
+from .path_mtu import BASE_BYTES
+from .records import Record
+from .recovery import SendMark
+
+
+class Sent:
+    """One transmission: which fragments of it are still unaccounted for."""
+
+    __slots__ = ("mark", "mask", "order")
+
+    def __init__(self, order: int, mask: int, mark: SendMark) -> None:
+        self.order = order
+        self.mask = mask
+        self.mark = mark
+
+
+class Flight:
+    """One record (or one run of skipped records) under way to the peer.
+
+    Attributes:
+        number: of the record, or the first skipped.
+        record: None for skipped ones.
+        span: how many record numbers it covers.
+        full: a bit for each fragment.
+        large: those whose datagrams are larger than every path carries.
+        acked: those that the peer has.
+        ever: those that were sent.
+        again: those that were sent more than once.
+        to_send: those that wait to be sent.
+        sent: the transmissions, oldest first.
+        first_order: of the first transmission; -1 before it.
+        resent: whether anything counted as lost.
+    """
+
+    __slots__ = (
+        "acked",
+        "again",
+        "ever",
+        "first_order",
+        "full",
+        "large",
+        "number",
+        "record",
+        "resent",
+        "sent",
+        "span",
+        "to_send",
+    )
+
+    def __init__(self, number: int, record: Record | None, span: int) -> None:
+        self.number = number
+        self.record = record
+        self.span = span
+        self.full = record.full if record is not None else 1
+        self.large = record.fragments_above(BASE_BYTES) if record is not None else 0
+        self.acked = 0
+        self.ever = 0
+        self.again = 0
+        self.to_send = self.full
+        self.sent: list[Sent] = []
+        self.first_order = -1
+        self.resent = False
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether it was sent whole, each fragment once, and nothing has been heard of it yet."""
+        return self.ever == self.full and not (
+            self.acked or self.again or self.to_send or self.resent
+        )
+
+    def bytes_of(self, mask: int) -> int:
+        """Return the size on the wire of these fragments."""
+        return self.record.bytes_of(mask) if self.record is not None else 0
+
+    def largest_of(self, mask: int) -> int:
+        """Return the size of the largest datagram among these fragments: of the first, as only a last one is short."""
+        return self.bytes_of(mask & -mask)
