@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from .agenda import Agenda
 from .crypto import Entropy, Marker, SenderKey
 from .inbound import ReceiveBudget
 from .model import Address, Counters, Limits
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 class Context(Protocol):
     """What a session needs from its endpoint."""
 
+    agenda: Agenda
     limits: Limits
     log: SendLog
     budget: ReceiveBudget

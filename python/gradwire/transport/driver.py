@@ -207,8 +207,12 @@ class Driver:
             if self._unsent and not self._send_all(()):
                 return
             self._report_too_large(endpoint)
-            transmits = endpoint.poll(now_s())
+            time_s = now_s()
+            transmits = endpoint.poll(time_s)
             if not transmits or not self._send_all(transmits):
+                return
+            at_s = endpoint.next_timeout_s(time_s)
+            if at_s is None or at_s > time_s:
                 return
 
     def transmit_data(self, endpoint: Endpoint) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..errors import Closed, NotConnected, TooLarge, WouldBlock
+from .agenda import Agenda
 from .crypto import AuthenticationError, Entropy, Marker, SenderKey
 from .doorway import Doorway
 from .fanout import Fanout
@@ -128,6 +129,7 @@ class Endpoint:
         self.stream = int.from_bytes(entropy(4), "little") & ~1
         self.membership = Membership()
         self.sessions: dict[int, Session] = {}
+        self.agenda = Agenda()
         shape = self.limits
         if self.laggards is not None:
             if multicast is not None:
@@ -463,7 +465,8 @@ class Endpoint:
             self._check_lag(now_s)
             if now_s >= self._gossip_at_s:
                 self._gossip(now_s)
-        due = [session for session in self.sessions.values() if session.wake_at_s <= now_s]
+        indices = self.agenda.take_due(now_s)
+        due = [self.sessions[index] for index in indices if index in self.sessions]
         if len(due) == 1:
             out = due[0].poll(now_s)
         elif due:
@@ -507,8 +510,8 @@ class Endpoint:
         """Return the time at which to call `poll` next; None when only a datagram or the caller can change things."""
         if self._farewells:
             return now_s
-        at_s = min((session.wake_at_s for session in self.sessions.values()), default=NEVER_S)
-        at_s = self._expected_at_s = min(at_s, self._knock_at_s, self.fanout.wake_at_s)
+        at_s = min(self.agenda.next_at_s(), self._knock_at_s, self.fanout.wake_at_s)
+        self._expected_at_s = at_s
         return None if at_s == NEVER_S else max(at_s, 0.0)
 
     def _notice_sleep(self, now_s: float) -> None:
@@ -744,6 +747,7 @@ class Endpoint:
         session.state = State.DOWN
         self._knock_at_s = 0.0
         self.sessions.pop(session.index, None)
+        self.agenda.drop(session.index)
         self.fanout.on_down(session)
         self.doorway.forget(session)
         if session.peer is not None and self.by_node.get(session.peer.id) is session:

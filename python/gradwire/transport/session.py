@@ -127,7 +127,7 @@ class Session:
         self.heard_at_s = now_s
         self.data_heard_at_s = float("-inf")
         self.progress_at_s = now_s
-        self.wake_at_s = float("-inf")
+        self.touch()
         self._handshake: Handshake | None = None
         self._first_datagram = b""
         self._knocks = 0
@@ -153,13 +153,17 @@ class Session:
 
     def touch(self) -> None:
         """Have `poll` look at everything again."""
-        self.wake_at_s = float("-inf")
+        self._wake_at(float("-inf"))
+
+    def _wake_at(self, at_s: float) -> None:
+        self.wake_at_s = at_s
+        self._context.agenda.set(self.index, at_s)
 
     def _look_again(self, now_s: float) -> None:
         """Have `poll` called when something is due, or at once if something could be sent."""
         outbound = self.outbound
         if self.state is State.UP and outbound is not None and not outbound.has_unsent:
-            self.wake_at_s = self._deadline_s(now_s)
+            self._wake_at(self._deadline_s(now_s))
         else:
             self.touch()
 
@@ -463,7 +467,7 @@ class Session:
             inbound.poison.is_due = False
             self.send_frame(Poison())
         elif inbound.ack_at_s is not None and inbound.ack_at_s < self.wake_at_s:
-            self.wake_at_s = inbound.ack_at_s
+            self._wake_at(inbound.ack_at_s)
 
     def resume(self, now_s: float) -> None:
         """Go on with what waited for room in the receive budget."""
@@ -533,7 +537,7 @@ class Session:
             if self.outbound is not None and self.state in (State.UP, State.CLOSING):
                 self._poll_data(self.outbound, now_s, out)
             self._poll_control(now_s, out)
-        self.wake_at_s = self._deadline_s(now_s)
+        self._wake_at(self._deadline_s(now_s))
         return out
 
     def _poll_handshake(self, now_s: float) -> list[Transmit]:
@@ -676,7 +680,7 @@ class Session:
     def note_carried(self) -> None:
         """A carrier has sent records for this peer: its timers have changed."""
         if self.outbound is not None:
-            self.wake_at_s = min(self.wake_at_s, self.outbound.deadline_s())
+            self._wake_at(min(self.wake_at_s, self.outbound.deadline_s()))
 
     def send_frame(self, frame: Frame) -> None:
         """Queue a control frame."""
