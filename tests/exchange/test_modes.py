@@ -296,10 +296,15 @@ def test_the_optimiser_s_state_is_averaged_when_asked() -> None:
 
 
 def test_another_optimiser_s_state_is_refused_and_changes_nothing() -> None:
+    """One that has grown since it was told of; one that is another from the start is refused at the greeting."""
+
     def work(node: FakeNode, rank: int) -> Any:
         params = np.zeros(NUMEL, np.float32)
-        state = [np.full(NUMEL + rank, 7.0, np.float32)]
         share = gw.Exchange(encoder(), node, peers=1, every=2, average_optimizer=True)
+        state = [np.full(NUMEL, 7.0, np.float32)]
+        for one in updates_of(rank, 2):
+            share.step(one, params, state)
+        state = [np.full(NUMEL + rank, 7.0, np.float32)]
         one, two = updates_of(rank, 2)
         share.step(one, params, state)
         with pytest.raises(gw.MessageError, match=r"64.*65|65.*64"):
