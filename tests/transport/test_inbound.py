@@ -86,6 +86,30 @@ def test_a_gap_is_acknowledged_at_once_and_a_tidy_record_a_little_later() -> Non
     assert receiver.inbound.ack_at_s == NOW_S
 
 
+def test_a_stream_is_acknowledged_with_every_other_record_and_later_than_a_single_one() -> None:
+    receiver = Receiver(budget_bytes=1 << 22)
+    receiver.inbound._message_bytes_max = 1 << 22
+    receiver.inbound.make_acks(NOW_S)
+    sent = records(bytes(10 * CHUNK))
+    acknowledged = []
+    for record in sent[:6]:
+        for burst in record.whole.slices:
+            if not receiver.inbound.go_on(burst, 1_400, NOW_S):
+                receiver.inbound.on_fragments(
+                    0, 9, record.number, record.fragments, 1_384, burst[2], burst, NOW_S
+                )
+            if receiver.inbound.ack_at_s == NOW_S:
+                [ack] = receiver.inbound.make_acks(NOW_S)
+                assert ack.partials == ()
+                acknowledged.append(ack.cumulative)
+    assert acknowledged == [8, 16, 24]
+    receiver.inbound.go_on(sent[6].whole.slices[0], 1_400, NOW_S)
+    assert receiver.inbound.ack_at_s == pytest.approx(NOW_S + 0.001)
+    receiver.inbound.make_acks(NOW_S)
+    receiver.inbound.go_on(sent[6].whole.slices[1], 1_400, NOW_S)
+    assert receiver.inbound.ack_at_s == pytest.approx(NOW_S + 0.0005)
+
+
 def test_more_incomplete_records_than_fit_are_told_in_parts() -> None:
     receiver = Receiver()
     receiver.inbound.grant(256, NOW_S)

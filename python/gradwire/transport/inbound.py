@@ -34,7 +34,14 @@ from .wire import (
 )
 
 ACK_DELAY_S: Final = 0.0005
-ACK_EVERY_BYTES: Final = 300_000  # of five full records; one a record would cost more than the data
+ACK_DELAY_BULK_S: Final = (
+    0.001  # what senders reckon with; while much comes, nobody waits for an acknowledgement
+)
+BULK_BYTES: Final = 100_000  # more than a first flight
+ACK_EVERY_BYTES: Final = 300_000  # two full records; one a burst would cost more than the data
+ACK_MIDWAY_BYTES: Final = (
+    2 * ACK_EVERY_BYTES
+)  # in the middle of a record it costs the sender more to take in
 SKIPS_MAX: Final = 64
 PAYLOADS_KEPT_BYTES: Final = 32 << 20
 
@@ -122,6 +129,7 @@ class Inbound:
         self._assembly: _Assembly | None = None
         self._next_message = 0
         self._unacknowledged_bytes = 0
+        self._ack_delay_s = ACK_DELAY_S
         self._last_arrival_s = 0.0
 
     def add_key(self, key: SenderKey) -> None:
@@ -261,12 +269,14 @@ class Inbound:
             header, span = sequel.associated, sequel.span
             sequel.begin_next()
             self._open(sequel.epoch, record, span, header, partial.sealed, now_s)
+            most_bytes = ACK_EVERY_BYTES
         else:
             sequel.first = first + count
-        if self._unacknowledged_bytes >= ACK_EVERY_BYTES:
+            most_bytes = ACK_MIDWAY_BYTES
+        if self._unacknowledged_bytes >= most_bytes:
             self.ack_at_s = now_s
         elif self.ack_at_s is None:
-            self.ack_at_s = now_s + ACK_DELAY_S
+            self.ack_at_s = now_s + self._ack_delay_s
         return True
 
     def _drop_overlapping(self, record: int, span: int) -> None:
@@ -473,14 +483,16 @@ class Inbound:
             has_hole = record > self.cumulative or (
                 partial is not None and partial.got & (partial.got + 1) != 0
             )
-            is_urgent = has_hole or self._unacknowledged_bytes >= ACK_EVERY_BYTES
-        at_s = now_s if is_urgent else now_s + ACK_DELAY_S
+            is_urgent = has_hole or self._unacknowledged_bytes >= ACK_MIDWAY_BYTES
+        at_s = now_s if is_urgent else now_s + self._ack_delay_s
         if self.ack_at_s is None or at_s < self.ack_at_s:
             self.ack_at_s = at_s
 
     def make_acks(self, now_s: float) -> list[Ack]:
         """Return the acknowledgement to send now, with all the credit there is, in as many parts as it needs."""
         self.ack_at_s = None
+        is_bulk = self._unacknowledged_bytes >= BULK_BYTES
+        self._ack_delay_s = ACK_DELAY_BULK_S if is_bulk else ACK_DELAY_S
         self._unacknowledged_bytes = 0
         self.limit = max(self.limit, min(self._consumed + self._window, RECORD_NUMBER_MAX))
         base = self.cumulative
