@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.transport.recovery import WINDOW_INITIAL_BYTES, RateController, RttEstimator, SendMark
+from gradwire.transport.recovery import (
+    BURST_MAX_BYTES,
+    RECORD_MAX_BYTES,
+    WINDOW_INITIAL_BYTES,
+    RateController,
+    RttEstimator,
+    SendMark,
+)
 
 
 def test_the_first_round_trip_sets_the_estimate() -> None:
@@ -43,11 +50,12 @@ def test_a_guess_gives_way_to_the_first_measurement() -> None:
 
 
 def run_link(
-    rate: float, delay_s: float, loss_every: int, seconds: float
+    rate: float, delay_s: float, loss_every: int, seconds: float, *, is_local: bool = False
 ) -> tuple[RateController, float]:
     """Drive a controller over a bottleneck with a deep queue; return it and the share of the rate delivered."""
     rtt = RttEstimator()
     control = RateController(rtt)
+    control.is_local = is_local
     now_s = free_s = 0.0
     in_flight: list[tuple[float, int, SendMark, bool]] = []
     delivered = count = 0
@@ -90,6 +98,25 @@ def test_the_controller_finds_the_rate_of_the_link(rate: float, delay_s: float) 
 def test_loss_alone_does_not_slow_it_down(loss_every: int) -> None:
     _, share = run_link(12.5e6, 0.02, loss_every, 3.0)
     assert share > 0.8 * (1 - 1 / loss_every)
+
+
+@pytest.mark.parametrize(
+    ("rate", "loss_every", "is_local", "least", "most"),
+    [
+        (1.25e6, 0, False, 3_000, 0.005 * 1.25e6),
+        (12.5e6, 0, False, 30_000, BURST_MAX_BYTES),
+        (125e6, 0, False, BURST_MAX_BYTES, BURST_MAX_BYTES),
+        (125e6, 20, False, 40_000, BURST_MAX_BYTES),
+        (1.25e9, 0, False, RECORD_MAX_BYTES, RECORD_MAX_BYTES),
+        (125e6, 0, True, RECORD_MAX_BYTES, RECORD_MAX_BYTES),
+        (12.5e6, 20, True, 3_000, 10_000),
+    ],
+)
+def test_what_leaves_at_once_is_little_enough_for_a_switch(
+    rate: float, loss_every: int, is_local: bool, least: float, most: float
+) -> None:
+    control, _ = run_link(rate, 0.0002, loss_every, 2.0, is_local=is_local)
+    assert least <= control.burst_bytes <= most
 
 
 def test_the_window_stays_near_two_bandwidth_delay_products() -> None:

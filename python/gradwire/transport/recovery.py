@@ -35,6 +35,7 @@ BURST_S: Final = 0.0005  # of the path's rate in one burst: less than the queue 
 BURST_CLEAN_S: Final = (
     0.004  # on a path that loses nothing, where larger bursts save processor time
 )
+BURST_LOCAL_S: Final = 0.01  # within one machine, where only the receiver's buffer has to hold it
 PACING_SLACK_S: Final = 0.001  # what a late timer may catch up with at once
 
 STARTUP_GAIN: Final = 2.885  # 2 / ln 2: doubles the delivery rate every round trip
@@ -169,7 +170,7 @@ class RateController:
         bytes_in_flight: sent and neither acknowledged nor given up.
         window_bytes: the most that may be in flight.
         burst_bytes: how much may leave at once: half a millisecond's worth; without loss four, up to one system call's
-            worth, or one record on this machine, where no switch has to queue it.
+            worth, and ten, up to one record, within one machine, where no switch has to queue it.
         is_local: whether the path does not leave this machine.
     """
 
@@ -275,7 +276,7 @@ class RateController:
 
     def _burst(self) -> float:
         if self.loss_rate < UNPACED_LOSS and self.is_local:
-            return self._pace * BURST_CLEAN_S
+            return self._pace * BURST_LOCAL_S
         burst_s = BURST_CLEAN_S if self.loss_rate < UNPACED_LOSS else BURST_S
         # More than one system call's worth only where that passes in half a millisecond.
         return min(self._pace * burst_s, max(BURST_MAX_BYTES, self.rate_bytes_per_s * BURST_S))
