@@ -19,7 +19,7 @@ from .wire import Ack, Skip
 PROBES_AT_FIRST: Final = 3
 PTO_BACKOFF_MAX: Final = 10
 NEVER_S: Final = float("inf")
-OVERDRAFT_BURSTS: Final = 2
+OVERDRAFT_WINDOW_BYTES: Final = 2 * BURST_MAX_BYTES
 NO_GATE: Final = 1 << 62
 PLAUSIBLE: Final = (
     0.75  # an answer this fraction of the usual round trip after the second copy is one to it
@@ -104,9 +104,10 @@ class Outbound:
         if allowed_at_s is None or allowed_at_s > now_s:
             return None
         # A window of several bursts may be overdrawn by a part of one: halves cost as much as wholes.
-        room = rate.burst_bytes
-        if rate.window_bytes < OVERDRAFT_BURSTS * max(room, BURST_MAX_BYTES):
-            room = min(room, rate.window_bytes - rate.bytes_in_flight)
+        room = rate.window_bytes - rate.bytes_in_flight
+        if rate.window_bytes >= OVERDRAFT_WINDOW_BYTES:
+            room = max(room, BURST_MAX_BYTES)
+        room = min(room, rate.burst_bytes)
         if not self._waiting:
             burst = self._send_whole(room, now_s)
             if burst is not None:

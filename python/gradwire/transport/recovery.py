@@ -320,9 +320,8 @@ class RateController:
     def _update_window(self) -> None:
         gain = STARTUP_GAIN if self._phase == "startup" else WINDOW_GAIN
         # Acknowledgements come up to a millisecond late and a whole burst at a time.
-        burst = max(self.burst_bytes, BURST_MAX_BYTES)
-        slack = self.rate_bytes_per_s * ACK_DELAY_MAX_S + 2 * burst
-        target = int(gain * self._bandwidth_delay_bytes() + min(slack, 8.0 * burst))
+        slack = self.rate_bytes_per_s * ACK_DELAY_MAX_S + 2 * max(self.burst_bytes, BURST_MAX_BYTES)
+        target = int(gain * self._bandwidth_delay_bytes() + min(slack, 8.0 * BURST_MAX_BYTES))
         floor = WINDOW_INITIAL_BYTES if self._phase == "startup" else WINDOW_MIN_BYTES
         self.window_bytes = max(floor, min(target, WINDOW_MAX_BYTES))
 
