@@ -6,15 +6,19 @@ exchange differs. Processors are few and shared by all nodes, so the models have
 (training/tasks.py).
 
     python benchmarks/bench_training.py --results results          # everything; goes on where it was interrupted
+    python benchmarks/bench_training.py --results results --part curves    # only those, on a busy machine if need be
     python benchmarks/bench_training.py --results results --only text gradwire-udp 100 0     # one run
     python benchmarks/bench_training.py --results results --report # the table of what is there
     python benchmarks/bench_training.py --results results --report --pictures docs --json training.json
     python benchmarks/bench_training.py --predict                  # what the links would need, by arithmetic
     python benchmarks/bench_training.py --smoke                    # three steps of each method, no figure counts
 
-A run ends at the target, or when its budget of seconds is used up (--budget). The losses of synchronous methods do not
-depend on the link, so where the budget did not suffice, the time to the target is composed: the measured mean time of a
-step there, times the steps that the same method and seed needed at the fastest link. Such figures are marked.
+Two kinds of runs. **Curves**: every method and seed takes all steps, behind no limit, for the losses. **Timings**:
+one seed of every method at every link runs to the target, or until its budget of seconds is used up, for the time of
+its steps; run them on a quiet machine. What a synchronous method computes does not depend on the link, so its time to
+the target is the sum of the measured times of so many steps as the seed's curve needs to get there; where the budget
+ended the timing before, the rest are counted at the mean of its later half, and the figure is marked as composed. An
+asynchronous node's losses do depend on the link: its timings run to the target, with every seed.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -40,15 +45,17 @@ from harness import Reach, Report, figure  # noqa: E402
 
 NODES = 4
 LINKS_MBIT = (1000, 100, 10)
-FASTEST_MBIT = LINKS_MBIT[0]
+UNLIMITED = 0
 SEEDS = (0, 1, 2)
-DENSITY = 0.01
+DENSITY = 0.012
 TASK_NAMES = ("text", "digits")
 STEPS = {"text": 400, "digits": 400}
 EVALUATE_EVERY = 20
-BUDGET_S = 300.0
+BUDGET_S = 60.0
+CURVES, TIMINGS = PARTS = ("curves", "timings")
 # Start-up and evaluations do not count towards the budget; a run that takes so much longer has hung.
-HANG_FACTOR, HANG_S = 3.0, 300.0
+HANG_S = 1800.0
+ASYNCHRONOUS = "gradwire-async"
 OURS = ("gradwire-hook", "gradwire-udp", "gradwire-async", "gradwire-local")
 RIVALS = ("fp16", "powersgd-2", "powersgd-4")
 BYTES_RATIO, LOSS_TOLERANCE, SHARE_MAX = 200.0, 0.01, 0.10
@@ -62,10 +69,11 @@ class Run:
     Attributes:
         task: its name.
         method: its name.
-        link_mbit: rate of every node's link.
+        link_mbit: rate of every node's link; 0: no limit.
         seed: of parameters and batches.
         steps: at most.
-        budget_s: at most.
+        budget_s: at most, unless it is for the whole curve.
+        is_whole: whether it goes on beyond the target.
         evaluate_every: steps between evaluations.
         density: that gradwire's thresholds aim at.
     """
@@ -76,13 +84,15 @@ class Run:
     seed: int
     steps: int
     budget_s: float
+    is_whole: bool = False
     evaluate_every: int = EVALUATE_EVERY
     density: float = DENSITY
 
     @property
     def name(self) -> str:
         """Of its file."""
-        return f"{self.task}-{self.method}-{self.link_mbit}-{self.seed}"
+        place = "curve" if self.is_whole else self.link_mbit
+        return f"{self.task}-{self.method}-{place}-{self.seed}"
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -94,8 +104,6 @@ def execute(run: Run, network: Any, target: float) -> dict[str, Any]:
         **asdict(run),
         "addresses": network.addresses,
         "target": target,
-        # At the fastest link the whole curve is wanted, for the losses at equal steps.
-        "stop_at_target": run.link_mbit != FASTEST_MBIT,
     }
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with tempfile.TemporaryFile("w+") as errors:
@@ -115,7 +123,7 @@ def execute(run: Run, network: Any, target: float) -> dict[str, Any]:
             )
             for rank in range(NODES)
         ]
-        watchdog = threading.Timer(HANG_FACTOR * run.budget_s + HANG_S, stop, [workers])
+        watchdog = threading.Timer(HANG_S, stop, [workers])
         watchdog.start()
         try:
             lines = [json.loads(line) for line in workers[0].stdout or () if line.startswith("{")]
@@ -158,7 +166,7 @@ def summary(result: dict[str, Any]) -> str:
     losses = [point["loss"] for point in result["points"]]
     return (
         f"{result['end']} after {result['steps']} steps, {result['seconds']:.1f} s, "
-        f"{result['step_s_mean']:.3f} s per step, loss {losses[-1] if losses else float('nan'):.3f}"
+        f"{statistics.mean(result['step_s']):.3f} s per step, loss {losses[-1] if losses else float('nan'):.3f}"
     )
 
 
@@ -178,8 +186,12 @@ class Results:
             {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
         )
 
-    def find(self, task: str, method: str, link_mbit: int, seed: int) -> dict[str, Any] | None:
-        """Return one result, None where there is none."""
+    def curve(self, task: str, method: str, seed: int) -> dict[str, Any] | None:
+        """Return the run for the whole curve, None where there is none."""
+        return self.results.get(f"{task}-{method}-curve-{seed}")
+
+    def timing(self, task: str, method: str, link_mbit: int, seed: int) -> dict[str, Any] | None:
+        """Return the run for the times at a link, None where there is none."""
         return self.results.get(f"{task}-{method}-{link_mbit}-{seed}")
 
     def time_to_target(self, task: str, method: str, link_mbit: int) -> Duration | None:
@@ -196,18 +208,19 @@ class Results:
         )
 
     def _seed_time(self, task: str, method: str, link_mbit: int, seed: int) -> Duration | None:
-        result = self.find(task, method, link_mbit, seed)
-        if result is None:
-            return None
-        reached = first_below(result)
-        if reached is not None:
-            return Duration(reached["seconds"], is_composed=False)
-        curve = self.find(task, method, FASTEST_MBIT, seed)
+        if method == ASYNCHRONOUS:
+            timing = self.timing(task, method, link_mbit, seed)
+            reached = first_below(timing) if timing else None
+            return None if reached is None else Duration(reached["seconds"], is_composed=False)
+        timing = self.timing(task, method, link_mbit, SEEDS[0])
+        curve = self.curve(task, method, seed)
         reached = first_below(curve) if curve else None
-        # An asynchronous node's losses depend on the link: nothing can be composed of them.
-        if reached is None or method == "gradwire-async" or result["end"] != "budget":
+        if timing is None or reached is None:
             return None
-        return Duration(reached["step"] * result["step_s_mean"], is_composed=True)
+        measured, steps = timing["step_s"], reached["step"]
+        missing = max(0, steps - len(measured))
+        later = statistics.mean(measured[len(measured) // 2 :])
+        return Duration(sum(measured[:steps]) + missing * later, is_composed=missing > 0)
 
     def seeds(self, task: str) -> list[int]:
         """Return the seeds for which there is any result."""
@@ -215,8 +228,8 @@ class Results:
         return sorted(found)
 
     def final_losses(self, task: str, method: str) -> list[float]:
-        """Return the last losses at the fastest link, of runs that took all steps."""
-        found = [self.find(task, method, FASTEST_MBIT, seed) for seed in self.seeds(task)]
+        """Return the last losses of runs that took all steps."""
+        found = [self.curve(task, method, seed) for seed in self.seeds(task)]
         return [one["points"][-1]["loss"] for one in found if one and one["end"] == "steps"]
 
 
@@ -247,7 +260,7 @@ def tell(results: Results, report: Report) -> None:
         for link_mbit, method in itertools.product(LINKS_MBIT, METHODS):
             duration = results.time_to_target(task, method, link_mbit)
             if duration is None:
-                if any(results.find(task, method, link_mbit, seed) for seed in SEEDS):
+                if results.timing(task, method, link_mbit, SEEDS[0]):
                     report.skip(f"{task}, {method}, {link_mbit} Mbit/s", "target not reached")
                 continue
             note = f"{duration.least_s:.1f} to {duration.most_s:.1f} s over seeds"
@@ -314,7 +327,7 @@ def spread(values: list[float]) -> str:
 def tell_costs(task: str, results: Results, report: Report) -> None:
     """Add the bytes of messages, and gradwire's share of a step at 100 Mbit/s."""
     for method in OURS:
-        found = [results.find(task, method, 100, seed) for seed in results.seeds(task)]
+        found = [results.timing(task, method, 100, seed) for seed in SEEDS]
         runs = [one for one in found if one and one["totals"]["messages"]]
         if not runs:
             continue
@@ -374,7 +387,11 @@ def predict(results: Results) -> None:
             print(f"  {method:16} {sent:11.0f}", end=" ")
             print(f"{statistics.mean(measured):11.0f}" if measured else f"{'':11}", end="")
             for link in LINKS_MBIT:
-                steps = [one["step_s_mean"] for one in found if one["run"]["link_mbit"] == link]
+                steps = [
+                    statistics.mean(one["step_s"])
+                    for one in found
+                    if one["run"]["link_mbit"] == link and not one["run"]["is_whole"]
+                ]
                 step = f"{statistics.mean(steps):.3f} s/step" if steps else ""
                 print(f"{8 * sent / (link * 1e6):10.4f} {step:>13}", end="")
             print(flush=True)
@@ -394,7 +411,7 @@ def draw_all(results: Results, folder: Path) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> list[Run]:
-    """Return the runs to do, those at the fastest link first: the others may need their curves."""
+    """Return the runs to do."""
     from training.methods import METHODS
 
     if arguments.smoke:
@@ -402,16 +419,28 @@ def plan(arguments: argparse.Namespace) -> list[Run]:
             Run("digits", method, 1000, 0, steps=3, budget_s=60.0, evaluate_every=3)
             for method in METHODS
         ] + [Run("text", "gradwire-udp", 1000, 0, steps=3, budget_s=60.0, evaluate_every=3)]
-    runs = [
-        Run(task, method, link_mbit, seed, STEPS[task], arguments.budget)
-        for link_mbit, seed, task, method in itertools.product(
-            LINKS_MBIT, SEEDS[: arguments.seeds], TASK_NAMES, METHODS
-        )
-    ]
+    seeds = SEEDS[: arguments.seeds]
+    runs = []
+    if CURVES in arguments.part:
+        runs += [
+            Run(task, method, UNLIMITED, seed, STEPS[task], arguments.budget, is_whole=True)
+            for seed, task, method in itertools.product(seeds, TASK_NAMES, METHODS)
+        ]
+    if TIMINGS in arguments.part:
+        runs += [
+            Run(task, method, link_mbit, seed, STEPS[task], budget_s(method, arguments))
+            for link_mbit, task, method in itertools.product(LINKS_MBIT, TASK_NAMES, METHODS)
+            for seed in (seeds if method == ASYNCHRONOUS else seeds[:1])
+        ]
     if arguments.only:
         wanted = "-".join(arguments.only)
         runs = [run for run in runs if f"{run.name}-".startswith(f"{wanted}-")]
     return runs
+
+
+def budget_s(method: str, arguments: argparse.Namespace) -> float:
+    """Return the seconds of one timing; an asynchronous one has to reach the target itself."""
+    return math.inf if method == ASYNCHRONOUS else float(arguments.budget)
 
 
 def unmet() -> str | None:
@@ -428,12 +457,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, help="folder of the results, one file per run")
     parser.add_argument(
-        "--only", nargs="+", help="task, method, link in Mbit/s, seed; or the first few"
+        "--only", nargs="+", help="task, method, link in Mbit/s or 'curve', seed; or the first few"
+    )
+    parser.add_argument(
+        "--part", nargs="+", choices=PARTS, default=PARTS, help="both, if not given"
     )
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many")
-    parser.add_argument(
-        "--budget", type=float, default=BUDGET_S, help="seconds of training per run"
-    )
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of one timing")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--predict", action="store_true", help="the arithmetic only")
     parser.add_argument("--smoke", action="store_true", help="three steps of each method")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,12 @@ from .tasks import Batch, Task
 LOCAL_STEPS = 20
 PORT = 40123
 WARMUP_STEPS = 20
+# Tensors so small that a denser message costs nothing beside the others': biases and norms.
+SMALL_NUMEL, SMALL_DENSITY = 5_000, 0.2
+# The first steps, whose updates are the largest and agree best, send more.
+DENSITIES_AT_FIRST = (0.1, 0.06, 0.035, 0.02)
+# What is shared once in twenty steps may say more.
+LOCAL_DENSITY = 0.2
 # Dense steps before PowerSGD begins; its default of 1,000 would leave nothing to measure, and fewer than 2 it refuses.
 POWERSGD_START = 2
 
@@ -32,18 +39,26 @@ class Method:
         addresses: of all nodes, by rank.
         rank: of this one.
         density: that gradwire's thresholds aim at.
+        steps: of the whole training: the learning rate rises, and falls to nothing at its end.
     """
 
     uses_gloo = True
 
     def __init__(
-        self, task: Task, seed: int, addresses: list[str], rank: int, density: float
+        self,
+        task: Task,
+        seed: int,
+        addresses: list[str],
+        rank: int,
+        density: float,
+        steps: int,
     ) -> None:
         torch.manual_seed(seed)
         self.task = task
         self.addresses = addresses
         self.rank = rank
         self.density = density
+        self.steps = steps
         self.model = task.model()
         self.optimizer = task.optimizer(self.model.parameters())
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -55,19 +70,25 @@ class Method:
     def step(self, batch: Batch, number: int) -> None:
         """Take one step, which everybody takes with a batch of his own."""
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * min(1.0, (number + 1) / WARMUP_STEPS)
+            group["lr"] = rate * self._schedule(number)
         self.optimizer.zero_grad()
         self.task.loss(self.forward, batch).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip_norm)
         self.optimizer.step()
+
+    def _schedule(self, number: int) -> float:
+        """Return the factor of the learning rate: a linear rise, times half a cosine down to zero."""
+        rise = min(1.0, (number + 1) / WARMUP_STEPS)
+        return rise * 0.5 * (1.0 + math.cos(math.pi * number / self.steps))
 
     @property
     def forward(self) -> torch.nn.Module:
         """What computes the loss in training."""
         return self.model
 
-    def before_evaluation(self) -> None:
-        """Let the parameters be what this node knows of the shared ones."""
+    def evaluated(self) -> AbstractContextManager[None]:
+        """Let the parameters be what this node knows of the shared ones for a while."""
+        return nullcontext()
 
     def totals(self) -> dict[str, float]:
         """Return seconds spent in gradwire and the bytes of its messages, so far."""
@@ -178,13 +199,19 @@ class Udp(Method):
     """gradwire's optimiser over its own transport: every step waits for everybody's message."""
 
     uses_gloo = False
+    warmup: gw.Warmup | None = gw.Warmup(WARMUP_STEPS, DENSITIES_AT_FIRST)
     options: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed)
 
     def set_up(self) -> None:
         # A threshold per tensor; nothing goes out whole: the biases and norms alone would be as large as a message.
+        params = list(self.model.parameters())
+        small = gw.TargetDensity(SMALL_DENSITY)
         groups = gw.Groups.of(
-            list(self.model.parameters()),
-            threshold=gw.TargetDensity(self.density),
+            params,
+            threshold=gw.TargetDensity(self.target_density),
+            thresholds={
+                index: small for index, param in enumerate(params) if param.numel() < SMALL_NUMEL
+            },
             dense_below=0,
             dense_one_dimensional=False,
         )
@@ -196,11 +223,21 @@ class Udp(Method):
             self.node,
             peers=len(addresses) - 1,
             average=True,
+            apply_residual=True,
+            warmup=self.warmup,
             timeout_s=300.0,
             **self.options,
         )
         self.optimizer = SharedOptimizer(self.optimizer, self.exchange)
         self.optimizer.join()
+
+    @property
+    def target_density(self) -> float:
+        """That thresholds aim at."""
+        return self.density
+
+    def evaluated(self) -> AbstractContextManager[None]:
+        return self.optimizer.shared_parameters()
 
     def totals(self) -> dict[str, float]:
         stats = self.exchange.stats
@@ -221,14 +258,20 @@ class UdpAsync(Udp):
 
     options = {"mode": "async"}  # noqa: RUF012
 
-    def before_evaluation(self) -> None:
+    def evaluated(self) -> AbstractContextManager[None]:
         self.optimizer.catch_up()
+        return super().evaluated()
 
 
 class UdpLocal(Udp):
     """Twenty steps alone, then their difference is shared."""
 
+    warmup = None
     options = {"every": LOCAL_STEPS}  # noqa: RUF012
+
+    @property
+    def target_density(self) -> float:
+        return LOCAL_DENSITY
 
 
 METHODS: dict[str, type[Method]] = {
@@ -257,8 +300,7 @@ def predicted_bytes(
     """
     numel = sum(math.prod(shape) for shape in shapes)
     ring = 2 * (nodes - 1) / nodes
-    entropy = -density * math.log2(density) - (1 - density) * math.log2(1 - density)
-    message = numel * (entropy + density) / 8
+    message = _message_bytes(numel, density)
     powersgd: Callable[[int], float] = lambda rank: ring * 4 * _factored(shapes, rank)  # noqa: E731
     return {
         "dense": ring * 4 * numel,
@@ -269,8 +311,13 @@ def predicted_bytes(
         "gradwire-hook": (nodes - 1) * message * 9 / 8,  # slots have room for an eighth more
         "gradwire-udp": (nodes - 1) * message,
         "gradwire-async": (nodes - 1) * message,
-        "gradwire-local": (nodes - 1) * message / LOCAL_STEPS,
+        "gradwire-local": (nodes - 1) * _message_bytes(numel, LOCAL_DENSITY) / LOCAL_STEPS,
     }[method]
+
+
+def _message_bytes(numel: int, density: float) -> float:
+    entropy = -density * math.log2(density) - (1 - density) * math.log2(1 - density)
+    return numel * (entropy + density) / 8
 
 
 def _factored(shapes: list[tuple[int, ...]], rank: int) -> int:

@@ -24,7 +24,7 @@ class Refused(Exception):
 
 
 class Network:
-    """So many nodes and a switch.
+    """So many nodes and a switch; a rate of 0 limits nothing.
 
     Attributes:
         addresses: of the nodes, by number.
@@ -54,8 +54,9 @@ class Network:
             _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
             _run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", DEVICE)
             _run("ip", "-n", space, "link", "set", DEVICE, "up")
-            self._limit(space, DEVICE)
-            self._limit(self._switch, port)
+            if self._rate_mbit:
+                self._limit(space, DEVICE)
+                self._limit(self._switch, port)
 
     def within(self, node: int) -> list[str]:
         """Return what to put before a command that is to run on a node."""

@@ -132,7 +132,7 @@ def digits_task() -> Task:
         batch=data.batch,
         held_out=data.held_out,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-        target=0.3,
+        target=0.15,
         clip_norm=5.0,
         data=f"scikit-learn digits, {data.digest}",
     )
@@ -208,7 +208,7 @@ def text_task() -> Task:
         batch=data.batch,
         held_out=data.held_out,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-        target=2.4,
+        target=2.3,
         clip_norm=1.0,
         data=f"pydoc_data.topics, {data.digest}",
     )

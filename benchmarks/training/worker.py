@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,9 @@ from training.methods import METHODS, Method
 from training.network import DEVICE
 from training.tasks import TASKS, Task
 
+# However long they take: the first steps of a training are not like the others.
+STEPS_MIN = 4
+
 
 def main(run: dict[str, Any], rank: int) -> None:
     torch.set_num_threads(1)
@@ -34,7 +36,7 @@ def main(run: dict[str, Any], rank: int) -> None:
         }
         dist.init_process_group("gloo", rank=rank, world_size=len(run["addresses"]))
     task = TASKS[run["task"]]()
-    method = kind(task, run["seed"], run["addresses"], rank, run["density"])
+    method = kind(task, run["seed"], run["addresses"], rank, run["density"], run["steps"])
     if kind.uses_gloo:
         dist.barrier()
     end = train(task, method, run, rank)
@@ -45,8 +47,12 @@ def main(run: dict[str, Any], rank: int) -> None:
 
 
 def train(task: Task, method: Method, run: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Train until the target, the last step, or the end of the budget; return why, and the totals."""
-    target, step_s, elapsed_s = run["target"], [], 0.0
+    """Train until the target, the last step, or the end of the budget; return why, and the totals.
+
+    A run that is for its whole curve has neither target nor budget.
+    """
+    step_s: list[float] = []
+    elapsed_s = 0.0
     sent_before, reason = sent_bytes(), "steps"
     for number in range(run["steps"]):
         batch = task.batch(run["seed"], rank, number)
@@ -55,20 +61,23 @@ def train(task: Task, method: Method, run: dict[str, Any], rank: int) -> dict[st
         step_s.append(time.perf_counter() - begin_s)
         elapsed_s += step_s[-1]
         if (number + 1) % run["evaluate_every"] and number + 1 < run["steps"]:
-            if elapsed_s > run["budget_s"] and rank == 0:
+            is_spent = elapsed_s > run["budget_s"] and len(step_s) >= STEPS_MIN
+            if rank == 0 and is_spent and not run["is_whole"]:
                 reason = "budget"
                 break
             continue
-        method.before_evaluation()
-        point = {
-            "step": number + 1,
-            "seconds": elapsed_s,
-            "bytes": sent_bytes() - sent_before,
-            "loss": task.validation_loss(method.model),
-        }
+        with method.evaluated():
+            loss = task.validation_loss(method.model)
         if rank == 0:
-            report(point)
-            if run["stop_at_target"] and point["loss"] <= target:
+            report(
+                {
+                    "step": number + 1,
+                    "seconds": elapsed_s,
+                    "bytes": sent_bytes() - sent_before,
+                    "loss": loss,
+                }
+            )
+            if loss <= run["target"] and not run["is_whole"]:
                 reason = "target"
                 break
     return {
@@ -76,8 +85,7 @@ def train(task: Task, method: Method, run: dict[str, Any], rank: int) -> dict[st
         "steps": len(step_s),
         "seconds": elapsed_s,
         "bytes": sent_bytes() - sent_before,
-        "step_s_median": statistics.median(step_s),
-        "step_s_mean": elapsed_s / len(step_s),
+        "step_s": [round(one, 5) for one in step_s],
         "totals": method.totals(),
         "numel": sum(param.numel() for param in method.model.parameters()),
         "data": task.data,
