@@ -36,12 +36,15 @@ import tempfile
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from harness import Reach, Report, figure  # noqa: E402
+
+if TYPE_CHECKING:
+    from training.pictures import Curve
 
 NODES = 4
 LINKS_MBIT = (1000, 100, 10)
@@ -218,9 +221,7 @@ class Results:
         if timing is None or reached is None:
             return None
         measured, steps = timing["step_s"], reached["step"]
-        missing = max(0, steps - len(measured))
-        later = statistics.mean(measured[len(measured) // 2 :])
-        return Duration(sum(measured[:steps]) + missing * later, is_composed=missing > 0)
+        return Duration(seconds_of(measured, steps), is_composed=steps > len(measured))
 
     def seeds(self, task: str) -> list[int]:
         """Return the seeds for which there is any result."""
@@ -398,13 +399,39 @@ def predict(results: Results) -> None:
 
 
 def draw_all(results: Results, folder: Path) -> None:
-    """Draw the learning curves of every task that has results."""
+    """Draw the learning curves of every task that has results: the first seed's."""
+    from training.methods import METHODS
     from training.pictures import draw
 
     for task in TASK_NAMES:
-        found = [one for one in results.results.values() if one["run"]["task"] == task]
-        if found:
-            print(draw(task, found, LINKS_MBIT, folder))
+        links = {}
+        for link_mbit in LINKS_MBIT:
+            found = [drawn(results, task, method, link_mbit) for method in METHODS]
+            links[link_mbit] = [one for one in found if one is not None]
+        if any(links.values()):
+            target = next(
+                one["target"] for one in results.results.values() if one["run"]["task"] == task
+            )
+            print(draw(task, target, links, folder))
+
+
+def drawn(results: Results, task: str, method: str, link_mbit: int) -> Curve | None:
+    """Return what to draw of a method at a link: its losses at the times that its steps take there."""
+    from training.pictures import Curve
+
+    timing = results.timing(task, method, link_mbit, SEEDS[0])
+    whole = timing if method == ASYNCHRONOUS else results.curve(task, method, SEEDS[0])
+    if timing is None or whole is None:
+        return None
+    points = whole["points"]
+    seconds = [seconds_of(timing["step_s"], point["step"]) for point in points]
+    return Curve(method, [one["loss"] for one in points], seconds, [one["bytes"] for one in points])
+
+
+def seconds_of(measured: list[float], steps: int) -> float:
+    """Return the time of so many steps; those not measured count as the mean of the later half of those that were."""
+    missing = max(0, steps - len(measured))
+    return sum(measured[:steps]) + missing * statistics.mean(measured[len(measured) // 2 :])
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

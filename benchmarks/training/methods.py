@@ -73,8 +73,13 @@ class Method:
             group["lr"] = rate * self._schedule(number)
         self.optimizer.zero_grad()
         self.task.loss(self.forward, batch).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip_norm)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
         self.optimizer.step()
+
+    @property
+    def clip_norm(self) -> float:
+        """Largest norm of the gradient that this node's optimiser sees: here the nodes' mean."""
+        return self.task.clip_norm
 
     def _schedule(self, number: int) -> float:
         """Return the factor of the learning rate: a linear rise, times half a cosine down to zero."""
@@ -159,7 +164,16 @@ class PowerSGD4(PowerSGD):
     matrix_rank = 4
 
 
-class LocalSGD(Method):
+class Alone(Method):
+    """A node whose optimiser sees its own gradient only."""
+
+    @property
+    def clip_norm(self) -> float:
+        """Independent gradients have a mean whose norm is 1 / sqrt(nodes) of theirs (Lin et al. 2018, section 3.2)."""
+        return self.task.clip_norm * math.sqrt(len(self.addresses))
+
+
+class LocalSGD(Alone):
     """Steps alone, and every so many the mean of all parameters, all-reduced."""
 
     def step(self, batch: Batch, number: int) -> None:
@@ -195,7 +209,7 @@ class Hook(Dense):
         }
 
 
-class Udp(Method):
+class Udp(Alone):
     """gradwire's optimiser over its own transport: every step waits for everybody's message."""
 
     uses_gloo = False
