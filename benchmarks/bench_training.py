@@ -34,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ NODES = 4
 LINKS_MBIT = (1000, 100, 10)
 UNLIMITED = 0
 SEEDS = (0, 1, 2)
-DENSITY = 0.012
+DENSITY = 0.016
 TASK_NAMES = ("text", "digits")
 STEPS = {"text": 400, "digits": 400}
 EVALUATE_EVERY = 20
@@ -198,8 +199,9 @@ class Results:
         return self.results.get(f"{task}-{method}-{link_mbit}-{seed}")
 
     def time_to_target(self, task: str, method: str, link_mbit: int) -> Duration | None:
-        """Return the median over the seeds; None if one is missing or never gets there."""
-        found = [self._seed_time(task, method, link_mbit, seed) for seed in self.seeds(task)]
+        """Return the median over the seeds that were run; None if there are none or one never gets there."""
+        seeds = self.seeds(task, method, link_mbit)
+        found = [self._seed_time(task, method, link_mbit, seed) for seed in seeds]
         times = [one for one in found if one is not None]
         if not times or len(times) < len(found):
             return None
@@ -208,6 +210,7 @@ class Results:
             any(one.is_composed for one in times),
             min(one.seconds for one in times),
             max(one.seconds for one in times),
+            len(times),
         )
 
     def _seed_time(self, task: str, method: str, link_mbit: int, seed: int) -> Duration | None:
@@ -223,14 +226,17 @@ class Results:
         measured, steps = timing["step_s"], reached["step"]
         return Duration(seconds_of(measured, steps), is_composed=steps > len(measured))
 
-    def seeds(self, task: str) -> list[int]:
-        """Return the seeds for which there is any result."""
-        found = {one["run"]["seed"] for one in self.results.values() if one["run"]["task"] == task}
-        return sorted(found)
+    def seeds(self, task: str, method: str, link_mbit: int) -> list[int]:
+        """Return the seeds that tell of a method at a link."""
+        kind = self.curve if method != ASYNCHRONOUS else self._timing_at(link_mbit)
+        return [seed for seed in SEEDS if kind(task, method, seed)]
+
+    def _timing_at(self, link_mbit: int) -> Callable[[str, str, int], dict[str, Any] | None]:
+        return lambda task, method, seed: self.timing(task, method, link_mbit, seed)
 
     def final_losses(self, task: str, method: str) -> list[float]:
         """Return the last losses of runs that took all steps."""
-        found = [self.curve(task, method, seed) for seed in self.seeds(task)]
+        found = [self.curve(task, method, seed) for seed in SEEDS]
         return [one["points"][-1]["loss"] for one in found if one and one["end"] == "steps"]
 
 
@@ -242,6 +248,7 @@ class Duration:
     is_composed: bool
     least_s: float = 0.0
     most_s: float = 0.0
+    seeds: int = 1
 
     def __str__(self) -> str:
         return f"{self.seconds:.1f} s{' (composed)' if self.is_composed else ''}"
@@ -264,7 +271,7 @@ def tell(results: Results, report: Report) -> None:
                 if results.timing(task, method, link_mbit, SEEDS[0]):
                     report.skip(f"{task}, {method}, {link_mbit} Mbit/s", "target not reached")
                 continue
-            note = f"{duration.least_s:.1f} to {duration.most_s:.1f} s over seeds"
+            note = f"{duration.least_s:.1f} to {duration.most_s:.1f} s over {duration.seeds} seeds"
             note += "; composed" if duration.is_composed else ""
             what = f"time to target, {method}, {link_mbit} Mbit/s"
             report.add([figure(task, what, 0, duration.seconds, "s", note=note)])
