@@ -477,6 +477,22 @@ def budget_s(method: str, arguments: argparse.Namespace) -> float:
     return math.inf if method == ASYNCHRONOUS else float(arguments.budget)
 
 
+def parameters(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what the report says about itself."""
+    import torch
+    from training.tasks import TASKS
+
+    return {
+        "benchmark": "training",
+        "mode": "smoke" if arguments.smoke else "full",
+        "clock": "wall",
+        "nodes": NODES,
+        "density": DENSITY,
+        "targets": {name: TASKS[name]().target for name in TASK_NAMES},
+        "torch": torch.__version__,
+    }
+
+
 def unmet() -> str | None:
     """Return why nothing can be measured here, or None."""
     for package in ("torch", "sklearn"):
@@ -520,9 +536,7 @@ def main() -> None:
     predict(results)
     if arguments.predict:
         return
-    report = Report(
-        {"nodes": NODES, "density": DENSITY}, void="a smoke test" if arguments.smoke else ""
-    )
+    report = Report(parameters(arguments), void="a smoke test" if arguments.smoke else "")
     tell(results, report)
     report.print()
     if arguments.json:

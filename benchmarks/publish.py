@@ -3,8 +3,8 @@
     python benchmarks/bench_codec.py --json result.json
     python benchmarks/publish.py result.json docs/performance.md
 
-A result of bench_transport.py goes the same way, into its own blocks. Each block between ``<!-- begin NAME -->`` and
-``<!-- end NAME -->`` is replaced.
+Results of bench_transport.py and bench_training.py go the same way, into blocks of their own. Each block between
+``<!-- begin NAME -->`` and ``<!-- end NAME -->`` is replaced.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import publish_training
 import publish_transport
 from publish_tables import Result, cell, least, number, reach, table, verdict
 
@@ -220,15 +221,17 @@ BLOCKS: dict[str, Callable[[Result], str]] = {
     "floors": floor_table,
     "predicted": predicted_table,
 }
-PAGES = {"codec": BLOCKS, "transport": publish_transport.BLOCKS}
+PAGES = {
+    "codec": BLOCKS,
+    "transport": publish_transport.BLOCKS,
+    "training": publish_training.BLOCKS,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Replace the blocks of a page by a result's numbers; return 0."""
     parser = argparse.ArgumentParser(description="Put the numbers of a result into a page.")
-    parser.add_argument(
-        "result", type=Path, help="JSON of a full run of bench_codec.py or bench_transport.py"
-    )
+    parser.add_argument("result", type=Path, help="JSON of a full run of one of the benchmarks")
     parser.add_argument("page", type=Path)
     arguments = parser.parse_args(argv)
     content = json.loads(arguments.result.read_text())

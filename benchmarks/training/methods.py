@@ -78,7 +78,7 @@ class Method:
 
     @property
     def clip_norm(self) -> float:
-        """Largest norm of the gradient that this node's optimiser sees: here the nodes' mean."""
+        """Largest norm of the gradient that this node's optimiser sees."""
         return self.task.clip_norm
 
     def _schedule(self, number: int) -> float:
@@ -164,16 +164,7 @@ class PowerSGD4(PowerSGD):
     matrix_rank = 4
 
 
-class Alone(Method):
-    """A node whose optimiser sees its own gradient only."""
-
-    @property
-    def clip_norm(self) -> float:
-        """Independent gradients have a mean whose norm is 1 / sqrt(nodes) of theirs (Lin et al. 2018, section 3.2)."""
-        return self.task.clip_norm * math.sqrt(len(self.addresses))
-
-
-class LocalSGD(Alone):
+class LocalSGD(Method):
     """Steps alone, and every so many the mean of all parameters, all-reduced."""
 
     def step(self, batch: Batch, number: int) -> None:
@@ -209,7 +200,7 @@ class Hook(Dense):
         }
 
 
-class Udp(Alone):
+class Udp(Method):
     """gradwire's optimiser over its own transport: every step waits for everybody's message."""
 
     uses_gloo = False
@@ -244,6 +235,11 @@ class Udp(Alone):
         )
         self.optimizer = SharedOptimizer(self.optimizer, self.exchange)
         self.optimizer.join()
+
+    @property
+    def clip_norm(self) -> float:
+        """Independent gradients have a mean whose norm is 1 / sqrt(nodes) of theirs (Lin et al. 2018, section 3.2)."""
+        return self.task.clip_norm * math.sqrt(len(self.addresses))
 
     @property
     def target_density(self) -> float:
@@ -282,6 +278,10 @@ class UdpLocal(Udp):
 
     warmup = None
     options = {"every": LOCAL_STEPS}  # noqa: RUF012
+
+    @property
+    def clip_norm(self) -> float:
+        return self.task.clip_norm  # local steps are taken in full, not averaged
 
     @property
     def target_density(self) -> float:
