@@ -275,9 +275,27 @@ def tell(results: Results, report: Report) -> None:
             note += "; composed" if duration.is_composed else ""
             what = f"time to target, {method}, {link_mbit} Mbit/s"
             report.add([figure(task, what, 0, duration.seconds, "s", note=note)])
+        for method in METHODS:
+            tell_method(task, method, results, report)
         tell_speedups(task, results, report)
         tell_losses(task, results, report)
         tell_costs(task, results, report)
+
+
+def tell_method(task: str, method: str, results: Results, report: Report) -> None:
+    """Add what one node sends in a step, and the loss after the last one."""
+    losses = results.final_losses(task, method)
+    curves = [results.curve(task, method, seed) for seed in SEEDS]
+    sent = [one["bytes"] / one["steps"] for one in curves if one]
+    if not losses or not sent:
+        return
+    note = f"{spread(losses)} over {len(losses)} seeds"
+    report.add(
+        [
+            figure(task, f"final loss, {method}", 0, statistics.mean(losses), "", note=note),
+            figure(task, f"sent by one node per step, {method}", 0, statistics.mean(sent), "B"),
+        ]
+    )
 
 
 def tell_speedups(task: str, results: Results, report: Report) -> None:

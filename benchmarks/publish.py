@@ -243,14 +243,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = Result(content)
     if result.others is not None and result.others > QUIET_CPUS:
         print(f"careful: others used {result.others:.2f} CPUs during this run; measure again")
-    page = arguments.page.read_text()
     blocks = PAGES[parameters.get("benchmark", "codec")]
+    page, filled = arguments.page.read_text(), 0
     for name, make in blocks.items():
         block = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
-        if len(block.findall(page)) != 1:
-            raise SystemExit(f"{arguments.page}: needs one block {name!r}")
-        text = make(result)
-        page = block.sub(lambda match, text=text: f"{match[1]}{text}\n{match[2]}", page)  # type: ignore[misc]
+        count = len(block.findall(page))
+        if count > 1:
+            raise SystemExit(f"{arguments.page}: has {count} blocks {name!r}, may have one")
+        if count:
+            text = make(result)
+            page = block.sub(lambda match, text=text: f"{match[1]}{text}\n{match[2]}", page)  # type: ignore[misc]
+        filled += count
+    if not filled:
+        raise SystemExit(f"{arguments.page}: has none of the blocks {', '.join(blocks)}")
     arguments.page.write_text(page)
     return 0
 

@@ -11,7 +11,10 @@ from publish_tables import Result, number, reach, table, verdict
 __all__ = ["BLOCKS"]
 
 TASKS = {"text": "transformer on text", "digits": "convolutional network on digits"}
-_TIME = re.compile(r"time to target, (\S+), (\d+) Mbit/s")
+_FIGURE = re.compile(
+    r"(?P<figure>time to target|sent by one node per step|final loss), (?P<method>[^, ]+)"
+    r"(, (?P<link>\d+) Mbit/s)?"
+)
 
 
 def machine(result: Result) -> str:
@@ -38,26 +41,37 @@ def times(result: Result) -> str:
 
 
 def _times_of(task: str, result: Result) -> str:
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for row in result.group(task):
-        match = _TIME.fullmatch(row["what"])
+        match = _FIGURE.fullmatch(row["what"])
         if match:
-            rows[match[1], int(match[2])] = row
-    links = sorted({link for _, link in rows})
-    lines = [["method", *(f"{link} Mbit/s" for link in links)]]
+            rows[match["method"], match["link"] or match["figure"]] = row
+    columns = ("10", "100", "1000")
+    head = [f"{link} Mbit/s" for link in columns]
+    lines = [["method", *head, "sent by one node per step", "final loss"]]
     for method in dict.fromkeys(method for method, _ in rows):
-        lines.append([method, *(_seconds(rows.get((method, link))) for link in links)])
-    for skipped, why in result.skipped.items():
-        name, method, link = skipped.split(", ")
-        if name == task:
-            lines.append([f"{method} at {link}: {why}", *([""] * len(links))])
+        times = [
+            _seconds(rows.get((method, link)), f"{task}, {method}, {link} Mbit/s", result)
+            for link in columns
+        ]
+        sent, loss = (
+            rows.get((method, one)) for one in ("sent by one node per step", "final loss")
+        )
+        lines.append(
+            [
+                method,
+                *times,
+                f"{sent['minimum'] / 1e3:,.0f} kB" if sent else "",
+                f"{loss['minimum']:.3f} ({loss['note'].split(' over')[0]})" if loss else "",
+            ]
+        )
     return table(lines)
 
 
-def _seconds(row: dict[str, Any] | None) -> str:
+def _seconds(row: dict[str, Any] | None, name: str, result: Result) -> str:
     """Return the median of the seeds, the least and the most; a star where it was composed."""
     if row is None:
-        return ""
+        return "not reached" if name in result.skipped else ""
     least, most = re.findall(r"[\d.]+", row["note"])[:2]
     star = " *" if "composed" in row["note"] else ""
     return f"{number(row['minimum'])} ({least} to {most}){star}"
@@ -71,7 +85,7 @@ def reached(result: Result) -> str:
             if row["reach"]:
                 note = row["note"]
                 lines.append(
-                    [task, row["what"], reach(row), number(row["minimum"]), verdict([row]), note]
+                    [task, row["what"], reach(row), f"{row['minimum']:.4g}", verdict([row]), note]
                 )
     return table(lines)
 
