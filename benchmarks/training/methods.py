@@ -24,8 +24,8 @@ WARMUP_STEPS = 20
 SMALL_NUMEL, SMALL_DENSITY = 5_000, 0.2
 # The first steps, whose updates are the largest and agree best, send more.
 DENSITIES_AT_FIRST = (0.1, 0.06, 0.035, 0.02)
-# What is shared once in twenty steps may say more.
-LOCAL_DENSITY = 0.2
+# What is shared once in twenty steps may say more; with much more the quantum would be too small for large changes.
+LOCAL_DENSITY = 0.05
 # Dense steps before PowerSGD begins; its default of 1,000 would leave nothing to measure, and fewer than 2 it refuses.
 POWERSGD_START = 2
 
