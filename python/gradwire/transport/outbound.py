@@ -25,6 +25,8 @@ PLAUSIBLE: Final = (
     0.75  # an answer this fraction of the usual round trip after the second copy is one to it
 )
 
+PROBES_BELIEVED: Final = 2  # after so many, however early their answers come
+
 Sending: TypeAlias = Burst | Skip
 
 
@@ -295,9 +297,11 @@ class Outbound:
                 sent.mask &= ~hit
                 nbytes += flight.bytes_of(hit)
                 # A fragment sent twice may have arrived by its first copy; too early an answer proves nothing
-                # about what was sent before the second.
+                # about what was sent before the second. Not so when probes are all that is answered: the queue
+                # that made round trips long is empty then.
                 quickest_s = min(self._rtt.smoothed_s, self._direct_rtt.smoothed_s)
-                if now_s - sent.mark.sent_at_s < PLAUSIBLE * quickest_s:
+                is_early = now_s - sent.mark.sent_at_s < PLAUSIBLE * quickest_s
+                if is_early and self._timeouts < PROBES_BELIEVED:
                     hit &= ~flight.again
                     if not hit:
                         continue
