@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..exchange.views import copies, put, writable_views
 from .staging import Staging
 
 if TYPE_CHECKING:
@@ -205,14 +206,14 @@ class SharedOptimizer(torch.optim.Optimizer):
         True
         """
         self._fetch_moved()
-        hosts = _hosts(self._params)
-        own = [host.clone() for host in hosts]
-        _put(hosts, self.exchange.shared(hosts))
+        hosts = writable_views(_hosts(self._params))
+        own = copies(hosts)
+        put(hosts, self.exchange.shared(hosts))
         self._store()
         try:
             yield
         finally:
-            _put(hosts, own)
+            put(hosts, own)
             self._store()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -290,11 +291,6 @@ class SharedOptimizer(torch.optim.Optimizer):
 
 def _hosts(staged: Sequence[Staging]) -> list[torch.Tensor]:
     return [one.host for one in staged]
-
-
-def _put(hosts: Sequence[torch.Tensor], values: Sequence[Any]) -> None:
-    for host, value in zip(hosts, values, strict=True):
-        host.copy_(torch.as_tensor(value))
 
 
 def _unscale(optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
