@@ -290,3 +290,17 @@ def cluster(seed: int) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "now_s", lambda: made.now_s)
         yield made
+
+
+def run_cluster(
+    work: Callable[[FakeNode, int], Any], *, count: int = 3, seed: int
+) -> list[Any]:
+    """Let every node of a cluster of its own do ``work(node, rank)``; return what each brought, by rank."""
+    with cluster(seed) as made:
+        nodes = [made.node(10 * (rank + 1)) for rank in range(count)]
+        workers = [
+            made.start(node, lambda node=node, rank=rank: work(node, rank))
+            for rank, node in enumerate(nodes)
+        ]
+        made.run()
+    return [worker.result for worker in workers]

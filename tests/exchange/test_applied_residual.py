@@ -13,7 +13,7 @@ import gradwire as gw
 from gradwire.exchange import redistribute
 from gradwire.exchange.control import Kind, split_tag
 
-from .cluster import FakeNode, cluster
+from .cluster import FakeNode, cluster, run_cluster
 
 NUMEL = 64
 STEPS = 12
@@ -37,17 +37,6 @@ def updates_of(node: int, steps: int = STEPS) -> list[NDArray[np.float32]]:
 
 def encoder(threshold: float = THRESHOLD) -> gw.Encoder:
     return gw.Encoder(NUMEL, threshold=gw.FixedThreshold(threshold))
-
-
-def run_cluster(work: Work, count: int = 3, seed: int = 3) -> list[Any]:
-    with cluster(seed) as made:
-        nodes = [made.node(10 * (rank + 1)) for rank in range(count)]
-        workers = [
-            made.start(node, lambda node=node, rank=rank: work(node, rank))
-            for rank, node in enumerate(nodes)
-        ]
-        made.run()
-    return [worker.result for worker in workers]
 
 
 def train(apply_residual: bool, *, moves: bool, **options: Any) -> Work:
@@ -77,8 +66,8 @@ def train(apply_residual: bool, *, moves: bool, **options: Any) -> Work:
 )
 def test_parameters_are_the_shared_ones_and_the_residual(options: Any, moves: bool) -> None:
     """The shared parameters, and what each node keeps back, are those of an exchange without the option."""
-    with_it = run_cluster(train(True, moves=moves, **options))
-    without = run_cluster(train(False, moves=moves, **options))
+    with_it = run_cluster(train(True, moves=moves, **options), seed=3)
+    without = run_cluster(train(False, moves=moves, **options), seed=3)
     for one, other in zip(with_it, without, strict=True):
         assert one.residual.any()
         np.testing.assert_array_equal(one.params, one.shared + one.residual)
@@ -217,7 +206,7 @@ def test_a_checkpoint_of_another_world_size_acts_in_the_parameters() -> None:
             share.step_moved(params)
         return share.state_dict(), params
 
-    saved = run_cluster(work)
+    saved = run_cluster(work, seed=3)
     (state,) = redistribute([state for state, _ in saved], 1)
     with cluster(0) as made:
         enc, params = encoder(), saved[0][1].copy()

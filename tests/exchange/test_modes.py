@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 
-from .cluster import FakeNode, cluster
+from .cluster import FakeNode, cluster, run_cluster
 
 NUMEL = 64
 THRESHOLD = 2.0**-6
@@ -34,17 +34,6 @@ class Replica(NamedTuple):
 
 
 Work = Callable[[FakeNode, int], Replica]
-
-
-def run_cluster(seed: int, work: Work, count: int = 3) -> list[Replica]:
-    with cluster(seed) as made:
-        nodes = [made.node(10 * (rank + 1)) for rank in range(count)]
-        workers = [
-            made.start(node, lambda node=node, rank=rank: work(node, rank))
-            for rank, node in enumerate(nodes)
-        ]
-        made.run()
-    return [worker.result for worker in workers]
 
 
 def same_bits(replicas: list[Replica]) -> bool:
@@ -71,7 +60,7 @@ def train_asynchronously(**options: Any) -> Work:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_asynchronous_replicas_hold_everything_that_was_put_in(seed: int) -> None:
-    replicas = run_cluster(seed, train_asynchronously())
+    replicas = run_cluster(train_asynchronously(), seed=seed)
     put_in = sum(one.astype(np.float64) for rank in range(3) for one in updates_of(rank, STEPS))
     kept = sum(replica.residual.astype(np.float64) for replica in replicas)
     for replica in replicas:
@@ -93,7 +82,7 @@ def test_exact_asynchronous_replicas_hold_the_same_bits_for_any_numbers(seed: in
             applied += share.catch_up(params, timeout_s=0.05)
         return Replica(params, enc.residual, results)
 
-    replicas = run_cluster(seed, work)
+    replicas = run_cluster(work, seed=seed)
     assert same_bits(replicas)
     assert all(result.is_exact for replica in replicas for result in replica.results)
 
@@ -113,7 +102,7 @@ def test_without_exact_the_order_shows_in_the_last_bits() -> None:
                 applied += share.catch_up(params, timeout_s=0.05)
             return Replica(params, enc.residual, [])
 
-        return same_bits(run_cluster(seed, work))
+        return same_bits(run_cluster(work, seed=seed))
 
     assert not all(outcome(seed) for seed in range(4)), "the example must tell the orders apart"
 
@@ -136,7 +125,7 @@ def test_nobody_runs_further_ahead_than_allowed(max_staleness: int) -> None:
             leads.append(step - sent_by_the_slow_one)
         return Replica(params, enc.residual, results)
 
-    replicas = run_cluster(5, work)
+    replicas = run_cluster(work, seed=5)
     assert max(leads) == max_staleness
     assert max(result.staleness for result in replicas[1].results) == max_staleness
 
@@ -157,7 +146,7 @@ def test_a_node_too_far_ahead_gives_up_without_taking_the_update() -> None:
         np.testing.assert_array_equal(enc.residual, before)
         return Replica(params, enc.residual, results)
 
-    run_cluster(0, work, count=2)
+    run_cluster(work, count=2, seed=0)
 
 
 def test_exact_asynchronous_averages_are_refused() -> None:
@@ -178,7 +167,7 @@ def test_whole_updates_of_local_steps_are_parameter_averaging() -> None:
         results = [share.step(one, params) for one in updates_of(rank, every * rounds)]
         return Replica(params, enc.residual, results)
 
-    replicas = run_cluster(3, work, count=2)
+    replicas = run_cluster(work, count=2, seed=3)
     expected = start.copy()
     both = [updates_of(rank, every * rounds) for rank in range(2)]
     for first in range(0, every * rounds, every):
@@ -207,7 +196,7 @@ def test_local_steps_lose_nothing(mode: Any) -> None:
             applied += share.catch_up(params, timeout_s=0.05)
         return Replica(params, enc.residual, results)
 
-    replicas = run_cluster(4, work)
+    replicas = run_cluster(work, seed=4)
     put_in = sum(one.astype(np.float64) for rank in range(3) for one in updates_of(rank, 12))
     kept = sum(replica.residual.astype(np.float64) for replica in replicas)
     for replica in replicas:
@@ -230,7 +219,7 @@ def test_what_an_optimiser_moved_is_shared_as_an_update_is(every: int) -> None:
                     results.append(share.step(one, params))
             return Replica(params, enc.residual, results)
 
-        return run_cluster(6, work, count=2)[0]
+        return run_cluster(work, count=2, seed=6)[0]
 
     with_update, moved = outcome(moves=False), outcome(moves=True)
     np.testing.assert_array_equal(with_update.params, moved.params)
@@ -260,7 +249,7 @@ def test_an_interrupted_exchange_of_local_steps_counts_nothing_twice() -> None:
                 results.append(None)
         return Replica(params, enc.residual, results)
 
-    replicas = run_cluster(2, work, count=2)
+    replicas = run_cluster(work, count=2, seed=2)
     assert None in replicas[0].results, "the example must interrupt a step"
     put_in = sum(one.astype(np.float64) for rank in range(2) for one in updates_of(rank, 8))
     kept = sum(replica.residual.astype(np.float64) for replica in replicas)
@@ -290,7 +279,7 @@ def test_the_optimiser_s_state_is_averaged_when_asked() -> None:
             share.step(one, params, state)
         return state
 
-    for first, second in run_cluster(1, work):
+    for first, second in run_cluster(work, seed=1):
         assert first.tolist() == [1.0] * NUMEL
         assert second.tolist() == [10.0, 10.0]
 
@@ -311,7 +300,7 @@ def test_another_optimiser_s_state_is_refused_and_changes_nothing() -> None:
             share.step(two, params, state)
         return state[0]
 
-    assert all((state == 7.0).all() for state in run_cluster(1, work, count=2))
+    assert all((state == 7.0).all() for state in run_cluster(work, count=2, seed=1))
 
 
 @pytest.mark.parametrize(
