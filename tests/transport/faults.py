@@ -27,6 +27,13 @@ class Transfer:
         return self.sender.endpoint.stats().retransmitted_bytes
 
 
+def teach_round_trips(simulator: Simulator, host: Host, pause_s: float = 0.02) -> None:
+    """Publish fifty small messages, one after the other: round trips to estimate from."""
+    for index in range(50):
+        simulator.publish(host, b"x", index)
+        simulator.run_for(pause_s)
+
+
 def transfer(
     link: Link, nbytes: int, *, seed: int = 1, back: Link | None = None, limit_s: float = 300.0
 ) -> Transfer:

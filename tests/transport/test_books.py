@@ -10,7 +10,7 @@ import pytest
 from gradwire.transport.model import Limits
 from gradwire.transport.wire import CONTROL, DATA, HEADER, RECORD_NUMBER_MAX
 
-from .faults import data_fragments, transfer
+from .faults import data_fragments, teach_round_trips, transfer
 from .simulator import Host, Link, Simulator
 
 
@@ -152,9 +152,7 @@ def test_from_the_second_on_probes_ask_for_the_oldest_record_as_well() -> None:
 def test_reordering_by_less_than_an_eighth_of_a_round_trip_repeats_nothing() -> None:
     simulator = Simulator(7, Link(delay_s=0.05))
     one, two = simulator.mesh(2)
-    for index in range(50):
-        simulator.publish(one, b"x", index)
-        simulator.run_for(0.02)
+    teach_round_trips(simulator, one)
     simulator.link(one, two).reorder = 0.05
     tickets = []
     for index in range(50, 250):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .faults import MEGABYTE, data_fragments, transfer
+from .faults import MEGABYTE, data_fragments, teach_round_trips, transfer
 from .simulator import Link, Simulator
 
 
@@ -45,9 +45,7 @@ def test_a_whole_lost_record_heals() -> None:
 def test_the_lost_end_of_a_message_comes_again_within_three_probe_timeouts(lost: str) -> None:
     simulator = Simulator(1)
     one, two = simulator.mesh(2)
-    for index in range(50):  # round trips to estimate from
-        simulator.publish(one, b"x", index)
-        simulator.run_for(0.02)
+    teach_round_trips(simulator, one)
     session = next(iter(one.endpoint.sessions.values()))
     probe_timeout_s = session.rtt.probe_timeout_s
     assert probe_timeout_s < 0.01
@@ -69,9 +67,7 @@ def test_the_lost_end_of_a_message_comes_again_within_three_probe_timeouts(lost:
 def test_probes_lost_one_after_the_other_do_not_make_a_tail_wait_long() -> None:
     simulator = Simulator(1)
     one, two = simulator.mesh(2)
-    for index in range(50):
-        simulator.publish(one, b"x", index)
-        simulator.run_for(0.02)
+    teach_round_trips(simulator, one)
     session = next(iter(one.endpoint.sessions.values()))
     probe_timeout_s = session.rtt.probe_timeout_s
     link = simulator.link(one, two)
@@ -88,9 +84,7 @@ def test_a_tail_lost_in_a_queue_that_is_gone_comes_again_at_once() -> None:
     """The round trips of before are no measure for the answers to probes: too quick ones are believed in the end."""
     simulator = Simulator(1, Link(delay_s=0.05))
     one, two = simulator.mesh(2)
-    for index in range(50):
-        simulator.publish(one, b"x", index)
-        simulator.run_for(0.12)
+    teach_round_trips(simulator, one, pause_s=0.12)
     session = next(iter(one.endpoint.sessions.values()))
     probe_timeout_s = session.rtt.probe_timeout_s
     head = one.endpoint.log.head
