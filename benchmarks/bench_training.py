@@ -254,9 +254,6 @@ class Duration:
     most_s: float = 0.0
     seeds: int = 1
 
-    def __str__(self) -> str:
-        return f"{self.seconds:.1f} s{' (composed)' if self.is_composed else ''}"
-
 
 def first_below(result: dict[str, Any]) -> dict[str, Any] | None:
     """Return the first point of a result at or below its target."""
