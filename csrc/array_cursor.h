@@ -47,6 +47,14 @@ class ArrayCursor {
         offset_ += elements;
         settle();
     }
+    // The next `count` elements where they lie; null where they are of another type or in several arrays. float or
+    // double.
+    template <class To>
+    const To* in_place(uint64_t count) const {
+        constexpr Dtype kType = sizeof(To) == 8 ? Dtype::kFloat64 : Dtype::kFloat32;
+        const bool fits = index_ < arrays_.size() && dtype() == kType && left() >= count;
+        return fits ? static_cast<const To*>(data()) : nullptr;
+    }
     // Copies `count` elements, from as many arrays as it takes.
     template <class To>
     void gather(uint64_t count, To* to) {

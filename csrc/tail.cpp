@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 
 #include "array_cursor.h"
@@ -9,10 +10,12 @@
 namespace gradwire {
 namespace {
 
-constexpr uint64_t kSampled = uint64_t{1} << 18;
+constexpr double kExceeding = 640;  // wanted in the sample; a third is left where the stride is just above 1
+constexpr double kSampledMin = 4096;
+constexpr double kSampledMax = uint64_t{1} << 18;
 constexpr uint32_t kInfinity = 0x7f800000;
 constexpr unsigned kFineShift = 17;    // 64 bins to the octave: the upper 15 bits of a float32
-constexpr unsigned kCoarseShift = 21;  // 4 bins to the octave
+constexpr unsigned kCoarseShift = 19;  // 16 bins to the octave
 constexpr unsigned kAllBins = kInfinity >> kFineShift;
 constexpr unsigned kWindowBins = 2048;  // 32 octaves
 constexpr uint64_t kCoarseEvery = 16;   // groups, of those that are sampled, that the first look takes
@@ -21,32 +24,52 @@ constexpr uint64_t kCoarseEvery = 16;   // groups, of those that are sampled, th
 template <class Residual>
 class Sample {
   public:
-    Sample(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update, Residual threshold)
-        : residual_(residual), numel_(numel), update_(update), threshold_(threshold) {}
+    Sample(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update, Residual threshold,
+           double density)
+        : residual_(residual),
+          numel_(numel),
+          update_(update),
+          threshold_(threshold),
+          stride_(tail_stride(numel, density)) {}
 
-    // Calls visit(group, elements) for every `every`-th of them.
+    // Calls visit(group, elements) for every `every`-th of them, with what is at least the `cuts`.
     template <class Visit>
-    void for_each(uint64_t every, Visit visit) const {
+    void for_each(uint64_t every, const uint32_t (&cuts)[kTailQuantiles], Visit visit) const {
         const auto measure = measure_function(Residual{});
-        const uint64_t stride = ((numel_ + kSampled - 1) / kSampled | 1) * kTailGroup * every;
+        const uint64_t stride = stride_ * every;
         static const std::vector<ConstArray> kNothing;
         ArrayCursor updates(update_ ? *update_ : kNothing, 0);
         TailGroup group;
         for (uint64_t first = 0; first < numel_; first += stride) {
             const uint64_t count = std::min(kTailGroup, numel_ - first);
-            Residual before[kTailGroup] = {};
-            Residual added[kTailGroup] = {};
-            std::memcpy(before, residual_ + first, count * sizeof(Residual));
+            const Residual* before = residual_ + first;
+            const Residual* added = kZeros;
+            Residual copies[2][kTailGroup];
+            if (count < kTailGroup) before = copy_of(before, count, copies[0]);
             if (update_) {
-                updates.gather(count, added);
+                added = take_from(updates, count, copies[1]);
                 updates.advance(stride - count);
             }
-            measure(before, added, count, threshold_, update_ != nullptr, &group);
+            measure(before, added, count, threshold_, update_ != nullptr, cuts, &group);
             visit(group, count);
         }
     }
 
   private:
+    static constexpr Residual kZeros[kTailGroup] = {};
+    static const Residual* copy_of(const Residual* values, uint64_t count, Residual* copy) {
+        std::fill(std::copy_n(values, count, copy), copy + kTailGroup, Residual{0});
+        return copy;
+    }
+    static const Residual* take_from(ArrayCursor& updates, uint64_t count, Residual* copy) {
+        if (const Residual* values = updates.in_place<Residual>(kTailGroup)) {
+            updates.advance(count);
+            return values;
+        }
+        std::fill_n(copy, kTailGroup, Residual{0});
+        updates.gather(count, copy);
+        return copy;
+    }
     static MeasureGroupFunction<float> measure_function(float) { return kernels().measure_group_float; }
     static MeasureGroupFunction<double> measure_function(double) { return kernels().measure_group_double; }
 
@@ -54,6 +77,7 @@ class Sample {
     uint64_t numel_;
     const std::vector<ConstArray>* update_;
     Residual threshold_;
+    uint64_t stride_;
 };
 
 // Counts magnitudes in bins of their bits' upper part, in a window of bins. Zero and non-finite ones are never counted.
@@ -65,11 +89,10 @@ class Histogram {
         bins_.assign(std::min(most_bins, (kInfinity >> shift) - lowest_bin), 0);
         beyond_ = false;
     }
-    void add(const uint32_t (&bits)[kTailGroup], uint32_t most, uint64_t count) {
-        const uint32_t cut = std::max(1U, lowest_ << shift_);
-        if (most < cut) return;  // as nearly all groups are, once the cut is known
-        for (uint64_t i = 0; i < count; ++i)
-            if (bits[i] >= cut && bits[i] < kInfinity) add_one(bits[i] >> shift_);
+    // The least that is counted.
+    uint32_t cut() const { return std::max(1U, lowest_ << shift_); }
+    void add(const uint32_t (&bits)[kTailGroup], uint32_t exceeding) {
+        for (; exceeding != 0; exceeding &= exceeding - 1) add_one(bits[__builtin_ctz(exceeding)] >> shift_);
     }
     // Finds the bin that holds the element of rank `want` from above, and how many lie above that bin.
     bool find(double want, unsigned& bin, uint64_t& above) const {
@@ -128,19 +151,35 @@ bool find_quantile(const Histogram& histogram, double want, double& quantile) {
 
 using Histograms = std::array<Histogram, kTailQuantiles>;
 
+struct Counted {
+    uint64_t elements = 0;
+    uint64_t agreeing = 0;
+    uint64_t opposing = 0;
+};
+
+template <class Residual>
+Counted count(const Sample<Residual>& sample, uint64_t every, Histograms& histograms) {
+    uint32_t cuts[kTailQuantiles];
+    for (unsigned q = 0; q < kTailQuantiles; ++q) cuts[q] = histograms[q].cut();
+    Counted counted;
+    sample.for_each(every, cuts, [&](const TailGroup& group, uint64_t elements) {
+        counted.elements += elements;
+        counted.agreeing += group.agreeing;
+        counted.opposing += group.opposing;
+        for (unsigned q = 0; q < kTailQuantiles; ++q) histograms[q].add(group.bits[q], group.exceeding[q]);
+    });
+    return counted;
+}
+
 // A first look at a few groups says from where on to count: only the tail is wanted, and most magnitudes are below.
 template <class Residual>
 void choose_windows(const Sample<Residual>& sample, double density, Histograms& histograms) {
     for (Histogram& histogram : histograms) histogram.begin_at(kCoarseShift, 0, kAllBins);
-    uint64_t elements = 0;
-    sample.for_each(kCoarseEvery, [&](const TailGroup& group, uint64_t count) {
-        elements += count;
-        for (unsigned q = 0; q < kTailQuantiles; ++q) histograms[q].add(group.bits[q], group.most[q], count);
-    });
+    const Counted counted = count(sample, kCoarseEvery, histograms);
     for (Histogram& histogram : histograms) {
         unsigned bin;
         uint64_t above;
-        const bool found = histogram.find(2 * density * static_cast<double>(elements) + 8, bin, above);
+        const bool found = histogram.find(1.5 * density * static_cast<double>(counted.elements) + 8, bin, above);
         histogram.begin_at(kFineShift, found ? bin << (kCoarseShift - kFineShift) : 0, found ? kWindowBins : kAllBins);
     }
 }
@@ -148,28 +187,28 @@ void choose_windows(const Sample<Residual>& sample, double density, Histograms& 
 // Measures in the given windows; false where one was too small.
 template <class Residual>
 bool measure(const Sample<Residual>& sample, double density, Histograms& histograms, Tail& tail) {
-    uint64_t elements = 0, agreeing = 0, opposing = 0;
-    sample.for_each(1, [&](const TailGroup& group, uint64_t count) {
-        elements += count;
-        agreeing += group.agreeing;
-        opposing += group.opposing;
-        for (unsigned q = 0; q < kTailQuantiles; ++q) histograms[q].add(group.bits[q], group.most[q], count);
-    });
-    const double want = density * static_cast<double>(elements);
-    const uint64_t either = agreeing + opposing;
-    tail.agreement = either > 0 ? static_cast<double>(agreeing) / static_cast<double>(either) : 0.5;
+    const Counted counted = count(sample, 1, histograms);
+    const double want = density * static_cast<double>(counted.elements);
+    const uint64_t either = counted.agreeing + counted.opposing;
+    tail.agreement = either > 0 ? static_cast<double>(counted.agreeing) / static_cast<double>(either) : 0.5;
     return find_quantile(histograms[0], want, tail.now) && find_quantile(histograms[1], want, tail.shuffled) &&
            find_quantile(histograms[2], want, tail.next) && find_quantile(histograms[3], want, tail.same);
 }
 
 }  // namespace
 
+uint64_t tail_stride(uint64_t numel, double density) {
+    const double wanted = std::ceil(std::min(std::max(kExceeding / density, kSampledMin), kSampledMax));
+    const auto sampled = static_cast<uint64_t>(wanted);
+    return ((numel + sampled - 1) / sampled | 1) * kTailGroup;
+}
+
 template <class Residual>
 Tail measure_tail(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update, Residual threshold,
                   double density) {
     Tail tail;
     if (numel == 0) return tail;
-    const Sample<Residual> sample(residual, numel, update, threshold);
+    const Sample<Residual> sample(residual, numel, update, threshold, density);
     Histograms histograms;
     choose_windows(sample, density, histograms);
     if (measure(sample, density, histograms, tail)) return tail;

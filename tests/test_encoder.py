@@ -248,9 +248,12 @@ def test_forty_steps_with_every_habit_follow_the_reference(
 
 
 @pytest.mark.parametrize("numel", [1_000, 2**18, 2**18 + 1, 700_001])
+@pytest.mark.parametrize("density", [0.0003, 0.003, 0.3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_target_density_samples_as_the_reference_does(numel: int, dtype: str) -> None:
-    policy = gw.TargetDensity(density=0.003, initial=1e-3)
+def test_target_density_samples_as_the_reference_does(
+    numel: int, density: float, dtype: str
+) -> None:
+    policy = gw.TargetDensity(density, initial=1e-3)
     ours = gw.Encoder(numel, policy, dtype=dtype, on_nonfinite="skip", threads=2)
     theirs = ReferenceEncoder(numel, policy, dtype=dtype, on_nonfinite="skip")
     rng = np.random.default_rng(36)

@@ -339,15 +339,23 @@ def test_quantiles_of_a_small_array_are_those_of_all_its_elements() -> None:
         assert value == pytest.approx(np.quantile(np.abs(sample), 0.99), rel=0.01)
 
 
-def test_a_large_array_is_sampled_in_groups_of_sixteen() -> None:
+@pytest.mark.parametrize(
+    ("density", "stride"),
+    [
+        (1e-4, 5),  # at most 2^18 elements: ceil(numel / 2^18) is 4, and the stride odd
+        (0.01, 13),  # 640 above the quantile: ceil(numel / 64,000)
+        (0.5, 193),  # at least 2^12: ceil(numel / 4,096)
+    ],
+)
+def test_a_large_array_is_sampled_in_groups_of_sixteen(density: float, stride: int) -> None:
     numel = 3 * 2**18 + 5
     before = np.zeros(numel, np.float32)
-    sampled = np.arange(numel) // 16 % 5 == 0  # ceil(numel / 2^18) is 4, and the stride odd
+    sampled = np.arange(numel) // 16 % stride == 0
     before[sampled] = np.linspace(1, 2, np.count_nonzero(sampled), dtype=np.float32)
     before[~sampled] = 100.0
-    tail = reference.tail_quantiles(before, np.zeros_like(before), before, 0.5)
+    tail = reference.tail_quantiles(before, np.zeros_like(before), before, density)
     assert tail is not None
-    assert tail.now == pytest.approx(1.5, rel=0.001)
+    assert tail.now == pytest.approx(2 - density, rel=0.001)
 
 
 def test_zero_and_non_finite_magnitudes_count_as_elements_only() -> None:

@@ -108,19 +108,19 @@ using AddBitmapFunction = uint64_t (*)(const BitRun& changed, const BitRun& minu
                                        Target quantum);
 
 // Sixteen neighbours of the sample by which TargetDensity steers (tail.h): the bits of four magnitudes of each as
-// float32 (now, shuffled, next, same), and how many residuals agree with their updates in sign. Values behind `count`
-// are zero.
+// float32 (now, shuffled, next, same), which of them are finite and at least their `cuts` (1 or more), and how many
+// residuals agree with their updates in sign. Values behind `count` are zero and exceed nothing.
 inline constexpr uint64_t kTailGroup = 16;
 inline constexpr unsigned kTailQuantiles = 4;
 struct TailGroup {
     uint32_t bits[kTailQuantiles][kTailGroup];
-    uint32_t most[kTailQuantiles];  // the largest of them
+    uint32_t exceeding[kTailQuantiles];  // bit i: of element i
     uint32_t agreeing;
     uint32_t opposing;
 };
 template <class Residual>
 using MeasureGroupFunction = void (*)(const Residual* before, const Residual* added, uint64_t count, Residual threshold,
-                                      bool has_update, TailGroup* out);
+                                      bool has_update, const uint32_t* cuts, TailGroup* out);
 
 using Crc32cFunction = uint32_t (*)(uint32_t crc, const uint8_t* bytes, uint64_t size);
 

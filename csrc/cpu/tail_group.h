@@ -8,6 +8,8 @@
 namespace gradwire {
 namespace {
 
+constexpr uint32_t kInfinityBits = 0x7f800000;
+
 GRADWIRE_HD inline float copy_sign(float magnitude, float sign) { return __builtin_copysignf(magnitude, sign); }
 GRADWIRE_HD inline double copy_sign(double magnitude, double sign) { return __builtin_copysign(magnitude, sign); }
 
@@ -29,10 +31,17 @@ GRADWIRE_HD inline Residual sum_of_finite(Residual before, Residual added) {
     return is_finite(sum) ? sum : is_finite(before) ? before : is_finite(added) ? added : Residual{0};
 }
 
-GRADWIRE_HD inline uint32_t largest(const uint32_t* bits) {
+GRADWIRE_HD inline bool is_any_infinite(const uint32_t* bits) {
     uint32_t most = 0;
     for (uint64_t i = 0; i < kTailGroup; ++i) most = bits[i] > most ? bits[i] : most;
-    return most;
+    return most >= kInfinityBits;
+}
+
+GRADWIRE_HD inline uint32_t exceeding(const uint32_t* bits, uint32_t cut) {
+    uint32_t mask = 0;
+    for (uint64_t i = 0; i < kTailGroup; ++i)
+        mask |= static_cast<uint32_t>(bits[i] - cut < kInfinityBits - cut) << i;  // less than the cut wraps around
+    return mask;
 }
 
 template <class Residual>
@@ -51,7 +60,7 @@ GRADWIRE_HD inline void count_signs(const Residual* before, const Residual* adde
 
 template <class Residual>
 GRADWIRE_HD void measure_group(const Residual* before, const Residual* added, uint64_t count, Residual threshold,
-                               bool has_update, TailGroup* out) {
+                               bool has_update, const uint32_t* cuts, TailGroup* out) {
     // An element's partner is the one eight further or back, where there is one.
     Residual partner[kTailGroup];
     for (uint64_t i = 0; i < kTailGroup; ++i) partner[i] = added[i ^ 8];
@@ -62,7 +71,7 @@ GRADWIRE_HD void measure_group(const Residual* before, const Residual* added, ui
         out->bits[0][i] = magnitude_bits(sum);
         after[i] = take_from(sum, threshold);
     }
-    if (largest(out->bits[0]) >= 0x7f800000U)
+    if (is_any_infinite(out->bits[0]))
         for (uint64_t i = 0; i < kTailGroup; ++i) after[i] = take_from(sum_of_finite(before[i], added[i]), threshold);
     // Where the caller has added its update already, what an update does is unknown: expect the same again.
     if (!has_update)
@@ -72,7 +81,8 @@ GRADWIRE_HD void measure_group(const Residual* before, const Residual* added, ui
         out->bits[2][i] = magnitude_bits(after[i] + partner[i]);
         out->bits[3][i] = magnitude_bits(after[i] + added[i]);
     }
-    for (unsigned q = 0; q < kTailQuantiles; ++q) out->most[q] = largest(out->bits[q]);
+    const uint32_t elements = (1U << count) - 1;
+    for (unsigned q = 0; q < kTailQuantiles; ++q) out->exceeding[q] = exceeding(out->bits[q], cuts[q]) & elements;
     count_signs(before, added, out);
 }
 

@@ -191,12 +191,11 @@ __global__ void __launch_bounds__(kBlock) publish_kernel(const uint4* message, c
         copy[i] = message[i];
 }
 
-// A thread for each group of the sample whose first element lies in [begin, end).
+// A thread for each group of the sample, one every `stride` elements, whose first element lies in [begin, end).
 template <class Residual>
 __global__ void __launch_bounds__(kBlock)
     sample_kernel(const __grid_constant__ ArrayTable updates, const Residual* residual, uint64_t begin, uint64_t end,
-                  uint64_t numel, uint32_t* bins, EncoderState* state) {
-    const uint64_t stride = tail_stride(numel);
+                  uint64_t numel, uint64_t stride, uint32_t* bins, EncoderState* state) {
     const uint64_t first = ((begin + stride - 1) / stride + uint64_t{blockIdx.x} * kBlock + threadIdx.x) * stride;
     if (first >= end) return;
     sample_group(residual, updates, first, numel, threshold_of<Residual>(*state), bins, &state->tail);
@@ -352,10 +351,11 @@ void DeviceEncoder::sample(const std::vector<ConstArray>* update, Stream stream)
     clear_tail_kernel<<<1, 1, 0, stream>>>(work_->state);
     CUDA_TRY_LAUNCH("clear_tail");
     const auto* residual = reinterpret_cast<const Residual*>(work_->residual);
+    const uint64_t stride = tail_stride(numel_, policy_.density);
     const auto launch = [&](const ArrayTable& updates, uint64_t begin, uint64_t end) {
-        const uint64_t groups = (end - begin) / tail_stride(numel_) + 1;
+        const uint64_t groups = (end - begin) / stride + 1;
         sample_kernel<Residual><<<static_cast<unsigned>((groups + kBlock - 1) / kBlock), kBlock, 0, stream>>>(
-            updates, residual, begin, end, numel_, work_->bins, work_->state);
+            updates, residual, begin, end, numel_, stride, work_->bins, work_->state);
         CUDA_TRY_LAUNCH("sample");
     };
     if (update)

@@ -3,19 +3,15 @@
 #pragma once
 
 #include "../cpu/tail_group.h"
+#include "../tail.h"
 #include "policy.h"
 #include "sources.h"
 
 namespace gradwire::cuda {
 
-inline constexpr uint64_t kTailSampled = uint64_t{1} << 18;
 inline constexpr unsigned kTailShift = 17;  // 64 bins to the octave
 inline constexpr uint32_t kTailInfinity = 0x7f800000;
 inline constexpr unsigned kTailBins = kTailInfinity >> kTailShift;
-
-GRADWIRE_HD inline uint64_t tail_stride(uint64_t numel) {
-    return ((numel + kTailSampled - 1) / kTailSampled | 1) * kTailGroup;
-}
 
 GRADWIRE_HD inline void count_one(uint32_t* bin) {
 #if defined(__CUDA_ARCH__)
@@ -41,11 +37,11 @@ GRADWIRE_HD void sample_group(const Residual* residual, const ArrayTable& update
                                       static_cast<Dtype>(updates.dtypes[array]));
     }
     TailGroup group;
-    measure_group(before, added, count, threshold, updates.count > 0, &group);
+    const uint32_t cuts[kTailQuantiles] = {1, 1, 1, 1};
+    measure_group(before, added, count, threshold, updates.count > 0, cuts, &group);
     for (unsigned q = 0; q < kTailQuantiles; ++q)
         for (uint64_t i = 0; i < count; ++i)
-            if (group.bits[q][i] >= 1 && group.bits[q][i] < kTailInfinity)
-                count_one(bins + q * kTailBins + (group.bits[q][i] >> kTailShift));
+            if (group.exceeding[q] >> i & 1) count_one(bins + q * kTailBins + (group.bits[q][i] >> kTailShift));
     atomic_add(&tail->elements, count);
     atomic_add(&tail->agreeing, group.agreeing);
     atomic_add(&tail->opposing, group.opposing);

@@ -689,7 +689,8 @@ def _listed_elements(chunk: Chunk, bits: Bits, index: int) -> Positions:
 
 # --- the encoder ----------------------------------------------------------------------------------
 
-SAMPLE_TARGET = 2**18
+SAMPLE_EXCEEDING = 640
+SAMPLE_LEAST, SAMPLE_MOST = 2**12, 2**18
 SAMPLE_GROUP = 16
 _BIN_SHIFT = 17
 _BINS = 0x7F800000 >> _BIN_SHIFT
@@ -704,7 +705,8 @@ def tail_quantiles(
     """Return the sampled quantiles that ``TargetDensity`` predicts from; None if numel is 0.
 
     Element i is sampled when its group of 16 is: ``(i // 16) % stride == 0`` with
-    ``stride = ceil(numel / 2^18) | 1``. The stride is odd so that it does not fall in step with
+    ``stride = ceil(numel / wanted) | 1``, where 640 of ``wanted`` elements are to exceed the
+    quantile, but ``2^12 <= wanted <= 2^18``. The stride is odd so that it does not fall in step with
     rows of a matrix whose length is a power of two. The partner j of i is ``i ^ 8`` where that
     element exists, otherwise i.
 
@@ -717,7 +719,8 @@ def tail_quantiles(
     numel = residual_before.size
     if numel == 0:
         return None
-    stride = -(-numel // SAMPLE_TARGET) | 1
+    wanted = math.ceil(min(max(SAMPLE_EXCEEDING / density, SAMPLE_LEAST), SAMPLE_MOST))
+    stride = -(-numel // wanted) | 1
     index = np.arange(numel)
     index = index[(index // SAMPLE_GROUP) % stride == 0]
     partner = np.where(index ^ 8 < numel, index ^ 8, index)

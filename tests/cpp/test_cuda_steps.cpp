@@ -15,7 +15,7 @@ cuda::TailWords measure_emulated(const Encoder& encoder, const void* residual, c
     cuda::TailWords tail{};
     std::vector<cuda::ArrayRange> ranges;
     if (update) ranges = cuda::cut_ranges(*update, numel, cuda::kGroupElements);
-    const uint64_t stride = cuda::tail_stride(numel);
+    const uint64_t stride = tail_stride(numel, density);
     for (uint64_t first = 0; first < numel; first += stride) {
         static const cuda::ArrayTable kNone{};
         const cuda::ArrayTable* arrays = &kNone;

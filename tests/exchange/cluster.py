@@ -292,9 +292,7 @@ def cluster(seed: int) -> Iterator[Cluster]:
         yield made
 
 
-def run_cluster(
-    work: Callable[[FakeNode, int], Any], *, count: int = 3, seed: int
-) -> list[Any]:
+def run_cluster(work: Callable[[FakeNode, int], Any], *, count: int = 3, seed: int) -> list[Any]:
     """Let every node of a cluster of its own do ``work(node, rank)``; return what each brought, by rank."""
     with cluster(seed) as made:
         nodes = [made.node(10 * (rank + 1)) for rank in range(count)]
