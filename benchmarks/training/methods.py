@@ -22,8 +22,6 @@ PORT = 40123
 WARMUP_STEPS = 20
 # Tensors so small that a denser message costs nothing beside the others': biases and norms.
 SMALL_NUMEL, SMALL_DENSITY = 5_000, 0.2
-# The first steps, whose updates are the largest and agree best, send more.
-DENSITIES_AT_FIRST = (0.1, 0.06, 0.035, 0.02)
 # What is shared once in twenty steps may say more; with much more the quantum would be too small for large changes.
 LOCAL_DENSITY = 0.05
 # Dense steps before PowerSGD begins; its default of 1,000 would leave nothing to measure, and fewer than 2 it refuses.
@@ -204,7 +202,6 @@ class Udp(Method):
     """gradwire's optimiser over its own transport: every step waits for everybody's message."""
 
     uses_gloo = False
-    warmup: gw.Warmup | None = gw.Warmup(WARMUP_STEPS, DENSITIES_AT_FIRST)
     options: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed)
 
     def set_up(self) -> None:
@@ -229,7 +226,6 @@ class Udp(Method):
             peers=len(addresses) - 1,
             average=True,
             apply_residual=True,
-            warmup=self.warmup,
             timeout_s=300.0,
             **self.options,
         )
@@ -263,6 +259,14 @@ class Udp(Method):
         self.node.close()
 
 
+class UdpThin(Udp):
+    """With half the density, for links so slow that messages take longer than the arithmetic."""
+
+    @property
+    def target_density(self) -> float:
+        return self.density / 2
+
+
 class UdpAsync(Udp):
     """A step applies what has come and waits for nobody."""
 
@@ -276,7 +280,6 @@ class UdpAsync(Udp):
 class UdpLocal(Udp):
     """Twenty steps alone, then their difference is shared."""
 
-    warmup = None
     options = {"every": LOCAL_STEPS}  # noqa: RUF012
 
     @property
@@ -296,6 +299,7 @@ METHODS: dict[str, type[Method]] = {
     "local-sgd": LocalSGD,
     "gradwire-hook": Hook,
     "gradwire-udp": Udp,
+    "gradwire-thin": UdpThin,
     "gradwire-async": UdpAsync,
     "gradwire-local": UdpLocal,
 }
@@ -324,6 +328,7 @@ def predicted_bytes(
         "local-sgd": ring * 4 * numel / LOCAL_STEPS,
         "gradwire-hook": (nodes - 1) * message * 9 / 8,  # slots have room for an eighth more
         "gradwire-udp": (nodes - 1) * message,
+        "gradwire-thin": (nodes - 1) * _message_bytes(numel, density / 2),
         "gradwire-async": (nodes - 1) * message,
         "gradwire-local": (nodes - 1) * _message_bytes(numel, LOCAL_DENSITY) / LOCAL_STEPS,
     }[method]

@@ -14,6 +14,7 @@ COLOURS = {
     "local-sgd": "tab:brown",
     "gradwire-hook": "tab:blue",
     "gradwire-udp": "tab:green",
+    "gradwire-thin": "tab:olive",
     "gradwire-async": "tab:purple",
     "gradwire-local": "tab:cyan",
 }
