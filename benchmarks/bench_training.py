@@ -517,14 +517,14 @@ def parameters(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def unmet() -> str | None:
-    """Return why nothing can be measured here, or None."""
+def unmet(*, needs_network: bool) -> str | None:
+    """Return why nothing can be measured here, or told of, or None."""
     for package in ("torch", "sklearn"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
     from training.network import missing
 
-    return missing()
+    return missing() if needs_network else None
 
 
 def main() -> None:
@@ -547,14 +547,15 @@ def main() -> None:
     )
     arguments = parser.parse_args()
 
-    reason = unmet()
+    runs_something = not arguments.report and not arguments.predict
+    reason = unmet(needs_network=runs_something)
     if reason is not None:
         print(f"skipped: {reason}")
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.results or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        if not arguments.report and not arguments.predict:
+        if runs_something:
             execute_all(plan(arguments), folder)
         results = Results.load(folder)
     predict(results)
