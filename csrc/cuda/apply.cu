@@ -10,7 +10,7 @@
 #include <algorithm>
 
 #include "codec.h"
-#include "crc.h"
+#include "crc_tables.cuh"
 #include "decode_chunk.h"
 #include "device_team.cuh"
 #include "ranges.h"
@@ -21,9 +21,6 @@ namespace {
 constexpr unsigned kBlock = 256;
 constexpr unsigned kMostMessages = 64;  // of one launch
 constexpr unsigned kCheckBlocks = 64;   // of one message
-
-__device__ const CrcTables kCrcTables = make_crc_tables();
-__device__ const ShiftPowers kShiftPowers = make_shift_powers();
 
 struct MessageTable {
     uint32_t count = 0;
@@ -68,20 +65,16 @@ __global__ void __launch_bounds__(kBlock, 3)
     check_kernel(const __grid_constant__ MessageTable table, const __grid_constant__ StatusTable statuses, Work work,
                  uint32_t first) {
     __shared__ BlockScratch<kBlock> sums;
-    __shared__ CrcTables tables;
-    __shared__ ShiftPowers powers;
+    __shared__ CrcWork crc;
     __shared__ bool is_last;
-    for (unsigned i = threadIdx.x; i < sizeof tables / 4; i += kBlock)
-        (&tables.entry[0][0])[i] = (&kCrcTables.entry[0][0])[i];
-    for (unsigned i = threadIdx.x; i < sizeof powers / 4; i += kBlock) powers.power[i] = kShiftPowers.power[i];
-    __syncthreads();
+    load_crc_work(crc);
     BlockTeam<kBlock> block(sums);
     const uint32_t index = first + blockIdx.y;
     const ReadMessage message = work.messages[index];
     MessageChecks& checks = work.checks[index];
     const ByteSource whole{table.bytes[blockIdx.y], kHeaderBytes + message.payload_bytes};
     if (message.failure == kSound) {
-        add_slices(block, blockIdx.x, gridDim.x, tables, powers, whole, &checks.crc);
+        add_slices(block, blockIdx.x, gridDim.x, crc.tables, crc.powers, whole, &checks.crc);
         const ByteSource stream{whole.bytes + kHeaderBytes + message.directory_bytes,
                                 message.payload_bytes - message.directory_bytes};
         const ChunkEntry* entries = work.entries + index * work.entries_each;
@@ -98,7 +91,7 @@ __global__ void __launch_bounds__(kBlock, 3)
     if (!is_last || threadIdx.x > 0) return;
     __threadfence();
     uint32_t failure = message.failure;
-    if (failure == kSound && finish_crc(tables, powers, whole, atomicXor(&checks.crc, 0U)) != message.crc)
+    if (failure == kSound && finish_crc(crc.tables, crc.powers, whole, atomicXor(&checks.crc, 0U)) != message.crc)
         failure = kBadChecksum;
     if (failure == kSound) failure = atomicOr(&checks.failure, 0U);
     if (failure == kSound) return;

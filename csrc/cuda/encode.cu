@@ -13,7 +13,7 @@
 #include <limits>
 
 #include "codec.h"
-#include "crc.h"
+#include "crc_tables.cuh"
 #include "dense.h"
 #include "device_team.cuh"
 #include "ranges.h"
@@ -27,9 +27,6 @@ constexpr unsigned kBlock = 256;
 constexpr unsigned kPlanBlock = 1024;
 constexpr unsigned kWarps = kBlock / kWarpThreads;
 static_assert(kWarps == kGroupTiles, "a block of warps takes a group of tiles");
-
-__device__ const CrcTables kCrcTables = make_crc_tables();
-__device__ const ShiftPowers kShiftPowers = make_shift_powers();
 
 // Words of one encoder that only kernels touch.
 struct Scratch {
@@ -159,17 +156,13 @@ __global__ void __launch_bounds__(kBlock)
 __global__ void __launch_bounds__(kBlock) seal_kernel(uint8_t* message, uint64_t numel, Policy policy, bool follows,
                                                       Scratch* scratch, EncoderState* state, MessageStatus* status) {
     __shared__ BlockScratch<kBlock> sums;
-    __shared__ CrcTables tables;
-    __shared__ ShiftPowers powers;
+    __shared__ CrcWork work;
     __shared__ bool is_last;
-    for (unsigned i = threadIdx.x; i < sizeof tables / 4; i += kBlock)
-        (&tables.entry[0][0])[i] = (&kCrcTables.entry[0][0])[i];
-    for (unsigned i = threadIdx.x; i < sizeof powers / 4; i += kBlock) powers.power[i] = kShiftPowers.power[i];
-    __syncthreads();
+    load_crc_work(work);
     BlockTeam<kBlock> block(sums);
     const uint64_t size = kHeaderBytes + scratch->plan.payload_bytes();
     const ByteSource bytes{message, size};
-    add_slices(block, blockIdx.x, gridDim.x, tables, powers, bytes, &scratch->crc);
+    add_slices(block, blockIdx.x, gridDim.x, work.tables, work.powers, bytes, &scratch->crc);
     if (threadIdx.x == 0) {
         __threadfence();
         is_last = atomicAdd(&scratch->sealed_blocks, 1U) + 1 == gridDim.x;
@@ -177,7 +170,7 @@ __global__ void __launch_bounds__(kBlock) seal_kernel(uint8_t* message, uint64_t
     __syncthreads();
     if (!is_last || threadIdx.x > 0) return;
     __threadfence();
-    const uint32_t crc = finish_crc(tables, powers, bytes, atomicXor(&scratch->crc, 0U));
+    const uint32_t crc = finish_crc(work.tables, work.powers, bytes, atomicXor(&scratch->crc, 0U));
     put_field(message + kCrcAt, crc);
     const bool refused = scratch->plan.gives_back;
     *status = {0, refused, state->nonfinite.count, state->nonfinite.first};

@@ -1,0 +1,23 @@
+// What the checksum needs, in a block's shared memory: threads look up other entries at the same time, which constant
+// memory would serve one after the other.
+#pragma once
+
+#include "crc.h"
+
+namespace gradwire::cuda {
+
+struct CrcWork {
+    CrcTables tables;
+    ShiftPowers powers;
+};
+__device__ const CrcWork kCrcWork = {make_crc_tables(), make_shift_powers()};
+
+// By a whole block, which waits for all of it.
+__device__ inline void load_crc_work(CrcWork& shared) {
+    const auto* from = reinterpret_cast<const uint32_t*>(&kCrcWork);
+    auto* to = reinterpret_cast<uint32_t*>(&shared);
+    for (unsigned i = threadIdx.x; i < sizeof shared / sizeof(uint32_t); i += blockDim.x) to[i] = from[i];
+    __syncthreads();
+}
+
+}  // namespace gradwire::cuda
