@@ -208,16 +208,17 @@ class Outbound:
             self.limit = ack.limit if self.held_at is None else min(ack.limit, self.held_at)
         newest_before = self._newest[0]
         delivered_bytes, newest = self._take_whole(ack.cumulative)
+        was_sent_once = True
         finished = []
         for flight, got in self._reported(ack):
             if got == flight.full:
                 finished.append(flight.number)
             newly, dropped = got & ~flight.acked, flight.acked & ~got
             if newly:
-                nbytes, sent = self._mark_delivered(flight, newly, now_s)
+                nbytes, sent, once = self._mark_delivered(flight, newly, now_s)
                 delivered_bytes += nbytes
-                if sent is not None and (newest is None or sent.order > newest[1].order):
-                    newest = (flight, sent)
+                if sent is not None and (newest is None or sent.order > newest.order):
+                    newest, was_sent_once = sent, once
             if dropped:
                 flight.acked &= got
                 self._queue_again(flight, dropped)
@@ -225,9 +226,9 @@ class Outbound:
             del self._flights[number]
             self._waiting.pop(number, None)
         if newest is not None:
-            is_news = newest[1].order > newest_before and not newest[0].resent
+            is_news = newest.order > newest_before and was_sent_once
             self._note_progress(
-                newest[1], delivered_bytes, ack.delay_us * 1e-6 if is_news else None, now_s
+                newest, delivered_bytes, ack.delay_us * 1e-6 if is_news else None, now_s
             )
         self.cumulative = max(self.cumulative, min(ack.cumulative, self.cursor))
         # A report that ran out of room says nothing about the rest, so nothing of the rest is lost yet.
@@ -235,11 +236,11 @@ class Outbound:
             self._described_end = ack.partials[-1][0] + 1 if ack.truncated else self.cursor
         self._find_losses(now_s)
 
-    def _take_whole(self, cumulative: int) -> tuple[int, tuple[Flight, Sent] | None]:
+    def _take_whole(self, cumulative: int) -> tuple[int, Sent | None]:
         """Finish the oldest records as far as they were sent once, whole, and have arrived: the common case.
 
         Returns:
-            Their bytes, and the last of them with its transmission.
+            Their bytes, and the transmission of the last of them.
         """
         finished: list[Flight] = []
         for flight in self._flights.values():
@@ -258,7 +259,7 @@ class Outbound:
             self.large.on_delivered(last.largest_of(last.large))
         sent = last.sent[-1]
         self._newest = max(self._newest, (sent.order, sent.mask.bit_length() - 1))
-        return nbytes, (last, sent)
+        return nbytes, sent
 
     def _reported(self, ack: Ack) -> list[tuple[Flight, int]]:
         """Return each flight that the report says something about, with the fragments the peer holds."""
@@ -281,7 +282,16 @@ class Outbound:
                     result.append((flight, got if got != flight.full else 0))
         return result
 
-    def _mark_delivered(self, flight: Flight, newly: int, now_s: float) -> tuple[int, Sent | None]:
+    def _mark_delivered(
+        self, flight: Flight, newly: int, now_s: float
+    ) -> tuple[int, Sent | None, bool]:
+        """Take in that the peer has these fragments now.
+
+        Returns:
+            Their bytes, the newest transmission of any of them, and whether that can have brought some that no other
+            has brought. Only then it tells a round trip. Whether others of the record were sent again does not matter:
+            a record may be a whole message, and one probe must not end all measuring while a queue grows.
+        """
         flight.acked |= newly
         if newly & flight.large:
             self.large.on_delivered(flight.largest_of(newly))
@@ -291,6 +301,7 @@ class Outbound:
                 self._waiting.pop(flight.number, None)
         nbytes = 0
         newest: Sent | None = None
+        was_sent_once = False
         for sent in flight.sent:
             hit = sent.mask & newly
             if hit:
@@ -306,11 +317,12 @@ class Outbound:
                     if not hit:
                         continue
                 newest = sent
+                was_sent_once = bool(hit & ~flight.again)
                 self._newest = max(self._newest, (sent.order, hit.bit_length() - 1))
         if newest is None and nbytes:
             self.rate.on_abandoned(nbytes)
             nbytes = 0
-        return nbytes, newest
+        return nbytes, newest, was_sent_once
 
     def _note_progress(
         self, sent: Sent, delivered_bytes: int, held_back_s: float | None, now_s: float
