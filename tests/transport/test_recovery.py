@@ -39,6 +39,19 @@ def test_the_minimum_is_forgotten_after_ten_seconds() -> None:
     assert rtt.minimum_s == 0.005
 
 
+def test_the_smallest_of_the_last_ten_seconds_follows_the_minimum() -> None:
+    rtt = RttEstimator()
+    for at_s, sample_s in ((0.0, 0.001), (4.0, 0.030), (6.0, 0.002), (8.0, 0.040), (10.1, 0.150)):
+        rtt.add_sample(sample_s, at_s)
+    assert rtt.minimum_s == 0.002
+    rtt.add_sample(0.100, 16.1)
+    assert rtt.minimum_s == 0.100
+    rtt.add_sample(0.003, 16.2)
+    assert rtt.minimum_s == 0.003
+    rtt.add_sample(0.100, 40.0)
+    assert rtt.minimum_s == 0.100
+
+
 def test_a_guess_gives_way_to_the_first_measurement() -> None:
     rtt = RttEstimator()
     rtt.set_guess(3.0, 1.0)

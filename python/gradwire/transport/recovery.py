@@ -65,6 +65,7 @@ class RttEstimator:
         self.latest_s = 0.0
         self.minimum_s = 0.0
         self._minimum_at_s = 0.0
+        self._next_s = self._next_at_s = 0.0  # the next smallest, which will follow it
         self._is_guess = False
 
     def set_guess(self, sample_s: float, now_s: float) -> None:
@@ -79,16 +80,26 @@ class RttEstimator:
         self.latest_s = sample_s
         if self.smoothed_s == 0.0 or self._is_guess:
             self._is_guess = False
-            self.smoothed_s, self.variation_s, self.minimum_s = sample_s, sample_s / 2, 0.0
+            self.smoothed_s, self.variation_s = sample_s, sample_s / 2
+            self._set_minimum(sample_s, now_s)
+            return
+        self.variation_s += (abs(self.smoothed_s - sample_s) - self.variation_s) / 4
+        self.smoothed_s += (sample_s - self.smoothed_s) / 8
+        if sample_s <= self.minimum_s:
+            self._set_minimum(sample_s, now_s)
         else:
-            self.variation_s += (abs(self.smoothed_s - sample_s) - self.variation_s) / 4
-            self.smoothed_s += (sample_s - self.smoothed_s) / 8
-        if (
-            self.minimum_s == 0.0
-            or sample_s <= self.minimum_s
-            or now_s - self._minimum_at_s > MIN_RTT_WINDOW_S
-        ):
-            self.minimum_s, self._minimum_at_s = sample_s, now_s
+            self._look_for_next_minimum(sample_s, now_s)
+
+    def _set_minimum(self, sample_s: float, at_s: float) -> None:
+        self.minimum_s, self._minimum_at_s = sample_s, at_s
+        self._next_s = float("inf")
+
+    def _look_for_next_minimum(self, sample_s: float, now_s: float) -> None:
+        """Have another one ready when the minimum is too old: what comes just then may be that of a full queue."""
+        if sample_s <= self._next_s or now_s - self._next_at_s > MIN_RTT_WINDOW_S / 2:
+            self._next_s, self._next_at_s = sample_s, now_s
+        if now_s - self._minimum_at_s > MIN_RTT_WINDOW_S:
+            self._set_minimum(self._next_s, self._next_at_s)
 
     @property
     def probe_timeout_s(self) -> float:
