@@ -63,12 +63,19 @@ def test_a_guess_gives_way_to_the_first_measurement() -> None:
 
 
 def run_link(
-    rate: float, delay_s: float, loss_every: int, seconds: float, *, is_local: bool = False
+    rate: float,
+    delay_s: float,
+    loss_every: int,
+    seconds: float,
+    *,
+    is_local: bool = False,
+    local_buffer_bytes: int = 0,
 ) -> tuple[RateController, float]:
     """Drive a controller over a bottleneck with a deep queue; return it and the share of the rate delivered."""
     rtt = RttEstimator()
     control = RateController(rtt)
     control.is_local = is_local
+    control.local_buffer_bytes = local_buffer_bytes
     now_s = free_s = 0.0
     in_flight: list[tuple[float, int, SendMark, bool]] = []
     delivered = count = 0
@@ -135,6 +142,31 @@ def test_what_leaves_at_once_is_little_enough_for_a_switch(
 def test_the_window_stays_near_two_bandwidth_delay_products() -> None:
     control, _ = run_link(12.5e6, 0.02, 0, 3.0)
     assert 12.5e6 * 0.02 < control.window_bytes < 3 * 12.5e6 * 0.02 + 8 * 65_536
+
+
+@pytest.mark.parametrize(
+    ("is_local", "buffer_bytes", "loss_every", "slack_bytes"),
+    [
+        (False, 8 << 20, 0, 8 * BURST_MAX_BYTES),
+        (True, 0, 0, 8 * BURST_MAX_BYTES),
+        (True, 425_984, 0, 8 * BURST_MAX_BYTES),
+        (True, 8 << 20, 0, 2 << 20),
+        (True, 8 << 20, 20, 8 * BURST_MAX_BYTES),
+    ],
+)
+def test_the_window_leaves_room_for_a_busy_receiver_on_this_machine(
+    is_local: bool, buffer_bytes: int, loss_every: int, slack_bytes: int
+) -> None:
+    control, _ = run_link(
+        1.25e10,
+        1e-5,
+        loss_every,
+        0.05,
+        is_local=is_local,
+        local_buffer_bytes=buffer_bytes,
+    )
+    pipe_bytes = 2 * control.rate_bytes_per_s * control._rtt.minimum_s
+    assert control.window_bytes == pytest.approx(pipe_bytes + slack_bytes, rel=0.01)
 
 
 def test_nothing_more_may_be_sent_when_the_window_is_full() -> None:

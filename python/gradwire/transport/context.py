@@ -32,6 +32,7 @@ class Context(Protocol):
     incarnation: int
     stream: int
     advertise: str
+    socket_buffer_bytes: int
 
     def wall_ms(self, now_s: float) -> int:
         """Return the time since the epoch, in milliseconds, as far as this node knows."""

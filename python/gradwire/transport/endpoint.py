@@ -94,6 +94,7 @@ class Endpoint:
             "evict" (it is dropped after ``lag_s``) or "coalesce" (``laggards`` gives back what waits for it and takes
             what is to be sent instead).
         interface_mtu: returns the MTU of the interface to an address, None where that is unknown.
+        socket_buffer_bytes: of the socket's receive buffer, and so of those of other nodes on this machine; 0: unknown.
         first_record: number of the first record; only tests change it.
     """
 
@@ -111,6 +112,7 @@ class Endpoint:
         multicast: Address | None = None,
         on_lag: str = "block",
         interface_mtu: Callable[[Address], int | None] = lambda _: None,
+        socket_buffer_bytes: int = 0,
         first_record: int = 0,
     ) -> None:
         self.limits = limits or Limits()
@@ -150,6 +152,7 @@ class Endpoint:
         )
         self.log = self.own.log
         self._interface_mtu = interface_mtu
+        self.socket_buffer_bytes = socket_buffer_bytes
         self.fanout = Fanout(
             node_id,
             shape,

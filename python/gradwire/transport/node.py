@@ -133,6 +133,7 @@ class Node:
             multicast=group,
             on_lag=on_lag,
             interface_mtu=interface_mtu,
+            socket_buffer_bytes=self._driver.stats().receive_buffer_bytes,
         )
         self._peer = Peer(self._endpoint.node_id, self._endpoint.incarnation, self._address)
         self._coalesce = coalesce

@@ -36,6 +36,10 @@ BURST_CLEAN_S: Final = (
     0.004  # on a path that loses nothing, where larger bursts save processor time
 )
 BURST_LOCAL_S: Final = 0.01  # within one machine, where only the receiver's buffer has to hold it
+SLACK_MAX_BYTES: Final = 8 * BURST_MAX_BYTES
+# Within one machine nothing but the receiver's buffer holds what is under way: so much of it keeps both ends busy while
+# either waits for a processor.
+LOCAL_SLACK_SHARE: Final = 0.25
 PACING_SLACK_S: Final = 0.001  # what a late timer may catch up with at once
 
 STARTUP_GAIN: Final = 2.885  # 2 / ln 2: doubles the delivery rate every round trip
@@ -183,6 +187,7 @@ class RateController:
         burst_bytes: how much may leave at once: half a millisecond's worth; without loss four, up to one system call's
             worth, and ten, up to one record, within one machine, where no switch has to queue it.
         is_local: whether the path does not leave this machine.
+        local_buffer_bytes: what the receiver's socket holds if it is on this machine; 0 if that is not known.
     """
 
     def __init__(self, rtt: RttEstimator) -> None:
@@ -192,6 +197,7 @@ class RateController:
         self.window_bytes = WINDOW_INITIAL_BYTES
         self.burst_bytes = BURST_MAX_BYTES
         self.is_local = False
+        self.local_buffer_bytes = 0
         self.loss_rate = 0.0
         self._delivered_bytes = 0
         self._delivered_at_s = 0.0
@@ -332,7 +338,10 @@ class RateController:
         gain = STARTUP_GAIN if self._phase == "startup" else WINDOW_GAIN
         # Acknowledgements come up to a millisecond late and a whole burst at a time.
         slack = self.rate_bytes_per_s * ACK_DELAY_MAX_S + 2 * max(self.burst_bytes, BURST_MAX_BYTES)
-        target = int(gain * self._bandwidth_delay_bytes() + min(slack, 8.0 * BURST_MAX_BYTES))
+        most = float(SLACK_MAX_BYTES)
+        if self.is_local and self.loss_rate < UNPACED_LOSS:
+            most = max(most, LOCAL_SLACK_SHARE * self.local_buffer_bytes)
+        target = int(gain * self._bandwidth_delay_bytes() + min(slack, most))
         floor = WINDOW_INITIAL_BYTES if self._phase == "startup" else WINDOW_MIN_BYTES
         self.window_bytes = max(floor, min(target, WINDOW_MAX_BYTES))
 

@@ -583,6 +583,7 @@ class Session:
         self.path = self._context.watch_path(self.address, now_s)
         if self.outbound is not None:
             self.outbound.rate.is_local = self.path is None
+            self.outbound.rate.local_buffer_bytes = self._context.socket_buffer_bytes
         self._path_bytes = 0 if self.path is None else self.path.size_bytes
 
     def _check_path(
