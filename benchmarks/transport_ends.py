@@ -258,7 +258,7 @@ def node_in_memory(seconds: float) -> Transfer:
             now_s = clock()
             for transmit in source.poll(now_s):
                 # One copy to a contiguous buffer, which the kernel would make.
-                data = memoryview(b"".join(transmit.slices))
+                data = memoryview(transmit.data())
                 target.receive(data, transmit.segment_bytes or transmit.nbytes, address, now_s)
                 moved = True
         if not moved:

@@ -267,7 +267,7 @@ class Simulator:
                 self.call_at(self.now_s + host.coalesce_s, lambda b=backlog: self._merge(host, b))
         self._note_poll(host, bool(transmits))
         for transmit in transmits:
-            data = b"".join(transmit.slices)
+            data = transmit.data()
             step = transmit.segment_bytes or len(data)
             for start in range(0, len(data), step):
                 self.send(host.address, transmit.address, data[start : start + step])

@@ -29,7 +29,7 @@ def knock_of(simulator: Simulator, node_id: int, **options: object) -> bytes:
     host.endpoint.connect(("nowhere", 1))
     [transmit] = host.endpoint.poll(simulator.now_s)
     del simulator.hosts[host.address]
-    return bytes(transmit.slices[0])
+    return transmit.data()
 
 
 def address_of(number: int) -> tuple[str, int]:

@@ -70,7 +70,7 @@ def test_a_full_record_is_whole_bursts_and_takes_up_a_number_for_each(fragment_b
     record = seal(bytes(chunk_bytes_max(fragment_bytes)), fragment_bytes=fragment_bytes)
     assert record.fragments == fragments_per_record(fragment_bytes) <= FRAGMENTS_MAX
     assert len(record.wire) == record.fragments * record.segment_bytes
-    bursts = record.whole.slices
+    bursts = [burst for [burst] in record.whole.calls]
     assert record.span == len(bursts) <= RECORD_BURSTS_MAX
     assert len({len(burst) for burst in bursts}) == 1
     assert len(bursts[0]) <= BURST_BYTES_MAX <= NUMBER_BYTES
@@ -88,8 +88,12 @@ def test_a_part_of_a_record_fits_the_room_and_is_not_half_a_burst(mask: int, roo
     if part != mask and room >= BURST_BYTES_MAX:
         assert part.bit_count() % record.burst_fragments == 0, "half a burst costs as much as one"
     burst = record.burst(part)
-    assert burst.nbytes == sum(map(len, burst.slices))
-    assert b"".join(burst.slices) == b"".join(record.slices(part))
+    sent = [b"".join(slices) for slices in burst.calls]
+    assert burst.nbytes == sum(map(len, sent))
+    assert b"".join(sent) == b"".join(record.slices(part))
+    whole_bytes = record.burst_fragments * record.segment_bytes
+    assert all(len(call) == whole_bytes for call in sent[:-1])
+    assert 0 < len(sent[-1]) <= whole_bytes
 
 
 @pytest.mark.parametrize("fragment_bytes", [FRAGMENT_BYTES_MIN, 1_184, 1_384, FRAGMENT_BYTES_MAX])

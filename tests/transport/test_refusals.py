@@ -13,6 +13,7 @@ import pytest
 from gradwire.transport import Node, endpoint
 from gradwire.transport.driver import MTU_DISCOVER, PMTUDISC_PROBE, UDP_GRO, Driver, interface_mtu
 from gradwire.transport.model import Transmit
+from gradwire.transport.records import calls_of
 
 SECRET = bytes(range(32))
 linux = pytest.mark.skipif(sys.platform != "linux", reason="these socket options are Linux's")
@@ -130,15 +131,15 @@ def test_a_record_leaves_in_bursts_and_a_full_buffer_neither_drops_nor_repeats(
     ends = [cut * segment_bytes for cut in cuts]
     view = memoryview(data)
     slices = [view[start:end] for start, end in zip([0, *ends], [*ends, len(data)], strict=True)]
-    shared = list(slices)
-    transmit = Transmit(("127.0.0.1", 9), slices, segment_bytes, len(data))
+    calls = calls_of(slices, segment_bytes)
+    transmit = Transmit(("127.0.0.1", 9), calls, segment_bytes, len(data))
     for _ in range(1_000):
         if driver._send_all([transmit] if not full.taken and not driver._unsent else []):
             break
     assert b"".join(full.taken) == data
     assert max(map(len, full.taken)) <= min(63_000, 64 * segment_bytes)
     assert all(len(burst) % segment_bytes == 0 for burst in full.taken[:-1])
-    assert slices == shared, "other peers are sent the same list"
+    assert calls == calls_of(slices, segment_bytes), "other peers are sent the same list"
 
 
 def test_a_receive_buffer_of_16_kilobytes_slows_down_and_loses_nothing() -> None:

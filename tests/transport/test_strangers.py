@@ -41,7 +41,7 @@ def test_fresh_knocks_from_everywhere_are_limited_in_number_and_answers_are_no_l
         stranger = simulator.add("member", node_id=index + 10)
         stranger.endpoint.connect(target.address)
         for transmit in stranger.endpoint.poll(simulator.now_s):
-            data = b"".join(transmit.slices)
+            data = transmit.data()
             received += len(data)
             target.endpoint.receive(memoryview(data), len(data), (f"h{index}", 1), simulator.now_s)
         for _ in range(2):

@@ -98,4 +98,4 @@ class Beacons:
         self._interval_s = min(2 * self._interval_s, INTERVAL_MAX_S)
         datagram = seal_beacon(key, stream, self.number)
         self.number += 1
-        return [Transmit(self.group, [memoryview(datagram)], 0, len(datagram))]
+        return [Transmit.single(self.group, datagram)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import select
 import socket
@@ -15,14 +16,13 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import Final, TypeAlias
 
 from .addressing import WILDCARDS, local_addresses
 from .endpoint import Endpoint
 from .model import Address, SocketStats, Transmit
 from .multicast import aim, check_group, join
-from .wire import HEADER_BYTES, fragments_per_burst
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,8 @@ MTU: Final = {socket.AF_INET: (socket.IPPROTO_IP, 14), socket.AF_INET6: (socket.
 PMTUDISC_PROBE: Final = 3
 SOCKET_BUFFER_BYTES: Final = 4 << 20
 RECEIVE_BUFFER_BYTES: Final = 65_536  # a GRO batch that does not fit would be cut off
+ANCILLARY_BYTES: Final = 64
+ANCILLARY_INT: Final = struct.Struct("=I")
 RECEIVES_PER_PUMP: Final = 32
 SENDS_PER_PUMP: Final = 8
 SELECT_FD_MAX: Final = 1_024
@@ -47,6 +49,8 @@ GSO_REFUSED: Final = frozenset(
     {errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP, errno.ENOPROTOOPT}
 )
 TRY_LATER: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR})
+
+Take: TypeAlias = Callable[[memoryview, int, Address, float], None]
 
 now_s = time.monotonic
 
@@ -95,7 +99,7 @@ class Driver:
         self._receive_calls = 0
         self._configure(self._socket, offload)
         self._group: socket.socket | None = None
-        self._group_drops = 0
+        self._drops: dict[socket.socket, int] = {}  # datagrams, as each socket counts them
         self._own_addresses: frozenset[Address] = frozenset()
         if group is not None:
             self._join(group, hops, offload)
@@ -154,52 +158,33 @@ class Driver:
     def receive(self, endpoint: Endpoint) -> None:
         """Take what has come, up to a bound, so that sending is not kept waiting."""
         if self._group is not None:
-            self._receive_group(self._group, endpoint)
-        time_s = now_s()
-        for _ in range(RECEIVES_PER_PUMP):
-            try:
-                nbytes, ancillary, _, source = self._socket.recvmsg_into([self._buffer], 64)
-            except OSError as error:
-                if error.errno not in TRY_LATER:
-                    self.socket_errors += 1
-                    continue
-                return
-            if nbytes == 0:
-                continue
-            self._receive_calls += 1
-            segment_bytes = nbytes
-            for level, kind, data in ancillary:
-                if level == socket.IPPROTO_UDP and kind == UDP_GRO:
-                    segment_bytes = struct.unpack_from("=i", data)[0]
-                elif level == socket.SOL_SOCKET and kind == SO_RXQ_OVFL:
-                    drops = struct.unpack_from("=I", data)[0]
-                    endpoint.counters.kernel_drops = drops + self._group_drops
-            endpoint.receive(self._view[:nbytes], segment_bytes, (source[0], source[1]), time_s)
+            self._receive_from(self._group, endpoint.receive_group, endpoint)
+        self._receive_from(self._socket, endpoint.receive, endpoint)
 
-    def _receive_group(self, group: socket.socket, endpoint: Endpoint) -> None:
-        """Take what has come to the multicast group, but for what this node itself has sent there."""
+    def _receive_from(self, source: socket.socket, take: Take, endpoint: Endpoint) -> None:
         time_s = now_s()
+        receive_into, buffers, view = source.recvmsg_into, [self._buffer], self._view
         for _ in range(RECEIVES_PER_PUMP):
             try:
-                nbytes, ancillary, _, source = group.recvmsg_into([self._buffer], 64)
+                nbytes, ancillary, _, sender = receive_into(buffers, ANCILLARY_BYTES)
             except OSError as error:
                 if error.errno not in TRY_LATER:
                     self.socket_errors += 1
                     continue
                 return
-            address = (source[0], source[1])
-            if nbytes == 0 or address in self._own_addresses:
+            address = sender[:2]
+            # What this node itself has sent to the group comes back to it.
+            if nbytes == 0 or (source is self._group and address in self._own_addresses):
                 continue
             self._receive_calls += 1
             segment_bytes = nbytes
             for level, kind, data in ancillary:
                 if level == socket.IPPROTO_UDP and kind == UDP_GRO:
-                    segment_bytes = struct.unpack_from("=i", data)[0]
+                    segment_bytes = ANCILLARY_INT.unpack_from(data)[0]
                 elif level == socket.SOL_SOCKET and kind == SO_RXQ_OVFL:
-                    drops = struct.unpack_from("=I", data)[0]
-                    endpoint.counters.kernel_drops += drops - self._group_drops
-                    self._group_drops = drops
-            endpoint.receive_group(self._view[:nbytes], segment_bytes, address, time_s)
+                    self._drops[source] = ANCILLARY_INT.unpack_from(data)[0]
+                    endpoint.counters.kernel_drops = sum(self._drops.values())
+            take(view[:nbytes], segment_bytes, address, time_s)
 
     def transmit(self, endpoint: Endpoint) -> None:
         """Send what the endpoint has for now, up to a bound, so that receiving is not kept waiting."""
@@ -227,32 +212,30 @@ class Driver:
 
     def _send_all(self, transmits: Iterable[Transmit]) -> bool:
         """Send in order; return False if the socket's buffer is full, keeping the rest."""
-        self._unsent.extend(transmits)
-        while self._unsent:
-            if not self._send(self._unsent[0]):
+        unsent = self._unsent
+        unsent.extend(transmits)
+        while unsent:
+            if not self._send(unsent[0]):
                 return False
-            self._unsent.popleft()
+            unsent.popleft()
         return True
 
     def _send(self, transmit: Transmit) -> bool:
         is_single = transmit.segment_bytes == 0 or transmit.nbytes <= transmit.segment_bytes
         if is_single:
-            return self._send_one(transmit.slices, transmit.address)
+            return self._send_one(transmit.calls[0], transmit.address)
         if not self.has_gso:
             return self._send_each(transmit)
-        segment_bytes = transmit.segment_bytes
-        options = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", segment_bytes))]
-        most_bytes = segment_bytes * fragments_per_burst(segment_bytes - HEADER_BYTES)
-        sent_bytes = 0
-        for slices in bursts_of(transmit.slices, most_bytes):
+        calls, address, sendmsg = transmit.calls, transmit.address, self._socket.sendmsg
+        options = _segmented(transmit.segment_bytes)
+        for index, slices in enumerate(calls):
             try:
-                self._socket.sendmsg(slices, options, 0, transmit.address)
+                sendmsg(slices, options, 0, address)
             except OSError as error:
                 if error.errno in TRY_LATER or error.errno in GSO_REFUSED:
-                    _forget_sent(transmit, sent_bytes)
+                    transmit.calls = calls[index:]
                     return error.errno in GSO_REFUSED and self._send_without_gso(transmit, error)
-                self._note_failed(error, segment_bytes, transmit.address)
-            sent_bytes += sum(map(len, slices))
+                self._note_failed(error, transmit.segment_bytes, address)
         return True
 
     def _send_without_gso(self, transmit: Transmit, error: OSError) -> bool:
@@ -270,13 +253,13 @@ class Driver:
         """Send the datagrams one by one; what is left when the buffer fills stays in ``transmit``."""
         rest = [
             piece[start : start + transmit.segment_bytes]
-            for piece in transmit.slices
+            for slices in transmit.calls
+            for piece in slices
             for start in range(0, len(piece), transmit.segment_bytes)
         ]
         for index, datagram in enumerate(rest):
             if not self._send_one([datagram], transmit.address):
-                transmit.slices = rest[index:]
-                transmit.nbytes = sum(len(piece) for piece in transmit.slices)
+                transmit.calls = [[left] for left in rest[index:]]
                 return False
         return True
 
@@ -350,32 +333,10 @@ class Waker:
         self._bell.close()
 
 
-def bursts_of(slices: list[memoryview], most_bytes: int) -> Iterator[list[memoryview]]:
-    """Yield what each system call sends: at most so many bytes, whole datagrams, in order."""
-    burst: list[memoryview] = []
-    room = most_bytes
-    for piece in slices:
-        rest = piece
-        while len(rest) > room:
-            if room:
-                burst.append(rest[:room])
-            yield burst
-            burst, rest, room = [], rest[room:], most_bytes
-        burst.append(rest)
-        room -= len(rest)
-    yield burst
-
-
-def _forget_sent(transmit: Transmit, sent_bytes: int) -> None:
-    """Leave in ``transmit`` what has not been sent yet."""
-    rest = []
-    skip = sent_bytes
-    for piece in transmit.slices:
-        if skip < len(piece):
-            rest.append(piece[skip:])
-        skip = max(0, skip - len(piece))
-    transmit.slices = rest
-    transmit.nbytes -= sent_bytes
+@functools.cache
+def _segmented(segment_bytes: int) -> list[tuple[int, int, bytes]]:
+    """Return what has the system cut a send into datagrams of this size."""
+    return [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", segment_bytes))]
 
 
 def interface_mtu(address: Address) -> int | None:

@@ -236,7 +236,7 @@ class Fanout:
                 break
             sent += burst.nbytes
             for address in targets:
-                out.append(Transmit(address, burst.slices, burst.segment_bytes, burst.nbytes))
+                out.append(Transmit(address, burst.calls, burst.segment_bytes, burst.nbytes))
         if sent:
             for member in self._members.values():
                 if member.way == way:

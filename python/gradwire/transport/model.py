@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 from .wire import FRAGMENT_BYTES_MAX, FRAGMENT_BYTES_MIN, RELAY_CHILDREN_MAX
 
 Address: TypeAlias = tuple[str, int]
+Calls: TypeAlias = list[list[memoryview]]  # the datagrams of each system call
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -359,18 +360,26 @@ class Counters:
 class Transmit:
     """What the driver is to send: datagrams to one address, all but the last of ``segment_bytes``.
 
-    The slices are whole datagrams each, neighbours as one; the list may be shared and is not to be changed.
+    What each system call sends is a list of whole datagrams, neighbours as one slice; the lists may be shared and are
+    not to be changed.
     """
 
-    __slots__ = ("address", "nbytes", "segment_bytes", "slices")
+    __slots__ = ("address", "calls", "nbytes", "segment_bytes")
 
-    def __init__(
-        self, address: Address, slices: list[memoryview], segment_bytes: int, nbytes: int
-    ) -> None:
+    def __init__(self, address: Address, calls: Calls, segment_bytes: int, nbytes: int) -> None:
         self.address = address
-        self.slices = slices
+        self.calls = calls
         self.segment_bytes = segment_bytes
         self.nbytes = nbytes
+
+    @classmethod
+    def single(cls, address: Address, datagram: bytes) -> Transmit:
+        """Return what sends one datagram."""
+        return cls(address, [[memoryview(datagram)]], 0, len(datagram))
+
+    def data(self) -> bytes:
+        """Return all the datagrams, back to back."""
+        return b"".join(piece for slices in self.calls for piece in slices)
 
 
 def format_address(address: Address) -> str:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from .buffers import BufferPool
 from .crypto import SenderKey
+from .model import Calls
 from .wire import (
     DATA,
     FRAGMENTS_MAX,
@@ -62,12 +63,18 @@ class Outgoing:
 
 
 class Burst:
-    """Datagrams of one record to send to one peer with as few system calls as possible; not to be changed."""
+    """Datagrams of one record to send to one peer with as few system calls as possible; not to be changed.
 
-    __slots__ = ("nbytes", "segment_bytes", "slices")
+    Attributes:
+        calls: what each system call sends.
+        segment_bytes: of each datagram but the last.
+        nbytes: of all.
+    """
 
-    def __init__(self, slices: list[memoryview], segment_bytes: int, nbytes: int) -> None:
-        self.slices = slices
+    __slots__ = ("calls", "nbytes", "segment_bytes")
+
+    def __init__(self, calls: Calls, segment_bytes: int, nbytes: int) -> None:
+        self.calls = calls
         self.segment_bytes = segment_bytes
         self.nbytes = nbytes
 
@@ -151,15 +158,16 @@ class Record:
         """All of its datagrams; the same object for every peer."""
         if self._whole is None:
             step = self.burst_fragments * self.segment_bytes
-            slices = [self.wire[at : at + step] for at in range(0, self.nbytes, step)]
-            self._whole = Burst(slices, self.segment_bytes, self.nbytes)
+            calls = [[self.wire[at : at + step]] for at in range(0, self.nbytes, step)]
+            self._whole = Burst(calls, self.segment_bytes, self.nbytes)
         return self._whole
 
     def burst(self, mask: int) -> Burst:
         """Return the datagrams whose bits are set."""
         if mask == self.full:
             return self.whole
-        return Burst(self.slices(mask), self.segment_bytes, self.bytes_of(mask))
+        calls = calls_of(self.slices(mask), self.segment_bytes)
+        return Burst(calls, self.segment_bytes, self.bytes_of(mask))
 
     def part_of(self, mask: int, room_bytes: int) -> int:
         """Return the bits of ``mask`` to send next, at least one, as far as they fit: whole bursts, where one does."""
@@ -167,6 +175,23 @@ class Record:
         if count > self.burst_fragments:
             count -= count % self.burst_fragments
         return lowest_bits(mask, count)
+
+
+def calls_of(slices: list[memoryview], segment_bytes: int) -> Calls:
+    """Return which of these whole datagrams each system call sends: as many as one may, in order."""
+    most_bytes = segment_bytes * fragments_per_burst(segment_bytes - HEADER_BYTES)
+    calls: Calls = [[]]
+    room = most_bytes
+    for piece in slices:
+        rest = piece
+        while len(rest) > room:
+            if room:
+                calls[-1].append(rest[:room])
+            calls.append([])
+            rest, room = rest[room:], most_bytes
+        calls[-1].append(rest)
+        room -= len(rest)
+    return calls
 
 
 def runs(mask: int) -> Iterator[tuple[int, int]]:

@@ -9,8 +9,8 @@ import hashlib
 from collections.abc import Iterable
 from typing import Final, Protocol
 
-from .model import Address, Counters, Transmit
-from .records import runs
+from .model import Address, Calls, Counters, Transmit
+from .records import calls_of, runs
 from .wire import FRAGMENTS_MAX
 
 QUEUE_BYTES_MAX: Final = 4 << 20
@@ -146,7 +146,7 @@ class ForwardQueue:
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._bursts: list[tuple[list[memoryview], int, int, list[Address]]] = []
+        self._bursts: list[tuple[Calls, int, int, list[Address]]] = []
         self.used_bytes = 0
 
     def __bool__(self) -> bool:
@@ -167,15 +167,15 @@ class ForwardQueue:
         # The receive buffer is used again at once.
         copies = [memoryview(bytes(piece)) for piece in slices]
         self.used_bytes += nbytes
-        self._bursts.append((copies, segment_bytes, nbytes, targets))
+        self._bursts.append((calls_of(copies, segment_bytes), segment_bytes, nbytes, targets))
 
     def take(self) -> list[Transmit]:
         """Return everything, to be sent now."""
         bursts, self._bursts = self._bursts, []
         self.used_bytes = 0
         out = [
-            Transmit(address, list(slices), segment_bytes, nbytes)
-            for slices, segment_bytes, nbytes, targets in bursts
+            Transmit(address, calls, segment_bytes, nbytes)
+            for calls, segment_bytes, nbytes, targets in bursts
             for address in targets
         ]
         self._counters.relayed_bytes += sum(transmit.nbytes for transmit in out)

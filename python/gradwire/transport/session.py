@@ -554,7 +554,7 @@ class Session:
             self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
         datagram = self._first_datagram
         self._context.counters.control_bytes_sent += len(datagram)
-        return [Transmit(self.address, [memoryview(datagram)], 0, len(datagram))]
+        return [Transmit.single(self.address, datagram)]
 
     def _check_timers(self, now_s: float, out: list[Transmit]) -> None:
         if self.state is State.DOWN:
@@ -652,7 +652,7 @@ class Session:
         if isinstance(item, Skip):
             self._frames.append(encode_frame(item))
         else:
-            out.append(Transmit(self.address, item.slices, item.segment_bytes, item.nbytes))
+            out.append(Transmit(self.address, item.calls, item.segment_bytes, item.nbytes))
 
     def _poll_control(self, now_s: float, out: list[Transmit]) -> None:
         inbound = self.inbound
@@ -676,7 +676,7 @@ class Session:
         datagram = channel.seal(counter, header, plaintext)
         self._control_sent_at_s = now_s
         self._context.counters.control_bytes_sent += len(datagram)
-        out.append(Transmit(self.address, [memoryview(datagram)], 0, len(datagram)))
+        out.append(Transmit.single(self.address, datagram))
 
     def note_carried(self) -> None:
         """A carrier has sent records for this peer: its timers have changed."""

@@ -46,7 +46,7 @@ def knock(address: Address, secret: bytes, timeout_s: float) -> Reached:
             try:
                 for _, _, endpoint in endpoints:
                     for transmit in endpoint.poll(time.monotonic()):
-                        line.send(b"".join(transmit.slices))
+                        line.send(transmit.data())
                 answer = line.recv(DATAGRAM_BYTES_MAX)
             except ConnectionRefusedError:
                 found = "refused"
