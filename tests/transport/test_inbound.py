@@ -110,6 +110,25 @@ def test_a_stream_is_acknowledged_with_every_other_record_and_later_than_a_singl
     assert receiver.inbound.ack_at_s == pytest.approx(NOW_S + 0.0005)
 
 
+@pytest.mark.parametrize(("message_chunks", "acknowledged"), [(4.2, [8, 17]), (6.0, [8, 16, 24])])
+def test_what_comes_shortly_before_the_end_of_a_message_is_acknowledged_with_it(
+    message_chunks: float, acknowledged: list[int]
+) -> None:
+    receiver = Receiver(budget_bytes=1 << 24)
+    receiver.inbound._message_bytes_max = 1 << 24
+    receiver.inbound.make_acks(NOW_S)
+    told = []
+    for record in records(bytes(int(message_chunks * CHUNK))):
+        for [burst] in record.whole.calls:
+            if not receiver.inbound.go_on(burst, 1_400, NOW_S):
+                receiver.inbound.on_fragments(
+                    0, 9, record.number, record.fragments, 1_384, burst[2], burst, NOW_S
+                )
+            if receiver.inbound.ack_at_s == NOW_S:
+                told.append(receiver.inbound.make_acks(NOW_S)[0].cumulative)
+    assert told == acknowledged
+
+
 def test_more_incomplete_records_than_fit_are_told_in_parts() -> None:
     receiver = Receiver()
     receiver.inbound.grant(256, NOW_S)

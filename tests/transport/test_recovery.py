@@ -169,6 +169,15 @@ def test_the_window_leaves_room_for_a_busy_receiver_on_this_machine(
     assert control.window_bytes == pytest.approx(pipe_bytes + slack_bytes, rel=0.01)
 
 
+def test_within_one_machine_only_loss_has_it_paced() -> None:
+    control, _ = run_link(1.25e8, 0.0002, 0, 0.1, is_local=True)
+    control.on_abandoned(control.bytes_in_flight)
+    control.on_sent(100_000, 0.2)
+    assert control.send_allowed_at_s() == 0.0
+    control.loss_rate = 0.02
+    assert (control.send_allowed_at_s() or 0.0) > 0.2
+
+
 def test_nothing_more_may_be_sent_when_the_window_is_full() -> None:
     control = RateController(RttEstimator())
     assert control.send_allowed_at_s() is not None

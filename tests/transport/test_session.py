@@ -451,3 +451,21 @@ def test_a_node_that_joins_during_a_rotation_understands_everything_after() -> N
         ticket = simulator.publish(one, b"for both")
         simulator.run_until(lambda ticket=ticket: ticket.is_done, 10.0)
         assert three.payloads == [b"for both"]
+
+
+@pytest.mark.parametrize(("peers", "calls"), [(1, 22), (3, 3)])
+def test_several_peers_are_sent_several_records_at_a_time(peers: int, calls: int) -> None:
+    simulator = Simulator(5)
+    hub = simulator.add("hub")
+    for index in range(peers):
+        simulator.add(f"peer{index}").endpoint.connect(hub.address)
+    simulator.run_until(lambda: len(hub.endpoint.peers) == peers, 5.0)
+    heads: list[int] = []
+
+    def on_records() -> None:
+        heads.append(hub.endpoint.log.head)
+
+    payload = memoryview(bytes(5 << 20))
+    hub.endpoint.publish(payload, 0, None, simulator.now_s, on_records)
+    assert len(heads) == calls
+    assert heads[-1] == hub.endpoint.log.head

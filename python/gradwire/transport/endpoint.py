@@ -70,6 +70,7 @@ GOSSIP_S = 1.0
 MEMBERS_BYTES_MAX = 1_100
 SLEEP_S = 1.0
 NODES_MAX = 1 << 16
+SHARED_BYTES = 1 << 21
 NEVER_S = float("inf")
 
 
@@ -175,6 +176,7 @@ class Endpoint:
         self._credit_at_s = now_s
         self._turn = 0
         self._knock_at_s = 0.0
+        self._is_release_due = False
         self._is_group = False
         self._gossip_at_s = now_s + GOSSIP_S
         self._gossip_turn = 0
@@ -197,7 +199,7 @@ class Endpoint:
         tag: int,
         to: Peer | None,
         now_s: float,
-        on_record: Callable[[], None] = _nothing,
+        on_records: Callable[[], None] = _nothing,
     ) -> Ticket:
         """Seal a message and queue it for all connected peers, or for one.
 
@@ -206,7 +208,8 @@ class Endpoint:
             tag: a number for the receivers.
             to: one connected peer, or None for all.
             now_s: current time.
-            on_record: called after each sealed record: what is sent from here is still in the processor's cache.
+            on_records: called after each sealed record: what is sent from here is still in the processor's cache. If
+                several peers get them, after a few.
 
         Raises:
             Closed: the node is closing.
@@ -237,9 +240,16 @@ class Endpoint:
         indices = frozenset(session.index for session in recipients)
         message = Outgoing(indices, last_record, is_shared=to is None)
         number = self.own.take_message_numbers(1)
+        waiting_bytes = 0
         for record in self.own.sealer.seal_message(self.log.head, message, number, tag, payload):
             self.log.append(record)
-            on_record()
+            waiting_bytes += record.nbytes
+            # A peer that gets much at a time acknowledges it at once.
+            if len(recipients) == 1 or waiting_bytes >= SHARED_BYTES:
+                waiting_bytes = 0
+                on_records()
+        if waiting_bytes:
+            on_records()
         # Also those that skip these records, or they would keep the log.
         for session in self._up_sessions():
             session.look_at_log(now_s)
@@ -288,7 +298,8 @@ class Endpoint:
     def is_drained(self) -> bool:
         """Whether every connected peer has acknowledged everything."""
         return all(
-            session.outbound is None or session.outbound.is_idle for session in self._up_sessions()
+            session.state is not State.UP or session.outbound is None or session.outbound.is_idle
+            for session in self.sessions.values()
         )
 
     @property
@@ -439,7 +450,7 @@ class Endpoint:
         before = session.outbound.cumulative if session.outbound is not None else 0
         session.on_control(counter, header, datagram[HEADER_BYTES:], address, now_s)
         if self.own.is_held_by(before):
-            self.own.release(now_s)
+            self._is_release_due = True  # once, when all acknowledgements that wait have been taken
 
     def _receive_response(self, datagram: bytes, address: Address, now_s: float) -> None:
         _, _, _, _, index, _ = HEADER.unpack_from(datagram)
@@ -461,6 +472,9 @@ class Endpoint:
     def poll(self, now_s: float) -> list[Transmit]:
         """Return what is to be sent now; call again at once while it returns something."""
         self._notice_sleep(now_s)
+        if self._is_release_due:
+            self._is_release_due = False
+            self.own.release(now_s)
         if now_s >= self._knock_at_s:
             self._knock(now_s)
         if now_s >= self._credit_at_s:
@@ -486,11 +500,9 @@ class Endpoint:
     def _poll_in_turns(self, due: list[Session], now_s: float) -> list[Transmit]:
         """Start with another session each time, so that none is always last in the socket's queue."""
         self._turn = (self._turn + 1) % len(due)
-        queues = [session.poll(now_s) for session in due[self._turn :] + due[: self._turn]]
         out: list[Transmit] = []
-        while queues:
-            queues = [queue for queue in queues if queue]
-            out.extend(queue.pop(0) for queue in queues)
+        for session in due[self._turn :] + due[: self._turn]:
+            out += session.poll(now_s)
         return out
 
     def poll_data(self, now_s: float) -> list[Transmit]:

@@ -95,6 +95,11 @@ class _Assembly:
         self.payload = self.buffer[RECORD_META_BYTES:]
         self.filled = 0
 
+    @property
+    def missing_bytes(self) -> int:
+        """How much of the message has not come yet."""
+        return len(self.payload) - self.filled
+
 
 class Inbound:
     """Takes one peer's fragments and hands over its messages whole, once and in order.
@@ -269,7 +274,10 @@ class Inbound:
             header, span = sequel.associated, sequel.span
             sequel.begin_next()
             self._open(sequel.epoch, record, span, header, partial.sealed, now_s)
-            most_bytes = ACK_EVERY_BYTES
+            # The end of a message is acknowledged at once, so what comes shortly before it can wait.
+            assembly = self._assembly
+            is_ending = assembly is not None and assembly.missing_bytes < ACK_EVERY_BYTES
+            most_bytes = ACK_MIDWAY_BYTES if is_ending else ACK_EVERY_BYTES
         else:
             sequel.first = first + count
             most_bytes = ACK_MIDWAY_BYTES

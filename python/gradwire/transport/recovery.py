@@ -232,6 +232,8 @@ class RateController:
         """Return when the next burst may leave, in the past if at once; None until something is acknowledged."""
         if self.bytes_in_flight >= self.window_bytes:
             return None
+        if self.is_local and self.loss_rate < UNPACED_LOSS:
+            return 0.0  # no switch has to queue it, and each piece would cost a wake-up
         if self._delivered_bytes < self._app_limited_until_bytes:
             # A sender of small messages measures only its own rate; pacing it by that would slow it down for nothing.
             unpaced = WINDOW_INITIAL_BYTES if self.loss_rate < UNPACED_LOSS else WINDOW_MIN_BYTES
