@@ -221,6 +221,7 @@ class Inbound:
             sealed = self._add_to_partial(record, fragments, fragment_bytes, first, count, batch)
             if sealed is None and count > 1:
                 self._sequel.begin(record, epoch, stream, fragments, fragment_bytes, first + count)
+                self._sequel.partial = self._partials[record]
         elif fragments == 1:
             sealed = batch[HEADER_BYTES:]
         else:
@@ -258,14 +259,15 @@ class Inbound:
     def go_on(self, batch: memoryview, segment_bytes: int, now_s: float) -> bool:
         """Take these datagrams if they come next when nothing is lost; return False, and do nothing, if not."""
         sequel = self._sequel
-        record, first = sequel.record, sequel.first
+        record = sequel.record
         count = sequel.match(batch, segment_bytes) if record == self.cumulative else 0
         if not count:
             return False
-        partial = self._partials.get(record)
+        first, partial = sequel.first, self._partials.get(record)
         if partial is None and first == 0 and record + sequel.span <= self.limit:
             partial = self._begin_partial(record, sequel.fragments, sequel.fragment_bytes)
-        elif partial is None or partial.got != (1 << first) - 1 or not sequel.is_like(partial):
+            sequel.partial = partial
+        elif partial is None or partial is not sequel.partial or partial.got + 1 != 1 << first:
             return False
         self._last_arrival_s = now_s
         self._unacknowledged_bytes += len(batch)
@@ -279,7 +281,7 @@ class Inbound:
             is_ending = assembly is not None and assembly.missing_bytes < ACK_EVERY_BYTES
             most_bytes = ACK_MIDWAY_BYTES if is_ending else ACK_EVERY_BYTES
         else:
-            sequel.first = first + count
+            sequel.go_to(first + count)
             most_bytes = ACK_MIDWAY_BYTES
         if self._unacknowledged_bytes >= most_bytes:
             self.ack_at_s = now_s

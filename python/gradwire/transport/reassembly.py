@@ -33,7 +33,16 @@ class Partial:
         span: how many record numbers it takes up.
     """
 
-    __slots__ = ("_full", "buffer", "fragment_bytes", "fragments", "got", "sealed_bytes", "span")
+    __slots__ = (
+        "_full",
+        "_grid",
+        "buffer",
+        "fragment_bytes",
+        "fragments",
+        "got",
+        "sealed_bytes",
+        "span",
+    )
 
     def __init__(self, fragments: int, fragment_bytes: int, buffers: BufferPool) -> None:
         self.fragments = fragments
@@ -42,14 +51,20 @@ class Partial:
         self.buffer = buffers.take(fragments * fragment_bytes)
         self.got = 0
         self._full = (1 << fragments) - 1
+        self._grid = self.buffer[: fragments * fragment_bytes].reshape(fragments, fragment_bytes)
         self.sealed_bytes = 0
 
     def add(self, first: int, count: int, batch: memoryview) -> bool:
         """Store neighbouring fragments; return whether all are there now."""
-        self.got |= ((1 << count) - 1) << first
-        unframe(self.buffer, batch, first, count, self.fragment_bytes)
-        if first + count == self.fragments:
+        end = first + count
+        if len(batch) == count * (self.fragment_bytes + HEADER_BYTES):
+            framed = np.frombuffer(batch, np.uint8).reshape(count, -1)
+            self._grid[first:end] = framed[:, HEADER_BYTES:]
+        else:
+            unframe(self.buffer, batch, first, count, self.fragment_bytes)
+        if end == self.fragments:
             self.sealed_bytes = first * self.fragment_bytes + len(batch) - count * HEADER_BYTES
+        self.got |= ((1 << count) - 1) << first
         return self.got == self._full
 
     @property
@@ -61,7 +76,8 @@ class Partial:
 class Sequel:
     """What a peer sends next if nothing is lost or overtaken: the rest of a record, then one of the same shape.
 
-    Nearly every burst of a stream is that, and it is recognised by comparing 16 bytes.
+    Nearly every burst of a stream is that, and it is recognised by comparing its first header with the one that is
+    expected.
 
     Attributes:
         record: number of the record that is under way, or comes next.
@@ -70,72 +86,77 @@ class Sequel:
         fragments: of the record.
         fragment_bytes: sealed bytes in each but the last.
         first: the fragment that comes next.
+        partial: what has come of the record; None before the first fragment.
     """
 
     __slots__ = (
-        "_kind",
+        "_field",
+        "_header",
         "_segment_bytes",
-        "_shape",
         "_stream",
         "epoch",
         "first",
         "fragment_bytes",
         "fragments",
+        "partial",
         "record",
         "span",
     )
 
     def __init__(self) -> None:
-        self._kind = self._shape = b""
-        self._segment_bytes = self._stream = 0
+        self._header = b""
+        self._segment_bytes = self._stream = self._field = 0
         self.record = self.span = self.epoch = 0
         self.fragments = self.fragment_bytes = self.first = 0
+        self.partial: Partial | None = None
 
     def begin(
         self, record: int, epoch: int, stream: int, fragments: int, fragment_bytes: int, first: int
     ) -> None:
         """Expect this fragment of this record next."""
         self.record, self.epoch, self._stream = record, epoch, stream
-        self.fragments, self.fragment_bytes, self.first = fragments, fragment_bytes, first
+        self.fragments, self.fragment_bytes = fragments, fragment_bytes
         self.span = record_span(fragments, fragment_bytes)
         self._segment_bytes = fragment_bytes + HEADER_BYTES
-        header = self.associated
-        self._kind, self._shape = header[:2], header[3:]
+        self._field = fragment_bytes << RECORD_NUMBER_BITS | record
+        self.go_to(first)
 
     def begin_next(self) -> None:
         """Expect a record of the same shape after this one."""
-        fields = self.epoch, self._stream, self.fragments, self.fragment_bytes
-        self.begin(self.record + self.span, *fields, 0)
+        self.record += self.span
+        self._field += self.span
+        self.partial = None
+        self.go_to(0)
+
+    def go_to(self, first: int) -> None:
+        """Expect this fragment of the same record next."""
+        self.first = first
+        self._header = HEADER.pack(
+            DATA, self.epoch, first, self.fragments, self._stream, self._field
+        )
 
     @property
     def associated(self) -> bytes:
         """The header of the record's first fragment, which its tag covers."""
-        number = self.fragment_bytes << RECORD_NUMBER_BITS | self.record
-        return HEADER.pack(DATA, self.epoch, 0, self.fragments, self._stream, number)
+        return HEADER.pack(DATA, self.epoch, 0, self.fragments, self._stream, self._field)
 
     def match(self, batch: memoryview, segment_bytes: int) -> int:
         """Return how many fragments these datagrams are, all of them expected; 0 if they are anything else."""
+        if batch[:HEADER_BYTES] != self._header or segment_bytes != self._segment_bytes:
+            return 0
+        # The same two bytes of each header as `run_length` compares; more datagrams than are left differ in the first.
+        indices = batch[2::segment_bytes].tobytes()
+        numbers = batch[8::segment_bytes].tobytes()
+        first, count = self.first, len(indices)
         if (
-            batch[3:HEADER_BYTES] != self._shape
-            or batch[:2] != self._kind
-            or segment_bytes != self._segment_bytes
+            not FRAGMENT_INDICES.startswith(indices, first)
+            or numbers.count(self.record & 0xFF) != count
+            or first + count > self.fragments
         ):
             return 0
-        first = self.first
-        count, rest = divmod(len(batch), segment_bytes)
-        if rest:
-            count += 1
-            if first + count != self.fragments or rest <= HEADER_BYTES:
-                return 0
-        # The same two bytes of each header as `run_length` compares; more datagrams than are left differ in the first.
-        if batch[2::segment_bytes].tobytes() != FRAGMENT_INDICES[first : first + count]:
-            return 0
-        numbers = batch[8::segment_bytes].tobytes()
-        return count if first + count <= self.fragments and numbers == numbers[:1] * count else 0
-
-    def is_like(self, partial: Partial) -> bool:
-        """Whether a record has this shape."""
-        return partial.fragments == self.fragments and partial.fragment_bytes == self.fragment_bytes
+        rest = count * segment_bytes - len(batch)
+        is_last = first + count == self.fragments
+        return count if rest == 0 or (is_last and rest < segment_bytes - HEADER_BYTES) else 0
 
 
 @functools.lru_cache(maxsize=256)

@@ -458,7 +458,10 @@ class Session:
         except ProtocolError:
             self.give_up("protocol error", REASON_GIVEN_UP, now_s)
             return True
-        self._note_arrival(inbound, now_s)
+        self.data_heard_at_s = now_s
+        at_s = inbound.ack_at_s
+        if inbound.poison.is_due or (at_s is not None and at_s < self.wake_at_s):
+            self._note_arrival(inbound, now_s)
         return True
 
     def _note_arrival(self, inbound: Inbound, now_s: float) -> None:
