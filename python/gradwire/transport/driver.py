@@ -42,7 +42,6 @@ ANCILLARY_BYTES: Final = 64
 ANCILLARY_INT: Final = struct.Struct("=I")
 RECEIVES_PER_PUMP: Final = 32
 SENDS_PER_PUMP: Final = 8
-SELECT_FD_MAX: Final = 1_024
 IDLE_WAIT_S: Final = 1.0
 # sysexits of a segmentation offload that the kernel or the device does not do.
 GSO_REFUSED: Final = frozenset(
@@ -150,10 +149,10 @@ class Driver:
 
     # ---- moving -------------------------------------------------------------------------------------------------
 
-    def pump(self, endpoint: Endpoint) -> None:
-        """Take what has come, let the timers run, and send what is due."""
+    def pump(self, endpoint: Endpoint) -> float:
+        """Take what has come, let the timers run, and send what is due; return what `transmit` returns."""
         self.receive(endpoint)
-        self.transmit(endpoint)
+        return self.transmit(endpoint)
 
     def receive(self, endpoint: Endpoint) -> None:
         """Take what has come, up to a bound, so that sending is not kept waiting."""
@@ -186,19 +185,27 @@ class Driver:
                     endpoint.counters.kernel_drops = sum(self._drops.values())
             take(view[:nbytes], segment_bytes, address, time_s)
 
-    def transmit(self, endpoint: Endpoint) -> None:
-        """Send what the endpoint has for now, up to a bound, so that receiving is not kept waiting."""
+    def transmit(self, endpoint: Endpoint) -> float:
+        """Send what the endpoint has for now, up to a bound, so that receiving is not kept waiting.
+
+        Returns:
+            Until when there is nothing to do unless a datagram comes.
+        """
         for _ in range(SENDS_PER_PUMP):
             if self._unsent and not self._send_all(()):
-                return
-            self._report_too_large(endpoint)
+                break
+            if self._too_large:
+                self._report_too_large(endpoint)
             time_s = now_s()
             transmits = endpoint.poll(time_s)
-            if not transmits or not self._send_all(transmits):
-                return
-            at_s = endpoint.next_timeout_s(time_s)
-            if at_s is None or at_s > time_s:
-                return
+            until_s = _bounded(endpoint.next_timeout_s(time_s), time_s)
+            if not transmits:
+                return until_s
+            if not self._send_all(transmits):
+                break
+            if until_s > time_s:
+                return until_s
+        return self.deadline_s(endpoint)
 
     def transmit_data(self, endpoint: Endpoint) -> None:
         """Send the data that may leave at once, unless the socket's buffer is full."""
@@ -284,8 +291,7 @@ class Driver:
     def deadline_s(self, endpoint: Endpoint) -> float:
         """Return until when there is nothing to do unless a datagram comes."""
         time_s = now_s()
-        at_s = endpoint.next_timeout_s(time_s)
-        return time_s + IDLE_WAIT_S if at_s is None else min(at_s, time_s + IDLE_WAIT_S)
+        return _bounded(endpoint.next_timeout_s(time_s), time_s)
 
     def wait(self, until_s: float, waker: Waker, *, for_datagrams: bool = True) -> None:
         """Sleep until a time, or until a datagram comes, the waker rings, or a full send buffer has room again."""
@@ -296,10 +302,11 @@ class Driver:
                 reads.append(self._group)
         writes = [self._socket] if self._unsent else []
         timeout_s = max(0.0, until_s - now_s())
-        # When another thread has closed the socket, the caller sees it afterwards.
-        with contextlib.suppress(OSError, ValueError):
+        try:
             if waker.socket in _wait_ready(reads, writes, timeout_s):
                 waker.clear()
+        except (OSError, ValueError):
+            pass  # another thread has closed the socket; the caller sees it afterwards
 
     def close(self) -> None:
         """Close the sockets."""
@@ -333,6 +340,10 @@ class Waker:
         self._bell.close()
 
 
+def _bounded(at_s: float | None, time_s: float) -> float:
+    return time_s + IDLE_WAIT_S if at_s is None else min(at_s, time_s + IDLE_WAIT_S)
+
+
 @functools.cache
 def _segmented(segment_bytes: int) -> list[tuple[int, int, bytes]]:
     """Return what has the system cut a send into datagrams of this size."""
@@ -360,10 +371,11 @@ def _wait_ready(
     reads: list[socket.socket], writes: list[socket.socket], timeout_s: float
 ) -> list[socket.socket]:
     """Return the sockets that can be read. ``select`` keeps microseconds where ``poll`` rounds up to milliseconds."""
-    if all(each.fileno() < SELECT_FD_MAX for each in (*reads, *writes)) or not hasattr(
-        select, "poll"
-    ):
+    try:
         return select.select(reads, writes, [], timeout_s)[0]
+    except ValueError:  # a descriptor that is too large for it, or of a closed socket
+        if not hasattr(select, "poll"):
+            raise
     poller = select.poll()
     for each in reads:
         poller.register(each, select.POLLIN)

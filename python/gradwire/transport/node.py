@@ -278,14 +278,15 @@ class Node:
         payload = flat_view(buffer)
         self._check_open()
         with self._lock:
-            if not self._endpoint.has_room(len(payload)):
-                self._pump()  # acknowledgements may be waiting in the socket
             started_s = now_s()
-            ticket = self._endpoint.publish(payload, tag, to, started_s, self._send_data)
+            try:
+                ticket = self._endpoint.publish(payload, tag, to, started_s, self._send_data)
+            except WouldBlock:
+                self._pump()  # acknowledgements may be waiting in the socket
+                ticket = self._endpoint.publish(payload, tag, to, started_s, self._send_data)
             if now_s() - started_s > LONG_S:
                 self._driver.receive(self._endpoint)  # or acknowledgements that wait count as late
-            self._driver.transmit(self._endpoint)
-            self._nudge()
+            self._nudge(self._driver.transmit(self._endpoint))
         return ticket
 
     def has_room(self, nbytes: int) -> bool:
@@ -410,12 +411,13 @@ class Node:
                 self._driver.receive(self._endpoint)
                 is_done = done()
                 # What `done` took makes room, so the sending comes after it: once instead of twice.
-                self._driver.transmit(self._endpoint)
+                due_s = self._driver.transmit(self._endpoint)
                 self._tell_others()
-                if is_done or now_s() >= end_s:
-                    self._nudge()
+                time_s = now_s()
+                if is_done or time_s >= end_s:
+                    self._nudge(due_s)
                     return is_done
-                until_s = min(end_s, self._driver.deadline_s(self._endpoint), now_s() + RECHECK_S)
+                until_s = min(end_s, due_s, time_s + RECHECK_S)
                 self._callers_waiting += 1
             self._driver.wait(until_s, self._caller_waker)
             with self._lock:
@@ -425,10 +427,11 @@ class Node:
         """Send what was sealed last, while it is in the processor's cache; the lock is held."""
         self._driver.transmit_data(self._endpoint)
 
-    def _pump(self) -> None:
-        """Move datagrams; the lock is held."""
-        self._driver.pump(self._endpoint)
+    def _pump(self) -> float:
+        """Move datagrams, and return until when nothing is to be done; the lock is held."""
+        due_s = self._driver.pump(self._endpoint)
         self._tell_others()
+        return due_s
 
     def _tell_others(self) -> None:
         """Wake whoever waits for what the datagrams brought."""
@@ -467,8 +470,7 @@ class Node:
             with self._lock:
                 if not self._is_closed:
                     laggards.substitute(backlog, substitutes, now_s())
-                    self._pump()
-                    self._nudge()
+                    self._nudge(self._pump())
         with self._lock:
             self._is_coalescing = False
 
@@ -484,13 +486,12 @@ class Node:
                 if is_idle:
                     self._sleeps_until_s = now_s() + TICK_S
                 else:
-                    self._pump()
-                    self._sleeps_until_s = self._driver.deadline_s(self._endpoint)
+                    self._sleeps_until_s = self._pump()
             self._driver.wait(self._sleeps_until_s, self._thread_waker, for_datagrams=not is_idle)
 
-    def _nudge(self) -> None:
+    def _nudge(self, due_s: float) -> None:
         """Wake the I/O thread if it would sleep past the next timer."""
-        if self._driver.deadline_s(self._endpoint) < self._sleeps_until_s - TICK_S:
+        if due_s < self._sleeps_until_s - TICK_S:
             self._thread_waker.ring()
 
     def _check_open(self) -> None:
