@@ -21,7 +21,7 @@ def check(endpoint: Endpoint) -> None:
     assert len(endpoint.doorway.half_open) <= HALF_OPEN_MAX
     assert len(list(endpoint.membership)) <= SEEDS_MAX
     assert len(sessions) <= HALF_OPEN_MAX + SEEDS_MAX
-    assert set(endpoint._by_stream.values()) <= sessions
+    assert set(endpoint.intake.by_stream.values()) <= sessions
     assert set(endpoint.by_node.values()) <= sessions
     assert set(endpoint.doorway.half_open.values()) <= sessions
     queued = sum(len(message.payload) for message in endpoint._messages)

@@ -157,8 +157,8 @@ class Driver:
     def receive(self, endpoint: Endpoint) -> None:
         """Take what has come, up to a bound, so that sending is not kept waiting."""
         if self._group is not None:
-            self._receive_from(self._group, endpoint.receive_group, endpoint)
-        self._receive_from(self._socket, endpoint.receive, endpoint)
+            self._receive_from(self._group, endpoint.intake.receive_group, endpoint)
+        self._receive_from(self._socket, endpoint.intake.receive, endpoint)
 
     def _receive_from(self, source: socket.socket, take: Take, endpoint: Endpoint) -> None:
         time_s = now_s()

@@ -14,10 +14,11 @@ from dataclasses import replace
 
 from ..errors import Closed, NotConnected, TooLarge, WouldBlock
 from .agenda import Agenda
-from .crypto import AuthenticationError, Entropy, Marker, SenderKey
+from .crypto import Entropy, Marker, SenderKey
 from .doorway import Doorway
 from .fanout import Fanout
 from .inbound import ReceiveBudget
+from .intake import Intake
 from .laggards import Laggards
 from .membership import Membership
 from .model import (
@@ -41,24 +42,13 @@ from .records import Outgoing
 from .session import CREDIT_FLOOR_RECORDS, REASON_GIVEN_UP, Session, State
 from .tally import add_counters, take_stock
 from .wire import (
-    BEACON,
-    CONTROL,
-    DATA,
-    HEADER,
     HEADER_BYTES,
-    INIT,
     MEMBERS_MAX,
-    RECORD_NUMBER_BITS,
-    RECORD_NUMBER_MAX,
-    RESPONSE,
-    TAG_BYTES,
     Heard,
     Members,
     Relay,
     Relaying,
     Shared,
-    WireError,
-    run_length,
 )
 
 logger = logging.getLogger(__name__)
@@ -165,9 +155,7 @@ class Endpoint:
         )
         self.doorway = Doorway(self)
         self.by_node: dict[int, Session] = {}
-        self._by_stream: dict[tuple[Address, int], Session] = {}
-        self._talking: dict[Address, Session] = {}  # whose records came from an address last
-        self._addresses: frozenset[Address] = frozenset()  # of peers and of nodes we knock at
+        self.intake = Intake(self)
         self._messages: deque[Received] = deque()
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self._farewells: list[Transmit] = []
@@ -176,8 +164,6 @@ class Endpoint:
         self._credit_at_s = now_s
         self._turn = 0
         self._knock_at_s = 0.0
-        self._is_release_due = False
-        self._is_group = False
         self._gossip_at_s = now_s + GOSSIP_S
         self._gossip_turn = 0
 
@@ -336,144 +322,21 @@ class Endpoint:
     # ---- datagrams in -------------------------------------------------------------------------------------------
 
     def receive(self, data: memoryview, segment_bytes: int, address: Address, now_s: float) -> None:
-        """Take datagrams that came from one address, back to back, all but the last of ``segment_bytes``.
-
-        Never raises, whatever the bytes are: what is malformed, forged or stray is counted and dropped.
-        """
-        counters = self.counters
-        total_bytes = len(data)
-        if not total_bytes:
-            counters.datagrams_received += 1
-            counters.malformed_datagrams += 1
-            return
-        counters.udp_bytes_received += total_bytes
-        counters.datagrams_received += -(-total_bytes // segment_bytes)
-        if segment_bytes < total_bytes and not self._is_group:
-            session = self._talking.get(address)
-            if session is not None and session.go_on(data, segment_bytes, now_s):
-                return
-        if address not in self._addresses and self._drop_noise(data, segment_bytes, address, now_s):
-            return
-        position = 0
-        while position < total_bytes:
-            end = min(position + segment_bytes, total_bytes)
-            if end - position < HEADER_BYTES:
-                counters.malformed_datagrams += 1
-            elif data[position] == DATA:
-                end = self._receive_data(data, position, segment_bytes, address, now_s)
-            else:
-                self._receive_other(data[position:end], address, now_s)
-            position = end
+        """See `Intake.receive`."""
+        self.intake.receive(data, segment_bytes, address, now_s)
 
     def receive_group(
         self, data: memoryview, segment_bytes: int, address: Address, now_s: float
     ) -> None:
-        """Take datagrams that were sent to the multicast group, otherwise as in `receive`."""
-        self.counters.multicast_bytes_received += len(data)
-        self._is_group = True
-        self.receive(data, segment_bytes, address, now_s)
-        self._is_group = False
-
-    def _drop_noise(
-        self, data: memoryview, segment_bytes: int, address: Address, now_s: float
-    ) -> bool:
-        """Drop datagrams of a stranger at once if none is of a kind that an unknown address may send."""
-        kinds = bytes(data[::segment_bytes])
-        if INIT in kinds or CONTROL in kinds:  # a newcomer, or a peer that has moved
-            return False
-        self.doorway.strangers.note_version(kinds[0], address, now_s)
-        self.counters.stray_datagrams += len(kinds)
-        return True
-
-    def _receive_data(
-        self, data: memoryview, position: int, segment_bytes: int, address: Address, now_s: float
-    ) -> int:
-        _, epoch, first, fragments, stream, number = HEADER.unpack_from(data, position)
-        session = self._by_stream.get((address, stream))
-        if session is None or self._is_group:
-            session = self._shared_by(address, stream, number & RECORD_NUMBER_MAX)
-        if session is None:
-            self.counters.stray_datagrams += 1
-            return min(position + segment_bytes, len(data))
-        self._talking[address] = session
-        most = min(-(-(len(data) - position) // segment_bytes), fragments - first)
-        count = run_length(data, position, segment_bytes, first, most) if most > 1 else 1
-        end = min(position + count * segment_bytes, len(data))
-        fragment_bytes = number >> RECORD_NUMBER_BITS
-        # A short last datagram can stand alone; otherwise the header has to agree with the size on the wire.
-        if count > 1 and fragment_bytes + HEADER_BYTES != segment_bytes:
-            self.counters.malformed_datagrams += count
-            return end
-        record = number & RECORD_NUMBER_MAX
-        batch = data[position:end]
-        if session.forwarder is not None and stream == session.stream:
-            self.fanout.forward(session, record, fragments, first, batch, segment_bytes)
-        if not session.on_fragments(
-            epoch, stream, record, fragments, fragment_bytes, first, batch, now_s
-        ):
-            self.counters.malformed_datagrams += count
-        return end
-
-    def _shared_by(self, address: Address, stream: int, record: int) -> Session | None:
-        """Return whose record this is if it may come by a group or a relay: any peer, as it changes which one."""
-        session = self.fanout.session_of(stream) if address in self._addresses else None
-        return session if session is not None and record >= session.shared_from else None
-
-    def _receive_other(self, datagram: memoryview, address: Address, now_s: float) -> None:
-        kind = datagram[0]
-        try:
-            if kind == CONTROL:
-                self._receive_control(datagram, address, now_s)
-            elif kind == INIT:
-                self.doorway.on_knock(bytes(datagram), address, now_s)
-            elif kind == RESPONSE:
-                self._receive_response(bytes(datagram), address, now_s)
-            elif kind == BEACON:
-                self._receive_beacon(bytes(datagram), address)
-            else:
-                self.doorway.strangers.note_version(kind, address, now_s)
-                self.counters.malformed_datagrams += 1
-        except WireError:
-            self.counters.malformed_datagrams += 1
-        except AuthenticationError:
-            self.counters.unauthenticated_datagrams += 1
-
-    def _receive_control(self, datagram: memoryview, address: Address, now_s: float) -> None:
-        if len(datagram) < HEADER_BYTES + TAG_BYTES:
-            raise WireError("a control datagram without a tag")
-        header = bytes(datagram[:HEADER_BYTES])
-        _, _, _, _, index, counter = HEADER.unpack(header)
-        session = self.sessions.get(index)
-        if session is None:
-            self.counters.stray_datagrams += 1
-            return
-        before = session.outbound.cumulative if session.outbound is not None else 0
-        session.on_control(counter, header, datagram[HEADER_BYTES:], address, now_s)
-        if self.own.is_held_by(before):
-            self._is_release_due = True  # once, when all acknowledgements that wait have been taken
-
-    def _receive_response(self, datagram: bytes, address: Address, now_s: float) -> None:
-        _, _, _, _, index, _ = HEADER.unpack_from(datagram)
-        session = self.sessions.get(index)
-        if session is None or session.address != address:
-            self.counters.stray_datagrams += 1
-            return
-        session.on_response(datagram, now_s)
-
-    def _receive_beacon(self, datagram: bytes, address: Address) -> None:
-        session = self._by_stream.get((address, HEADER.unpack_from(datagram)[4]))
-        if session is None:
-            self.counters.stray_datagrams += 1
-        else:
-            self.fanout.on_beacon(session, datagram)
+        """See `Intake.receive_group`."""
+        self.intake.receive_group(data, segment_bytes, address, now_s)
 
     # ---- datagrams out ------------------------------------------------------------------------------------------
 
     def poll(self, now_s: float) -> list[Transmit]:
         """Return what is to be sent now; call again at once while it returns something."""
         self._notice_sleep(now_s)
-        if self._is_release_due:
-            self._is_release_due = False
+        if self.own.is_release_due:
             self.own.release(now_s)
         if now_s >= self._knock_at_s:
             self._knock(now_s)
@@ -546,13 +409,13 @@ class Endpoint:
             session = Session(self, self.new_index(), address, now_s)
             session.start_initiator(now_s)
             self.sessions[session.index] = session
-            self._note_addresses()
+            self.intake.note_addresses()
         next_at_s = self.membership.next_at_s(*self._connected())
         self._knock_at_s = NEVER_S if next_at_s is None else next_at_s
 
     def _connected(self) -> tuple[set[Address], set[int]]:
         """Return where and at whom not to knock; who has only knocked here may be a recording in another's name."""
-        addresses = set(self._addresses)
+        addresses = set(self.intake.addresses)
         addresses.update(
             session.target for session in self.sessions.values() if session.target is not None
         )
@@ -626,15 +489,13 @@ class Endpoint:
             elif other.state is State.INIT_SENT:
                 self.drop(other)
         self.by_node[peer.id] = session
-        self._note_addresses()
+        self.intake.note_addresses()
         return True
 
     def on_stream(self, session: Session) -> None:
         """See `context.Context`."""
-        if session.stream is not None:
-            self._by_stream[session.address, session.stream] = session
-            self._by_stream[session.address, session.stream | 1] = session
-            self.fanout.on_stream(session)
+        self.intake.note_stream(session, session.address)
+        self.fanout.on_stream(session)
 
     def on_up(self, session: Session, now_s: float) -> None:
         """See `context.Context`."""
@@ -663,15 +524,12 @@ class Endpoint:
 
     def on_moved(self, session: Session, address: Address, now_s: float) -> None:
         """See `context.Context`."""
-        if session.stream is not None:
-            for stream in (session.stream, session.stream | 1):
-                self._by_stream.pop((session.address, stream), None)
-                self._by_stream[address, stream] = session
+        self.intake.note_stream(session, address)
         is_another_path = session.address[0] != address[0]
         session.address = address
         if is_another_path and session.path is not None:
             session.watch_path(now_s)
-        self._note_addresses()
+        self.intake.note_addresses()
 
     def on_members(self, addresses: tuple[str, ...]) -> None:
         """See `context.Context`."""
@@ -767,18 +625,8 @@ class Endpoint:
         self.doorway.forget(session)
         if session.peer is not None and self.by_node.get(session.peer.id) is session:
             del self.by_node[session.peer.id]
-        if session.stream is not None:
-            for stream in (session.stream, session.stream | 1):
-                self._by_stream.pop((session.address, stream), None)
-        self._note_addresses()
-
-    def _note_addresses(self) -> None:
-        self._addresses = frozenset(
-            session.address
-            for session in self.sessions.values()
-            if session.state is not State.RESPONDED
-        )
-        self._talking.clear()
+        self.intake.forget_stream(session)
+        self.intake.note_addresses()
 
     def _up_sessions(self) -> list[Session]:
         return [session for session in self.sessions.values() if session.state is State.UP]

@@ -43,6 +43,7 @@ class OwnRecords:
         sealer: makes them, under the current key.
         room_bytes: of the log's limit, what may be used: cutting a full log anew must not make it larger than that.
         is_rotation_due: a new key is wanted as soon as possible.
+        is_release_due: some peer may have acknowledged what no other lacks.
         message_number: what the next message gets.
     """
 
@@ -69,6 +70,7 @@ class OwnRecords:
         smallest_bytes = min(BASE_BYTES - HEADER_BYTES, limits.fragment_bytes)
         self.room_bytes = int(limits.send_log_bytes / growth_max(smallest_bytes))
         self.is_rotation_due = False
+        self.is_release_due = False
         self._next_key: SenderKey | None = None
         self._previous_key: SenderKey | None = None
         self._key_since = (now_s, first_record)
@@ -90,6 +92,7 @@ class OwnRecords:
 
     def release(self, now_s: float) -> None:
         """Forget what everybody has, and go on with a change of keys that waited for that."""
+        self.is_release_due = False
         waiting = [
             session.outbound.cumulative
             for session in self._sessions.values()
