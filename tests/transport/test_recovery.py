@@ -150,7 +150,7 @@ def test_the_window_stays_near_two_bandwidth_delay_products() -> None:
         (False, 8 << 20, 0, 8 * BURST_MAX_BYTES),
         (True, 0, 0, 8 * BURST_MAX_BYTES),
         (True, 425_984, 0, 8 * BURST_MAX_BYTES),
-        (True, 8 << 20, 0, 2 << 20),
+        (True, 8 << 20, 0, 3 << 20),
         (True, 8 << 20, 20, 8 * BURST_MAX_BYTES),
     ],
 )

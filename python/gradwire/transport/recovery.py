@@ -39,7 +39,7 @@ BURST_LOCAL_S: Final = 0.01  # within one machine, where only the receiver's buf
 SLACK_MAX_BYTES: Final = 8 * BURST_MAX_BYTES
 # Within one machine nothing but the receiver's buffer holds what is under way: so much of it keeps both ends busy while
 # either waits for a processor.
-LOCAL_SLACK_SHARE: Final = 0.25
+LOCAL_SLACK_SHARE: Final = 0.375
 PACING_SLACK_S: Final = 0.001  # what a late timer may catch up with at once
 
 STARTUP_GAIN: Final = 2.885  # 2 / ln 2: doubles the delivery rate every round trip
