@@ -1,4 +1,4 @@
-"""One node without its socket: sessions, the send log they share, and the way from a datagram to its session.
+"""One node without its socket: its sessions, the send log they share, and the rounds of sending.
 
 Sans-IO: `Endpoint.receive` takes datagrams, `Endpoint.poll` returns what to send, `Endpoint.next_timeout_s` says when
 to call `poll` again, and `take_messages` and `take_events` hand over what happened. Time is always an argument.
@@ -19,6 +19,7 @@ from .doorway import Doorway
 from .fanout import Fanout
 from .inbound import ReceiveBudget
 from .intake import Intake
+from .introductions import Introductions
 from .laggards import Laggards
 from .membership import Membership
 from .model import (
@@ -33,7 +34,6 @@ from .model import (
     Stats,
     Ticket,
     Transmit,
-    format_address,
     parse_address,
 )
 from .own_records import OwnRecords
@@ -43,9 +43,7 @@ from .session import CREDIT_FLOOR_RECORDS, REASON_GIVEN_UP, Session, State
 from .tally import add_counters, take_stock
 from .wire import (
     HEADER_BYTES,
-    MEMBERS_MAX,
     Heard,
-    Members,
     Relay,
     Relaying,
     Shared,
@@ -56,8 +54,6 @@ logger = logging.getLogger(__name__)
 EVENTS_MAX = 1_024
 ACTIVE_S = 1.0
 CREDIT_CHECK_S = 0.1
-GOSSIP_S = 1.0
-MEMBERS_BYTES_MAX = 1_100
 SLEEP_S = 1.0
 NODES_MAX = 1 << 16
 SHARED_BYTES = 1 << 21
@@ -164,8 +160,7 @@ class Endpoint:
         self._credit_at_s = now_s
         self._turn = 0
         self._knock_at_s = 0.0
-        self._gossip_at_s = now_s + GOSSIP_S
-        self._gossip_turn = 0
+        self._introductions = Introductions(now_s)
 
     # ---- the caller's side --------------------------------------------------------------------------------------
 
@@ -343,8 +338,7 @@ class Endpoint:
         if now_s >= self._credit_at_s:
             self._credit_at_s = now_s + CREDIT_CHECK_S
             self._check_lag(now_s)
-            if now_s >= self._gossip_at_s:
-                self._gossip(now_s)
+            self._introductions.gossip(self._up_sessions(), now_s)
         indices = self.agenda.take_due(now_s)
         due = [self.sessions[index] for index in indices if index in self.sessions]
         if len(due) == 1:
@@ -503,24 +497,7 @@ class Endpoint:
         self.own.fit_framing(now_s)
         self._events.append(PeerJoined(session.identity))
         self.fanout.on_up(session)
-        self._introduce(session)
-
-    def _introduce(self, newcomer: Session) -> None:
-        """Tell a new peer where the others are, so that one seed is enough to join the whole mesh."""
-        others = [session for session in self._up_sessions() if session is not newcomer]
-        addresses = [session.advertised or format_address(session.address) for session in others]
-        # As many as surely fit one datagram, however long they are.
-        count = min(MEMBERS_MAX, MEMBERS_BYTES_MAX // (1 + max(map(len, addresses), default=0)))
-        for start in range(0, len(addresses), count):
-            newcomer.send_frame(Members(tuple(addresses[start : start + count])))
-
-    def _gossip(self, now_s: float) -> None:
-        """Repeat the introduction to one peer after the other: the first may have been lost."""
-        self._gossip_at_s = now_s + GOSSIP_S
-        sessions = self._up_sessions()
-        if len(sessions) > 1:
-            self._gossip_turn = (self._gossip_turn + 1) % len(sessions)
-            self._introduce(sessions[self._gossip_turn])
+        self._introductions.introduce(session, self._up_sessions())
 
     def on_moved(self, session: Session, address: Address, now_s: float) -> None:
         """See `context.Context`."""
