@@ -182,10 +182,22 @@ class Hook(Dense):
     """DistributedDataParallel with gradwire's hook."""
 
     def register(self) -> None:
+        (momentum,) = {group["momentum"] for group in self.optimizer.param_groups}
+        for group in self.optimizer.param_groups:
+            group["momentum"] = 0.0
         # Not even one whole step, which at 10 Mbit/s takes as long as a hundred others.
         self.state = register_threshold_hook(
-            self.ddp, threshold=gw.TargetDensity(self.density), warmup_steps=0
+            self.ddp,
+            threshold=gw.TargetDensity(self.density),
+            momentum=momentum,
+            warmup_steps=0,
         )
+
+    @property
+    def clip_norm(self) -> float:
+        return self.task.clip_norm / (
+            1.0 - self.state.momentum
+        )  # of gradients that have their momentum
 
     def totals(self) -> dict[str, float]:
         stats = self.state.stats

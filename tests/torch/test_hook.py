@@ -168,8 +168,8 @@ def test_a_step_that_is_not_finite_on_one_rank_leaves_no_trace_on_any(
         assert torch.equal(left, same_left)
 
 
-def skip_an_element(rank: int) -> Any:
-    training = Training(rank, on_nonfinite="skip")
+def skip_an_element(rank: int, **options: Any) -> Any:
+    training = Training(rank, on_nonfinite="skip", **options)
     spoiled = inputs(rank, 0)
     if rank == 1:
         spoiled[2][7, 7] = float("nan")
@@ -276,9 +276,9 @@ def train_model_of(rank: int, dtype: str) -> Any:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def train_again_from_a_pickle(rank: int, interrupt: bool) -> Any:
+def train_again_from_a_pickle(rank: int, interrupt: bool, momentum: float) -> Any:
     """Train, and in the middle begin again with what was pickled, in a new DDP with other buckets."""
-    training = Training(rank)
+    training = Training(rank, momentum=momentum)
     for step in range(STEPS):
         if interrupt and step == STEPS // 2:
             training.state = pickle.loads(pickle.dumps(training.state))
@@ -288,9 +288,10 @@ def train_again_from_a_pickle(rank: int, interrupt: bool) -> Any:
     return training.accounted
 
 
-def test_a_pickled_state_goes_on_where_it_stopped(two_ranks: Ranks) -> None:
-    straight = two_ranks.run(train_again_from_a_pickle, False)
-    again = two_ranks.run(train_again_from_a_pickle, True)
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_pickled_state_goes_on_where_it_stopped(two_ranks: Ranks, momentum: float) -> None:
+    straight = two_ranks.run(train_again_from_a_pickle, False, momentum)
+    again = two_ranks.run(train_again_from_a_pickle, True, momentum)
     for (params, left), (same_params, same_left) in zip(straight, again, strict=True):
         assert torch.equal(params, same_params)
         assert torch.equal(left, same_left)
@@ -405,7 +406,7 @@ def test_float32_gradients_in_host_memory_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"warmup_steps": -1}, {"on_nonfinite": "no"}, {"backend": "x"}]
+    "options", [{"warmup_steps": -1}, {"on_nonfinite": "no"}, {"backend": "x"}, {"momentum": 1.0}]
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -1,0 +1,149 @@
+"""Momentum correction in the DDP hook: what one element goes through, step by step, and that nothing spoils it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+
+from gradwire.torch import ThresholdState  # noqa: E402
+
+from .linear import flat_inputs, inputs  # noqa: E402
+from .ranks import RankFailed, Ranks  # noqa: E402
+from .test_hook import STEPS, THRESHOLD, Training, skip_an_element  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+MOMENTUM = 0.5
+SKIPPED = 40 * 30 + 30 + 7 * 50 + 7  # the element that ``skip_an_element`` spoils on rank 1
+
+
+def train(rank: int, options: dict[str, Any]) -> Any:
+    training = Training(rank, momentum=MOMENTUM, **options)
+    for step in range(STEPS):
+        training.step(step)
+    return *training.accounted, velocity(training.state)
+
+
+def velocity(state: ThresholdState) -> Any:
+    saved = state.state_dict()["residuals"]["parameters"]
+    return torch.cat([saved[f"weights.{place}"]["velocity"] for place in range(5)])
+
+
+class Rank:
+    """What the hook is to do with one rank's gradients, in float64."""
+
+    def __init__(self) -> None:
+        self.velocity = self.residual = torch.zeros(())
+
+    def send(self, gradient: Any, *, masks: bool, whole: bool = False) -> Any:
+        """Return what goes out for a gradient."""
+        self.velocity = MOMENTUM * self.velocity + gradient
+        if whole:
+            return self.velocity
+        self.residual = self.residual + self.velocity
+        sent = torch.where(self.residual.abs() >= THRESHOLD, THRESHOLD * self.residual.sign(), 0.0)
+        self.residual = self.residual - sent
+        if masks:
+            self.velocity = torch.where(sent != 0.0, 0.0, self.velocity)
+        return sent
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 4])
+@pytest.mark.parametrize("masks", [True, False])
+def test_gradients_gather_momentum_before_they_are_encoded(
+    two_ranks: Ranks, masks: bool, warmup_steps: int
+) -> None:
+    options = {"factor_masking": masks, "warmup_steps": warmup_steps}
+    trained = two_ranks.run(train, options)
+    ranks = [Rank(), Rank()]
+    params = torch.zeros(())
+    for step in range(STEPS):
+        for number, rank in enumerate(ranks):
+            gradient = flat_inputs(number, step).double()
+            params = params - rank.send(gradient, masks=masks, whole=step < warmup_steps) / 2
+    for rank, (own_params, own_residual, own_velocity) in zip(ranks, trained, strict=True):
+        assert torch.equal(own_params, params)
+        assert torch.equal(own_residual, rank.residual)
+        assert torch.equal(own_velocity.double(), rank.velocity)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, STEPS + 1])
+def test_a_step_that_is_not_finite_leaves_no_trace_in_the_momentum(
+    two_ranks: Ranks, warmup_steps: int
+) -> None:
+    with_it, without = (
+        two_ranks.run(spoil, spoils, {"warmup_steps": warmup_steps}) for spoils in (True, False)
+    )
+    for one, other in zip(with_it, without, strict=True):
+        for values, expected in zip(one, other, strict=True):
+            assert torch.equal(values, expected)
+
+
+def spoil(rank: int, spoils: bool, options: dict[str, Any]) -> Any:
+    training = Training(rank, momentum=MOMENTUM, **options)
+    for step in range(STEPS):
+        if spoils and step == STEPS // 2:
+            values = [8.0 * one for one in inputs(rank, 99)]
+            if rank == 1:
+                values[3].view(-1)[4] = float("inf")
+            training.optimizer.zero_grad()
+            training.ddp(values).backward()
+        training.step(step)
+    return *training.accounted, velocity(training.state)
+
+
+def skip_with_momentum(rank: int) -> Any:
+    return skip_an_element(rank, momentum=MOMENTUM, factor_masking=False)
+
+
+def test_an_element_that_is_left_out_begins_again_without_momentum(two_ranks: Ranks) -> None:
+    (params, first), (_, second) = two_ranks.run(skip_with_momentum)
+    ranks = [Rank(), Rank()]
+    put_in = torch.zeros(())
+    for step in range(STEPS):
+        for number, rank in enumerate(ranks):
+            gradient = flat_inputs(number, step).double()
+            if (number, step) == (1, 0):
+                gradient[SKIPPED] = 0.0
+            rank.send(gradient, masks=False)
+            put_in = put_in + rank.velocity
+    assert torch.equal(-2.0 * params + first + second, put_in)
+
+
+def train_with_scaler(rank: int) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    training = Training(rank, scaler=scaler, momentum=MOMENTUM, factor_masking=False)
+    for step in range(STEPS):
+        training.optimizer.zero_grad()
+        scaler.scale(training.ddp(inputs(rank, step))).backward()
+        scaler.step(training.optimizer)
+        scaler.update()
+    params, left = training.accounted
+    return params, left / training.state.state_dict()["scale"]
+
+
+def test_a_loss_scale_that_changes_rescales_the_momentum(two_ranks: Ranks) -> None:
+    (params, first), (_, second) = two_ranks.run(train_with_scaler)
+    ranks = [Rank(), Rank()]
+    put_in = torch.zeros(())
+    for step in range(STEPS):
+        for number, rank in enumerate(ranks):
+            rank.send(flat_inputs(number, step).double(), masks=False)
+            put_in = put_in + rank.velocity
+    assert torch.equal(-2.0 * params + first + second, put_in)
+
+
+def load_into_a_state_without(rank: int) -> None:
+    training = Training(rank, momentum=MOMENTUM)
+    training.step(0)
+    other = Training(rank)
+    other.state.load_state_dict(training.state.state_dict())
+    other.step(1)
+
+
+def test_momentum_is_not_dropped_in_silence(two_ranks: Ranks) -> None:
+    with pytest.raises(RankFailed, match=r"momentum for parameter weights\.\d"):
+        two_ranks.run(load_into_a_state_without)
