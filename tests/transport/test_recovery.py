@@ -170,11 +170,13 @@ def test_the_window_leaves_room_for_a_busy_receiver_on_this_machine(
 
 
 def test_within_one_machine_only_loss_has_it_paced() -> None:
-    control, _ = run_link(1.25e8, 0.0002, 0, 0.1, is_local=True)
+    control, _ = run_link(1.25e8, 0.0002, 0, 0.1, is_local=True, local_buffer_bytes=8 << 20)
     control.on_abandoned(control.bytes_in_flight)
     control.on_sent(100_000, 0.2)
     assert control.send_allowed_at_s() == 0.0
     control.loss_rate = 0.02
+    assert (control.send_allowed_at_s() or 0.0) > 0.2
+    control.loss_rate, control.local_buffer_bytes = 0.0, 425_984
     assert (control.send_allowed_at_s() or 0.0) > 0.2
 
 

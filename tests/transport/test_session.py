@@ -453,10 +453,14 @@ def test_a_node_that_joins_during_a_rotation_understands_everything_after() -> N
         assert three.payloads == [b"for both"]
 
 
-@pytest.mark.parametrize(("peers", "calls"), [(1, 22), (3, 3)])
-def test_several_peers_are_sent_several_records_at_a_time(peers: int, calls: int) -> None:
+@pytest.mark.parametrize(
+    ("peers", "buffer_bytes", "calls"), [(1, 8 << 20, 22), (3, 8 << 20, 3), (3, 425_984, 22)]
+)
+def test_several_peers_are_sent_as_many_records_at_a_time_as_their_buffers_hold(
+    peers: int, buffer_bytes: int, calls: int
+) -> None:
     simulator = Simulator(5)
-    hub = simulator.add("hub")
+    hub = simulator.add("hub", socket_buffer_bytes=buffer_bytes)
     for index in range(peers):
         simulator.add(f"peer{index}").endpoint.connect(hub.address)
     simulator.run_until(lambda: len(hub.endpoint.peers) == peers, 5.0)

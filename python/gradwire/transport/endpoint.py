@@ -56,7 +56,6 @@ ACTIVE_S = 1.0
 CREDIT_CHECK_S = 0.1
 SLEEP_S = 1.0
 NODES_MAX = 1 << 16
-SHARED_BYTES = 1 << 21
 NEVER_S = float("inf")
 
 
@@ -225,8 +224,8 @@ class Endpoint:
         for record in self.own.sealer.seal_message(self.log.head, message, number, tag, payload):
             self.log.append(record)
             waiting_bytes += record.nbytes
-            # A peer that gets much at a time acknowledges it at once.
-            if len(recipients) == 1 or waiting_bytes >= SHARED_BYTES:
+            # A peer that gets much at a time acknowledges it at once, if its socket's buffer is as large as ours.
+            if len(recipients) == 1 or waiting_bytes >= self.socket_buffer_bytes // 4:
                 waiting_bytes = 0
                 on_records()
         if waiting_bytes:
@@ -357,9 +356,11 @@ class Endpoint:
     def _poll_in_turns(self, due: list[Session], now_s: float) -> list[Transmit]:
         """Start with another session each time, so that none is always last in the socket's queue."""
         self._turn = (self._turn + 1) % len(due)
+        queues = [session.poll(now_s) for session in due[self._turn :] + due[: self._turn]]
         out: list[Transmit] = []
-        for session in due[self._turn :] + due[: self._turn]:
-            out += session.poll(now_s)
+        while queues:
+            queues = [queue for queue in queues if queue]
+            out.extend(queue.pop(0) for queue in queues)
         return out
 
     def poll_data(self, now_s: float) -> list[Transmit]:

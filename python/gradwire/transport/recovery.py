@@ -224,6 +224,15 @@ class RateController:
         """One of "startup", "drain", "probe"."""
         return self._phase
 
+    @property
+    def _is_roomy(self) -> bool:
+        """Whether the receiver is on this machine and its socket holds more than is sent elsewhere."""
+        return (
+            self.is_local
+            and self.loss_rate < UNPACED_LOSS
+            and LOCAL_SLACK_SHARE * self.local_buffer_bytes > SLACK_MAX_BYTES
+        )
+
     def use_round_trips(self, rtt: RttEstimator) -> None:
         """Take the round trips from another estimator: the data goes another way now."""
         self._rtt = rtt
@@ -232,8 +241,8 @@ class RateController:
         """Return when the next burst may leave, in the past if at once; None until something is acknowledged."""
         if self.bytes_in_flight >= self.window_bytes:
             return None
-        if self.is_local and self.loss_rate < UNPACED_LOSS:
-            return 0.0  # no switch has to queue it, and each piece would cost a wake-up
+        if self._is_roomy:  # nobody but the receiver queues it, and each piece would cost a wake-up
+            return 0.0
         if self._delivered_bytes < self._app_limited_until_bytes:
             # A sender of small messages measures only its own rate; pacing it by that would slow it down for nothing.
             unpaced = WINDOW_INITIAL_BYTES if self.loss_rate < UNPACED_LOSS else WINDOW_MIN_BYTES
@@ -340,9 +349,7 @@ class RateController:
         gain = STARTUP_GAIN if self._phase == "startup" else WINDOW_GAIN
         # Acknowledgements come up to a millisecond late and a whole burst at a time.
         slack = self.rate_bytes_per_s * ACK_DELAY_MAX_S + 2 * max(self.burst_bytes, BURST_MAX_BYTES)
-        most = float(SLACK_MAX_BYTES)
-        if self.is_local and self.loss_rate < UNPACED_LOSS:
-            most = max(most, LOCAL_SLACK_SHARE * self.local_buffer_bytes)
+        most = LOCAL_SLACK_SHARE * self.local_buffer_bytes if self._is_roomy else SLACK_MAX_BYTES
         target = int(gain * self._bandwidth_delay_bytes() + min(slack, most))
         floor = WINDOW_INITIAL_BYTES if self._phase == "startup" else WINDOW_MIN_BYTES
         self.window_bytes = max(floor, min(target, WINDOW_MAX_BYTES))
