@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
 from .switched import Bucket, Switched, floor_s, steps_s
@@ -20,3 +22,26 @@ def test_what_only_waits_in_a_queue_is_not_sent_again(seed: int) -> None:
     assert max(times) < 1.5 * floor_s(250_000, 3, rate)
     for host in hosts:
         assert host.endpoint.stats().retransmitted_bytes < 0.2 * 2 * 3 * 250_000
+
+
+@pytest.mark.parametrize(
+    ("nodes", "megabits", "nbytes", "steps"),
+    [(4, 10, 108_000, 40), (4, 10, 250_000, 10), (8, 10, 108_000, 8), (4, 100, 600_000, 10)],
+    ids=["4 nodes", "4 nodes, larger messages", "8 nodes", "4 nodes, 100 Mbit/s"],
+)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_all_to_all_takes_little_longer_than_its_bytes(
+    seed: int, nodes: int, megabits: int, nbytes: int, steps: int
+) -> None:
+    """The queues are those of `benchmarks/training/network.py`: less than the messages of one step."""
+    rate = megabits * MEGABIT
+    queue_bytes = max(int(0.05 * rate), 65_536) + Bucket.burst_bytes
+    simulator = Switched(seed, Bucket(rate, queue_bytes=queue_bytes))
+    hosts = simulator.mesh(nodes)
+    simulator.run_for(1.0)
+    times = steps_s(simulator, hosts, nbytes, steps)
+    least_s = floor_s(nbytes, nodes - 1, rate)
+    assert statistics.mean(times) < 1.25 * least_s
+    assert max(times) < 2.25 * least_s
+    again_bytes = sum(host.endpoint.stats().retransmitted_bytes for host in hosts)
+    assert again_bytes < 0.05 * steps * nodes * (nodes - 1) * nbytes

@@ -497,8 +497,13 @@ class Endpoint:
         logger.info("connected to %s", session.identity)
         self.own.fit_framing(now_s)
         self._events.append(PeerJoined(session.identity))
+        sessions = self._up_sessions()
+        if len(sessions) < self.limits.mesh_nodes_max:  # in a tree a node sends to few of them
+            for each in sessions:
+                if each.outbound is not None:
+                    each.outbound.rate.share_link(len(sessions))
         self.fanout.on_up(session)
-        self._introductions.introduce(session, self._up_sessions())
+        self._introductions.introduce(session, sessions)
 
     def on_moved(self, session: Session, address: Address, now_s: float) -> None:
         """See `context.Context`."""

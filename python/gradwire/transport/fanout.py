@@ -19,8 +19,8 @@ from .crypto import AuthenticationError, SenderKey
 from .model import Address, Counters, Limits, Transmit
 from .outbound import Outbound
 from .records import Record, SendLog
-from .recovery import ACK_DELAY_MAX_S, RttEstimator
 from .relay import Forwarder, ForwardQueue, Tree
+from .round_trips import ACK_DELAY_MAX_S, RttEstimator
 from .session import Session, State
 from .wire import BEACON_BYTES, HEADER, Heard, Relay, Relaying, Share, Shared, WireError
 

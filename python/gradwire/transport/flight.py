@@ -1,10 +1,11 @@
-"""What is under way to one peer: records, or runs of skipped ones, with every transmission of them."""
+"""What is under way to one peer: records, or runs of skipped ones, each with all its transmissions."""
 
 from __future__ import annotations
 
 from .path_mtu import BASE_BYTES
 from .records import Record
 from .recovery import SendMark
+from .wire import Ack
 
 
 class Sent:
@@ -79,3 +80,25 @@ class Flight:
     def largest_of(self, mask: int) -> int:
         """Return the size of the largest datagram among these fragments: of the first, as only a last one is short."""
         return self.bytes_of(mask & -mask)
+
+
+def reported(flights: dict[int, Flight], ack: Ack) -> list[tuple[Flight, int]]:
+    """Return each flight that the report says something about, with the fragments the peer holds."""
+    partials = dict(ack.partials)
+    first = ack.cumulative + ack.skipped
+    last_partial = ack.partials[-1][0] if ack.partials else ack.cumulative
+    end = max(ack.cumulative + max(ack.complete.bit_length(), 1), last_partial + 1)
+    result = []
+    for number, flight in flights.items():
+        if number >= end:
+            break
+        if number + flight.span <= ack.cumulative:
+            result.append((flight, flight.full))
+        elif number >= ack.cumulative:
+            if ack.complete >> (number - ack.cumulative) & 1:
+                result.append((flight, flight.full))
+            elif first <= number and (number <= last_partial or not ack.truncated):
+                # A bitmap with every bit set belongs to an incomplete record only if its peer is confused.
+                got = partials.get(number, 0) & flight.full
+                result.append((flight, got if got != flight.full else 0))
+    return result

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from .flight import Flight, Sent
+from .flight import Flight, Sent, reported
 from .path_mtu import LargeLosses
 from .records import Burst, Record, SendLog
-from .recovery import BURST_MAX_BYTES, PTO_MAX_S, RateController, RttEstimator
+from .recovery import BURST_MAX_BYTES, RateController
+from .round_trips import PTO_MAX_S, RttEstimator
 from .wire import Ack, Skip
 
 # In a crowd (many to one) single datagrams are lost one after the other, and an early pause would outlast the crowd.
@@ -210,7 +211,7 @@ class Outbound:
         delivered_bytes, newest = self._take_whole(ack.cumulative)
         was_sent_once = True
         finished = []
-        for flight, got in self._reported(ack):
+        for flight, got in reported(self._flights, ack):
             if got == flight.full:
                 finished.append(flight.number)
             newly, dropped = got & ~flight.acked, flight.acked & ~got
@@ -261,27 +262,6 @@ class Outbound:
         self._newest = max(self._newest, (sent.order, sent.mask.bit_length() - 1))
         return nbytes, sent
 
-    def _reported(self, ack: Ack) -> list[tuple[Flight, int]]:
-        """Return each flight that the report says something about, with the fragments the peer holds."""
-        partials = dict(ack.partials)
-        first = ack.cumulative + ack.skipped
-        last_partial = ack.partials[-1][0] if ack.partials else ack.cumulative
-        end = max(ack.cumulative + max(ack.complete.bit_length(), 1), last_partial + 1)
-        result = []
-        for number, flight in self._flights.items():
-            if number >= end:
-                break
-            if number + flight.span <= ack.cumulative:
-                result.append((flight, flight.full))
-            elif number >= ack.cumulative:
-                if ack.complete >> (number - ack.cumulative) & 1:
-                    result.append((flight, flight.full))
-                elif first <= number and (number <= last_partial or not ack.truncated):
-                    # A bitmap with every bit set belongs to an incomplete record only if its peer is confused.
-                    got = partials.get(number, 0) & flight.full
-                    result.append((flight, got if got != flight.full else 0))
-        return result
-
     def _mark_delivered(
         self, flight: Flight, newly: int, now_s: float
     ) -> tuple[int, Sent | None, bool]:
@@ -311,6 +291,10 @@ class Outbound:
                 # about what was sent before the second. Not so when probes are all that is answered: the queue
                 # that made round trips long is empty then.
                 quickest_s = min(self._rtt.smoothed_s, self._direct_rtt.smoothed_s)
+                if self._timeouts and self._rtt is self._direct_rtt:
+                    quickest_s = min(
+                        quickest_s, self._rtt.latest_s
+                    )  # of the PING next to the probe
                 is_early = now_s - sent.mark.sent_at_s < PLAUSIBLE * quickest_s
                 if is_early and self._timeouts < PROBES_BELIEVED:
                     hit &= ~flight.again
@@ -390,6 +374,8 @@ class Outbound:
         part = self._partly_carried
         if part is not None and len(self._flights) == 1 and not part.ever & ~part.acked:
             return NEVER_S  # everything that was sent has arrived
+        if not self._timeouts and self._rtt is self._direct_rtt:
+            return self._progress_at_s + self._rtt.first_probe_timeout_s
         timeout_s = self._rtt.probe_timeout_s
         if self._timeouts > PROBES_AT_FIRST:
             backoff = 1 << min(self._timeouts - PROBES_AT_FIRST, PTO_BACKOFF_MAX)
@@ -509,7 +495,10 @@ class Outbound:
         if carried is None:
             return  # the peer claims to have what was not sent
         nbytes = record.bytes_of(mask)
-        self._note_sent(carried, mask, nbytes, now_s)
+        carried.ever |= mask & carried.acked  # had by another way, so nothing of it is under way
+        if mask & ~carried.acked:
+            missing = mask & ~carried.acked
+            self._note_sent(carried, missing, record.bytes_of(missing), now_s)
         self._partly_carried = carried if carried.ever != carried.full else None
         self.carried_bursts += 1
         self.carried_bytes += nbytes

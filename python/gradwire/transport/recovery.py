@@ -1,11 +1,11 @@
-"""How fast to send and when to give up waiting: round-trip times and a rate controller that tolerates loss.
+"""How fast to send: a rate controller that tolerates loss.
 
 Loss on a wireless or long-distance link says nothing about congestion, and a controller that halves on every loss gets
 about 9 Mbit/s at 1 % loss and 20 ms. This one measures what the path delivers: it paces at the highest delivery rate
 seen lately and keeps about two bandwidth-delay products in flight.
 
-Source: RFC 9002 (round-trip estimation, probe timeout); draft-cardwell-iccrg-bbr-congestion-control-00 and
-draft-cheng-iccrg-delivery-rate-estimation-00, from which the four phases and the delivery-rate sample are taken.
+Source: draft-cardwell-iccrg-bbr-congestion-control-00 and draft-cheng-iccrg-delivery-rate-estimation-00, from which the
+four phases and the delivery-rate sample are taken.
 """
 
 from __future__ import annotations
@@ -13,18 +13,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
+from .overflow import FIRST_BYTES, LOSS_COMPENSATION_MAX, Bound, RoundTrip
+from .round_trips import ACK_DELAY_MAX_S, RttEstimator
 from .wire import BURST_BYTES_MAX, RECORD_BURSTS_MAX
 
-RTT_INITIAL_S: Final = 0.1
-RTT_VARIATION_FLOOR_S: Final = 0.001  # the timers of a busy machine are no better
-ACK_DELAY_MAX_S: Final = 0.001
-LOSS_DELAY_FLOOR_S: Final = 0.0005
-PTO_MAX_S: Final = 1.0
-MIN_RTT_WINDOW_S: Final = 10.0
-
-WINDOW_INITIAL_BYTES: Final = (
-    65_536  # one burst: with two, 16 senders at once overflow a switch at the start
-)
+WINDOW_INITIAL_BYTES: Final = FIRST_BYTES  # one burst
 WINDOW_MIN_BYTES: Final = 16_384
 UNPACED_LOSS: Final = 0.01
 WINDOW_MAX_BYTES: Final = 1 << 28
@@ -51,80 +44,20 @@ RATE_FILTER_ROUNDS: Final = 10
 FULL_GROWTH: Final = 1.25
 FULL_ROUNDS: Final = 3
 OVERFLOW_LOSS: Final = 0.1
-LOSS_COMPENSATION_MAX: Final = 0.3
-
-
-class RttEstimator:
-    """Smoothed round-trip time, its variation, and the minimum of the last ten seconds.
-
-    Args:
-        slack_s: how much longer to wait before anything counts as lost. Where what is sent later by a quicker way can
-            overtake, its acknowledgement says nothing about the slower way, whose own may be held back.
-    """
-
-    def __init__(self, slack_s: float = 0.0) -> None:
-        self.slack_s = slack_s
-        self.smoothed_s = 0.0
-        self.variation_s = 0.0
-        self.latest_s = 0.0
-        self.minimum_s = 0.0
-        self._minimum_at_s = 0.0
-        self._next_s = self._next_at_s = 0.0  # the next smallest, which will follow it
-        self._is_guess = False
-
-    def set_guess(self, sample_s: float, now_s: float) -> None:
-        """Take a time that may be too long, because it is not known which of several datagrams was answered."""
-        if self.smoothed_s == 0.0:
-            self.add_sample(sample_s, now_s)
-            self._is_guess = True
-
-    def add_sample(self, sample_s: float, now_s: float) -> None:
-        """Take one measured round trip."""
-        sample_s = max(sample_s, 1e-6)
-        self.latest_s = sample_s
-        if self.smoothed_s == 0.0 or self._is_guess:
-            self._is_guess = False
-            self.smoothed_s, self.variation_s = sample_s, sample_s / 2
-            self._set_minimum(sample_s, now_s)
-            return
-        self.variation_s += (abs(self.smoothed_s - sample_s) - self.variation_s) / 4
-        self.smoothed_s += (sample_s - self.smoothed_s) / 8
-        if sample_s <= self.minimum_s:
-            self._set_minimum(sample_s, now_s)
-        else:
-            self._look_for_next_minimum(sample_s, now_s)
-
-    def _set_minimum(self, sample_s: float, at_s: float) -> None:
-        self.minimum_s, self._minimum_at_s = sample_s, at_s
-        self._next_s = float("inf")
-
-    def _look_for_next_minimum(self, sample_s: float, now_s: float) -> None:
-        """Have another one ready when the minimum is too old: what comes just then may be that of a full queue."""
-        if sample_s <= self._next_s or now_s - self._next_at_s > MIN_RTT_WINDOW_S / 2:
-            self._next_s, self._next_at_s = sample_s, now_s
-        if now_s - self._minimum_at_s > MIN_RTT_WINDOW_S:
-            self._set_minimum(self._next_s, self._next_at_s)
-
-    @property
-    def probe_timeout_s(self) -> float:
-        """How long to wait for an acknowledgement before probing."""
-        if self.smoothed_s == 0.0:
-            return 2 * RTT_INITIAL_S
-        return self.smoothed_s + max(4 * self.variation_s, RTT_VARIATION_FLOOR_S) + ACK_DELAY_MAX_S
-
-    @property
-    def loss_delay_s(self) -> float:
-        """How long after its sending a fragment counts as lost, once something sent later has arrived."""
-        tolerated_s = max(
-            1.125 * max(self.smoothed_s, self.latest_s), self.smoothed_s + 2 * self.variation_s
-        )
-        return max(tolerated_s, LOSS_DELAY_FLOOR_S) + self.slack_s
+OVERRATED: Final = 2.0
 
 
 class SendMark:
     """The state of delivery when a burst left; an acknowledgement of the burst turns it into a rate sample."""
 
-    __slots__ = ("app_limited", "delivered_at_s", "delivered_bytes", "first_sent_at_s", "sent_at_s")
+    __slots__ = (
+        "app_limited",
+        "delivered_at_s",
+        "delivered_bytes",
+        "first_sent_at_s",
+        "in_flight_bytes",
+        "sent_at_s",
+    )
 
     def __init__(
         self,
@@ -133,7 +66,9 @@ class SendMark:
         delivered_at_s: float,
         first_sent_at_s: float,
         app_limited: bool,
+        in_flight_bytes: int,
     ) -> None:
+        self.in_flight_bytes = in_flight_bytes
         self.sent_at_s = sent_at_s
         self.delivered_bytes = delivered_bytes
         self.delivered_at_s = delivered_at_s
@@ -182,6 +117,7 @@ class RateController:
 
     Attributes:
         cycle: the gains with which it probes.
+        bound: the most that may be in flight, as far as queues on the way go.
         bytes_in_flight: sent and neither acknowledged nor given up.
         window_bytes: the most that may be in flight.
         burst_bytes: how much may leave at once: half a millisecond's worth; without loss four, up to one system call's
@@ -193,6 +129,7 @@ class RateController:
     def __init__(self, rtt: RttEstimator) -> None:
         self._rtt = rtt
         self.cycle = GainCycle()
+        self.bound = Bound()
         self.bytes_in_flight = 0
         self.window_bytes = WINDOW_INITIAL_BYTES
         self.burst_bytes = BURST_MAX_BYTES
@@ -205,14 +142,13 @@ class RateController:
         self._app_limited_until_bytes = 0
         self._round = 0
         self._round_ends_at_bytes = 0
-        self._round_began_at_bytes = 0
-        self._round_lost_bytes = 0
         self._rates: deque[tuple[int, float]] = deque()
         self._phase = "startup"
         self._full_rate = 0.0
         self._full_rounds = 0
         self._next_send_at_s = 0.0
         self._pace = 0.0
+        self._seen = RoundTrip(0.0)
 
     @property
     def rate_bytes_per_s(self) -> float:
@@ -255,10 +191,15 @@ class RateController:
         if self.bytes_in_flight == 0:
             self._first_sent_at_s = self._delivered_at_s = now_s
         limited = self._delivered_bytes < self._app_limited_until_bytes
+        self.bytes_in_flight = in_flight_bytes = self.bytes_in_flight + sent_bytes
         mark = SendMark(
-            now_s, self._delivered_bytes, self._delivered_at_s, self._first_sent_at_s, limited
+            now_s,
+            self._delivered_bytes,
+            self._delivered_at_s,
+            self._first_sent_at_s,
+            limited,
+            in_flight_bytes,
         )
-        self.bytes_in_flight += sent_bytes
         if self._pace > 0.0:
             earliest_s = max(self._next_send_at_s, now_s - PACING_SLACK_S)
             self._next_send_at_s = earliest_s + sent_bytes / self._pace
@@ -271,8 +212,36 @@ class RateController:
     def on_lost(self, lost_bytes: int) -> None:
         """Account for bytes declared lost."""
         self.bytes_in_flight -= lost_bytes
-        self._round_lost_bytes += lost_bytes
+        self._seen.lost_bytes += lost_bytes
         self.loss_rate += min(1.0, lost_bytes / BURST_MAX_BYTES) * (1.0 - self.loss_rate) / 16
+
+    def share_link(self, paths: int) -> None:
+        """Take note of how many paths leave this node; those within the machine share nothing."""
+        if not self.is_local:
+            is_first = not self._delivered_bytes and not self.bytes_in_flight
+            self.bound.share(paths, is_first=is_first)
+            if is_first:
+                self.window_bytes = self.burst_bytes = self.bound.bytes
+
+    def _learn_from_round_trip(self, now_s: float) -> None:
+        seen = self._seen
+        if self.is_local:
+            seen.lost_bytes = seen.delivered_bytes = 0
+            return
+        self._seen = RoundTrip(now_s)
+        if self.bound.on_round_trip(seen, self._rtt.minimum_s, now_s):
+            self._on_overflow(now_s)
+
+    def _on_overflow(self, now_s: float) -> None:
+        """Forget a rate that was only that of a burst, and start no more."""
+        rate = self.bound.rate_bytes_per_s
+        if 0.0 < rate * OVERRATED < self.rate_bytes_per_s:
+            self._rates.clear()
+            self._rates.append((self._round, rate))
+        if self._phase == "startup" and self._rates:
+            self._phase = "probe"
+            self.cycle.full_rate = self.rate_bytes_per_s
+            self.cycle.restart(now_s)
 
     def on_abandoned(self, abandoned_bytes: int) -> None:
         """Account for bytes that nobody waits for any more."""
@@ -282,6 +251,8 @@ class RateController:
         """Account for bytes acknowledged now, of which the most recently sent carried ``mark``."""
         self.bytes_in_flight -= delivered_bytes
         self._delivered_bytes += delivered_bytes
+        seen = self._seen
+        seen.delivered_bytes += delivered_bytes
         self._delivered_at_s = now_s
         self._first_sent_at_s = mark.sent_at_s
         self.loss_rate -= min(1.0, delivered_bytes / BURST_MAX_BYTES) * self.loss_rate / 16
@@ -291,12 +262,16 @@ class RateController:
             self._round_ends_at_bytes = self._delivered_bytes
         interval_s = max(now_s - mark.delivered_at_s, mark.sent_at_s - mark.first_sent_at_s)
         if interval_s >= self._rtt.minimum_s > 0.0:
-            self._add_rate(
-                (self._delivered_bytes - mark.delivered_bytes) / interval_s, mark.app_limited
-            )
+            rate = (self._delivered_bytes - mark.delivered_bytes) / interval_s
+            self._add_rate(rate, mark.app_limited)
+            if rate > seen.rate_bytes_per_s:
+                seen.rate_bytes_per_s = rate
+        if not self.is_local:
+            seen.longest_s = max(seen.longest_s, self._rtt.latest_s)
+            seen.in_flight_bytes = max(seen.in_flight_bytes, mark.in_flight_bytes)
         self._advance_phase(new_round, mark.app_limited, now_s)
         if new_round:
-            self._round_lost_bytes, self._round_began_at_bytes = 0, self._delivered_bytes
+            self._learn_from_round_trip(now_s)
         self._update_window()
         self._pace = self._pacing_rate()
         if self._pace > 0.0:
@@ -337,12 +312,7 @@ class RateController:
             self._full_rate, self._full_rounds = self.rate_bytes_per_s, 0
             return False
         # No growth and much loss: the queue at the bottleneck overflows already.
-        lost, delivered = (
-            self._round_lost_bytes,
-            max(1, self._delivered_bytes - self._round_began_at_bytes),
-        )
-        is_overflowing = lost > OVERFLOW_LOSS * (lost + delivered)
-        self._full_rounds += FULL_ROUNDS if is_overflowing else 1
+        self._full_rounds += FULL_ROUNDS if self._seen.lost_share > OVERFLOW_LOSS else 1
         return self._full_rounds >= FULL_ROUNDS
 
     def _update_window(self) -> None:
@@ -353,6 +323,8 @@ class RateController:
         target = int(gain * self._bandwidth_delay_bytes() + min(slack, most))
         floor = WINDOW_INITIAL_BYTES if self._phase == "startup" else WINDOW_MIN_BYTES
         self.window_bytes = max(floor, min(target, WINDOW_MAX_BYTES))
+        if not self.is_local:
+            self.window_bytes = min(self.window_bytes, self.bound.bytes)
 
     def _bandwidth_delay_bytes(self) -> float:
         return self.rate_bytes_per_s * self._rtt.minimum_s

@@ -19,8 +19,8 @@ from .membership import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
 from .model import Address, Peer, PeerStats, Ticket, Transmit, format_address
 from .outbound import Outbound, Sending
 from .path_mtu import PathMtu
-from .recovery import RttEstimator
 from .relay import Forwarder
+from .round_trips import RttEstimator
 from .wire import (
     CONTROL,
     CONTROL_PLAINTEXT_MAX,
