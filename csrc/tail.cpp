@@ -13,10 +13,9 @@ namespace {
 constexpr double kExceeding = 640;  // wanted in the sample; a third is left where the stride is just above 1
 constexpr double kSampledMin = 4096;
 constexpr double kSampledMax = uint64_t{1} << 18;
-constexpr uint32_t kInfinity = 0x7f800000;
 constexpr unsigned kFineShift = 17;    // 64 bins to the octave: the upper 15 bits of a float32
 constexpr unsigned kCoarseShift = 19;  // 16 bins to the octave
-constexpr unsigned kAllBins = kInfinity >> kFineShift;
+constexpr unsigned kAllBins = kTailInfinity >> kFineShift;
 constexpr unsigned kWindowBins = 2048;  // 32 octaves
 constexpr uint64_t kCoarseEvery = 16;   // groups, of those that are sampled, that the first look takes
 
@@ -86,7 +85,7 @@ class Histogram {
     void begin_at(unsigned shift, unsigned lowest_bin, unsigned most_bins) {
         shift_ = shift;
         lowest_ = highest_ = lowest_bin;
-        bins_.assign(std::min(most_bins, (kInfinity >> shift) - lowest_bin), 0);
+        bins_.assign(std::min(most_bins, (kTailInfinity >> shift) - lowest_bin), 0);
         beyond_ = false;
     }
     // The least that is counted.
@@ -130,7 +129,7 @@ class Histogram {
     bool beyond_ = false;
 };
 
-double bin_edge(unsigned bin) { return bit_cast<float>(std::min(bin << kFineShift, kInfinity - 1)); }
+double bin_edge(unsigned bin) { return bit_cast<float>(std::min(bin << kFineShift, kTailInfinity - 1)); }
 
 // About the magnitude that `want` elements reach or exceed: linear inside a bin. False where the window was too small
 // to tell.

@@ -112,6 +112,7 @@ using AddBitmapFunction = uint64_t (*)(const BitRun& changed, const BitRun& minu
 // residuals agree with their updates in sign. Values behind `count` are zero and exceed nothing.
 inline constexpr uint64_t kTailGroup = 16;
 inline constexpr unsigned kTailQuantiles = 4;
+inline constexpr uint32_t kTailInfinity = 0x7f800000;  // the bits of what no magnitude that counts reaches
 struct TailGroup {
     uint32_t bits[kTailQuantiles][kTailGroup];
     uint32_t exceeding[kTailQuantiles];  // bit i: of element i

@@ -8,8 +8,6 @@
 namespace gradwire {
 namespace {
 
-constexpr uint32_t kInfinityBits = 0x7f800000;
-
 GRADWIRE_HD inline float copy_sign(float magnitude, float sign) { return __builtin_copysignf(magnitude, sign); }
 GRADWIRE_HD inline double copy_sign(double magnitude, double sign) { return __builtin_copysign(magnitude, sign); }
 
@@ -34,13 +32,13 @@ GRADWIRE_HD inline Residual sum_of_finite(Residual before, Residual added) {
 GRADWIRE_HD inline bool is_any_infinite(const uint32_t* bits) {
     uint32_t most = 0;
     for (uint64_t i = 0; i < kTailGroup; ++i) most = bits[i] > most ? bits[i] : most;
-    return most >= kInfinityBits;
+    return most >= kTailInfinity;
 }
 
 GRADWIRE_HD inline uint32_t exceeding(const uint32_t* bits, uint32_t cut) {
     uint32_t mask = 0;
     for (uint64_t i = 0; i < kTailGroup; ++i)
-        mask |= static_cast<uint32_t>(bits[i] - cut < kInfinityBits - cut) << i;  // less than the cut wraps around
+        mask |= static_cast<uint32_t>(bits[i] - cut < kTailInfinity - cut) << i;  // less than the cut wraps around
     return mask;
 }
 

@@ -10,7 +10,6 @@
 namespace gradwire::cuda {
 
 inline constexpr unsigned kTailShift = 17;  // 64 bins to the octave
-inline constexpr uint32_t kTailInfinity = 0x7f800000;
 inline constexpr unsigned kTailBins = kTailInfinity >> kTailShift;
 
 GRADWIRE_HD inline void count_one(uint32_t* bin) {
