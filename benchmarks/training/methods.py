@@ -195,9 +195,8 @@ class Hook(Dense):
 
     @property
     def clip_norm(self) -> float:
-        return self.task.clip_norm / (
-            1.0 - self.state.momentum
-        )  # of gradients that have their momentum
+        # Of gradients that have their momentum already.
+        return self.task.clip_norm / (1.0 - self.state.momentum)
 
     def totals(self) -> dict[str, float]:
         stats = self.state.stats

@@ -51,6 +51,20 @@ class Rank:
         return sent
 
 
+def put_in(*, skips: bool) -> Any:
+    """Return what both ranks' gradients come to with their momentum, with or without the element that is skipped."""
+    total = torch.zeros(())
+    for number in (0, 1):
+        rank = Rank()
+        for step in range(STEPS):
+            gradient = flat_inputs(number, step).double()
+            if skips and (number, step) == (1, 0):
+                gradient[SKIPPED] = 0.0
+            rank.send(gradient, masks=False)
+            total = total + rank.velocity
+    return total
+
+
 @pytest.mark.parametrize("warmup_steps", [0, 4])
 @pytest.mark.parametrize("masks", [True, False])
 def test_gradients_gather_momentum_before_they_are_encoded(
@@ -101,16 +115,7 @@ def skip_with_momentum(rank: int) -> Any:
 
 def test_an_element_that_is_left_out_begins_again_without_momentum(two_ranks: Ranks) -> None:
     (params, first), (_, second) = two_ranks.run(skip_with_momentum)
-    ranks = [Rank(), Rank()]
-    put_in = torch.zeros(())
-    for step in range(STEPS):
-        for number, rank in enumerate(ranks):
-            gradient = flat_inputs(number, step).double()
-            if (number, step) == (1, 0):
-                gradient[SKIPPED] = 0.0
-            rank.send(gradient, masks=False)
-            put_in = put_in + rank.velocity
-    assert torch.equal(-2.0 * params + first + second, put_in)
+    assert torch.equal(-2.0 * params + first + second, put_in(skips=True))
 
 
 def train_with_scaler(rank: int) -> Any:
@@ -127,13 +132,7 @@ def train_with_scaler(rank: int) -> Any:
 
 def test_a_loss_scale_that_changes_rescales_the_momentum(two_ranks: Ranks) -> None:
     (params, first), (_, second) = two_ranks.run(train_with_scaler)
-    ranks = [Rank(), Rank()]
-    put_in = torch.zeros(())
-    for step in range(STEPS):
-        for number, rank in enumerate(ranks):
-            rank.send(flat_inputs(number, step).double(), masks=False)
-            put_in = put_in + rank.velocity
-    assert torch.equal(-2.0 * params + first + second, put_in)
+    assert torch.equal(-2.0 * params + first + second, put_in(skips=False))
 
 
 def load_into_a_state_without(rank: int) -> None:

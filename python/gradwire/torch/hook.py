@@ -339,7 +339,6 @@ class ThresholdState:
         staging = Staging(buffer)
         home = self._residuals.bucket(bucket.index(), bucket.parameters(), _dtype_of(buffer))
         staging.host.copy_(home.update(staging.fetch()))
-
         self._whole.append(home)
 
         def note(future: "torch.futures.Future[torch.Tensor]") -> torch.Tensor:
