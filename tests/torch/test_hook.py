@@ -27,6 +27,7 @@ pytestmark = pytest.mark.torch
 
 STEPS = 12
 THRESHOLD = 2.0**-1
+SMALL = 2  # the place of a parameter whose gradients are small
 
 
 def residual(state: ThresholdState) -> Any:
@@ -38,10 +39,17 @@ def residual(state: ThresholdState) -> Any:
 class Training:
     """One rank's model, its hook, and plain gradient descent with a learning rate of 1."""
 
-    def __init__(self, rank: int, hook: Any = threshold_hook, **options: Any) -> None:
+    def __init__(
+        self,
+        rank: int,
+        hook: Any = threshold_hook,
+        *,
+        bucket_cap_mb: float = BUCKET_CAP_MB,
+        **options: Any,
+    ) -> None:
         self.rank = rank
         self.model = Linear()
-        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=BUCKET_CAP_MB)
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=bucket_cap_mb)
         options = {"threshold": gw.FixedThreshold(THRESHOLD), "warmup_steps": 0, **options}
         self.state = ThresholdState(parameters=self.model.named_parameters(), **options)
         self.ddp.register_comm_hook(self.state, hook)
@@ -114,6 +122,35 @@ def test_rearranged_buckets_keep_the_residual_of_every_parameter(two_ranks: Rank
     assert len(after) > 1
     assert rest == [after, after]
     assert torch.equal(-2.0 * params + first + second, expected_sum(range(4)))
+
+
+def train_in_buckets(rank: int, bucket_cap_mb: float) -> Any:
+    """Train with thresholds that follow the gradients; those of one parameter are a thousand times as small."""
+    training = Training(rank, bucket_cap_mb=bucket_cap_mb, threshold=gw.TargetDensity(0.1, 0.5))
+    for step in range(STEPS):
+        training.optimizer.zero_grad()
+        ours = inputs(rank, step)
+        ours[SMALL] /= 1024.0
+        training.ddp(ours).backward()
+        training.optimizer.step()
+    saved = training.state.state_dict()["residuals"]["parameters"]
+    thresholds = [saved[f"weights.{place}"]["threshold"] for place in range(5)]
+    return [weight.detach() for weight in training.model.weights], thresholds
+
+
+def test_a_parameter_with_small_gradients_is_heard_beside_others(two_ranks: Ranks) -> None:
+    (weights, thresholds), _ = two_ranks.run(train_in_buckets, 100.0)
+    assert weights[SMALL].count_nonzero() > 0.5 * weights[SMALL].numel()
+    for place, threshold in enumerate(thresholds):
+        scale = 1 / 1024 if place == SMALL else 1.0
+        assert 0.5 * scale < threshold < 4.0 * scale, f"weights.{place}"
+
+
+def test_how_ddp_arranges_its_buckets_changes_no_bit(two_ranks: Ranks) -> None:
+    (weights, thresholds), _ = two_ranks.run(train_in_buckets, BUCKET_CAP_MB)
+    (same, same_thresholds), _ = two_ranks.run(train_in_buckets, 100.0)
+    assert thresholds == same_thresholds
+    assert all(map(torch.equal, weights, same))
 
 
 def accumulate(rank: int) -> Any:

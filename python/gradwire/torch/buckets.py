@@ -1,9 +1,9 @@
-"""Residuals and momentum that belong to parameters, in encoders that belong to buckets."""
+"""One encoder for each parameter of a bucket, and its momentum; what they hold moves with the parameters."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from ..codec import Encoder
-from ..message import Message
+from ..errors import NonFiniteUpdate
+from ..message import Message, apply
 from ..state import check_format
 
 __all__ = ["Bucket", "Residuals"]
@@ -20,27 +21,32 @@ _STATE_FORMAT = 1
 
 
 class Bucket:
-    """What one bucket's gradients go through: local momentum, where there is one, and an encoder.
+    """What one bucket's gradients go through: local momentum, where there is one, and an encoder for each parameter.
 
     Args:
-        encoder: of as many elements as the bucket has.
+        encoders: of the parameters, in the order in which the bucket holds them.
         momentum: 0.0: none.
 
     Attributes:
-        encoder: as given.
+        encoders: as given.
+        ranges: of each parameter, its elements of the bucket.
         velocity: gradients with their momentum, in the residual's dtype; None without momentum.
     """
 
-    def __init__(self, encoder: Encoder, momentum: float) -> None:
-        self.encoder = encoder
+    def __init__(self, encoders: Sequence[Encoder], momentum: float) -> None:
+        self.encoders = tuple(encoders)
+        ends = list(itertools.accumulate((encoder.numel for encoder in encoders), initial=0))
+        self.ranges = [slice(*pair) for pair in itertools.pairwise(ends)]
         self._momentum = momentum
         self.velocity: torch.Tensor | None = None
         if momentum > 0.0:
-            self.velocity = torch.zeros_like(torch.from_numpy(encoder.residual))
+            self.velocity = torch.zeros(
+                ends[-1], dtype=torch.from_numpy(encoders[0].residual).dtype
+            )
             self._before = torch.empty_like(self.velocity)
 
     def update(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what the encoder is to take for a gradient: the new velocity, if there is any."""
+        """Return what the encoders are to take for a gradient: the new velocity, if there is any."""
         if self.velocity is None:
             return gradient
         torch.mul(self.velocity, self._momentum, out=self._before)
@@ -48,30 +54,74 @@ class Bucket:
         self.velocity, self._before = self._before, self.velocity
         return self.velocity
 
+    def encode(self, update: torch.Tensor) -> list[Message]:
+        """Return every parameter's message.
+
+        Raises:
+            NonFiniteUpdate: of the first parameter that was refused; the residuals hold what is finite of the update.
+        """
+        encoded: list[tuple[Encoder, Message]] = []
+        refused: NonFiniteUpdate | None = None
+        for encoder, elements in zip(self.encoders, self.ranges, strict=True):
+            try:
+                encoded.append((encoder, encoder.encode(update[elements])))
+            except NonFiniteUpdate as error:
+                refused = refused or error
+        if refused is not None:
+            for encoder, message in encoded:
+                apply(message, encoder.residual)
+            raise refused
+        return [message for _, message in encoded]
+
+    def check(self, messages: Sequence[Message]) -> None:
+        """Refuse another rank's messages if they are not one for each of these parameters.
+
+        Raises:
+            ValueError: with both sizes.
+        """
+        theirs = [message.numel for message in messages]
+        own = [encoder.numel for encoder in self.encoders]
+        if theirs != own:
+            raise ValueError(f"messages of {theirs} elements, here its parameters have {own}")
+
+    def put_back(self, messages: Sequence[Message]) -> None:
+        """Return to the residuals what was taken out of them as messages."""
+        for encoder, message in zip(self.encoders, messages, strict=True):
+            apply(message, encoder.residual)
+
+    def take_out(self, update: torch.Tensor) -> None:
+        """Take an update out of the residuals again, as far as it is finite, and out of the velocity."""
+        for encoder, elements in zip(self.encoders, self.ranges, strict=True):
+            residual = torch.from_numpy(encoder.residual)
+            finite = torch.nan_to_num(update[elements].to(residual.dtype), 0.0, 0.0, 0.0)
+            residual.sub_(finite)
+        self.revert()
+
     def revert(self) -> None:
         """Make the velocity what it was before the last update."""
         if self.velocity is not None:
             self.velocity, self._before = self._before, self.velocity
 
     def forget_nonfinite(self) -> None:
-        """Let elements that are not finite, which the encoder has left out, begin again without momentum."""
+        """Let elements that are not finite, which the encoders have left out, begin again without momentum."""
         if self.velocity is not None:
             torch.nan_to_num(self.velocity, nan=0.0, posinf=0.0, neginf=0.0, out=self.velocity)
 
-    def mask(self, message: Message) -> None:
-        """Take the momentum from the elements that a message holds."""
-        if self.velocity is not None:
+    def mask(self, messages: Sequence[Message]) -> None:
+        """Take the momentum from the elements that messages hold."""
+        if self.velocity is None:
+            return
+        for message, elements in zip(messages, self.ranges, strict=True):
             positions, _ = message.entries()
-            self.velocity.numpy()[positions] = 0.0
+            self.velocity[elements].numpy()[positions] = 0.0
 
 
 @dataclass(frozen=True)
 class _Home:
-    """Where one parameter's residual and velocity are: a range of elements of a bucket's."""
+    """Where one parameter's residual and velocity are: its place in a bucket."""
 
     bucket: Bucket
-    begin: int
-    end: int
+    place: int
 
 
 @dataclass(frozen=True)
@@ -85,17 +135,16 @@ class _Moved:
 
 
 class Residuals:
-    """One encoder per bucket; what it has not sent yet belongs to the parameters and moves with them.
+    """The buckets; what their encoders have not sent yet belongs to the parameters and moves with them.
 
     DDP decides which parameters share a bucket, and decides again after the first iteration. When the parameters of a
-    bucket are others than before, a new one is made and takes over residual and velocity of each, and the mean of their
-    thresholds, weighted with the elements (the geometric mean: thresholds differ by factors).
+    bucket are others than before, a new one is made and takes over residual, velocity and threshold of each.
 
     A checkpoint names parameters: by the names given, otherwise by their place counted from the end, which is the order
     in which DDP's first buckets bring them.
 
     Args:
-        make: makes an encoder of so many elements, of this dtype and with this key.
+        make: makes an encoder of so many elements, of this dtype and with this key: its place in the bucket.
         momentum: of every bucket.
     """
 
@@ -118,7 +167,7 @@ class Residuals:
         """
         members = tuple(map(id, parameters))
         if self._members.get(index) != members:
-            self._buckets[index] = self._rebuild(index, parameters, dtype)
+            self._buckets[index] = self._rebuild(parameters, dtype)
             self._members[index] = members
         return self._buckets[index]
 
@@ -154,10 +203,11 @@ class Residuals:
     def rescale(self, factor: float) -> None:
         """Multiply all residuals, velocities and thresholds."""
         for bucket in self.buckets:
-            state = bucket.encoder.state_dict()
-            state["residual"] *= state["residual"].dtype.type(factor)
-            state["threshold"] *= factor
-            bucket.encoder.load_state_dict(state)
+            for encoder in bucket.encoders:
+                state = encoder.state_dict()
+                state["residual"] *= state["residual"].dtype.type(factor)
+                state["threshold"] *= factor
+                encoder.load_state_dict(state)
             if bucket.velocity is not None:
                 bucket.velocity.mul_(factor)
         self._loaded = {
@@ -212,29 +262,24 @@ class Residuals:
         self._members.clear()
         self._homes.clear()
 
-    def _rebuild(self, index: int, parameters: Sequence[torch.Tensor], dtype: str) -> Bucket:
-        """Make a bucket and move the parameters' residuals and velocities in."""
-        numels = [parameter.numel() for parameter in parameters]
-        bucket = Bucket(self._make(sum(numels), dtype, index), self._momentum)
+    def _rebuild(self, parameters: Sequence[torch.Tensor], dtype: str) -> Bucket:
+        """Make a bucket and move in what the parameters have."""
         # DDP's first buckets hold the parameters from the last to the first, but in order within each.
         for parameter in reversed(parameters):
             self._parameters[id(parameter)] = parameter
             self._names.setdefault(id(parameter), str(len(self._names)))
         moved = [self._leave(parameter, dtype) for parameter in parameters]
-        begins = np.cumsum([0, *numels])
-        with_state = [(one, numel) for one, numel in zip(moved, numels, strict=True) if one]
-        if with_state:
-            state = bucket.encoder.state_dict()
-            for one, begin, end in zip(moved, begins, begins[1:], strict=False):
-                if one:
-                    state["residual"][begin:end] = one.residual
-                if one and bucket.velocity is not None and one.velocity is not None:
-                    bucket.velocity.numpy()[begin:end] = one.velocity
-            state["threshold"] = _mean_threshold(with_state)
-            state["step"] = max(one.step for one, _ in with_state)
-            bucket.encoder.load_state_dict(state)
-        for parameter, begin, end in zip(parameters, begins, begins[1:], strict=False):
-            self._homes[id(parameter)] = _Home(bucket, int(begin), int(end))
+        bucket = Bucket(
+            [
+                self._make(parameter.numel(), dtype, place)
+                for place, parameter in enumerate(parameters)
+            ],
+            self._momentum,
+        )
+        for place, (parameter, one) in enumerate(zip(parameters, moved, strict=True)):
+            if one:
+                _settle(bucket, place, one)
+            self._homes[id(parameter)] = _Home(bucket, place)
         return bucket
 
     def _leave(self, parameter: torch.Tensor, dtype: str) -> _Moved | None:
@@ -256,13 +301,16 @@ class Residuals:
 
 
 def _take(home: _Home) -> _Moved:
-    bucket, encoder = home.bucket, home.bucket.encoder
-    velocity = None if bucket.velocity is None else bucket.velocity.numpy()[home.begin : home.end]
-    residual = encoder.residual[home.begin : home.end]
-    return _Moved(residual, velocity, encoder.threshold, encoder.step)
+    bucket, encoder = home.bucket, home.bucket.encoders[home.place]
+    elements = bucket.ranges[home.place]
+    velocity = None if bucket.velocity is None else bucket.velocity.numpy()[elements]
+    return _Moved(encoder.residual, velocity, encoder.threshold, encoder.step)
 
 
-def _mean_threshold(moved: Iterable[tuple[_Moved, int]]) -> float:
-    weighted = [(max(numel, 1), math.log(one.threshold)) for one, numel in moved]
-    total = sum(weight for weight, _ in weighted)
-    return math.exp(sum(weight * value for weight, value in weighted) / total)
+def _settle(bucket: Bucket, place: int, moved: _Moved) -> None:
+    """Put in what a parameter has brought along."""
+    encoder = bucket.encoders[place]
+    state = {"residual": moved.residual, "threshold": moved.threshold, "step": moved.step}
+    encoder.load_state_dict({**encoder.state_dict(), **state})
+    if bucket.velocity is not None and moved.velocity is not None:
+        bucket.velocity.numpy()[bucket.ranges[place]] = moved.velocity

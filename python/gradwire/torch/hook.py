@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
-from ..message import Message, apply, apply_many
+from ..message import Message, apply_many, parse_many
 from ..policy import ResidualClip, ShakeUp, TargetDensity, ThresholdPolicy
 from ..state import check_format
 from .buckets import Bucket, Residuals
@@ -72,15 +72,15 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Taken:
-    """A bucket whose encoder has taken an update, and the message it made: None, if the update was not finite."""
+    """A bucket whose encoders have taken an update, and their messages: None, if the update was not finite."""
 
     bucket: Bucket
     update: torch.Tensor
-    message: Message | None
+    messages: list[Message] | None
 
     @property
     def payload(self) -> memoryview:
-        return memoryview(b"" if self.message is None else self.message)
+        return memoryview(b"".join(map(bytes, self.messages or ())))
 
 
 class ThresholdState:
@@ -92,9 +92,10 @@ class ThresholdState:
         ddp = DistributedDataParallel(model)
         ddp.register_comm_hook(state, threshold_hook)
 
-    **What is sent.** Every bucket's gradient goes through an encoder; the messages of all ranks are gathered, decoded
-    and averaged, in the order of the ranks, so that all of them hold the same bits. What was not sent stays in a
-    residual that belongs to the parameters: however DDP arranges its buckets, each keeps its own.
+    **What is sent.** Every parameter's gradient goes through an encoder, so each has a threshold of its own: with one
+    for all, layers with small gradients would hardly be heard. The messages of a bucket travel together; those of all
+    ranks are gathered, decoded and averaged, in the order of the ranks, so that all of them hold the same bits. What
+    was not sent stays in a residual, which the parameter keeps however DDP arranges its buckets.
 
     **What waits.** The hook itself returns at once; encoding and gathering go on in a thread of this state beside the
     backward pass, in a process group of its own (so that they cannot meet SyncBatchNorm's collectives). The gradients
@@ -121,7 +122,7 @@ class ThresholdState:
 
     Args:
         process_group: as given to DDP; None is the default group. Not pickled.
-        threshold: policy of the threshold, one per bucket.
+        threshold: policy of the thresholds, one per parameter.
         shakeup: periodic messages with a smaller threshold, or None.
         clip: periodic clipping of the residual, or None.
         momentum: of the local momentum correction, in [0, 1); 0.0: none.
@@ -371,11 +372,12 @@ class ThresholdState:
             self._jobs.append(job)
             begin_s = time.perf_counter()
             taken = job.taken = self._encode(job)
+            payload = taken.payload
             encoded_s = time.perf_counter()
-            job.gathered = gather(job.step, job.index, taken.payload, taken.message is None)
+            job.gathered = gather(job.step, job.index, payload, taken.messages is None)
             self._encode_s += encoded_s - begin_s
             self._gather_s += time.perf_counter() - encoded_s
-            self._message_bytes += taken.payload.nbytes
+            self._message_bytes += payload.nbytes
             if job.is_last:
                 self._residuals.check_all_taken()
                 self._finish_step()
@@ -398,13 +400,13 @@ class ThresholdState:
         bucket = self._residuals.bucket(job.index, job.parameters, _dtype_of(job.buffer))
         update = bucket.update(job.staging.fetch())
         try:
-            message = bucket.encoder.encode(update)
+            messages = bucket.encode(update)
         except NonFiniteUpdate as error:
             _LOG.warning("step %d, bucket %d: %s", job.step, job.index, error)
             return _Taken(bucket, update, None)
         if self.on_nonfinite == "skip":
             bucket.forget_nonfinite()
-        return _Taken(bucket, update, message)
+        return _Taken(bucket, update, messages)
 
     def _finish_step(self) -> None:
         """Turn the gradients of all buckets into the average of what the ranks sent."""
@@ -418,11 +420,14 @@ class ThresholdState:
                 job.staging.fill(float("nan"))
         else:
             # All are checked before the first gradient changes.
-            for job, messages in [(job, _parse(job)) for job in jobs]:
+            for job, payloads in [(job, _parse(job)) for job in jobs]:
+                taken = _taken(job)
                 job.staging.fill(0.0)
-                apply_many(messages, job.staging.host, scale=1.0 / len(messages))
-                if self.factor_masking and job.taken and job.taken.message:
-                    job.taken.bucket.mask(job.taken.message)
+                for place, elements in enumerate(taken.bucket.ranges):
+                    messages = [payload[place] for payload in payloads]
+                    apply_many(messages, job.staging.host[elements], scale=1.0 / len(messages))
+                if self.factor_masking and taken.messages:
+                    taken.bucket.mask(taken.messages)
         self._jobs = []
         self._sparse_steps += 1
         self._skipped_steps += is_skipped
@@ -501,30 +506,34 @@ def _result(future: "torch.futures.Future[Any]") -> torch.Tensor:
     return value
 
 
-def _parse(job: _Job) -> list[Message]:
-    """Return everybody's messages for one bucket, by rank."""
-    messages = [Message.parse(one.payload) for one in job.gathered]
-    for rank, message in enumerate(messages):
-        if message.numel != job.buffer.numel():
+def _taken(job: _Job) -> _Taken:
+    if job.taken is None:
+        raise RuntimeError(f"bucket {job.index} of step {job.step} was not encoded")
+    return job.taken
+
+
+def _parse(job: _Job) -> list[list[Message]]:
+    """Return everybody's messages for one bucket, by rank, one for each of its parameters."""
+    payloads = [parse_many(one.payload) for one in job.gathered]
+    for rank, messages in enumerate(payloads):
+        try:
+            _taken(job).bucket.check(messages)
+        except ValueError as error:
             raise MessageError(
-                f"rank {rank} sent {message.numel} elements for bucket {job.index}, "
-                f"here it has {job.buffer.numel()}: begin with the same model on all ranks"
-            )
-    return messages
+                f"rank {rank} sent for bucket {job.index} {error}: begin with the same model on all ranks"
+            ) from error
+    return payloads
 
 
 def _put_back(job: _Job) -> None:
-    """Return to the residual what was taken out of it as a message."""
-    if job.taken is not None and job.taken.message is not None:
-        apply(job.taken.message, job.taken.bucket.encoder.residual)
+    """Return to the residuals what was taken out of them as messages."""
+    if job.taken is not None and job.taken.messages is not None:
+        job.taken.bucket.put_back(job.taken.messages)
 
 
 def _undo(job: _Job) -> None:
-    """Make residual and velocity what they were before this step."""
+    """Make residuals and velocity what they were before this step."""
     if job.taken is None:
         return
     _put_back(job)
-    residual = torch.from_numpy(job.taken.bucket.encoder.residual)
-    update = job.taken.update.to(residual.dtype)
-    residual.sub_(torch.nan_to_num(update, nan=0.0, posinf=0.0, neginf=0.0))
-    job.taken.bucket.revert()
+    job.taken.bucket.take_out(job.taken.update)
