@@ -1,7 +1,6 @@
 #include "tail.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
 
@@ -31,31 +30,35 @@ class Sample {
           threshold_(threshold),
           stride_(tail_stride(numel, density)) {}
 
+    // The quantiles that differ: without an update all four ask the same of the same values.
+    size_t quantiles() const { return update_ ? kTailQuantiles : 1; }
+
     // Calls visit(group, elements) for every `every`-th of them, with what is at least the `cuts`.
     template <class Visit>
     void for_each(uint64_t every, const uint32_t (&cuts)[kTailQuantiles], Visit visit) const {
         const auto measure = measure_function(Residual{});
+        const auto measure_alone = measure_alone_function(Residual{});
         const uint64_t stride = stride_ * every;
         static const std::vector<ConstArray> kNothing;
         ArrayCursor updates(update_ ? *update_ : kNothing, 0);
-        TailGroup group;
+        TailGroup group{};
         for (uint64_t first = 0; first < numel_; first += stride) {
             const uint64_t count = std::min(kTailGroup, numel_ - first);
             const Residual* before = residual_ + first;
-            const Residual* added = kZeros;
             Residual copies[2][kTailGroup];
             if (count < kTailGroup) before = copy_of(before, count, copies[0]);
             if (update_) {
-                added = take_from(updates, count, copies[1]);
+                const Residual* added = take_from(updates, count, copies[1]);
                 updates.advance(stride - count);
+                measure(before, added, count, threshold_, true, cuts, &group);
+            } else {
+                measure_alone(before, count, cuts[0], &group);
             }
-            measure(before, added, count, threshold_, update_ != nullptr, cuts, &group);
             visit(group, count);
         }
     }
 
   private:
-    static constexpr Residual kZeros[kTailGroup] = {};
     static const Residual* copy_of(const Residual* values, uint64_t count, Residual* copy) {
         std::fill(std::copy_n(values, count, copy), copy + kTailGroup, Residual{0});
         return copy;
@@ -71,6 +74,10 @@ class Sample {
     }
     static MeasureGroupFunction<float> measure_function(float) { return kernels().measure_group_float; }
     static MeasureGroupFunction<double> measure_function(double) { return kernels().measure_group_double; }
+    static MeasureResidualsFunction<float> measure_alone_function(float) { return kernels().measure_residuals_float; }
+    static MeasureResidualsFunction<double> measure_alone_function(double) {
+        return kernels().measure_residuals_double;
+    }
 
     const Residual* residual_;
     uint64_t numel_;
@@ -148,7 +155,7 @@ bool find_quantile(const Histogram& histogram, double want, double& quantile) {
     return histogram.is_whole();
 }
 
-using Histograms = std::array<Histogram, kTailQuantiles>;
+using Histograms = std::vector<Histogram>;  // one for each quantile that differs
 
 struct Counted {
     uint64_t elements = 0;
@@ -159,13 +166,13 @@ struct Counted {
 template <class Residual>
 Counted count(const Sample<Residual>& sample, uint64_t every, Histograms& histograms) {
     uint32_t cuts[kTailQuantiles];
-    for (unsigned q = 0; q < kTailQuantiles; ++q) cuts[q] = histograms[q].cut();
+    for (size_t q = 0; q < histograms.size(); ++q) cuts[q] = histograms[q].cut();
     Counted counted;
     sample.for_each(every, cuts, [&](const TailGroup& group, uint64_t elements) {
         counted.elements += elements;
         counted.agreeing += group.agreeing;
         counted.opposing += group.opposing;
-        for (unsigned q = 0; q < kTailQuantiles; ++q) histograms[q].add(group.bits[q], group.exceeding[q]);
+        for (size_t q = 0; q < histograms.size(); ++q) histograms[q].add(group.bits[q], group.exceeding[q]);
     });
     return counted;
 }
@@ -190,8 +197,11 @@ bool measure(const Sample<Residual>& sample, double density, Histograms& histogr
     const double want = density * static_cast<double>(counted.elements);
     const uint64_t either = counted.agreeing + counted.opposing;
     tail.agreement = either > 0 ? static_cast<double>(counted.agreeing) / static_cast<double>(either) : 0.5;
-    return find_quantile(histograms[0], want, tail.now) && find_quantile(histograms[1], want, tail.shuffled) &&
-           find_quantile(histograms[2], want, tail.next) && find_quantile(histograms[3], want, tail.same);
+    double* const found[kTailQuantiles] = {&tail.now, &tail.shuffled, &tail.next, &tail.same};
+    for (size_t q = 0; q < histograms.size(); ++q)
+        if (!find_quantile(histograms[q], want, *found[q])) return false;
+    for (size_t q = histograms.size(); q < kTailQuantiles; ++q) *found[q] = tail.now;
+    return true;
 }
 
 }  // namespace
@@ -208,7 +218,7 @@ Tail measure_tail(const Residual* residual, uint64_t numel, const std::vector<Co
     Tail tail;
     if (numel == 0) return tail;
     const Sample<Residual> sample(residual, numel, update, threshold, density);
-    Histograms histograms;
+    Histograms histograms(sample.quantiles());
     choose_windows(sample, density, histograms);
     if (measure(sample, density, histograms, tail)) return tail;
     for (Histogram& histogram : histograms) histogram.begin_at(kFineShift, 0, kAllBins);

@@ -122,6 +122,9 @@ struct TailGroup {
 template <class Residual>
 using MeasureGroupFunction = void (*)(const Residual* before, const Residual* added, uint64_t count, Residual threshold,
                                       bool has_update, const uint32_t* cuts, TailGroup* out);
+// The same of a step without an update: only the first magnitude, which the others equal. Counts no signs.
+template <class Residual>
+using MeasureResidualsFunction = void (*)(const Residual* before, uint64_t count, uint32_t cut, TailGroup* out);
 
 using Crc32cFunction = uint32_t (*)(uint32_t crc, const uint8_t* bytes, uint64_t size);
 
@@ -139,6 +142,8 @@ struct Kernels {
     AddBitmapFunction<double> add_bitmap_double;
     MeasureGroupFunction<float> measure_group_float;
     MeasureGroupFunction<double> measure_group_double;
+    MeasureResidualsFunction<float> measure_residuals_float;
+    MeasureResidualsFunction<double> measure_residuals_double;
     Crc32cFunction crc32c;
 };
 

@@ -31,6 +31,8 @@ constexpr Kernels make_kernels(const char* name) {
         add_bitmap<D>,
         measure_group<float>,
         measure_group<double>,
+        measure_residuals<float>,
+        measure_residuals<double>,
         crc32c};
 }
 

@@ -56,6 +56,13 @@ GRADWIRE_HD inline void count_signs(const Residual* before, const Residual* adde
     out->opposing = opposing;
 }
 
+// For a step without an update, where all four magnitudes of an element are the same: the first's part of `out`.
+template <class Residual>
+void measure_residuals(const Residual* before, uint64_t count, uint32_t cut, TailGroup* out) {
+    for (uint64_t i = 0; i < kTailGroup; ++i) out->bits[0][i] = magnitude_bits(before[i]);
+    out->exceeding[0] = exceeding(out->bits[0], cut) & ((1U << count) - 1);
+}
+
 template <class Residual>
 GRADWIRE_HD void measure_group(const Residual* before, const Residual* added, uint64_t count, Residual threshold,
                                bool has_update, const uint32_t* cuts, TailGroup* out) {
