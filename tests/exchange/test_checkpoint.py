@@ -22,7 +22,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"exact": True},
     {"momentum": 0.5, "clip_norm": 3.0},
     {"every": 2},
+    {"apply_residual": True},
+    {"apply_residual": True, "average": True, "moves": True},
+    {"apply_residual": True, "overlap": 1, "average": True, "moves": True},
+    {"overlap": 1},
 ]
+HALF = 6
 
 
 def update(rank: int, step: int) -> NDArray[np.float32]:
@@ -33,17 +38,30 @@ def update(rank: int, step: int) -> NDArray[np.float32]:
 def train(
     steps: range, options: dict[str, Any], starts: list[Any], seed: int = 0
 ) -> list[tuple[NDArray[np.float32], dict[str, Any]]]:
-    """Train one worker for each start (None, or parameters and state), and return theirs at the end."""
+    """Train one worker for each start (None, or parameters and state), and return theirs at the end.
+
+    With ``moves`` the workers add their updates to the parameters themselves. An overlapped step is finished where
+    training may be interrupted.
+    """
 
     def work(node: Any, rank: int) -> Any:
         enc = gw.Encoder(NUMEL, gw.TargetDensity(0.1), shakeup=gw.ShakeUp(every=3))
-        share = gw.Exchange(enc, node, peers=len(starts) - 1, **options)
+        moves = options.get("moves", False)
+        others = {name: value for name, value in options.items() if name != "moves"}
+        share = gw.Exchange(enc, node, peers=len(starts) - 1, **others)
         params = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32)
         if starts[rank] is not None:
             params, state = copy.deepcopy(starts[rank])
             share.load_state_dict(state)
+        share.join(params)
         for step in steps:
-            share.step(update(rank, step), params)
+            if moves:
+                params += update(rank, step)
+                share.step_moved(params)
+            else:
+                share.step(update(rank, step), params)
+            if "overlap" in options and step + 1 in (HALF, steps.stop):
+                share.catch_up(params)
         return params, share.state_dict()
 
     with cluster(seed) as made:
@@ -56,9 +74,9 @@ def train(
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_resumed_training_is_uninterrupted_training_bit_for_bit(options: dict[str, Any]) -> None:
     whole = train(range(12), options, [None, None], seed=1)
-    first = train(range(6), options, [None, None], seed=2)
+    first = train(range(HALF), options, [None, None], seed=2)
     stored = pickle.loads(pickle.dumps(first))
-    second = train(range(6, 12), options, stored, seed=3)
+    second = train(range(HALF, 12), options, stored, seed=3)
     for (params, state), (resumed, resumed_state) in zip(whole, second, strict=True):
         assert params.tobytes() == resumed.tobytes()
         residual, other = (one["encoders"][0]["residual"] for one in (state, resumed_state))

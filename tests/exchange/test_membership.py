@@ -25,16 +25,31 @@ def update(node_id: int, count: int) -> NDArray[np.float32]:
     return (rng.integers(-256, 256, NUMEL) / 2.0**12).astype(np.float32)
 
 
-class Trainer:
-    """One worker: it trains until the members have reached a step, and keeps account of what it put in."""
+OVERLAPPED: dict[str, dict[str, Any]] = {
+    "waiting": {},
+    "overlapped": {"overlap": 1},
+    "overlapped, moved": {"overlap": 1, "moves": True},
+    "overlapped, moved, residual": {"overlap": 1, "moves": True, "apply_residual": True},
+}
+overlapped_or_not = pytest.mark.parametrize("how", OVERLAPPED.values(), ids=OVERLAPPED.keys())
 
-    def __init__(self, world: Cluster, node_id: int, steps: int, **options: Any) -> None:
+
+class Trainer:
+    """One worker: it trains until the members have reached a step, and keeps account of what it put in.
+
+    With ``moves`` it adds its updates to the parameters itself.
+    """
+
+    def __init__(
+        self, world: Cluster, node_id: int, steps: int, *, moves: bool = False, **options: Any
+    ) -> None:
         self.world = world
         self.node: FakeNode = world.node(node_id)
         self.steps = steps
         self.encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
         self.share = gw.Exchange(self.encoder, self.node, timeout_s=20.0, digest_s=0.0, **options)
         self.params = START.copy()
+        self.moves, self.overlaps = moves, bool(options.get("overlap"))
         self.put_in = np.zeros(NUMEL)
         self.results: list[gw.StepResult] = []
         self.joined: gw.Joined | None = None
@@ -50,11 +65,22 @@ class Trainer:
             self.world.compute(self.node, self.pause.get(self.share.next_step, COMPUTE_S))
             one = update(self.node.peer.id, count)
             self.put_in += one
-            self.results.append(self.share.step(one, self.params))
+            if self.moves:
+                self.params += one
+                self.results.append(self.share.step_moved(self.params))
+            else:
+                self.results.append(self.share.step(one, self.params))
             if self.leaves_after is not None and len(self.results) >= self.leaves_after:
                 self.results.append(self.share.leave(self.params))
                 break
+        if self.overlaps and self.leaves_after is None:
+            self.share.catch_up(self.params)
         self.world.close(self.node)
+
+    @property
+    def shared(self) -> NDArray[np.float32]:
+        """The parameters that all nodes share."""
+        return self.share.shared(self.params)[0]
 
     @property
     def is_alive(self) -> bool:
@@ -71,7 +97,7 @@ class Trainer:
 def assert_identical(trainers: list[Trainer]) -> None:
     alive = [one for one in trainers if one.is_alive and one.leaves_after is None]
     assert all(one.share.next_step >= one.steps for one in alive)
-    assert len({one.params.tobytes() for one in alive}) == 1
+    assert len({one.shared.tobytes() for one in alive}) == 1
     assert len({one.share.next_step for one in alive}) == 1
 
 
@@ -79,7 +105,7 @@ def assert_nothing_lost(trainers: list[Trainer]) -> None:
     put_in = sum(one.put_in for one in trainers)
     kept = sum(one.encoder.residual.astype(np.float64) for one in trainers)
     survivor = next(one for one in trainers if one.is_alive and one.leaves_after is None)
-    np.testing.assert_array_equal(survivor.params + kept, START + put_in)
+    np.testing.assert_array_equal(survivor.shared + kept, START + put_in)
 
 
 # --- coming in late ---------------------------------------------------------------------------------------------------
@@ -87,14 +113,17 @@ def assert_nothing_lost(trainers: list[Trainer]) -> None:
 
 @pytest.mark.parametrize("seed", range(15))
 @pytest.mark.parametrize("exact", [False, True], ids=["plain", "exact"])
-def test_a_late_node_misses_nothing_and_applies_nothing_twice(seed: int, exact: bool) -> None:
+@overlapped_or_not
+def test_a_late_node_misses_nothing_and_applies_nothing_twice(
+    seed: int, exact: bool, how: Any
+) -> None:
+    def trainer(node_id: int) -> Trainer:
+        return Trainer(world, node_id, 40, peers=1, exact=exact, **how)
+
     with cluster(seed) as world:
-        trainers = [Trainer(world, node_id, 40, peers=1, exact=exact) for node_id in (20, 30)]
+        trainers = [trainer(node_id) for node_id in (20, 30)]
         for turn, node_id in ((world.random.randint(20, 150), 10), (100, 40)):
-            world.plan(
-                turn,
-                lambda n=node_id: trainers.append(Trainer(world, n, 40, peers=1, exact=exact)),
-            )
+            world.plan(turn, lambda n=node_id: trainers.append(trainer(n)))
         world.run()
     assert len(trainers) == 4
     assert_identical(trainers)
@@ -165,12 +194,13 @@ def test_a_late_node_follows_the_optimisers_mean_too(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_others_go_on_while_a_snapshot_is_on_its_way(seed: int) -> None:
+@overlapped_or_not
+def test_the_others_go_on_while_a_snapshot_is_on_its_way(seed: int, how: Any) -> None:
     with cluster(seed) as world:
-        trainers = [Trainer(world, node_id, 40, peers=1) for node_id in (20, 30)]
+        trainers = [Trainer(world, node_id, 40, peers=1, **how) for node_id in (20, 30)]
         world.run(until=lambda: len(trainers[0].results) > 5)
         before = len(trainers[0].results)
-        late = Trainer(world, 10, 40, peers=1)
+        late = Trainer(world, 10, 40, peers=1, **how)
         late_links = [(one.node.peer, late.node.peer) for one in trainers]
         world.slow_links |= set(late_links)
         world.run(until=lambda: len(trainers[0].results) > before + 12)
@@ -222,9 +252,10 @@ def test_the_optimiser_s_state_comes_with_the_snapshot() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_node_that_leaves_takes_nothing_with_it(seed: int) -> None:
+@overlapped_or_not
+def test_a_node_that_leaves_takes_nothing_with_it(seed: int, how: Any) -> None:
     with cluster(seed) as world:
-        trainers = [Trainer(world, node_id, 15, peers=2) for node_id in (10, 20, 30)]
+        trainers = [Trainer(world, node_id, 15, peers=2, **how) for node_id in (10, 20, 30)]
         trainers[1].leaves_after = 6
         world.run()
     assert not trainers[1].encoder.residual.any()
@@ -234,9 +265,10 @@ def test_a_node_that_leaves_takes_nothing_with_it(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_what_a_dead_node_had_sent_is_applied_by_all_or_by_nobody(seed: int) -> None:
+@overlapped_or_not
+def test_what_a_dead_node_had_sent_is_applied_by_all_or_by_nobody(seed: int, how: Any) -> None:
     with cluster(seed) as world:
-        trainers = [Trainer(world, node_id, 20, peers=3) for node_id in (10, 20, 30, 40)]
+        trainers = [Trainer(world, node_id, 20, peers=3, **how) for node_id in (10, 20, 30, 40)]
         dead = world.random.sample(trainers, world.random.choice([1, 1, 2]))
         turn = world.random.randint(60, 500)
         for one in dead:
@@ -250,7 +282,7 @@ def test_what_a_dead_node_had_sent_is_applied_by_all_or_by_nobody(seed: int) -> 
     for counts in itertools.product(*(range(len(one.node.updates) + 1) for one in dead)):
         total = START + sum(one.sent() for one in alive)
         total += sum(one.sent(count) for one, count in zip(dead, counts, strict=True))
-        if np.array_equal(total, alive[0].params):
+        if np.array_equal(total, alive[0].shared):
             explanations.append(counts)
     assert len(explanations) == 1
     for one, count in zip(dead, explanations[0], strict=True):
@@ -261,10 +293,14 @@ def test_what_a_dead_node_had_sent_is_applied_by_all_or_by_nobody(seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_straggler_is_left_behind_and_comes_in_again_with_all_its_updates(seed: int) -> None:
+@overlapped_or_not
+def test_a_straggler_is_left_behind_and_comes_in_again_with_all_its_updates(
+    seed: int, how: Any
+) -> None:
     with cluster(seed) as world:
         trainers = [
-            Trainer(world, node_id, 30, peers=2, on_straggler="drop") for node_id in (10, 20, 30)
+            Trainer(world, node_id, 30, peers=2, on_straggler="drop", **how)
+            for node_id in (10, 20, 30)
         ]
         slow = trainers[world.random.randrange(3)]
         slow.pause = {5: 25.0}  # longer than timeout_s
@@ -280,9 +316,10 @@ def test_a_straggler_is_left_behind_and_comes_in_again_with_all_its_updates(seed
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_a_broken_connection_ends_with_identical_replicas(seed: int) -> None:
+@overlapped_or_not
+def test_a_broken_connection_ends_with_identical_replicas(seed: int, how: Any) -> None:
     with cluster(seed) as world:
-        trainers = [Trainer(world, node_id, 40, peers=2) for node_id in (10, 20, 30)]
+        trainers = [Trainer(world, node_id, 40, peers=2, **how) for node_id in (10, 20, 30)]
         one, other = world.random.sample(trainers, 2)
         turn = world.random.randint(60, 250)
         world.plan(turn, lambda: world.cut(one.node, other.node))

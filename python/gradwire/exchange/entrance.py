@@ -84,6 +84,8 @@ class Entrance:
                 snapshot.step = max(snapshot.step, self._progress.step) + 1
             self._check_fits(snapshot, params, optimizer_state)
             if self._members.follow(snapshot):
+                pending = self._progress.own
+                self._replica.fold(params, None if pending is None else pending.messages)
                 self._put_back_unapplied(own)
                 self._load(snapshot, params, optimizer_state)
 

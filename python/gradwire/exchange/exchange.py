@@ -78,6 +78,10 @@ class Exchange:
             has not sent yet acts at home at once, so its gradients are not computed at parameters that are older than
             its own updates. Training then takes about as many steps as without compression (docs/algorithm.md). The
             parameters of the nodes differ by their residuals; `shared` returns those that are the same everywhere.
+        overlap: steps after which a step's messages are waited for and applied, while the next ones are computed: 0:
+            in the same step, before it returns; 1, and up to ``every``: in that many calls later, so that what the
+            network takes is hidden behind the arithmetic. All nodes still apply the same messages in the same order.
+            A call then returns the result of the step that it has finished, and ``catch_up`` finishes the last one.
         on_straggler: what a synchronous step does when a connected member sends nothing for ``timeout_s``: "raise"
             `TimeoutError`, and the next call goes on with it.
         warmup: the first steps send more.
@@ -119,6 +123,7 @@ class Exchange:
         codec: Codec = "threshold",
         average_optimizer: bool = False,
         apply_residual: bool = False,
+        overlap: int = 0,
         on_straggler: Literal["raise", "drop"] = "raise",
         warmup: Warmup | None = None,
         momentum: float = 0.0,
@@ -139,6 +144,7 @@ class Exchange:
             every=every,
             average_optimizer=average_optimizer,
             apply_residual=apply_residual,
+            overlap=overlap,
             on_straggler=on_straggler,
             digest_s=digest_s,
             on_step=on_step,
@@ -259,6 +265,7 @@ class Exchange:
         Args, Raises: as ``step``.
         """
         self._begin(params, optimizer_state)
+        self._step.finish_earlier(params, optimizer_state)
         return self._step.leave(params, optimizer_state)
 
     # ---- one step ----------------------------------------------------------------------------------------------------
@@ -284,18 +291,19 @@ class Exchange:
             Closed: the node has been closed.
             Diverged: the step is done, and it turned out that most others hold other parameters; see ``resync``.
         """
-        self._begin(params, optimizer_state)
+        finished = self._begin(params, optimizer_state)
         if self._options.every > 1:
             if update is None:
                 raise ValueError("local steps need the update; it cannot be in the residual")
             self._replica.take_anchor(params)
             self._replica.add_local(update, params)
-            return self._local_step(params, optimizer_state)
+            return self._local_step(params, optimizer_state, finished)
         if self._options.apply_residual:
             self._replica.take_anchor(params)
         else:
             self._replica.drop_anchor()
-        return self._step.run(update, params, optimizer_state)
+        result = self._step.run(update, params, optimizer_state)
+        return result or finished or StepResult.nothing(self._progress.step, is_local=False)
 
     def step_moved(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """Like ``step``, after the caller's optimiser has moved ``params``: what it has added is the update.
@@ -313,23 +321,30 @@ class Exchange:
             raise ValueError(
                 "nothing is known of the parameters before they were moved: call join(params) first"
             )
-        self._begin(params, optimizer_state)
-        return self._local_step(params, optimizer_state)
+        finished = self._begin(params, optimizer_state)
+        return self._local_step(params, optimizer_state, finished)
 
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
-        """Add what has arrived, in asynchronous mode, without sending anything: before an evaluation, say.
+        """Add what is still to come, without sending anything: before an evaluation, say, or at the end.
+
+        In asynchronous mode that is what has arrived. With ``overlap`` it is the last step, which is finished: all
+        nodes have to do so after the same step, and it waits for them as a step does.
 
         Args:
             params: as in ``step``.
-            timeout_s: the longest wait for something to arrive.
+            timeout_s: the longest wait for something to arrive, in asynchronous mode.
 
         Returns:
-            The number of messages that were added.
+            The number of messages that were added, without this node's own.
 
         Raises:
-            ValueError: in synchronous mode, where steps have no place in between.
-            MessageError, Closed: as ``step``.
+            ValueError: in synchronous mode without ``overlap``, where steps have no place in between.
+            TimeoutError, MessageError, Closed: as ``step``.
         """
+        if self._options.overlap:
+            self._begin(params, self._optimizer_state)
+            finished = self._step.finish_earlier(params, self._optimizer_state)
+            return 0 if finished is None else finished.received
         if self._options.is_sync:
             raise ValueError("synchronous replicas change only in a step")
         self._tell_arrays(params, ())
@@ -344,14 +359,16 @@ class Exchange:
         self._comparison.take_part(params)
         return len(arrived)
 
-    def _begin(self, params: Any, optimizer_state: Sequence[Any]) -> None:
-        """Do what has to be done before a step can begin."""
+    def _begin(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult | None:
+        """Do what has to be done before a step can begin; return the result of an earlier one that is finished now."""
         self._tell_arrays(params, optimizer_state)
         self._check_host(params, optimizer_state)
         self.wait_for_peers()
         self._optimizer_state = optimizer_state
         self._entrance.come_in(params, optimizer_state)
-        self._step.finish_earlier(params, optimizer_state)
+        if self._replica.local_steps + 1 < self._options.overlap:
+            return None
+        return self._step.finish_earlier(params, optimizer_state)
 
     def _tell_arrays(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Let the others know what the parameters and the averaged state are like, once."""
@@ -377,18 +394,22 @@ class Exchange:
         if self._options.apply_residual:
             self._groups.residuals(writable_views(params))
 
-    def _local_step(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
-        replica = self._replica
+    def _local_step(
+        self, params: Any, optimizer_state: Sequence[Any], finished: StepResult | None
+    ) -> StepResult:
+        """Take a local step, or the one that sends; return the result of what is finished by now."""
+        replica, step = self._replica, self._progress.step
         replica.local_steps += 1
         if replica.local_steps < self._options.every:
-            result = StepResult.local(self._progress.step)
-            self._step.totals.add(result)
-            return result
+            local = StepResult.nothing(step, is_local=True)
+            self._step.totals.add(local)
+            return finished or local
         try:
-            return self._step.run(replica.moved(params), params, optimizer_state)
+            result = self._step.run(None, params, optimizer_state, has_moved=True)
         except NonFiniteUpdate:
-            replica.go_back(params)
+            replica.refuse(params)
             raise
+        return result or finished or StepResult.nothing(step, is_local=False)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -190,10 +190,18 @@ class Groups:
             sizes.append(max_message_bytes(group.encoder.numel, is_dense, group.encoder.dtype))
         return sum(sizes)
 
-    def encode(self, update: Any, codec: Codec) -> list[Message]:
+    def encode(
+        self, update: Any, codec: Codec, refresh: Callable[[int], None] | None = None
+    ) -> list[Message]:
         """Return every group's message, in host memory; None for ``update``: it is in the residuals already.
 
         Encoders on a device work beside each other, and are waited for together.
+
+        Args:
+            update: one array or several, not modified.
+            codec: whether they go out as ternary messages or whole.
+            refresh: called with a group's number right before that is encoded, to bring its residual up to date: the
+                encoder then finds it in the cache.
 
         Raises:
             NonFiniteUpdate: as ``Encoder.encode``; what other groups had encoded is back in their residuals.
@@ -202,6 +210,8 @@ class Groups:
         try:
             for index, group in enumerate(self.groups):
                 part = None if update is None else self.select(update, index)
+                if refresh is not None:
+                    refresh(index)
                 dense = _DENSE["dense" if group.is_dense and codec == "threshold" else codec]
                 encoded.append(group.encoder.encode(part, dense=dense))
             return [_owned(message) for message in encoded]

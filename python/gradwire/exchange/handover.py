@@ -85,6 +85,15 @@ class Handover:
         slowest = self._roster.slowest
         return 0 if slowest is None else max(0, self._progress.step - slowest)
 
+    def begin(self, own: Own) -> None:
+        """Hand the own message over if there is room, and take what has arrived; wait for nothing.
+
+        Raises:
+            TooLarge: as ``swap``.
+        """
+        self._hand_over(own)
+        self._poll(0.0)
+
     def swap(self, own: Own) -> None:
         """Return when the own message is handed over and, in synchronous mode, every live member's is here.
 

@@ -33,6 +33,7 @@ class Options:
     every: int
     average_optimizer: bool
     apply_residual: bool
+    overlap: int
     on_straggler: Literal["raise", "drop"]
     digest_s: float
     on_step: Callable[[StepResult], None] | None
@@ -49,6 +50,16 @@ class Options:
         _check_choice("mode", self.mode, "sync", "async")
         _check_choice("codec", self.codec, "threshold", "dense", "bfloat16")
         _check_choice("on_straggler", self.on_straggler, "raise", "drop")
+        if not 0 <= self.overlap <= self.every:
+            raise ValueError(
+                f"overlap is {self.overlap}, must be from 0 to the {self.every} steps of every exchange: "
+                "messages are applied before the next ones are encoded"
+            )
+        if self.overlap and (self.mode == "async" or self.average_optimizer):
+            raise ValueError(
+                "overlap is for synchronous steps, and without average_optimizer: asynchronous ones wait for nobody, "
+                "and the optimiser's state goes on meanwhile"
+            )
         if self.average_optimizer and (self.every == 1 or self.mode == "async"):
             raise ValueError(
                 "average_optimizer is for local steps between synchronous exchanges: every > 1"

@@ -23,6 +23,7 @@ class Own:
         messages: the groups', and those of the optimiser's state.
         payload: all of them, as they are sent.
         encode_s: time it took to encode them.
+        wait_s: time spent on handing them over and on waiting for the others', so far.
         is_handed_over: whether the transport has them.
         ticket: follows them to the peers, once handed over.
     """
@@ -31,6 +32,7 @@ class Own:
     messages: list[Message]
     payload: Message | bytes
     encode_s: float
+    wait_s: float = 0.0
     is_handed_over: bool = False
     ticket: Ticket | None = None
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..arrays import device_of
 from ..message import Message, apply
 from .groups import Groups
-from .sums import ExactSum, Sum
+from .sums import ExactSum, PlainSum, Sum
 from .views import Arrays, add, copies, difference, put, views, writable_views
 
 __all__ = ["Replica"]
+
+# What parameters may differ by from shared ones and residual, in parts of both: eight roundings of float32.
+_ROUNDING = 2.0**-20
 
 
 class Replica:
@@ -21,8 +26,10 @@ class Replica:
     Without local steps they are the caller's own. With them (``every``, ``step_moved``) the caller's run ahead, and
     the anchor is a copy of the shared ones: what the caller's differ from it is the update.
 
-    With ``applies_residual`` the caller's hold this node's residual besides: anchor + residual, whatever local steps
-    add to them. Then the residual needs no adding up: before an encode it is what the caller's differ from the anchor.
+    With ``applies_residual`` the caller's hold this node's residual besides, and whatever local steps add to them: the
+    residual is what they differ from the anchor, brought up to date before an encode. From then until the step is
+    finished they hold the encoded messages as well, in full. So an encode leaves them alone, and when messages are
+    applied only the elements change that those name.
 
     Args:
         total: how messages are added.
@@ -39,7 +46,13 @@ class Replica:
         self.anchor: Arrays = []
         self.local_steps = 0
         self._groups = groups
+        self._plain = PlainSum(groups)
         self._applies_residual = applies_residual
+        # Encoders that take more out of the residual than they send: the parameters would bring it back.
+        self._is_lossy = any(
+            encoder.clip is not None or encoder.on_nonfinite == "skip"
+            for encoder in groups.encoders
+        )
 
     def take_anchor(self, params: Any) -> None:
         """Take ``params`` as they are for the shared ones, unless there is an anchor already."""
@@ -47,9 +60,16 @@ class Replica:
             self.anchor = copies(writable_views(params))
 
     def restore(self, params: Any) -> None:
-        """Let the caller's parameters hold the residual that a checkpoint brought, which may be another's as well."""
-        if self._applies_residual and not self.local_steps:
-            self.show(params)
+        """Let the caller's parameters hold the residual that a checkpoint brought, which may be another's as well.
+
+        Elements that hold it already, but for rounding, stay as they are: so training goes on bit for bit.
+        """
+        if not self._applies_residual or self.local_steps:
+            return
+        for param, shared, residual in self._parts(params):
+            expected = shared + residual
+            bound = _ROUNDING * (np.abs(shared) + np.abs(residual))
+            np.copyto(param, expected, where=~(np.abs(param - expected) <= bound))
 
     def drop_anchor(self) -> None:
         """Let the caller's parameters be the shared ones."""
@@ -61,39 +81,81 @@ class Replica:
         add(writable_views(params), views(update))
 
     def moved(self, params: Any) -> Arrays | None:
-        """Return what local steps have added since the last exchange; None: it is in the residual now."""
-        if not self._applies_residual:
-            return difference(writable_views(params), self.anchor)
-        residuals = self._groups.residuals(self.anchor)
-        for residual, param, shared in zip(
-            residuals, writable_views(params), self.anchor, strict=True
-        ):
-            np.subtract(param, shared, out=residual, casting="same_kind")
-        return None
+        """Return what local steps have added since the last exchange; None: `refresh` adds it to the residual."""
+        if self._applies_residual:
+            return None
+        return difference(writable_views(params), self.anchor)
 
-    def go_back(self, params: Any) -> None:
-        """Take local steps back out of the caller's parameters: they are in the residual or in a message now."""
-        if self.anchor:
-            self.show(params)
-            self.local_steps = 0
+    def refresh(self, params: Any, index: int) -> None:
+        """Bring one group's residual up to date with what local steps have added to the caller's parameters."""
+        if not self._applies_residual:
+            return
+        of_group = (
+            self._groups.select(arrays, index) for arrays in zip(*self._parts(params), strict=True)
+        )
+        for param, shared, residual in zip(*of_group, strict=True):
+            np.subtract(param, shared, out=residual, casting="same_kind")
+
+    def after_encode(self, params: Any, own: Sequence[Message], *, has_moved: bool) -> None:
+        """Take local steps back out of the caller's parameters: they are in the residual or in a message now.
+
+        Args:
+            params: the caller's.
+            own: the messages; parameters that hold the residual hold these besides.
+            has_moved: the parameters hold the update already.
+        """
+        self.local_steps = 0
+        if not self.anchor or (self._applies_residual and has_moved and not self._is_lossy):
+            return
+        self.show(params)
+        if self._applies_residual:
+            self._plain.add([own], params, 1.0)
+
+    def refuse(self, params: Any) -> None:
+        """Take an update that is not finite back out of the caller's parameters; its finite part is in the residual."""
+        if not self.anchor:
+            return
+        self.local_steps = 0
+        if self._applies_residual:
+            self._keep_finite(params)
+        self.show(params)
+
+    def fold(self, params: Any, own: Sequence[Message] | None) -> None:
+        """Put what the caller's parameters hold beyond the shared ones into the residual, before those are replaced.
+
+        Args:
+            params: the caller's.
+            own: messages of a step that is not finished, which are not to be put into the residual.
+        """
+        encoders = self._groups.encoders
+        if not self.anchor or any(device_of(encoder.residual) >= 0 for encoder in encoders):
+            return
+        if not self._applies_residual:
+            for param, shared, residual in self._parts(params):
+                moved = param - shared
+                np.add(residual, moved, out=residual, where=np.isfinite(moved), casting="same_kind")
+            return
+        self._keep_finite(params)
+        for encoder, message in zip(encoders, own or (), strict=False):
+            apply(message, encoder.residual, -1.0)
+
+    def _keep_finite(self, params: Any) -> None:
+        for param, shared, residual in self._parts(params):
+            moved = param - shared
+            np.copyto(residual, moved, where=np.isfinite(moved), casting="same_kind")
 
     def show(self, params: Any) -> None:
         """Let the caller's parameters be the shared ones, with the residual where they are to hold it."""
-        targets = writable_views(params)
         if not self._applies_residual:
-            put(targets, self.anchor)
+            put(writable_views(params), self.anchor)
             return
-        for target, shared, residual in zip(
-            targets, self.anchor, self._groups.residuals(self.anchor), strict=True
-        ):
-            np.add(shared, residual, out=target)
+        for param, shared, residual in self._parts(params):
+            np.add(shared, residual, out=param)
 
-    def put_back(self, messages: Sequence[Message], params: Any) -> None:
-        """Return messages that cannot be sent to the residual, and to the caller's parameters if they hold that."""
-        self._groups.put_back(messages)
-        if self._applies_residual:
-            for index, message in zip(range(len(self._groups)), messages, strict=False):
-                apply(message, self._groups.select(params, index))
+    def _parts(self, params: Any) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
+        """Return the caller's parameters, the shared ones and the residual, array by array."""
+        residuals = self._groups.residuals(self.anchor)
+        return zip(writable_views(params), self.anchor, residuals, strict=True)
 
     def apply(
         self,
@@ -101,6 +163,7 @@ class Replica:
         params: Any,
         scale: float,
         *,
+        own: Sequence[Message] | None = None,
         has_moved: bool = False,
     ) -> bool:
         """Add messages to the shared parameters; return whether that was provably exact.
@@ -109,18 +172,23 @@ class Replica:
             payloads: each one message for every group, in order.
             params: the caller's.
             scale: factor of every message.
+            own: that of the payloads which the caller's parameters hold already, where they hold the residual.
             has_moved: the caller's parameters differ from the shared ones by local steps, which they keep.
         """
         if not self.anchor:
             return self.total.add(payloads, params, scale)
+        if self._applies_residual:
+            is_exact = self.total.add(payloads, self.anchor, scale)
+            self._plain.add([one for one in payloads if one is not own], params, scale)
+            if own is not None and scale != 1.0:
+                self._plain.add([own], params, scale - 1.0)
+            return is_exact
         targets = writable_views(params)
         local = difference(targets, self.anchor) if has_moved else []
         is_exact = self.total.add(payloads, self.anchor, scale)
-        if local:
-            put(targets, self.anchor)
+        put(targets, self.anchor)
+        if has_moved:
             add(targets, local)
-        else:
-            self.show(params)
         return is_exact
 
     def give(self, params: Any) -> tuple[Arrays, dict[str, Any] | None]:

@@ -57,8 +57,8 @@ class StepResult:
     ratio: float = 0.0
 
     @staticmethod
-    def local(step: int) -> StepResult:
-        """Return the result of a step that sends nothing."""
+    def nothing(step: int, *, is_local: bool) -> StepResult:
+        """Return the result of a call that finishes no step: a local one, or the first with ``overlap``."""
         return StepResult(
             step=step,
             sent_bytes=0,
@@ -74,7 +74,7 @@ class StepResult:
             encode_s=0.0,
             wait_s=0.0,
             apply_s=0.0,
-            is_local=True,
+            is_local=is_local,
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TooLarge
@@ -52,77 +53,119 @@ class Step:
         params: Any,
         optimizer_state: Sequence[Any],
         *,
-        flushes: bool = False,
-    ) -> StepResult:
+        has_moved: bool = False,
+    ) -> StepResult | None:
         """Send an update, from the room for it to the parameters that hold it; the arguments are ``Exchange.step``'s.
 
-        With ``flushes`` everything that is left in the residuals is sent instead.
+        With ``has_moved`` the update is what the parameters differ from the shared ones.
+
+        Returns:
+            What the step did; None where a later call finishes it (``overlap``).
         """
         self._handover.wait_for_room(lambda: self._entrance.come_in(params, optimizer_state))
         begin_s = clock.now_s()
-        if flushes:
-            messages = self._groups.flush()
-        else:
-            codec = self.preparer.begin(self._progress.step, self._options.codec)
-            messages = self._groups.encode(self.preparer.update(update), codec)
-            self.preparer.mask(messages)
-        own = self._keep(messages, optimizer_state, clock.now_s() - begin_s)
-        self._replica.go_back(params)
+        messages = self._encode(update, params, has_moved=has_moved)
+        self._replica.after_encode(params, messages, has_moved=has_moved)
+        own = self._keep(messages, optimizer_state, begin_s)
+        if self._options.overlap:
+            self._send(own)
+            return None
+        again = partial(self._groups.encode, None, self._options.codec)
+        return self._finish_or_repeat(own, again, params, optimizer_state)
+
+    def _finish_or_repeat(
+        self,
+        own: Own,
+        encode_again: Callable[[], list[Message]],
+        params: Any,
+        optimizer_state: Sequence[Any],
+    ) -> StepResult:
+        """Finish a step, or another one later where the others have gone on without this node."""
         while True:
             try:
-                return self._finish(own, params, optimizer_state, has_moved=False)
+                return self._finish(own, params, optimizer_state)
             except LeftBehind:
-                # The others went on without this update: it is in the residual again, for the step at which they take
-                # this node in.
+                # What was encoded is in the residual again, for the step at which they take this node in.
                 self._entrance.come_in(params, optimizer_state)
-            codec = self._options.codec
-            messages = self._groups.flush() if flushes else self._groups.encode(None, codec)
-            own = self._keep(messages, optimizer_state, 0.0)
+            begin_s = clock.now_s()
+            messages = encode_again()
+            self._replica.after_encode(params, messages, has_moved=True)
+            own = self._keep(messages, optimizer_state, begin_s)
+
+    def _encode(self, update: Any, params: Any, *, has_moved: bool) -> list[Message]:
+        codec = self.preparer.begin(self._progress.step, self._options.codec)
+        refresh = None
+        if has_moved:
+            update = self._replica.moved(params)
+            refresh = partial(self._replica.refresh, params)
+        messages = self._groups.encode(self.preparer.update(update), codec, refresh)
+        self.preparer.mask(messages)
+        return messages
 
     def leave(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
         """Send everything that is left as the last update, and say so."""
-        result = self.run(None, params, optimizer_state, flushes=True)
+        self._handover.wait_for_room(lambda: self._entrance.come_in(params, optimizer_state))
+        begin_s = clock.now_s()
+        messages = self._groups.flush()
+        self._replica.after_encode(params, messages, has_moved=False)
+        own = self._keep(messages, optimizer_state, begin_s)
+        result = self._finish_or_repeat(own, self._groups.flush, params, optimizer_state)
         self._handover.say_goodbye()
         return result
 
-    def finish_earlier(self, params: Any, optimizer_state: Sequence[Any]) -> None:
-        """Finish a step that was interrupted after encoding, if there is one."""
+    def finish_earlier(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult | None:
+        """Finish a step that was interrupted after encoding, or is open on purpose (``overlap``), if there is one."""
         own = self._progress.own
         if own is None:
-            return
+            return None
         try:
-            self._finish(own, params, optimizer_state, has_moved=True)
+            return self._finish(own, params, optimizer_state, has_moved=True)
         except LeftBehind:
             self._entrance.come_in(params, optimizer_state)
+            return None
 
-    def _keep(
-        self, messages: list[Message], optimizer_state: Sequence[Any], encode_s: float
-    ) -> Own:
-        """Keep the encoded messages until the step is finished."""
+    def _keep(self, messages: list[Message], optimizer_state: Sequence[Any], begin_s: float) -> Own:
+        """Keep the messages, which were encoded since ``begin_s``, until the step is finished."""
         if self._options.average_optimizer:
             messages += optimizer_messages(optimizer_state)
         payload = messages[0] if len(messages) == 1 else b"".join(map(bytes, messages))
-        own = Own(self._progress.step, messages, payload, encode_s)
+        own = Own(self._progress.step, messages, payload, clock.now_s() - begin_s)
         self._progress.own = own
         return own
 
+    def _send(self, own: Own) -> None:
+        """Hand over the pending message if there is room, without waiting for anything."""
+        begin_s = clock.now_s()
+        try:
+            self._handover.begin(own)
+        except TooLarge:
+            self._groups.put_back(own.messages)
+            raise
+        own.wait_s += clock.now_s() - begin_s
+
     def _finish(
-        self, own: Own, params: Any, optimizer_state: Sequence[Any], *, has_moved: bool
+        self,
+        own: Own,
+        params: Any,
+        optimizer_state: Sequence[Any],
+        *,
+        has_moved: bool = False,
     ) -> StepResult:
         """Hand over the pending message, wait for the others' and apply all of them."""
         begin_s = clock.now_s()
         try:
             self._handover.swap(own)
         except TooLarge:
-            self._replica.put_back(own.messages, params)
+            self._groups.put_back(own.messages)
             raise
         swapped_s = clock.now_s()
+        own.wait_s += swapped_s - begin_s
         is_sync = self._options.is_sync
         others = self._roster.take_step(own.step) if is_sync else self._members.take_all()
         is_exact = self._apply(others, own, params, optimizer_state, has_moved=has_moved)
         if is_sync:
             self._members.finish_step(own.step, [peer for peer, _ in others])
-        result = self._result(own, others, is_exact, swapped_s - begin_s, clock.now_s() - swapped_s)
+        result = self._result(own, others, is_exact, clock.now_s() - swapped_s)
         self._progress.finish(own)
         self.totals.add(result)
         self._entrance.serve(params, optimizer_state)
@@ -147,7 +190,11 @@ class Step:
             average_optimizer(payloads, len(self._groups), optimizer_state)
         count = len(payloads) if self._options.is_sync else len(self._roster.peers) + 1
         return self._replica.apply(
-            payloads, params, self._options.scale_for(count), has_moved=has_moved
+            payloads,
+            params,
+            self._options.scale_for(count),
+            own=own.messages,
+            has_moved=has_moved,
         )
 
     def _result(
@@ -155,7 +202,6 @@ class Step:
         own: Own,
         others: list[tuple[Peer, list[Message]]],
         is_exact: bool,
-        wait_s: float,
         apply_s: float,
     ) -> StepResult:
         first = own.messages[0]
@@ -174,7 +220,7 @@ class Step:
             joined=joined,
             is_exact=is_exact,
             encode_s=own.encode_s,
-            wait_s=wait_s,
+            wait_s=own.wait_s,
             apply_s=apply_s,
             staleness=0 if self._options.is_sync else self._handover.staleness(),
             ratio=4 * self._groups.numel / own.nbytes,

@@ -26,8 +26,9 @@ class SharedOptimizer(torch.optim.Optimizer):
     Every node has its own optimiser with its own state and its own gradients. After its step the difference to the
     parameters that all nodes share is the update: it goes through the exchange's encoder, and the parameters become the
     shared ones with everybody's messages added. Nodes that begin with the same parameters keep the same ones, bit for
-    bit, in synchronous mode. What is not sent stays in the residual; momentum, Adam's moments, schedules and weight
-    decay work as ever, because the exchange sees only what comes out of them.
+    bit, in synchronous mode (with ``overlap`` those of the step before). What is not sent stays in the residual;
+    momentum, Adam's moments, schedules and weight decay work as ever, because the exchange sees only what comes out of
+    them.
 
     The exchange decides how: synchronously, asynchronously, or every H steps; ``average=True`` suits updates that would
     be averaged as gradients, the default adds them up.
@@ -38,9 +39,9 @@ class SharedOptimizer(torch.optim.Optimizer):
     What else changes the parameters between steps becomes part of the update; load checkpoints before the first step.
 
     **Memory.** The exchange keeps the shared parameters and the residual: 4 bytes per parameter each, and 4 for the
-    difference while it is taken. Parameters in host memory are changed in place; those of a GPU or in half precision
-    have a copy of 4 bytes in (pinned) host memory besides, which in half precision holds the bits that rounding
-    takes from the shared parameters.
+    difference while it is taken, without ``apply_residual``. Parameters in host memory are changed in place; those of a
+    GPU or in half precision have a copy of 4 bytes in (pinned) host memory besides, which in half precision holds the
+    bits that rounding takes from the shared parameters.
 
     Args:
         optimizer: whose parameters are all shared.
@@ -168,13 +169,13 @@ class SharedOptimizer(torch.optim.Optimizer):
         return loss
 
     def catch_up(self, timeout_s: float = 0.0) -> int:
-        """Add what has arrived, in asynchronous mode, without sending anything: before an evaluation, say.
+        """Add what is still to come, in asynchronous mode or with ``overlap``, without sending anything.
 
         Returns:
             The number of messages that were added.
 
         Raises:
-            ValueError, MessageError, Closed: as ``Exchange.catch_up``.
+            ValueError, TimeoutError, MessageError, Closed: as ``Exchange.catch_up``.
         """
         if not self._has_joined:
             self.join()

@@ -1,0 +1,168 @@
+"""overlap: a step's messages are on their way while the next steps are computed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import gradwire as gw
+
+from .cluster import FakeNode, cluster, run_cluster
+
+NUMEL = 64
+STEPS = 12
+THRESHOLD = 2.0**-6
+
+
+class Outcome(NamedTuple):
+    shared: list[NDArray[np.float32]]  # after every step, and at the end
+    residual: NDArray[np.float32]
+    results: list[gw.StepResult]
+
+
+def updates_of(node: int, steps: int = STEPS) -> list[NDArray[np.float32]]:
+    """Return multiples of 2^-12, so that every sum of them is exact in float32."""
+    rng = np.random.default_rng([23, node])
+    return [(rng.integers(-256, 256, NUMEL) / 2.0**12).astype(np.float32) for _ in range(steps)]
+
+
+def encoder() -> gw.Encoder:
+    return gw.Encoder(NUMEL, threshold=gw.FixedThreshold(THRESHOLD))
+
+
+def train(node: FakeNode, rank: int, *, moves: bool, **options: Any) -> Outcome:
+    enc, params = encoder(), np.ones(NUMEL, np.float32)
+    share = gw.Exchange(enc, node, peers=2, **options)
+    share.join(params)
+    shared, results = [], []
+    for one in updates_of(rank):
+        if moves:
+            params += one
+            results.append(share.step_moved(params))
+        else:
+            results.append(share.step(one, params))
+        shared.append(share.shared(params)[0])
+    if options.get("overlap"):
+        share.catch_up(params)
+    shared.append(share.shared(params)[0])
+    if options.get("apply_residual"):
+        np.testing.assert_array_equal(params, shared[-1] + enc.residual)
+    return Outcome(shared, enc.residual, results)
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["step", "step_moved"])
+@pytest.mark.parametrize("apply_residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize(("every", "overlap"), [(1, 1), (3, 1), (3, 2), (3, 3)])
+def test_the_same_messages_are_applied_so_many_steps_later(
+    every: int, overlap: int, apply_residual: bool, moves: bool
+) -> None:
+    def outcomes(**options: Any) -> list[Outcome]:
+        return run_cluster(lambda node, rank: train(node, rank, **options), seed=5)
+
+    how = {"every": every, "apply_residual": apply_residual, "moves": moves}
+    waiting, overlapped = outcomes(**how), outcomes(**how, overlap=overlap)
+    for one, other in zip(waiting, overlapped, strict=True):
+        np.testing.assert_array_equal(one.residual, other.residual)
+        np.testing.assert_array_equal(one.shared[-1], other.shared[-1])
+        np.testing.assert_array_equal(other.shared, overlapped[0].shared)
+        np.testing.assert_array_equal(other.shared[:overlap], np.ones((overlap, NUMEL)))
+        if every == 1:
+            np.testing.assert_array_equal(one.shared[: STEPS - 1], other.shared[1:STEPS])
+        finished = [result for result in other.results if result.applied]
+        assert [result.step for result in finished] == list(range(len(finished)))
+        assert all(result.received == 2 for result in finished)
+        assert len(finished) == (STEPS - overlap) // every
+
+
+def waits_of(overlap: int) -> list[float]:
+    """Return how long each node's steps waited in all, where now one is slow and now the other."""
+
+    def work(node: FakeNode, rank: int) -> float:
+        params = np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(encoder(), node, peers=1, overlap=overlap, digest_s=0.0)
+        share.join(params)
+        for count, one in enumerate(updates_of(rank)):
+            node.cluster.compute(node, 1.5 if count % 4 == 2 * rank else 1.0)
+            share.step(one, params)
+        return share.stats.wait_s
+
+    waits: list[float] = run_cluster(work, count=2, seed=1)
+    return waits
+
+
+def test_a_step_does_not_wait_for_what_comes_during_the_next() -> None:
+    assert sum(waits_of(overlap=0)) >= 2.5
+    assert sum(waits_of(overlap=1)) < 0.1
+
+
+@pytest.mark.parametrize("apply_residual", [False, True], ids=["plain", "residual"])
+def test_an_interrupted_step_counts_nothing_twice(apply_residual: bool) -> None:
+    def work(node: FakeNode, rank: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(
+            enc, node, peers=1, timeout_s=2.0, overlap=1, apply_residual=apply_residual
+        )
+        share.join(params)
+        interruptions = 0
+        for count, one in enumerate(updates_of(rank)):
+            if rank == 1 and count == 3:
+                node.cluster.compute(node, 3.0)
+            params += one
+            try:
+                share.step_moved(params)
+            except TimeoutError:
+                interruptions += 1
+        assert interruptions == (1 if rank == 0 else 0), "the example must interrupt a step"
+        for _ in range(interruptions):  # of calls that finished an earlier step only
+            share.step_moved(params)
+        share.leave(params)
+        assert not enc.residual.any()
+        return share.shared(params)[0], params
+
+    put_in = sum(one.astype(np.float64) for rank in range(2) for one in updates_of(rank))
+    for shared, params in run_cluster(work, count=2, seed=2):
+        np.testing.assert_array_equal(shared, put_in)
+        np.testing.assert_array_equal(params, put_in)
+
+
+def test_a_checkpoint_holds_the_message_of_an_open_step() -> None:
+    with cluster(0) as made:
+        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(enc, made.node(1), peers=0, overlap=1, apply_residual=True)
+        share.join(params)
+        (one,) = updates_of(0, 1)
+        params += one
+        share.step_moved(params)
+        state = share.state_dict()
+        np.testing.assert_array_equal(state["encoders"][0]["residual"], one)
+        assert np.abs(enc.residual).max() < np.abs(one).max()
+
+
+def test_a_message_that_no_node_takes_stays_in_the_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with cluster(0) as made:
+        node = made.node(1)
+        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(enc, node, peers=0, overlap=1, apply_residual=True)
+        share.join(params)
+        (one,) = updates_of(0, 1)
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise gw.TooLarge("limit")
+
+        monkeypatch.setattr(node, "publish", refuse)
+        params += one
+        with pytest.raises(gw.TooLarge):
+            share.step_moved(params)
+        monkeypatch.undo()
+        np.testing.assert_array_equal(params, one)
+        np.testing.assert_array_equal(enc.residual, one)
+        assert share.catch_up(params) == 0
+        share.step_moved(params)
+        share.leave(params)
+        np.testing.assert_array_equal(params, one)
+        np.testing.assert_array_equal(share.shared(params)[0], one)
