@@ -60,7 +60,14 @@ CURVES, TIMINGS = PARTS = ("curves", "timings")
 # Start-up and evaluations do not count towards the budget; a run that takes so much longer has hung.
 HANG_S = 1800.0
 ASYNCHRONOUS = "gradwire-async"
-OURS = ("gradwire-hook", "gradwire-udp", "gradwire-thin", "gradwire-async", "gradwire-local")
+OURS = (
+    "gradwire-hook",
+    "gradwire-udp",
+    "gradwire-thin",
+    "gradwire-overlap",
+    "gradwire-async",
+    "gradwire-local",
+)
 RIVALS = ("fp16", "powersgd-2", "powersgd-4")
 BYTES_RATIO, LOSS_TOLERANCE, SHARE_MAX = 200.0, 0.01, 0.10
 SPEEDUPS = (("dense", 100, 8.0), ("rivals", 10, 2.0), ("rivals", 100, 1.2), ("dense", 1000, 1.5))

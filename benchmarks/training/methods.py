@@ -278,6 +278,12 @@ class UdpThin(Udp):
         return self.density / 2
 
 
+class UdpOverlap(Udp):
+    """A step's messages travel while the next one is computed."""
+
+    options = {"overlap": 1}  # noqa: RUF012
+
+
 class UdpAsync(Udp):
     """A step applies what has come and waits for nobody."""
 
@@ -311,6 +317,7 @@ METHODS: dict[str, type[Method]] = {
     "gradwire-hook": Hook,
     "gradwire-udp": Udp,
     "gradwire-thin": UdpThin,
+    "gradwire-overlap": UdpOverlap,
     "gradwire-async": UdpAsync,
     "gradwire-local": UdpLocal,
 }
@@ -339,6 +346,7 @@ def predicted_bytes(
         "local-sgd": ring * 4 * numel / LOCAL_STEPS,
         "gradwire-hook": (nodes - 1) * message * 9 / 8,  # slots have room for an eighth more
         "gradwire-udp": (nodes - 1) * message,
+        "gradwire-overlap": (nodes - 1) * message,
         "gradwire-thin": (nodes - 1) * _message_bytes(numel, density / 2),
         "gradwire-async": (nodes - 1) * message,
         "gradwire-local": (nodes - 1) * _message_bytes(numel, LOCAL_DENSITY) / LOCAL_STEPS,

@@ -15,6 +15,7 @@ COLOURS = {
     "gradwire-hook": "tab:blue",
     "gradwire-udp": "tab:green",
     "gradwire-thin": "tab:olive",
+    "gradwire-overlap": "tab:pink",
     "gradwire-async": "tab:purple",
     "gradwire-local": "tab:cyan",
 }

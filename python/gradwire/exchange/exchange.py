@@ -391,7 +391,7 @@ class Exchange:
             writable_views(params)
         if self._options.average_optimizer:
             writable_views(optimizer_state)
-        if self._options.apply_residual:
+        if self._options.apply_residual and not self._replica.anchor:
             self._groups.residuals(writable_views(params))
 
     def _local_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,21 +80,20 @@ class Replica:
         """Add one local step's update to the caller's parameters."""
         add(writable_views(params), views(update))
 
-    def moved(self, params: Any) -> Arrays | None:
-        """Return what local steps have added since the last exchange; None: `refresh` adds it to the residual."""
-        if self._applies_residual:
-            return None
-        return difference(writable_views(params), self.anchor)
+    def moved(self, params: Any) -> tuple[Arrays | None, Callable[[int], None] | None]:
+        """Return what local steps have added since the last exchange.
 
-    def refresh(self, params: Any, index: int) -> None:
-        """Bring one group's residual up to date with what local steps have added to the caller's parameters."""
+        Or None, and what brings the residual of the group of a number up to date with it.
+        """
         if not self._applies_residual:
-            return
-        of_group = (
-            self._groups.select(arrays, index) for arrays in zip(*self._parts(params), strict=True)
-        )
-        for param, shared, residual in zip(*of_group, strict=True):
-            np.subtract(param, shared, out=residual, casting="same_kind")
+            return difference(writable_views(params), self.anchor), None
+        parts = list(self._parts(params))
+
+        def refresh(index: int) -> None:
+            for param, shared, residual in self._groups.select(parts, index):
+                np.subtract(param, shared, out=residual, casting="same_kind")
+
+        return None, refresh
 
     def after_encode(self, params: Any, own: Sequence[Message], *, has_moved: bool) -> None:
         """Take local steps back out of the caller's parameters: they are in the residual or in a message now.
@@ -109,7 +108,7 @@ class Replica:
             return
         self.show(params)
         if self._applies_residual:
-            self._plain.add([own], params, 1.0)
+            self._plain.add([own], writable_views(params), 1.0)
 
     def refuse(self, params: Any) -> None:
         """Take an update that is not finite back out of the caller's parameters; its finite part is in the residual."""
@@ -177,13 +176,13 @@ class Replica:
         """
         if not self.anchor:
             return self.total.add(payloads, params, scale)
+        targets = writable_views(params)
         if self._applies_residual:
             is_exact = self.total.add(payloads, self.anchor, scale)
-            self._plain.add([one for one in payloads if one is not own], params, scale)
+            self._plain.add([one for one in payloads if one is not own], targets, scale)
             if own is not None and scale != 1.0:
-                self._plain.add([own], params, scale - 1.0)
+                self._plain.add([own], targets, scale - 1.0)
             return is_exact
-        targets = writable_views(params)
         local = difference(targets, self.anchor) if has_moved else []
         is_exact = self.total.add(payloads, self.anchor, scale)
         put(targets, self.anchor)

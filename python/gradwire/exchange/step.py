@@ -96,8 +96,7 @@ class Step:
         codec = self.preparer.begin(self._progress.step, self._options.codec)
         refresh = None
         if has_moved:
-            update = self._replica.moved(params)
-            refresh = partial(self._replica.refresh, params)
+            update, refresh = self._replica.moved(params)
         messages = self._groups.encode(self.preparer.update(update), codec, refresh)
         self.preparer.mask(messages)
         return messages

@@ -83,7 +83,7 @@ class PlainSum:
 
     def add(self, payloads: Sequence[Sequence[Message]], params: Any, scale: float) -> bool:
         """See `Sum`: ``params += scale * message`` for every message; nothing is proven."""
-        for index in range(len(self._groups)):
+        for index in range(len(self._groups) if payloads else 0):
             messages = [payload[index] for payload in payloads]
             apply_many(messages, self._groups.select(params, index), scale)
         return False
