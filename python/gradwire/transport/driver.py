@@ -37,7 +37,9 @@ MTU_DISCOVER: Final = {
 MTU: Final = {socket.AF_INET: (socket.IPPROTO_IP, 14), socket.AF_INET6: (socket.IPPROTO_IPV6, 24)}
 PMTUDISC_PROBE: Final = 3
 SOCKET_BUFFER_BYTES: Final = 4 << 20
-RECEIVE_BUFFER_BYTES: Final = 65_536  # a GRO batch that does not fit would be cut off
+GRO_BYTES_MAX: Final = 65_536  # what does not fit would be cut off
+# Room for a whole record: it then costs little more to take in than a burst of it.
+BATCH_BYTES_MAX: Final = 4 * GRO_BYTES_MAX
 ANCILLARY_BYTES: Final = 64
 ANCILLARY_INT: Final = struct.Struct("=I")
 RECEIVES_PER_PUMP: Final = 32
@@ -102,8 +104,8 @@ class Driver:
         self._own_addresses: frozenset[Address] = frozenset()
         if group is not None:
             self._join(group, hops, offload)
-        self._buffer = bytearray(RECEIVE_BUFFER_BYTES)
-        self._view = memoryview(self._buffer).toreadonly()
+        self._room = memoryview(bytearray(BATCH_BYTES_MAX))
+        self._view = self._room.toreadonly()
         self._unsent: deque[Transmit] = deque()
         self._too_large: dict[Address, int] = {}
 
@@ -161,29 +163,52 @@ class Driver:
         self._receive_from(self._socket, endpoint.intake.receive, endpoint)
 
     def _receive_from(self, source: socket.socket, take: Take, endpoint: Endpoint) -> None:
+        """Take what a socket has; neighbours of one sender and one size as one batch, up to a record at a time."""
         time_s = now_s()
-        receive_into, buffers, view = source.recvmsg_into, [self._buffer], self._view
+        receive_into, room, view = source.recvmsg_into, self._room, self._view
+        start = end = segment_bytes = gro_bytes = 0
+        sender: Address = ("", 0)
+        known: list[tuple[int, int, bytes]] | None = None
         for _ in range(RECEIVES_PER_PUMP):
             try:
-                nbytes, ancillary, _, sender = receive_into(buffers, ANCILLARY_BYTES)
+                nbytes, ancillary, _, origin = receive_into([room[end:]], ANCILLARY_BYTES)
             except OSError as error:
-                if error.errno not in TRY_LATER:
-                    self.socket_errors += 1
-                    continue
-                return
-            address = sender[:2]
+                if error.errno in TRY_LATER:
+                    break
+                self.socket_errors += 1
+                continue
             # What this node itself has sent to the group comes back to it.
-            if nbytes == 0 or (source is self._group and address in self._own_addresses):
+            if nbytes == 0 or (source is self._group and origin[:2] in self._own_addresses):
                 continue
             self._receive_calls += 1
-            segment_bytes = nbytes
-            for level, kind, data in ancillary:
-                if level == socket.IPPROTO_UDP and kind == UDP_GRO:
-                    segment_bytes = ANCILLARY_INT.unpack_from(data)[0]
-                elif level == socket.SOL_SOCKET and kind == SO_RXQ_OVFL:
-                    self._drops[source] = ANCILLARY_INT.unpack_from(data)[0]
-                    endpoint.counters.kernel_drops = sum(self._drops.values())
-            take(view[:nbytes], segment_bytes, address, time_s)
+            if ancillary != known:
+                known, gro_bytes = ancillary, self._read_ancillary(source, ancillary, endpoint)
+            size = gro_bytes or nbytes
+            if end > start and (size != segment_bytes or origin != sender):
+                take(view[start:end], segment_bytes, sender[:2], time_s)
+                start = end
+            segment_bytes, sender = size, origin
+            end += nbytes
+            # A short datagram ends a batch, and one that GRO has found no neighbour for has none.
+            is_last = nbytes % size or (nbytes == size and self.has_gro)
+            if is_last or end > BATCH_BYTES_MAX - GRO_BYTES_MAX:
+                take(view[start:end], segment_bytes, sender[:2], time_s)
+                start = end = 0
+        if end > start:
+            take(view[start:end], segment_bytes, sender[:2], time_s)
+
+    def _read_ancillary(
+        self, source: socket.socket, ancillary: list[tuple[int, int, bytes]], endpoint: Endpoint
+    ) -> int:
+        """Note the drops, and return the size of each datagram; 0 if that is not told."""
+        gro_bytes = 0
+        for level, kind, data in ancillary:
+            if level == socket.IPPROTO_UDP and kind == UDP_GRO:
+                gro_bytes = ANCILLARY_INT.unpack_from(data)[0]
+            elif level == socket.SOL_SOCKET and kind == SO_RXQ_OVFL:
+                self._drops[source] = ANCILLARY_INT.unpack_from(data)[0]
+                endpoint.counters.kernel_drops = sum(self._drops.values())
+        return gro_bytes
 
     def transmit(self, endpoint: Endpoint) -> float:
         """Send what the endpoint has for now, up to a bound, so that receiving is not kept waiting.

@@ -228,6 +228,8 @@ class Inbound:
             sealed = self._unframe_whole(batch, fragments, fragment_bytes)
         if sealed is not None:
             header = HEADER.pack(DATA, epoch, 0, fragments, stream, fragment_bytes << 48 | record)
+            if fragments > 1:
+                self._sequel.follow(record, epoch, stream, fragments, fragment_bytes)
             self._open(epoch, record, span, header, sealed, now_s)
         self._schedule_ack(record, now_s)
         return True
@@ -256,26 +258,35 @@ class Inbound:
         self._partials[record] = partial
         return partial
 
-    def go_on(self, batch: memoryview, segment_bytes: int, now_s: float) -> bool:
-        """Take these datagrams if they come next when nothing is lost; return False, and do nothing, if not."""
+    def go_on(self, batch: memoryview, segment_bytes: int, now_s: float) -> int:
+        """Take these datagrams as far as they come next when nothing is lost; return their bytes, 0 if they do not."""
         sequel = self._sequel
         record = sequel.record
-        count = sequel.match(batch, segment_bytes) if record == self.cumulative else 0
+        if record != self.cumulative:
+            return 0
+        batch = batch[: sequel.left_bytes]
+        count = sequel.match(batch, segment_bytes)
         if not count:
-            return False
-        first, partial = sequel.first, self._partials.get(record)
+            return 0
+        first, fragments, size = sequel.first, sequel.fragments, sequel.fragment_bytes
+        partial = self._partials.get(record)
+        sealed = None
         if partial is None and first == 0 and record + sequel.span <= self.limit:
-            partial = self._begin_partial(record, sequel.fragments, sequel.fragment_bytes)
-            sequel.partial = partial
+            if count == fragments:
+                sealed = self._unframe_whole(batch, fragments, size)
+            else:
+                partial = sequel.partial = self._begin_partial(record, fragments, size)
         elif partial is None or partial is not sequel.partial or partial.got + 1 != 1 << first:
-            return False
+            return 0
         self._last_arrival_s = now_s
         self._unacknowledged_bytes += len(batch)
-        if partial.add(first, count, batch):
+        if partial is not None and partial.add(first, count, batch):
             del self._partials[record]
+            sealed = partial.sealed
+        if sealed is not None:
             header, span = sequel.associated, sequel.span
             sequel.begin_next()
-            self._open(sequel.epoch, record, span, header, partial.sealed, now_s)
+            self._open(sequel.epoch, record, span, header, sealed, now_s)
             # The end of a message is acknowledged at once, so what comes shortly before it can wait.
             assembly = self._assembly
             is_ending = assembly is not None and assembly.missing_bytes < ACK_EVERY_BYTES
@@ -287,7 +298,7 @@ class Inbound:
             self.ack_at_s = now_s
         elif self.ack_at_s is None:
             self.ack_at_s = now_s + self._ack_delay_s
-        return True
+        return len(batch)
 
     def _drop_overlapping(self, record: int, span: int) -> None:
         """Forget what contradicts the shape of a new record.

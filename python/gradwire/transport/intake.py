@@ -97,8 +97,11 @@ class Intake:
         counters.datagrams_received += -(-total_bytes // segment_bytes)
         if segment_bytes < total_bytes and not self._is_group:
             session = self._talking.get(address)
-            if session is not None and session.go_on(data, segment_bytes, now_s):
-                return
+            while session is not None and (taken := session.go_on(data, segment_bytes, now_s)):
+                data = data[taken:]
+                if not data:
+                    return
+            total_bytes = len(data)
         if address not in self.addresses and self._drop_noise(data, segment_bytes, address, now_s):
             return
         position = 0

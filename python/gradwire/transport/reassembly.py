@@ -121,12 +121,31 @@ class Sequel:
         self._field = fragment_bytes << RECORD_NUMBER_BITS | record
         self.go_to(first)
 
+    def follow(
+        self, record: int, epoch: int, stream: int, fragments: int, fragment_bytes: int
+    ) -> None:
+        """Expect the record that follows this one: of the same shape, or of that which ended with this shorter one."""
+        is_tail = (
+            fragments < self.fragments
+            and fragment_bytes == self.fragment_bytes
+            and (epoch, stream) == (self.epoch, self._stream)
+        )
+        shape = self.fragments if is_tail else fragments
+        next_record = record + record_span(fragments, fragment_bytes)
+        self.begin(next_record, epoch, stream, shape, fragment_bytes, 0)
+        self.partial = None
+
     def begin_next(self) -> None:
         """Expect a record of the same shape after this one."""
         self.record += self.span
         self._field += self.span
         self.partial = None
         self.go_to(0)
+
+    @property
+    def left_bytes(self) -> int:
+        """Of the datagrams of the record that have not come yet, the most that they can be."""
+        return (self.fragments - self.first) * self._segment_bytes
 
     def go_to(self, first: int) -> None:
         """Expect this fragment of the same record next."""

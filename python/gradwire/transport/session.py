@@ -447,22 +447,23 @@ class Session:
         self._note_arrival(inbound, now_s)
         return is_valid
 
-    def go_on(self, batch: memoryview, segment_bytes: int, now_s: float) -> bool:
-        """Take the datagrams that come next when nothing is lost; return False, and do nothing, if these are others."""
+    def go_on(self, batch: memoryview, segment_bytes: int, now_s: float) -> int:
+        """Take the datagrams that come next when nothing is lost; return their bytes, 0 if these are others."""
         inbound = self.inbound
         if inbound is None or self.forwarder is not None:
-            return False
+            return 0
         try:
-            if not inbound.go_on(batch, segment_bytes, now_s):
-                return False
+            taken_bytes = inbound.go_on(batch, segment_bytes, now_s)
+            if not taken_bytes:
+                return 0
         except ProtocolError:
             self.give_up("protocol error", REASON_GIVEN_UP, now_s)
-            return True
+            return len(batch)
         self.data_heard_at_s = now_s
         at_s = inbound.ack_at_s
         if inbound.poison.is_due or (at_s is not None and at_s < self.wake_at_s):
             self._note_arrival(inbound, now_s)
-        return True
+        return taken_bytes
 
     def _note_arrival(self, inbound: Inbound, now_s: float) -> None:
         self.data_heard_at_s = now_s
