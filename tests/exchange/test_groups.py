@@ -130,6 +130,34 @@ def test_a_peer_with_other_groups_is_refused() -> None:
         groups.parse(memoryview(bytes(groups.encode(tensors(1), "threshold")[0])))
 
 
+@pytest.mark.parametrize("is_in_residual", [False, True])
+@pytest.mark.parametrize("initial", [1e-6, 1e3])
+@pytest.mark.parametrize("split", [1, 4])
+def test_the_first_message_has_the_density_aimed_at(
+    initial: float, is_in_residual: bool, split: int
+) -> None:
+    rng = np.random.default_rng(23)
+    update = rng.standard_normal((split, 100_000 // split)).astype(np.float32)
+    groups = gw.Groups([Group(gw.Encoder(update.size, gw.TargetDensity(0.01, initial, 1e-6)))])
+    if is_in_residual:
+        groups.encoders[0].residual[:] = update.ravel()
+    (message,) = groups.encode(None if is_in_residual else list(update), "threshold")
+    assert 0.0097 < message.density < 0.0103
+
+
+def test_the_first_threshold_is_learned_after_whole_and_empty_updates_too() -> None:
+    rng = np.random.default_rng(24)
+    groups = gw.Groups([Group(gw.Encoder(50_000, gw.TargetDensity(0.01)))])
+    update = rng.standard_normal(50_000).astype(np.float32)
+    groups.encode(update, "dense")
+    groups.encode(np.zeros_like(update), "threshold")
+    update[7] = np.inf
+    with pytest.raises(gw.NonFiniteUpdate):
+        groups.encode(update, "threshold")
+    (message,) = groups.encode(None, "threshold")
+    assert 0.0095 < message.density < 0.0105
+
+
 # --- before the update is accumulated ---------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes, parse_many
 from ..policy import ThresholdPolicy
+from .first_threshold import learn_first_threshold
 
 __all__ = ["Codec", "Group", "Groups", "density_of"]
 
@@ -36,11 +37,14 @@ class Group:
         encoder: its ``key`` is the number of the group.
         tensors: their places among the tensors of the model; None: all, however many arrays they come in.
         is_dense: whether its updates always go out whole, as the values they are.
+        refines: the place of an earlier group, for one that sends what that group's message has left, with a threshold
+            of its own; None: it sends updates. What it leaves goes back to that group's residual.
     """
 
     encoder: Encoder
     tensors: tuple[int, ...] | None = None
     is_dense: bool = False
+    refines: int | None = None
 
 
 class Groups:
@@ -54,10 +58,11 @@ class Groups:
     Attributes:
         groups: as given.
         encoders: theirs, in order.
-        numel: elements of all groups.
+        numel: elements of all groups, those that refine others not counted.
 
     Raises:
-        ValueError: no group, or two encoders with the same key.
+        ValueError: no group, two encoders with the same key, or a group refines none before it of its size, dtype and
+            tensors in host memory.
 
     >>> import numpy as np, gradwire as gw
     >>> model = [np.zeros((64, 64), np.float32), np.zeros(64, np.float32)]
@@ -71,7 +76,10 @@ class Groups:
             raise ValueError(f"every group needs an encoder with a key of its own, got keys {keys}")
         self.groups = tuple(groups)
         self.encoders = tuple(group.encoder for group in self.groups)
-        self.numel = sum(encoder.numel for encoder in self.encoders)
+        for place, group in enumerate(self.groups):
+            if group.refines is not None:
+                _check_refines(self.groups[:place], group)
+        self.numel = sum(group.encoder.numel for group in self.groups if group.refines is None)
 
     @staticmethod
     def of(
@@ -82,6 +90,7 @@ class Groups:
         dense_one_dimensional: bool = True,
         assign: Sequence[int] | None = None,
         thresholds: Mapping[int, ThresholdPolicy | float] | None = None,
+        refine: ThresholdPolicy | float | None = None,
         **encoder_options: Any,
     ) -> Groups:
         """Return the groups for a model's tensors.
@@ -91,12 +100,17 @@ class Groups:
 
         Args:
             params: the tensors, or anything else with a ``shape``.
-            threshold: policy of every group that ``thresholds`` does not name.
+            threshold: policy of every group that ``thresholds`` does not name. One that aims at a density takes its
+                first threshold from the first update; its ``initial`` serves only where that is not in host memory.
             dense_below: tensors of fewer elements go out whole.
             dense_one_dimensional: so do tensors with fewer than two dimensions.
             assign: for each tensor the number of its group, counting from 0; those that go out whole are passed over.
                 None: a group for each tensor.
             thresholds: policies by number of the group.
+            refine: policy of a second message of every group that is not whole: what the first has left is encoded
+                again, with a smaller threshold. An element then moves by a large quantum or a small one, or by both:
+                for updates of many steps at once (``Exchange(every=...)``), which one quantum fits badly. It costs
+                another 4 bytes per element and that message. None: one message.
             encoder_options: for every encoder: ``dtype``, ``shakeup``, ``clip``, ``on_nonfinite``, ``threads``.
 
         Raises:
@@ -135,6 +149,10 @@ class Groups:
         made = [group(key, tensors, is_dense=False) for key, tensors in enumerate(members)]
         if whole:
             made.append(group(len(members), whole, is_dense=True))
+        if refine is not None:
+            for place, coarse in enumerate(made[: len(members)]):
+                fine = Encoder(coarse.encoder.numel, refine, key=len(made), **encoder_options)
+                made.append(Group(fine, coarse.tensors, refines=place))
         return Groups(made)
 
     @staticmethod
@@ -164,6 +182,8 @@ class Groups:
         """
         found: dict[int, NDArray[Any]] = {}
         for group in self.groups:
+            if group.refines is not None:
+                continue
             if device_of(group.encoder.residual) >= 0:
                 raise ValueError(
                     f"the residual of group {group.encoder.key} is on a device, which apply_residual "
@@ -209,15 +229,47 @@ class Groups:
         encoded: list[Any] = []
         try:
             for index, group in enumerate(self.groups):
+                if group.refines is not None:
+                    encoded.append(self._refine(index, is_idle=codec != "threshold"))
+                    continue
                 part = None if update is None else self.select(update, index)
                 if refresh is not None:
                     refresh(index)
                 dense = _DENSE["dense" if group.is_dense and codec == "threshold" else codec]
+                if not dense:
+                    learn_first_threshold(group.encoder, part)
                 encoded.append(group.encoder.encode(part, dense=dense))
             return [_owned(message) for message in encoded]
         except BaseException:
             self._undo(encoded)
             raise
+
+    def _refine(self, index: int, *, is_idle: bool) -> Message:
+        """Return a message of what another group's has left; an empty one where nothing is to be left.
+
+        The residual lives in that group's encoder; this group's holds it for the time of the encoding, and what a
+        checkpoint of an unfinished step has put back.
+        """
+        encoder, home = self.encoders[index], self._home(index)
+        if not is_idle:
+            encoder.residual[...] += home.residual
+            home.residual[...] = 0
+            learn_first_threshold(encoder, None)
+        message: Message = encoder.encode()
+        self._bring_home(index)
+        return message
+
+    def _home(self, index: int) -> Encoder:
+        """Return the encoder whose residual a group's messages come from."""
+        refines = self.groups[index].refines
+        return self.encoders[index if refines is None else refines]
+
+    def _bring_home(self, index: int) -> None:
+        """Move what a group that refines another holds to the residual that it came from."""
+        encoder, home = self.encoders[index], self._home(index)
+        if encoder is not home:
+            home.residual[...] += encoder.residual
+            encoder.residual[...] = 0
 
     def flush(self) -> list[Message]:
         """Return everything that is left in the residuals, as dense messages.
@@ -227,8 +279,11 @@ class Groups:
         """
         encoded: list[Any] = []
         try:
-            for encoder in self.encoders:
-                encoded.append(encoder.flush())
+            for index in range(len(self.groups)):
+                self._bring_home(index)
+            for encoder, group in zip(self.encoders, self.groups, strict=True):
+                # Of a group that refines another nothing is left.
+                encoded.append(encoder.flush() if group.refines is None else encoder.encode())
             return [_owned(message) for message in encoded]
         except BaseException:
             self._undo(encoded)
@@ -236,14 +291,14 @@ class Groups:
 
     def _undo(self, encoded: Sequence[Any]) -> None:
         """Put back those of the first groups' messages that were not refused, which took nothing."""
-        for encoder, message in zip(self.encoders, encoded, strict=False):
+        for index, message in enumerate(encoded):
             with suppress(NonFiniteUpdate):
-                apply(_owned(message), encoder.residual)
+                apply(_owned(message), self._home(index).residual)
 
     def put_back(self, messages: Sequence[Message]) -> None:
         """Add messages that were not sent to the residuals they came from."""
-        for encoder, message in zip(self.encoders, messages, strict=False):
-            apply(message, encoder.residual)
+        for index, message in zip(range(len(self.groups)), messages, strict=False):
+            apply(message, self._home(index).residual)
 
     def parse(self, payload: memoryview) -> list[Message]:
         """Return the messages of a payload, one for each group, and whatever follows them.
@@ -278,6 +333,25 @@ class Groups:
                 state = encoder.state_dict()
                 state["residual"] *= state["residual"].dtype.type(factor)
                 encoder.load_state_dict(state)
+
+
+def _check_refines(before: Sequence[Group], group: Group) -> None:
+    """Refuse a group that cannot refine the one it names."""
+    place, encoder = group.refines or 0, group.encoder
+    coarse = before[place] if 0 <= place < len(before) else None
+    is_first = coarse is not None and coarse.refines is None and not coarse.is_dense
+    if coarse is None or not is_first or coarse.tensors != group.tensors:
+        raise ValueError(
+            f"group {encoder.key} refines {place}, which is no group before it that sends updates of its tensors"
+        )
+    theirs, own = (coarse.encoder.numel, coarse.encoder.dtype), (encoder.numel, encoder.dtype)
+    if theirs != own:
+        raise ValueError(
+            f"group {encoder.key} has {own[1]}[{own[0]}], group {coarse.encoder.key}, which it refines, "
+            f"{theirs[1]}[{theirs[0]}]"
+        )
+    if device_of(encoder.residual) >= 0 or device_of(coarse.encoder.residual) >= 0:
+        raise ValueError("what a message has left can only be encoded again in host memory")
 
 
 def _owned(message: Any) -> Message:

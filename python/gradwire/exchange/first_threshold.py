@@ -1,0 +1,51 @@
+"""The threshold of a first message, from the update that it is to send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import device_of
+from ..codec import Encoder
+from ..policy import Tail
+from .views import views
+
+__all__ = ["learn_first_threshold"]
+
+# Elements, at most about, from which it is learned.
+_NUMEL_MAX = 1 << 20
+
+
+def learn_first_threshold(encoder: Encoder, update: Any) -> None:
+    """Let the first message of a policy that aims at a density have the threshold that its own update asks for.
+
+    No initial value suits updates that nobody has seen: one far too small sends a tiny quantum of every element, at
+    many times the bytes, and all the rest comes late. An encoder that has followed its policy is left alone, and so is
+    one on a device.
+
+    Args:
+        encoder: about to encode.
+        update: as ``Encoder.encode`` takes it, or None; not modified.
+    """
+    density = encoder.policy.sample_density
+    has_learned = encoder.threshold != encoder.policy.initial
+    if density is None or has_learned or device_of(encoder.residual) >= 0:
+        return
+    # An even stride could meet the same columns of a matrix again and again.
+    stride = (encoder.numel // _NUMEL_MAX) | 1
+    sums = encoder.residual[::stride].copy()
+    if update is not None:
+        try:
+            flat = [part.reshape(-1) for part in views(update)]
+        except TypeError:  # half precision of torch, say
+            return
+        sums += np.concatenate(flat)[::stride] if len(flat) > 1 else flat[0][::stride]
+    magnitudes = np.abs(sums[np.isfinite(sums)])
+    if not magnitudes.any():
+        return
+    rank = min(int(density * magnitudes.size), magnitudes.size - 1)
+    seen = float(-np.partition(-magnitudes, rank)[rank])
+    tail = Tail(now=seen, shuffled=seen, next=seen, same=seen, agreement=0.5)
+    learned = encoder.policy.next_threshold(encoder.threshold, density, 1, tail)
+    encoder.set_policy(encoder.policy, threshold=learned)
