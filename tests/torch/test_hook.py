@@ -153,6 +153,18 @@ def test_how_ddp_arranges_its_buckets_changes_no_bit(two_ranks: Ranks) -> None:
     assert all(map(torch.equal, weights, same))
 
 
+def share_once(rank: int) -> Any:
+    training = Training(rank, threshold=gw.TargetDensity(0.1))
+    training.step(0)
+    return training.model.flat()
+
+
+def test_the_first_message_has_the_density_aimed_at(two_ranks: Ranks) -> None:
+    params, _ = two_ranks.run(share_once)
+    # Of two ranks, at different elements.
+    assert 0.15 < params.count_nonzero() / params.numel() < 0.22
+
+
 def accumulate(rank: int) -> Any:
     training = Training(rank)
     for first in range(0, STEPS, 3):

@@ -12,6 +12,7 @@ import torch
 
 from ..codec import Encoder
 from ..errors import NonFiniteUpdate
+from ..exchange.first_threshold import learn_first_threshold
 from ..message import Message, apply
 from ..state import check_format
 
@@ -63,8 +64,10 @@ class Bucket:
         encoded: list[tuple[Encoder, Message]] = []
         refused: NonFiniteUpdate | None = None
         for encoder, elements in zip(self.encoders, self.ranges, strict=True):
+            part = update[elements]
+            learn_first_threshold(encoder, part)
             try:
-                encoded.append((encoder, encoder.encode(update[elements])))
+                encoded.append((encoder, encoder.encode(part)))
             except NonFiniteUpdate as error:
                 refused = refused or error
         if refused is not None:
