@@ -54,6 +54,7 @@ class Trainer:
         self.results: list[gw.StepResult] = []
         self.joined: gw.Joined | None = None
         self.leaves_after: int | None = None
+        self.resyncs_at: int | None = None
         self.pause: dict[int, float] = {}  # seconds to compute before a step, where not COMPUTE_S
         self.worker = world.start(self.node, self.train)
 
@@ -67,6 +68,9 @@ class Trainer:
             self.put_in += one
             if self.moves:
                 self.params += one
+                if self.share.next_step == self.resyncs_at:
+                    self.resyncs_at = None
+                    self.share.resync(self.params)
                 self.results.append(self.share.step_moved(self.params))
             else:
                 self.results.append(self.share.step(one, self.params))
@@ -313,6 +317,23 @@ def test_a_straggler_is_left_behind_and_comes_in_again_with_all_its_updates(
     witness = next(one for one in trainers if one is not slow)
     assert slow.node.peer in [gone for result in witness.results for gone in result.lost]
     assert slow.node.peer in [gone for result in witness.results for gone in result.joined]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "how", [{}, {"overlap": 1}, {"apply_residual": True}, OVERLAPPED["overlapped, moved, residual"]]
+)
+def test_what_an_optimiser_moved_before_a_resync_is_not_lost(seed: int, how: Any) -> None:
+    with cluster(seed) as world:
+        trainers = [
+            Trainer(world, node_id, 40, peers=2, **{**how, "moves": True})
+            for node_id in (10, 20, 30)
+        ]
+        trainers[1].resyncs_at = 9
+        world.run()
+    assert trainers[1].resyncs_at is None
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
 
 
 @pytest.mark.parametrize("seed", range(15))

@@ -239,7 +239,8 @@ class Exchange:
         """
         writable_views(optimizer_state)  # refused now rather than in the middle of training
         self._replica.take_anchor(params)
-        self._replica.restore(params)
+        if not self._has_begun:
+            self._replica.restore(params)
         self._members.learn(self._described(params, optimizer_state))
         self.wait_for_peers()
         is_late = self._roster.phase is not Phase.IN
