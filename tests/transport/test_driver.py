@@ -9,9 +9,16 @@ import struct
 
 import pytest
 
-from gradwire.transport.driver import BATCH_BYTES_MAX, SO_RXQ_OVFL, UDP_GRO, Driver
+from gradwire.transport.driver import (
+    BATCH_BYTES_MAX,
+    SO_RXQ_OVFL,
+    UDP_GRO,
+    Driver,
+    Waker,
+    now_s,
+)
 from gradwire.transport.endpoint import Endpoint
-from gradwire.transport.model import Address
+from gradwire.transport.model import Address, Transmit
 
 SEGMENT = 1_400
 BURST = 45 * SEGMENT
@@ -127,3 +134,15 @@ def test_drops_are_counted(driver: Driver, endpoint: Endpoint) -> None:
     assert endpoint.counters.kernel_drops == 3
     batches(driver, endpoint, [(ONE, bytes(BURST), SEGMENT)] * 2, drops=5)
     assert endpoint.counters.kernel_drops == 3 + 5
+
+
+def test_who_leaves_the_datagrams_to_another_thread_sleeps_though_some_could_be_sent() -> None:
+    driver, waker = Driver(("127.0.0.1", 0)), Waker()
+    driver._unsent.append(Transmit.single(ONE, b"waits for room"))
+    started_s = now_s()
+    driver.wait(started_s + 0.05, waker, for_datagrams=False)
+    assert now_s() - started_s >= 0.05
+    driver.wait(now_s() + 10.0, waker)
+    assert now_s() - started_s < 10.0
+    waker.close()
+    driver.close()

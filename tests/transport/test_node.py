@@ -348,6 +348,35 @@ def test_without_offload_everything_still_works() -> None:
     two.close()
 
 
+def test_who_publishes_a_stream_looks_at_the_socket_now_and_then_and_tells_who_waits(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Node, Node]
+) -> None:
+    one, _ = pair
+    seen: list[str] = []
+    with one._lock:
+        began_s = one._polled_at_s = time.monotonic()
+        one._leased_until_s = began_s
+        monkeypatch.setattr(one._driver, "receive", lambda _: seen.append("look"))
+        monkeypatch.setattr(one._caller_waker, "ring", lambda: seen.append("tell"))
+        one._callers_waiting += 1  # a thread in `receive`
+        # Looks at 0.6 and 1.2 ms; that at 9 ms is of somebody who has computed meanwhile.
+        for after_s, looks, is_leased in [
+            (0.0004, 0, False),
+            (0.0006, 1, True),
+            (0.0009, 1, True),
+            (0.0012, 2, True),
+            (0.009, 3, False),
+        ]:
+            monkeypatch.setattr(
+                "gradwire.transport.node.now_s", lambda after_s=after_s: began_s + after_s
+            )
+            one._look_while_publishing()
+            assert seen == ["look", "tell"] * looks
+            assert (one._leased_until_s > began_s + after_s) == is_leased
+        one._callers_waiting -= 1
+        monkeypatch.undo()
+
+
 class RefusingSocket:
     """A socket whose kernel refuses segmentation, or says now and then that it is full."""
 

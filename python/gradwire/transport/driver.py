@@ -319,13 +319,15 @@ class Driver:
         return _bounded(endpoint.next_timeout_s(time_s), time_s)
 
     def wait(self, until_s: float, waker: Waker, *, for_datagrams: bool = True) -> None:
-        """Sleep until a time, or until a datagram comes, the waker rings, or a full send buffer has room again."""
+        """Sleep until a time or until the waker rings, for datagrams also until one comes or can be sent again."""
         reads: list[socket.socket] = [waker.socket]
+        writes: list[socket.socket] = []
         if for_datagrams:
             reads.append(self._socket)
             if self._group is not None:
                 reads.append(self._group)
-        writes = [self._socket] if self._unsent else []
+            if self._unsent:
+                writes.append(self._socket)
         timeout_s = max(0.0, until_s - now_s())
         try:
             if waker.socket in _wait_ready(reads, writes, timeout_s):

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 LEASE_S: Final = 0.003
 TICK_S: Final = 0.001
 OVERDUE_S: Final = 0.0002
-LONG_S: Final = 0.0005  # of sending a message: a round trip of a fast network
+LONG_S: Final = 0.0005  # without a look at the socket: a round trip of a fast network
+STREAM_S: Final = 0.002  # who looks again so soon, publishing, goes on with that
 SWITCH_INTERVAL_S: Final = 0.0005
 RECHECK_S: Final = 0.25  # of several waiting threads only one hears the bell
 CLOSE_LINGER_S: Final = 0.5
@@ -146,7 +147,7 @@ class Node:
         self._watchers = Watchers()
         self._process = os.getpid()
         self._is_closed = False
-        self._polled_at_s = float("-inf")
+        self._polled_at_s = self._leased_until_s = float("-inf")
         self._sleeps_until_s = 0.0
         self._add_seeds(seeds)
         if switch_interval_s is not None and sys.getswitchinterval() > switch_interval_s:
@@ -284,10 +285,23 @@ class Node:
             except WouldBlock:
                 self._pump()  # acknowledgements may be waiting in the socket
                 ticket = self._endpoint.publish(payload, tag, to, started_s, self._send_data)
-            if now_s() - started_s > LONG_S:
-                self._driver.receive(self._endpoint)  # or acknowledgements that wait count as late
+            self._look_while_publishing()
             self._nudge(self._driver.transmit(self._endpoint))
         return ticket
+
+    def _look_while_publishing(self) -> None:
+        """Take what waits in the socket if it is time, or acknowledgements count as late; the lock is held.
+
+        A stream of messages needs no I/O thread: two threads that take turns cost more than what they do.
+        """
+        time_s = now_s()
+        unseen_s = time_s - self._polled_at_s
+        if unseen_s > LONG_S:
+            self._driver.receive(self._endpoint)
+            self._tell_others()
+            self._polled_at_s = time_s
+            if unseen_s < STREAM_S and not self._watchers:
+                self._leased_until_s = max(self._leased_until_s, time_s + TICK_S)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `publish` would take a message of this size now instead of raising `WouldBlock`."""
@@ -342,7 +356,7 @@ class Node:
             messages = self.receive(timeout_s=0.0)
             if messages or now_s() >= end_s:
                 return messages
-            self._polled_at_s = float("-inf")  # from here on the I/O thread has to watch the socket
+            self._leased_until_s = float("-inf")  # from here on the I/O thread watches the socket
             self._thread_waker.ring()
             await wait_s(changed, min(RECHECK_S, max(0.0, end_s - now_s())))
 
@@ -408,6 +422,7 @@ class Node:
                 if self._is_closed:
                     raise Closed("the node is closed")
                 self._polled_at_s = now_s()
+                self._leased_until_s = self._polled_at_s + LEASE_S
                 self._driver.receive(self._endpoint)
                 is_done = done()
                 # What `done` took makes room, so the sending comes after it: once instead of twice.
@@ -476,18 +491,24 @@ class Node:
 
     def _run(self) -> None:
         """The I/O thread: serves acknowledgements, timers and arrivals while the caller computes."""
-        while True:
-            with self._lock:
-                if self._is_closed:
-                    return
-                is_overdue = self._driver.deadline_s(self._endpoint) < now_s() - OVERDUE_S
-                # A caller that has stopped polling leaves timers behind: then the thread takes over at once.
-                is_idle = now_s() - self._polled_at_s < LEASE_S and not is_overdue
-                if is_idle:
-                    self._sleeps_until_s = now_s() + TICK_S
-                else:
-                    self._sleeps_until_s = self._pump()
+        while not self._is_closed:
+            is_idle = True
+            self._sleeps_until_s = now_s() + TICK_S
+            # Whoever has the lock moves the datagrams; to wait for it would cost both threads a switch.
+            if self._lock.acquire(blocking=False):
+                try:
+                    is_idle = self._is_closed or self._is_left_to_caller()
+                    if not is_idle:
+                        self._sleeps_until_s = self._pump()
+                finally:
+                    self._lock.release()
             self._driver.wait(self._sleeps_until_s, self._thread_waker, for_datagrams=not is_idle)
+
+    def _is_left_to_caller(self) -> bool:
+        """Whether a caller does the I/O: one that has stopped leaves timers behind, and then the thread takes over."""
+        time_s = now_s()
+        is_overdue = self._driver.deadline_s(self._endpoint) < time_s - OVERDUE_S
+        return time_s < self._leased_until_s and not is_overdue
 
     def _nudge(self, due_s: float) -> None:
         """Wake the I/O thread if it would sleep past the next timer."""
