@@ -135,10 +135,26 @@ def test_within_one_machine_only_loss_has_it_paced() -> None:
 def test_nothing_more_may_be_sent_when_the_window_is_full() -> None:
     control = RateController(RttEstimator())
     assert control.send_allowed_at_s() is not None
+    assert control.room_bytes(1.0) == WINDOW_INITIAL_BYTES
     mark = control.on_sent(WINDOW_INITIAL_BYTES, 1.0)
     assert control.send_allowed_at_s() is None
+    assert control.room_bytes(1.0) == 0
     control.on_delivered(1_000, mark, 1.1)
     assert control.bytes_in_flight == WINDOW_INITIAL_BYTES - 1_000
+
+
+def test_what_may_leave_at_once_is_what_the_pace_a_burst_and_the_window_allow() -> None:
+    control, _ = run_link(12.5e6, 0.02, 0, 1.0)
+    allowed_s = control.send_allowed_at_s()
+    assert allowed_s is not None
+    later_s = allowed_s + 0.001
+    control.bytes_in_flight, control.window_bytes = 90_000, 100_000
+    assert control.room_bytes(later_s) == 10_000
+    control.bytes_in_flight, control.window_bytes = 290_000, 300_000  # a part of a burst too many
+    assert control.room_bytes(later_s) == min(BURST_MAX_BYTES, control.burst_bytes) > 10_000
+    control.window_bytes = 10_000_000
+    assert control.room_bytes(later_s) == control.burst_bytes
+    assert control.room_bytes(allowed_s - 0.001) == 0
 
 
 def test_an_idle_sender_does_not_lower_the_estimate() -> None:

@@ -27,7 +27,6 @@ class Flight:
         record: None for skipped ones.
         span: how many record numbers it covers.
         full: a bit for each fragment.
-        large: those whose datagrams are larger than every path carries.
         acked: those that the peer has.
         ever: those that were sent.
         again: those that were sent more than once.
@@ -43,7 +42,6 @@ class Flight:
         "ever",
         "first_order",
         "full",
-        "large",
         "number",
         "record",
         "resent",
@@ -57,7 +55,6 @@ class Flight:
         self.record = record
         self.span = span
         self.full = record.full if record is not None else 1
-        self.large = record.fragments_above(BASE_BYTES) if record is not None else 0
         self.acked = 0
         self.ever = 0
         self.again = 0
@@ -65,6 +62,11 @@ class Flight:
         self.sent: list[Sent] = []
         self.first_order = -1
         self.resent = False
+
+    @property
+    def large(self) -> int:
+        """The bits of the fragments whose datagrams are larger than every path carries."""
+        return self.record.fragments_above(BASE_BYTES) if self.record is not None else 0
 
     @property
     def is_simple(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 from .flight import Flight, Sent, reported
 from .path_mtu import LargeLosses
 from .records import Burst, Record, SendLog
-from .recovery import BURST_MAX_BYTES, RateController
+from .recovery import RateController
 from .round_trips import PTO_MAX_S, RttEstimator
 from .wire import Ack, Skip
 
@@ -20,7 +20,6 @@ from .wire import Ack, Skip
 PROBES_AT_FIRST: Final = 3
 PTO_BACKOFF_MAX: Final = 10
 NEVER_S: Final = float("inf")
-OVERDRAFT_WINDOW_BYTES: Final = 2 * BURST_MAX_BYTES
 NO_GATE: Final = 1 << 62
 PLAUSIBLE: Final = (
     0.75  # an answer this fraction of the usual round trip after the second copy is one to it
@@ -81,7 +80,7 @@ class Outbound:
     @property
     def has_unsent(self) -> bool:
         """Whether something is in the log that was not sent to this peer yet, or has to be sent again."""
-        return bool(self._waiting) or self.cursor < self._log.head
+        return self.cursor < self._log.head or bool(self._waiting)
 
     @property
     def is_starved(self) -> bool:
@@ -102,15 +101,9 @@ class Outbound:
 
     def next_item(self, now_s: float) -> Sending | None:
         """Return what to send now, or None when nothing may or need be sent."""
-        rate = self.rate
-        allowed_at_s = rate.send_allowed_at_s()
-        if allowed_at_s is None or allowed_at_s > now_s:
+        room = self.rate.room_bytes(now_s)
+        if not room:
             return None
-        # A window of several bursts may be overdrawn by a part of one: halves cost as much as wholes.
-        room = rate.window_bytes - rate.bytes_in_flight
-        if rate.window_bytes >= OVERDRAFT_WINDOW_BYTES:
-            room = max(room, BURST_MAX_BYTES)
-        room = min(room, rate.burst_bytes)
         if not self._waiting:
             burst = self._send_whole(room, now_s)
             if burst is not None:
@@ -118,7 +111,7 @@ class Outbound:
         flight = self._waiting[min(self._waiting)] if self._waiting else self._open_next()
         if flight is None:
             if self.cursor < self.gate:
-                rate.on_app_limited()
+                self.rate.on_app_limited()
             return None
         record = flight.record
         if record is None:

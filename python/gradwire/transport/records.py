@@ -111,11 +111,9 @@ class Record:
         self.wire = wire
         self.nbytes = len(wire)
         self.fragments = fragments
-        self.full = (1 << fragments) - 1
         self.segment_bytes = segment_bytes
         self.message = message
-        self.burst_fragments = fragments_per_burst(segment_bytes - HEADER_BYTES)
-        self.span = record_span(fragments, segment_bytes - HEADER_BYTES)
+        self.full, self.burst_fragments, self.span = _shape(fragments, segment_bytes)
         self._whole: Burst | None = None
 
     @property
@@ -156,11 +154,12 @@ class Record:
     @property
     def whole(self) -> Burst:
         """All of its datagrams; the same object for every peer."""
-        if self._whole is None:
-            step = self.burst_fragments * self.segment_bytes
-            calls = [[self.wire[at : at + step]] for at in range(0, self.nbytes, step)]
-            self._whole = Burst(calls, self.segment_bytes, self.nbytes)
-        return self._whole
+        whole = self._whole
+        if whole is None:
+            wire, step = self.wire, self.burst_fragments * self.segment_bytes
+            calls = [[wire[at : at + step]] for at in range(0, self.nbytes, step)]
+            whole = self._whole = Burst(calls, self.segment_bytes, self.nbytes)
+        return whole
 
     def burst(self, mask: int) -> Burst:
         """Return the datagrams whose bits are set."""
@@ -175,6 +174,14 @@ class Record:
         if count > self.burst_fragments:
             count -= count % self.burst_fragments
         return lowest_bits(mask, count)
+
+
+@functools.lru_cache(maxsize=256)
+def _shape(fragments: int, segment_bytes: int) -> tuple[int, int, int]:
+    """Return a bit for each fragment, the datagrams of a burst, and how many record numbers there are."""
+    fragment_bytes = segment_bytes - HEADER_BYTES
+    span = record_span(fragments, fragment_bytes)
+    return (1 << fragments) - 1, fragments_per_burst(fragment_bytes), span
 
 
 def calls_of(slices: list[memoryview], segment_bytes: int) -> Calls:
@@ -409,9 +416,12 @@ class SendLog:
 
     def release_below(self, number: int) -> None:
         """Forget the records below ``number``: everybody has them or will never get them."""
-        pop = self._records.pop
-        for released in range(self.base, number):
-            record = pop(released, None)
-            if record is not None:
+        released = self.base
+        while released < number:
+            record = self._records.pop(released, None)
+            if record is None:
+                released += 1
+            else:
                 self.used_bytes -= record.nbytes
+                released += record.span
         self.base = max(self.base, number)

@@ -33,6 +33,10 @@ SLACK_MAX_BYTES: Final = 8 * BURST_MAX_BYTES
 # Within one machine nothing but the receiver's buffer holds what is under way: so much of it keeps both ends busy while
 # either waits for a processor.
 LOCAL_SLACK_SHARE: Final = 0.375
+ROOMY_BYTES: Final = (
+    SLACK_MAX_BYTES / LOCAL_SLACK_SHARE
+)  # a buffer that holds more than is sent elsewhere
+OVERDRAFT_WINDOW_BYTES: Final = 2 * BURST_MAX_BYTES
 PACING_SLACK_S: Final = 0.001  # what a late timer may catch up with at once
 
 STARTUP_GAIN: Final = 2.885  # 2 / ln 2: doubles the delivery rate every round trip
@@ -165,9 +169,23 @@ class RateController:
         """Whether the receiver is on this machine and its socket holds more than is sent elsewhere."""
         return (
             self.is_local
+            and self.local_buffer_bytes > ROOMY_BYTES
             and self.loss_rate < UNPACED_LOSS
-            and LOCAL_SLACK_SHARE * self.local_buffer_bytes > SLACK_MAX_BYTES
         )
+
+    def room_bytes(self, now_s: float) -> int:
+        """Return how much may leave now; 0 if nothing may."""
+        window = self.window_bytes
+        room = window - self.bytes_in_flight
+        if room <= 0:
+            return 0
+        # Nobody but a roomy receiver queues what is sent to it, and each piece would cost a wake-up.
+        if not self._is_roomy and (self.send_allowed_at_s() or 0.0) > now_s:
+            return 0
+        # A window of several bursts may be overdrawn by a part of one: halves cost as much as wholes.
+        if room < BURST_MAX_BYTES and window >= OVERDRAFT_WINDOW_BYTES:
+            room = BURST_MAX_BYTES
+        return room if room < self.burst_bytes else self.burst_bytes
 
     def use_round_trips(self, rtt: RttEstimator) -> None:
         """Take the round trips from another estimator: the data goes another way now."""
@@ -177,7 +195,7 @@ class RateController:
         """Return when the next burst may leave, in the past if at once; None until something is acknowledged."""
         if self.bytes_in_flight >= self.window_bytes:
             return None
-        if self._is_roomy:  # nobody but the receiver queues it, and each piece would cost a wake-up
+        if self._is_roomy:
             return 0.0
         if self._delivered_bytes < self._app_limited_until_bytes:
             # A sender of small messages measures only its own rate; pacing it by that would slow it down for nothing.
@@ -188,22 +206,22 @@ class RateController:
 
     def on_sent(self, sent_bytes: int, now_s: float) -> SendMark:
         """Account for a burst that leaves now."""
-        if self.bytes_in_flight == 0:
+        in_flight_bytes = self.bytes_in_flight
+        delivered_bytes = self._delivered_bytes
+        if in_flight_bytes == 0:
             self._first_sent_at_s = self._delivered_at_s = now_s
-        limited = self._delivered_bytes < self._app_limited_until_bytes
-        self.bytes_in_flight = in_flight_bytes = self.bytes_in_flight + sent_bytes
-        mark = SendMark(
-            now_s,
-            self._delivered_bytes,
-            self._delivered_at_s,
-            self._first_sent_at_s,
-            limited,
-            in_flight_bytes,
-        )
+        self.bytes_in_flight = in_flight_bytes = in_flight_bytes + sent_bytes
         if self._pace > 0.0:
             earliest_s = max(self._next_send_at_s, now_s - PACING_SLACK_S)
             self._next_send_at_s = earliest_s + sent_bytes / self._pace
-        return mark
+        return SendMark(
+            now_s,
+            delivered_bytes,
+            self._delivered_at_s,
+            self._first_sent_at_s,
+            delivered_bytes < self._app_limited_until_bytes,
+            in_flight_bytes,
+        )
 
     def on_app_limited(self) -> None:
         """Note that there is nothing more to send: rates measured until this is delivered are only lower bounds."""
