@@ -19,6 +19,7 @@ from gradwire.transport.wire import DATA
 
 SECRET = bytes(range(32))
 STEP_GRAIN_S = 1e-6
+BATCH_BYTES = 200_000
 IDLE_POLLS_MAX = 50
 
 
@@ -78,7 +79,7 @@ class Host:
     incarnation: int = 1
     due_s: float | None = 0.0
     idle_polls: int = 0
-    inbox: list[tuple[bytes, Address, bool]] = field(default_factory=list)
+    inbox: list[tuple[bytes, int, Address, bool]] = field(default_factory=list)
     coalesce: Coalesce | None = None
     coalesce_s: float = 0.0  # how long the hook takes
 
@@ -99,10 +100,12 @@ class Simulator:
     Args:
         seed: of everything random.
         link: the default for every pair of hosts.
+        batches: what arrives at the same time is handed over as GRO and the driver do it, not one by one.
     """
 
-    def __init__(self, seed: int, link: Link | None = None) -> None:
+    def __init__(self, seed: int, link: Link | None = None, *, batches: bool = False) -> None:
         self.seed = seed
+        self.batches = batches
         self.random = random.Random(seed)
         self.now_s = 1_000.0
         self.default = link or Link()
@@ -212,13 +215,27 @@ class Simulator:
         while self._queue and self._queue[0][0] <= self.now_s:
             _, _, source, target, datagram, is_group = heapq.heappop(self._queue)
             touched.add(target)
-            self._arrive(source, target, datagram, is_group)
+            way = (source, target, is_group)
+            batch = self._neighbours(way, datagram) if self.batches else datagram
+            self._arrive(source, target, batch, is_group, len(datagram))
         for address in list(self.hosts):
             host = self.hosts[address]
             due = None if address in touched else self._due_s(host)
             if address in touched or (due is not None and due <= self.now_s):
                 self._flush(host)
         return True
+
+    def _neighbours(self, way: tuple[Address, Address, bool], datagram: bytes) -> bytes:
+        """Return the datagram with those behind it that one batch may have: of its size, only the last shorter."""
+        size, batch = len(datagram), [datagram]
+        while self._queue and len(batch[-1]) == size and size * len(batch) < BATCH_BYTES:
+            at_s, _, source, target, following, is_group = self._queue[0]
+            if at_s > self.now_s or (source, target, is_group) != way:
+                break
+            if not 0 < len(following) <= size:
+                break
+            batch.append(heapq.heappop(self._queue)[4])
+        return b"".join(batch)
 
     def _next_at_s(self) -> float | None:
         times = [self._queue[0][0]] if self._queue else []
@@ -231,25 +248,29 @@ class Simulator:
         """Return when the host's timers want it to be polled, as it said when it was polled last."""
         return host.due_s if host.alive and not host.paused else None
 
-    def _arrive(self, source: Address, target: Address, datagram: bytes, is_group: bool) -> None:
+    def _arrive(
+        self, source: Address, target: Address, data: bytes, is_group: bool, size: int
+    ) -> None:
         host = self.hosts.get(target)
         if host is None or not host.alive:
             return
         if host.paused:
-            if sum(len(data) for data, _, _ in host.inbox) < 1 << 20:  # the socket's receive buffer
-                host.inbox.append((datagram, source, is_group))
+            if sum(len(kept) for kept, *_ in host.inbox) < 1 << 20:  # the socket's receive buffer
+                host.inbox.append((data, size, source, is_group))
             return
-        self._hand_over(host, datagram, source, is_group)
+        self._hand_over(host, data, size, source, is_group)
 
-    def _hand_over(self, host: Host, datagram: bytes, source: Address, is_group: bool) -> None:
+    def _hand_over(
+        self, host: Host, data: bytes, size: int, source: Address, is_group: bool
+    ) -> None:
         receive = host.endpoint.receive_group if is_group else host.endpoint.receive
-        receive(memoryview(datagram), len(datagram), source, self.now_s)
+        receive(memoryview(data), size, source, self.now_s)
 
     def resume(self, host: Host) -> None:
         """Wake a paused host: its socket buffer is still there."""
         host.paused = False
-        for datagram, source, is_group in host.inbox:
-            self._hand_over(host, datagram, source, is_group)
+        for waiting in host.inbox:
+            self._hand_over(host, *waiting)
         host.inbox.clear()
         self._flush(host)
 

@@ -86,15 +86,17 @@ class Switched(Simulator):
         if left_at_s is not None:
             self._put(left_at_s, source, (SWITCH, *target), datagram, is_group)
 
-    def _arrive(self, source: Address, target: Address, datagram: bytes, is_group: bool) -> None:
+    def _arrive(
+        self, source: Address, target: Address, data: bytes, is_group: bool, size: int
+    ) -> None:
         if target[0] != SWITCH:
-            super()._arrive(source, target, datagram, is_group)
+            super()._arrive(source, target, data, is_group, size)
             return
         target = target[1:]
         down = self._bucket(self.down, target)
-        left_at_s = down.leaves_at_s(len(datagram) + FRAME_BYTES, self.now_s)
+        left_at_s = down.leaves_at_s(len(data) + FRAME_BYTES, self.now_s)
         if left_at_s is not None:
-            self._put(left_at_s + self.default.delay_s, source, target, datagram, is_group)
+            self._put(left_at_s + self.default.delay_s, source, target, data, is_group)
 
     def _put(
         self, at_s: float, source: Address, target: Address, datagram: bytes, is_group: bool

@@ -51,7 +51,7 @@ class History:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.random = random.Random(seed)
-        self.simulator = Simulator(seed, self._link())
+        self.simulator = Simulator(seed, self._link(), batches=seed % 2 == 1)
         self.published: dict[tuple[int, int], list[Ticket]] = {}
         self.retired: list[Host] = []
         self.given_up: set[tuple[Peer, Peer, int]] = set()
