@@ -252,7 +252,7 @@ class Sealer:
         self.fragments_max = fragments_max
         self.chunk_bytes = chunk_bytes_max(fragment_bytes, fragments_max)
         fragments = fragments_per_record(fragment_bytes, fragments_max)
-        self._plain = memoryview(bytearray(fragments * fragment_bytes))
+        self._plain = memoryview(bytearray(fragment_bytes))
         self._sealed = np.empty((fragments, fragment_bytes), dtype=np.uint8)
         self._sealed_view = memoryview(self._sealed.reshape(-1))  # type: ignore[arg-type]
         self._headers = np.zeros((fragments, HEADER_BYTES), dtype=np.uint8)
@@ -302,12 +302,6 @@ class Sealer:
     ) -> Record:
         """Return the record ``number`` that carries ``chunk``, found at ``offset`` of its message."""
         plain_bytes = RECORD_META_BYTES + len(chunk)
-        RECORD_META.pack_into(self._plain, 0, message_number, tag, message_bytes, offset)
-        self._plain[RECORD_META_BYTES:plain_bytes] = chunk
-        return self._seal_record(number, message, plain_bytes)
-
-    def _seal_record(self, number: int, message: Outgoing, plain_bytes: int) -> Record:
-        """Encrypt and frame what stands in the scratch buffer."""
         sealed_bytes = plain_bytes + TAG_BYTES
         size, key = self.fragment_bytes, self.key
         fragments = -(-sealed_bytes // size)
@@ -317,7 +311,10 @@ class Sealer:
         wire_bytes = sealed_bytes + fragments * HEADER_BYTES
         wire = self._wires.take(wire_bytes)[:wire_bytes]
         view = memoryview(wire)  # type: ignore[arg-type]
-        plain = self._plain[:plain_bytes]
+        # The plaintext stands where its datagrams will: a buffer less for the processor's cache to hold.
+        plain = (self._plain if fragments == 1 else view)[:plain_bytes]
+        RECORD_META.pack_into(plain, 0, message_number, tag, message_bytes, offset)
+        plain[RECORD_META_BYTES:] = chunk
         if fragments == 1:
             view[:HEADER_BYTES] = header
             key.seal_into(number, plain, header, view[HEADER_BYTES:])
