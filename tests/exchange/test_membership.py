@@ -30,6 +30,7 @@ OVERLAPPED: dict[str, dict[str, Any]] = {
     "overlapped": {"overlap": 1},
     "overlapped, moved": {"overlap": 1, "moves": True},
     "overlapped, moved, residual": {"overlap": 1, "moves": True, "apply_residual": True},
+    "the same, refined": {"overlap": 1, "moves": True, "apply_residual": True, "refines": True},
 }
 overlapped_or_not = pytest.mark.parametrize("how", OVERLAPPED.values(), ids=OVERLAPPED.keys())
 
@@ -37,17 +38,30 @@ overlapped_or_not = pytest.mark.parametrize("how", OVERLAPPED.values(), ids=OVER
 class Trainer:
     """One worker: it trains until the members have reached a step, and keeps account of what it put in.
 
-    With ``moves`` it adds its updates to the parameters itself.
+    With ``moves`` it adds its updates to the parameters itself; with ``refines`` it sends two messages a step.
     """
 
     def __init__(
-        self, world: Cluster, node_id: int, steps: int, *, moves: bool = False, **options: Any
+        self,
+        world: Cluster,
+        node_id: int,
+        steps: int,
+        *,
+        moves: bool = False,
+        refines: bool = False,
+        **options: Any,
     ) -> None:
         self.world = world
         self.node: FakeNode = world.node(node_id)
         self.steps = steps
         self.encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
-        self.share = gw.Exchange(self.encoder, self.node, timeout_s=20.0, digest_s=0.0, **options)
+        groups = [gw.exchange.Group(self.encoder)]
+        if refines:
+            finer = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD / 4), key=1)
+            groups.append(gw.exchange.Group(finer, refines=0))
+        self.share = gw.Exchange(
+            gw.Groups(groups), self.node, timeout_s=20.0, digest_s=0.0, **options
+        )
         self.params = START.copy()
         self.moves, self.overlaps = moves, bool(options.get("overlap"))
         self.put_in = np.zeros(NUMEL)
@@ -94,7 +108,8 @@ class Trainer:
         """Return the sum of what it published, or of the first so many of it."""
         total = np.zeros(NUMEL)
         for _, payload in itertools.islice(sorted(self.node.updates.items()), steps):
-            gw.apply(gw.Message.parse(payload), total)
+            for message in gw.parse_many(payload):
+                gw.apply(message, total)
         return total
 
 

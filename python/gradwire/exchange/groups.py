@@ -295,10 +295,10 @@ class Groups:
             with suppress(NonFiniteUpdate):
                 apply(_owned(message), self._home(index).residual)
 
-    def put_back(self, messages: Sequence[Message]) -> None:
-        """Add messages that were not sent to the residuals they came from."""
+    def put_back(self, messages: Sequence[Message], factor: float = 1.0) -> None:
+        """Add messages that were not sent, times a factor, to the residuals they came from."""
         for index, message in zip(range(len(self.groups)), messages, strict=False):
-            apply(message, self._home(index).residual)
+            apply(message, self._home(index).residual, factor)
 
     def parse(self, payload: memoryview) -> list[Message]:
         """Return the messages of a payload, one for each group, and whatever follows them.

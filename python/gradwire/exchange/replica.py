@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import device_of
-from ..message import Message, apply
+from ..message import Message
 from .groups import Groups
 from .sums import ExactSum, PlainSum, Sum
 from .views import Arrays, add, copies, difference, put, views, writable_views
@@ -135,8 +135,7 @@ class Replica:
                 np.add(residual, moved, out=residual, where=np.isfinite(moved), casting="same_kind")
             return
         self._keep_finite(params)
-        for encoder, message in zip(encoders, own or (), strict=False):
-            apply(message, encoder.residual, -1.0)
+        self._groups.put_back(own or (), -1.0)
 
     def _keep_finite(self, params: Any) -> None:
         for param, shared, residual in self._parts(params):
