@@ -130,6 +130,24 @@ def test_a_peer_with_other_groups_is_refused() -> None:
         groups.parse(memoryview(bytes(groups.encode(tensors(1), "threshold")[0])))
 
 
+def test_smaller_tensors_are_sent_more_densely() -> None:
+    model = [np.zeros((rows, 100)) for rows in (900, 100, 25, 1)]
+
+    def densities(**options: Any) -> list[float]:
+        groups = gw.Groups.of(model, gw.TargetDensity(0.01, initial=0.5), dense_below=0, **options)
+        policies = [encoder.policy for encoder in groups.encoders]
+        assert all(policy.initial == 0.5 for policy in policies)
+        return [round(policy.density, 6) for policy in policies]
+
+    assert densities() == [0.01, 0.03, 0.06, 0.08]
+    assert densities(size_exponent=1.0, assign=[0, 0, 0, 1]) == [0.01, 0.08]
+    assert densities(size_exponent=0.0) == [0.01] * 4
+    own = gw.TargetDensity(0.02, initial=0.5)
+    assert densities(thresholds={3: own}) == [0.01, 0.03, 0.06, 0.02]
+    dense = gw.Groups.of(model, gw.TargetDensity(0.2), dense_below=0)
+    assert {encoder.policy.density for encoder in dense.encoders} == {0.2}
+
+
 @pytest.mark.parametrize("is_in_residual", [False, True])
 @pytest.mark.parametrize("initial", [1e-6, 1e3])
 @pytest.mark.parametrize("split", [1, 4])

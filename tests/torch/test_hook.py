@@ -165,6 +165,21 @@ def test_the_first_message_has_the_density_aimed_at(two_ranks: Ranks) -> None:
     assert 0.15 < params.count_nonzero() / params.numel() < 0.22
 
 
+def densities(rank: int, options: dict[str, Any]) -> Any:
+    training = Training(rank, threshold=gw.TargetDensity(0.02), **options)
+    training.step(0)
+    return [weight.count_nonzero() / weight.numel() for weight in training.model.weights]
+
+
+def test_smaller_parameters_are_sent_more_densely(two_ranks: Ranks) -> None:
+    # Of two ranks, at different elements: 0.02 each of the largest, 0.08 of one 14 times as small.
+    found, _ = two_ranks.run(densities, {})
+    assert found[2] == pytest.approx(0.04, abs=0.01)
+    assert found[4] == pytest.approx(0.152, abs=0.04)
+    found, _ = two_ranks.run(densities, {"size_exponent": 0.0})
+    assert found[4] == pytest.approx(0.04, abs=0.03)
+
+
 def accumulate(rank: int) -> Any:
     training = Training(rank)
     for first in range(0, STEPS, 3):

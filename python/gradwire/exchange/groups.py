@@ -16,7 +16,7 @@ from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes, parse_many
 from ..policy import ThresholdPolicy
-from .first_threshold import learn_first_threshold
+from .density import for_size, learn_first_threshold
 
 __all__ = ["Codec", "Group", "Groups", "density_of"]
 
@@ -91,6 +91,7 @@ class Groups:
         assign: Sequence[int] | None = None,
         thresholds: Mapping[int, ThresholdPolicy | float] | None = None,
         refine: ThresholdPolicy | float | None = None,
+        size_exponent: float = 0.5,
         **encoder_options: Any,
     ) -> Groups:
         """Return the groups for a model's tensors.
@@ -111,6 +112,9 @@ class Groups:
                 again, with a smaller threshold. An element then moves by a large quantum or a small one, or by both:
                 for updates of many steps at once (``Exchange(every=...)``), which one quantum fits badly. It costs
                 another 4 bytes per element and that message. None: one message.
+            size_exponent: where ``threshold`` aims at a density, the largest group gets that, and one that is k times
+                as small k^size_exponent times as much, up to 0.08: bytes then grow slower than sizes, and a small
+                tensor, in which every element matters more, waits less. 0.0: all the same.
             encoder_options: for every encoder: ``dtype``, ``shakeup``, ``clip``, ``on_nonfinite``, ``threads``.
 
         Raises:
@@ -134,14 +138,21 @@ class Groups:
                 coded.setdefault(index if assign is None else assign[index], []).append(index)
         members = [coded[number] for number in sorted(coded)]
         policies = thresholds or {}
+        largest = max((_numel(shapes, tensors) for tensors in members), default=0)
         if not set(policies) <= set(range(len(members))):
             raise ValueError(
                 f"thresholds are for groups {sorted(policies)}, there are {len(members)}"
             )
 
         def group(key: int, tensors: list[int], *, is_dense: bool) -> Group:
-            numel = sum(math.prod(shapes[index]) for index in tensors)
+            numel = _numel(shapes, tensors)
             policy = policies.get(key, threshold)
+            if (
+                key not in policies
+                and threshold is not None
+                and not isinstance(threshold, (int, float))
+            ):
+                policy = for_size(threshold, numel, largest, size_exponent)
             return Group(
                 Encoder(numel, policy, key=key, **encoder_options), tuple(tensors), is_dense
             )
@@ -333,6 +344,10 @@ class Groups:
                 state = encoder.state_dict()
                 state["residual"] *= state["residual"].dtype.type(factor)
                 encoder.load_state_dict(state)
+
+
+def _numel(shapes: Sequence[tuple[int, ...]], tensors: Sequence[int]) -> int:
+    return sum(math.prod(shapes[index]) for index in tensors)
 
 
 def _check_refines(before: Sequence[Group], group: Group) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ..codec import Encoder
 from ..errors import NonFiniteUpdate
-from ..exchange.first_threshold import learn_first_threshold
+from ..exchange.density import learn_first_threshold
 from ..message import Message, apply
 from ..state import check_format
 
@@ -147,14 +147,18 @@ class Residuals:
     in which DDP's first buckets bring them.
 
     Args:
-        make: makes an encoder of so many elements, of this dtype and with this key: its place in the bucket.
+        make: makes an encoder of so many elements, of this dtype and with this key: its place in the bucket. The last
+            argument is how many the largest parameter has.
         momentum: of every bucket.
     """
 
-    def __init__(self, make: Callable[[int, str, int], Encoder], momentum: float = 0.0) -> None:
+    def __init__(
+        self, make: Callable[[int, str, int, int], Encoder], momentum: float = 0.0
+    ) -> None:
         self._make = make
         self._momentum = momentum
         self._names: dict[int, str] = {}
+        self._largest = 0
         self._buckets: dict[int, Bucket] = {}
         self._members: dict[int, tuple[int, ...]] = {}
         self._homes: dict[int, _Home] = {}
@@ -184,6 +188,7 @@ class Residuals:
             raise ValueError("parameters are named before the first step")
         self._parameters = {id(parameter): parameter for _, parameter in parameters}
         self._names = {id(parameter): name for name, parameter in parameters}
+        self._largest = max((parameter.numel() for _, parameter in parameters), default=0)
 
     def check_all_taken(self) -> None:
         """Refuse a checkpoint that holds more than the model, once all buckets have come by.
@@ -272,9 +277,10 @@ class Residuals:
             self._parameters[id(parameter)] = parameter
             self._names.setdefault(id(parameter), str(len(self._names)))
         moved = [self._leave(parameter, dtype) for parameter in parameters]
+        largest = max(self._largest, *(parameter.numel() for parameter in parameters))
         bucket = Bucket(
             [
-                self._make(parameter.numel(), dtype, place)
+                self._make(parameter.numel(), dtype, place, largest)
                 for place, parameter in enumerate(parameters)
             ],
             self._momentum,

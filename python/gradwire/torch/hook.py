@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
+from ..exchange.density import for_size
 from ..message import Message, apply_many, parse_many
 from ..policy import ResidualClip, ShakeUp, TargetDensity, ThresholdPolicy
 from ..state import check_format
@@ -123,6 +124,8 @@ class ThresholdState:
     Args:
         process_group: as given to DDP; None is the default group. Not pickled.
         threshold: policy of the thresholds, one per parameter.
+        size_exponent: where it aims at a density, the largest parameter gets that, and one that is k times as small
+            k^size_exponent times as much, up to 0.08. 0.0: all the same.
         shakeup: periodic messages with a smaller threshold, or None.
         clip: periodic clipping of the residual, or None.
         momentum: of the local momentum correction, in [0, 1); 0.0: none.
@@ -146,6 +149,7 @@ class ThresholdState:
         process_group: dist.ProcessGroup | None = None,
         *,
         threshold: ThresholdPolicy | None = None,
+        size_exponent: float = 0.5,
         shakeup: ShakeUp | None = None,
         clip: ResidualClip | None = None,
         momentum: float = 0.0,
@@ -167,6 +171,7 @@ class ThresholdState:
             raise ValueError(f'backend is {backend!r}; it must be "gloo" or "nccl"')
         self.process_group = process_group
         self.threshold = threshold if threshold is not None else TargetDensity()
+        self.size_exponent = size_exponent
         self.shakeup = shakeup
         self.clip = clip
         self.momentum = momentum
@@ -194,10 +199,10 @@ class ThresholdState:
         self._dense_steps = self._sparse_steps = self._skipped_steps = self._message_bytes = 0
         self._encode_s = self._gather_s = self._apply_s = 0.0
 
-    def _make_encoder(self, numel: int, dtype: str, index: int) -> Encoder:
+    def _make_encoder(self, numel: int, dtype: str, index: int, largest: int) -> Encoder:
         encoder = Encoder(
             numel,
-            threshold=self.threshold,
+            threshold=for_size(self.threshold, numel, largest, self.size_exponent),
             shakeup=self.shakeup,
             clip=self.clip,
             dtype=dtype,
@@ -283,6 +288,7 @@ class ThresholdState:
             name: getattr(self, name)
             for name in (
                 "threshold",
+                "size_exponent",
                 "shakeup",
                 "clip",
                 "momentum",

@@ -1,20 +1,36 @@
-"""The threshold of a first message, from the update that it is to send."""
+"""What policies that aim at a density do not know: how large a tensor is beside others, and its first update."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..arrays import device_of
 from ..codec import Encoder
-from ..policy import Tail
+from ..policy import Tail, TargetDensity, ThresholdPolicy
 from .views import views
 
-__all__ = ["learn_first_threshold"]
+__all__ = ["for_size", "learn_first_threshold"]
+
+# With much more the quantum gets so small that the largest elements of a small tensor cannot keep up.
+_SMALL_DENSITY_MAX = 0.08
 
 # Elements, at most about, from which it is learned.
 _NUMEL_MAX = 1 << 20
+
+
+def for_size(policy: ThresholdPolicy, numel: int, largest: int, exponent: float) -> ThresholdPolicy:
+    """Return the policy of a tensor beside the largest, which has ``policy`` itself.
+
+    Bytes are spent where elements are many, but a tensor of few matters as much: one that is k times as small gets
+    k^exponent times the density, up to a bound.
+    """
+    if not isinstance(policy, TargetDensity) or numel == 0:
+        return policy
+    density = min(policy.density * (largest / numel) ** exponent, _SMALL_DENSITY_MAX)
+    return replace(policy, density=max(density, policy.density))
 
 
 def learn_first_threshold(encoder: Encoder, update: Any) -> None:
