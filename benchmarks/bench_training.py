@@ -65,6 +65,7 @@ OURS = (
     "gradwire-udp",
     "gradwire-thin",
     "gradwire-overlap",
+    "gradwire-every4",
     "gradwire-async",
     "gradwire-local",
 )

@@ -24,6 +24,13 @@ AddEntriesFunction<double> add_entries(double) { return kernels().add_entries_do
 AddBitmapFunction<float> add_bitmap(float) { return kernels().add_bitmap_float; }
 AddBitmapFunction<double> add_bitmap(double) { return kernels().add_bitmap_double; }
 
+// Where a block of a target lies, and of the one beside it if there is one.
+template <class Target>
+struct Block {
+    Target* target = nullptr;
+    Target* beside = nullptr;
+};
+
 // Collects entries of several messages, in the order in which they are to be added, and adds them in one go.
 template <class Target>
 class Adder {
@@ -33,24 +40,29 @@ class Adder {
           entries_(capacity_ + kPrefetchAhead),
           scattered_(scattered) {}
 
-    void set_block(Target* target, uint64_t first, uint64_t numel) {
+    void set_block(const Block<Target>& block, uint64_t first, uint64_t numel) {
         flush();
-        target_ = target;
+        block_ = block;
         first_ = first;
         numel_ = numel;
     }
-    void set_quantum(float quantum) {
-        quantum_ = static_cast<Target>(quantum);
-        if (runs_.empty() || runs_.back().quantum != quantum_) runs_.push_back({used_, quantum_});
+    void set_quanta(float quantum, float beside) {
+        const Quanta quanta{static_cast<Target>(quantum), static_cast<Target>(beside)};
+        const bool same = quanta.target == quanta_.target && quanta.beside == quanta_.beside;
+        quanta_ = quanta;
+        if (runs_.empty() || !same) runs_.push_back({used_, quanta_});
     }
     void flush() {
         for (size_t i = 0; i < runs_.size(); ++i) {
             const uint64_t end = i + 1 < runs_.size() ? runs_[i + 1].begin : used_;
-            add_entries(Target{})(entries_.data() + runs_[i].begin, end - runs_[i].begin, target_, numel_,
-                                  runs_[i].quantum, scattered_);
+            const Entry* entries = entries_.data() + runs_[i].begin;
+            const Quanta& quanta = runs_[i].quanta;
+            add_entries(Target{})(entries, end - runs_[i].begin, block_.target, numel_, quanta.target, scattered_);
+            if (block_.beside)
+                add_entries(Target{})(entries, end - runs_[i].begin, block_.beside, numel_, quanta.beside, scattered_);
         }
         used_ = 0;
-        runs_.assign(1, {0, quantum_});
+        runs_.assign(1, {0, quanta_});
     }
 
     // What a Decoder asks of a sink.
@@ -62,7 +74,9 @@ class Adder {
     void take(uint64_t found) { used_ += found; }
     uint64_t bitmap(const BitRun& changed, const BitRun& minus, uint64_t first, uint64_t numel) {
         flush();  // earlier messages first
-        return add_bitmap(Target{})(changed, minus, target_ + (first - first_), numel, quantum_);
+        const uint64_t offset = first - first_;
+        if (block_.beside) add_bitmap(Target{})(changed, minus, block_.beside + offset, numel, quanta_.beside);
+        return add_bitmap(Target{})(changed, minus, block_.target + offset, numel, quanta_.target);
     }
 
   private:
@@ -70,18 +84,22 @@ class Adder {
     // many where each waits for memory.
     static constexpr uint64_t kDenseCapacity = 128;
     static constexpr uint64_t kSparseCapacity = 4096;
+    struct Quanta {
+        Target target = 0;
+        Target beside = 0;
+    };
     struct Run {
         uint64_t begin;
-        Target quantum;
+        Quanta quanta;
     };
     uint64_t capacity_;
     std::vector<Entry> entries_;
     uint64_t used_ = 0;
     std::vector<Run> runs_;
-    Target* target_ = nullptr;
+    Block<Target> block_;
     uint64_t first_ = 0;
     uint64_t numel_ = 0;
-    Target quantum_ = 0;
+    Quanta quanta_;
     bool scattered_;
 };
 
@@ -97,57 +115,68 @@ void add_values(const uint8_t* bytes, uint64_t first, uint64_t count, double sca
 
 class Application {
   public:
-    Application(const MessageView& message, double scale)
+    // `beside` is the factor for the target beside the first.
+    Application(const MessageView& message, double scale, double beside)
         : message_(message),
           scale_(scale),
-          quantum_(static_cast<float>(scale * static_cast<double>(message.threshold()))),
+          beside_(beside),
           decoder_(message.header.kind == Kind::kTernary ? message : MessageView{}) {}
 
-    // Adds what falls on elements [first, stop), which lie at `target`.
+    // Adds what falls on elements [first, stop), which lie at `block`.
     template <class Target>
-    void advance(uint64_t first, uint64_t stop, Target* target, Adder<Target>& adder) {
+    void advance(uint64_t first, uint64_t stop, const Block<Target>& block, Adder<Target>& adder) {
         if (message_.header.kind == Kind::kTernary) {
-            adder.set_quantum(quantum_);
+            adder.set_quanta(quantum(scale_), quantum(beside_));
             decoder_.advance(first, stop, adder);
         } else {
             adder.flush();
-            add_dense(first, stop - first, target);
+            add_dense(first, stop - first, scale_, block.target);
+            if (block.beside) add_dense(first, stop - first, beside_, block.beside);
         }
     }
 
   private:
+    float quantum(double scale) const { return static_cast<float>(scale * static_cast<double>(message_.threshold())); }
+
     template <class Target>
-    void add_dense(uint64_t first, uint64_t count, Target* target) {
+    void add_dense(uint64_t first, uint64_t count, double scale, Target* target) {
         const uint8_t* values = message_.payload;
         switch (message_.header.dtype) {
-            case DenseType::kFloat32: return add_values<Target, float>(values, first, count, scale_, target);
-            case DenseType::kFloat64: return add_values<Target, double>(values, first, count, scale_, target);
-            case DenseType::kBfloat16: return add_values<Target, Bfloat16>(values, first, count, scale_, target);
+            case DenseType::kFloat32: return add_values<Target, float>(values, first, count, scale, target);
+            case DenseType::kFloat64: return add_values<Target, double>(values, first, count, scale, target);
+            case DenseType::kBfloat16: return add_values<Target, Bfloat16>(values, first, count, scale, target);
             case DenseType::kNone: break;
         }
     }
 
     MessageView message_;
     double scale_;
-    float quantum_;
+    double beside_;
     Decoder decoder_;
 };
 
 template <class Target>
-void apply_to(std::vector<Application>& messages, Target* target, uint64_t first, uint64_t numel, uint64_t block,
-              bool scattered) {
+void apply_to(std::vector<Application>& messages, const Block<Target>& whole, uint64_t first, uint64_t numel,
+              uint64_t block_numel, bool scattered) {
     Adder<Target> adder(scattered);
-    for (uint64_t at = 0; at < numel; at += block) {
-        const uint64_t stop = std::min(at + block, numel);
-        adder.set_block(target + at, first + at, stop - at);
-        for (Application& message : messages) message.advance(first + at, first + stop, target + at, adder);
+    for (uint64_t at = 0; at < numel; at += block_numel) {
+        const uint64_t stop = std::min(at + block_numel, numel);
+        const Block<Target> block{whole.target + at, whole.beside ? whole.beside + at : nullptr};
+        adder.set_block(block, first + at, stop - at);
+        for (Application& message : messages) message.advance(first + at, first + stop, block, adder);
     }
     adder.flush();
 }
 
+template <class Target>
+Block<Target> block_of(const Array& target, const Array* beside) {
+    return {static_cast<Target*>(target.data), beside ? static_cast<Target*>(beside->data) : nullptr};
+}
+
 }  // namespace
 
-void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale) {
+void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale,
+                    const Beside* beside) {
     uint64_t numel = 0;
     for (const Array& target : targets) numel += target.numel;
     std::vector<Application> applications;
@@ -161,7 +190,8 @@ void apply_messages(const std::vector<MessageView>& messages, const std::vector<
             throw MessageError(what.str());
         }
         validate_payload(message);
-        applications.emplace_back(message, scale);
+        const bool is_own = beside && applications.size() == beside->own;
+        applications.emplace_back(message, scale, is_own ? scale - 1.0 : scale);
     }
     if (messages.empty()) return;
     uint64_t changed = 0;
@@ -170,11 +200,13 @@ void apply_messages(const std::vector<MessageView>& messages, const std::vector<
     const uint64_t block = messages.size() == 1 ? kLargestBlock : together;
     const bool scattered = changed / messages.size() <= numel / kSparse;
     uint64_t first = 0;
-    for (const Array& target : targets) {
+    for (size_t i = 0; i < targets.size(); ++i) {
+        const Array& target = targets[i];
+        const Array* second = beside ? &beside->targets[i] : nullptr;
         if (target.dtype == Dtype::kFloat64)
-            apply_to(applications, static_cast<double*>(target.data), first, target.numel, block, scattered);
+            apply_to(applications, block_of<double>(target, second), first, target.numel, block, scattered);
         else
-            apply_to(applications, static_cast<float*>(target.data), first, target.numel, block, scattered);
+            apply_to(applications, block_of<float>(target, second), first, target.numel, block, scattered);
         first += target.numel;
     }
 }

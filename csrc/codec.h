@@ -110,9 +110,17 @@ MessageBytes code_dense(const ConstArray& values, DenseType dtype, uint32_t key,
 // The values of a dense message: float64 where it holds those, float32 otherwise.
 void decode_dense(const MessageView& message, void* out);
 
-// targets += scale * decoded, for every message in turn, in one pass over the targets. Validates all payloads before
-// the first write. Throws MessageError where numel differs.
-void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale);
+// Arrays like the targets', to which the same is added on the way. They hold the message of number `own` already, so
+// that one's factor is scale - 1.
+struct Beside {
+    std::vector<Array> targets;
+    size_t own;
+};
+
+// targets += scale * decoded, for every message in turn, in one pass over the targets (and over those beside them).
+// Validates all payloads before the first write. Throws MessageError where numel differs.
+void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale,
+                    const Beside* beside = nullptr);
 
 // The changed elements of a ternary message in order, and which are negative: count of each. Throws MessageError.
 void list_entries(const MessageView& message, int64_t* positions, bool* negative);

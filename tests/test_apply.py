@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import gradwire as gw
 from gradwire import _core, reference
+from gradwire.message import apply_to_both, dense_message
 
 from .bfloat16 import Bfloat16Array
 from .strategies import Changes, changes, changes_in_regions
@@ -83,6 +84,43 @@ def test_apply_many_equals_single_applies_in_order(dtype: str) -> None:
     for message in messages:
         reference.apply(bytes(message), expected, scale=0.3)
     assert together.tobytes() == expected.tobytes()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("own", [None, 0, 2])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_two_targets_get_the_same_but_for_the_message_that_one_holds(
+    dtype: str, own: int | None
+) -> None:
+    rng = np.random.default_rng(7)
+    messages = [
+        gw.Encoder(5000, threshold=threshold).encode(rng.standard_normal(5000).astype(np.float32))
+        for threshold in (2.5, 0.5, 0.001)
+    ]
+    messages.append(dense_message(rng.standard_normal(5000).astype(np.float32)))
+    target, beside = (random_target(5000, dtype, seed) for seed in (1, 2))
+    expected = target.copy(), beside.copy()
+    for number, message in enumerate(messages):
+        gw.apply(message, expected[0], 0.25)
+        gw.apply(message, expected[1], -0.75 if number == own else 0.25)
+    halves = [[one[:2000], one[2000:]] for one in (target, beside)]
+    apply_to_both(messages, *halves, own=own, scale=0.25)
+    assert target.tobytes() == expected[0].tobytes()
+    assert beside.tobytes() == expected[1].tobytes()
+
+
+def test_two_targets_that_differ_or_overlap_are_refused() -> None:
+    message = gw.Encoder(4, threshold=1.0).encode(np.ones(4, np.float32))
+    target = np.zeros(8, np.float32)
+    for beside, complaint in (
+        (np.zeros(4), "same sizes and dtypes"),
+        ([np.zeros(2, np.float32), np.zeros(2, np.float32)], "same sizes and dtypes"),
+        (np.zeros(5, np.float32), "5"),
+        (target[2:6], "overlaps"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            apply_to_both([message], target[:4], beside, own=None, scale=1.0)
+    assert not target.any()
 
 
 @quick

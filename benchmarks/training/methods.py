@@ -214,6 +214,7 @@ class Udp(Method):
 
     uses_gloo = False
     options: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed)
+    refine_density = 0.0
 
     def set_up(self) -> None:
         # A threshold per tensor; nothing goes out whole: the biases and norms alone would be as large as a message.
@@ -225,6 +226,7 @@ class Udp(Method):
             thresholds={
                 index: small for index, param in enumerate(params) if param.numel() < SMALL_NUMEL
             },
+            refine=gw.TargetDensity(self.refine_density) if self.refine_density else None,
             dense_below=0,
             dense_one_dimensional=False,
         )
@@ -294,6 +296,21 @@ class UdpAsync(Udp):
         return super().evaluated()
 
 
+class UdpEvery4(Udp):
+    """What four steps alone have changed is shared in two messages, which travel while the next three are computed."""
+
+    options = {"every": 4, "overlap": 3}  # noqa: RUF012
+    refine_density = 0.06
+
+    @property
+    def clip_norm(self) -> float:
+        return self.task.clip_norm  # local steps are taken in full, not averaged
+
+    @property
+    def target_density(self) -> float:
+        return 0.02
+
+
 class UdpLocal(Udp):
     """Twenty steps alone, then their difference is shared."""
 
@@ -318,6 +335,7 @@ METHODS: dict[str, type[Method]] = {
     "gradwire-udp": Udp,
     "gradwire-thin": UdpThin,
     "gradwire-overlap": UdpOverlap,
+    "gradwire-every4": UdpEvery4,
     "gradwire-async": UdpAsync,
     "gradwire-local": UdpLocal,
 }
@@ -349,6 +367,9 @@ def predicted_bytes(
         "gradwire-overlap": (nodes - 1) * message,
         "gradwire-thin": (nodes - 1) * _message_bytes(numel, density / 2),
         "gradwire-async": (nodes - 1) * message,
+        "gradwire-every4": (nodes - 1)
+        * (_message_bytes(numel, 0.02) + _message_bytes(numel, UdpEvery4.refine_density))
+        / 4,
         "gradwire-local": (nodes - 1) * _message_bytes(numel, LOCAL_DENSITY) / LOCAL_STEPS,
     }[method]
 

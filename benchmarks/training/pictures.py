@@ -16,6 +16,7 @@ COLOURS = {
     "gradwire-udp": "tab:green",
     "gradwire-thin": "tab:olive",
     "gradwire-overlap": "tab:pink",
+    "gradwire-every4": "magenta",
     "gradwire-async": "tab:purple",
     "gradwire-local": "tab:cyan",
 }

@@ -115,8 +115,9 @@ Message encode_into(const py::object& residual, const py::object& update, double
     return Message(std::move(encoder.encode(&updates, options).message));
 }
 
-void apply_all(const std::vector<const Message*>& messages, const py::object& target, double scale) {
-    const HostArrays arrays(target, "target");
+// Checks messages against the arrays that they are to be added to.
+std::vector<MessageView> views_for(const HostArrays& arrays, const std::vector<const Message*>& messages,
+                                   double scale) {
     arrays.require_targets();
     if (!std::isfinite(scale)) throw py::value_error("scale is " + std::to_string(scale) + ", must be finite");
     std::vector<MessageView> views;
@@ -130,9 +131,34 @@ void apply_all(const std::vector<const Message*>& messages, const py::object& ta
                                   std::to_string(view.threshold()) + " overflows float32");
         views.push_back(view);
     }
+    return views;
+}
+
+void apply_all(const std::vector<const Message*>& messages, const py::object& target, double scale) {
+    const HostArrays arrays(target, "target");
+    const std::vector<MessageView> views = views_for(arrays, messages, scale);
     const std::vector<Array> targets = arrays.targets();
     const py::gil_scoped_release release;
     apply_messages(views, targets, scale);
+}
+
+void apply_to_both(const std::vector<const Message*>& messages, const py::object& target, const py::object& beside,
+                   size_t own, double scale) {
+    const HostArrays arrays(target, "target");
+    const HostArrays others(beside, "beside");
+    const std::vector<MessageView> views = views_for(arrays, messages, scale);
+    views_for(others, messages, scale);
+    const std::vector<Array> targets = arrays.targets();
+    const Beside second{others.targets(), own};
+    const auto alike = [](const Array& one, const Array& other) {
+        return one.numel == other.numel && one.dtype == other.dtype;
+    };
+    if (!std::equal(targets.begin(), targets.end(), second.targets.begin(), second.targets.end(), alike))
+        throw py::value_error("target and beside must be arrays of the same sizes and dtypes");
+    for (const Array& one : targets)
+        others.require_apart(one.data, one.numel * (one.dtype == Dtype::kFloat64 ? 8 : 4), "the target");
+    const py::gil_scoped_release release;
+    apply_messages(views, targets, scale, &second);
 }
 
 void apply(const Message& message, const py::object& target, double scale) { apply_all({&message}, target, scale); }
@@ -186,6 +212,8 @@ void register_encoder(py::module_& module) {
 void register_apply(py::module_& module) {
     module.def("apply", &apply, py::arg("message"), py::arg("target"), py::arg("scale") = 1.0);
     module.def("apply_many", &apply_all, py::arg("messages"), py::arg("target"), py::arg("scale") = 1.0);
+    module.def("apply_to_both", &apply_to_both, py::arg("messages"), py::arg("target"), py::arg("beside"),
+               py::arg("own"), py::arg("scale"));
     module.def("decode", &decode, py::arg("message"));
     module.def("dense", &dense, py::arg("values"), py::arg("dtype"), py::arg("key"), py::arg("step"));
     module.def("max_message_bytes", &max_message_bytes, py::arg("numel"), py::arg("dense") = false,

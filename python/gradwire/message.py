@@ -80,6 +80,24 @@ def apply_many(
         cuda_core().apply_many(list(messages), target, scale, device, number)
 
 
+def apply_to_both(
+    messages: list[Message], target: Any, beside: Any, *, own: int | None, scale: float
+) -> None:
+    """Add several messages to two targets in one pass, each decoded once: ``apply_many`` to both.
+
+    Args:
+        messages: as for ``apply_many``, in host memory.
+        target: as for ``apply``, on the CPU.
+        beside: arrays of the same sizes and dtypes; modified in place too.
+        own: place of the message that ``beside`` holds already, which adds (scale - 1) times itself there; None: none.
+        scale: finite factor.
+
+    Raises:
+        MessageError, TypeError, ValueError: as ``apply_many``, for either.
+    """
+    _core.apply_to_both(messages, target, beside, len(messages) if own is None else own, scale)
+
+
 def decode(message: Message) -> NDArray[Any]:
     """Return what the message adds: float32[numel], or float64[numel] for a dense float64 message.
 

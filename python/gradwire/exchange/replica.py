@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..arrays import device_of
 from ..message import Message
 from .groups import Groups
-from .sums import ExactSum, PlainSum, Sum
+from .sums import Beside, ExactSum, PlainSum, Sum
 from .views import Arrays, add, copies, difference, put, views, writable_views
 
 __all__ = ["Replica"]
@@ -177,11 +177,8 @@ class Replica:
             return self.total.add(payloads, params, scale)
         targets = writable_views(params)
         if self._applies_residual:
-            is_exact = self.total.add(payloads, self.anchor, scale)
-            self._plain.add([one for one in payloads if one is not own], targets, scale)
-            if own is not None and scale != 1.0:
-                self._plain.add([own], targets, scale - 1.0)
-            return is_exact
+            place = next((at for at, one in enumerate(payloads) if one is own), None)
+            return self.total.add(payloads, self.anchor, scale, Beside(targets, place))
         local = difference(targets, self.anchor) if has_moved else []
         is_exact = self.total.add(payloads, self.anchor, scale)
         put(targets, self.anchor)

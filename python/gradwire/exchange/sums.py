@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..message import Message, apply_many
+from ..message import Message, apply_many, apply_to_both
 from .groups import Groups
 from .views import Arrays, copies, writable_views
 
-__all__ = ["ExactSum", "Exactness", "PlainSum", "Sum", "is_sum_exact"]
+__all__ = ["Beside", "ExactSum", "Exactness", "PlainSum", "Sum", "is_sum_exact"]
 
 _FLOAT64_BITS = 53
 _THRESHOLD_BITS = 8
@@ -68,10 +68,28 @@ def is_sum_exact(messages: Sequence[Message]) -> bool:
     return exactness.is_proven
 
 
+class Beside(NamedTuple):
+    """Parameters to which the same is added on the way, apart from what they hold already.
+
+    Attributes:
+        params: like those that are shared.
+        own: place of the payload that they hold already, in full; None: none.
+    """
+
+    params: Arrays
+    own: int | None
+
+
 class Sum(Protocol):
     """What the exchange asks of either."""
 
-    def add(self, payloads: Sequence[Sequence[Message]], params: Any, scale: float) -> bool:
+    def add(
+        self,
+        payloads: Sequence[Sequence[Message]],
+        params: Any,
+        scale: float,
+        beside: Beside | None = None,
+    ) -> bool:
         """Add the messages of several payloads, in order; return whether that was provably exact."""
 
 
@@ -81,11 +99,22 @@ class PlainSum:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
-    def add(self, payloads: Sequence[Sequence[Message]], params: Any, scale: float) -> bool:
+    def add(
+        self,
+        payloads: Sequence[Sequence[Message]],
+        params: Any,
+        scale: float,
+        beside: Beside | None = None,
+    ) -> bool:
         """See `Sum`: ``params += scale * message`` for every message; nothing is proven."""
-        for index in range(len(self._groups) if payloads else 0):
+        for index in range(len(self._groups)):
             messages = [payload[index] for payload in payloads]
-            apply_many(messages, self._groups.select(params, index), scale)
+            target = self._groups.select(params, index)
+            if beside is None:
+                apply_many(messages, target, scale)
+            else:
+                second = self._groups.select(beside.params, index)
+                apply_to_both(messages, target, second, own=beside.own, scale=scale)
         return False
 
 
@@ -115,7 +144,13 @@ class ExactSum:
         self.exactness = Exactness()
         self.scale = None
 
-    def add(self, payloads: Sequence[Sequence[Message]], params: Any, scale: float) -> bool:
+    def add(
+        self,
+        payloads: Sequence[Sequence[Message]],
+        params: Any,
+        scale: float,
+        beside: Beside | None = None,
+    ) -> bool:
         """See `Sum`; another scale than before begins a new sum at the parameters as they are."""
         if not self.initial or (self.scale is not None and scale != self.scale):
             self.begin(params)
@@ -125,6 +160,10 @@ class ExactSum:
             apply_many(messages, self._groups.select(self.total, index))
             self.exactness.add(messages)
         self.write(params)
+        if beside is not None:
+            plain = PlainSum(self._groups)
+            for number, payload in enumerate(payloads):
+                plain.add([payload], beside.params, scale - 1.0 if number == beside.own else scale)
         return self.exactness.is_proven
 
     def without(self, payloads: Sequence[Sequence[Message]]) -> Arrays:
