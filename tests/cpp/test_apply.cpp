@@ -88,8 +88,8 @@ void check_messages(const std::vector<Sent>& sent, uint64_t numel, uint64_t long
     CHECK(together == plainly);
     for (const size_t own : {size_t{0}, sent.size() / 2, sent.size()}) {
         Target first(numel, longest, mixed, 1);
-        Target beside(numel, longest, mixed, 2);
-        Target expected(numel, longest, mixed, 2);
+        Target beside(numel, longest, mixed, 1);
+        Target expected(numel, longest, mixed, 1);
         const Beside second{beside.arrays, own};
         apply_messages(views, first.arrays, scale, &second);
         for (size_t i = 0; i < views.size(); ++i)
