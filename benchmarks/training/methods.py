@@ -22,8 +22,8 @@ PORT = 40123
 WARMUP_STEPS = 20
 # Tensors so small that a denser message costs nothing beside the others': biases and norms.
 SMALL_NUMEL, SMALL_DENSITY = 5_000, 0.2
-# What is shared once in twenty steps may say more; with much more the quantum would be too small for large changes.
-LOCAL_DENSITY = 0.05
+# What several steps alone have changed is shared twice: a large quantum for few elements, then a small one for more.
+LOCAL_DENSITY = 0.02
 # Dense steps before PowerSGD begins; its default of 1,000 would leave nothing to measure, and fewer than 2 it refuses.
 POWERSGD_START = 2
 
@@ -297,9 +297,9 @@ class UdpAsync(Udp):
 
 
 class UdpEvery4(Udp):
-    """What four steps alone have changed is shared in two messages, which travel while the next three are computed."""
+    """What four steps alone have changed is shared in two messages, which travel while the next one is computed."""
 
-    options = {"every": 4, "overlap": 3}  # noqa: RUF012
+    options = {"every": 4, "overlap": 1}  # noqa: RUF012
     refine_density = 0.06
 
     @property
@@ -308,13 +308,14 @@ class UdpEvery4(Udp):
 
     @property
     def target_density(self) -> float:
-        return 0.02
+        return LOCAL_DENSITY
 
 
 class UdpLocal(Udp):
-    """Twenty steps alone, then their difference is shared."""
+    """Twenty steps alone, then their difference is shared in two messages."""
 
     options = {"every": LOCAL_STEPS}  # noqa: RUF012
+    refine_density = 0.2
 
     @property
     def clip_norm(self) -> float:
@@ -368,9 +369,11 @@ def predicted_bytes(
         "gradwire-thin": (nodes - 1) * _message_bytes(numel, density / 2),
         "gradwire-async": (nodes - 1) * message,
         "gradwire-every4": (nodes - 1)
-        * (_message_bytes(numel, 0.02) + _message_bytes(numel, UdpEvery4.refine_density))
+        * (_message_bytes(numel, LOCAL_DENSITY) + _message_bytes(numel, UdpEvery4.refine_density))
         / 4,
-        "gradwire-local": (nodes - 1) * _message_bytes(numel, LOCAL_DENSITY) / LOCAL_STEPS,
+        "gradwire-local": (nodes - 1)
+        * (_message_bytes(numel, LOCAL_DENSITY) + _message_bytes(numel, UdpLocal.refine_density))
+        / LOCAL_STEPS,
     }[method]
 
 
