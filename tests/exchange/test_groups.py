@@ -142,6 +142,8 @@ def test_smaller_tensors_are_sent_more_densely() -> None:
     assert densities() == [0.01, 0.03, 0.06, 0.08]
     assert densities(size_exponent=1.0, assign=[0, 0, 0, 1]) == [0.01, 0.08]
     assert densities(size_exponent=0.0) == [0.01] * 4
+    fine = gw.TargetDensity(0.2, initial=0.5)
+    assert densities(refine=fine) == [0.01] * 4 + [0.2] * 4
     own = gw.TargetDensity(0.02, initial=0.5)
     assert densities(thresholds={3: own}) == [0.01, 0.03, 0.06, 0.02]
     dense = gw.Groups.of(model, gw.TargetDensity(0.2), dense_below=0)

@@ -114,7 +114,7 @@ class Groups:
                 another 4 bytes per element and that message. None: one message.
             size_exponent: where ``threshold`` aims at a density, the largest group gets that, and one that is k times
                 as small k^size_exponent times as much, up to 0.08: bytes then grow slower than sizes, and a small
-                tensor, in which every element matters more, waits less. 0.0: all the same.
+                tensor, in which every element matters more, waits less. 0.0, and with ``refine``: all the same.
             encoder_options: for every encoder: ``dtype``, ``shakeup``, ``clip``, ``on_nonfinite``, ``threads``.
 
         Raises:
@@ -138,6 +138,8 @@ class Groups:
                 coded.setdefault(index if assign is None else assign[index], []).append(index)
         members = [coded[number] for number in sorted(coded)]
         policies = thresholds or {}
+        # A first of two messages is for the large quanta, which more density would make smaller.
+        exponent = size_exponent if refine is None else 0.0
         largest = max((_numel(shapes, tensors) for tensors in members), default=0)
         if not set(policies) <= set(range(len(members))):
             raise ValueError(
@@ -152,7 +154,7 @@ class Groups:
                 and threshold is not None
                 and not isinstance(threshold, (int, float))
             ):
-                policy = for_size(threshold, numel, largest, size_exponent)
+                policy = for_size(threshold, numel, largest, exponent)
             return Group(
                 Encoder(numel, policy, key=key, **encoder_options), tuple(tensors), is_dense
             )
