@@ -63,6 +63,8 @@ def test_it_follows_the_groups_that_it_refines_and_is_not_counted_twice() -> Non
     described = [(one.encoder.key, one.tensors, one.is_dense, one.refines) for one in groups.groups]
     assert described == [(0, (0,), False, None), (1, (1,), True, None), (2, (0,), False, 0)]
     assert groups.numel == 1230
+    messages = groups.encode(update_of(0, 0), "threshold")
+    assert groups.density(messages) == sum(message.count for message in messages) / 1230
 
 
 class Outcome(NamedTuple):

@@ -18,7 +18,7 @@ from ..message import Message, apply, max_message_bytes, parse_many
 from ..policy import ThresholdPolicy
 from .density import for_size, learn_first_threshold
 
-__all__ = ["Codec", "Group", "Groups", "density_of"]
+__all__ = ["Codec", "Group", "Groups"]
 
 Codec = Literal["threshold", "dense", "bfloat16"]
 
@@ -332,6 +332,11 @@ class Groups:
                 )
         return messages
 
+    def density(self, messages: Sequence[Message]) -> float:
+        """Return changed elements / elements of one step's messages; an element that is named twice counts twice."""
+        changed = sum(message.count for message in messages[: len(self.groups)])
+        return changed / self.numel if self.numel else 0.0
+
     def residual_norm(self) -> float:
         """Return the Euclidean norm of everything that was not sent yet."""
         residuals = [_host_residual(encoder) for encoder in self.encoders]
@@ -388,9 +393,3 @@ def _host_residual(encoder: Encoder) -> NDArray[Any]:
         return encoder.residual
     copy: NDArray[Any] = encoder.state_dict()["residual"]
     return copy
-
-
-def density_of(messages: Sequence[Message]) -> float:
-    """Return changed elements / elements of several messages; 0.0 where there are none."""
-    numel = sum(message.numel for message in messages)
-    return sum(message.count for message in messages) / numel if numel else 0.0

@@ -18,7 +18,7 @@ class StepResult:
     Attributes:
         step: number of the step; the same on every node in synchronous mode.
         sent_bytes: size of this node's message; the transport carries it once to each peer.
-        density: changed elements of this node's message / numel.
+        density: changed elements of this node's messages / numel.
         threshold: the threshold of this node's message, of the first group where there are several; 0.0 if dense.
         is_shakeup: whether this node's message was a shake-up.
         received: messages of peers that were applied.

@@ -11,7 +11,6 @@ from ..message import Message
 from . import clock
 from .comparison import Comparison
 from .entrance import Entrance
-from .groups import density_of
 from .handover import Handover, LeftBehind
 from .optimizer_state import average_optimizer, optimizer_messages
 from .parts import Parts
@@ -208,7 +207,7 @@ class Step:
         return StepResult(
             step=self._progress.step,
             sent_bytes=own.nbytes,
-            density=density_of(own.messages[: len(self._groups)]),
+            density=self._groups.density(own.messages),
             threshold=first.threshold,
             is_shakeup=first.is_shakeup,
             received=len(others),
