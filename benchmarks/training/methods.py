@@ -22,7 +22,7 @@ PORT = 40123
 WARMUP_STEPS = 20
 # Tensors so small that a denser message costs nothing beside the others': biases and norms.
 SMALL_NUMEL, SMALL_DENSITY = 5_000, 0.2
-# What several steps alone have changed is shared twice: a large quantum for few elements, then a small one for more.
+# What several steps alone have changed; after twenty it is shared twice: a large quantum, then a small one for more.
 LOCAL_DENSITY = 0.02
 # Dense steps before PowerSGD begins; its default of 1,000 would leave nothing to measure, and fewer than 2 it refuses.
 POWERSGD_START = 2
@@ -297,10 +297,9 @@ class UdpAsync(Udp):
 
 
 class UdpEvery4(Udp):
-    """What four steps alone have changed is shared in two messages, which travel while the next one is computed."""
+    """What four steps alone have changed is shared, and travels while the next one is computed."""
 
     options = {"every": 4, "overlap": 1}  # noqa: RUF012
-    refine_density = 0.06
 
     @property
     def clip_norm(self) -> float:
@@ -312,9 +311,9 @@ class UdpEvery4(Udp):
 
 
 class UdpLocal(Udp):
-    """Twenty steps alone, then their difference is shared in two messages."""
+    """Twenty steps alone, then their difference is shared in two messages, which travel during the next four."""
 
-    options = {"every": LOCAL_STEPS}  # noqa: RUF012
+    options = {"every": LOCAL_STEPS, "overlap": 4}  # noqa: RUF012
     refine_density = 0.2
 
     @property
@@ -368,9 +367,7 @@ def predicted_bytes(
         "gradwire-overlap": (nodes - 1) * message,
         "gradwire-thin": (nodes - 1) * _message_bytes(numel, density / 2),
         "gradwire-async": (nodes - 1) * message,
-        "gradwire-every4": (nodes - 1)
-        * (_message_bytes(numel, LOCAL_DENSITY) + _message_bytes(numel, UdpEvery4.refine_density))
-        / 4,
+        "gradwire-every4": (nodes - 1) * _message_bytes(numel, LOCAL_DENSITY) / 4,
         "gradwire-local": (nodes - 1)
         * (_message_bytes(numel, LOCAL_DENSITY) + _message_bytes(numel, UdpLocal.refine_density))
         / LOCAL_STEPS,
