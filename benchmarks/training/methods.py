@@ -310,19 +310,11 @@ class UdpEvery4(Udp):
         return LOCAL_DENSITY
 
 
-class UdpLocal(Udp):
+class UdpLocal(UdpEvery4):
     """Twenty steps alone, then their difference is shared in two messages, which travel during the next four."""
 
     options = {"every": LOCAL_STEPS, "overlap": 4}  # noqa: RUF012
     refine_density = 0.2
-
-    @property
-    def clip_norm(self) -> float:
-        return self.task.clip_norm  # local steps are taken in full, not averaged
-
-    @property
-    def target_density(self) -> float:
-        return LOCAL_DENSITY
 
 
 METHODS: dict[str, type[Method]] = {

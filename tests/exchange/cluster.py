@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
+from numpy.typing import NDArray
 
-from gradwire.errors import NotConnected, WouldBlock
+from gradwire import Exchange
+from gradwire.errors import NotConnected, TooLarge, WouldBlock
 from gradwire.exchange import clock
 from gradwire.exchange.control import Kind, split_tag
 from gradwire.transport import Peer, PeerJoined, PeerLost, Received, Ticket
@@ -302,3 +304,32 @@ def run_cluster(work: Callable[[FakeNode, int], Any], *, count: int = 3, seed: i
         ]
         made.run()
     return [worker.result for worker in workers]
+
+
+def train_with_a_pause(
+    share: Exchange, node: FakeNode, rank: int, params: NDArray[Any], updates: list[NDArray[Any]]
+) -> int:
+    """Let two nodes move and share, the second with a pause that interrupts a step of the first; return how many."""
+    interruptions = 0
+    for count, one in enumerate(updates):
+        if rank == 1 and count == 3:
+            node.cluster.compute(node, 3.0)
+        params += one
+        try:
+            share.step_moved(params)
+        except TimeoutError:
+            interruptions += 1
+    assert interruptions == (1 if rank == 0 else 0), "the example must interrupt a step"
+    return interruptions
+
+
+def refuse_updates(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a node's updates be larger than its limit."""
+    publish = node.publish
+
+    def refuse(buffer: Any, tag: int = 0, to: Peer | None = None) -> Ticket:
+        if split_tag(tag)[0] == Kind.UPDATE:
+            raise TooLarge("limit")
+        return publish(buffer, tag, to)
+
+    monkeypatch.setattr(node, "publish", refuse)

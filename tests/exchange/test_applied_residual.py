@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.exchange import redistribute
-from gradwire.exchange.control import Kind, split_tag
 
-from .cluster import FakeNode, cluster, run_cluster
+from .cluster import FakeNode, cluster, refuse_updates, run_cluster, train_with_a_pause
 
 NUMEL = 64
 STEPS = 12
@@ -105,16 +104,7 @@ def test_an_interrupted_step_counts_nothing_twice() -> None:
         enc, params = encoder(), np.zeros(NUMEL, np.float32)
         share = gw.Exchange(enc, node, peers=1, timeout_s=2.0, apply_residual=True)
         share.join(params)
-        interruptions = 0
-        for count, one in enumerate(updates_of(rank, 8)):
-            if rank == 1 and count == 3:
-                node.cluster.compute(node, 3.0)
-            params += one
-            try:
-                share.step_moved(params)
-            except TimeoutError:
-                interruptions += 1
-        assert interruptions == (1 if rank == 0 else 0), "the example must interrupt a step"
+        train_with_a_pause(share, node, rank, params, updates_of(rank, 8))
         return Outcome(params, share.shared(params)[0], enc.residual)
 
     outcomes = run_cluster(work, count=2, seed=2)
@@ -134,14 +124,7 @@ def test_a_message_that_no_node_takes_stays_in_the_parameters(
         share = gw.Exchange(enc, node, peers=0, apply_residual=True)
         share.join(params)
         first, second = updates_of(0, 2)
-        publish = node.publish
-
-        def refuse(buffer: Any, tag: int = 0, to: Any = None) -> Any:
-            if split_tag(tag)[0] == Kind.UPDATE:
-                raise gw.TooLarge("limit")
-            return publish(buffer, tag, to)
-
-        monkeypatch.setattr(node, "publish", refuse)
+        refuse_updates(node, monkeypatch)
         params += first
         with pytest.raises(gw.TooLarge):
             share.step_moved(params)

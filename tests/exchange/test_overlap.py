@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 
-from .cluster import FakeNode, cluster, run_cluster
+from .cluster import FakeNode, cluster, refuse_updates, run_cluster, train_with_a_pause
 
 NUMEL = 64
 STEPS = 12
@@ -106,16 +106,7 @@ def test_an_interrupted_step_counts_nothing_twice(apply_residual: bool) -> None:
             enc, node, peers=1, timeout_s=2.0, overlap=1, apply_residual=apply_residual
         )
         share.join(params)
-        interruptions = 0
-        for count, one in enumerate(updates_of(rank)):
-            if rank == 1 and count == 3:
-                node.cluster.compute(node, 3.0)
-            params += one
-            try:
-                share.step_moved(params)
-            except TimeoutError:
-                interruptions += 1
-        assert interruptions == (1 if rank == 0 else 0), "the example must interrupt a step"
+        interruptions = train_with_a_pause(share, node, rank, params, updates_of(rank))
         for _ in range(interruptions):  # of calls that finished an earlier step only
             share.step_moved(params)
         share.leave(params)
@@ -151,10 +142,7 @@ def test_a_message_that_no_node_takes_stays_in_the_parameters(
         share.join(params)
         (one,) = updates_of(0, 1)
 
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise gw.TooLarge("limit")
-
-        monkeypatch.setattr(node, "publish", refuse)
+        refuse_updates(node, monkeypatch)
         params += one
         with pytest.raises(gw.TooLarge):
             share.step_moved(params)

@@ -21,8 +21,10 @@ _SMALL_DENSITY_MAX = 0.08
 _NUMEL_MAX = 1 << 20
 
 
-def for_size(policy: ThresholdPolicy, numel: int, largest: int, exponent: float) -> ThresholdPolicy:
-    """Return the policy of a tensor beside the largest, which has ``policy`` itself.
+def for_size(
+    policy: ThresholdPolicy | float | None, numel: int, largest: int, exponent: float
+) -> ThresholdPolicy | float | None:
+    """Return the policy of a tensor beside the largest, which has ``policy`` itself; all have one without a density.
 
     Bytes are spent where elements are many, but a tensor of few matters as much: one that is k times as small gets
     k^exponent times the density, up to a bound.

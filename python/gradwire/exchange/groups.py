@@ -148,13 +148,8 @@ class Groups:
 
         def group(key: int, tensors: list[int], *, is_dense: bool) -> Group:
             numel = _numel(shapes, tensors)
-            policy = policies.get(key, threshold)
-            if (
-                key not in policies
-                and threshold is not None
-                and not isinstance(threshold, (int, float))
-            ):
-                policy = for_size(threshold, numel, largest, exponent)
+            own = for_size(threshold, numel, largest, exponent)
+            policy = policies.get(key, own)
             return Group(
                 Encoder(numel, policy, key=key, **encoder_options), tuple(tensors), is_dense
             )

@@ -37,7 +37,7 @@ class Handover:
     """
 
     def __init__(self, parts: Parts, comparison: Comparison, poll: Callable[[float], None]) -> None:
-        self._node, self._options = parts.node, parts.options
+        self._node, self._options, self._groups = parts.node, parts.options, parts.groups
         self._roster, self._members, self._progress = parts.roster, parts.members, parts.progress
         self._comparison = comparison
         self._poll = poll
@@ -100,7 +100,7 @@ class Handover:
         Raises:
             LeftBehind: the members do not wait for this node.
             TimeoutError: a member has sent nothing in time, or there was no room.
-            TooLarge: the transport takes no such message; it has to go back into the residual.
+            TooLarge: the transport takes no such message; it is back in the residual.
         """
         deadline_s = clock.now_s() + self._options.timeout_s
         has_dropped = self._options.on_straggler == "raise"
@@ -135,6 +135,7 @@ class Handover:
         except WouldBlock:
             return
         except TooLarge:
+            self._groups.put_back(own.messages)
             self._progress.own = None
             self._roster.next_step = own.step
             raise

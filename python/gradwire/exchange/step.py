@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..errors import TooLarge
 from ..message import Message
 from . import clock
 from .comparison import Comparison
@@ -134,11 +133,7 @@ class Step:
     def _send(self, own: Own) -> None:
         """Hand over the pending message if there is room, without waiting for anything."""
         begin_s = clock.now_s()
-        try:
-            self._handover.begin(own)
-        except TooLarge:
-            self._groups.put_back(own.messages)
-            raise
+        self._handover.begin(own)
         own.wait_s += clock.now_s() - begin_s
 
     def _finish(
@@ -151,11 +146,7 @@ class Step:
     ) -> StepResult:
         """Hand over the pending message, wait for the others' and apply all of them."""
         begin_s = clock.now_s()
-        try:
-            self._handover.swap(own)
-        except TooLarge:
-            self._groups.put_back(own.messages)
-            raise
+        self._handover.swap(own)
         swapped_s = clock.now_s()
         own.wait_s += swapped_s - begin_s
         is_sync = self._options.is_sync

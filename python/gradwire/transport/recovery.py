@@ -33,9 +33,8 @@ SLACK_MAX_BYTES: Final = 8 * BURST_MAX_BYTES
 # Within one machine nothing but the receiver's buffer holds what is under way: so much of it keeps both ends busy while
 # either waits for a processor.
 LOCAL_SLACK_SHARE: Final = 0.375
-ROOMY_BYTES: Final = (
-    SLACK_MAX_BYTES / LOCAL_SLACK_SHARE
-)  # a buffer that holds more than is sent elsewhere
+# A buffer within one machine that holds more than is sent elsewhere.
+ROOMY_BYTES: Final = SLACK_MAX_BYTES / LOCAL_SLACK_SHARE
 OVERDRAFT_WINDOW_BYTES: Final = 2 * BURST_MAX_BYTES
 PACING_SLACK_S: Final = 0.001  # what a late timer may catch up with at once
 
