@@ -28,6 +28,7 @@ CODEC = COMPILED | {
     "message",
     "policy",
     "reference",
+    "refiner",
     "state",
 }
 FRONT_DOOR = "gradwire"
@@ -43,6 +44,7 @@ ALLOWED = {
     "codec": COMPILED | {"arrays", "cuda", "errors", "message", "policy", "state"},
     "cuda": COMPILED | {"arrays", "codec", "policy", "state"},
     "reference": {"errors", "policy"},
+    "refiner": {"codec", "message", "policy", "state"},
     "dl4j": {"errors", "message", "policy"},
     "transport": {"errors", "transport"},
     "exchange": CODEC | {"exchange", "transport"},

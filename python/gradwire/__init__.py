@@ -42,6 +42,7 @@ from .policy import (
     StepThreshold,
     TargetDensity,
 )
+from .refiner import Refiner
 
 if TYPE_CHECKING:
     from . import dl4j
@@ -71,6 +72,7 @@ __all__ = [
     "NotConnected",
     "Peer",
     "PeerLost",
+    "Refiner",
     "ResidualClip",
     "ShakeUp",
     "StepResult",

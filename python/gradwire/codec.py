@@ -108,8 +108,12 @@ class Encoder:
         threads: int = 1,
     ) -> None:
         self._describe(numel, threshold, shakeup, clip, dtype, device, key, on_nonfinite, threads)
-        self._core = _core.Encoder(numel, self.dtype == "float64", threads)
-        self._residual: NDArray[Any] = self._core.residual
+        self._begin(_core.Encoder(numel, self.dtype == "float64", threads))
+
+    def _begin(self, core: _core.Encoder) -> None:
+        """Begin at step 0 with what holds the residual."""
+        self._core = core
+        self._residual: NDArray[Any] = core.residual
         self._step = 0
         self._changed_at = 0
         self._sample_density = self.policy.sample_density or 0.0
@@ -167,6 +171,11 @@ class Encoder:
         return self._step
 
     @property
+    def _wire_step(self) -> int:
+        """The step's number as messages carry it."""
+        return self._step & _STEP_MASK
+
+    @property
     def stats(self) -> EncoderStats:
         """Totals so far."""
         return EncoderStats(
@@ -207,7 +216,7 @@ class Encoder:
             round_threshold(self._threshold / shakeup.divisor) if shakeup else rounded,
             _FLAG_SHAKEUP if shakeup else 0,
             self.key,
-            step & _STEP_MASK,
+            self._wire_step,
             self._skip,
             self._sample_density,
         )
@@ -262,15 +271,19 @@ class Encoder:
         """
         found = EncoderState.of(state, self.numel, self.dtype)
         self._residual[...] = found.residual
-        self._set_threshold(found.threshold)
-        self._step = found.step
-        self._changed_at = found.changed_at
+        self._continue_from(found)
 
     def __repr__(self) -> str:
         return (
-            f"<gradwire.Encoder {self.dtype}[{self.numel}] key={self.key} step={self._step} "
+            f"<gradwire.{type(self).__name__} {self.dtype}[{self.numel}] key={self.key} step={self._step} "
             f"threshold={self._threshold:.4g}>"
         )
+
+    def _continue_from(self, state: EncoderState) -> None:
+        """Take over all of a state but the residual."""
+        self._set_threshold(state.threshold)
+        self._step = state.step
+        self._changed_at = state.changed_at
 
     def _set_threshold(self, threshold: float) -> None:
         self._rounded = round_threshold(threshold)  # refuses first
@@ -295,7 +308,7 @@ class Encoder:
             update,
             dense if isinstance(dense, str) else "",
             self.key,
-            self._step & _STEP_MASK,
+            self._wire_step,
             self._skip,
         )
         self._finish(message, skipped)

@@ -57,8 +57,8 @@ class Trainer:
         self.encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
         groups = [gw.exchange.Group(self.encoder)]
         if refines:
-            finer = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD / 4), key=1)
-            groups.append(gw.exchange.Group(finer, refines=0))
+            finer = gw.Refiner(self.encoder, THRESHOLD / 4, key=1)
+            groups.append(gw.exchange.Group(finer))
         self.share = gw.Exchange(
             gw.Groups(groups), self.node, timeout_s=20.0, digest_s=0.0, **options
         )

@@ -25,8 +25,8 @@ def state_of(parts: Parts, preparer: Preparer) -> dict[str, Any]:
     groups, replica, progress = parts.groups, parts.replica, parts.progress
     encoders = [encoder.state_dict() for encoder in groups.encoders]
     if progress.own is not None:
-        for encoder, message in zip(encoders, progress.own.messages, strict=False):
-            apply(message, encoder["residual"])
+        for index, message in enumerate(progress.own.messages[: len(groups)]):
+            apply(message, encoders[groups.home(index)]["residual"])
     total = replica.total
     return {
         "format": _FORMAT,

@@ -16,6 +16,7 @@ from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes, parse_many
 from ..policy import ThresholdPolicy
+from ..refiner import Refiner
 from .density import for_size, learn_first_threshold
 
 __all__ = ["Codec", "Group", "Groups"]
@@ -34,17 +35,20 @@ class Group:
     """One encoder and the tensors that it serves.
 
     Attributes:
-        encoder: its ``key`` is the number of the group.
+        encoder: its ``key`` is the number of the group. A `Refiner` sends what the message of an earlier group with the
+            same tensors has left.
         tensors: their places among the tensors of the model; None: all, however many arrays they come in.
         is_dense: whether its updates always go out whole, as the values they are.
-        refines: the place of an earlier group, for one that sends what that group's message has left, with a threshold
-            of its own; None: it sends updates. What it leaves goes back to that group's residual.
     """
 
     encoder: Encoder
     tensors: tuple[int, ...] | None = None
     is_dense: bool = False
-    refines: int | None = None
+
+    @property
+    def refines(self) -> bool:
+        """Whether it has no residual of its own, but takes from another group's."""
+        return isinstance(self.encoder, Refiner)
 
 
 class Groups:
@@ -61,8 +65,7 @@ class Groups:
         numel: elements of all groups, those that refine others not counted.
 
     Raises:
-        ValueError: no group, two encoders with the same key, or a group refines none before it of its size, dtype and
-            tensors in host memory.
+        ValueError: no group, two encoders with the same key, or a group refines none before it with its tensors.
 
     >>> import numpy as np, gradwire as gw
     >>> model = [np.zeros((64, 64), np.float32), np.zeros(64, np.float32)]
@@ -77,9 +80,8 @@ class Groups:
         self.groups = tuple(groups)
         self.encoders = tuple(group.encoder for group in self.groups)
         for place, group in enumerate(self.groups):
-            if group.refines is not None:
-                _check_refines(self.groups[:place], group)
-        self.numel = sum(group.encoder.numel for group in self.groups if group.refines is None)
+            _check_refines(self.groups[:place], group)
+        self.numel = sum(group.encoder.numel for group in self.groups if not group.refines)
 
     @staticmethod
     def of(
@@ -110,8 +112,8 @@ class Groups:
             thresholds: policies by number of the group.
             refine: policy of a second message of every group that is not whole: what the first has left is encoded
                 again, with a smaller threshold. An element then moves by a large quantum or a small one, or by both:
-                for updates of many steps at once (``Exchange(every=...)``), which one quantum fits badly. It costs
-                another 4 bytes per element and that message. None: one message.
+                for updates of many steps at once (``Exchange(every=...)``), which one quantum fits badly. None: one
+                message.
             size_exponent: where ``threshold`` aims at a density, the largest group gets that, and one that is k times
                 as small k^size_exponent times as much, up to 0.08: bytes then grow slower than sizes, and a small
                 tensor, in which every element matters more, waits less. 0.0, and with ``refine``: all the same.
@@ -158,9 +160,8 @@ class Groups:
         if whole:
             made.append(group(len(members), whole, is_dense=True))
         if refine is not None:
-            for place, coarse in enumerate(made[: len(members)]):
-                fine = Encoder(coarse.encoder.numel, refine, key=len(made), **encoder_options)
-                made.append(Group(fine, coarse.tensors, refines=place))
+            for coarse in made[: len(members)]:
+                made.append(Group(Refiner(coarse.encoder, refine, key=len(made)), coarse.tensors))
         return Groups(made)
 
     @staticmethod
@@ -182,6 +183,11 @@ class Groups:
             )
         return [arrays[tensor] for tensor in tensors]
 
+    def home(self, index: int) -> int:
+        """Return the place of the group whose residual a group's messages come from."""
+        encoder = self.encoders[index]
+        return self.encoders.index(encoder.coarse) if isinstance(encoder, Refiner) else index
+
     def residuals(self, arrays: Sequence[Any]) -> list[NDArray[Any]]:
         """Return for each of the model's arrays its part of a residual: a writable view in the array's shape.
 
@@ -190,7 +196,7 @@ class Groups:
         """
         found: dict[int, NDArray[Any]] = {}
         for group in self.groups:
-            if group.refines is not None:
+            if group.refines:
                 continue
             if device_of(group.encoder.residual) >= 0:
                 raise ValueError(
@@ -237,8 +243,8 @@ class Groups:
         encoded: list[Any] = []
         try:
             for index, group in enumerate(self.groups):
-                if group.refines is not None:
-                    encoded.append(self._refine(index, is_idle=codec != "threshold"))
+                if isinstance(group.encoder, Refiner):
+                    encoded.append(_refined(group.encoder, codec))
                     continue
                 part = None if update is None else self.select(update, index)
                 if refresh is not None:
@@ -252,33 +258,6 @@ class Groups:
             self._undo(encoded)
             raise
 
-    def _refine(self, index: int, *, is_idle: bool) -> Message:
-        """Return a message of what another group's has left; an empty one where nothing is to be left.
-
-        The residual lives in that group's encoder; this group's holds it for the time of the encoding, and what a
-        checkpoint of an unfinished step has put back.
-        """
-        encoder, home = self.encoders[index], self._home(index)
-        if not is_idle:
-            encoder.residual[...] += home.residual
-            home.residual[...] = 0
-            learn_first_threshold(encoder, None)
-        message: Message = encoder.encode()
-        self._bring_home(index)
-        return message
-
-    def _home(self, index: int) -> Encoder:
-        """Return the encoder whose residual a group's messages come from."""
-        refines = self.groups[index].refines
-        return self.encoders[index if refines is None else refines]
-
-    def _bring_home(self, index: int) -> None:
-        """Move what a group that refines another holds to the residual that it came from."""
-        encoder, home = self.encoders[index], self._home(index)
-        if encoder is not home:
-            home.residual[...] += encoder.residual
-            encoder.residual[...] = 0
-
     def flush(self) -> list[Message]:
         """Return everything that is left in the residuals, as dense messages.
 
@@ -287,11 +266,8 @@ class Groups:
         """
         encoded: list[Any] = []
         try:
-            for index in range(len(self.groups)):
-                self._bring_home(index)
-            for encoder, group in zip(self.encoders, self.groups, strict=True):
-                # Of a group that refines another nothing is left.
-                encoded.append(encoder.flush() if group.refines is None else encoder.encode())
+            for encoder in self.encoders:
+                encoded.append(encoder.rest() if isinstance(encoder, Refiner) else encoder.flush())
             return [_owned(message) for message in encoded]
         except BaseException:
             self._undo(encoded)
@@ -299,14 +275,14 @@ class Groups:
 
     def _undo(self, encoded: Sequence[Any]) -> None:
         """Put back those of the first groups' messages that were not refused, which took nothing."""
-        for index, message in enumerate(encoded):
+        for encoder, message in zip(self.encoders, encoded, strict=False):
             with suppress(NonFiniteUpdate):
-                apply(_owned(message), self._home(index).residual)
+                apply(_owned(message), encoder.residual)
 
     def put_back(self, messages: Sequence[Message], factor: float = 1.0) -> None:
         """Add messages that were not sent, times a factor, to the residuals they came from."""
-        for index, message in zip(range(len(self.groups)), messages, strict=False):
-            apply(message, self._home(index).residual, factor)
+        for encoder, message in zip(self.encoders, messages, strict=False):
+            apply(message, encoder.residual, factor)
 
     def parse(self, payload: memoryview) -> list[Message]:
         """Return the messages of a payload, one for each group, and whatever follows them.
@@ -334,12 +310,12 @@ class Groups:
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of everything that was not sent yet."""
-        residuals = [_host_residual(encoder) for encoder in self.encoders]
+        residuals = [_host_residual(group.encoder) for group in self.groups if not group.refines]
         return math.sqrt(math.fsum(float(np.dot(one, one)) for one in residuals))
 
     def rescale(self, factor: float) -> None:
         """Multiply everything that was not sent yet."""
-        for encoder in self.encoders:
+        for encoder in (group.encoder for group in self.groups if not group.refines):
             if device_of(encoder.residual) < 0:
                 encoder.residual[...] *= encoder.residual.dtype.type(factor)
             else:
@@ -353,22 +329,24 @@ def _numel(shapes: Sequence[tuple[int, ...]], tensors: Sequence[int]) -> int:
 
 
 def _check_refines(before: Sequence[Group], group: Group) -> None:
-    """Refuse a group that cannot refine the one it names."""
-    place, encoder = group.refines or 0, group.encoder
-    coarse = before[place] if 0 <= place < len(before) else None
-    is_first = coarse is not None and coarse.refines is None and not coarse.is_dense
-    if coarse is None or not is_first or coarse.tensors != group.tensors:
+    """Refuse a group that refines none of those before it."""
+    encoder = group.encoder
+    if not isinstance(encoder, Refiner):
+        return
+    homes = [one for one in before if one.encoder is encoder.coarse and not one.is_dense]
+    if not any(one.tensors == group.tensors for one in homes):
         raise ValueError(
-            f"group {encoder.key} refines {place}, which is no group before it that sends updates of its tensors"
+            f"group {encoder.key} refines group {encoder.coarse.key}, "
+            "which is no group before it that sends updates of its tensors"
         )
-    theirs, own = (coarse.encoder.numel, coarse.encoder.dtype), (encoder.numel, encoder.dtype)
-    if theirs != own:
-        raise ValueError(
-            f"group {encoder.key} has {own[1]}[{own[0]}], group {coarse.encoder.key}, which it refines, "
-            f"{theirs[1]}[{theirs[0]}]"
-        )
-    if device_of(encoder.residual) >= 0 or device_of(coarse.encoder.residual) >= 0:
-        raise ValueError("what a message has left can only be encoded again in host memory")
+
+
+def _refined(encoder: Refiner, codec: Codec) -> Message:
+    """Return a message of what another group's has left; an empty one where updates go out whole."""
+    if codec != "threshold":
+        return encoder.rest()
+    learn_first_threshold(encoder, None)
+    return encoder.encode()
 
 
 def _owned(message: Any) -> Message:
