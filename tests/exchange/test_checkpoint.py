@@ -26,6 +26,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"apply_residual": True, "average": True, "moves": True},
     {"apply_residual": True, "overlap": 1, "average": True, "moves": True},
     {"overlap": 1},
+    {"every": 2, "outer_momentum": 0.5},
+    {"apply_residual": True, "average": True, "outer_momentum": 0.5, "moves": True},
 ]
 HALF = 6
 

@@ -164,6 +164,8 @@ def test_a_late_node_misses_nothing_and_applies_nothing_twice(
         {"every": 2, "codec": "dense"},
         {"average": True},
         {"average": True, "exact": True},
+        {"outer_momentum": 0.5},
+        {"outer_momentum": 0.5, "every": 2, "apply_residual": True, "overlap": 1, "moves": True},
     ],
     ids=str,
 )
@@ -426,7 +428,14 @@ def test_parameters_of_other_shapes_or_dtypes_are_refused_before_they_are_overwr
 
 @pytest.mark.parametrize(
     "options",
-    [{"mode": "async"}, {"every": 2}, {"scale": 0.5}, {"average": True}, {"exact": True}],
+    [
+        {"mode": "async"},
+        {"every": 2},
+        {"scale": 0.5},
+        {"average": True},
+        {"exact": True},
+        {"outer_momentum": 0.5},
+    ],
     ids=str,
 )
 def test_two_nodes_that_do_not_agree_on_the_options_do_not_begin(options: Any) -> None:

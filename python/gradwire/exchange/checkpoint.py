@@ -34,6 +34,7 @@ def state_of(parts: Parts, preparer: Preparer) -> dict[str, Any]:
         "encoders": encoders,
         "velocity": copies(preparer.velocity),
         "anchor": copies(replica.anchor),
+        "outer_velocity": copies(replica.outer.velocity),
         "local_steps": replica.local_steps,
         "exact": total.state_dict() if isinstance(total, ExactSum) else None,
     }
@@ -52,12 +53,17 @@ def load_state(state: dict[str, Any], parts: Parts, preparer: Preparer) -> None:
     total = replica.total
     if isinstance(total, ExactSum) != (state["exact"] is not None):
         raise ValueError("one of state and exchange is exact, the other is not")
+    if state["outer_velocity"] and not replica.outer.momentum:
+        raise ValueError(
+            "the state has a velocity of the shared parameters, this exchange no outer_momentum"
+        )
     for encoder, one in zip(groups.encoders, state["encoders"], strict=True):
         encoder.load_state_dict(one)
     if isinstance(total, ExactSum):
         total.load_state_dict(state["exact"])
     preparer.velocity = copies(state["velocity"])
     replica.anchor = copies(state["anchor"])
+    replica.outer.velocity = copies(state["outer_velocity"])
     replica.local_steps = state["local_steps"]
     progress.step = state["step"]
 

@@ -150,10 +150,8 @@ class Entrance:
         )
 
     def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
-        own = _described(writable_views(params))
+        own = self._replica.given(params, is_exact=snapshot.exact is not None)
         theirs = _described(snapshot.arrays)
-        if snapshot.exact is not None:
-            own += [("<f8", shape) for _, shape in own]
         own_state = _described(writable_views(optimizer_state))
         if own != theirs[: snapshot.params] or own_state != theirs[snapshot.params :]:
             raise Mismatch(

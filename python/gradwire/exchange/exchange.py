@@ -82,6 +82,10 @@ class Exchange:
             in the same step, before it returns; 1, and up to ``every``: in that many calls later, so that what the
             network takes is hidden behind the arithmetic. All nodes still apply the same messages in the same order.
             A call then returns the result of the step that it has finished, and ``catch_up`` finishes the last one.
+        outer_momentum: Nesterov's momentum of the shared parameters, as DiLoCo has it for local steps: what an exchange
+            adds is added again in the next ones, times this, times its square, and so on, 1 / (1 - outer_momentum)
+            times in all. For synchronous replicas in host memory; it takes one more array of the size of the parameters
+            and three passes over it at every exchange.
         on_straggler: what a synchronous step does when a connected member sends nothing for ``timeout_s``: "raise"
             `TimeoutError`, and the next call goes on with it.
         warmup: the first steps send more.
@@ -124,6 +128,7 @@ class Exchange:
         average_optimizer: bool = False,
         apply_residual: bool = False,
         overlap: int = 0,
+        outer_momentum: float = 0.0,
         on_straggler: Literal["raise", "drop"] = "raise",
         warmup: Warmup | None = None,
         momentum: float = 0.0,
@@ -145,6 +150,7 @@ class Exchange:
             average_optimizer=average_optimizer,
             apply_residual=apply_residual,
             overlap=overlap,
+            outer_momentum=outer_momentum,
             on_straggler=on_straggler,
             digest_s=digest_s,
             on_step=on_step,
@@ -388,7 +394,7 @@ class Exchange:
 
     def _check_host(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Refuse what is not in this machine's memory where it has to be, before anything is encoded."""
-        if self._options.exact:
+        if self._options.exact or self._options.outer_momentum:
             writable_views(params)
         if self._options.average_optimizer:
             writable_views(optimizer_state)
@@ -434,10 +440,11 @@ class Exchange:
         checkpoint.load_state(state, self._parts, self._step.preparer)
 
     def rescale(self, factor: float) -> None:
-        """Multiply what was not sent yet, and the momentum, by ``factor``: after a change of learning rate, say.
+        """Multiply what was not sent yet, and all momentum, by ``factor``: after a change of learning rate, say.
 
         Residuals are in the units of the updates: where the next updates are ``factor`` times as large for the same
-        gradient, what is left of the earlier ones has to follow.
+        gradient, what is left of the earlier ones has to follow. With ``outer_momentum`` all nodes call it after the
+        same step.
 
         Raises:
             ValueError: ``factor`` is not finite, or the residual acts in the parameters already (``apply_residual``).
@@ -449,5 +456,5 @@ class Exchange:
                 "with apply_residual the parameters hold the residual: nothing is left to rescale"
             )
         self._groups.rescale(factor)
-        for velocity in self._step.preparer.velocity:
+        for velocity in (*self._step.preparer.velocity, *self._replica.outer.velocity):
             velocity *= velocity.dtype.type(factor)

@@ -45,6 +45,7 @@ class Model:
                 "average": options.is_average,
                 "exact": options.exact,
                 "average_optimizer": options.average_optimizer,
+                "outer_momentum": options.outer_momentum,
             }
         )
 

@@ -34,6 +34,7 @@ class Options:
     average_optimizer: bool
     apply_residual: bool
     overlap: int
+    outer_momentum: float
     on_straggler: Literal["raise", "drop"]
     digest_s: float
     on_step: Callable[[StepResult], None] | None
@@ -59,6 +60,13 @@ class Options:
             raise ValueError(
                 "overlap is for synchronous steps, and without average_optimizer: asynchronous ones wait for nobody, "
                 "and the optimiser's state goes on meanwhile"
+            )
+        if not 0.0 <= self.outer_momentum < 1.0:
+            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
+        if self.outer_momentum and (self.exact or self.mode == "async"):
+            raise ValueError(
+                "outer_momentum is for synchronous replicas that are not exact: others do not all add the same "
+                "messages in the same order"
             )
         if self.average_optimizer and (self.every == 1 or self.mode == "async"):
             raise ValueError(

@@ -58,6 +58,11 @@ class Parts:
             groups,
             roster,
             Members(node, roster, Model.of(options, groups), is_sync=options.is_sync),
-            Replica(total, groups, applies_residual=options.apply_residual),
+            Replica(
+                total,
+                groups,
+                applies_residual=options.apply_residual,
+                outer_momentum=options.outer_momentum,
+            ),
             Progress(step, keeps),
         )
