@@ -8,7 +8,8 @@ import pytest
 
 from gradwire.transport.crypto import SenderKey
 from gradwire.transport.inbound import Inbound, ProtocolError, ReceiveBudget
-from gradwire.transport.records import Outgoing, Record, Sealer, chunk_bytes_max
+from gradwire.transport.records import Outgoing, Record
+from gradwire.transport.sealer import Sealer, chunk_bytes_max
 from gradwire.transport.wire import CONTROL_PLAINTEXT_MAX, encode_frame
 
 KEY = SenderKey.generate(0, random.Random(1).randbytes)

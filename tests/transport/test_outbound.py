@@ -6,8 +6,9 @@ import random
 
 from gradwire.transport.crypto import SenderKey
 from gradwire.transport.outbound import Outbound
-from gradwire.transport.records import Outgoing, Sealer, SendLog
+from gradwire.transport.records import Outgoing, SendLog
 from gradwire.transport.round_trips import RttEstimator
+from gradwire.transport.sealer import Sealer
 from gradwire.transport.wire import Ack
 
 SESSION = 1

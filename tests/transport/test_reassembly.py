@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from gradwire.transport.crypto import SenderKey
 from gradwire.transport.inbound import Inbound, ReceiveBudget
 from gradwire.transport.reassembly import Sequel
-from gradwire.transport.records import Outgoing, Record, Sealer
+from gradwire.transport.records import Outgoing, Record
+from gradwire.transport.sealer import Sealer
 
 KEY = SenderKey.generate(0, random.Random(1).randbytes)
 SEGMENT = 1_400

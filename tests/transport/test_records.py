@@ -12,12 +12,11 @@ from gradwire.transport.crypto import SenderKey
 from gradwire.transport.records import (
     Outgoing,
     Record,
-    Sealer,
     SendLog,
-    chunk_bytes_max,
     lowest_bits,
     runs,
 )
+from gradwire.transport.sealer import Sealer, chunk_bytes_max
 from gradwire.transport.wire import (
     BURST_BYTES_MAX,
     BURST_FRAGMENTS_MAX,

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from gradwire.errors import WouldBlock
 from gradwire.transport.crypto import SenderKey
 from gradwire.transport.model import Limits, Peer
-from gradwire.transport.records import Outgoing, Sealer, SendLog, open_record
+from gradwire.transport.records import Outgoing, SendLog
 from gradwire.transport.recut import growth_max, recut
+from gradwire.transport.sealer import Sealer, open_record
 from gradwire.transport.wire import RECORD_META, RECORD_META_BYTES
 
 from .simulator import Host, Link, Simulator

@@ -15,7 +15,8 @@ from typing import NamedTuple, TypeAlias
 from .buffers import flat_view
 from .crypto import SenderKey
 from .model import Peer
-from .records import Outgoing, Sealer, SendLog, open_record
+from .records import Outgoing, SendLog
+from .sealer import Sealer, open_record
 from .wire import RECORD_META, RECORD_META_BYTES
 
 logger = logging.getLogger(__name__)

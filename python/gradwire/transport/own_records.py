@@ -14,8 +14,9 @@ from .crypto import Entropy, SenderKey
 from .model import Limits
 from .path_mtu import BASE_BYTES
 from .poison import SINGLE_S
-from .records import Record, Sealer, SendLog
+from .records import Record, SendLog
 from .recut import growth_max, recut
+from .sealer import Sealer
 from .session import Session, State
 from .wire import FRAGMENTS_MAX, HEADER_BYTES, fragments_per_burst
 

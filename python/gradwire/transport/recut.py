@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .crypto import SenderKey
-from .records import Outgoing, Record, Sealer, SendLog, open_record
+from .records import Outgoing, Record, SendLog
+from .sealer import Sealer, open_record
 from .wire import HEADER_BYTES, RECORD_META, RECORD_META_BYTES, TAG_BYTES
 
 PIECE_BYTES = HEADER_BYTES + RECORD_META_BYTES + TAG_BYTES  # what a record of one datagram adds
