@@ -94,7 +94,7 @@ def test_a_stream_is_acknowledged_with_every_other_record_and_later_than_a_singl
     sent = records(bytes(10 * CHUNK))
     acknowledged = []
     for record in sent[:6]:
-        for [burst] in record.whole.calls:
+        for [burst] in record.calls:
             if not receiver.inbound.go_on(burst, 1_400, NOW_S):
                 receiver.inbound.on_fragments(
                     0, 9, record.number, record.fragments, 1_384, burst[2], burst, NOW_S
@@ -104,10 +104,10 @@ def test_a_stream_is_acknowledged_with_every_other_record_and_later_than_a_singl
                 assert ack.partials == ()
                 acknowledged.append(ack.cumulative)
     assert acknowledged == [8, 16, 24]
-    receiver.inbound.go_on(sent[6].whole.calls[0][0], 1_400, NOW_S)
+    receiver.inbound.go_on(sent[6].calls[0][0], 1_400, NOW_S)
     assert receiver.inbound.ack_at_s == pytest.approx(NOW_S + 0.001)
     receiver.inbound.make_acks(NOW_S)
-    receiver.inbound.go_on(sent[6].whole.calls[1][0], 1_400, NOW_S)
+    receiver.inbound.go_on(sent[6].calls[1][0], 1_400, NOW_S)
     assert receiver.inbound.ack_at_s == pytest.approx(NOW_S + 0.0005)
 
 
@@ -120,7 +120,7 @@ def test_what_comes_shortly_before_the_end_of_a_message_is_acknowledged_with_it(
     receiver.inbound.make_acks(NOW_S)
     told = []
     for record in records(bytes(int(message_chunks * CHUNK))):
-        for [burst] in record.whole.calls:
+        for [burst] in record.calls:
             if not receiver.inbound.go_on(burst, 1_400, NOW_S):
                 receiver.inbound.on_fragments(
                     0, 9, record.number, record.fragments, 1_384, burst[2], burst, NOW_S

@@ -49,7 +49,7 @@ class Stream:
 def test_all_bursts_of_a_stream_but_the_first_and_the_last_go_the_quick_way() -> None:
     payload = random.Random(2).randbytes(1_000_000)
     stream = Stream()
-    sent = [(record, burst) for record in records(payload) for [burst] in record.whole.calls]
+    sent = [(record, burst) for record in records(payload) for [burst] in record.calls]
     for record, burst in sent:
         stream.feed(record, burst)
     assert stream.got == [payload]
@@ -86,7 +86,7 @@ def test_a_burst_with_another_header_is_not_what_comes_next(where: int) -> None:
     [record] = records(bytes(200_000))
     sequel = Sequel()
     sequel.begin(0, 0, 8, record.fragments, SEGMENT - 16, 45)
-    burst = bytearray(record.whole.calls[1][0])
+    burst = bytearray(record.calls[1][0])
     assert sequel.match(memoryview(burst), SEGMENT) == 45
     burst[where] ^= 1
     assert sequel.match(memoryview(burst), SEGMENT) == 0
@@ -96,7 +96,7 @@ def test_more_or_fewer_bytes_than_the_header_says_are_not_what_comes_next() -> N
     [record] = records(bytes(150_000))
     sequel = Sequel()
     sequel.begin(0, 0, 8, record.fragments, SEGMENT - 16, 90)
-    tail = record.whole.calls[2][0]
+    tail = record.calls[2][0]
     assert sequel.match(tail, SEGMENT) == record.fragments - 90
     assert sequel.match(tail, SEGMENT - 1) == 0
     assert sequel.match(tail[: len(tail) // SEGMENT * SEGMENT + 16], SEGMENT) == 0
@@ -111,7 +111,7 @@ def test_what_was_not_granted_does_not_go_the_quick_way() -> None:
     sent = records(bytes(500_000))
     stream.inbound.limit = 7
     for record in sent[:2]:
-        for [burst] in record.whole.calls:
+        for [burst] in record.calls:
             stream.feed(record, burst)
     assert stream.inbound.cumulative == 4
     assert not stream.inbound._partials

@@ -69,7 +69,7 @@ def test_a_full_record_is_whole_bursts_and_takes_up_a_number_for_each(fragment_b
     record = seal(bytes(chunk_bytes_max(fragment_bytes)), fragment_bytes=fragment_bytes)
     assert record.fragments == fragments_per_record(fragment_bytes) <= FRAGMENTS_MAX
     assert len(record.wire) == record.fragments * record.segment_bytes
-    bursts = [burst for [burst] in record.whole.calls]
+    bursts = [burst for [burst] in record.calls]
     assert record.span == len(bursts) <= RECORD_BURSTS_MAX
     assert len({len(burst) for burst in bursts}) == 1
     assert len(bursts[0]) <= BURST_BYTES_MAX <= NUMBER_BYTES

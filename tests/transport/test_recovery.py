@@ -9,7 +9,7 @@ from gradwire.transport.recovery import (
     RECORD_MAX_BYTES,
     WINDOW_INITIAL_BYTES,
     RateController,
-    SendMark,
+    Sent,
 )
 from gradwire.transport.round_trips import RttEstimator
 
@@ -29,7 +29,7 @@ def run_link(
     control.is_local = is_local
     control.local_buffer_bytes = local_buffer_bytes
     now_s = free_s = 0.0
-    in_flight: list[tuple[float, int, SendMark, bool]] = []
+    in_flight: list[tuple[float, int, Sent, bool]] = []
     delivered = count = 0
     while now_s < seconds:
         allowed_s = control.send_allowed_at_s()

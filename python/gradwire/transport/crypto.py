@@ -73,6 +73,7 @@ class AesGcm:
         self.seal = self._aead.encrypt
         self._encrypt_into = getattr(self._aead, "encrypt_into", None)
         self._decrypt_into = getattr(self._aead, "decrypt_into", None)
+        self.seal_into = self._encrypt_into or self._seal_and_copy
 
     @property
     def seals_in_place(self) -> bool:
@@ -86,14 +87,10 @@ class AesGcm:
         except InvalidTag as error:
             raise AuthenticationError("the tag does not verify") from error
 
-    def seal_into(
+    def _seal_and_copy(
         self, nonce: bytes, plaintext: memoryview, associated: bytes, out: memoryview
     ) -> None:
-        """See `Aead.seal_into`."""
-        if self._encrypt_into is not None:
-            self._encrypt_into(nonce, plaintext, associated, out)
-        else:
-            out[:] = self._aead.encrypt(nonce, plaintext, associated)
+        out[:] = self._aead.encrypt(nonce, plaintext, associated)
 
     def open_into(
         self, nonce: bytes, ciphertext: memoryview, associated: bytes, out: memoryview

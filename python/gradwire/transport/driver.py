@@ -16,7 +16,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from .addressing import WILDCARDS, local_addresses
@@ -40,6 +40,8 @@ SOCKET_BUFFER_BYTES: Final = 4 << 20
 GRO_BYTES_MAX: Final = 65_536  # what does not fit would be cut off
 # Room for a whole record: it then costs little more to take in than a burst of it.
 BATCH_BYTES_MAX: Final = 4 * GRO_BYTES_MAX
+ROOM_LEFT_FROM_BYTES: Final = BATCH_BYTES_MAX - GRO_BYTES_MAX
+ROOMS_KEPT: Final = 64
 ANCILLARY_BYTES: Final = 64
 ANCILLARY_INT: Final = struct.Struct("=I")
 RECEIVES_PER_PUMP: Final = 32
@@ -104,8 +106,8 @@ class Driver:
         self._own_addresses: frozenset[Address] = frozenset()
         if group is not None:
             self._join(group, hops, offload)
-        self._room = memoryview(bytearray(BATCH_BYTES_MAX))
-        self._view = self._room.toreadonly()
+        self._rooms = _Rooms(memoryview(bytearray(BATCH_BYTES_MAX)))
+        self._view = self._rooms.whole.toreadonly()
         self._unsent: deque[Transmit] = deque()
         self._too_large: dict[Address, int] = {}
 
@@ -165,37 +167,46 @@ class Driver:
     def _receive_from(self, source: socket.socket, take: Take, endpoint: Endpoint) -> None:
         """Take what a socket has; neighbours of one sender and one size as one batch, up to a record at a time."""
         time_s = now_s()
-        receive_into, room, view = source.recvmsg_into, self._room, self._view
-        start = end = segment_bytes = gro_bytes = 0
+        receive_into, rooms, view = source.recvmsg_into, self._rooms, self._view
+        start = end = segment_bytes = gro_bytes = last_bytes = calls = 0
         sender: Address = ("", 0)
         known: list[tuple[int, int, bytes]] | None = None
         for _ in range(RECEIVES_PER_PUMP):
             try:
-                nbytes, ancillary, _, origin = receive_into([room[end:]], ANCILLARY_BYTES)
+                nbytes, ancillary, _, origin = receive_into(rooms[end], ANCILLARY_BYTES)
             except OSError as error:
                 if error.errno in TRY_LATER:
                     break
                 self.socket_errors += 1
                 continue
+            calls += 1
+            # Nearly always one more burst of the same record: whatever was asked of the last one holds for it.
+            if end > start and nbytes == last_bytes and origin == sender and ancillary == known:
+                end += nbytes
+                if end <= ROOM_LEFT_FROM_BYTES:
+                    continue
+                take(view[start:end], segment_bytes, sender[:2], time_s)
+                start = end = 0
+                continue
             # What this node itself has sent to the group comes back to it.
             if nbytes == 0 or (source is self._group and origin[:2] in self._own_addresses):
                 continue
-            self._receive_calls += 1
             if ancillary != known:
                 known, gro_bytes = ancillary, self._read_ancillary(source, ancillary, endpoint)
             size = gro_bytes or nbytes
             if end > start and (size != segment_bytes or origin != sender):
                 take(view[start:end], segment_bytes, sender[:2], time_s)
                 start = end
-            segment_bytes, sender = size, origin
+            segment_bytes, sender, last_bytes = size, origin, nbytes
             end += nbytes
             # A short datagram ends a batch, and one that GRO has found no neighbour for has none.
             is_last = nbytes % size or (nbytes == size and self.has_gro)
-            if is_last or end > BATCH_BYTES_MAX - GRO_BYTES_MAX:
+            if is_last or end > ROOM_LEFT_FROM_BYTES:
                 take(view[start:end], segment_bytes, sender[:2], time_s)
                 start = end = 0
         if end > start:
             take(view[start:end], segment_bytes, sender[:2], time_s)
+        self._receive_calls += calls
 
     def _read_ancillary(
         self, source: socket.socket, ancillary: list[tuple[int, int, bytes]], endpoint: Endpoint
@@ -242,9 +253,15 @@ class Driver:
             address, nbytes = self._too_large.popitem()
             endpoint.on_too_large(address, nbytes, now_s())
 
-    def _send_all(self, transmits: Iterable[Transmit]) -> bool:
+    def _send_all(self, transmits: Sequence[Transmit]) -> bool:
         """Send in order; return False if the socket's buffer is full, keeping the rest."""
         unsent = self._unsent
+        if not unsent:
+            for index, transmit in enumerate(transmits):
+                if not self._send(transmit):
+                    unsent.extend(transmits[index:])
+                    return False
+            return True
         unsent.extend(transmits)
         while unsent:
             if not self._send(unsent[0]):
@@ -295,7 +312,7 @@ class Driver:
                 return False
         return True
 
-    def _send_one(self, slices: list[memoryview], address: Address) -> bool:
+    def _send_one(self, slices: Sequence[memoryview], address: Address) -> bool:
         try:
             self._socket.sendmsg(slices, [], 0, address)
         except OSError as error:
@@ -340,6 +357,20 @@ class Driver:
         self._socket.close()
         if self._group is not None:
             self._group.close()
+
+
+class _Rooms(dict[int, list[memoryview]]):
+    """Where the next datagrams go, as `recvmsg_into` wants it, for each position; most come up again and again."""
+
+    def __init__(self, whole: memoryview) -> None:
+        self.whole = whole
+
+    def __missing__(self, position: int) -> list[memoryview]:
+        """Return the room from this position on."""
+        if len(self) >= ROOMS_KEPT:
+            self.clear()
+        room = self[position] = [self.whole[position:]]
+        return room
 
 
 class Waker:

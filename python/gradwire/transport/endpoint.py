@@ -220,12 +220,13 @@ class Endpoint:
         indices = frozenset(session.index for session in recipients)
         message = Outgoing(indices, last_record, is_shared=to is None)
         number = self.own.take_message_numbers(1)
-        waiting_bytes = 0
+        # A peer that gets much at a time acknowledges it at once, if its socket's buffer is as large as ours.
+        together_bytes = 1 if len(recipients) == 1 else self.socket_buffer_bytes // 4
+        waiting_bytes, keep = 0, self.log.append
         for record in self.own.sealer.seal_message(self.log.head, message, number, tag, payload):
-            self.log.append(record)
+            keep(record)
             waiting_bytes += record.nbytes
-            # A peer that gets much at a time acknowledges it at once, if its socket's buffer is as large as ours.
-            if len(recipients) == 1 or waiting_bytes >= self.socket_buffer_bytes // 4:
+            if waiting_bytes >= together_bytes:
                 waiting_bytes = 0
                 on_records()
         if waiting_bytes:
@@ -374,10 +375,13 @@ class Endpoint:
         return out
 
     def _count(self, transmits: list[Transmit]) -> None:
+        sent_bytes = datagrams = 0
         for transmit in transmits:
             nbytes = transmit.nbytes
-            self.counters.udp_bytes_sent += nbytes
-            self.counters.datagrams_sent += -(-nbytes // (transmit.segment_bytes or nbytes))
+            sent_bytes += nbytes
+            datagrams += -(-nbytes // (transmit.segment_bytes or nbytes))
+        self.counters.udp_bytes_sent += sent_bytes
+        self.counters.datagrams_sent += datagrams
 
     def next_timeout_s(self, now_s: float) -> float | None:
         """Return the time at which to call `poll` next; None when only a datagram or the caller can change things."""

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from .path_mtu import BASE_BYTES
 from .records import Record
-from .recovery import SendMark
+from .recovery import Sent
 from .wire import Ack
-
-
-class Sent:
-    """One transmission: which fragments of it are still unaccounted for."""
-
-    __slots__ = ("mark", "mask", "order")
-
-    def __init__(self, order: int, mask: int, mark: SendMark) -> None:
-        self.order = order
-        self.mask = mask
-        self.mark = mark
 
 
 class Flight:
@@ -26,6 +15,7 @@ class Flight:
         number: of the record, or the first skipped.
         record: None for skipped ones.
         span: how many record numbers it covers.
+        nbytes: of all datagrams.
         full: a bit for each fragment.
         acked: those that the peer has.
         ever: those that were sent.
@@ -36,32 +26,20 @@ class Flight:
         resent: whether anything counted as lost.
     """
 
-    __slots__ = (
-        "acked",
-        "again",
-        "ever",
-        "first_order",
-        "full",
-        "number",
-        "record",
-        "resent",
-        "sent",
-        "span",
-        "to_send",
-    )
+    # How each of them begins; there are many, and most of this never changes.
+    acked = 0
+    ever = 0
+    again = 0
+    first_order = -1
+    resent = False
 
     def __init__(self, number: int, record: Record | None, span: int) -> None:
         self.number = number
         self.record = record
         self.span = span
-        self.full = record.full if record is not None else 1
-        self.acked = 0
-        self.ever = 0
-        self.again = 0
+        self.full, self.nbytes = (1, 0) if record is None else (record.full, record.nbytes)
         self.to_send = self.full
         self.sent: list[Sent] = []
-        self.first_order = -1
-        self.resent = False
 
     @property
     def large(self) -> int:

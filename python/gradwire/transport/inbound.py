@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
-
 from .buffers import BufferPool
 from .crypto import AuthenticationError, SenderKey
 from .poison import PoisonWatch
-from .reassembly import Partial, Sequel, is_plausible, unframe
+from .reassembly import Partial, Scratch, Sequel, is_plausible
 from .wire import (
     ACK_PARTIAL_BYTES_MAX,
     ACK_PARTIALS_MAX,
@@ -22,7 +20,6 @@ from .wire import (
     DATA,
     HEADER,
     HEADER_BYTES,
-    NUMBER_BYTES,
     RECORD_BURSTS_MAX,
     RECORD_META,
     RECORD_META_BYTES,
@@ -65,8 +62,7 @@ class ReceiveBudget:
         self.used_bytes = 0
         self.has_waiting = False
         self.buffers = BufferPool(min(PAYLOADS_KEPT_BYTES, limit_bytes // 4))
-        self.scratch = np.empty(RECORD_BURSTS_MAX * NUMBER_BYTES, dtype=np.uint8)
-        self.scratch_view = memoryview(self.scratch)  # type: ignore[arg-type]
+        self.scratch = Scratch()
 
     def take(self, nbytes: int) -> bool:
         """Reserve room for a message; False when it has to wait."""
@@ -225,7 +221,7 @@ class Inbound:
         elif fragments == 1:
             sealed = batch[HEADER_BYTES:]
         else:
-            sealed = self._unframe_whole(batch, fragments, fragment_bytes)
+            sealed = self._budget.scratch.unframe(batch, fragments, fragment_bytes)
         if sealed is not None:
             header = HEADER.pack(DATA, epoch, 0, fragments, stream, fragment_bytes << 48 | record)
             if fragments > 1:
@@ -233,11 +229,6 @@ class Inbound:
             self._open(epoch, record, span, header, sealed, now_s)
         self._schedule_ack(record, now_s)
         return True
-
-    def _unframe_whole(self, batch: memoryview, fragments: int, fragment_bytes: int) -> memoryview:
-        """Return the sealed bytes of a record that came in one piece; they are only valid until the next."""
-        unframe(self._budget.scratch, batch, 0, fragments, fragment_bytes)
-        return self._budget.scratch_view[: len(batch) - fragments * HEADER_BYTES]
 
     def _add_to_partial(
         self, record: int, fragments: int, size: int, first: int, count: int, batch: memoryview
@@ -264,41 +255,48 @@ class Inbound:
         record = sequel.record
         if record != self.cumulative:
             return 0
-        batch = batch[: sequel.left_bytes]
+        if len(batch) > sequel.left_bytes:
+            batch = batch[: sequel.left_bytes]
         count = sequel.match(batch, segment_bytes)
         if not count:
             return 0
-        first, fragments, size = sequel.first, sequel.fragments, sequel.fragment_bytes
-        partial = self._partials.get(record)
-        sealed = None
-        if partial is None and first == 0 and record + sequel.span <= self.limit:
-            if count == fragments:
-                sealed = self._unframe_whole(batch, fragments, size)
-            else:
-                partial = sequel.partial = self._begin_partial(record, fragments, size)
-        elif partial is None or partial is not sequel.partial or partial.got + 1 != 1 << first:
-            return 0
+        fragments, size = sequel.fragments, sequel.fragment_bytes
+        if count == fragments and not self._partials and record + sequel.span <= self.limit:
+            sealed: memoryview | None = self._budget.scratch.unframe(batch, fragments, size)
+        else:
+            partial = self._go_on_partial(sequel, record)
+            if partial is None:
+                return 0
+            sealed = partial.sealed if partial.add(sequel.first, count, batch) else None
         self._last_arrival_s = now_s
         self._unacknowledged_bytes += len(batch)
-        if partial is not None and partial.add(first, count, batch):
-            del self._partials[record]
-            sealed = partial.sealed
-        if sealed is not None:
+        most_bytes = ACK_MIDWAY_BYTES
+        if sealed is None:
+            sequel.go_to(sequel.first + count)
+        else:
+            self._partials.pop(record, None)
             header, span = sequel.associated, sequel.span
             sequel.begin_next()
             self._open(sequel.epoch, record, span, header, sealed, now_s)
             # The end of a message is acknowledged at once, so what comes shortly before it can wait.
             assembly = self._assembly
-            is_ending = assembly is not None and assembly.missing_bytes < ACK_EVERY_BYTES
-            most_bytes = ACK_MIDWAY_BYTES if is_ending else ACK_EVERY_BYTES
-        else:
-            sequel.go_to(first + count)
-            most_bytes = ACK_MIDWAY_BYTES
+            if assembly is None or assembly.missing_bytes >= ACK_EVERY_BYTES:
+                most_bytes = ACK_EVERY_BYTES
         if self._unacknowledged_bytes >= most_bytes:
             self.ack_at_s = now_s
         elif self.ack_at_s is None:
             self.ack_at_s = now_s + self._ack_delay_s
         return len(batch)
+
+    def _go_on_partial(self, sequel: Sequel, record: int) -> Partial | None:
+        """Return where the expected fragments of the record that is under way go; None if they are others."""
+        partial, first = self._partials.get(record), sequel.first
+        if partial is None and first == 0 and record + sequel.span <= self.limit:
+            partial = self._begin_partial(record, sequel.fragments, sequel.fragment_bytes)
+            sequel.partial = partial
+        elif partial is None or partial is not sequel.partial or partial.got + 1 != 1 << first:
+            return None
+        return partial
 
     def _drop_overlapping(self, record: int, span: int) -> None:
         """Forget what contradicts the shape of a new record.
@@ -373,7 +371,8 @@ class Inbound:
 
     def _note_taken(self, span: int) -> None:
         """The next record has been consumed as it came; later ones may have been waiting for it."""
-        self._forget_within(self._consumed, span)
+        if self._complete:
+            self._forget_within(self._consumed, span)
         self._consumed += span
         self.cumulative += span
         if self._complete or self._skips or self._partials:
@@ -382,9 +381,8 @@ class Inbound:
 
     def _forget_within(self, record: int, span: int) -> None:
         """Forget what claims to begin in the middle of a record that has been consumed."""
-        if self._complete:
-            for number in range(record + 1, record + span):
-                self._complete.pop(number, None)
+        for number in range(record + 1, record + span):
+            self._complete.pop(number, None)
 
     def skip(self, first: int, count: int, now_s: float) -> None:
         """Count records as complete that are not meant for this node."""

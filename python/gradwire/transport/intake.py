@@ -98,10 +98,10 @@ class Intake:
         if segment_bytes < total_bytes and not self._is_group:
             session = self._talking.get(address)
             while session is not None and (taken := session.go_on(data, segment_bytes, now_s)):
-                data = data[taken:]
-                if not data:
+                if taken == total_bytes:
                     return
-            total_bytes = len(data)
+                data = data[taken:]
+                total_bytes -= taken
         if address not in self.addresses and self._drop_noise(data, segment_bytes, address, now_s):
             return
         position = 0

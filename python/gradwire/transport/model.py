@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from .wire import FRAGMENT_BYTES_MAX, FRAGMENT_BYTES_MIN, RELAY_CHILDREN_MAX
 
 Address: TypeAlias = tuple[str, int]
-Calls: TypeAlias = list[list[memoryview]]  # the datagrams of each system call
+Calls: TypeAlias = Sequence[Sequence[memoryview]]  # the datagrams of each system call
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Final
 
@@ -136,6 +137,8 @@ class Node:
             interface_mtu=interface_mtu,
             socket_buffer_bytes=self._driver.stats().receive_buffer_bytes,
         )
+        # Sends what was sealed last, while it is in the processor's cache.
+        self._send_data = partial(self._driver.transmit_data, self._endpoint)
         self._peer = Peer(self._endpoint.node_id, self._endpoint.incarnation, self._address)
         self._coalesce = coalesce
         self._is_coalescing = False
@@ -437,10 +440,6 @@ class Node:
             self._driver.wait(until_s, self._caller_waker)
             with self._lock:
                 self._callers_waiting -= 1
-
-    def _send_data(self) -> None:
-        """Send what was sealed last, while it is in the processor's cache; the lock is held."""
-        self._driver.transmit_data(self._endpoint)
 
     def _pump(self) -> float:
         """Move datagrams, and return until when nothing is to be done; the lock is held."""

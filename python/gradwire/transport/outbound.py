@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from .flight import Flight, Sent, reported
+from .flight import Flight, reported
 from .path_mtu import LargeLosses
 from .records import Burst, Record, SendLog
-from .recovery import RateController
+from .recovery import RateController, Sent
 from .round_trips import PTO_MAX_S, RttEstimator
 from .wire import Ack, Skip
 
@@ -99,6 +99,17 @@ class Outbound:
         """Records of the log that the peer has not acknowledged."""
         return self._log.head - self.cumulative
 
+    def send_unsent(self, now_s: float, most: int) -> list[Sending]:
+        """Return what may leave now while the caller is still filling the log: that it is empty says nothing then."""
+        items: list[Sending] = []
+        head, waiting = self._log.head, self._waiting
+        while (self.cursor < head or waiting) and len(items) < most:
+            item = self.next_item(now_s)
+            if item is None:
+                break
+            items.append(item)
+        return items
+
     def next_item(self, now_s: float) -> Sending | None:
         """Return what to send now, or None when nothing may or need be sent."""
         room = self.rate.room_bytes(now_s)
@@ -128,19 +139,18 @@ class Outbound:
         if (
             record is None
             or record.nbytes > room
-            or number + record.span > self.limit
+            or (end := number + record.span) > self.limit
             or self._session not in record.message.recipients
         ):
             return None
-        flight = Flight(number, record, record.span)
-        flight.to_send, flight.ever = 0, flight.full
-        order = flight.first_order = self._order
-        flight.sent.append(Sent(order, flight.full, self.rate.on_sent(record.nbytes, now_s)))
-        self._flights[number] = flight
-        self.cursor = number + record.span
+        flight = self._flights[number] = Flight(number, record, record.span)
+        full, order = record.full, self._order
+        flight.to_send, flight.ever, flight.first_order = 0, full, order
+        flight.sent.append(self.rate.on_sent(record.nbytes, now_s, order, full))
+        self.cursor = end
         self._order = order + 1
         self._progress_at_s = now_s
-        return record.whole
+        return record
 
     def _open_next(self) -> Flight | None:
         head = min(self._log.head, self.gate)
@@ -187,7 +197,7 @@ class Outbound:
             self.retransmitted_fragments += again.bit_count()
             if self.on_resend is not None and flight.record is not None:
                 self.on_resend(flight.record, again, now_s)
-        flight.sent.append(Sent(self._order, mask, self.rate.on_sent(nbytes, now_s)))
+        flight.sent.append(self.rate.on_sent(nbytes, now_s, self._order, mask))
         self._progress_at_s = now_s
         self._order += 1
 
@@ -236,19 +246,19 @@ class Outbound:
         Returns:
             Their bytes, and the transmission of the last of them.
         """
-        finished: list[Flight] = []
-        for flight in self._flights.values():
-            if flight.number + flight.span > cumulative or not flight.is_simple:
+        flights = self._flights
+        finished: list[int] = []
+        nbytes = 0
+        for number, flight in flights.items():
+            if number + flight.span > cumulative or not flight.is_simple:
                 break
-            finished.append(flight)
+            finished.append(number)
+            nbytes += flight.nbytes
+            last = flight
         if not finished:
             return 0, None
-        nbytes = 0
-        for flight in finished:
-            del self._flights[flight.number]
-            if flight.record is not None:
-                nbytes += flight.record.nbytes
-        last = finished[-1]
+        for number in finished:
+            del flights[number]
         if last.large:
             self.large.on_delivered(last.largest_of(last.large))
         sent = last.sent[-1]
@@ -288,7 +298,7 @@ class Outbound:
                     quickest_s = min(
                         quickest_s, self._rtt.latest_s
                     )  # of the PING next to the probe
-                is_early = now_s - sent.mark.sent_at_s < PLAUSIBLE * quickest_s
+                is_early = now_s - sent.sent_at_s < PLAUSIBLE * quickest_s
                 if is_early and self._timeouts < PROBES_BELIEVED:
                     hit &= ~flight.again
                     if not hit:
@@ -308,9 +318,9 @@ class Outbound:
         self._timeouts = 0
         self._progress_at_s = now_s
         if held_back_s is not None:
-            elapsed_s = now_s - sent.mark.sent_at_s
+            elapsed_s = now_s - sent.sent_at_s
             self._rtt.add_sample(max(elapsed_s - held_back_s, elapsed_s / 8), now_s)
-        self.rate.on_delivered(delivered_bytes, sent.mark, now_s)
+        self.rate.on_delivered(delivered_bytes, sent, now_s)
 
     def _queue_again(self, flight: Flight, mask: int) -> None:
         flight.to_send |= mask
@@ -333,10 +343,10 @@ class Outbound:
                 )
                 if not overdue:
                     continue
-                if now_s - sent.mark.sent_at_s >= delay_s:
+                if now_s - sent.sent_at_s >= delay_s:
                     self._declare_lost(flight, sent, overdue)
                 else:
-                    due_at_s = min(due_at_s, sent.mark.sent_at_s + delay_s)
+                    due_at_s = min(due_at_s, sent.sent_at_s + delay_s)
             flight.sent = [sent for sent in flight.sent if sent.mask]
         self._loss_due_at_s = due_at_s
 
@@ -516,8 +526,8 @@ class Outbound:
             self._waiting.pop(flight.number, None)
         flight.again |= mask
         flight.resent = True
-        mark = self.rate.on_sent(flight.bytes_of(mask), now_s)
-        flight.sent.append(Sent(self._order, mask, mark))
+        nbytes = flight.bytes_of(mask)
+        flight.sent.append(self.rate.on_sent(nbytes, now_s, self._order, mask))
         self._order += 1
 
     def leave_carrier(self, number: int, unsent: int) -> None:

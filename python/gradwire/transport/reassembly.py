@@ -16,6 +16,7 @@ from .wire import (
     FRAGMENTS_MAX,
     HEADER,
     HEADER_BYTES,
+    NUMBER_BYTES,
     RECORD_BURSTS_MAX,
     RECORD_NUMBER_BITS,
     record_span,
@@ -73,6 +74,29 @@ class Partial:
         return memoryview(self.buffer)[: self.sealed_bytes]  # type: ignore[arg-type]
 
 
+class Scratch:
+    """The sealed bytes of one record that came in one piece; those of the next take their place."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(RECORD_BURSTS_MAX * NUMBER_BYTES, dtype=np.uint8)
+        self._view = memoryview(self._buffer)  # type: ignore[arg-type]
+        self._shape = (0, 0)
+        self._grid = self._buffer.reshape(1, -1)
+
+    def unframe(self, batch: memoryview, fragments: int, fragment_bytes: int) -> memoryview:
+        """Return the payloads of all the datagrams of a record."""
+        sealed_bytes = len(batch) - fragments * HEADER_BYTES
+        if sealed_bytes == fragments * fragment_bytes:
+            if self._shape != (fragments, fragment_bytes):
+                self._shape = (fragments, fragment_bytes)
+                self._grid = self._buffer[:sealed_bytes].reshape(fragments, fragment_bytes)
+            framed = np.frombuffer(batch, np.uint8).reshape(fragments, -1)
+            self._grid[...] = framed[:, HEADER_BYTES:]
+        else:
+            unframe(self._buffer, batch, 0, fragments, fragment_bytes)
+        return self._view[:sealed_bytes]
+
+
 class Sequel:
     """What a peer sends next if nothing is lost or overtaken: the rest of a record, then one of the same shape.
 
@@ -86,6 +110,7 @@ class Sequel:
         fragments: of the record.
         fragment_bytes: sealed bytes in each but the last.
         first: the fragment that comes next.
+        left_bytes: of the datagrams of the record that have not come yet, the most that they can be.
         partial: what has come of the record; None before the first fragment.
     """
 
@@ -98,6 +123,7 @@ class Sequel:
         "first",
         "fragment_bytes",
         "fragments",
+        "left_bytes",
         "partial",
         "record",
         "span",
@@ -107,7 +133,7 @@ class Sequel:
         self._header = b""
         self._segment_bytes = self._stream = self._field = 0
         self.record = self.span = self.epoch = 0
-        self.fragments = self.fragment_bytes = self.first = 0
+        self.fragments = self.fragment_bytes = self.first = self.left_bytes = 0
         self.partial: Partial | None = None
 
     def begin(
@@ -142,14 +168,10 @@ class Sequel:
         self.partial = None
         self.go_to(0)
 
-    @property
-    def left_bytes(self) -> int:
-        """Of the datagrams of the record that have not come yet, the most that they can be."""
-        return (self.fragments - self.first) * self._segment_bytes
-
     def go_to(self, first: int) -> None:
         """Expect this fragment of the same record next."""
         self.first = first
+        self.left_bytes = (self.fragments - first) * self._segment_bytes
         self._header = HEADER.pack(
             DATA, self.epoch, first, self.fragments, self._stream, self._field
         )

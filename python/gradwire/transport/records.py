@@ -51,30 +51,20 @@ class Burst:
         self.nbytes = nbytes
 
 
-class Record:
+class Record(Burst):
     """One sealed record, framed: ``fragments`` datagrams back to back, all but the last of ``segment_bytes``.
+
+    As a burst it is all of them, the same object for every peer.
 
     Attributes:
         number: the first of its record numbers.
         span: how many it takes up, one per burst.
         burst_fragments: datagrams in each burst but the last.
         full: a bit for each fragment.
-        nbytes: of all datagrams.
         message: that it belongs to.
     """
 
-    __slots__ = (
-        "_whole",
-        "burst_fragments",
-        "fragments",
-        "full",
-        "message",
-        "nbytes",
-        "number",
-        "segment_bytes",
-        "span",
-        "wire",
-    )
+    __slots__ = ("burst_fragments", "fragments", "full", "message", "number", "span", "wire")
 
     def __init__(
         self, number: int, wire: memoryview, fragments: int, segment_bytes: int, message: Outgoing
@@ -85,8 +75,8 @@ class Record:
         self.fragments = fragments
         self.segment_bytes = segment_bytes
         self.message = message
-        self.full, self.burst_fragments, self.span = _shape(fragments, segment_bytes)
-        self._whole: Burst | None = None
+        self.full, self.burst_fragments, self.span, cuts = _shape(fragments, segment_bytes)
+        self.calls = tuple(zip(map(wire.__getitem__, cuts)))
 
     @property
     def epoch(self) -> int:
@@ -123,20 +113,10 @@ class Record:
             )
         return result
 
-    @property
-    def whole(self) -> Burst:
-        """All of its datagrams; the same object for every peer."""
-        whole = self._whole
-        if whole is None:
-            wire, step = self.wire, self.burst_fragments * self.segment_bytes
-            calls = [[wire[at : at + step]] for at in range(0, self.nbytes, step)]
-            whole = self._whole = Burst(calls, self.segment_bytes, self.nbytes)
-        return whole
-
     def burst(self, mask: int) -> Burst:
         """Return the datagrams whose bits are set."""
         if mask == self.full:
-            return self.whole
+            return self
         calls = calls_of(self.slices(mask), self.segment_bytes)
         return Burst(calls, self.segment_bytes, self.bytes_of(mask))
 
@@ -149,17 +129,20 @@ class Record:
 
 
 @functools.lru_cache(maxsize=256)
-def _shape(fragments: int, segment_bytes: int) -> tuple[int, int, int]:
-    """Return a bit for each fragment, the datagrams of a burst, and how many record numbers there are."""
+def _shape(fragments: int, segment_bytes: int) -> tuple[int, int, int, list[slice]]:
+    """Return a bit for each fragment, the datagrams of a burst, how many bursts, and where each is."""
     fragment_bytes = segment_bytes - HEADER_BYTES
+    burst_fragments = fragments_per_burst(fragment_bytes)
     span = record_span(fragments, fragment_bytes)
-    return (1 << fragments) - 1, fragments_per_burst(fragment_bytes), span
+    step = burst_fragments * segment_bytes
+    cuts = [slice(at, at + step) for at in range(0, span * step, step)]
+    return (1 << fragments) - 1, burst_fragments, span, cuts
 
 
 def calls_of(slices: list[memoryview], segment_bytes: int) -> Calls:
     """Return which of these whole datagrams each system call sends: as many as one may, in order."""
     most_bytes = segment_bytes * fragments_per_burst(segment_bytes - HEADER_BYTES)
-    calls: Calls = [[]]
+    calls: list[list[memoryview]] = [[]]
     room = most_bytes
     for piece in slices:
         rest = piece
@@ -207,6 +190,7 @@ class SendLog:
         head: number that the next record will get.
         base: every record below this number has been released.
         used_bytes: bytes held.
+        get: returns the record of a number, None if nobody needs it any more.
     """
 
     def __init__(self, limit_bytes: int, first_record: int = 0) -> None:
@@ -215,10 +199,7 @@ class SendLog:
         self.used_bytes = 0
         self.base = first_record
         self._records: dict[int, Record] = {}
-
-    def get(self, number: int) -> Record | None:
-        """Return a record, or None if nobody needs it any more."""
-        return self._records.get(number)
+        self.get = self._records.get  # asked once per record and peer
 
     def __getitem__(self, number: int) -> Record:
         return self._records[number]
@@ -254,12 +235,14 @@ class SendLog:
 
     def release_below(self, number: int) -> None:
         """Forget the records below ``number``: everybody has them or will never get them."""
-        released = self.base
+        released, take = self.base, self._records.pop
+        nbytes = 0
         while released < number:
-            record = self._records.pop(released, None)
+            record = take(released, None)
             if record is None:
                 released += 1
             else:
-                self.used_bytes -= record.nbytes
+                nbytes += record.nbytes
                 released += record.span
+        self.used_bytes -= nbytes
         self.base = max(self.base, number)

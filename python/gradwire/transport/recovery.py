@@ -50,8 +50,13 @@ OVERFLOW_LOSS: Final = 0.1
 OVERRATED: Final = 2.0
 
 
-class SendMark:
-    """The state of delivery when a burst left; an acknowledgement of the burst turns it into a rate sample."""
+class Sent:
+    """One transmission, and the state of delivery when it left: an acknowledgement of it turns that into a rate sample.
+
+    Attributes:
+        order: which of all to the peer it is.
+        mask: the fragments of its record that are still unaccounted for.
+    """
 
     __slots__ = (
         "app_limited",
@@ -59,11 +64,15 @@ class SendMark:
         "delivered_bytes",
         "first_sent_at_s",
         "in_flight_bytes",
+        "mask",
+        "order",
         "sent_at_s",
     )
 
     def __init__(
         self,
+        order: int,
+        mask: int,
         sent_at_s: float,
         delivered_bytes: int,
         delivered_at_s: float,
@@ -71,12 +80,14 @@ class SendMark:
         app_limited: bool,
         in_flight_bytes: int,
     ) -> None:
-        self.in_flight_bytes = in_flight_bytes
+        self.order = order
+        self.mask = mask
         self.sent_at_s = sent_at_s
         self.delivered_bytes = delivered_bytes
         self.delivered_at_s = delivered_at_s
         self.first_sent_at_s = first_sent_at_s
         self.app_limited = app_limited
+        self.in_flight_bytes = in_flight_bytes
 
 
 class GainCycle:
@@ -179,7 +190,11 @@ class RateController:
         if room <= 0:
             return 0
         # Nobody but a roomy receiver queues what is sent to it, and each piece would cost a wake-up.
-        if not self._is_roomy and (self.send_allowed_at_s() or 0.0) > now_s:
+        if (
+            self._next_send_at_s > now_s
+            and not self._is_roomy
+            and (self.send_allowed_at_s() or 0.0) > now_s
+        ):
             return 0
         # A window of several bursts may be overdrawn by a part of one: halves cost as much as wholes.
         if room < BURST_MAX_BYTES and window >= OVERDRAFT_WINDOW_BYTES:
@@ -203,8 +218,8 @@ class RateController:
                 return 0.0
         return self._next_send_at_s
 
-    def on_sent(self, sent_bytes: int, now_s: float) -> SendMark:
-        """Account for a burst that leaves now."""
+    def on_sent(self, sent_bytes: int, now_s: float, order: int = 0, mask: int = 0) -> Sent:
+        """Account for a burst that leaves now: the one with this order, of the fragments in ``mask``."""
         in_flight_bytes = self.bytes_in_flight
         delivered_bytes = self._delivered_bytes
         if in_flight_bytes == 0:
@@ -213,7 +228,9 @@ class RateController:
         if self._pace > 0.0:
             earliest_s = max(self._next_send_at_s, now_s - PACING_SLACK_S)
             self._next_send_at_s = earliest_s + sent_bytes / self._pace
-        return SendMark(
+        return Sent(
+            order,
+            mask,
             now_s,
             delivered_bytes,
             self._delivered_at_s,
@@ -264,8 +281,8 @@ class RateController:
         """Account for bytes that nobody waits for any more."""
         self.bytes_in_flight -= abandoned_bytes
 
-    def on_delivered(self, delivered_bytes: int, mark: SendMark, now_s: float) -> None:
-        """Account for bytes acknowledged now, of which the most recently sent carried ``mark``."""
+    def on_delivered(self, delivered_bytes: int, mark: Sent, now_s: float) -> None:
+        """Account for bytes acknowledged now, of which ``mark`` was sent most recently."""
         self.bytes_in_flight -= delivered_bytes
         self._delivered_bytes += delivered_bytes
         seen = self._seen

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Iterator
+from sys import getrefcount
 from typing import Final
 
 import numpy as np
@@ -26,6 +28,7 @@ from .wire import (
 )
 
 WIRES_KEPT_BYTES: Final = 8 << 20
+HEADERS_KEPT: Final = 16  # of records of so many shapes
 FRAGMENT_INDICES: Final = np.arange(FRAGMENTS_MAX, dtype=np.uint8)
 
 
@@ -34,6 +37,29 @@ def chunk_bytes_max(fragment_bytes: int, fragments_max: int = FRAGMENTS_MAX) -> 
     """Return how many bytes of a message one record carries at most."""
     sealed_bytes = fragments_per_record(fragment_bytes, fragments_max) * fragment_bytes
     return sealed_bytes - TAG_BYTES - RECORD_META_BYTES
+
+
+class _Frame:
+    """The memory of a full record, and the views through which it is filled.
+
+    They are made once: to make them anew costs more than what is written through some of them. What others have of
+    `array`, views and their slices, keeps it from being used again, as in a `BufferPool`: more than
+    ``own_references`` are then counted.
+    """
+
+    __slots__ = ("array", "chunk", "headers", "own_references", "payloads", "plain")
+
+    def __init__(self, fragments: int, fragment_bytes: int) -> None:
+        self.array = np.empty(fragments * (fragment_bytes + HEADER_BYTES), dtype=np.uint8)
+        grid = self.array.reshape(fragments, -1)
+        self.headers = grid[:, :HEADER_BYTES]
+        self.payloads = grid[:, HEADER_BYTES:]
+        view = memoryview(self.array)  # type: ignore[arg-type]
+        # The plaintext stands where its datagrams will: a buffer less for the processor's cache to hold.
+        self.plain = view[: fragments * fragment_bytes - TAG_BYTES]
+        self.chunk = self.plain[RECORD_META_BYTES:]
+        del grid, view
+        self.own_references = getrefcount(self.array)
 
 
 class Sealer:
@@ -52,6 +78,7 @@ class Sealer:
         self.key = key
         self.stream = stream
         self._wires = BufferPool(WIRES_KEPT_BYTES)
+        self._frames: deque[_Frame] = deque()
         self.reframe(fragment_bytes, FRAGMENTS_MAX)
 
     def reframe(self, fragment_bytes: int, fragments_max: int) -> None:
@@ -63,9 +90,11 @@ class Sealer:
         self._plain = memoryview(bytearray(fragment_bytes))
         self._sealed = np.empty((fragments, fragment_bytes), dtype=np.uint8)
         self._sealed_view = memoryview(self._sealed.reshape(-1))  # type: ignore[arg-type]
-        self._headers = np.zeros((fragments, HEADER_BYTES), dtype=np.uint8)
-        self._numbers = self._headers.view("<u8")[:, 1]
-        self._headers_are_for = b""
+        self._headers: dict[bytes, tuple[NDArray[np.uint8], NDArray[np.uint64]]] = {}
+        self._fragments = fragments
+        self._frames.clear()
+        wire_bytes = fragments * (fragment_bytes + HEADER_BYTES)
+        self._frames_max = WIRES_KEPT_BYTES // wire_bytes if fragments > 1 else 0
 
     def seal_message(
         self, number: int, message: Outgoing, message_number: int, tag: int, payload: memoryview
@@ -116,10 +145,18 @@ class Sealer:
         field = size << RECORD_NUMBER_BITS | number
         stream = self.stream if message.is_shared else self.stream | 1
         header = HEADER.pack(DATA, key.epoch & 0xFF, 0, fragments, stream, field)
+        frame = self._free_frame() if len(chunk) == self.chunk_bytes else None
+        if frame is not None:
+            RECORD_META.pack_into(frame.plain, 0, message_number, tag, message_bytes, offset)
+            frame.chunk[:] = chunk
+            key.seal_into(number, frame.plain, header, self._sealed_view)
+            frame.headers[...] = self._headers_of(header, fragments, field)
+            frame.payloads[...] = self._sealed
+            view = memoryview(frame.array)  # type: ignore[arg-type]
+            return Record(number, view, fragments, size + HEADER_BYTES, message)
         wire_bytes = sealed_bytes + fragments * HEADER_BYTES
         wire = self._wires.take(wire_bytes)[:wire_bytes]
         view = memoryview(wire)  # type: ignore[arg-type]
-        # The plaintext stands where its datagrams will: a buffer less for the processor's cache to hold.
         plain = (self._plain if fragments == 1 else view)[:plain_bytes]
         RECORD_META.pack_into(plain, 0, message_number, tag, message_bytes, offset)
         plain[RECORD_META_BYTES:] = chunk
@@ -128,26 +165,43 @@ class Sealer:
             key.seal_into(number, plain, header, view[HEADER_BYTES:])
         else:
             key.seal_into(number, plain, header, self._sealed_view[:sealed_bytes])
-            self._frame(wire, header, field, fragments, sealed_bytes)
+            self._spread(wire, self._headers_of(header, fragments, field), sealed_bytes)
         return Record(number, view, fragments, size + HEADER_BYTES, message)
 
-    def _frame(
-        self,
-        wire: NDArray[np.uint8],
-        header: bytes,
-        field: int,
-        fragments: int,
-        sealed_bytes: int,
-    ) -> None:
-        """Spread the sealed bytes over datagrams with headers, in two strided copies instead of 90 slices."""
-        size = self.fragment_bytes
-        whole = sealed_bytes // size
-        headers = self._headers[:fragments]
-        if self._headers_are_for != header[:8]:
-            self._headers_are_for = header[:8]
+    def _free_frame(self) -> _Frame | None:
+        """Return memory for a full record; None if all that is kept is in use."""
+        frames = self._frames
+        if frames:
+            frame = frames[0]  # the longest lent
+            frames.rotate(-1)
+            if getrefcount(frame.array) <= frame.own_references:
+                return frame
+        if len(frames) >= self._frames_max:
+            return None
+        frame = _Frame(self._fragments, self.fragment_bytes)
+        frames.append(frame)
+        return frame
+
+    def _headers_of(self, header: bytes, fragments: int, field: int) -> NDArray[np.uint8]:
+        """Return the headers of all datagrams of a record, of which the first is given; only valid until the next."""
+        kept = self._headers.get(header[:8])
+        if kept is None:
+            headers = np.empty((fragments, HEADER_BYTES), dtype=np.uint8)
             headers[:] = np.frombuffer(header, dtype=np.uint8)
             headers[:, 2] = FRAGMENT_INDICES[:fragments]
-        self._numbers[:fragments] = field
+            if len(self._headers) >= HEADERS_KEPT:
+                self._headers.clear()
+            kept = self._headers[header[:8]] = headers, headers.view("<u8")[:, 1]
+        headers, numbers = kept
+        numbers[...] = field
+        return headers
+
+    def _spread(
+        self, wire: NDArray[np.uint8], headers: NDArray[np.uint8], sealed_bytes: int
+    ) -> None:
+        """Spread the sealed bytes over datagrams with headers, in two strided copies instead of 90 slices."""
+        size, fragments = self.fragment_bytes, len(headers)
+        whole = sealed_bytes // size
         grid = wire[: whole * (size + HEADER_BYTES)].reshape(whole, -1)
         grid[:, :HEADER_BYTES] = headers[:whole]
         grid[:, HEADER_BYTES:] = self._sealed[:whole]

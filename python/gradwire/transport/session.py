@@ -19,6 +19,7 @@ from .membership import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
 from .model import Address, Peer, PeerStats, Ticket, Transmit, format_address
 from .outbound import Outbound, Sending
 from .path_mtu import PathMtu
+from .records import Burst
 from .relay import Forwarder
 from .round_trips import RttEstimator
 from .wire import (
@@ -637,12 +638,11 @@ class Session:
         outbound = self.outbound
         if outbound is None or self.state is not State.UP:
             return
-        end = len(out) + BURSTS_PER_POLL
-        while len(out) < end and outbound.has_unsent:
-            item = outbound.next_item(now_s)
-            if item is None:
-                return
-            self._emit(item, out)
+        for item in outbound.send_unsent(now_s, BURSTS_PER_POLL):
+            if isinstance(item, Burst):
+                out.append(Transmit(self.address, item.calls, item.segment_bytes, item.nbytes))
+            else:
+                self._emit(item, out)
 
     def _poll_data(self, outbound: Outbound, now_s: float, out: list[Transmit]) -> None:
         end = len(out) + BURSTS_PER_POLL
