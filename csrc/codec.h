@@ -122,6 +122,24 @@ struct Beside {
 void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale,
                     const Beside* beside = nullptr);
 
+// A velocity for each target, and what it is multiplied by at every call.
+struct Momentum {
+    std::vector<Array> velocity;  // like the targets
+    double factor;
+};
+
+// Arrays like the targets', or none, and the messages that they hold already.
+struct Holding {
+    std::vector<Array> targets;
+    std::vector<MessageView> held;
+};
+
+// Nesterov's momentum of what messages add: with added = scale * (sum of all decoded), velocity = factor * (velocity +
+// added), targets += added + velocity. What holds some messages already gets the same without those. Validates all
+// payloads before the first write. Throws MessageError where numel differs.
+void apply_with_momentum(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale,
+                         const Momentum& momentum, const Holding& beside);
+
 // The changed elements of a ternary message in order, and which are negative: count of each. Throws MessageError.
 void list_entries(const MessageView& message, int64_t* positions, bool* negative);
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import gradwire as gw
 from gradwire import _core, reference
-from gradwire.message import apply_to_both, dense_message
+from gradwire.message import apply_to_both, apply_with_momentum, dense_message
 
 from .bfloat16 import Bfloat16Array
 from .strategies import Changes, changes, changes_in_regions
@@ -121,6 +122,71 @@ def test_two_targets_that_differ_or_overlap_are_refused() -> None:
         with pytest.raises(ValueError, match=complaint):
             apply_to_both([message], target[:4], beside, own=None, scale=1.0)
     assert not target.any()
+
+
+@pytest.mark.parametrize("held", [[], [0], [1, 3]])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_messages_add_goes_on_with_momentum(dtype: str, held: list[int]) -> None:
+    """All values are multiples of 2^-12 and small, so every sum is exact whatever its order."""
+    numel = 100_000  # several blocks
+    rng = np.random.default_rng(11)
+    updates = rng.integers(-512, 512, (4, numel)).astype(np.float32) / 2.0**9
+    messages = [
+        gw.Encoder(numel, threshold=threshold).encode(one)
+        for threshold, one in zip((0.25, 0.5, 0.96875), updates, strict=False)
+    ]
+    messages.append(dense_message(updates[3]))
+    target, beside, velocity = (
+        (rng.integers(-512, 512, numel) / 2.0**9).astype(dtype) for _ in range(3)
+    )
+    added = 0.25 * sum(gw.decode(message).astype(np.float64) for message in messages)
+    goes = 0.5 * (velocity + added)
+    held_sum = sum((gw.decode(messages[number]).astype(np.float64) for number in held), 0.0)
+    expected = target + added + goes, beside + added + goes - held_sum, goes
+    parts = [[one[:70_001], one[70_001:]] for one in (target, velocity, beside)]
+    apply_with_momentum(
+        messages,
+        parts[0],
+        parts[1],
+        momentum=0.5,
+        scale=0.25,
+        beside=parts[2],
+        held=[messages[number] for number in held],
+    )
+    for found, wanted in zip((target, beside, velocity), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_momentum_needs_no_second_target_and_refuses_what_does_not_fit() -> None:
+    message = gw.Encoder(4, threshold=1.0).encode(np.ones(4, np.float32))
+    target, velocity = np.zeros(8, np.float32), np.zeros(4, np.float32)
+
+    def call(velocity: Any, beside: Any, momentum: float = 0.5) -> None:
+        apply_with_momentum(
+            [message],
+            target[:4],
+            velocity,
+            momentum=momentum,
+            scale=1.0,
+            beside=beside,
+            held=[],
+        )
+
+    for velocities, beside, complaint in (
+        (np.zeros(4), [], "target and velocity must be arrays of the same sizes and dtypes"),
+        (np.zeros(5, np.float32), [], "5"),
+        (target[2:6], [], "overlaps"),
+        (velocity, np.zeros(4), "target and beside must be arrays of the same sizes and dtypes"),
+        (velocity, velocity, "overlaps"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            call(velocities, beside)
+    with pytest.raises(ValueError, match="not finite"):
+        call(velocity, [], math.nan)
+    assert not target.any()
+    call(velocity, [])
+    assert target.tolist() == [1.5] * 4 + [0.0] * 4
+    assert velocity.tolist() == [0.5] * 4
 
 
 @quick

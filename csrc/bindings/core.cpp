@@ -142,6 +142,19 @@ void apply_all(const std::vector<const Message*>& messages, const py::object& ta
     apply_messages(views, targets, scale);
 }
 
+// Checks that arrays are as large as others and of the same dtypes, and apart from them.
+void require_alike(const HostArrays& arrays, const std::vector<Array>& others, const char* names) {
+    arrays.require_targets();
+    const std::vector<Array> own = arrays.targets();
+    const auto alike = [](const Array& one, const Array& other) {
+        return one.numel == other.numel && one.dtype == other.dtype;
+    };
+    if (!std::equal(own.begin(), own.end(), others.begin(), others.end(), alike))
+        throw py::value_error(std::string(names) + " must be arrays of the same sizes and dtypes");
+    for (const Array& one : others)
+        arrays.require_apart(one.data, one.numel * (one.dtype == Dtype::kFloat64 ? 8 : 4), "the target");
+}
+
 void apply_to_both(const std::vector<const Message*>& messages, const py::object& target, const py::object& beside,
                    size_t own, double scale) {
     const HostArrays arrays(target, "target");
@@ -149,16 +162,32 @@ void apply_to_both(const std::vector<const Message*>& messages, const py::object
     const std::vector<MessageView> views = views_for(arrays, messages, scale);
     views_for(others, messages, scale);
     const std::vector<Array> targets = arrays.targets();
+    require_alike(others, targets, "target and beside");
     const Beside second{others.targets(), own};
-    const auto alike = [](const Array& one, const Array& other) {
-        return one.numel == other.numel && one.dtype == other.dtype;
-    };
-    if (!std::equal(targets.begin(), targets.end(), second.targets.begin(), second.targets.end(), alike))
-        throw py::value_error("target and beside must be arrays of the same sizes and dtypes");
-    for (const Array& one : targets)
-        others.require_apart(one.data, one.numel * (one.dtype == Dtype::kFloat64 ? 8 : 4), "the target");
     const py::gil_scoped_release release;
     apply_messages(views, targets, scale, &second);
+}
+
+void apply_with_momentum_to(const std::vector<const Message*>& messages, const py::object& target,
+                            const py::object& velocity, double momentum, double scale, const py::object& beside,
+                            const std::vector<const Message*>& held) {
+    if (!std::isfinite(momentum)) throw py::value_error("momentum is not finite");
+    const HostArrays arrays(target, "target");
+    const HostArrays velocities(velocity, "velocity");
+    const HostArrays others(beside, "beside");
+    const std::vector<MessageView> views = views_for(arrays, messages, scale);
+    views_for(velocities, messages, scale);
+    const std::vector<Array> targets = arrays.targets();
+    require_alike(velocities, targets, "target and velocity");
+    const Momentum outer{velocities.targets(), momentum};
+    const Holding second{others.targets(), views_for(arrays, held, -1.0)};
+    if (!second.targets.empty()) {
+        views_for(others, messages, scale);
+        require_alike(others, targets, "target and beside");
+        require_alike(others, outer.velocity, "velocity and beside");
+    }
+    const py::gil_scoped_release release;
+    apply_with_momentum(views, targets, scale, outer, second);
 }
 
 void apply(const Message& message, const py::object& target, double scale) { apply_all({&message}, target, scale); }
@@ -214,6 +243,8 @@ void register_apply(py::module_& module) {
     module.def("apply_many", &apply_all, py::arg("messages"), py::arg("target"), py::arg("scale") = 1.0);
     module.def("apply_to_both", &apply_to_both, py::arg("messages"), py::arg("target"), py::arg("beside"),
                py::arg("own"), py::arg("scale"));
+    module.def("apply_with_momentum", &apply_with_momentum_to, py::arg("messages"), py::arg("target"),
+               py::arg("velocity"), py::arg("momentum"), py::arg("scale"), py::arg("beside"), py::arg("held"));
     module.def("decode", &decode, py::arg("message"));
     module.def("dense", &dense, py::arg("values"), py::arg("dtype"), py::arg("key"), py::arg("step"));
     module.def("max_message_bytes", &max_message_bytes, py::arg("numel"), py::arg("dense") = false,

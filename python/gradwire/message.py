@@ -98,6 +98,36 @@ def apply_to_both(
     _core.apply_to_both(messages, target, beside, len(messages) if own is None else own, scale)
 
 
+def apply_with_momentum(
+    messages: list[Message],
+    target: Any,
+    velocity: Any,
+    *,
+    momentum: float,
+    scale: float,
+    beside: Any,
+    held: list[Message],
+) -> None:
+    """Add several messages and let what they add go on: Nesterov's momentum, in one pass.
+
+    With added = scale * (sum of the messages): ``velocity = momentum * (velocity + added)``, then ``target += added +
+    velocity``, and ``beside`` likewise, less what it holds.
+
+    Args:
+        messages: as for ``apply_many``, in host memory.
+        target: as for ``apply``, on the CPU.
+        velocity: arrays of the same sizes and dtypes, zeros at first; modified in place too.
+        momentum: finite factor.
+        scale: finite factor.
+        beside: more arrays like the target, or an empty list; modified in place too.
+        held: those of the messages that ``beside`` holds already, in full.
+
+    Raises:
+        MessageError, TypeError, ValueError: as ``apply_many``, for any of the arrays.
+    """
+    _core.apply_with_momentum(messages, target, velocity, momentum, scale, beside, held)
+
+
 def decode(message: Message) -> NDArray[Any]:
     """Return what the message adds: float32[numel], or float64[numel] for a dense float64 message.
 

@@ -70,6 +70,44 @@ Sent send_dense(uint64_t numel, DenseType dtype, Random& random) {
     return sent;
 }
 
+// What momentum makes of `added`, element by element, in three vectors of vectors.
+template <class Parts>
+void go_on_plainly(const Parts& added, double factor, Parts& velocity, Parts& target, Parts& beside) {
+    using Value = typename Parts::value_type::value_type;
+    for (size_t part = 0; part < added.size(); ++part)
+        for (size_t i = 0; i < added[part].size(); ++i) {
+            velocity[part][i] = static_cast<Value>(factor) * (velocity[part][i] + added[part][i]);
+            target[part][i] += added[part][i] + velocity[part][i];
+            beside[part][i] += added[part][i] + velocity[part][i];
+        }
+}
+
+void check_momentum(const std::vector<Sent>& sent, uint64_t numel, uint64_t longest, bool mixed, double scale) {
+    const check::Note notes[] = {{"messages", sent.size()}, {"numel", numel}, {"longest array", longest}};
+    std::vector<MessageView> views;
+    for (const Sent& one : sent) views.push_back(parse(one.bytes));
+    const auto make = [&] { return Target(numel, longest, mixed, 1); };
+    Target target = make(), velocity = make(), beside = make();
+    Target expected = make(), expected_velocity = make(), expected_beside = make(), added = make();
+    for (auto& part : added.floats) std::fill(part.begin(), part.end(), 0.0F);
+    for (auto& part : added.doubles) std::fill(part.begin(), part.end(), 0.0);
+    const std::vector<MessageView> held(views.begin(), views.begin() + std::min<size_t>(2, views.size()));
+
+    apply_with_momentum(views, target.arrays, scale, {velocity.arrays, 0.75}, {beside.arrays, held});
+
+    for (const MessageView& view : views) apply_messages({view}, added.arrays, scale);
+    go_on_plainly(added.floats, 0.75, expected_velocity.floats, expected.floats, expected_beside.floats);
+    go_on_plainly(added.doubles, 0.75, expected_velocity.doubles, expected.doubles, expected_beside.doubles);
+    for (const MessageView& view : held) apply_messages({view}, expected_beside.arrays, -1.0);
+    CHECK(target == expected);
+    CHECK(velocity == expected_velocity);
+    CHECK(beside == expected_beside);
+
+    Target alone = make(), another_velocity = make();
+    apply_with_momentum(views, alone.arrays, scale, {another_velocity.arrays, 0.75}, {{}, {}});
+    CHECK(alone == expected);
+}
+
 void check_messages(const std::vector<Sent>& sent, uint64_t numel, uint64_t longest, bool mixed, double scale) {
     const check::Note notes[] = {{"messages", sent.size()}, {"numel", numel}, {"longest array", longest}};
     std::vector<MessageView> views;
@@ -97,6 +135,7 @@ void check_messages(const std::vector<Sent>& sent, uint64_t numel, uint64_t long
         CHECK(first == together);
         CHECK(beside == expected);
     }
+    check_momentum(sent, numel, longest, mixed, scale);
 }
 
 }  // namespace

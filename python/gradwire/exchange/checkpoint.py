@@ -9,6 +9,7 @@ import numpy as np
 
 from ..message import apply
 from ..state import check_format
+from .outer import MomentumSum
 from .parts import Parts
 from .prepare import Preparer
 from .sums import ExactSum
@@ -34,7 +35,7 @@ def state_of(parts: Parts, preparer: Preparer) -> dict[str, Any]:
         "encoders": encoders,
         "velocity": copies(preparer.velocity),
         "anchor": copies(replica.anchor),
-        "outer_velocity": copies(replica.outer.velocity),
+        "outer_velocity": copies(total.velocity) if isinstance(total, MomentumSum) else [],
         "local_steps": replica.local_steps,
         "exact": total.state_dict() if isinstance(total, ExactSum) else None,
     }
@@ -53,7 +54,7 @@ def load_state(state: dict[str, Any], parts: Parts, preparer: Preparer) -> None:
     total = replica.total
     if isinstance(total, ExactSum) != (state["exact"] is not None):
         raise ValueError("one of state and exchange is exact, the other is not")
-    if state["outer_velocity"] and not replica.outer.momentum:
+    if state["outer_velocity"] and not isinstance(total, MomentumSum):
         raise ValueError(
             "the state has a velocity of the shared parameters, this exchange no outer_momentum"
         )
@@ -61,9 +62,10 @@ def load_state(state: dict[str, Any], parts: Parts, preparer: Preparer) -> None:
         encoder.load_state_dict(one)
     if isinstance(total, ExactSum):
         total.load_state_dict(state["exact"])
+    if isinstance(total, MomentumSum):
+        total.velocity = copies(state["outer_velocity"])
     preparer.velocity = copies(state["velocity"])
     replica.anchor = copies(state["anchor"])
-    replica.outer.velocity = copies(state["outer_velocity"])
     replica.local_steps = state["local_steps"]
     progress.step = state["step"]
 

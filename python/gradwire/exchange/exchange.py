@@ -16,6 +16,7 @@ from .control import Phase
 from .entrance import Entrance
 from .groups import Codec, Groups
 from .options import Options
+from .outer import MomentumSum
 from .parts import Parts
 from .prepare import Preparation, Warmup
 from .results import ExchangeStats, Joined, StepResult
@@ -456,5 +457,8 @@ class Exchange:
                 "with apply_residual the parameters hold the residual: nothing is left to rescale"
             )
         self._groups.rescale(factor)
-        for velocity in (*self._step.preparer.velocity, *self._replica.outer.velocity):
+        velocities = self._step.preparer.velocity
+        if isinstance(self._replica.total, MomentumSum):
+            velocities = [*velocities, *self._replica.total.velocity]
+        for velocity in velocities:
             velocity *= velocity.dtype.type(factor)

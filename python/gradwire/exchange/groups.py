@@ -63,6 +63,7 @@ class Groups:
         groups: as given.
         encoders: theirs, in order.
         numel: elements of all groups, those that refine others not counted.
+        alike: the places of the groups, those together that have the same tensors: each with those that refine it.
 
     Raises:
         ValueError: no group, two encoders with the same key, or a group refines none before it with its tensors.
@@ -82,6 +83,10 @@ class Groups:
         for place, group in enumerate(self.groups):
             _check_refines(self.groups[:place], group)
         self.numel = sum(group.encoder.numel for group in self.groups if not group.refines)
+        places: dict[int, list[int]] = {}
+        for place in range(len(self.groups)):
+            places.setdefault(self.home(place), []).append(place)
+        self.alike = tuple(map(tuple, places.values()))
 
     @staticmethod
     def of(

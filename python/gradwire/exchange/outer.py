@@ -7,63 +7,56 @@ J. Wang et al., "SlowMo: Improving communication-efficient distributed SGD with 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from ..message import Message
-from .sums import PlainSum
-from .views import Arrays
+from ..message import Message, apply_with_momentum
+from .groups import Groups
+from .sums import Beside
+from .views import Arrays, writable_views
 
-__all__ = ["OuterMomentum"]
-
-# Elements that are brought up to date at a time: three blocks of float32 stay in the second-level cache.
-_BLOCK = 1 << 15
+__all__ = ["MomentumSum"]
 
 
-class OuterMomentum:
-    """Nesterov's momentum of what an exchange adds: ``v = momentum * v + added``, and ``momentum * v`` is added too.
+class MomentumSum:
+    """Adds messages to the parameters with Nesterov's momentum: what was added is added again in the next steps.
 
     Every node does the same arithmetic with the same messages, so replicas stay identical bit for bit.
 
-    Args:
-        momentum: 0.0: none, and nothing is kept.
-        plain: how messages are added up.
-
     Attributes:
-        velocity: momentum * v, one array for each of the parameters; empty before the first exchange, and without
-            momentum.
+        velocity: what the parameters go on by, one array for each of them; empty before the first step.
     """
 
-    def __init__(self, momentum: float, plain: PlainSum) -> None:
-        self.momentum = momentum
+    def __init__(self, groups: Groups, momentum: float) -> None:
+        self._groups = groups
+        self._momentum = momentum
         self.velocity: Arrays = []
-        self._plain = plain
 
-    def begin(self, params: Arrays) -> None:
+    def begin(self, params: Any) -> None:
         """Begin at rest, unless there is a velocity already."""
-        if self.momentum and not self.velocity:
-            self.velocity = [np.zeros_like(one) for one in params]
+        if not self.velocity:
+            self.velocity = [np.zeros_like(one) for one in writable_views(params)]
 
-    def carry_on(
-        self, payloads: Sequence[Sequence[Message]], scale: float, *targets: Arrays
-    ) -> None:
-        """Take note of messages that were added to the parameters, and let these go on.
-
-        Args:
-            payloads: as they were added, each one message for every group.
-            scale: factor of every message.
-            targets: the shared parameters, and others that are to go with them.
-        """
-        if not self.momentum:
-            return
-        self.begin(targets[0])
-        self._plain.add(payloads, self.velocity, scale)
-        for index, velocity in enumerate(self.velocity):
-            flat = velocity.reshape(-1)
-            followers = [target[index].reshape(-1) for target in targets]
-            factor = velocity.dtype.type(self.momentum)
-            for start in range(0, flat.size, _BLOCK):
-                block = slice(start, start + _BLOCK)
-                flat[block] *= factor
-                for follower in followers:
-                    follower[block] += flat[block]
+    def add(
+        self,
+        payloads: Sequence[Sequence[Message]],
+        params: Any,
+        scale: float,
+        beside: Beside | None = None,
+    ) -> bool:
+        """See `Sum`; nothing is proven."""
+        self.begin(params)
+        for places in self._groups.alike:
+            first = places[0]
+            by_payload = [[payload[place] for place in places] for payload in payloads]
+            apply_with_momentum(
+                [message for messages in by_payload for message in messages],
+                self._groups.select(params, first),
+                self._groups.select(self.velocity, first),
+                momentum=self._momentum,
+                scale=scale,
+                beside=[] if beside is None else self._groups.select(beside.params, first),
+                held=[] if beside is None or beside.own is None else by_payload[beside.own],
+            )
+        return False

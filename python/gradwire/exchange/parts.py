@@ -9,10 +9,11 @@ from .groups import Groups
 from .members import Members
 from .model import Model
 from .options import Options
+from .outer import MomentumSum
 from .progress import Progress
 from .replica import Replica
 from .roster import Roster
-from .sums import ExactSum, PlainSum
+from .sums import ExactSum, PlainSum, Sum
 
 if TYPE_CHECKING:
     from ..transport import Node
@@ -50,7 +51,11 @@ class Parts:
         """Return the parts of an exchange that has not begun."""
         step = max(encoder.step for encoder in groups.encoders)
         keeps = _KEEPS if options.is_sync else 2 * options.max_staleness + _KEEPS
-        total = ExactSum(groups) if options.exact else PlainSum(groups)
+        total: Sum = PlainSum(groups)
+        if options.exact:
+            total = ExactSum(groups)
+        elif options.outer_momentum:
+            total = MomentumSum(groups, options.outer_momentum)
         roster = Roster(node.peer, groups, step=step, keeps=keeps)
         return Parts(
             node,
@@ -58,11 +63,6 @@ class Parts:
             groups,
             roster,
             Members(node, roster, Model.of(options, groups), is_sync=options.is_sync),
-            Replica(
-                total,
-                groups,
-                applies_residual=options.apply_residual,
-                outer_momentum=options.outer_momentum,
-            ),
+            Replica(total, groups, applies_residual=options.apply_residual),
             Progress(step, keeps),
         )

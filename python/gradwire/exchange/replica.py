@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..arrays import device_of
 from ..message import Message
 from .groups import Groups
-from .outer import OuterMomentum
+from .outer import MomentumSum
 from .sums import Beside, ExactSum, PlainSum, Sum
 from .views import Arrays, add, copies, difference, put, views, writable_views
 
@@ -36,28 +36,18 @@ class Replica:
         total: how messages are added.
         groups: whose residuals are meant.
         applies_residual: whether the caller's parameters hold them.
-        outer_momentum: of the shared parameters.
 
     Attributes:
-        outer: that momentum.
         anchor: one array for each of the caller's; empty without local steps and ``applies_residual``.
         local_steps: taken since the last exchange.
     """
 
-    def __init__(
-        self,
-        total: Sum,
-        groups: Groups,
-        *,
-        applies_residual: bool = False,
-        outer_momentum: float = 0.0,
-    ) -> None:
+    def __init__(self, total: Sum, groups: Groups, *, applies_residual: bool = False) -> None:
         self.total = total
         self.anchor: Arrays = []
         self.local_steps = 0
         self._groups = groups
         self._plain = PlainSum(groups)
-        self.outer = OuterMomentum(outer_momentum, self._plain)
         self._applies_residual = applies_residual
         # Encoders that take more out of the residual than they send: the parameters would bring it back.
         self._is_lossy = any(
@@ -185,19 +175,13 @@ class Replica:
             has_moved: the caller's parameters differ from the shared ones by local steps, which they keep.
         """
         if not self.anchor:
-            is_exact = self.total.add(payloads, params, scale)
-            if self.outer.momentum:
-                self.outer.carry_on(payloads, scale, writable_views(params))
-            return is_exact
+            return self.total.add(payloads, params, scale)
         targets = writable_views(params)
         if self._applies_residual:
             place = next((at for at, one in enumerate(payloads) if one is own), None)
-            is_exact = self.total.add(payloads, self.anchor, scale, Beside(targets, place))
-            self.outer.carry_on(payloads, scale, self.anchor, targets)
-            return is_exact
+            return self.total.add(payloads, self.anchor, scale, Beside(targets, place))
         local = difference(targets, self.anchor) if has_moved else []
         is_exact = self.total.add(payloads, self.anchor, scale)
-        self.outer.carry_on(payloads, scale, self.anchor)
         put(targets, self.anchor)
         if has_moved:
             add(targets, local)
@@ -214,15 +198,17 @@ class Replica:
             exact = {"scale": total.scale, "exactness": total.exactness.as_tuple()}
             return [*total.initial, *total.total], exact
         shared = self.anchor or writable_views(params)
-        self.outer.begin(shared)
-        return [*shared, *self.outer.velocity], None
+        if isinstance(total, MomentumSum):
+            total.begin(shared)
+            return [*shared, *total.velocity], None
+        return shared, None
 
     def given(self, params: Any, *, is_exact: bool) -> list[tuple[str, tuple[int, ...]]]:
         """Return dtype and shape of every array that ``give`` returns."""
         own = [(one.dtype.str, one.shape) for one in writable_views(params)]
         if is_exact:
             return [*own, *(("<f8", shape) for _, shape in own)]
-        return own * 2 if self.outer.momentum else own
+        return own * 2 if isinstance(self.total, MomentumSum) else own
 
     def take(self, shared: Arrays, exact: dict[str, Any] | None, params: Any) -> None:
         """Put what another replica gave in the place of the shared parameters and of the caller's."""
@@ -232,9 +218,10 @@ class Replica:
             half = len(shared) // 2
             total.load_state_dict({"initial": shared[:half], "total": shared[half:], **exact})
             total.write(target)
+        elif isinstance(total, MomentumSum):
+            total.begin(target)
+            put([*writable_views(target), *total.velocity], shared)
         else:
-            targets = writable_views(target)
-            self.outer.begin(targets)
-            put([*targets, *self.outer.velocity], shared)
+            put(writable_views(target), shared)
         if self.anchor:
             self.show(params)
