@@ -263,6 +263,22 @@ def test_target_density_samples_as_the_reference_does(
         assert_same(ours, theirs, update, update)
 
 
+@pytest.mark.parametrize("magnitude", [0.01, 0.0101, 1.0, 2.0**-10, 3e-5])
+@pytest.mark.parametrize("density", [1e-3, 0.1])
+def test_repeated_updates_of_one_magnitude_are_sent_although_no_quantile_parts_them(
+    magnitude: float, density: float
+) -> None:
+    # Adam's first steps are like that, and go on as long as nothing is sent.
+    signs = np.where(np.random.default_rng(50).random(3_000) < 0.5, 1.0, -1.0)
+    update = (magnitude * signs).astype(np.float32)
+    encoder = gw.Encoder(update.size, gw.TargetDensity(density, initial=100 * magnitude))
+    target = np.zeros_like(update)
+    for _ in range(20):
+        gw.apply(encoder.encode(update), target)
+    assert np.abs(target).min() >= 15 * np.float32(magnitude)
+    assert encoder.stats.sent_count < 11 * update.size
+
+
 def test_a_threshold_above_float32_samples_of_a_float64_residual_is_steered() -> None:
     policy = gw.TargetDensity(density=0.5, initial=1.0)
     ours, theirs = (

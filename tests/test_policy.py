@@ -147,6 +147,17 @@ def test_target_density_predicts_from_the_tail(tail: Tail | None, expected: floa
     assert policy.sample_density == 1e-3
 
 
+def test_a_target_density_goes_below_repeated_sums_of_which_nothing_was_sent() -> None:
+    policy = TargetDensity()
+    repeated = Tail(now=1.0, shuffled=1.0, next=1.0, same=2.0, agreement=1.0)
+    assert policy.next_threshold(1.5, 0.0, 1, repeated) == 2.0 * 31 / 32
+    assert policy.next_threshold(1.5, 1e-6, 1, repeated) == 2.0
+    changing = repeated._replace(agreement=0.98)
+    assert policy.next_threshold(1.5, 0.0, 1, changing) == policy.next_threshold(
+        1.5, 1.0, 1, changing
+    )
+
+
 def test_only_target_density_asks_for_a_sample() -> None:
     asking = [type(p).__name__ for p in EVERY_POLICY if p.sample_density is not None]
     assert asking == ["TargetDensity"]

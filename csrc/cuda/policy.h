@@ -68,14 +68,20 @@ GRADWIRE_HD inline uint16_t round_threshold(double threshold) {
     return static_cast<uint16_t>(bit_cast<uint32_t>(static_cast<float>(std::ldexp(quanta, exponent))) >> 16);
 }
 
-GRADWIRE_HD inline double predict_quantile(const TailWords& tail) {
+// As TargetDensity in policy.py: what repeats and yet was not sent is all of about one magnitude, just below the
+// prediction.
+constexpr double kRepeated = 0.99;
+constexpr double kBelowTies = 31.0 / 32.0;
+
+GRADWIRE_HD inline double predict_quantile(const TailWords& tail, double density) {
     const double now = tail.quantile[0], shuffled = tail.quantile[1], next = tail.quantile[2], same = tail.quantile[3];
     const uint64_t either = tail.agreeing + tail.opposing;
     const double agreement = either > 0 ? static_cast<double>(tail.agreeing) / static_cast<double>(either) : 0.5;
     const double independent = std::fmax(next + (now - shuffled), 0.25 * next);
     const double correlation = std::fmax(std::sin(3.141592653589793 * (agreement - 0.5)), 0.0);
     const double repeats = correlation * correlation;
-    return std::hypot(std::sqrt(1.0 - repeats) * independent, std::sqrt(repeats) * same);
+    const double predicted = std::hypot(std::sqrt(1.0 - repeats) * independent, std::sqrt(repeats) * same);
+    return density == 0.0 && agreement >= kRepeated ? predicted * kBelowTies : predicted;
 }
 
 GRADWIRE_HD inline double next_threshold(const Policy& policy, const EncoderState& state, double density) {
@@ -94,7 +100,7 @@ GRADWIRE_HD inline double next_threshold(const Policy& policy, const EncoderStat
         }
         case Rule::kTargetDensity:
             if (state.tail.elements > 0 && state.tail.quantile[2] > 0)
-                return std::fmin(std::fmax(predict_quantile(state.tail), policy.minimum), kLargestThreshold);
+                return std::fmin(std::fmax(predict_quantile(state.tail, density), policy.minimum), kLargestThreshold);
             break;
     }
     return threshold;

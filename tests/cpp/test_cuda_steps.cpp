@@ -123,6 +123,9 @@ CASE(thresholds_follow_their_rules) {
     CHECK_EQUAL(next_threshold(policy, state, 0.9), 0.5);
     state.tail = {{0.5, 0.25, 0.25, 1.0}, 1000, 5, 0};  // they always agree: the same update again
     CHECK_EQUAL(next_threshold(policy, state, 0.9), 1.0);
+    CHECK_EQUAL(next_threshold(policy, state, 0.0), 0.96875);  // nothing was sent: all have the same magnitude
+    state.tail.agreeing = 9, state.tail.opposing = 1;
+    CHECK(next_threshold(policy, state, 0.0) == next_threshold(policy, state, 0.9));
     state.tail.quantile[2] = 0;
     CHECK_EQUAL(next_threshold(policy, state, 0.9), state.threshold);
 }
