@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import subprocess
@@ -647,3 +648,14 @@ def test_sequences_of_arrays_keep_their_order() -> None:
     encoder = gw.Encoder(9, 100.0)
     encoder.encode(list(parts))
     assert encoder.residual.tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_a_message_survives_pickle_and_copies() -> None:
+    message = gw.Encoder(3, threshold=0.5, key=2).encode(np.ones(3, np.float32))
+    for restored in (
+        pickle.loads(pickle.dumps(message)),
+        copy.copy(message),
+        copy.deepcopy(message),
+    ):
+        assert bytes(restored) == bytes(message)
+        assert restored.key == 2

@@ -177,8 +177,10 @@ void register_message(py::module_& module) {
         .def("__eq__", &same_bytes, py::is_operator())
         .def("__repr__", &represent)
         .def("__reduce__", [](const py::object& self) {
-            return py::make_tuple(py::type::of(self).attr("parse"),
-                                  py::make_tuple(to_bytes(self.cast<const Message&>())));
+            // pickle takes no function of pybind11's, such as Message.parse itself.
+            const py::object parse =
+                py::module_::import("operator").attr("methodcaller")("parse", to_bytes(self.cast<const Message&>()));
+            return py::make_tuple(parse, py::make_tuple(py::type::of(self)));
         });
     module.def("parse_many", &parse_many, py::arg("buffer"),
                "Return the messages that `buffer` holds, one behind the other, as Message.parse does.");
