@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import pickle
 import subprocess
@@ -659,3 +660,59 @@ def test_a_message_survives_pickle_and_copies() -> None:
     ):
         assert bytes(restored) == bytes(message)
         assert restored.key == 2
+
+
+def test_the_encoder_shows_its_parameters() -> None:
+    for kind in (gw.Encoder, gw.Refiner):
+        names = list(inspect.signature(kind).parameters)
+        assert names == list(inspect.signature(kind.__init__).parameters)[1:]
+    assert list(inspect.signature(gw.Encoder).parameters)[:3] == ["numel", "threshold", "shakeup"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"threshold": "0.5"}, "threshold must be a threshold policy or a number"),
+        ({"threshold": gw.FixedThreshold}, "threshold must be a threshold policy or a number"),
+        ({"shakeup": 100}, "shakeup must be a ShakeUp"),
+        ({"shakeup": gw.ResidualClip()}, "shakeup must be a ShakeUp"),
+        ({"clip": 5.0}, "clip must be a ResidualClip"),
+        ({"clip": gw.ShakeUp()}, "clip must be a ResidualClip"),
+    ],
+)
+def test_an_encoder_refuses_what_is_no_policy_when_it_is_made(
+    options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(TypeError, match=words):
+        gw.Encoder(2, **options)
+
+
+def test_numbers_of_numpy_are_thresholds() -> None:
+    encoder = gw.Encoder(2, threshold=np.float32(0.5))
+    assert type(encoder.state_dict()["threshold"]) is float
+    assert encoder.threshold == 0.5
+
+
+def test_another_dtype_of_a_dense_message_is_refused() -> None:
+    encoder = gw.Encoder(2, threshold=0.5)
+    update = np.ones(2, np.float32)
+    with pytest.raises(ValueError, match="float16"):
+        encoder.encode(update, dense="float16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="float64"):
+        encoder.flush("float64")  # type: ignore[arg-type]
+    assert encoder.step == 0
+    assert not encoder.residual.any()
+    assert encoder.encode(update, dense=bool(np.True_)).kind == "dense"
+
+
+def test_a_residual_that_does_not_fit_names_its_size() -> None:
+    with pytest.raises(MemoryError, match="562949953421312 bytes"):
+        gw.Encoder(2**47)
+
+
+def test_a_state_that_lacks_something_is_refused_whole() -> None:
+    encoder = gw.Encoder(2, threshold=0.5)
+    state = encoder.state_dict()
+    del state["step"]
+    with pytest.raises(ValueError, match="state lacks step"):
+        encoder.load_state_dict(state)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +76,7 @@ class Encoder:
 
     Raises:
         ValueError: an argument is out of range.
+        TypeError: an argument of the wrong kind.
         BackendUnavailable: the device, or the instruction set that GRADWIRE_ISA names, is not usable here.
         MemoryError: the residual does not fit.
 
@@ -85,6 +88,12 @@ class Encoder:
     >>> gw.decode(message).tolist(), encoder.residual.tolist()
     ([0.0, -1.0, 1.0, 0.0], [0.5, -0.5, 0.0, 0.0])
     """
+
+    __signature__: ClassVar[inspect.Signature]
+
+    def __init_subclass__(cls) -> None:
+        """Let ``inspect`` and ``help`` show the parameters of ``__init__``: those of ``__new__`` are any."""
+        cls.__signature__ = _parameters_of(cls.__init__)
 
     def __new__(cls, *arguments: Any, **options: Any) -> Encoder:
         """Make an encoder of the device's kind."""
@@ -108,7 +117,14 @@ class Encoder:
         threads: int = 1,
     ) -> None:
         self._describe(numel, threshold, shakeup, clip, dtype, device, key, on_nonfinite, threads)
-        self._begin(_core.Encoder(numel, self.dtype == "float64", threads))
+        try:
+            core = _core.Encoder(numel, self.dtype == "float64", threads)
+        except MemoryError:
+            nbytes = numel * np.dtype(self.dtype).itemsize
+            raise MemoryError(
+                f"a residual of {numel} {self.dtype} elements takes {nbytes} bytes, which this machine does not have"
+            ) from None
+        self._begin(core)
 
     def _begin(self, core: _core.Encoder) -> None:
         """Begin at step 0 with what holds the residual."""
@@ -138,8 +154,13 @@ class Encoder:
         """Check the arguments and keep them."""
         if threshold is None:
             threshold = AdaptiveThreshold()
-        elif isinstance(threshold, (int, float)):
+        elif isinstance(threshold, (int, float, np.integer, np.floating)):
             threshold = FixedThreshold(float(threshold))
+        _check_kind("threshold", threshold, "next_threshold", "a threshold policy or a number")
+        if shakeup is not None:
+            _check_kind("shakeup", shakeup, "divisor", "a ShakeUp")
+        if clip is not None:
+            _check_kind("clip", clip, "limit", "a ResidualClip")
         check_range("numel", numel, 0, _MAX_NUMEL)
         check_range("key", key, 0, 2**32 - 1)
         check_range("threads", threads, 1, 1024)
@@ -203,7 +224,7 @@ class Encoder:
         Raises:
             NonFiniteUpdate: see ``on_nonfinite``; ``step`` does not advance and nothing was sent.
             TypeError: a dtype that the residual cannot take exactly.
-            ValueError: wrong size, device or layout, or memory shared with the residual.
+            ValueError: wrong size, device or layout, memory shared with the residual, or another ``dense``.
             RuntimeError: another thread is in this encoder.
         """
         if dense:
@@ -239,7 +260,9 @@ class Encoder:
 
         Raises:
             ValueError: ``threshold`` is not a threshold.
+            TypeError: ``policy`` is none.
         """
+        _check_kind("policy", policy, "next_threshold", "a threshold policy")
         if threshold is not None:
             self._set_threshold(threshold)
         self.policy = policy
@@ -251,8 +274,9 @@ class Encoder:
 
         Raises:
             NonFiniteUpdate: as ``encode``.
+            ValueError: ``dtype`` is not "bfloat16".
         """
-        return self._encode_dense(None, dtype or True)
+        return self._encode_dense(None, True if dtype is None else dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of everything that the next message depends on, as host arrays and plain numbers.
@@ -306,7 +330,7 @@ class Encoder:
     def _encode_dense(self, update: Any, dense: bool | str) -> Message:
         message, skipped = self._core.encode_dense(
             update,
-            dense if isinstance(dense, str) else "",
+            dense_dtype(dense),
             self.key,
             self._wire_step,
             self._skip,
@@ -322,6 +346,30 @@ class Encoder:
         self._nonfinite_count += skipped
 
 
+def _parameters_of(method: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature that a method has for its callers."""
+    signature = inspect.signature(method)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+Encoder.__signature__ = _parameters_of(Encoder.__init__)
+
+
+def dense_dtype(dense: bool | str) -> str:
+    """Return what a dense message rounds to, as the core names it: "" where it keeps the residual's dtype.
+
+    Raises:
+        ValueError: ``dense`` is neither True nor "bfloat16".
+    """
+    if isinstance(dense, (bool, np.bool_)):
+        return ""
+    if dense == "bfloat16":
+        return "bfloat16"
+    raise ValueError(
+        f'a dense message has the dtype of the residual (dense=True) or "bfloat16", got {dense!r}'
+    )
+
+
 def backends() -> list[str]:
     """Return the names of the backends that this machine can use, slowest first.
 
@@ -329,6 +377,11 @@ def backends() -> list[str]:
     True
     """
     return [*_core.usable_isas(), *([] if cuda_problem() else ["cuda"])]
+
+
+def _check_kind(name: str, value: Any, attribute: str, what: str) -> None:
+    if isinstance(value, type) or not hasattr(value, attribute):
+        raise TypeError(f"{name} must be {what}, got {value!r}")
 
 
 def _residual_dtype(dtype: Any) -> Literal["float32", "float64"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from .arrays import cuda_core, stream_of
-from .codec import Encoder, EncoderStats
+from .codec import Encoder, EncoderStats, dense_dtype
 from .policy import (
     AdaptiveThreshold,
     FixedThreshold,
@@ -131,7 +131,7 @@ class CudaEncoder(Encoder):
             update,
             self.key,
             self._skip,
-            dense if isinstance(dense, str) else "own" if dense else "",
+            (dense_dtype(dense) or "own") if dense else "",
             out,
             stream_of(stream, out if update is None else update, self._number),
         )
@@ -141,7 +141,7 @@ class CudaEncoder(Encoder):
         self, dtype: Literal["bfloat16"] | None = None
     ) -> CudaMessage:
         """Return everything that is left as one dense message; the residual keeps only what rounding leaves."""
-        return self.encode(None, dense=dtype or True)
+        return self.encode(None, dense=True if dtype is None else dtype)
 
     def set_policy(self, policy: ThresholdPolicy, threshold: float | None = None) -> None:
         """Follow another policy from the next step on; waits for the device.

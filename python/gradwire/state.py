@@ -78,6 +78,9 @@ class EncoderState:
             ValueError: it is of another format, size or dtype, or no encoder's.
         """
         check_format(state, _ENCODER_FORMAT)
+        missing = {"residual", "threshold", "step", "changed_at"} - state.keys()
+        if missing:
+            raise ValueError(f"state lacks {', '.join(sorted(missing))}: it is no encoder's")
         residual = np.asarray(state["residual"])
         if residual.shape != (numel,) or str(residual.dtype) != dtype:
             raise ValueError(
