@@ -38,6 +38,21 @@ def run_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 # --- info and secret --------------------------------------------------------------------------------------------------
 
 
+def test_a_reader_who_has_enough_of_the_output_ends_the_command_quietly() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "gradwire.cli", "info"],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            env=environment,
+        )
+    assert done.stderr == b""
+    assert done.returncode == 1
+
+
 def test_info_names_the_backends_the_instruction_set_and_why_there_is_no_cuda(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -183,3 +184,34 @@ def test_all_public_names_resolve_and_no_others_exist() -> None:
             assert getattr(gradwire, public) is not None
     with pytest.raises(AttributeError, match=re.escape("no attribute 'Encodr'")):
         gradwire.Encodr  # noqa: B018
+
+
+def last_error(code: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 1, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("room", ["dl4j", "exchange", "reference", "transport"])
+def test_rooms_are_there_when_they_are_asked_for(room: str) -> None:
+    code = f"import gradwire as gw; print(gw.{room}.__name__)"
+    assert run_python(code) == f"gradwire.{room}\n"
+
+
+def test_without_torch_its_room_names_the_command_that_installs_it() -> None:
+    hidden = (
+        "import importlib.util as util; found = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'torch' else found(name, *rest)\n"
+    )
+    error = last_error(hidden + "import gradwire.torch")
+    assert error.endswith('gradwire.torch needs PyTorch: pip install "gradwire[torch]"')
+
+
+def test_without_its_compiled_core_gradwire_says_what_to_do(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "gradwire", ignore=shutil.ignore_patterns("*.so"))
+    error = last_error(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import gradwire")
+    assert "No module named 'gradwire._core'" in error
+    assert "pip install ." in error

@@ -8,6 +8,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+try:
+    importlib.import_module("gradwire._core")
+except ImportError as error:
+    raise ImportError(
+        f"gradwire's compiled core does not load ({error}): install gradwire for this Python (in a checkout: "
+        "pip install .), and do not import it from its source folder"
+    ) from error
+
 from .codec import Encoder, EncoderStats, backends
 from .errors import (
     BackendUnavailable,
@@ -108,13 +116,14 @@ _LAZY = {
     "Peer": "gradwire.transport",
     **dict.fromkeys(_FROM_EXCHANGE, "gradwire.exchange"),
 }
+_ROOMS = ("dl4j", "exchange", "reference", "torch", "transport")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    if name == "dl4j":
-        return importlib.import_module("gradwire.dl4j")
+    if name in _ROOMS:
+        return importlib.import_module(f"gradwire.{name}")
     if name == "__version__":
         from importlib.metadata import version
 

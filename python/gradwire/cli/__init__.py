@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 from gradwire.cli import demo, doctor, info, secret
@@ -20,5 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (demo, doctor, info, secret):
         command.add_parser(commands)
     arguments = parser.parse_args(argv)
-    status: int = arguments.run(arguments)
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads the output has enough of it (`| head`); what is left goes nowhere, or exiting would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status

@@ -92,8 +92,13 @@ def to_tensorboard(writer: Any, prefix: str = "gradwire/") -> Callable[[StepResu
         ImportError: ``writer`` is a folder, and torch or tensorboard is not installed.
     """
     if not hasattr(writer, "add_scalar"):
-        from torch.utils.tensorboard import SummaryWriter
-
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"writing to {writer!r} takes torch and tensorboard: pip install torch tensorboard; or hand in a "
+                "writer of your own that has add_scalar"
+            ) from error
         writer = SummaryWriter(writer)
 
     def write(result: StepResult) -> None:

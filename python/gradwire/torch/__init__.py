@@ -1,5 +1,12 @@
 """gradwire for PyTorch: a communication hook for DistributedDataParallel, and an optimiser that shares its updates."""
 
+import importlib.util
+
+if importlib.util.find_spec("torch") is None:
+    raise ModuleNotFoundError(
+        'gradwire.torch needs PyTorch: pip install "gradwire[torch]"', name="torch"
+    )
+
 from . import ops
 from .hook import HookStats, ThresholdState, register_threshold_hook, threshold_hook
 from .optimizer import SharedOptimizer
