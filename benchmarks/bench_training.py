@@ -66,6 +66,7 @@ OURS = (
     "gradwire-thin",
     "gradwire-overlap",
     "gradwire-every4",
+    "gradwire-every8",
     "gradwire-async",
     "gradwire-local",
 )

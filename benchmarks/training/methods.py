@@ -240,7 +240,7 @@ class Udp(Method):
             average=True,
             apply_residual=True,
             timeout_s=300.0,
-            **self.options,
+            **self.exchange_options,
         )
         self.optimizer = SharedOptimizer(self.optimizer, self.exchange)
         self.optimizer.join()
@@ -249,6 +249,11 @@ class Udp(Method):
     def clip_norm(self) -> float:
         """Independent gradients have a mean whose norm is 1 / sqrt(nodes) of theirs (Lin et al. 2018, section 3.2)."""
         return self.task.clip_norm * math.sqrt(len(self.addresses))
+
+    @property
+    def exchange_options(self) -> dict[str, Any]:
+        """Of the method."""
+        return self.options
 
     @property
     def target_density(self) -> float:
@@ -296,10 +301,11 @@ class UdpAsync(Udp):
         return super().evaluated()
 
 
-class UdpEvery4(Udp):
-    """What four steps alone have changed is shared, and travels while the next one is computed."""
+class UdpLocal(Udp):
+    """Twenty steps alone, then their difference is shared in two messages, which travel during the next four."""
 
-    options = {"every": 4, "overlap": 1}  # noqa: RUF012
+    options = {"every": LOCAL_STEPS, "overlap": 4}  # noqa: RUF012
+    refine_density = 0.2
 
     @property
     def clip_norm(self) -> float:
@@ -310,11 +316,22 @@ class UdpEvery4(Udp):
         return LOCAL_DENSITY
 
 
-class UdpLocal(UdpEvery4):
-    """Twenty steps alone, then their difference is shared in two messages, which travel during the next four."""
+class UdpEvery8(UdpLocal):
+    """Eight steps alone, then two messages, which travel during the next two; the shared parameters have momentum."""
 
-    options = {"every": LOCAL_STEPS, "overlap": 4}  # noqa: RUF012
-    refine_density = 0.2
+    options = {"every": 8, "overlap": 2}  # noqa: RUF012
+    refine_density = 0.1
+
+    @property
+    def exchange_options(self) -> dict[str, Any]:
+        return {**self.options, "outer_momentum": self.task.outer_momentum}
+
+
+class UdpEvery4(UdpEvery8):
+    """Four steps alone, then one message, which travels during the next step."""
+
+    options = {"every": 4, "overlap": 1}  # noqa: RUF012
+    refine_density = 0.0
 
 
 METHODS: dict[str, type[Method]] = {
@@ -328,6 +345,7 @@ METHODS: dict[str, type[Method]] = {
     "gradwire-thin": UdpThin,
     "gradwire-overlap": UdpOverlap,
     "gradwire-every4": UdpEvery4,
+    "gradwire-every8": UdpEvery8,
     "gradwire-async": UdpAsync,
     "gradwire-local": UdpLocal,
 }
@@ -360,8 +378,9 @@ def predicted_bytes(
         "gradwire-thin": (nodes - 1) * _message_bytes(numel, density / 2),
         "gradwire-async": (nodes - 1) * message,
         "gradwire-every4": (nodes - 1) * _message_bytes(numel, LOCAL_DENSITY) / 4,
+        "gradwire-every8": (nodes - 1) * _two_messages_bytes(numel, UdpEvery8.refine_density) / 8,
         "gradwire-local": (nodes - 1)
-        * (_message_bytes(numel, LOCAL_DENSITY) + _message_bytes(numel, UdpLocal.refine_density))
+        * _two_messages_bytes(numel, UdpLocal.refine_density)
         / LOCAL_STEPS,
     }[method]
 
@@ -369,6 +388,10 @@ def predicted_bytes(
 def _message_bytes(numel: int, density: float) -> float:
     entropy = -density * math.log2(density) - (1 - density) * math.log2(1 - density)
     return numel * (entropy + density) / 8
+
+
+def _two_messages_bytes(numel: int, refine_density: float) -> float:
+    return _message_bytes(numel, LOCAL_DENSITY) + _message_bytes(numel, refine_density)
 
 
 def _factored(shapes: list[tuple[int, ...]], rank: int) -> int:

@@ -32,6 +32,7 @@ class Task:
         optimizer: makes the optimiser of every method.
         target: the validation loss to reach.
         clip_norm: largest norm of a node's gradient.
+        outer_momentum: of the shared parameters, where nodes take a few steps alone.
         data: what identifies the data.
     """
 
@@ -41,6 +42,7 @@ class Task:
     optimizer: Callable[[Any], torch.optim.Optimizer]
     target: float
     clip_norm: float
+    outer_momentum: float
     data: str
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -134,6 +136,7 @@ def digits_task() -> Task:
         optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
         target=0.15,
         clip_norm=5.0,
+        outer_momentum=0.5,
         data=f"scikit-learn digits, {data.digest}",
     )
 
@@ -210,6 +213,7 @@ def text_task() -> Task:
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         target=2.3,
         clip_norm=1.0,
+        outer_momentum=0.7,
         data=f"pydoc_data.topics, {data.digest}",
     )
 
