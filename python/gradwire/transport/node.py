@@ -27,9 +27,10 @@ from .watchers import Watchers, wait_s
 logger = logging.getLogger(__name__)
 
 # While the caller itself waits in `receive`, it does the I/O; the thread leaves the socket alone for this long and only
-# looks now and then whether a timer is overdue.
+# looks now and then whether a timer is overdue: first after a tick, each time a little later, at last after a lease.
 LEASE_S: Final = 0.003
 TICK_S: Final = 0.001
+TICK_GROWTH: Final = 1.1
 OVERDUE_S: Final = 0.0002
 LONG_S: Final = 0.0005  # without a look at the socket: a round trip of a fast network
 STREAM_S: Final = 0.002  # who looks again so soon, publishing, goes on with that
@@ -152,6 +153,7 @@ class Node:
         self._is_closed = False
         self._polled_at_s = self._leased_until_s = float("-inf")
         self._sleeps_until_s = 0.0
+        self._tick_s = TICK_S
         self._add_seeds(seeds)
         if switch_interval_s is not None and sys.getswitchinterval() > switch_interval_s:
             sys.setswitchinterval(switch_interval_s)
@@ -492,7 +494,7 @@ class Node:
         """The I/O thread: serves acknowledgements, timers and arrivals while the caller computes."""
         while not self._is_closed:
             is_idle = True
-            self._sleeps_until_s = now_s() + TICK_S
+            self._sleeps_until_s = now_s() + self._tick_s
             # Whoever has the lock moves the datagrams; to wait for it would cost both threads a switch.
             if self._lock.acquire(blocking=False):
                 try:
@@ -501,6 +503,8 @@ class Node:
                         self._sleeps_until_s = self._pump()
                 finally:
                     self._lock.release()
+            # Each look costs the caller a turn; one that has done the I/O for long will go on with it.
+            self._tick_s = min(self._tick_s * TICK_GROWTH, LEASE_S) if is_idle else TICK_S
             self._driver.wait(self._sleeps_until_s, self._thread_waker, for_datagrams=not is_idle)
 
     def _is_left_to_caller(self) -> bool:
@@ -511,7 +515,7 @@ class Node:
 
     def _nudge(self, due_s: float) -> None:
         """Wake the I/O thread if it would sleep past the next timer."""
-        if due_s < self._sleeps_until_s - TICK_S:
+        if due_s < self._sleeps_until_s - self._tick_s:
             self._thread_waker.ring()
 
     def _check_open(self) -> None:
