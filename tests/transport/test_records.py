@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 
 from gradwire.transport.crypto import SenderKey
 from gradwire.transport.records import (
+    Burst,
     Outgoing,
     Record,
     SendLog,
+    joined,
     lowest_bits,
     runs,
 )
@@ -93,6 +96,36 @@ def test_a_part_of_a_record_fits_the_room_and_is_not_half_a_burst(mask: int, roo
     whole_bytes = record.burst_fragments * record.segment_bytes
     assert all(len(call) == whole_bytes for call in sent[:-1])
     assert 0 < len(sent[-1]) <= whole_bytes
+
+
+@given(st.lists(st.sampled_from(("full", "short", "small", "skip")), max_size=8))
+def test_only_whole_datagrams_of_one_size_are_joined_and_nothing_changes_its_place(
+    kinds: list[str],
+) -> None:
+    records = {
+        "full": FULL,
+        "short": seal(bytes(5_000)),
+        "small": seal(bytes(chunk_bytes_max(1_184)), fragment_bytes=1_184),
+    }
+    items: list[Burst | str] = [records.get(kind, kind) for kind in kinds]
+    before = [record.calls for record in records.values()]
+    found = joined(items)
+
+    def flat(items: list[Burst | str]) -> list[object]:
+        return [
+            call for item in items for call in (item.calls if isinstance(item, Burst) else [item])
+        ]
+
+    assert flat(found) == flat(items)
+    assert [record.calls for record in records.values()] == before
+    for burst in found:
+        if isinstance(burst, Burst):
+            sizes = [len(b"".join(call)) for call in burst.calls]
+            assert sum(sizes) == burst.nbytes
+            assert all(size % burst.segment_bytes == 0 for size in sizes[:-1])
+    together = {("full", "full"), ("full", "short"), ("small", "small")}
+    apart = sum(pair not in together for pair in pairwise(kinds))
+    assert len(found) == bool(kinds) + apart
 
 
 @pytest.mark.parametrize("fragment_bytes", [FRAGMENT_BYTES_MIN, 1_184, 1_384, FRAGMENT_BYTES_MAX])

@@ -226,14 +226,15 @@ class Endpoint:
         for record in self.own.sealer.seal_message(self.log.head, message, number, tag, payload):
             keep(record)
             waiting_bytes += record.nbytes
-            if waiting_bytes >= together_bytes:
+            # A last burst goes with the record before it.
+            if waiting_bytes >= together_bytes and record.number + record.span != last_record:
                 waiting_bytes = 0
                 on_records()
         if waiting_bytes:
             on_records()
         # Also those that skip these records, or they would keep the log.
         for session in self._up_sessions():
-            session.look_at_log(now_s)
+            session.look_at_log()
         self.counters.messages_sent += 1
         self.counters.payload_bytes_sent += len(payload) * len(recipients)
         self.own.maybe_rotate(now_s)

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 from .flight import Flight, reported
 from .path_mtu import LargeLosses
-from .records import Burst, Record, SendLog
+from .records import Burst, Record, SendLog, joined
 from .recovery import RateController, Sent
 from .round_trips import PTO_MAX_S, RttEstimator
 from .wire import Ack, Skip
@@ -108,7 +108,7 @@ class Outbound:
             if item is None:
                 break
             items.append(item)
-        return items
+        return joined(items) if len(items) > 1 else items
 
     def next_item(self, now_s: float) -> Sending | None:
         """Return what to send now, or None when nothing may or need be sent."""

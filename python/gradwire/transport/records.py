@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import TypeVar
 
 from .model import Calls
 from .wire import HEADER_BYTES, fragments_per_burst, record_span
+
+_Other = TypeVar("_Other")
 
 
 class Outgoing:
@@ -49,6 +52,27 @@ class Burst:
         self.calls = calls
         self.segment_bytes = segment_bytes
         self.nbytes = nbytes
+
+
+def joined(items: list[Burst | _Other]) -> list[Burst | _Other]:
+    """Return the same in as few bursts as possible; only the last datagram of each may be short."""
+    result: list[Burst | _Other] = []
+    last: Burst | None = None
+    for item in items:
+        if not isinstance(item, Burst):
+            last = None
+            result.append(item)
+        elif (
+            last is not None
+            and item.segment_bytes == last.segment_bytes
+            and last.nbytes % last.segment_bytes == 0
+        ):
+            last.calls = [*last.calls, *item.calls]
+            last.nbytes += item.nbytes
+        else:
+            last = Burst(item.calls, item.segment_bytes, item.nbytes)
+            result.append(last)
+    return result
 
 
 class Record(Burst):

@@ -80,6 +80,9 @@ class State(Enum):
     DOWN = "down"  # over; the endpoint forgets the session
 
 
+SENDING: Final = (State.UP, State.CLOSING)  # in which records leave and their timers run
+
+
 def prologue(header: bytes, *, insecure: bool) -> bytes:
     """Return what both sides bind the handshake to: version, mode, and the first datagram's header."""
     return PROLOGUE + (b" insecure" if insecure else b"") + header
@@ -149,6 +152,8 @@ class Session:
         self._close_reason = REASON_LEFT
         self._closes = 0
         self._keyed_at_s = now_s
+        self._down_s = context.limits.down_s
+        self._heartbeat_s = context.limits.heartbeat_s
 
     # ---- handshake ----------------------------------------------------------------------------------------------
 
@@ -520,11 +525,14 @@ class Session:
             (last_record if first <= last < end else last, ticket) for last, ticket in self.pending
         )
 
-    def look_at_log(self, now_s: float) -> None:
+    def look_at_log(self) -> None:
         """Take note that the log has grown and, perhaps, that everything in it has been sent already."""
-        if self.outbound is not None and not self.outbound.has_unsent:
-            self.outbound.rate.on_app_limited()
-        self._look_again(now_s)
+        outbound = self.outbound
+        if outbound is None or self.state is not State.UP or outbound.has_unsent:
+            self.touch()
+            return
+        outbound.rate.on_app_limited()
+        self.note_carried()  # whoever has sent it, that adds only timers of its own
 
     def is_lagging(self, now_s: float) -> bool:
         """Whether the peer has acknowledged nothing for too long although something waits for it."""
@@ -539,7 +547,7 @@ class Session:
         else:
             out = []
             self._check_timers(now_s, out)
-            if self.outbound is not None and self.state in (State.UP, State.CLOSING):
+            if self.outbound is not None and self.state in SENDING:
                 self._poll_data(self.outbound, now_s, out)
             self._poll_control(now_s, out)
         self._wake_at(self._deadline_s(now_s))
@@ -564,12 +572,12 @@ class Session:
     def _check_timers(self, now_s: float, out: list[Transmit]) -> None:
         if self.state is State.DOWN:
             return
-        if now_s - self.heard_at_s > self._context.limits.down_s:
+        if now_s - self.heard_at_s > self._down_s:
             self.give_up("timeout", REASON_GIVEN_UP, now_s)
             return
         if self._retry_at_s is not None and now_s >= self._retry_at_s:
             self._retry(now_s)
-        if self.outbound is not None and self.state in (State.UP, State.CLOSING):
+        if self.outbound is not None and self.state in SENDING:
             probes, is_probe_due = self.outbound.on_timer(now_s)
             for item in probes:
                 self._emit(item, out)
@@ -577,10 +585,7 @@ class Session:
                 self._ping(now_s)
             if self.path is not None and self.state is State.UP:
                 self._check_path(self.path, self.outbound, now_s, out)
-        if (
-            self.state is State.UP
-            and now_s - self._control_sent_at_s >= self._context.limits.heartbeat_s
-        ):
+        if self.state is State.UP and now_s - self._control_sent_at_s >= self._heartbeat_s:
             self._ping(now_s)
 
     def watch_path(self, now_s: float) -> None:
@@ -645,6 +650,9 @@ class Session:
                 self._emit(item, out)
 
     def _poll_data(self, outbound: Outbound, now_s: float, out: list[Transmit]) -> None:
+        if outbound.is_idle:
+            outbound.rate.on_app_limited()
+            return
         end = len(out) + BURSTS_PER_POLL
         while len(out) < end:
             item = outbound.next_item(now_s)
@@ -683,9 +691,11 @@ class Session:
         out.append(Transmit.single(self.address, datagram))
 
     def note_carried(self) -> None:
-        """A carrier has sent records for this peer: its timers have changed."""
+        """Records for this peer have been sent, by a carrier or while they were sealed: its timers have changed."""
         if self.outbound is not None:
-            self._wake_at(min(self.wake_at_s, self.outbound.deadline_s()))
+            at_s = self.outbound.deadline_s()
+            if at_s < self.wake_at_s:
+                self._wake_at(at_s)
 
     def send_frame(self, frame: Frame) -> None:
         """Queue a control frame."""
@@ -700,16 +710,16 @@ class Session:
             return expires_at_s if self._retry_at_s is None else min(self._retry_at_s, expires_at_s)
         if self._frames:
             return now_s
-        at_s = self.heard_at_s + self._context.limits.down_s + 0.001
+        at_s = self.heard_at_s + self._down_s + 0.001
         if self.state is State.UP:
-            at_s = min(at_s, self._control_sent_at_s + self._context.limits.heartbeat_s)
+            at_s = min(at_s, self._control_sent_at_s + self._heartbeat_s)
             if self.path is not None:
                 at_s = min(at_s, self.path.due_at_s)
         if self._retry_at_s is not None:
             at_s = min(at_s, self._retry_at_s)
         if self.inbound is not None and self.inbound.ack_at_s is not None:
             at_s = min(at_s, self.inbound.ack_at_s)
-        if self.outbound is not None and self.state in (State.UP, State.CLOSING):
+        if self.outbound is not None and self.state in SENDING:
             at_s = min(at_s, self.outbound.deadline_s())
         return at_s
 

@@ -406,6 +406,8 @@ def _decode_ack(data: bytes, at: int) -> tuple[Ack, int]:
     if at + bitmap_bytes > len(data):
         raise WireError("an acknowledgement's bitmap is truncated")
     _record_number(max(cumulative, limit))
+    if not bitmap_bytes and not partial_count:  # the common case: nothing is missing
+        return Ack(cumulative, limit, delay_us, 0, (), skipped), at
     complete = int.from_bytes(data[at : at + bitmap_bytes], "little")
     at += bitmap_bytes
     partials = []
