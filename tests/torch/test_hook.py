@@ -475,3 +475,25 @@ def test_float32_gradients_in_host_memory_are_not_copied() -> None:
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         ThresholdState(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"threads": 0}, ValueError),
+        ({"size_exponent": -1.0}, ValueError),
+        ({"threshold": "0.1"}, TypeError),
+        ({"shakeup": 5}, TypeError),
+        ({"clip": 5.0}, TypeError),
+    ],
+)
+def test_a_state_refuses_what_its_encoders_would_before_training(
+    options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=next(iter(options))):
+        ThresholdState(**options)
+
+
+def test_a_model_without_ddp_is_refused() -> None:
+    with pytest.raises(TypeError, match="DistributedDataParallel"):
+        register_threshold_hook(torch.nn.Linear(2, 1))  # type: ignore[arg-type]

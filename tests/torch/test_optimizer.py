@@ -543,3 +543,23 @@ def test_a_plain_optimisers_state_goes_in_and_comes_out(alone: gw.Node) -> None:
 def test_the_example_in_the_docstring_runs() -> None:
     result = doctest.testmod(gradwire.torch.optimizer)
     assert (result.attempted > 3, result.failed) == (True, 0)
+
+
+def test_what_is_no_optimizer_or_exchange_is_refused() -> None:
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(TypeError, match="optimizer must be one of torch's"):
+        SharedOptimizer(model, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="exchange must be an Exchange"):
+        SharedOptimizer(torch.optim.SGD(model.parameters()), None)  # type: ignore[arg-type]
+
+
+def test_an_encoder_of_another_size_is_refused_before_the_model_moves() -> None:
+    model = torch.nn.Linear(3, 1)
+    before = model.weight.detach().clone()
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        share = gw.Exchange(gw.Encoder(5, threshold=0.5), node, peers=0)
+        optimizer = SharedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), share)
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(ValueError, match="4 elements, must have 5"):
+            optimizer.step()
+    assert torch.equal(model.weight, before)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
-from ..exchange.density import for_size
+from ..exchange.density import check_size_exponent, for_size
 from ..message import Message, apply_many, parse_many
 from ..policy import ResidualClip, ShakeUp, TargetDensity, ThresholdPolicy
 from ..state import check_format
@@ -142,6 +142,7 @@ class ThresholdState:
 
     Raises:
         ValueError: an argument is out of range.
+        TypeError: an argument of the wrong kind.
     """
 
     def __init__(
@@ -184,6 +185,8 @@ class ThresholdState:
         self._step = 0
         self._scale = 1.0
         self._set_up()
+        check_size_exponent(size_exponent)
+        self._make_encoder(1, "float32", 0, 1)  # refuses what the first bucket's would, but in time
         if parameters is not None:
             self.name_parameters(parameters)
 
@@ -480,7 +483,12 @@ def register_threshold_hook(
 
     Raises:
         ValueError: the state has begun with another model, or an option is out of range.
+        TypeError: ``model`` is not wrapped in DDP.
     """
+    if not hasattr(model, "register_comm_hook"):
+        raise TypeError(
+            f"the hook is for DistributedDataParallel(model), got a {type(model).__name__} itself"
+        )
     if state is None:
         state = ThresholdState(**options)
     elif options:

@@ -50,6 +50,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         share_state: also hand the optimiser's state to the exchange: for ``average_optimizer=True``, and so that late
             nodes begin with it. It is then made, as zeros, before the first step.
 
+    Raises:
+        TypeError: ``optimizer`` or ``exchange`` is none.
+
     Example:
         >>> import gradwire as gw, torch
         >>> model = torch.nn.Linear(3, 1)
@@ -68,6 +71,10 @@ class SharedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, optimizer: torch.optim.Optimizer, exchange: Exchange, *, share_state: bool = False
     ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be one of torch's, got {optimizer!r}")
+        if not hasattr(exchange, "step_moved"):
+            raise TypeError(f"exchange must be an Exchange, got {exchange!r}")
         # Not super().__init__: groups and state are those of the wrapped optimiser.
         self.optimizer = optimizer
         self.exchange = exchange
