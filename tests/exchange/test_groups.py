@@ -250,6 +250,52 @@ def test_momentum_is_masked_in_the_right_tensor_of_a_group() -> None:
     assert groups.encoders[0].residual.tolist() == [0.375] * 4 + [0.0, 0.0, 0.375]
 
 
+@pytest.mark.parametrize(
+    ("params", "error", "complaint"),
+    [
+        (np.zeros(5, np.float32), ValueError, "encoder with key 0: target has 5 elements"),
+        (np.zeros(2, np.float16), TypeError, "float16"),
+        (np.zeros(4, np.float32)[::2], ValueError, "not C-contiguous"),
+        (np.broadcast_to(np.float32(0), (2,)), ValueError, "key 0: target is"),
+        ([0.0, 0.0], TypeError, "is a float"),
+    ],
+)
+@pytest.mark.parametrize("joins", [False, True])
+def test_parameters_that_do_not_fit_are_refused_before_anything_is_sent(
+    params: Any, error: type[Exception], complaint: str, joins: bool
+) -> None:
+    enc, good = gw.Encoder(2, 1.0), np.zeros(2, np.float32)
+    share = alone(enc)
+    with pytest.raises(error, match=complaint):
+        share.join(params) if joins else share.step(np.ones(2, np.float32), params)
+    assert (enc.step, enc.residual.tolist()) == (0, [0.0, 0.0])
+    assert share.step(np.ones(2, np.float32), good).step == 0
+    assert good.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("count", [4, 6])
+def test_groups_take_exactly_the_tensors_they_were_made_for(count: int) -> None:
+    share = alone(gw.Groups.of(tensors(), THRESHOLD))
+    wrong = (tensors() * 2)[:count]
+    with pytest.raises(ValueError, match=f"{count} parameters for groups of 5 tensors"):
+        share.step(tensors(), wrong)
+    assert share.next_step == 0
+
+
+def test_local_steps_refuse_updates_of_other_sizes_whole() -> None:
+    share = alone(gw.Encoder(4, 1.0), every=2)
+    params = [np.zeros(2, np.float32), np.zeros(2, np.float32)]
+    with pytest.raises(ValueError, match=r"\[2, 3\] elements for parameters of \[2, 2\]"):
+        share.step([np.ones(2, np.float32), np.ones(3, np.float32)], params)
+    assert not np.concatenate(params).any()
+
+
+@pytest.mark.parametrize("exponent", [-0.5, float("nan"), float("inf")])
+def test_a_size_exponent_out_of_range_is_refused(exponent: float) -> None:
+    with pytest.raises(ValueError, match="size_exponent"):
+        gw.Groups.of(tensors(), THRESHOLD, size_exponent=exponent)
+
+
 def test_a_bad_update_leaves_no_trace_in_the_momentum() -> None:
     enc, params = gw.Encoder(2, 1.0), np.zeros(2, np.float32)
     share = alone(enc, momentum=0.5)

@@ -53,7 +53,11 @@ def waits_and_steps(node: FakeNode, params: Any) -> str:
 @pytest.mark.parametrize("work", [joins, steps, waits_and_steps])
 @pytest.mark.parametrize(
     "other",
-    [np.zeros(NUMEL), np.zeros((4, 6), np.float32), [np.zeros(12, np.float32)] * 2],
+    [
+        np.zeros(NUMEL),
+        np.zeros((4, 6), np.float32),
+        [np.zeros(12, np.float32), np.zeros(12, np.float32)],
+    ],
     ids=["dtype", "shape", "number"],
 )
 def test_founders_whose_parameters_are_not_alike_do_not_begin(

@@ -320,8 +320,37 @@ def test_another_optimiser_s_state_is_refused_and_changes_nothing() -> None:
         ({"outer_momentum": 0.5, "exact": True}, "that are not exact"),
         ({"momentum": 1.0}, "momentum must be"),
         ({"clip_norm": 0.0}, "clip_norm must be"),
+        ({"dense": True, "codec": "bfloat16"}, "give one"),
+        ({"codec": "dense", "warmup": gw.Warmup(3)}, "warmup is for"),
+        ({"codec": "bfloat16", "warmup": gw.Warmup(3, (0.5,))}, "warmup is for"),
+        ({"mode": "async", "on_straggler": "drop"}, "for synchronous steps"),
     ],
 )
 def test_options_out_of_range_are_refused(options: Any, complaint: str) -> None:
     with cluster(0) as made, pytest.raises(ValueError, match=complaint):
         gw.Exchange(encoder(), made.node(1), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"every": 2.5}, "every must be an int"),
+        ({"every": True}, "every must be an int"),
+        ({"peers": 1.0}, "peers must be an int"),
+        ({"max_staleness": "8"}, "max_staleness must be an int"),
+        ({"overlap": 0.5}, "overlap must be an int"),
+        ({"warmup": 5}, "warmup must be a Warmup"),
+        ({"on_step": 5}, "on_step must be a function"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_refused(options: Any, complaint: str) -> None:
+    with cluster(0) as made, pytest.raises(TypeError, match=complaint):
+        gw.Exchange(encoder(), made.node(1), **options)
+
+
+def test_what_is_neither_encoder_nor_node_is_refused() -> None:
+    with cluster(0) as made:
+        with pytest.raises(TypeError, match="enc must be an Encoder or Groups"):
+            gw.Exchange([encoder()], made.node(1))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="node must be a Node"):
+            gw.Exchange(encoder(), None)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..codec import Encoder
 from ..policy import Tail, TargetDensity, ThresholdPolicy
 from .views import views
 
-__all__ = ["for_size", "learn_first_threshold"]
+__all__ = ["check_size_exponent", "for_size", "learn_first_threshold"]
 
 # With much more the quantum gets so small that the largest elements of a small tensor cannot keep up.
 _SMALL_DENSITY_MAX = 0.08
@@ -33,6 +34,16 @@ def for_size(
         return policy
     density = min(policy.density * (largest / numel) ** exponent, _SMALL_DENSITY_MAX)
     return replace(policy, density=max(density, policy.density))
+
+
+def check_size_exponent(exponent: float) -> None:
+    """Refuse what gives smaller tensors less.
+
+    Raises:
+        ValueError: ``exponent`` is negative or not finite.
+    """
+    if not 0.0 <= exponent < math.inf:
+        raise ValueError(f"size_exponent must be finite and 0 or more, got {exponent}")
 
 
 def learn_first_threshold(encoder: Encoder, update: Any) -> None:

@@ -98,7 +98,8 @@ class Exchange:
         on_step: called with every `StepResult` of a step that sent something.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or two contradict each other.
+        TypeError: an argument of the wrong kind.
 
     Example:
         >>> import numpy as np, gradwire as gw
@@ -138,12 +139,16 @@ class Exchange:
         digest_s: float = 2.0,
         on_step: Callable[[StepResult], None] | None = None,
     ) -> None:
+        if dense and codec == "bfloat16":
+            raise ValueError('dense=True means codec="dense", and codec is "bfloat16": give one')
+        if not hasattr(node, "publish"):
+            raise TypeError(f"node must be a Node, got {node!r}")
         self._options = Options(
             peers=peers,
             scale=scale,
             average=average,
             exact=exact,
-            codec="dense" if dense and codec == "threshold" else codec,
+            codec="dense" if dense else codec,
             timeout_s=timeout_s,
             mode=mode,
             max_staleness=max_staleness,
@@ -243,7 +248,9 @@ class Exchange:
         Raises:
             TimeoutError: as ``wait_for_peers``, or no member gave a snapshot within ``timeout_s``.
             Mismatch: as ``wait_for_peers``, or the parameters have other shapes or dtypes.
+            TypeError, ValueError: as ``step``.
         """
+        self._groups.check_params(params)
         writable_views(optimizer_state)  # refused now rather than in the middle of training
         self._replica.take_anchor(params)
         if not self._has_begun:
@@ -297,6 +304,7 @@ class Exchange:
                 it was.
             TooLarge: the message is larger than the node's limit; all of it is back in the residual.
             Closed: the node has been closed.
+            TypeError, ValueError: the first step's parameters or an update do not fit the encoders; nothing was taken.
             Diverged: the step is done, and it turned out that most others hold other parameters; see ``resync``.
         """
         finished = self._begin(params, optimizer_state)
@@ -385,6 +393,7 @@ class Exchange:
         if not greetings.knows("params") or (
             is_averaged and not greetings.knows("optimizer_state")
         ):
+            self._groups.check_params(params)
             self._members.learn(self._described(params, optimizer_state))
 
     def _described(self, params: Any, optimizer_state: Sequence[Any]) -> dict[str, list[Any]]:

@@ -17,7 +17,7 @@ from ..errors import MessageError, NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes, parse_many
 from ..policy import ThresholdPolicy
 from ..refiner import Refiner
-from .density import for_size, learn_first_threshold
+from .density import check_size_exponent, for_size, learn_first_threshold
 
 __all__ = ["Codec", "Group", "Groups"]
 
@@ -125,13 +125,15 @@ class Groups:
             encoder_options: for every encoder: ``dtype``, ``shakeup``, ``clip``, ``on_nonfinite``, ``threads``.
 
         Raises:
-            ValueError: ``assign`` is not as long as ``params``, or ``thresholds`` names no group.
+            ValueError: ``assign`` is not as long as ``params``, ``thresholds`` names no group, or ``size_exponent`` is
+                negative.
 
         >>> import numpy as np, gradwire as gw
         >>> model = [np.zeros((64, 64), np.float32), np.zeros(64, np.float32)]
         >>> [(group.encoder.numel, group.is_dense) for group in gw.Groups.of(model).groups]
         [(4096, False), (64, True)]
         """
+        check_size_exponent(size_exponent)
         shapes = [tuple(one.shape) for one in params]
         if assign is not None and len(assign) != len(shapes):
             raise ValueError(f"assign names {len(assign)} tensors of {len(shapes)}")
@@ -171,7 +173,13 @@ class Groups:
 
     @staticmethod
     def around(encoder: Encoder | Groups) -> Groups:
-        """Return groups as they are, a single encoder as the only group."""
+        """Return groups as they are, a single encoder as the only group.
+
+        Raises:
+            TypeError: neither.
+        """
+        if not isinstance(encoder, (Encoder, Groups)):
+            raise TypeError(f"enc must be an Encoder or Groups, got {encoder!r}")
         return encoder if isinstance(encoder, Groups) else Groups([Group(encoder)])
 
     def __len__(self) -> int:
@@ -192,6 +200,33 @@ class Groups:
         """Return the place of the group whose residual a group's messages come from."""
         encoder = self.encoders[index]
         return self.encoders.index(encoder.coarse) if isinstance(encoder, Refiner) else index
+
+    def check_params(self, params: Any) -> None:
+        """Refuse parameters that no step could add to, before anything is encoded for them.
+
+        Raises:
+            TypeError, ValueError: another size than the encoders', a dtype or layout that ``apply`` does not take,
+                or too few or too many arrays.
+        """
+        served = [group.tensors for group in self.groups if group.tensors is not None]
+        if served and isinstance(params, (list, tuple)):
+            places = {place for tensors in served for place in tensors}
+            if places != set(range(len(params))):
+                raise ValueError(
+                    f"{len(params)} parameters for groups of {len(places)} tensors, the last of which is {max(places)}"
+                )
+        nothing = np.empty(0, np.int64), np.empty(0, np.bool_)
+        for index, group in enumerate(self.groups):
+            arrays = self.select(params, index)
+            if device_of(arrays) >= 0:
+                continue
+            empty = Message.from_entries(*nothing, numel=group.encoder.numel, threshold=1.0)
+            try:
+                apply(empty, arrays)
+            except (TypeError, ValueError) as error:
+                raise type(error)(
+                    f"the parameters do not fit the encoder with key {group.encoder.key}: {error}"
+                ) from error
 
     def residuals(self, arrays: Sequence[Any]) -> list[NDArray[Any]]:
         """Return for each of the model's arrays its part of a residual: a writable view in the array's shape.

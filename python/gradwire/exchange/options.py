@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from .groups import Codec
 from .prepare import Preparation
 from .results import StepResult
@@ -20,6 +22,7 @@ class Options:
 
     Raises:
         ValueError: a value is out of its range, or two contradict each other.
+        TypeError: a value is of the wrong kind.
     """
 
     peers: int | None
@@ -45,13 +48,25 @@ class Options:
         _check_number("timeout_s", self.timeout_s, self.timeout_s > 0, "positive")
         _check_number("digest_s", self.digest_s, self.digest_s >= 0, "0 or more")
         if self.peers is not None:
-            _check_number("peers", self.peers, self.peers >= 0, "0 or more")
-        _check_number("every", self.every, self.every >= 1, "1 or more")
-        _check_number("max_staleness", self.max_staleness, self.max_staleness >= 0, "0 or more")
+            _check_whole("peers", self.peers, 0)
+        _check_whole("every", self.every, 1)
+        _check_whole("max_staleness", self.max_staleness, 0)
+        _check_whole("overlap", self.overlap, 0)
+        if self.on_step is not None and not callable(self.on_step):
+            raise TypeError(f"on_step must be a function of a StepResult, got {self.on_step!r}")
         _check_choice("mode", self.mode, "sync", "async")
         _check_choice("codec", self.codec, "threshold", "dense", "bfloat16")
         _check_choice("on_straggler", self.on_straggler, "raise", "drop")
-        if not 0 <= self.overlap <= self.every:
+        if self.mode == "async" and self.on_straggler == "drop":
+            raise ValueError(
+                'on_straggler="drop" is for synchronous steps: asynchronous ones do not wait for a straggler until '
+                "they are max_staleness ahead"
+            )
+        if self.codec != "threshold" and self.preparation.warmup is not None:
+            raise ValueError(
+                f'warmup is for codec="threshold": with "{self.codec}" every update is whole, from the first on'
+            )
+        if self.overlap > self.every:
             raise ValueError(
                 f"overlap is {self.overlap}, must be from 0 to the {self.every} steps of every exchange: "
                 "messages are applied before the next ones are encoded"
@@ -102,6 +117,12 @@ class Options:
 def _check_number(name: str, value: float, is_good: bool, what: str) -> None:
     if not is_good:
         raise ValueError(f"{name} is {value}, must be {what}")
+
+
+def _check_whole(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    _check_number(name, value, value >= least, f"{least} or more")
 
 
 def _check_choice(name: str, value: str, *choices: str) -> None:

@@ -70,6 +70,7 @@ class Preparation:
 
     Raises:
         ValueError: a value is out of its range.
+        TypeError: ``warmup`` is no `Warmup`.
     """
 
     warmup: Warmup | None = None
@@ -78,6 +79,8 @@ class Preparation:
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
+        if self.warmup is not None and not isinstance(self.warmup, Warmup):
+            raise TypeError(f"warmup must be a Warmup, got {self.warmup!r}")
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
         if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:

@@ -36,6 +36,7 @@ def views(arrays: Any) -> Arrays:
 
     Raises:
         TypeError: something that NumPy cannot view in place.
+        ValueError: a tensor that requires grad.
     """
     return [_view(one) for one in as_list(arrays)]
 
@@ -59,6 +60,10 @@ def writable_views(arrays: Any) -> Arrays:
 def _view(array: Any) -> NDArray[Any]:
     if isinstance(array, np.ndarray):
         return array
+    if getattr(array, "requires_grad", False):
+        raise ValueError(
+            "a tensor that requires grad does not lend its memory: pass tensor.detach()"
+        )
     if hasattr(array, "numpy"):
         return np.asarray(array.numpy())
     if hasattr(array, "__array_interface__"):
@@ -93,7 +98,16 @@ def put(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
 
 
 def add(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
-    """Add every array of ``source`` to its place in ``target``."""
+    """Add every array of ``source`` to its place in ``target``.
+
+    Raises:
+        ValueError: they are not of the same sizes, array by array; nothing was added.
+    """
+    sizes = [one.size for one in target], [one.size for one in source]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"an update of arrays with {sizes[1]} elements for parameters of {sizes[0]}"
+        )
     for to, of in zip(target, source, strict=True):
         np.add(to, of.reshape(to.shape), out=to)
 
