@@ -188,8 +188,8 @@ class Endpoint:
             tag: a number for the receivers.
             to: one connected peer, or None for all.
             now_s: current time.
-            on_records: called after each sealed record: what is sent from here is still in the processor's cache. If
-                several peers get them, after a few.
+            on_records: called after each few sealed records, so that they can be sent from here: as many as fit a
+                quarter of a socket's buffer.
 
         Raises:
             Closed: the node is closing.
@@ -220,14 +220,14 @@ class Endpoint:
         indices = frozenset(session.index for session in recipients)
         message = Outgoing(indices, last_record, is_shared=to is None)
         number = self.own.take_message_numbers(1)
-        # A peer that gets much at a time acknowledges it at once, if its socket's buffer is as large as ours.
-        together_bytes = 1 if len(recipients) == 1 else self.socket_buffer_bytes // 4
+        # Encryption drives the interpreter out of the processor's cache, so it takes turns with the rest seldom; and a
+        # peer that gets much at a time acknowledges it at once. Its socket's buffer is taken to be as large as ours.
+        together_bytes = self.socket_buffer_bytes // 4
         waiting_bytes, keep = 0, self.log.append
         for record in self.own.sealer.seal_message(self.log.head, message, number, tag, payload):
             keep(record)
             waiting_bytes += record.nbytes
-            # A last burst goes with the record before it.
-            if waiting_bytes >= together_bytes and record.number + record.span != last_record:
+            if waiting_bytes >= together_bytes:
                 waiting_bytes = 0
                 on_records()
         if waiting_bytes:

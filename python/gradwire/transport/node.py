@@ -138,7 +138,6 @@ class Node:
             interface_mtu=interface_mtu,
             socket_buffer_bytes=self._driver.stats().receive_buffer_bytes,
         )
-        # Sends what was sealed last, while it is in the processor's cache.
         self._send_data = partial(self._driver.transmit_data, self._endpoint)
         self._peer = Peer(self._endpoint.node_id, self._endpoint.incarnation, self._address)
         self._coalesce = coalesce
