@@ -496,6 +496,21 @@ def test_what_cannot_work_is_refused_at_once(options: dict[str, object]) -> None
         Node(**{"bind": "127.0.0.1:0", "secret": SECRET, **options})  # type: ignore[arg-type]
 
 
+def test_a_message_that_was_taken_before_a_goodbye_counts_as_delivered() -> None:
+    with Node("127.0.0.1:0", secret=SECRET) as one:
+        two = Node("127.0.0.1:0", [one.address], secret=SECRET)
+        one.wait_for_peers(1, 5.0)
+        two.wait_for_peers(1, 5.0)
+        ticket = one.publish(b"taken")
+        assert len(two.receive(5.0)) == 1
+        two.close()
+        while not ticket.is_done:
+            one.receive(0.05)
+        assert ticket.delivered == {two.peer}
+        (lost,) = [event for event in one.events() if isinstance(event, PeerLost)]
+        assert (lost.reason, lost.undelivered) == ("left", ())
+
+
 def test_the_secret_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_SECRET", SECRET.hex())
     with Node("127.0.0.1:0") as one, Node("127.0.0.1:0", [one.address], secret=SECRET) as two:

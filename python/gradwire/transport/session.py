@@ -673,7 +673,8 @@ class Session:
             and inbound.ack_at_s is not None
             and (self._frames or now_s >= inbound.ack_at_s)
         ):
-            self._frames.extend(encode_frame(ack) for ack in inbound.make_acks(now_s))
+            # Before a goodbye, after which nothing is read: what was taken is not to count as undelivered.
+            self._frames[:0] = [encode_frame(ack) for ack in inbound.make_acks(now_s)]
         while self._frames and self._channel is not None:
             plaintext = b""
             while self._frames and len(plaintext) + len(self._frames[0]) <= CONTROL_PLAINTEXT_MAX:
