@@ -102,7 +102,7 @@ def test_a_received_payload_is_read_only_and_outlives_later_traffic(
 
 
 def test_a_buffer_that_is_not_contiguous_is_refused(pair: tuple[Node, Node]) -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="ascontiguousarray"):
         pair[0].publish(np.zeros((10, 10))[:, ::2])
 
 
@@ -110,6 +110,14 @@ def test_a_buffer_that_is_not_contiguous_is_refused(pair: tuple[Node, Node]) -> 
 def test_a_tag_that_does_not_fit_is_refused(pair: tuple[Node, Node], tag: int) -> None:
     with pytest.raises(ValueError, match="tag"):
         pair[0].publish(b"", tag)
+
+
+def test_a_tag_or_a_peer_that_is_none_is_refused(pair: tuple[Node, Node]) -> None:
+    with pytest.raises(TypeError, match="integer"):
+        pair[0].publish(b"", tag=1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"one of node\.peers"):
+        pair[0].publish(b"", to=pair[1].address)  # type: ignore[arg-type]
+    assert pair[0].publish(b"", tag=np.uint64(2**64 - 1)).tag == 2**64 - 1  # type: ignore[arg-type]
 
 
 def test_receive_returns_nothing_after_its_timeout(pair: tuple[Node, Node]) -> None:
@@ -489,11 +497,35 @@ def test_advertise_is_what_the_node_calls_itself() -> None:
         {"on_lag": "hope"},
         {"node_id": -1},
         {"secret": b"weak"},
+        {"peers": "127.0.0.1:40123"},
     ],
 )
 def test_what_cannot_work_is_refused_at_once(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r".{20}"):
         Node(**{"bind": "127.0.0.1:0", "secret": SECRET, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"node_id": 1.5},
+        {"limits": {}},
+        {"limits": 5},
+        {"on_lag": "coalesce", "coalesce": 5},
+    ],
+)
+def test_what_is_of_the_wrong_kind_is_refused_at_once(options: dict[str, object]) -> None:
+    with pytest.raises(TypeError):
+        Node("127.0.0.1:0", secret=SECRET, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", ["window_bytes", "lag_s", "handshakes_per_s", "rekey_records", "rekey_s"]
+)
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_limits_without_which_nothing_moves_are_refused(name: str, value: float) -> None:
+    with pytest.raises((ValueError, TypeError), match=rf"{name} is|integer"):
+        Limits(**{name: value})  # type: ignore[arg-type]
 
 
 def test_a_message_that_was_taken_before_a_goodbye_counts_as_delivered() -> None:

@@ -37,14 +37,21 @@ def choose_address(bind: Address, network_mask: str | None) -> Address:
     """Return the address to bind: a wildcard host is replaced by what the mask or GRADWIRE_IP says.
 
     Raises:
-        ValueError: no local address is in the network, or several are.
+        ValueError: no local address is in the network, or several are; or what decides is no network or no address.
     """
     host, port = bind
     rule = deciding_rule(bind, network_mask)
     if rule == "mask" and network_mask is not None:
         return pick_by_mask(network_mask, local_addresses()), port
     if rule == "variable":
-        return str(ipaddress.ip_address(os.environ[ADDRESS_VARIABLE])), port
+        text = os.environ[ADDRESS_VARIABLE]
+        try:
+            return str(ipaddress.ip_address(text)), port
+        except ValueError:
+            raise ValueError(
+                f"{ADDRESS_VARIABLE} is {text!r}; it must be one of this machine's addresses, without a port: "
+                f"{', '.join(local_addresses())}"
+            ) from None
     return (host or WILDCARD), port
 
 
@@ -54,7 +61,12 @@ def pick_by_mask(network_mask: str, candidates: Iterable[str]) -> str:
     Raises:
         ValueError: not a network, or not exactly one candidate is in it; the message lists them.
     """
-    network = ipaddress.ip_network(network_mask, strict=False)
+    try:
+        network = ipaddress.ip_network(network_mask, strict=False)
+    except ValueError as error:
+        raise ValueError(
+            f"network_mask is {network_mask!r}; it must be a network such as 10.1.1.0/24 or fd00::/64: {error}"
+        ) from None
     known = sorted(set(candidates))
     inside = [text for text in known if ipaddress.ip_address(text) in network]
     if len(inside) == 1:

@@ -75,6 +75,11 @@ def flat_view(buffer: object) -> memoryview:
         TypeError: it has no contiguous buffer.
     """
     view = memoryview(buffer)  # type: ignore[arg-type]
+    if not view.c_contiguous:
+        raise TypeError(
+            f"a buffer of {view.nbytes} bytes is not C-contiguous; pass a contiguous one (numpy.ascontiguousarray "
+            "copies one)"
+        )
     if view.nbytes == 0:
         return memoryview(b"")
     return view.cast("B")

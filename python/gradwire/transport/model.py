@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -146,7 +147,12 @@ class Limits:
     rekey_s: float = 3_600.0
 
     def __post_init__(self) -> None:
-        """Refuse limits that contradict each other."""
+        """Refuse limits that are out of range or contradict each other."""
+        for name in ("message_bytes_max", "send_log_bytes", "receive_bytes", "window_bytes"):
+            operator.index(getattr(self, name))
+        for name in ("window_bytes", "lag_s", "handshakes_per_s", "rekey_records", "rekey_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         if not FRAGMENT_BYTES_MIN <= self.fragment_bytes <= FRAGMENT_BYTES_MAX:
             raise ValueError(
                 f"fragment_bytes is {self.fragment_bytes}; it must be {FRAGMENT_BYTES_MIN} to {FRAGMENT_BYTES_MAX}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import secrets
 import sys
@@ -74,6 +75,7 @@ class Node:
 
     Raises:
         ValueError: an address, mask, secret or limit that cannot be used.
+        TypeError: an argument of the wrong kind.
         OSError: the address cannot be bound.
 
     Example:
@@ -110,7 +112,13 @@ class Node:
             raise ValueError('on_lag="coalesce" and coalesce=hook go together: one is missing')
         if coalesce is not None and multicast is not None:
             raise ValueError('on_lag="coalesce" does not go with multicast')
-        if node_id is not None and not 0 <= node_id < 1 << 64:
+        if coalesce is not None and not callable(coalesce):
+            raise TypeError(f"coalesce must be a function of (peer, backlog), got {coalesce!r}")
+        if limits is not None and not isinstance(limits, Limits):
+            raise TypeError(f"limits must be Limits(...), got {limits!r}")
+        if isinstance(peers, str):
+            raise ValueError(f"peers is the text {peers!r}; it must be a list of addresses")
+        if node_id is not None and not 0 <= operator.index(node_id) < 1 << 64:
             raise ValueError(f"node_id is {node_id}; it must fit 64 bits")
         key = bytes(32) if insecure else parse_secret(secret)
         self._secret_name = (
@@ -276,10 +284,12 @@ class Node:
             TooLarge: larger than ``limits.message_bytes_max``.
             Closed: the node has been closed.
             ValueError: ``tag`` does not fit.
-            TypeError: ``buffer`` has no contiguous buffer.
+            TypeError: ``buffer`` has no contiguous buffer, ``tag`` is no int, or ``to`` no peer.
         """
-        if not 0 <= tag < 1 << 64:
+        if not 0 <= operator.index(tag) < 1 << 64:
             raise ValueError(f"tag is {tag}; it must fit 64 bits unsigned")
+        if to is not None and not isinstance(to, Peer):
+            raise TypeError(f"to must be one of node.peers or None, got {to!r}")
         payload = flat_view(buffer)
         self._check_open()
         with self._lock:
