@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
+import operator
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -65,3 +67,20 @@ def test_every_link_in_the_readme_leads_somewhere() -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
     assert links
     assert [link for link in links if not (root / link).exists()] == []
+
+
+DOCS = "".join(path.read_text() for path in (Path(__file__).parents[1] / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("public", ["Exchange", "Node", "transport.Limits"])
+def test_the_docs_name_every_option(public: str) -> None:
+    found = operator.attrgetter(public)(gradwire)
+    # `secret` is SECURITY.md's, `dense` the same as codec="dense".
+    options = set(inspect.signature(found).parameters) - {
+        "enc",
+        "node",
+        "dense",
+        "secret",
+        "limits",
+    }
+    assert {name for name in options if not re.search(rf"\b{name}\b", DOCS)} == set()
