@@ -200,3 +200,16 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         begun.step(np.zeros(2, np.float32), np.zeros(2, np.float32))
         with pytest.raises(RuntimeError, match="begun"):
             begun.load_state_dict(state)
+
+
+def test_a_state_that_lacks_something_or_has_a_momentum_too_many_is_refused() -> None:
+    with cluster(0) as made:
+        node = made.node(1)
+        share = gw.Exchange(gw.Encoder(2, 1.0), node, peers=0, momentum=0.5)
+        share.step(np.ones(2, np.float32), np.zeros(2, np.float32))
+        state = share.state_dict()
+        with pytest.raises(ValueError, match="this exchange no momentum"):
+            gw.Exchange(gw.Encoder(2, 1.0), node).load_state_dict(state)
+        del state["velocity"]
+        with pytest.raises(ValueError, match="lacks velocity"):
+            gw.Exchange(gw.Encoder(2, 1.0), node, momentum=0.5).load_state_dict(state)

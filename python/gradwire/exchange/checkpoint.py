@@ -19,6 +19,7 @@ __all__ = ["load_state", "redistribute", "state_of"]
 
 _FORMAT = 1
 _WHAT = "state of an exchange"
+_KEYS = {"step", "encoders", "velocity", "anchor", "local_steps", "exact", "outer_velocity"}
 
 
 def state_of(parts: Parts, preparer: Preparer) -> dict[str, Any]:
@@ -49,6 +50,9 @@ def load_state(state: dict[str, Any], parts: Parts, preparer: Preparer) -> None:
     """
     groups, replica, progress = parts.groups, parts.replica, parts.progress
     check_format(state, _FORMAT, _WHAT)
+    missing = _KEYS - state.keys()
+    if missing:
+        raise ValueError(f"{_WHAT} lacks {', '.join(sorted(missing))}")
     if len(state["encoders"]) != len(groups):
         raise ValueError(f"state has {len(state['encoders'])} groups, this exchange {len(groups)}")
     total = replica.total
@@ -58,6 +62,8 @@ def load_state(state: dict[str, Any], parts: Parts, preparer: Preparer) -> None:
         raise ValueError(
             "the state has a velocity of the shared parameters, this exchange no outer_momentum"
         )
+    if state["velocity"] and parts.options.preparation.momentum == 0.0:
+        raise ValueError("the state has the momentum of updates, this exchange no momentum")
     for encoder, one in zip(groups.encoders, state["encoders"], strict=True):
         encoder.load_state_dict(one)
     if isinstance(total, ExactSum):
