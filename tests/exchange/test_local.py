@@ -188,3 +188,51 @@ def test_a_team_needs_workers_and_only_those() -> None:
         LocalTeam(tensors(), 0)
     with LocalTeam(tensors(), 2) as team, pytest.raises(ValueError, match="rank is 2"):
         team.follow(2)
+
+
+@pytest.mark.parametrize("options", [{}, {"apply_residual": True}, {"every": 2}, {"overlap": 1}])
+def test_a_worker_asks_what_it_would_ask_of_an_exchange(options: Any) -> None:
+    def work(rank: int, share: LocalExchange) -> Any:
+        params = tensors()
+        assert share.wait_for_peers() == share.members == ()
+        share.join(params)
+        for step in range(4):
+            for param, update in zip(params, tensors(100 * rank + step), strict=True):
+                param += update
+            share.step_moved(params)
+        if "overlap" in options:
+            assert share.catch_up(params) == 0
+        shown = [share.shared(params) for _ in range(3)]
+        residual = None if share.exchange is None else share.exchange.state_dict()["encoders"][0]
+        share.leave(params)
+        return flat(params), [flat(one) for one in shown], residual, share.next_step
+
+    outcomes, _ = run_team(work, 3, **options)
+    put_in = sum(flat(tensors(100 * rank + step)) for rank in range(3) for step in range(4))
+    residual = outcomes[0][2]["residual"]
+    for params, shown, _, next_step in outcomes:
+        assert np.array_equal(params, put_in)  # the last message had everything
+        assert all(np.array_equal(one + residual, put_in) for one in shown)
+        assert next_step == outcomes[0][3]
+
+
+def test_a_team_rescales_once_and_keeps_one_state() -> None:
+    def work(_: int, share: LocalExchange) -> Any:
+        params = tensors()
+        half = [np.full(shape, THRESHOLD / 4, np.float32) for shape in SHAPES]
+        share.step(half, params)
+        share.rescale(0.5)
+        return share.state_dict()
+
+    (lead, other), enc = run_team(work, 2)
+    assert np.array_equal(enc.residual, np.full(NUMEL, THRESHOLD / 4, np.float32))
+    assert (lead["step"], other) == (1, {})
+
+
+def test_states_of_the_workers_optimisers_are_not_taken_for_shared_ones() -> None:
+    def work(_: int, share: LocalExchange) -> Any:
+        with pytest.raises(ValueError, match="share_state=False"):
+            share.join(tensors(), [np.zeros(2, np.float32)])
+        return True
+
+    assert run_team(work, 2)[0] == [True, True]

@@ -563,3 +563,39 @@ def test_an_encoder_of_another_size_is_refused_before_the_model_moves() -> None:
         with pytest.raises(ValueError, match="4 elements, must have 5"):
             optimizer.step()
     assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("options", [{}, {"apply_residual": True}, {"every": 3}, {"overlap": 1}])
+def test_the_workers_of_a_machine_share_one_model(options: dict[str, Any]) -> None:
+    torch.manual_seed(7)
+    models = [torch.nn.Linear(3, 1) for _ in range(2)]
+    begin = [param.detach().clone() for param in models[0].parameters()]
+    inputs = torch.randn(2, 8, 3)
+    with (
+        gw.LocalTeam(begin, 2, timeout_s=20.0) as team,
+        gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        share = gw.Exchange(gw.Encoder(4, threshold=0.05), node, peers=0, **options)
+        workers = [team.lead(share), team.follow(1)]
+
+        def train(rank: int) -> tuple[list[float], dict[str, Any]]:
+            adam = torch.optim.Adam(models[rank].parameters(), lr=0.02)
+            optimizer = SharedOptimizer(adam, workers[rank])
+            losses = []
+            for _ in range(30):
+                optimizer.zero_grad()
+                loss = (
+                    (models[rank](inputs[rank]) - inputs[rank].sum(1, keepdim=True)).square().mean()
+                )
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            return losses, optimizer.state_dict()
+
+        (first, state), (second, nothing) = pool.map(train, range(2))
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert max(first[-1], second[-1]) < 0.5 * min(first[0], second[0])
+    assert state["gradwire"]["step"] == share.next_step
+    assert nothing["gradwire"] == {}

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import operator
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
@@ -23,9 +24,10 @@ from numpy.typing import NDArray
 
 from ..errors import GradwireError
 from .results import Joined, StepResult
-from .views import Arrays, difference, put, views, writable_views
+from .views import Arrays, copies, difference, put, views, writable_views
 
 if TYPE_CHECKING:
+    from ..transport import Peer
     from .exchange import Exchange
 
 __all__ = ["LocalExchange", "LocalTeam"]
@@ -43,6 +45,7 @@ class _Outcome:
     result: Any
     error: BaseException | None
     next_step: int
+    members: tuple[Peer, ...] = ()
 
 
 class LocalTeam:
@@ -60,6 +63,7 @@ class LocalTeam:
 
     Raises:
         ValueError: ``workers`` is less than 1.
+        TypeError: ``workers`` is no int.
 
     Example:
         >>> import threading, numpy as np, gradwire as gw
@@ -84,7 +88,7 @@ class LocalTeam:
         timeout_s: float = 60.0,
         context: Any = None,
     ) -> None:
-        if workers < 1:
+        if operator.index(workers) < 1:
             raise ValueError(f"workers is {workers}, must be 1 or more")
         initial = writable_views(params)
         self.workers = workers
@@ -203,7 +207,9 @@ class LocalTeam:
 class LocalExchange:
     """One worker's exchange: the calls of `Exchange`, made by all workers of the machine together.
 
-    All workers make the same calls in the same order. What the leader's call raises, all raise.
+    All workers make the same calls in the same order. What the leader's call raises, all raise. Every worker's
+    parameters are the team's after each of them, whether the machine's step was a local one or not. A `SharedOptimizer`
+    takes it in the place of an `Exchange`; the workers' optimisers keep their states to themselves.
     """
 
     def __init__(self, team: LocalTeam, rank: int, exchange: Exchange | None) -> None:
@@ -211,44 +217,116 @@ class LocalExchange:
         self.rank = rank
         self.exchange = exchange
         self._next_step = 0 if exchange is None else exchange.next_step
+        self._members: tuple[Peer, ...] = ()
 
     @property
     def next_step(self) -> int:
         """Number of the next step; known after the first call."""
         return self._next_step
 
-    def join(self, params: Any) -> Joined:
-        """See `Exchange.join`; ``params`` of every worker are the shared ones afterwards."""
+    @property
+    def members(self) -> tuple[Peer, ...]:
+        """The machine's `Exchange.members`; known after the first call."""
+        return self._members
+
+    @property
+    def is_next_local(self) -> bool:
+        """Whether the next step leaves the parameters as they are: never, the other workers move them too."""
+        return False
+
+    @property
+    def has_local_steps(self) -> bool:
+        """Whether this worker's parameters are ahead of the team's: never."""
+        return False
+
+    def wait_for_peers(self) -> tuple[Peer, ...]:
+        """See `Exchange.wait_for_peers`."""
+        return self._together(None, None, lambda lead: lead.wait_for_peers())
+
+    def join(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
+        """See `Exchange.join`; ``params`` of every worker are the shared ones afterwards.
+
+        Raises:
+            ValueError: there is an ``optimizer_state``: every worker has its own.
+        """
+        _refuse_state(optimizer_state)
         return self._together(None, params, lambda lead: lead.join(self.team.params))
 
-    def resync(self, params: Any) -> Joined:
+    def resync(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
         """See `Exchange.resync`."""
+        _refuse_state(optimizer_state)
         return self._together(None, params, lambda lead: lead.resync(self.team.params))
 
-    def step(self, update: Any, params: Any) -> StepResult:
+    def step(self, update: Any, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """See `Exchange.step`: the sum of all workers' updates is the machine's.
 
         Args:
             update: of this worker; float32, float16 or float64 arrays that NumPy can view, not modified.
             params: of this worker; overwritten by the shared ones. ``team.params`` themselves are taken as they are.
+            optimizer_state: none.
         """
+        _refuse_state(optimizer_state)
         return self._together(views(update), params, self._step)
 
-    def step_moved(self, params: Any) -> StepResult:
+    def step_moved(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """See `Exchange.step_moved`: what this worker's parameters differ from the shared ones is its update."""
+        _refuse_state(optimizer_state)
         return self._together(difference(views(params), self.team.params), params, self._step)
 
-    def leave(self, params: Any) -> StepResult:
+    def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
+        """See `Exchange.catch_up`."""
+        return self._together(None, params, lambda lead: lead.catch_up(self.team.params, timeout_s))
+
+    def leave(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """See `Exchange.leave`."""
+        _refuse_state(optimizer_state)
         return self._together(None, params, lambda lead: lead.leave(self.team.params))
+
+    def rescale(self, factor: float) -> None:
+        """See `Exchange.rescale`."""
+        self._together(None, None, lambda lead: lead.rescale(factor))
+
+    def shared(self, params: Any) -> Arrays:  # noqa: ARG002  (as Exchange.shared)
+        """See `Exchange.shared`; of the team's parameters, which every worker's are."""
+        team = self.team
+        # The place of the sum serves, which is empty between the calls, and is again before the next one can begin.
+        team.meet()
+        if self.exchange is not None:
+            put(team.total, self.exchange.shared(team.params))
+        team.meet()
+        found = copies(team.total)
+        team.meet()
+        if self.exchange is not None:
+            self._empty()
+        team.meet()
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Exchange.state_dict`: the leader's, nothing for the others."""
+        return {} if self.exchange is None else self.exchange.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Exchange.load_state_dict`: for the leader; the others have nothing to load."""
+        if self.exchange is not None:
+            self.exchange.load_state_dict(state)
+            self._next_step = self.exchange.next_step
 
     def _step(self, lead: Exchange) -> StepResult:
         return lead.step(self.team.total, self.team.params)
 
     def _together(
-        self, update: Arrays | None, params: Any, action: Callable[[Exchange], _Result]
+        self,
+        update: Arrays | None,
+        params: Any,
+        action: Callable[[Exchange], _Result],
     ) -> _Result:
-        """Add this worker's update, let the leader act, and take the parameters that result."""
+        """Add this worker's update, let the leader act, and take the parameters that result.
+
+        Args:
+            update: None: the action needs none.
+            params: of this worker; None: the action leaves them alone.
+            action: the leader's turn.
+        """
         if update is not None:
             self._add(update)
         self.team.meet()
@@ -256,8 +334,8 @@ class LocalExchange:
             self._act(self.exchange, action)
         self.team.meet()
         outcome = self.team.mail()
-        self._next_step = outcome.next_step
-        own = writable_views(params)
+        self._next_step, self._members = outcome.next_step, outcome.members
+        own = self.team.params if params is None else writable_views(params)
         if not all(np.shares_memory(*pair) for pair in zip(own, self.team.params, strict=True)):
             put(own, self.team.params)
         if outcome.error is not None:
@@ -271,9 +349,12 @@ class LocalExchange:
             result = action(exchange)
         except Exception as caught:
             error = caught
+        self._empty()
+        self.team.post(_Outcome(result, error, exchange.next_step, exchange.members))
+
+    def _empty(self) -> None:
         for array in self.team.total:
             array[...] = 0.0
-        self.team.post(_Outcome(result, error, exchange.next_step))
 
     def _add(self, update: Arrays) -> None:
         """Add to the shared sum, each worker in another part of it at a time: in the same order every time.
@@ -287,6 +368,13 @@ class LocalExchange:
             for total, array in zip(self.team.total, update, strict=True):
                 _add_part(total.reshape(-1), array.reshape(-1), part, workers, factor)
             self.team.meet()
+
+
+def _refuse_state(optimizer_state: Sequence[Any]) -> None:
+    if optimizer_state:
+        raise ValueError(
+            "every worker of a team has an optimiser's state of its own: it cannot be shared (share_state=False)"
+        )
 
 
 def _add_part(

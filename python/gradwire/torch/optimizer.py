@@ -13,7 +13,7 @@ from ..exchange.views import copies, put, writable_views
 from .staging import Staging
 
 if TYPE_CHECKING:
-    from ..exchange import Exchange, Joined, StepResult
+    from ..exchange import Exchange, Joined, LocalExchange, StepResult
 
 __all__ = ["SharedOptimizer"]
 
@@ -46,7 +46,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: whose parameters are all shared.
         exchange: with an encoder, or groups, for as many elements as there are parameters, in the order of the
-            optimiser's parameter groups.
+            optimiser's parameter groups; or one worker's of a `LocalTeam`.
         share_state: also hand the optimiser's state to the exchange: for ``average_optimizer=True``, and so that late
             nodes begin with it. It is then made, as zeros, before the first step.
 
@@ -69,7 +69,11 @@ class SharedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, exchange: Exchange, *, share_state: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        exchange: Exchange | LocalExchange,
+        *,
+        share_state: bool = False,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be one of torch's, got {optimizer!r}")
@@ -261,7 +265,9 @@ class SharedOptimizer(torch.optim.Optimizer):
             self.exchange.load_state_dict(
                 _mapped(shared, torch.Tensor, lambda tensor: tensor.numpy())
             )
-            self._loaded = shared["anchor"]
+            self._loaded = shared.get(
+                "anchor", []
+            )  # a worker's that does not lead its team has nothing
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
