@@ -273,3 +273,27 @@ def test_a_member_that_sends_messages_of_another_model_is_named_with_this_node()
         world.run()
     assert "from 127.0.0.1:1002 to this node (127.0.0.1:1001)" in worker.result
     assert f"{NUMEL + 1} elements" in worker.result
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("late", [1, 2])
+def test_founders_that_begin_at_different_steps_all_hear_of_it_at_once(
+    seed: int, late: int
+) -> None:
+    def begin(node: FakeNode) -> str:
+        share = share_on(node, peers=1)
+        if node.peer.id == late:
+            share.load_state_dict({**share.state_dict(), "step": 5})
+        return refused(
+            node, lambda: share.step(update(node.peer.id, 0), np.zeros(NUMEL, np.float32))
+        )
+
+    with cluster(seed) as world:
+        workers = [
+            world.start(node, lambda n=node: begin(n)) for node in (world.node(1), world.node(2))
+        ]
+        world.run()
+    for worker in workers:
+        assert "at step 5" in worker.result
+        assert "at step 0" in worker.result
+        assert "same checkpoint" in worker.result

@@ -69,9 +69,12 @@ class Beginning:
             raise Mismatch("; ".join(strangers))
         elif not self._is_anybody_silent():
             founders = {peer: hello for peer, hello in good.items() if hello.phase is Phase.NEW}
-            if len(founders) >= expected and all(me < peer for peer in founders):
-                self._check_same_step(founders)
-                self._be_in(founders)
+            if len(founders) >= expected:
+                self._check_same_step(
+                    founders
+                )  # also where another one names the members: it would name nobody
+                if all(me < peer for peer in founders):
+                    self._be_in(founders)
 
     def _is_anybody_silent(self) -> bool:
         """Whether a connected node has not greeted yet: it may know of a training that has begun."""
