@@ -50,6 +50,7 @@ class Worker:
         self.put_in = np.zeros(NUMEL)
         self.joined: gw.Joined | None = None
         self.is_in = threading.Event()
+        self.step = 0
 
     def train(self, goal: Goal, **options: Any) -> None:
         share = gw.Exchange(self.encoder, self.node, **options)
@@ -58,6 +59,7 @@ class Worker:
         if self.joined.is_late:
             goal.step = self.joined.step + MORE_STEPS
         while goal.step is None or share.next_step < goal.step:
+            self.step = share.next_step
             one = update(self.rank, share.next_step)
             self.put_in += one
             share.step(one, self.params)
@@ -123,7 +125,8 @@ def test_training_goes_on_while_a_node_with_another_secret_knocks(
         stranger = Worker(stack, 2, addresses, secret=SECRET[::-1])
         with pytest.raises(TimeoutError) as caught:
             stranger.train(goal, peers=1, timeout_s=1.0)
-        goal.step = 2_000
+        # Further than anybody gets while this is being set: else one may stop at a step that the other has begun.
+        goal.step = max(one.step for one in founders) + 1_000
         for each in running:
             each.result(100)
     assert_nothing_lost(founders, founders)
