@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from gradwire.transport.coalesce import Backlog, Coalesce, ask
 from gradwire.transport.endpoint import Endpoint
-from gradwire.transport.model import Address, Limits, Peer, PeerLost, Ticket
+from gradwire.transport.model import Address, Limits, Peer, PeerLost, Ticket, Transmit
 from gradwire.transport.wire import DATA
 
 SECRET = bytes(range(32))
@@ -171,9 +171,22 @@ class Simulator:
         """Stop a host for good, without a word."""
         host.alive = False
 
-    def publish(self, host: Host, payload: bytes, tag: int = 0, to: Peer | None = None) -> Ticket:
-        """Publish a message and send what may be sent."""
-        ticket = host.endpoint.publish(memoryview(payload), tag, to, self.now_s)
+    def publish(
+        self,
+        host: Host,
+        payload: bytes,
+        tag: int = 0,
+        to: Peer | None = None,
+        *,
+        while_sealing: bool = False,
+    ) -> Ticket:
+        """Publish a message and send what may be sent, on request as a node does it: first while it is being sealed."""
+
+        def on_records() -> None:
+            if while_sealing and host.alive and not host.paused:
+                self._send_all(host, host.endpoint.poll_data(self.now_s))
+
+        ticket = host.endpoint.publish(memoryview(payload), tag, to, self.now_s, on_records)
         host.tickets.append(ticket)
         self._flush(host)
         return ticket
@@ -287,12 +300,15 @@ class Simulator:
             for backlog in laggards.take_backlogs(self.now_s):
                 self.call_at(self.now_s + host.coalesce_s, lambda b=backlog: self._merge(host, b))
         self._note_poll(host, bool(transmits))
+        self._send_all(host, transmits)
+        host.events.extend(host.endpoint.take_events())
+
+    def _send_all(self, host: Host, transmits: list[Transmit]) -> None:
         for transmit in transmits:
             data = transmit.data()
             step = transmit.segment_bytes or len(data)
             for start in range(0, len(data), step):
                 self.send(host.address, transmit.address, data[start : start + step])
-        host.events.extend(host.endpoint.take_events())
 
     def _merge(self, host: Host, backlog: Backlog) -> None:
         """Ask the host's hook, as a thread of its node would."""

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from gradwire.transport.crypto import SenderKey
-from gradwire.transport.inbound import Inbound, ProtocolError, ReceiveBudget
+from gradwire.transport.inbound import SKIPS_MAX, Inbound, ProtocolError, ReceiveBudget
 from gradwire.transport.records import Outgoing, Record
 from gradwire.transport.sealer import Sealer, chunk_bytes_max
 from gradwire.transport.wire import CONTROL_PLAINTEXT_MAX, encode_frame
@@ -63,6 +63,19 @@ def test_fragments_in_any_order_and_number_give_each_message_once(seed: int) -> 
     assert receiver.inbound.duplicate_fragments == len(pieces) - sum(
         r.fragments for r in records(*payloads)
     )
+
+
+@pytest.mark.parametrize("apart", [1, 2])
+def test_what_everything_waits_for_is_skipped_however_much_is_skipped_already(apart: int) -> None:
+    """A peer whose log was cut anew skips all of it at once, and there may be many skips for single messages in it."""
+    receiver = Receiver()
+    for index in range(3 * SKIPS_MAX):
+        receiver.inbound.skip(10 + apart * index, 1, NOW_S)
+    assert len(receiver.inbound._skips) <= SKIPS_MAX
+    receiver.inbound.skip(0, 1_000, NOW_S)
+    [ack] = receiver.inbound.make_acks(NOW_S)
+    assert ack.cumulative == 1_000
+    assert receiver.inbound._skips == []
 
 
 def test_an_acknowledgement_tells_exactly_what_is_there() -> None:

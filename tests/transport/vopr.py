@@ -151,7 +151,10 @@ class History:
         peers = host.endpoint.peers
         to = self.random.choice(peers) if peers and self.random.random() < 0.2 else None
         try:
-            tickets.append(self.simulator.publish(host, payload, len(tickets), to))
+            ticket = self.simulator.publish(
+                host, payload, len(tickets), to, while_sealing=self.seed % 8 < 4
+            )
+            tickets.append(ticket)
         except WouldBlock:
             self.blocked += 1
 

@@ -388,9 +388,14 @@ class Inbound:
         """Count records as complete that are not meant for this node."""
         end = first + count
         if end > self.cumulative and (first, end) not in self._skips:
-            if len(self._skips) >= SKIPS_MAX:
+            # Neighbours become one. What everything else waits for is taken even where there are many already.
+            near = [skip for skip in self._skips if skip[0] <= end and first <= skip[1]]
+            others = [skip for skip in self._skips if skip not in near]
+            if len(others) >= (SKIPS_MAX if first > self.cumulative else 2 * SKIPS_MAX):
                 return  # the sender will say it again
-            self._skips.append((first, end))
+            near.append((first, end))
+            whole = min(skip[0] for skip in near), max(skip[1] for skip in near)
+            self._skips = [*others, whole]
             self._advance()
             self.consume()
         self.acknowledge_by(now_s + ACK_DELAY_S)
