@@ -54,6 +54,12 @@ def check_inbound(inbound: Inbound) -> int:
 def check_outbound(outbound: Outbound) -> None:
     """Check one peer's way out: each fragment of an open record is acknowledged, waiting, or in flight."""
     in_flight = 0
+    last = max((flight.number for flight in outbound._flights.values()), default=-1)
+    for record, _, _ in outbound._wholes:
+        assert last < record.number, "what was sent whole comes after what was not"
+        last = record.number
+        assert record.number + record.span <= outbound.limit, "sent without credit"
+        in_flight += record.nbytes
     for flight in outbound._flights.values():
         under_way = 0
         if flight.record is not None:

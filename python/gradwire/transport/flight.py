@@ -41,6 +41,14 @@ class Flight:
         self.to_send = self.full
         self.sent: list[Sent] = []
 
+    @classmethod
+    def whole(cls, record: Record, sent: Sent) -> Flight:
+        """Return a record of which everything has been sent once, and nothing has been heard."""
+        flight = cls(record.number, record, record.span)
+        flight.to_send, flight.ever, flight.first_order = 0, flight.full, sent.order
+        flight.sent.append(sent)
+        return flight
+
     @property
     def large(self) -> int:
         """The bits of the fragments whose datagrams are larger than every path carries."""
@@ -62,12 +70,18 @@ class Flight:
         return self.bytes_of(mask & -mask)
 
 
+def described_end(ack: Ack) -> int:
+    """Return the number from which on the report says nothing about any record."""
+    last_partial = ack.partials[-1][0] if ack.partials else ack.cumulative
+    return max(ack.cumulative + max(ack.complete.bit_length(), 1), last_partial + 1)
+
+
 def reported(flights: dict[int, Flight], ack: Ack) -> list[tuple[Flight, int]]:
     """Return each flight that the report says something about, with the fragments the peer holds."""
     partials = dict(ack.partials)
     first = ack.cumulative + ack.skipped
     last_partial = ack.partials[-1][0] if ack.partials else ack.cumulative
-    end = max(ack.cumulative + max(ack.complete.bit_length(), 1), last_partial + 1)
+    end = described_end(ack)
     result = []
     for number, flight in flights.items():
         if number >= end:

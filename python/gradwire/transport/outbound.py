@@ -6,11 +6,13 @@ overdue. When nothing arrives at all, a probe of one fragment asks for an acknow
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count, repeat
 from typing import Final, TypeAlias
 
-from .flight import Flight, reported
-from .path_mtu import LargeLosses
+from .flight import Flight, described_end, reported
+from .path_mtu import BASE_BYTES, LargeLosses
 from .records import Burst, Record, SendLog, joined
 from .recovery import RateController, Sent
 from .round_trips import PTO_MAX_S, RttEstimator
@@ -28,6 +30,9 @@ PLAUSIBLE: Final = (
 PROBES_BELIEVED: Final = 2  # after so many, however early their answers come
 
 Sending: TypeAlias = Burst | Skip
+Whole: TypeAlias = tuple[
+    Record, int, Sent
+]  # with its order; several that left together share the rest
 
 
 class Outbound:
@@ -62,6 +67,8 @@ class Outbound:
         self.retransmitted_bytes = 0
         self.retransmitted_fragments = 0
         self.large = LargeLosses()
+        # What was sent whole, once, and not heard of: nearly everything. Of what is older each fragment has books.
+        self._wholes: deque[Whole] = deque()
         self._flights: dict[int, Flight] = {}
         self._waiting: dict[int, Flight] = {}
         self._order = 0
@@ -75,7 +82,7 @@ class Outbound:
     @property
     def is_idle(self) -> bool:
         """Whether everything in the log has been acknowledged by this peer."""
-        return not self._flights and self.cursor == self._log.head
+        return self.cursor == self._log.head and not self._flights and not self._wholes
 
     @property
     def has_unsent(self) -> bool:
@@ -86,7 +93,10 @@ class Outbound:
     def is_starved(self) -> bool:
         """Whether there is something to send and the peer has given no credit for it."""
         return (
-            not self._flights and self.cursor < self._log.head and not self._is_granted(self.cursor)
+            not self._flights
+            and not self._wholes
+            and self.cursor < self._log.head
+            and not self._is_granted(self.cursor)
         )
 
     def _is_granted(self, number: int) -> bool:
@@ -104,11 +114,44 @@ class Outbound:
         items: list[Sending] = []
         head, waiting = self._log.head, self._waiting
         while (self.cursor < head or waiting) and len(items) < most:
-            item = self.next_item(now_s)
+            item = self._send_wholes(now_s, most) or self.next_item(now_s)
             if item is None:
                 break
             items.append(item)
         return joined(items) if len(items) > 1 else items
+
+    def _send_wholes(self, now_s: float, most: int) -> Burst | None:
+        """Send as many records as there are, whole and for the first time, to a peer that has room for all of them."""
+        free_bytes = 0 if self._waiting else self.rate.free_bytes
+        if not free_bytes:
+            return None
+        number, segment_bytes, nbytes = self.cursor, 0, 0
+        records: list[Record] = []
+        calls: list[Sequence[memoryview]] = []
+        while number < self.gate and len(records) < most:
+            record = self._log.get(number)
+            if (
+                record is None
+                or (end := number + record.span) > self.limit
+                or (record.segment_bytes != segment_bytes and segment_bytes)
+                or nbytes + record.nbytes > free_bytes
+                or self._session not in record.message.recipients
+            ):
+                break
+            records.append(record)
+            calls += record.calls
+            number, segment_bytes = end, record.segment_bytes
+            nbytes += record.nbytes
+            if record.nbytes % segment_bytes:  # only the last datagram of a burst may be short
+                break
+        if not records:
+            return None
+        mark = self.rate.on_sent(nbytes, now_s, self._order)
+        self._wholes.extend(zip(records, count(self._order), repeat(mark), strict=False))
+        self.cursor = number
+        self._order += len(records)
+        self._progress_at_s = now_s
+        return Burst(calls, segment_bytes, nbytes)
 
     def next_item(self, now_s: float) -> Sending | None:
         """Return what to send now, or None when nothing may or need be sent."""
@@ -143,10 +186,8 @@ class Outbound:
             or self._session not in record.message.recipients
         ):
             return None
-        flight = self._flights[number] = Flight(number, record, record.span)
-        full, order = record.full, self._order
-        flight.to_send, flight.ever, flight.first_order = 0, full, order
-        flight.sent.append(self.rate.on_sent(record.nbytes, now_s, order, full))
+        order = self._order
+        self._wholes.append((record, order, self.rate.on_sent(record.nbytes, now_s, order)))
         self.cursor = end
         self._order = order + 1
         self._progress_at_s = now_s
@@ -166,10 +207,18 @@ class Outbound:
             while end < head and not self._is_meant(end):
                 end += 1
             flight = Flight(self.cursor, None, end - self.cursor)
+        self._unfold()
         self.cursor += flight.span
         self._flights[flight.number] = flight
         self._waiting[flight.number] = flight
         return flight
+
+    def _unfold(self, end: int = NO_GATE) -> None:
+        """Keep books of each fragment from now on for the records below ``end`` that were sent whole."""
+        wholes = self._wholes
+        while wholes and wholes[0][0].number < end:
+            record, order, mark = wholes.popleft()
+            self._flights[record.number] = Flight.whole(record, mark.copy(order, record.full))
 
     def _is_meant(self, number: int) -> bool:
         record = self._log.get(number)
@@ -210,6 +259,10 @@ class Outbound:
         if ack.limit > self._granted:
             self._granted = ack.limit
             self.limit = ack.limit if self.held_at is None else min(ack.limit, self.held_at)
+        if self._wholes and (ack.partials or ack.complete):
+            self._unfold(described_end(ack))
+        elif self._wholes and self._flights:
+            self._unfold(ack.cumulative)
         newest_before = self._newest[0]
         delivered_bytes, newest = self._take_whole(ack.cumulative)
         was_sent_once = True
@@ -246,23 +299,32 @@ class Outbound:
         Returns:
             Their bytes, and the transmission of the last of them.
         """
-        flights = self._flights
+        flights, wholes = self._flights, self._wholes
         finished: list[int] = []
         nbytes = 0
+        last: Record | None = None
+        sent: Sent | None = None
         for number, flight in flights.items():
             if number + flight.span > cumulative or not flight.is_simple:
                 break
             finished.append(number)
             nbytes += flight.nbytes
-            last = flight
-        if not finished:
-            return 0, None
+            last, sent = flight.record, flight.sent[-1]
         for number in finished:
             del flights[number]
-        if last.large:
-            self.large.on_delivered(last.largest_of(last.large))
-        sent = last.sent[-1]
-        self._newest = max(self._newest, (sent.order, sent.mask.bit_length() - 1))
+        while wholes and not flights:
+            record, order, mark = wholes[0]
+            if record.number + record.span > cumulative:
+                break
+            del wholes[0]
+            nbytes += record.nbytes
+            last, sent = record, mark if mark.order == order else mark.copy(order, record.full)
+        if sent is None:
+            return 0, None
+        if last is not None and (large := last.fragments_above(BASE_BYTES)):
+            self.large.on_delivered(last.bytes_of(large & -large))
+        full = 1 if last is None else last.full
+        self._newest = max(self._newest, (sent.order, full.bit_length() - 1))
         return nbytes, sent
 
     def _mark_delivered(
@@ -329,6 +391,8 @@ class Outbound:
 
     def _find_losses(self, now_s: float) -> None:
         newest_order, newest_bit = self._newest
+        while self._wholes and self._wholes[0][1] <= newest_order:
+            self._unfold(self._wholes[0][0].number + 1)
         delay_s = self._rtt.loss_delay_s
         due_at_s = NEVER_S
         for flight in self._flights.values():
@@ -372,7 +436,7 @@ class Outbound:
         return at_s
 
     def _probe_at_s(self) -> float:
-        if not self._flights:
+        if not self._flights and not self._wholes:
             return NEVER_S
         part = self._partly_carried
         if part is not None and len(self._flights) == 1 and not part.ever & ~part.acked:
@@ -397,6 +461,7 @@ class Outbound:
             return [], False
         self._timeouts += 1
         self._progress_at_s = now_s
+        self._unfold()
         part = self._partly_carried
         numbers = [
             number
@@ -453,6 +518,7 @@ class Outbound:
         self.release()
         self._fresh_from = fresh_from
         self.rate.on_abandoned(self.rate.bytes_in_flight)
+        self._wholes.clear()
         self._flights.clear()
         self._waiting.clear()
         self._loss_due_at_s = NEVER_S
@@ -489,6 +555,7 @@ class Outbound:
 
     def carry(self, record: Record, mask: int, now_s: float) -> None:
         """Account for fragments of a record, the next one or the last one begun, that a carrier sends now."""
+        self._unfold()
         if self.cursor == record.number:
             flight = Flight(record.number, record, record.span)
             flight.to_send = 0
@@ -508,6 +575,7 @@ class Outbound:
 
     def carry_again(self, record: Record, mask: int, now_s: float) -> None:
         """Account for fragments that reach the peer again because they were sent again to its relay."""
+        self._unfold(record.number + 1)
         flight = self._flights.get(record.number)
         if flight is None:
             return
@@ -534,6 +602,7 @@ class Outbound:
         """Send everything from now on, and of the record ``number`` the fragments that the carrier has not sent."""
         self.gate = NO_GATE
         self._partly_carried = None
+        self._unfold()
         flight = self._flights.get(number)
         if flight is not None and unsent & ~flight.ever:
             flight.to_send |= unsent & ~flight.ever
@@ -549,6 +618,7 @@ class Outbound:
     def abandon(self) -> None:
         """Forget everything: the peer is gone."""
         self.rate.on_abandoned(self.rate.bytes_in_flight)
+        self._wholes.clear()
         self._flights.clear()
         self._waiting.clear()
         self._loss_due_at_s = NEVER_S

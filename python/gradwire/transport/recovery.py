@@ -89,6 +89,19 @@ class Sent:
         self.app_limited = app_limited
         self.in_flight_bytes = in_flight_bytes
 
+    def copy(self, order: int, mask: int) -> Sent:
+        """Return the books of one of several records that left together."""
+        return Sent(
+            order,
+            mask,
+            self.sent_at_s,
+            self.delivered_bytes,
+            self.delivered_at_s,
+            self.first_sent_at_s,
+            self.app_limited,
+            self.in_flight_bytes,
+        )
+
 
 class GainCycle:
     """Which of the probing gains is in force.
@@ -182,6 +195,13 @@ class RateController:
             and self.local_buffer_bytes > ROOMY_BYTES
             and self.loss_rate < UNPACED_LOSS
         )
+
+    @property
+    def free_bytes(self) -> int:
+        """What may leave now where only the window limits it, a receiver on this machine; elsewhere 0."""
+        if self.burst_bytes < RECORD_MAX_BYTES or not self._is_roomy:
+            return 0
+        return max(0, self.window_bytes - self.bytes_in_flight)
 
     def room_bytes(self, now_s: float) -> int:
         """Return how much may leave now; 0 if nothing may."""
