@@ -17,8 +17,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from gradwire.errors import Closed, TransportError
+from gradwire.errors import Closed, TransportError, WouldBlock
 from gradwire.transport import Limits, Node, Peer, PeerJoined, PeerLost, Received
+from gradwire.transport.watchers import Watchers
 
 SECRET = bytes(range(32))
 
@@ -211,6 +212,47 @@ def test_coroutines_wait_for_messages_and_for_room() -> None:
     assert refused > 0
     one.close()
     two.close()
+
+
+def test_a_coroutine_that_waits_takes_no_processor_and_can_be_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+    notify = Watchers.notify
+
+    def count(watchers: Watchers) -> None:
+        nonlocal looks
+        looks += 1
+        notify(watchers)
+
+    monkeypatch.setattr(Watchers, "notify", count)
+    limits = Limits(message_bytes_max=1 << 20, send_log_bytes=8 << 20, receive_bytes=4 << 20)
+    one = Node("127.0.0.1:0", secret=SECRET, limits=limits)
+    two = Node("127.0.0.1:0", [one.address], secret=SECRET, limits=limits)
+    one.wait_for_peers(1, 5.0)
+    for _ in range(30):  # the other end takes none: both its budget and the log are full then
+        try:
+            one.publish(bytes(1 << 20))
+        except WouldBlock:
+            time.sleep(0.02)
+
+    async def wait() -> None:
+        nonlocal looks
+        waiting = [asyncio.create_task(one.apublish(bytes(1 << 20))) for _ in range(3)]
+        waiting.append(asyncio.create_task(one.areceive()))
+        await asyncio.sleep(0.2)
+        looks = 0
+        await asyncio.sleep(1.0)
+        for task in waiting:
+            task.cancel()
+        done, late = await asyncio.wait(waiting, timeout=5.0)
+        assert not late
+        assert all(task.cancelled() for task in done)
+
+    asyncio.run(wait())
+    assert looks < 300  # heartbeats, probes and four rechecks of each: it was 15,000
+    for node in (one, two):
+        node.close(timeout_s=0.0)
 
 
 def test_events_tell_who_joined_and_who_left() -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -352,27 +353,42 @@ class Node:
     async def apublish(self, buffer: object, tag: int = 0, to: Peer | None = None) -> Ticket:
         """Like `publish`, but wait for room instead of raising `WouldBlock`."""
         self._check_open()
+        payload = flat_view(buffer)
+        is_due = True
         while True:
             with self._lock:
                 changed = self._watchers.add()
-            try:
-                return self.publish(buffer, tag, to)
-            except WouldBlock:
-                await wait_s(changed, RECHECK_S)
+                is_due = is_due or self._endpoint.has_room(payload.nbytes)
+            if is_due:
+                with suppress(WouldBlock):
+                    return self.publish(payload, tag, to)
+                # Trying moves datagrams, which wakes all who wait: from here on only the I/O thread's count.
+                with self._lock:
+                    changed = self._watchers.add()
+            await wait_s(changed, RECHECK_S)
+            is_due = not changed.done()
 
     async def areceive(self, timeout_s: float | None = None) -> list[Received]:
         """Like `receive`, without blocking the event loop; by default it waits until something comes."""
-        self._check_open()
         end_s = float("inf") if timeout_s is None else now_s() + timeout_s
-        while True:
+        messages = self.receive(timeout_s=0.0)
+        self._leased_until_s = float("-inf")  # from here on the I/O thread watches the socket
+        self._thread_waker.ring()
+        while not messages and now_s() < end_s:
+            self._check_open()
             with self._lock:
                 changed = self._watchers.add()
-            messages = self.receive(timeout_s=0.0)
-            if messages or now_s() >= end_s:
-                return messages
-            self._leased_until_s = float("-inf")  # from here on the I/O thread watches the socket
-            self._thread_waker.ring()
-            await wait_s(changed, min(RECHECK_S, max(0.0, end_s - now_s())))
+                messages = self._take_arrived()
+            if not messages:
+                await wait_s(changed, min(RECHECK_S, max(0.0, end_s - now_s())))
+        return messages
+
+    def _take_arrived(self) -> list[Received]:
+        """Take the messages that are here, without a look at the socket; the lock is held."""
+        messages = list(self._endpoint.take_messages(now_s()))
+        if messages:
+            self._nudge(self._driver.transmit(self._endpoint))  # what was taken makes room
+        return messages
 
     # ---- the end ------------------------------------------------------------------------------------------------
 

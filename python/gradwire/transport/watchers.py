@@ -36,5 +36,5 @@ def _complete(future: asyncio.Future[None]) -> None:
 
 async def wait_s(future: asyncio.Future[None], timeout_s: float) -> None:
     """Wait for the future, but not longer than this."""
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(future, timeout_s)
+    # Not `wait_for`: before Python 3.12 it forgets that the task was cancelled where the future is done as well.
+    await asyncio.wait((future,), timeout=timeout_s)
