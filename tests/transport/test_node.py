@@ -570,6 +570,17 @@ def test_limits_without_which_nothing_moves_are_refused(name: str, value: float)
         Limits(**{name: value})  # type: ignore[arg-type]
 
 
+def test_a_knock_with_another_secret_is_counted_among_the_refused() -> None:
+    with (
+        Node("127.0.0.1:0", secret=SECRET) as one,
+        Node("127.0.0.1:0", [one.address], secret=SECRET[::-1]),
+    ):
+        deadline_s = time.monotonic() + 10.0
+        while one.stats().handshakes_refused == 0 and time.monotonic() < deadline_s:
+            one.receive(0.05)
+        assert one.stats().handshakes_refused > 0
+
+
 def test_a_message_that_was_taken_before_a_goodbye_counts_as_delivered() -> None:
     with Node("127.0.0.1:0", secret=SECRET) as one:
         two = Node("127.0.0.1:0", [one.address], secret=SECRET)

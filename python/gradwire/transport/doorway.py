@@ -72,6 +72,7 @@ class Doorway:
             self._house.counters.handshakes_refused += 1
             return
         if not self._house.marker.is_marked(datagram):
+            self._house.counters.handshakes_refused += 1
             self.strangers.note(address, "it does not know this secret", now_s)
             raise AuthenticationError("a first message without a mark")
         header = datagram[:HEADER_BYTES]

@@ -93,7 +93,8 @@ class PeerLost:
 
     Attributes:
         peer: which one.
-        reason: "left", "timeout", "restarted", "lagging", "protocol error" or "closed".
+        reason: "left", "timeout", "restarted", "lagging", "protocol error", "closed", or "dropped by the peer": what it
+            was sent it could not take, such as a message larger than its ``message_bytes_max``.
         undelivered: the tickets of the messages that it had not acknowledged.
     """
 
@@ -257,7 +258,7 @@ class Stats:
         coalesced_messages: messages that a slow peer did not get because fewer were sent instead.
         recut_records: records sealed anew because the old cut did not fit some path any more.
         stray_datagrams: dropped because they belong to no session.
-        handshakes_refused: first messages of handshakes that were dropped.
+        handshakes_refused: first messages of handshakes that were dropped, those with another secret included.
         kernel_drops: datagrams that the socket's receive buffer had no room for.
         multicast_bytes_sent: data bytes sent to the multicast group, each once however many heard them.
         multicast_bytes_received: bytes that came through the multicast group.
