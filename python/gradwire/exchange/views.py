@@ -70,7 +70,7 @@ def _view(array: Any) -> NDArray[Any]:
         return np.asarray(array)
     try:
         return np.asarray(memoryview(array))
-    except TypeError:
+    except (TypeError, BufferError):  # the second is JAX's for bfloat16
         raise TypeError(
             f"{type(array).__name__} is not an array that NumPy can view in place; "
             "hand in arrays in the memory of the CPU"
