@@ -249,7 +249,10 @@ class Endpoint:
             return self._up_sessions()
         session = self.by_node.get(to.id)
         if session is None or session.state is not State.UP or session.peer != to:
-            raise NotConnected(f"{to} is not connected")
+            raise NotConnected(
+                f"{to} is not connected, {len(self.peers)} others are: publish to one of them (node.peers), "
+                "or wait for it (node.wait_for_peers)"
+            )
         return [session]
 
     def take_messages(self, now_s: float) -> list[Received]:
