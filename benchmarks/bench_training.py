@@ -66,7 +66,6 @@ OURS = (
     "gradwire-thin",
     "gradwire-overlap",
     "gradwire-every4",
-    "gradwire-every8",
     "gradwire-async",
     "gradwire-local",
 )

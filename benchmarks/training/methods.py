@@ -213,7 +213,6 @@ class Udp(Method):
     """gradwire's optimiser over its own transport: every step waits for everybody's message."""
 
     uses_gloo = False
-    options: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed)
     refine_density = 0.0
 
     def set_up(self) -> None:
@@ -240,7 +239,7 @@ class Udp(Method):
             average=True,
             apply_residual=True,
             timeout_s=300.0,
-            **self.exchange_options,
+            **self.options,
         )
         self.optimizer = SharedOptimizer(self.optimizer, self.exchange)
         self.optimizer.join()
@@ -251,9 +250,9 @@ class Udp(Method):
         return self.task.clip_norm * math.sqrt(len(self.addresses))
 
     @property
-    def exchange_options(self) -> dict[str, Any]:
-        """Of the method."""
-        return self.options
+    def options(self) -> dict[str, Any]:
+        """Of the exchange."""
+        return {}
 
     @property
     def target_density(self) -> float:
@@ -288,13 +287,17 @@ class UdpThin(Udp):
 class UdpOverlap(Udp):
     """A step's messages travel while the next one is computed."""
 
-    options = {"overlap": 1}  # noqa: RUF012
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"overlap": 1}
 
 
 class UdpAsync(Udp):
     """A step applies what has come and waits for nobody."""
 
-    options = {"mode": "async"}  # noqa: RUF012
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"mode": "async"}
 
     def evaluated(self) -> AbstractContextManager[None]:
         self.optimizer.catch_up()
@@ -304,8 +307,11 @@ class UdpAsync(Udp):
 class UdpLocal(Udp):
     """Twenty steps alone, then their difference is shared in two messages, which travel during the next four."""
 
-    options = {"every": LOCAL_STEPS, "overlap": 4}  # noqa: RUF012
     refine_density = 0.2
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"every": LOCAL_STEPS, "overlap": 4}
 
     @property
     def clip_norm(self) -> float:
@@ -316,22 +322,14 @@ class UdpLocal(Udp):
         return LOCAL_DENSITY
 
 
-class UdpEvery8(UdpLocal):
-    """Eight steps alone, then two messages, which travel during the next two; the shared parameters have momentum."""
+class UdpEvery4(UdpLocal):
+    """Four steps alone, then one message, which travels during the next; the shared parameters have momentum."""
 
-    options = {"every": 8, "overlap": 2}  # noqa: RUF012
-    refine_density = 0.1
+    refine_density = 0.0
 
     @property
-    def exchange_options(self) -> dict[str, Any]:
-        return {**self.options, "outer_momentum": self.task.outer_momentum}
-
-
-class UdpEvery4(UdpEvery8):
-    """Four steps alone, then one message, which travels during the next step."""
-
-    options = {"every": 4, "overlap": 1}  # noqa: RUF012
-    refine_density = 0.0
+    def options(self) -> dict[str, Any]:
+        return {"every": 4, "overlap": 1, "outer_momentum": self.task.outer_momentum}
 
 
 METHODS: dict[str, type[Method]] = {
@@ -345,7 +343,6 @@ METHODS: dict[str, type[Method]] = {
     "gradwire-thin": UdpThin,
     "gradwire-overlap": UdpOverlap,
     "gradwire-every4": UdpEvery4,
-    "gradwire-every8": UdpEvery8,
     "gradwire-async": UdpAsync,
     "gradwire-local": UdpLocal,
 }
@@ -378,9 +375,8 @@ def predicted_bytes(
         "gradwire-thin": (nodes - 1) * _message_bytes(numel, density / 2),
         "gradwire-async": (nodes - 1) * message,
         "gradwire-every4": (nodes - 1) * _message_bytes(numel, LOCAL_DENSITY) / 4,
-        "gradwire-every8": (nodes - 1) * _two_messages_bytes(numel, UdpEvery8.refine_density) / 8,
         "gradwire-local": (nodes - 1)
-        * _two_messages_bytes(numel, UdpLocal.refine_density)
+        * (_message_bytes(numel, LOCAL_DENSITY) + _message_bytes(numel, UdpLocal.refine_density))
         / LOCAL_STEPS,
     }[method]
 
@@ -388,10 +384,6 @@ def predicted_bytes(
 def _message_bytes(numel: int, density: float) -> float:
     entropy = -density * math.log2(density) - (1 - density) * math.log2(1 - density)
     return numel * (entropy + density) / 8
-
-
-def _two_messages_bytes(numel: int, refine_density: float) -> float:
-    return _message_bytes(numel, LOCAL_DENSITY) + _message_bytes(numel, refine_density)
 
 
 def _factored(shapes: list[tuple[int, ...]], rank: int) -> int:

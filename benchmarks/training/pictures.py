@@ -17,7 +17,6 @@ COLOURS = {
     "gradwire-thin": "tab:olive",
     "gradwire-overlap": "tab:pink",
     "gradwire-every4": "magenta",
-    "gradwire-every8": "navy",
     "gradwire-async": "tab:purple",
     "gradwire-local": "tab:cyan",
 }
