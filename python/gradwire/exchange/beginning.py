@@ -70,9 +70,8 @@ class Beginning:
         elif not self._is_anybody_silent():
             founders = {peer: hello for peer, hello in good.items() if hello.phase is Phase.NEW}
             if len(founders) >= expected:
-                self._check_same_step(
-                    founders
-                )  # also where another one names the members: it would name nobody
+                # Also where another one names the members: it would name nobody.
+                self._check_same_step(founders)
                 if all(me < peer for peer in founders):
                     self._be_in(founders)
 

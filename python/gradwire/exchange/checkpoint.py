@@ -36,7 +36,7 @@ def state_of(parts: Parts, preparer: Preparer) -> dict[str, Any]:
         "encoders": encoders,
         "velocity": copies(preparer.velocity),
         "anchor": copies(replica.anchor),
-        "outer_velocity": copies(total.velocity) if isinstance(total, MomentumSum) else [],
+        "outer_velocity": copies(replica.velocity),
         "local_steps": replica.local_steps,
         "exact": total.state_dict() if isinstance(total, ExactSum) else None,
     }

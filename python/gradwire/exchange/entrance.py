@@ -6,8 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
-
 from ..errors import Mismatch
 from . import clock
 from .comparison import Comparison
@@ -15,7 +13,7 @@ from .control import Hello, Kind, Phase, Request, place_of
 from .optimizer_state import average_optimizer
 from .parts import Parts
 from .snapshot import Donor, Incoming, Snapshot
-from .views import copies, put, writable_views
+from .views import copies, kinds, put, writable_views
 
 if TYPE_CHECKING:
     from ..transport import Peer
@@ -151,8 +149,8 @@ class Entrance:
 
     def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
         own = self._replica.given(params, is_exact=snapshot.exact is not None)
-        theirs = _described(snapshot.arrays)
-        own_state = _described(writable_views(optimizer_state))
+        theirs = kinds(snapshot.arrays)
+        own_state = kinds(writable_views(optimizer_state))
         if own != theirs[: snapshot.params] or own_state != theirs[snapshot.params :]:
             raise Mismatch(
                 f"this node ({self._node.peer.address}) has parameters {own} and an optimiser's state {own_state}, "
@@ -178,7 +176,3 @@ class Entrance:
             if final is None or own.step >= final:
                 self._groups.put_back(own.messages)
         self._progress.sent.clear()
-
-
-def _described(arrays: Sequence[NDArray[Any]]) -> list[tuple[str, tuple[int, ...]]]:
-    return [(array.dtype.str, array.shape) for array in arrays]

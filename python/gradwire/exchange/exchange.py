@@ -16,7 +16,6 @@ from .control import Phase
 from .entrance import Entrance
 from .groups import Codec, Groups
 from .options import Options
-from .outer import MomentumSum
 from .parts import Parts
 from .prepare import Preparation, Warmup
 from .results import ExchangeStats, Joined, StepResult
@@ -466,8 +465,5 @@ class Exchange:
                 "with apply_residual the parameters hold the residual: nothing is left to rescale"
             )
         self._groups.rescale(factor)
-        velocities = self._step.preparer.velocity
-        if isinstance(self._replica.total, MomentumSum):
-            velocities = [*velocities, *self._replica.total.velocity]
-        for velocity in velocities:
+        for velocity in (*self._step.preparer.velocity, *self._replica.velocity):
             velocity *= velocity.dtype.type(factor)

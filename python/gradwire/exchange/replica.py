@@ -13,7 +13,7 @@ from ..message import Message
 from .groups import Groups
 from .outer import MomentumSum
 from .sums import Beside, ExactSum, PlainSum, Sum
-from .views import Arrays, add, copies, difference, put, views, writable_views
+from .views import Arrays, add, copies, difference, kinds, put, views, writable_views
 
 __all__ = ["Replica"]
 
@@ -203,9 +203,14 @@ class Replica:
             return [*shared, *total.velocity], None
         return shared, None
 
+    @property
+    def velocity(self) -> Arrays:
+        """The momentum of the shared parameters; empty where they have none, and before the first step."""
+        return self.total.velocity if isinstance(self.total, MomentumSum) else []
+
     def given(self, params: Any, *, is_exact: bool) -> list[tuple[str, tuple[int, ...]]]:
         """Return dtype and shape of every array that ``give`` returns."""
-        own = [(one.dtype.str, one.shape) for one in writable_views(params)]
+        own = kinds(writable_views(params))
         if is_exact:
             return [*own, *(("<f8", shape) for _, shape in own)]
         return own * 2 if isinstance(self.total, MomentumSum) else own

@@ -15,6 +15,7 @@ __all__ = [
     "copies",
     "described",
     "difference",
+    "kinds",
     "put",
     "views",
     "writable_views",
@@ -75,6 +76,11 @@ def _view(array: Any) -> NDArray[Any]:
             f"{type(array).__name__} is not an array that NumPy can view in place; "
             "hand in arrays in the memory of the CPU"
         ) from None
+
+
+def kinds(arrays: Arrays) -> list[tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of each array, to be compared."""
+    return [(array.dtype.str, array.shape) for array in arrays]
 
 
 def described(arrays: Any) -> list[list[Any]]:
