@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "../array_cursor.h"
 #include "arrays.h"
 #include "errors.h"
 #include "exclusive.h"
@@ -81,7 +82,7 @@ class PyEncoder {
         const HostArrays arrays(update, "update");
         arrays.require_numel(encoder_.numel());
         arrays.require_updates(encoder_.dtype());
-        arrays.require_apart(encoder_.residual(), encoder_.numel() * (encoder_.dtype() == Dtype::kFloat64 ? 8 : 4),
+        arrays.require_apart(encoder_.residual(), encoder_.numel() * bytes_per_element(encoder_.dtype()),
                              "the encoder's residual");
         const std::vector<ConstArray> updates = arrays.updates();
         const Exclusive exclusive(busy_);
@@ -143,16 +144,17 @@ void apply_all(const std::vector<const Message*>& messages, const py::object& ta
 }
 
 // Checks that arrays are as large as others and of the same dtypes, and apart from them.
-void require_alike(const HostArrays& arrays, const std::vector<Array>& others, const char* names) {
+void require_alike(const HostArrays& arrays, const std::string& name, const std::vector<Array>& others,
+                   const std::string& name_of_others) {
     arrays.require_targets();
     const std::vector<Array> own = arrays.targets();
     const auto alike = [](const Array& one, const Array& other) {
         return one.numel == other.numel && one.dtype == other.dtype;
     };
     if (!std::equal(own.begin(), own.end(), others.begin(), others.end(), alike))
-        throw py::value_error(std::string(names) + " must be arrays of the same sizes and dtypes");
+        throw py::value_error(name_of_others + " and " + name + " must be arrays of the same sizes and dtypes");
     for (const Array& one : others)
-        arrays.require_apart(one.data, one.numel * (one.dtype == Dtype::kFloat64 ? 8 : 4), "the target");
+        arrays.require_apart(one.data, one.numel * bytes_per_element(one.dtype), ("the " + name_of_others).c_str());
 }
 
 void apply_to_both(const std::vector<const Message*>& messages, const py::object& target, const py::object& beside,
@@ -162,7 +164,7 @@ void apply_to_both(const std::vector<const Message*>& messages, const py::object
     const std::vector<MessageView> views = views_for(arrays, messages, scale);
     views_for(others, messages, scale);
     const std::vector<Array> targets = arrays.targets();
-    require_alike(others, targets, "target and beside");
+    require_alike(others, "beside", targets, "target");
     const Beside second{others.targets(), own};
     const py::gil_scoped_release release;
     apply_messages(views, targets, scale, &second);
@@ -178,13 +180,13 @@ void apply_with_momentum_to(const std::vector<const Message*>& messages, const p
     const std::vector<MessageView> views = views_for(arrays, messages, scale);
     views_for(velocities, messages, scale);
     const std::vector<Array> targets = arrays.targets();
-    require_alike(velocities, targets, "target and velocity");
+    require_alike(velocities, "velocity", targets, "target");
     const Momentum outer{velocities.targets(), momentum};
     const Holding second{others.targets(), views_for(arrays, held, -1.0)};
     if (!second.targets.empty()) {
         views_for(others, messages, scale);
-        require_alike(others, targets, "target and beside");
-        require_alike(others, outer.velocity, "velocity and beside");
+        require_alike(others, "beside", targets, "target");
+        require_alike(others, "beside", outer.velocity, "velocity");
     }
     const py::gil_scoped_release release;
     apply_with_momentum(views, targets, scale, outer, second);
