@@ -64,7 +64,6 @@ OURS = (
     "gradwire-hook",
     "gradwire-udp",
     "gradwire-thin",
-    "gradwire-overlap",
     "gradwire-every4",
     "gradwire-async",
     "gradwire-local",

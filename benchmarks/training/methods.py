@@ -246,8 +246,7 @@ class Udp(Method):
 
     @property
     def clip_norm(self) -> float:
-        """Independent gradients have a mean whose norm is 1 / sqrt(nodes) of theirs (Lin et al. 2018, section 3.2)."""
-        return self.task.clip_norm * math.sqrt(len(self.addresses))
+        return self.task.node_clip_norm
 
     @property
     def options(self) -> dict[str, Any]:
@@ -284,14 +283,6 @@ class UdpThin(Udp):
         return self.density / 2
 
 
-class UdpOverlap(Udp):
-    """A step's messages travel while the next one is computed."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"overlap": 1}
-
-
 class UdpAsync(Udp):
     """A step applies what has come and waits for nobody."""
 
@@ -315,7 +306,7 @@ class UdpLocal(Udp):
 
     @property
     def clip_norm(self) -> float:
-        return self.task.clip_norm  # local steps are taken in full, not averaged
+        return self.task.node_clip_norm / 2  # local steps lead away from each other
 
     @property
     def target_density(self) -> float:
@@ -341,7 +332,6 @@ METHODS: dict[str, type[Method]] = {
     "gradwire-hook": Hook,
     "gradwire-udp": Udp,
     "gradwire-thin": UdpThin,
-    "gradwire-overlap": UdpOverlap,
     "gradwire-every4": UdpEvery4,
     "gradwire-async": UdpAsync,
     "gradwire-local": UdpLocal,
@@ -371,7 +361,6 @@ def predicted_bytes(
         "local-sgd": ring * 4 * numel / LOCAL_STEPS,
         "gradwire-hook": (nodes - 1) * message * 9 / 8,  # slots have room for an eighth more
         "gradwire-udp": (nodes - 1) * message,
-        "gradwire-overlap": (nodes - 1) * message,
         "gradwire-thin": (nodes - 1) * _message_bytes(numel, density / 2),
         "gradwire-async": (nodes - 1) * message,
         "gradwire-every4": (nodes - 1) * _message_bytes(numel, LOCAL_DENSITY) / 4,

@@ -15,7 +15,6 @@ COLOURS = {
     "gradwire-hook": "tab:blue",
     "gradwire-udp": "tab:green",
     "gradwire-thin": "tab:olive",
-    "gradwire-overlap": "tab:pink",
     "gradwire-every4": "magenta",
     "gradwire-async": "tab:purple",
     "gradwire-local": "tab:cyan",
