@@ -53,6 +53,13 @@ def test_a_reader_who_has_enough_of_the_output_ends_the_command_quietly() -> Non
     assert done.returncode == 1
 
 
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"gradwire {gw.__version__}\n"
+
+
 def test_info_names_the_backends_the_instruction_set_and_why_there_is_no_cuda(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,23 @@ def test_what_the_leader_s_step_raises_all_workers_raise() -> None:
     put_in = flat(tensors(0)) + flat(tensors(1)) + 2 * flat(tensors(5))
     put_in[0] = 2 * flat(tensors(5))[0]
     np.testing.assert_array_equal(flat(outcomes[0][0]) + enc.residual, put_in)
+
+
+def test_every_worker_knows_what_the_machine_has_sent() -> None:
+    def work(rank: int, share: LocalExchange) -> Any:
+        params = tensors()
+        if rank == 1:
+            with pytest.raises(RuntimeError, match="call join or step first"):
+                _ = share.stats
+        results = [share.step(tensors(100 * rank + step), params) for step in range(3)]
+        return share.stats, results
+
+    outcomes, enc = run_team(work, 2)
+    (lead, results), (other, _) = outcomes
+    assert lead.sent_bytes == sum(one.sent_bytes for one in results) > 0
+    assert lead.residual_norm == pytest.approx(np.linalg.norm(enc.residual), rel=1e-6)
+    assert np.isnan(other.residual_norm)
+    assert replace(other, residual_norm=lead.residual_norm) == lead
 
 
 def test_a_worker_that_does_not_come_is_missed_by_the_others() -> None:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from gradwire.transport import addressing
+from gradwire.transport import Node, addressing
 from gradwire.transport.model import format_address, parse_address
 
 TRIE = """Main:
@@ -111,3 +111,11 @@ def test_addresses_survive_parsing_and_formatting(text: str) -> None:
 def test_malformed_addresses_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"address|host"):
         parse_address(text)
+
+
+def test_an_address_of_another_machine_is_refused_with_those_of_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GRADWIRE_IP", "203.0.113.9")
+    with pytest.raises(OSError, match=r"203\.0\.113\.9:0: .*this machine has .*127\.0\.0\.1"):
+        Node("0.0.0.0:0", secret=bytes(range(32)))

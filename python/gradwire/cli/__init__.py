@@ -7,9 +7,18 @@ import os
 import sys
 from collections.abc import Sequence
 
+import gradwire
 from gradwire.cli import demo, doctor, info, secret
 
 __all__ = ["main"]
+
+
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        sys.stdout.write(f"gradwire {gradwire.__version__}\n")
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="gradwire",
         description="Exchange training updates between machines in a hundredth of the bytes.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in (demo, doctor, info, secret):
         command.add_parser(commands)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
@@ -200,10 +201,14 @@ class Exchange:
     @property
     def stats(self) -> ExchangeStats:
         """Totals so far; passes once over the residual for its norm."""
+        return replace(self.counts, residual_norm=self._groups.residual_norm())
+
+    @property
+    def counts(self) -> ExchangeStats:
+        """Totals so far, at once: the residual's norm is NaN."""
         return self._step.totals.stats(
             numel=self._groups.numel,
             members=len(self.members),
-            residual_norm=self._groups.residual_norm(),
             digests=self._comparison.agreed,
         )
 

@@ -14,7 +14,7 @@ import pickle
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.shared_memory import SharedMemory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GradwireError
-from .results import Joined, StepResult
+from .results import ExchangeStats, Joined, StepResult
 from .views import Arrays, copies, difference, put, views, writable_views
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class _Outcome:
     error: BaseException | None
     next_step: int
     members: tuple[Peer, ...] = ()
+    counts: ExchangeStats | None = None
 
 
 class LocalTeam:
@@ -165,7 +166,7 @@ class LocalTeam:
         data = pickle.dumps(outcome)
         if len(data) > _MAIL_BYTES - 8:
             data = pickle.dumps(
-                _Outcome(None, GradwireError(str(outcome)[:500]), outcome.next_step)
+                replace(outcome, result=None, error=GradwireError(str(outcome)[:500]), members=())
             )
         self._mailbox[:8] = len(data).to_bytes(8, "little")
         self._mailbox[8 : 8 + len(data)] = data
@@ -218,6 +219,7 @@ class LocalExchange:
         self.exchange = exchange
         self._next_step = 0 if exchange is None else exchange.next_step
         self._members: tuple[Peer, ...] = ()
+        self._counts: ExchangeStats | None = None
 
     @property
     def next_step(self) -> int:
@@ -228,6 +230,21 @@ class LocalExchange:
     def members(self) -> tuple[Peer, ...]:
         """The machine's `Exchange.members`; known after the first call."""
         return self._members
+
+    @property
+    def stats(self) -> ExchangeStats:
+        """The machine's `Exchange.stats`; the others than the leader know them as of the last call.
+
+        The residual is the leader's: the others have NaN for its norm.
+
+        Raises:
+            RuntimeError: nothing has been called yet that the leader could have told them with.
+        """
+        if self.exchange is not None:
+            return self.exchange.stats
+        if self._counts is None:
+            raise RuntimeError("the leader has told nothing yet: call join or step first")
+        return self._counts
 
     @property
     def is_next_local(self) -> bool:
@@ -335,6 +352,7 @@ class LocalExchange:
         self.team.meet()
         outcome = self.team.mail()
         self._next_step, self._members = outcome.next_step, outcome.members
+        self._counts = outcome.counts
         own = self.team.params if params is None else writable_views(params)
         if not all(np.shares_memory(*pair) for pair in zip(own, self.team.params, strict=True)):
             put(own, self.team.params)
@@ -350,7 +368,8 @@ class LocalExchange:
         except Exception as caught:
             error = caught
         self._empty()
-        self.team.post(_Outcome(result, error, exchange.next_step, exchange.members))
+        outcome = _Outcome(result, error, exchange.next_step, exchange.members, exchange.counts)
+        self.team.post(outcome)
 
     def _empty(self) -> None:
         for array in self.team.total:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -112,7 +113,7 @@ class ExchangeStats:
         staleness: of the last step.
         members: other members now.
         digests: times that all members' replicas were compared and found the same.
-        residual_norm: Euclidean norm of what was not sent yet, at this moment.
+        residual_norm: Euclidean norm of what was not sent yet, at this moment; NaN where nobody went over it.
         encode_s: time spent encoding.
         wait_s: time spent waiting for room and for the others.
         apply_s: time spent adding to the parameters.
@@ -165,10 +166,8 @@ class Totals:
         self.apply_s += result.apply_s
         self.last = result
 
-    def stats(
-        self, *, numel: int, members: int, digests: int, residual_norm: float
-    ) -> ExchangeStats:
-        """Return the totals as they are."""
+    def stats(self, *, numel: int, members: int, digests: int) -> ExchangeStats:
+        """Return the totals as they are, without the residual's norm."""
         last = self.last
         return ExchangeStats(
             steps=self.steps,
@@ -185,7 +184,7 @@ class Totals:
             staleness=last.staleness if last else 0,
             members=members,
             digests=digests,
-            residual_norm=residual_norm,
+            residual_norm=math.nan,
             encode_s=self.encode_s,
             wait_s=self.wait_s,
             apply_s=self.apply_s,

@@ -90,9 +90,10 @@ class Driver:
             self._socket.bind(bind)
         except OSError as error:
             self._socket.close()
-            raise OSError(
-                error.errno, f"cannot bind UDP {bind[0]}:{bind[1]}: {error.strerror}"
-            ) from error
+            what = f"cannot bind UDP {bind[0]}:{bind[1]}: {error.strerror}"
+            if error.errno == errno.EADDRNOTAVAIL:
+                what += f"; this machine has {', '.join(local_addresses())}"
+            raise OSError(error.errno, what) from error
         self._socket.setblocking(False)
         host, port = self._socket.getsockname()[:2]
         self.address: Address = (host, port)
