@@ -8,6 +8,7 @@
 #include "cpu/scalars.h"
 #include "decoder.h"
 #include "error.h"
+#include "parallel.h"
 
 namespace gradwire {
 namespace {
@@ -16,8 +17,10 @@ namespace {
 // much of it, larger where each comes by only now and then.
 constexpr uint64_t kDenseBlock = uint64_t{1} << 16;
 constexpr uint64_t kSparseBlock = uint64_t{1} << 22;
-constexpr uint64_t kLargestBlock = uint64_t{1} << 30;   // below kMostEntryDistance
-constexpr uint64_t kMomentumBlock = uint64_t{1} << 15;  // four arrays of it stay in the second-level cache
+constexpr uint64_t kLargestBlock = uint64_t{1} << 30;      // below kMostEntryDistance
+constexpr uint64_t kMomentumBlock = uint64_t{1} << 15;     // four arrays of it stay in the second-level cache
+constexpr uint64_t kChangedPerThread = uint64_t{1} << 14;  // less does not repay a thread's start
+constexpr uint64_t kNumelPerThread = uint64_t{1} << 16;    // where all elements are gone over
 constexpr uint64_t kSparse = 32;  // elements per changed one, from which on memory is asked for ahead
 
 AddEntriesFunction<float> add_entries(float) { return kernels().add_entries_float; }
@@ -123,6 +126,11 @@ class Application {
           beside_(beside),
           decoder_(message.header.kind == Kind::kTernary ? message : MessageView{}) {}
 
+    // Leaves out what falls on elements before `first`.
+    void skip_to(uint64_t first) {
+        if (first > 0 && message_.header.kind == Kind::kTernary) decoder_.skip_to(first);
+    }
+
     // Adds what falls on elements [first, stop), which lie at `block`.
     template <class Target>
     void advance(uint64_t first, uint64_t stop, const Block<Target>& block, Adder<Target>& adder) {
@@ -170,8 +178,8 @@ void apply_to(std::vector<Application>& messages, const Block<Target>& whole, ui
 }
 
 template <class Target>
-Block<Target> block_of(const Array& target, const Array* beside) {
-    return {static_cast<Target*>(target.data), beside ? static_cast<Target*>(beside->data) : nullptr};
+Block<Target> block_of(const Array& target, const Array* beside, uint64_t offset) {
+    return {static_cast<Target*>(target.data) + offset, beside ? static_cast<Target*>(beside->data) + offset : nullptr};
 }
 
 // Validates all payloads.
@@ -198,6 +206,34 @@ uint64_t numel_of(const std::vector<Array>& arrays) {
     uint64_t numel = 0;
     for (const Array& array : arrays) numel += array.numel;
     return numel;
+}
+
+// Calls f(array's number, offset in it, index of its first element, how many) for the part of each array that lies in
+// [begin, end) of all of them together.
+template <class F>
+void for_parts(const std::vector<Array>& arrays, uint64_t begin, uint64_t end, F f) {
+    uint64_t first = 0;
+    for (size_t i = 0; i < arrays.size(); ++i) {
+        const uint64_t from = std::max(first, begin);
+        const uint64_t to = std::min(first + arrays[i].numel, end);
+        if (from < to) f(i, from - first, from, to - from);
+        first += arrays[i].numel;
+    }
+}
+
+// Calls f(begin, end) for as many ranges of [0, numel) as `wanted` and `threads` allow, each on a thread of its own.
+template <class F>
+void for_ranges(uint64_t numel, uint64_t wanted, unsigned threads, F f) {
+    const auto count = static_cast<unsigned>(std::clamp<uint64_t>(wanted, 1, threads));
+    const auto begin = [&](unsigned i) { return numel / count * i + std::min<uint64_t>(i, numel % count); };
+    run_parallel(count, [&](unsigned i) { f(begin(i), begin(i + 1)); });
+}
+
+// The same messages from element `first` on.
+std::vector<Application> from(const std::vector<Application>& all, uint64_t first) {
+    std::vector<Application> applications = all;
+    for (Application& application : applications) application.skip_to(first);
+    return applications;
 }
 
 // What was added goes on: reads and writes three arrays once, 24 bytes per float.
@@ -237,45 +273,46 @@ void apply_with(std::vector<Application>& messages, std::vector<Application>& he
 }  // namespace
 
 void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale,
-                    const Beside* beside) {
+                    const Beside* beside, unsigned threads) {
     const uint64_t numel = numel_of(targets);
-    std::vector<Application> applications = applications_of(messages, numel, scale, beside);
+    const std::vector<Application> all = applications_of(messages, numel, scale, beside);
     if (messages.empty()) return;
     uint64_t changed = 0;
     for (const MessageView& message : messages) changed += message.header.count;
     const uint64_t together = changed <= numel / kSparse ? kSparseBlock : kDenseBlock;
     const uint64_t block = messages.size() == 1 ? kLargestBlock : together;
     const bool scattered = changed / messages.size() <= numel / kSparse;
-    uint64_t first = 0;
-    for (size_t i = 0; i < targets.size(); ++i) {
-        const Array& target = targets[i];
-        const Array* second = beside ? &beside->targets[i] : nullptr;
-        if (target.dtype == Dtype::kFloat64)
-            apply_to(applications, block_of<double>(target, second), first, target.numel, block, scattered);
-        else
-            apply_to(applications, block_of<float>(target, second), first, target.numel, block, scattered);
-        first += target.numel;
-    }
+    for_ranges(numel, changed / kChangedPerThread, threads, [&](uint64_t begin, uint64_t end) {
+        std::vector<Application> applications = from(all, begin);
+        for_parts(targets, begin, end, [&](size_t i, uint64_t offset, uint64_t first, uint64_t count) {
+            const Array* second = beside ? &beside->targets[i] : nullptr;
+            if (targets[i].dtype == Dtype::kFloat64)
+                apply_to(applications, block_of<double>(targets[i], second, offset), first, count, block, scattered);
+            else
+                apply_to(applications, block_of<float>(targets[i], second, offset), first, count, block, scattered);
+        });
+    });
 }
 
 void apply_with_momentum(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale,
-                         const Momentum& momentum, const Holding& beside) {
+                         const Momentum& momentum, const Holding& beside, unsigned threads) {
     const uint64_t numel = numel_of(targets);
-    std::vector<Application> applications = applications_of(messages, numel, scale, nullptr);
-    std::vector<Application> held = applications_of(beside.held, numel, -1.0, nullptr);
-    uint64_t first = 0;
-    for (size_t i = 0; i < targets.size(); ++i) {
-        const Array& target = targets[i];
-        const Array* second = beside.targets.empty() ? nullptr : &beside.targets[i];
-        void* velocity = momentum.velocity[i].data;
-        if (target.dtype == Dtype::kFloat64)
-            apply_with(applications, held, block_of<double>(target, second), static_cast<double*>(velocity), first,
-                       target.numel, momentum.factor);
-        else
-            apply_with(applications, held, block_of<float>(target, second), static_cast<float*>(velocity), first,
-                       target.numel, static_cast<float>(momentum.factor));
-        first += target.numel;
-    }
+    const std::vector<Application> all = applications_of(messages, numel, scale, nullptr);
+    const std::vector<Application> all_held = applications_of(beside.held, numel, -1.0, nullptr);
+    for_ranges(numel, numel / kNumelPerThread, threads, [&](uint64_t begin, uint64_t end) {
+        std::vector<Application> applications = from(all, begin);
+        std::vector<Application> held = from(all_held, begin);
+        for_parts(targets, begin, end, [&](size_t i, uint64_t offset, uint64_t first, uint64_t count) {
+            const Array* second = beside.targets.empty() ? nullptr : &beside.targets[i];
+            void* velocity = momentum.velocity[i].data;
+            if (targets[i].dtype == Dtype::kFloat64)
+                apply_with(applications, held, block_of<double>(targets[i], second, offset),
+                           static_cast<double*>(velocity) + offset, first, count, momentum.factor);
+            else
+                apply_with(applications, held, block_of<float>(targets[i], second, offset),
+                           static_cast<float*>(velocity) + offset, first, count, static_cast<float>(momentum.factor));
+        });
+    });
 }
 
 }  // namespace gradwire

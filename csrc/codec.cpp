@@ -70,6 +70,15 @@ unsigned Encoder::threads_for(uint64_t words) const {
     return static_cast<unsigned>(std::clamp<uint64_t>(words / kWordsPerThread, 1, threads_));
 }
 
+template <class F>
+unsigned Encoder::for_words(F f) const {
+    const uint64_t words = (numel_ + 63) / 64;
+    const unsigned threads = threads_for(words);
+    const auto first = [&](unsigned i) { return words / threads * i + std::min<uint64_t>(i, words % threads); };
+    run_parallel(threads, [&](unsigned i) { f(i, first(i), first(i + 1)); });
+    return threads;
+}
+
 // Whole words go to the kernel where they lie; a word that lies across two arrays, or the last one that is not full, is
 // put together in a buffer first.
 template <class Residual>
@@ -103,21 +112,24 @@ void Encoder::take_range(const std::vector<ConstArray>* update, Residual thresho
 
 template <class Residual>
 Taken Encoder::take(const std::vector<ConstArray>* update, Residual threshold) {
-    const uint64_t words = (numel_ + 63) / 64;
-    const unsigned threads = threads_for(words);
-    MaskWord* list = list_.reserve(words);
-    std::vector<Taken> parts(threads);
-    const auto first_word = [&](unsigned i) { return words / threads * i + std::min<uint64_t>(i, words % threads); };
-    run_parallel(threads, [&](unsigned i) {
-        take_range(update, threshold, first_word(i), first_word(i + 1), list + first_word(i), &parts[i]);
+    struct Part {
+        MaskWord* list = nullptr;
+        Taken taken;
+    };
+    MaskWord* list = list_.reserve((numel_ + 63) / 64);
+    std::vector<Part> parts(threads_);
+    const unsigned count = for_words([&](unsigned i, uint64_t from_word, uint64_t to_word) {
+        parts[i].list = list + from_word;
+        take_range(update, threshold, from_word, to_word, parts[i].list, &parts[i].taken);
     });
-    Taken all = parts[0];
-    for (unsigned i = 1; i < threads; ++i) {
-        std::memmove(list + all.words, list + first_word(i), parts[i].words * sizeof(MaskWord));
-        all.words += parts[i].words;
-        all.count += parts[i].count;
-        all.nonfinite += parts[i].nonfinite;
-        all.first_nonfinite = std::min(all.first_nonfinite, parts[i].first_nonfinite);
+    Taken all = parts[0].taken;
+    for (unsigned i = 1; i < count; ++i) {
+        const Taken& one = parts[i].taken;
+        std::memmove(list + all.words, parts[i].list, one.words * sizeof(MaskWord));
+        all.words += one.words;
+        all.count += one.count;
+        all.nonfinite += one.nonfinite;
+        all.first_nonfinite = std::min(all.first_nonfinite, one.first_nonfinite);
     }
     return all;
 }
@@ -171,11 +183,33 @@ Encoded Encoder::encode_dense(const std::vector<ConstArray>* update, DenseType d
     Encoded encoded;
     encoded.skipped = taken.nonfinite;
     encoded.message = code_dense({residual_, numel_, dtype_}, dtype, options.key, options.step);
-    apply_messages({encoded.message.view()}, {{residual_, numel_, dtype_}}, -1.0);
+    apply_messages({encoded.message.view()}, {{residual_, numel_, dtype_}}, -1.0, nullptr, threads_);
     return encoded;
 }
 
 namespace {
+
+template <class Residual, class Value>
+void subtract(const void* now, const void* before, uint64_t count, Residual* out) {
+    const auto* minuend = static_cast<const Value*>(now);
+    const auto* subtrahend = static_cast<const Value*>(before);
+    for (uint64_t i = 0; i < count; ++i) out[i] = static_cast<Residual>(minuend[i] - subtrahend[i]);
+}
+
+template <class Residual>
+void hold_range(const std::vector<ConstArray>& now, const std::vector<ConstArray>& before, uint64_t begin, uint64_t end,
+                Residual* residual) {
+    ArrayCursor ours(now, begin);
+    ArrayCursor theirs(before, begin);
+    while (begin < end) {
+        const uint64_t some = std::min({ours.left(), theirs.left(), end - begin});
+        const auto function = ours.dtype() == Dtype::kFloat64 ? subtract<Residual, double> : subtract<Residual, float>;
+        function(ours.data(), theirs.data(), some, residual + begin);
+        ours.advance(some);
+        theirs.advance(some);
+        begin += some;
+    }
+}
 
 template <class Residual>
 Clipped clip_values(Residual* values, uint64_t numel, Residual limit) {
@@ -198,6 +232,17 @@ Clipped clip_values(Residual* values, uint64_t numel, Residual limit) {
 }
 
 }  // namespace
+
+void Encoder::hold_difference(const std::vector<ConstArray>& now, const std::vector<ConstArray>& before) {
+    for_words([&](unsigned, uint64_t from_word, uint64_t to_word) {
+        const uint64_t begin = from_word * 64;
+        const uint64_t end = std::min(to_word * 64, numel_);
+        if (dtype_ == Dtype::kFloat64)
+            hold_range(now, before, begin, end, static_cast<double*>(residual_));
+        else
+            hold_range(now, before, begin, end, static_cast<float*>(residual_));
+    });
+}
 
 Clipped Encoder::clip(double limit) {
     if (dtype_ == Dtype::kFloat64) return clip_values(static_cast<double*>(residual_), numel_, limit);

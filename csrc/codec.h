@@ -71,6 +71,9 @@ class Encoder {
     // The same with everything taken: the residual's values as a dense message of `dtype`.
     Encoded encode_dense(const std::vector<ConstArray>* update, DenseType dtype, const EncodeOptions& options);
 
+    // residual = now - before: arrays of the same sizes and dtypes, float32 or float64.
+    void hold_difference(const std::vector<ConstArray>& now, const std::vector<ConstArray>& before);
+
     // Cuts the residual to [-limit, limit].
     Clipped clip(double limit);
 
@@ -89,6 +92,9 @@ class Encoder {
     template <class Residual>
     void give_back(const Taken& taken, Residual threshold);
     unsigned threads_for(uint64_t words) const;
+    // Calls f(part, first word, the one after the last) for parts of all words, one for each thread; returns how many.
+    template <class F>
+    unsigned for_words(F f) const;
 
     uint64_t numel_;
     Dtype dtype_;
@@ -117,10 +123,11 @@ struct Beside {
     size_t own;
 };
 
-// targets += scale * decoded, for every message in turn, in one pass over the targets (and over those beside them).
-// Validates all payloads before the first write. Throws MessageError where numel differs.
+// targets += scale * decoded, for every message in turn, in one pass over the targets (and over those beside them), in
+// parts on up to `threads` threads: the bits are the same at every number. Validates all payloads before the first
+// write. Throws MessageError where numel differs.
 void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale,
-                    const Beside* beside = nullptr);
+                    const Beside* beside = nullptr, unsigned threads = 1);
 
 // A velocity for each target, and what it is multiplied by at every call.
 struct Momentum {
@@ -135,10 +142,10 @@ struct Holding {
 };
 
 // Nesterov's momentum of what messages add: with added = scale * (sum of all decoded), velocity = factor * (velocity +
-// added), targets += added + velocity. What holds some messages already gets the same without those. Validates all
-// payloads before the first write. Throws MessageError where numel differs.
+// added), targets += added + velocity. What holds some messages already gets the same without those. Threads,
+// validation and errors as above.
 void apply_with_momentum(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale,
-                         const Momentum& momentum, const Holding& beside);
+                         const Momentum& momentum, const Holding& beside, unsigned threads = 1);
 
 // The changed elements of a ternary message in order, and which are negative: count of each. Throws MessageError.
 void list_entries(const MessageView& message, int64_t* positions, bool* negative);

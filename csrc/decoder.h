@@ -8,12 +8,39 @@
 
 namespace gradwire {
 
+// How many of the first `numel` bits of a run are set; none lie beyond its bytes.
+inline uint64_t count_bits(const BitRun& run, uint64_t numel) {
+    const uint64_t stop = std::min(run.bit + numel, run.size * 8);
+    uint64_t set = 0;
+    for (uint64_t bit = run.bit; bit < stop;) {
+        const uint64_t some = std::min<uint64_t>(8 - bit % 8, stop - bit);
+        set += static_cast<unsigned>(__builtin_popcount(run.bytes[bit / 8] >> (bit % 8) & ((1U << some) - 1)));
+        bit += some;
+    }
+    return set;
+}
+
 // Hands what a chunk changes to a sink, as a list or as a bitmap, whichever its coding is closer to. A sink has
 //   room(), entries(), take(found)          entries() has space for room() > 0 entries, take() says how many were
 //   written bitmap(changed, minus, first, numel)    for elements [first, first + numel); returns the number of set bits
 class Decoder {
   public:
     explicit Decoder(const MessageView& message) : reader_(message) {}
+
+    // Leaves out what lies before element `first`; whole chunks of it are not even decoded. At the message's begin
+    // only.
+    void skip_to(uint64_t first) {
+        do {
+            if (!read_chunk()) return;
+        } while (cursor_.chunk.begin + cursor_.chunk.shape.span <= first);
+        open_chunk();
+        Nothing nothing;
+        for (uint64_t at = cursor_.chunk.begin; at < first;) {
+            const uint64_t stop = std::min(first, at + kMostEntryDistance);
+            advance(at, stop, nothing);
+            at = stop;
+        }
+    }
 
     template <class Sink>
     void advance(uint64_t first, uint64_t stop, Sink& sink) {
@@ -30,12 +57,33 @@ class Decoder {
     bool as_bitmap() const { return cursor_.chunk.shape.inverted || cursor_.chunk.shape.rice == 0; }
 
     bool next_chunk() {
+        if (read_chunk()) open_chunk();
+        return has_chunk_;
+    }
+    bool read_chunk() {
         cursor_ = ChunkCursor{};
         position_ = changed_done_ = 0;
         has_chunk_ = reader_.next(cursor_.chunk);
-        if (has_chunk_ && cursor_.chunk.shape.inverted) expand_inverted();
         return has_chunk_;
     }
+    void open_chunk() {
+        if (cursor_.chunk.shape.inverted) expand_inverted();
+    }
+
+    // A sink for what is left out.
+    class Nothing {
+      public:
+        static uint64_t room() { return kRoom; }
+        Entry* entries() { return entries_; }
+        static void take(uint64_t) {}
+        static uint64_t bitmap(const BitRun& changed, const BitRun&, uint64_t, uint64_t numel) {
+            return count_bits(changed, numel);
+        }
+
+      private:
+        static constexpr uint64_t kRoom = 512;
+        Entry entries_[kRoom];
+    };
 
     // The bitmap of a chunk whose unchanged elements are listed.
     void expand_inverted() {

@@ -110,6 +110,45 @@ def test_two_targets_get_the_same_but_for_the_message_that_one_holds(
     assert beside.tobytes() == expected[1].tobytes()
 
 
+@pytest.mark.parametrize("threads", [2, 3, 16])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_bits_are_the_same_at_every_number_of_threads(dtype: str, threads: int) -> None:
+    numel = 700_001
+    rng = np.random.default_rng(54)
+    messages = []
+    for density in (1e-3, 0.05, 0.4, 0.97):
+        what = changes_in_regions([(numel // 3, density), (numel - numel // 3, density / 2)], 55)
+        messages.append(message_of(what, threshold=float(rng.integers(128, 256)) / 512))
+    messages.insert(2, gw.dense_message(rng.standard_normal(numel).astype(dtype)))
+    arrays = [random_target(numel, dtype, seed) for seed in (1, 2, 3)]
+
+    def applied(threads: int) -> list[bytes]:
+        target, beside, velocity = ([one[:9], one[9:].copy()] for one in (a.copy() for a in arrays))
+        gw.apply(messages[3], target, 0.3, threads=threads)
+        gw.apply_many(messages, target, 0.3, threads=threads)
+        apply_to_both(messages, target, beside, own=1, scale=0.3, threads=threads)
+        apply_with_momentum(
+            messages,
+            target,
+            velocity,
+            momentum=0.7,
+            scale=0.3,
+            beside=beside,
+            held=messages[:2],
+            threads=threads,
+        )
+        return [part.tobytes() for part in (*target, *beside, *velocity)]
+
+    assert applied(threads) == applied(1)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1025, 2.0, "two"])
+def test_a_number_of_threads_that_is_none_is_refused(threads: Any) -> None:
+    message = gw.Encoder(4, threshold=1.0).encode(np.ones(4, np.float32))
+    with pytest.raises((TypeError, ValueError), match="threads"):
+        gw.apply(message, np.zeros(4, np.float32), threads=threads)
+
+
 def test_two_targets_that_differ_or_overlap_are_refused() -> None:
     message = gw.Encoder(4, threshold=1.0).encode(np.ones(4, np.float32))
     target = np.zeros(8, np.float32)

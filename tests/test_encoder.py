@@ -716,3 +716,34 @@ def test_a_state_that_lacks_something_is_refused_whole() -> None:
     del state["step"]
     with pytest.raises(ValueError, match="state lacks step"):
         encoder.load_state_dict(state)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "residual"), [("float32", "float32"), ("float64", "float64"), ("float64", "float32")]
+)
+def test_a_residual_may_be_what_arrays_differ_by(dtype: str, residual: str, threads: int) -> None:
+    rng = np.random.default_rng(31)
+    numel = 600_005
+    now, before = rng.standard_normal((2, numel)).astype(dtype)
+    encoder = gw.Encoder(numel, threshold=1.0, dtype=residual, threads=threads)
+    encoder.residual[:] = 7.0
+    encoder.hold_difference([now[:70], now[70:]], [before[:70], before[70:]])
+    np.testing.assert_array_equal(encoder.residual, (now - before).astype(residual))
+
+
+def test_arrays_that_are_not_alike_leave_the_residual_alone() -> None:
+    encoder = gw.Encoder(4, threshold=1.0)
+    four, five = np.ones(4, np.float32), np.ones(5, np.float32)
+    for now, before, complaint in (
+        (four, five, "same sizes and dtypes"),
+        (five, five.copy(), "5"),
+        (four, four.astype(np.float64), "same sizes and dtypes"),
+        ([four[:1], four[1:]], [four[:2], four[2:]], "same sizes and dtypes"),
+        (encoder.residual, four, "overlaps"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            encoder.hold_difference(now, before)
+    with pytest.raises(TypeError, match="float16"):
+        encoder.hold_difference(four.astype(np.float16), four)
+    assert not encoder.residual.any()

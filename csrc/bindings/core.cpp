@@ -14,6 +14,20 @@
 namespace gradwire::bindings {
 namespace {
 
+// Checks that arrays are as large as others and of the same dtypes, and apart from them.
+void require_alike(const HostArrays& arrays, const std::string& name, const std::vector<Array>& others,
+                   const std::string& name_of_others) {
+    arrays.require_targets();
+    const std::vector<Array> own = arrays.targets();
+    const auto alike = [](const Array& one, const Array& other) {
+        return one.numel == other.numel && one.dtype == other.dtype;
+    };
+    if (!std::equal(own.begin(), own.end(), others.begin(), others.end(), alike))
+        throw py::value_error(name_of_others + " and " + name + " must be arrays of the same sizes and dtypes");
+    for (const Array& one : others)
+        arrays.require_apart(one.data, one.numel * bytes_per_element(one.dtype), ("the " + name_of_others).c_str());
+}
+
 class PyEncoder {
   public:
     PyEncoder(uint64_t numel, bool float64, unsigned threads)
@@ -52,6 +66,23 @@ class PyEncoder {
             return encoder_.encode_dense(arrays, type, options);
         });
         return py::make_tuple(Message(std::move(encoded.message)), encoded.skipped);
+    }
+
+    void hold_difference(const py::object& now, const py::object& before) {
+        const HostArrays ours(now, "now");
+        const HostArrays theirs(before, "before");
+        ours.require_targets();
+        require_alike(theirs, "before", ours.targets(), "now");
+        for (const HostArrays* arrays : {&ours, &theirs}) {
+            arrays->require_numel(encoder_.numel());
+            arrays->require_apart(encoder_.residual(), encoder_.numel() * bytes_per_element(encoder_.dtype()),
+                                  "the encoder's residual");
+        }
+        const std::vector<ConstArray> minuend = ours.updates();
+        const std::vector<ConstArray> subtrahend = theirs.updates();
+        const Exclusive exclusive(busy_);
+        const py::gil_scoped_release release;
+        encoder_.hold_difference(minuend, subtrahend);
     }
 
     py::tuple clip(double limit) {
@@ -135,30 +166,16 @@ std::vector<MessageView> views_for(const HostArrays& arrays, const std::vector<c
     return views;
 }
 
-void apply_all(const std::vector<const Message*>& messages, const py::object& target, double scale) {
+void apply_all(const std::vector<const Message*>& messages, const py::object& target, double scale, unsigned threads) {
     const HostArrays arrays(target, "target");
     const std::vector<MessageView> views = views_for(arrays, messages, scale);
     const std::vector<Array> targets = arrays.targets();
     const py::gil_scoped_release release;
-    apply_messages(views, targets, scale);
-}
-
-// Checks that arrays are as large as others and of the same dtypes, and apart from them.
-void require_alike(const HostArrays& arrays, const std::string& name, const std::vector<Array>& others,
-                   const std::string& name_of_others) {
-    arrays.require_targets();
-    const std::vector<Array> own = arrays.targets();
-    const auto alike = [](const Array& one, const Array& other) {
-        return one.numel == other.numel && one.dtype == other.dtype;
-    };
-    if (!std::equal(own.begin(), own.end(), others.begin(), others.end(), alike))
-        throw py::value_error(name_of_others + " and " + name + " must be arrays of the same sizes and dtypes");
-    for (const Array& one : others)
-        arrays.require_apart(one.data, one.numel * bytes_per_element(one.dtype), ("the " + name_of_others).c_str());
+    apply_messages(views, targets, scale, nullptr, threads);
 }
 
 void apply_to_both(const std::vector<const Message*>& messages, const py::object& target, const py::object& beside,
-                   size_t own, double scale) {
+                   size_t own, double scale, unsigned threads) {
     const HostArrays arrays(target, "target");
     const HostArrays others(beside, "beside");
     const std::vector<MessageView> views = views_for(arrays, messages, scale);
@@ -167,12 +184,12 @@ void apply_to_both(const std::vector<const Message*>& messages, const py::object
     require_alike(others, "beside", targets, "target");
     const Beside second{others.targets(), own};
     const py::gil_scoped_release release;
-    apply_messages(views, targets, scale, &second);
+    apply_messages(views, targets, scale, &second, threads);
 }
 
 void apply_with_momentum_to(const std::vector<const Message*>& messages, const py::object& target,
                             const py::object& velocity, double momentum, double scale, const py::object& beside,
-                            const std::vector<const Message*>& held) {
+                            const std::vector<const Message*>& held, unsigned threads) {
     if (!std::isfinite(momentum)) throw py::value_error("momentum is not finite");
     const HostArrays arrays(target, "target");
     const HostArrays velocities(velocity, "velocity");
@@ -189,10 +206,12 @@ void apply_with_momentum_to(const std::vector<const Message*>& messages, const p
         require_alike(others, "beside", outer.velocity, "velocity");
     }
     const py::gil_scoped_release release;
-    apply_with_momentum(views, targets, scale, outer, second);
+    apply_with_momentum(views, targets, scale, outer, second, threads);
 }
 
-void apply(const Message& message, const py::object& target, double scale) { apply_all({&message}, target, scale); }
+void apply(const Message& message, const py::object& target, double scale, unsigned threads) {
+    apply_all({&message}, target, scale, threads);
+}
 
 py::array decode(const Message& message) {
     const Header& header = message.view().header;
@@ -204,7 +223,7 @@ py::array decode(const Message& message) {
         const py::gil_scoped_release release;
         decode_dense(message.view(), out);
     } else {
-        apply_all({&message}, values, 1.0);
+        apply_all({&message}, values, 1.0, 1);
     }
     return values;
 }
@@ -234,6 +253,7 @@ void register_encoder(py::module_& module) {
              py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"), py::arg("sample_density"))
         .def("encode_dense", &PyEncoder::encode_dense, py::arg("update").none(true), py::arg("dtype"), py::arg("key"),
              py::arg("step"), py::arg("skip_nonfinite"))
+        .def("hold_difference", &PyEncoder::hold_difference, py::arg("now"), py::arg("before"))
         .def("clip", &PyEncoder::clip, py::arg("limit"))
         .def_property_readonly("residual", &PyEncoder::residual);
     module.def("encode_into", &encode_into, py::arg("residual"), py::arg("update"), py::arg("threshold"),
@@ -241,12 +261,13 @@ void register_encoder(py::module_& module) {
 }
 
 void register_apply(py::module_& module) {
-    module.def("apply", &apply, py::arg("message"), py::arg("target"), py::arg("scale") = 1.0);
-    module.def("apply_many", &apply_all, py::arg("messages"), py::arg("target"), py::arg("scale") = 1.0);
+    module.def("apply", &apply, py::arg("message"), py::arg("target"), py::arg("scale"), py::arg("threads"));
+    module.def("apply_many", &apply_all, py::arg("messages"), py::arg("target"), py::arg("scale"), py::arg("threads"));
     module.def("apply_to_both", &apply_to_both, py::arg("messages"), py::arg("target"), py::arg("beside"),
-               py::arg("own"), py::arg("scale"));
+               py::arg("own"), py::arg("scale"), py::arg("threads"));
     module.def("apply_with_momentum", &apply_with_momentum_to, py::arg("messages"), py::arg("target"),
-               py::arg("velocity"), py::arg("momentum"), py::arg("scale"), py::arg("beside"), py::arg("held"));
+               py::arg("velocity"), py::arg("momentum"), py::arg("scale"), py::arg("beside"), py::arg("held"),
+               py::arg("threads"));
     module.def("decode", &decode, py::arg("message"));
     module.def("dense", &dense, py::arg("values"), py::arg("dtype"), py::arg("key"), py::arg("step"));
     module.def("max_message_bytes", &max_message_bytes, py::arg("numel"), py::arg("dense") = false,

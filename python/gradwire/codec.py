@@ -22,7 +22,7 @@ from .policy import (
     ThresholdPolicy,
     round_threshold,
 )
-from .state import EncoderState, check_range
+from .state import THREADS_MAX, EncoderState, check_range
 
 __all__ = ["Encoder", "EncoderStats", "backends"]
 
@@ -72,7 +72,8 @@ class Encoder:
         key: index of the group, carried by every message, 0 to 2^32 - 1.
         on_nonfinite: what NaN and infinity in an update do: "raise" (nothing is sent, the finite part stays in the
             residual) or "skip" (the message goes out without them). Either way they never enter the residual.
-        threads: most threads for one encode; the bytes are the same at every number.
+        threads: most threads for one encode, and for adding messages where an `Exchange` does it; bytes and parameters
+            are the same at every number.
 
     Raises:
         ValueError: an argument is out of range.
@@ -163,7 +164,7 @@ class Encoder:
             _check_kind("clip", clip, "limit", "a ResidualClip")
         check_range("numel", numel, 0, _MAX_NUMEL)
         check_range("key", key, 0, 2**32 - 1)
-        check_range("threads", threads, 1, 1024)
+        check_range("threads", threads, 1, THREADS_MAX)
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f'on_nonfinite must be "raise" or "skip", got {on_nonfinite!r}')
         self.numel = numel
@@ -174,6 +175,7 @@ class Encoder:
         self.shakeup = shakeup
         self.clip = clip
         self.on_nonfinite = on_nonfinite
+        self.threads = threads
         self._skip = on_nonfinite == "skip"
 
     @property
@@ -254,6 +256,21 @@ class Encoder:
             self._clipped_sum += removed
         self._finish(message, skipped)
         return message
+
+    def hold_difference(self, now: Any, before: Any) -> None:
+        """Let the residual be what some arrays differ from others: ``residual = now - before``.
+
+        For parameters that hold the residual, before ``encode()`` without an update.
+
+        Args:
+            now: float32 or float64 arrays as ``apply`` takes them; not modified.
+            before: of the same sizes and dtypes; not modified.
+
+        Raises:
+            TypeError, ValueError: they are no such arrays, not alike, or share memory with the residual.
+            RuntimeError: another thread is in this encoder.
+        """
+        self._core.hold_difference(now, before)
 
     def set_policy(self, policy: ThresholdPolicy, threshold: float | None = None) -> None:
         """Follow another policy from the next step on; the threshold stays as it is unless one is given.

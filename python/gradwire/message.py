@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from . import _core
 from ._core import Message, parse_many
 from .arrays import cuda_core, device_of, stream_of
+from .state import THREADS_MAX, check_range
 
 __all__ = [
     "Message",
@@ -22,7 +23,9 @@ __all__ = [
 ]
 
 
-def apply(message: Message, target: Any, scale: float = 1.0, *, stream: Any = None) -> None:
+def apply(
+    message: Message, target: Any, scale: float = 1.0, *, stream: Any = None, threads: int = 1
+) -> None:
     """Add a decoded message to ``target``: ``target += scale * decoded``.
 
     Changed elements get plus or minus ``float32(scale * threshold)``, rounded once. The whole message is checked
@@ -39,12 +42,13 @@ def apply(message: Message, target: Any, scale: float = 1.0, *, stream: Any = No
             together have ``message.numel`` elements, all on the CPU or on one CUDA device; modified in place.
         scale: finite factor.
         stream: on a CUDA device, see ``gradwire.arrays.stream_of``.
+        threads: on the CPU, most threads, each for a part of the target; the bits are the same at every number.
 
     Raises:
         MessageError: the message's payload is inconsistent; the target is as it was.
         TypeError: the target's dtype is neither float32 nor float64.
-        ValueError: wrong size, device or layout, a read-only target, arrays that overlap, or a scale that is
-            not finite.
+        ValueError: wrong size, device or layout, a read-only target, arrays that overlap, a scale that is not
+            finite, or ``threads`` out of range.
 
     >>> import numpy as np, gradwire as gw
     >>> encoder = gw.Encoder(3, threshold=gw.FixedThreshold(0.5))
@@ -55,7 +59,7 @@ def apply(message: Message, target: Any, scale: float = 1.0, *, stream: Any = No
     """
     device = device_of(target)
     if device < 0:
-        _core.apply(_on_host(message), target, scale)
+        _core.apply(_on_host(message), target, scale, _checked(threads))
     else:
         number = stream_of(stream, target, device)
         cuda_core().apply_many([message], target, scale, device, number)
@@ -67,6 +71,7 @@ def apply_many(
     scale: float = 1.0,
     *,
     stream: Any = None,
+    threads: int = 1,
 ) -> None:
     """Add several messages to ``target`` in one pass over it, bit for bit as ``apply`` in the order of the list.
 
@@ -74,14 +79,21 @@ def apply_many(
     """
     device = device_of(target)
     if device < 0:
-        _core.apply_many([_on_host(message) for message in messages], target, scale)
+        on_host = [_on_host(message) for message in messages]
+        _core.apply_many(on_host, target, scale, _checked(threads))
     else:
         number = stream_of(stream, target, device)
         cuda_core().apply_many(list(messages), target, scale, device, number)
 
 
 def apply_to_both(
-    messages: list[Message], target: Any, beside: Any, *, own: int | None, scale: float
+    messages: list[Message],
+    target: Any,
+    beside: Any,
+    *,
+    own: int | None,
+    scale: float,
+    threads: int = 1,
 ) -> None:
     """Add several messages to two targets in one pass, each decoded once: ``apply_many`` to both.
 
@@ -91,11 +103,13 @@ def apply_to_both(
         beside: arrays of the same sizes and dtypes; modified in place too.
         own: place of the message that ``beside`` holds already, which adds (scale - 1) times itself there; None: none.
         scale: finite factor.
+        threads: as for ``apply``.
 
     Raises:
         MessageError, TypeError, ValueError: as ``apply_many``, for either.
     """
-    _core.apply_to_both(messages, target, beside, len(messages) if own is None else own, scale)
+    place = len(messages) if own is None else own
+    _core.apply_to_both(messages, target, beside, place, scale, _checked(threads))
 
 
 def apply_with_momentum(
@@ -107,6 +121,7 @@ def apply_with_momentum(
     scale: float,
     beside: Any,
     held: list[Message],
+    threads: int = 1,
 ) -> None:
     """Add several messages and let what they add go on: Nesterov's momentum, in one pass.
 
@@ -121,11 +136,13 @@ def apply_with_momentum(
         scale: finite factor.
         beside: more arrays like the target, or an empty list; modified in place too.
         held: those of the messages that ``beside`` holds already, in full.
+        threads: as for ``apply``.
 
     Raises:
         MessageError, TypeError, ValueError: as ``apply_many``, for any of the arrays.
     """
-    _core.apply_with_momentum(messages, target, velocity, momentum, scale, beside, held)
+    count = _checked(threads)
+    _core.apply_with_momentum(messages, target, velocity, momentum, scale, beside, held, count)
 
 
 def decode(message: Message) -> NDArray[Any]:
@@ -189,6 +206,12 @@ def max_message_bytes(numel: int, dense: bool = False, dtype: str = "float32") -
     if numel < 0:
         raise ValueError(f"numel must not be negative, got {numel}")
     return _core.max_message_bytes(numel, dense, dtype)
+
+
+def _checked(threads: int) -> int:
+    if threads != 1:
+        check_range("threads", threads, 1, THREADS_MAX)
+    return threads
 
 
 def _on_host(message: Any) -> Message:

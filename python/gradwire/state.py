@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from .policy import round_threshold
 
-__all__ = ["EncoderState", "check_format", "check_range"]
+__all__ = ["THREADS_MAX", "EncoderState", "check_format", "check_range"]
+
+THREADS_MAX = 1024  # of one call
 
 _ENCODER_FORMAT = 1
 

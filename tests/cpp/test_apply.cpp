@@ -1,4 +1,5 @@
 // Applying: many messages over many arrays are the messages one after the other, bit for bit.
+#include "../../csrc/decoder.h"
 #include "patterns.h"
 
 using namespace gradwire;
@@ -106,6 +107,11 @@ void check_momentum(const std::vector<Sent>& sent, uint64_t numel, uint64_t long
     Target alone = make(), another_velocity = make();
     apply_with_momentum(views, alone.arrays, scale, {another_velocity.arrays, 0.75}, {{}, {}});
     CHECK(alone == expected);
+    Target in_parts = make(), its_velocity = make(), its_beside = make();
+    apply_with_momentum(views, in_parts.arrays, scale, {its_velocity.arrays, 0.75}, {its_beside.arrays, held}, 4);
+    CHECK(in_parts == expected);
+    CHECK(its_velocity == expected_velocity);
+    CHECK(its_beside == expected_beside);
 }
 
 void check_messages(const std::vector<Sent>& sent, uint64_t numel, uint64_t longest, bool mixed, double scale) {
@@ -124,12 +130,15 @@ void check_messages(const std::vector<Sent>& sent, uint64_t numel, uint64_t long
     }
     CHECK(together == singly);
     CHECK(together == plainly);
+    Target in_parts(numel, longest, mixed, 1);
+    apply_messages(views, in_parts.arrays, scale, nullptr, 3);
+    CHECK(in_parts == together);
     for (const size_t own : {size_t{0}, sent.size() / 2, sent.size()}) {
         Target first(numel, longest, mixed, 1);
         Target beside(numel, longest, mixed, 1);
         Target expected(numel, longest, mixed, 1);
         const Beside second{beside.arrays, own};
-        apply_messages(views, first.arrays, scale, &second);
+        apply_messages(views, first.arrays, scale, &second, 2);
         for (size_t i = 0; i < views.size(); ++i)
             apply_messages({views[i]}, expected.arrays, i == own ? scale - 1.0 : scale);
         CHECK(first == together);
@@ -138,7 +147,73 @@ void check_messages(const std::vector<Sent>& sent, uint64_t numel, uint64_t long
     check_momentum(sent, numel, longest, mixed, scale);
 }
 
+// Writes down what a decoder hands out.
+class Record {
+  public:
+    explicit Record(uint64_t first) : first_(first) {}
+
+    static uint64_t room() { return kRoom; }
+    Entry* entries() { return entries_; }
+    void take(uint64_t found) {
+        for (uint64_t i = 0; i < found; ++i) add(first_ + (entries_[i] & ~kEntryMinus), entries_[i] >> 31);
+    }
+    uint64_t bitmap(const BitRun& changed, const BitRun& signs, uint64_t first, uint64_t numel) {
+        uint64_t set = 0;
+        for (uint64_t i = 0; i < numel; ++i)
+            if (bit_of(changed, i)) add(first + i, bit_of(signs, set++));
+        return set;
+    }
+
+    std::vector<uint64_t> positions;
+    std::vector<bool> minus;
+
+  private:
+    // Behind a run's end there are zeros.
+    static bool bit_of(const BitRun& run, uint64_t i) {
+        const uint64_t bit = run.bit + i;
+        return bit / 8 < run.size && (run.bytes[bit / 8] >> (bit % 8) & 1);
+    }
+    void add(uint64_t position, bool is_minus) {
+        positions.push_back(position);
+        minus.push_back(is_minus);
+    }
+    static constexpr uint64_t kRoom = 100;
+    Entry entries_[kRoom];
+    uint64_t first_;
+};
+
+void check_begins(const Entries& entries, Random& random) {
+    const Bytes bytes = encode(entries, header_for(entries.numel));
+    const MessageView view = parse(bytes);
+    std::vector<uint64_t> begins{0, 1, 64, entries.numel / 2, entries.numel - 1};
+    for (unsigned i = 0; i < 10; ++i) begins.push_back(random.below(entries.numel));
+    for (const uint64_t begin : begins) {
+        if (begin >= entries.numel) continue;
+        Decoder decoder(view);
+        decoder.skip_to(begin);
+        Record record(begin);
+        decoder.advance(begin, entries.numel, record);
+        Record expected(0);
+        for (size_t i = 0; i < entries.positions.size(); ++i)
+            if (static_cast<uint64_t>(entries.positions[i]) >= begin) {
+                expected.positions.push_back(static_cast<uint64_t>(entries.positions[i]));
+                expected.minus.push_back(entries.minus[i]);
+            }
+        const check::Note notes[] = {{"begin", begin}, {"numel", entries.numel}};
+        CHECK(record.positions == expected.positions);
+        CHECK(record.minus == expected.minus);
+    }
+}
+
 }  // namespace
+
+CASE(a_decoder_may_begin_anywhere) {
+    for_every_table([] {
+        Random random(27);
+        for (const uint64_t numel : Numbers{1, 65, 3000, 70001})
+            patterns::for_every_pattern(numel, random, [&](const Entries& entries) { check_begins(entries, random); });
+    });
+}
 
 CASE(many_messages_over_many_arrays_equal_single_ones) {
     for_every_table([] {

@@ -58,5 +58,6 @@ class MomentumSum:
                 scale=scale,
                 beside=[] if beside is None else self._groups.select(beside.params, first),
                 held=[] if beside is None or beside.own is None else by_payload[beside.own],
+                threads=self._groups.encoders[first].threads,
             )
         return False

@@ -88,11 +88,12 @@ class Replica:
         """
         if not self._applies_residual:
             return difference(writable_views(params), self.anchor), None
-        parts = list(self._parts(params))
+        targets, groups = writable_views(params), self._groups
+        groups.residuals(self.anchor)  # refused where one is on a device
 
         def refresh(index: int) -> None:
-            for param, shared, residual in self._groups.select(parts, index):
-                np.subtract(param, shared, out=residual, casting="same_kind")
+            own, shared = groups.select(targets, index), groups.select(self.anchor, index)
+            groups.encoders[index].hold_difference(own, shared)
 
         return None, refresh
 

@@ -110,11 +110,14 @@ class PlainSum:
         for index in range(len(self._groups)):
             messages = [payload[index] for payload in payloads]
             target = self._groups.select(params, index)
+            threads = self._groups.encoders[index].threads
             if beside is None:
-                apply_many(messages, target, scale)
+                apply_many(messages, target, scale, threads=threads)
             else:
                 second = self._groups.select(beside.params, index)
-                apply_to_both(messages, target, second, own=beside.own, scale=scale)
+                apply_to_both(
+                    messages, target, second, own=beside.own, scale=scale, threads=threads
+                )
         return False
 
 
@@ -157,7 +160,8 @@ class ExactSum:
         self.scale = scale
         for index in range(len(self._groups)):
             messages = [payload[index] for payload in payloads]
-            apply_many(messages, self._groups.select(self.total, index))
+            threads = self._groups.encoders[index].threads
+            apply_many(messages, self._groups.select(self.total, index), threads=threads)
             self.exactness.add(messages)
         self.write(params)
         if beside is not None:

@@ -136,7 +136,7 @@ class ThresholdState:
             counted from the last to the first.
         scaler: the ``GradScaler`` whose scale the gradients carry, or None.
         on_nonfinite: "propagate" or "skip".
-        threads: most threads of one encode.
+        threads: most threads of one encode, and for adding messages.
         backend: of the group that carries the messages: "gloo", which suits messages in host memory even where
             gradients go over NCCL; "nccl" moves them to the GPU and back.
 
@@ -434,7 +434,12 @@ class ThresholdState:
                 job.staging.fill(0.0)
                 for place, elements in enumerate(taken.bucket.ranges):
                     messages = [payload[place] for payload in payloads]
-                    apply_many(messages, job.staging.host[elements], scale=1.0 / len(messages))
+                    apply_many(
+                        messages,
+                        job.staging.host[elements],
+                        scale=1.0 / len(messages),
+                        threads=self.threads,
+                    )
                 if self.factor_masking and taken.messages:
                     taken.bucket.mask(taken.messages)
         self._jobs = []
