@@ -230,7 +230,7 @@ void for_ranges(uint64_t numel, uint64_t wanted, unsigned threads, F f) {
 }
 
 // The same messages from element `first` on.
-std::vector<Application> from(const std::vector<Application>& all, uint64_t first) {
+std::vector<Application> starting_at(const std::vector<Application>& all, uint64_t first) {
     std::vector<Application> applications = all;
     for (Application& application : applications) application.skip_to(first);
     return applications;
@@ -283,7 +283,7 @@ void apply_messages(const std::vector<MessageView>& messages, const std::vector<
     const uint64_t block = messages.size() == 1 ? kLargestBlock : together;
     const bool scattered = changed / messages.size() <= numel / kSparse;
     for_ranges(numel, changed / kChangedPerThread, threads, [&](uint64_t begin, uint64_t end) {
-        std::vector<Application> applications = from(all, begin);
+        std::vector<Application> applications = starting_at(all, begin);
         for_parts(targets, begin, end, [&](size_t i, uint64_t offset, uint64_t first, uint64_t count) {
             const Array* second = beside ? &beside->targets[i] : nullptr;
             if (targets[i].dtype == Dtype::kFloat64)
@@ -300,8 +300,8 @@ void apply_with_momentum(const std::vector<MessageView>& messages, const std::ve
     const std::vector<Application> all = applications_of(messages, numel, scale, nullptr);
     const std::vector<Application> all_held = applications_of(beside.held, numel, -1.0, nullptr);
     for_ranges(numel, numel / kNumelPerThread, threads, [&](uint64_t begin, uint64_t end) {
-        std::vector<Application> applications = from(all, begin);
-        std::vector<Application> held = from(all_held, begin);
+        std::vector<Application> applications = starting_at(all, begin);
+        std::vector<Application> held = starting_at(all_held, begin);
         for_parts(targets, begin, end, [&](size_t i, uint64_t offset, uint64_t first, uint64_t count) {
             const Array* second = beside.targets.empty() ? nullptr : &beside.targets[i];
             void* velocity = momentum.velocity[i].data;
