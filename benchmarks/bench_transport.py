@@ -105,22 +105,29 @@ def peer_rows(found: Rounds) -> Iterator[Row]:
             yield from _absolute(GROUP_PEERS, peer.name, found[peer.name])
 
 
-def fan_out_rows(messages: int, rounds: int) -> Iterator[Row]:
+def fan_out_rows(report: Report, messages: int, rounds: int) -> Iterator[Row]:
     """Yield what more peers cost a sender: a message is sealed once, whoever gets it."""
-    samples: dict[int, list[float]] = {1: [], FAN_OUT_PEERS: []}
+    one: list[float] = []
+    to_each: list[float] = []
+    to_group: list[float] = []
     for _ in range(rounds):
-        for peers, values in samples.items():
-            values.append(fan_out_cpu_s(peers, messages))
-    one, many = samples[1], samples[FAN_OUT_PEERS]
-    yield Row(
-        GROUP_LOOPBACK,
-        f"sender's processor time for {FAN_OUT_PEERS} local peers",
-        MESSAGE_BYTES,
-        "x",
-        min(many) / min(one),
-        statistics.median(many) / statistics.median(one),
-        reference="one",
-        reach=Reach("<=", 10),
+        one.append(fan_out_cpu_s(1, messages))
+        to_each.append(fan_out_cpu_s(FAN_OUT_PEERS, messages))
+    what = f"sender's processor time for {FAN_OUT_PEERS} local peers"
+    yield _more(what, to_each, one)
+    try:
+        for _ in range(rounds):
+            to_group.append(fan_out_cpu_s(FAN_OUT_PEERS, messages, multicast=True))
+    except TimeoutError as error:
+        report.skip(f"{FAN_OUT_PEERS} peers of a multicast group", str(error))
+    else:
+        yield _more(f"{what}, a multicast group", to_group, one)
+
+
+def _more(what: str, many: list[float], one: list[float]) -> Row:
+    ratios = [of(many) / of(one) for of in (min, statistics.median)]
+    return Row(
+        GROUP_LOOPBACK, what, MESSAGE_BYTES, "x", *ratios, reference="one", reach=Reach("<=", 10)
     )
 
 
@@ -184,7 +191,7 @@ def run(report: Report, seconds: float, rounds: int, *, smoke: bool) -> None:
         report.add(loopback_rows(found))
         report.add(convoy_rows(found))
         report.add(peer_rows(found))
-        report.add(fan_out_rows(max(2, int(10 * seconds)), rounds))
+        report.add(fan_out_rows(report, max(2, int(10 * seconds)), rounds))
         report.add(round_trip_rows(50 if smoke else 5_000, rounds))
     else:
         report.skip("loopback and peers", "raw GSO and GRO exist only on Linux")

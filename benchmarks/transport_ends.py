@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 SECRET = bytes(range(32))
+MULTICAST_GROUP = "239.77.11.4"
 BURST_BYTES, SEGMENT_BYTES = 63_000, 1_400
 PING_BYTES = 1_024
 COMPUTE_S = 0.01
@@ -181,13 +182,20 @@ def node_transfer(
         return Transfer(elapsed_s / sent, sender_s / sent, receiver_s / sent, resent)
 
 
-def fan_out_cpu_s(peers: int, messages: int) -> float:
-    """Return the sender's processor seconds per 1 MB message to so many peers."""
+def fan_out_cpu_s(peers: int, messages: int, *, multicast: bool = False) -> float:
+    """Return the sender's processor seconds per 1 MB message to so many peers, to each or through a multicast group.
+
+    Raises:
+        TimeoutError: what is sent to a group does not arrive on this machine.
+    """
+    options = {"multicast": f"{MULTICAST_GROUP}:{free_port()}"} if multicast else {}
     with (
-        child(node_sink, peers, {}) as pipe,
-        Node("127.0.0.1:0", pipe.recv(), secret=SECRET) as node,
+        child(node_sink, peers, options) as pipe,
+        Node("127.0.0.1:0", pipe.recv(), secret=SECRET, **options) as node,
     ):
         node.wait_for_peers(peers, timeout_s=30.0)
+        if multicast:
+            wait_for_multicast(node)
         node.publish(PAYLOAD)
         assert node.drain(timeout_s=30.0)
         cpu_s = time.process_time()
@@ -199,6 +207,26 @@ def fan_out_cpu_s(peers: int, messages: int) -> float:
         total, _ = pipe.recv()
         assert total == peers * messages * MESSAGE_BYTES, "every byte must arrive at every peer"
         return used_s
+
+
+def free_port() -> int:
+    """Return a UDP port that nobody has at the moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for_multicast(node: Node, timeout_s: float = 10.0) -> None:
+    """Wait until all peers are served through the group.
+
+    Raises:
+        TimeoutError: some are not.
+    """
+    end_s = time.monotonic() + timeout_s
+    while any(peer.carrier != "multicast" for peer in node.stats().peers):
+        if time.monotonic() >= end_s:
+            raise TimeoutError(f"not all peers hear the group after {timeout_s:g} s")
+        time.sleep(0.01)
 
 
 def node_echo(pipe: Connection) -> None:
