@@ -15,10 +15,11 @@ exchange differs. Processors are few and shared by all nodes, so the models have
 
 Two kinds of runs. **Curves**: every method and seed takes all steps, behind no limit, for the losses. **Timings**:
 one seed of every method at every link runs to the target, or until its budget of seconds is used up, for the time of
-its steps; run them on a quiet machine. What a synchronous method computes does not depend on the link, so its time to
-the target is the sum of the measured times of so many steps as the seed's curve needs to get there; where the budget
-ended the timing before, the rest are counted at the mean of its later half, and the figure is marked as composed. An
-asynchronous node's losses do depend on the link: its timings run to the target, with every seed.
+its steps; run them on a quiet machine. What a synchronous method computes does not depend on the link (but for
+rounding: nodes add messages in the order of their random ids), so its time to the target is the sum of the measured
+times of so many steps as the seed's curve needs to get there; where the budget ended the timing before, the rest are
+counted at the mean of its later half, and the figure is marked as composed. An asynchronous node's losses do depend on
+the link: its timings run to the target, with every seed.
 """
 
 from __future__ import annotations
