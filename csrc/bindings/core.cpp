@@ -147,6 +147,13 @@ Message encode_into(const py::object& residual, const py::object& update, double
     return Message(std::move(encoder.encode(&updates, options).message));
 }
 
+unsigned checked_threads(int64_t threads) {
+    constexpr int64_t kMost = 1024;
+    if (threads < 1 || threads > kMost)
+        throw py::value_error("threads must be 1 to " + std::to_string(kMost) + ", got " + std::to_string(threads));
+    return static_cast<unsigned>(threads);
+}
+
 // Checks messages against the arrays that they are to be added to.
 std::vector<MessageView> views_for(const HostArrays& arrays, const std::vector<const Message*>& messages,
                                    double scale) {
@@ -166,16 +173,17 @@ std::vector<MessageView> views_for(const HostArrays& arrays, const std::vector<c
     return views;
 }
 
-void apply_all(const std::vector<const Message*>& messages, const py::object& target, double scale, unsigned threads) {
+void apply_all(const std::vector<const Message*>& messages, const py::object& target, double scale, int64_t threads) {
     const HostArrays arrays(target, "target");
     const std::vector<MessageView> views = views_for(arrays, messages, scale);
     const std::vector<Array> targets = arrays.targets();
+    const unsigned count = checked_threads(threads);
     const py::gil_scoped_release release;
-    apply_messages(views, targets, scale, nullptr, threads);
+    apply_messages(views, targets, scale, nullptr, count);
 }
 
 void apply_to_both(const std::vector<const Message*>& messages, const py::object& target, const py::object& beside,
-                   size_t own, double scale, unsigned threads) {
+                   size_t own, double scale, int64_t threads) {
     const HostArrays arrays(target, "target");
     const HostArrays others(beside, "beside");
     const std::vector<MessageView> views = views_for(arrays, messages, scale);
@@ -183,13 +191,14 @@ void apply_to_both(const std::vector<const Message*>& messages, const py::object
     const std::vector<Array> targets = arrays.targets();
     require_alike(others, "beside", targets, "target");
     const Beside second{others.targets(), own};
+    const unsigned count = checked_threads(threads);
     const py::gil_scoped_release release;
-    apply_messages(views, targets, scale, &second, threads);
+    apply_messages(views, targets, scale, &second, count);
 }
 
 void apply_with_momentum_to(const std::vector<const Message*>& messages, const py::object& target,
                             const py::object& velocity, double momentum, double scale, const py::object& beside,
-                            const std::vector<const Message*>& held, unsigned threads) {
+                            const std::vector<const Message*>& held, int64_t threads) {
     if (!std::isfinite(momentum)) throw py::value_error("momentum is not finite");
     const HostArrays arrays(target, "target");
     const HostArrays velocities(velocity, "velocity");
@@ -205,11 +214,12 @@ void apply_with_momentum_to(const std::vector<const Message*>& messages, const p
         require_alike(others, "beside", targets, "target");
         require_alike(others, "beside", outer.velocity, "velocity");
     }
+    const unsigned count = checked_threads(threads);
     const py::gil_scoped_release release;
-    apply_with_momentum(views, targets, scale, outer, second, threads);
+    apply_with_momentum(views, targets, scale, outer, second, count);
 }
 
-void apply(const Message& message, const py::object& target, double scale, unsigned threads) {
+void apply(const Message& message, const py::object& target, double scale, int64_t threads) {
     apply_all({&message}, target, scale, threads);
 }
 

@@ -22,7 +22,7 @@ from .policy import (
     ThresholdPolicy,
     round_threshold,
 )
-from .state import THREADS_MAX, EncoderState, check_range
+from .state import EncoderState, check_range
 
 __all__ = ["Encoder", "EncoderStats", "backends"]
 
@@ -164,7 +164,7 @@ class Encoder:
             _check_kind("clip", clip, "limit", "a ResidualClip")
         check_range("numel", numel, 0, _MAX_NUMEL)
         check_range("key", key, 0, 2**32 - 1)
-        check_range("threads", threads, 1, THREADS_MAX)
+        check_range("threads", threads, 1, 1024)
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f'on_nonfinite must be "raise" or "skip", got {on_nonfinite!r}')
         self.numel = numel

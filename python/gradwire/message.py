@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from . import _core
 from ._core import Message, parse_many
 from .arrays import cuda_core, device_of, stream_of
-from .state import THREADS_MAX, check_range
 
 __all__ = [
     "Message",
@@ -59,7 +58,7 @@ def apply(
     """
     device = device_of(target)
     if device < 0:
-        _core.apply(_on_host(message), target, scale, _checked(threads))
+        _core.apply(_on_host(message), target, scale, threads)
     else:
         number = stream_of(stream, target, device)
         cuda_core().apply_many([message], target, scale, device, number)
@@ -80,7 +79,7 @@ def apply_many(
     device = device_of(target)
     if device < 0:
         on_host = [_on_host(message) for message in messages]
-        _core.apply_many(on_host, target, scale, _checked(threads))
+        _core.apply_many(on_host, target, scale, threads)
     else:
         number = stream_of(stream, target, device)
         cuda_core().apply_many(list(messages), target, scale, device, number)
@@ -109,7 +108,7 @@ def apply_to_both(
         MessageError, TypeError, ValueError: as ``apply_many``, for either.
     """
     place = len(messages) if own is None else own
-    _core.apply_to_both(messages, target, beside, place, scale, _checked(threads))
+    _core.apply_to_both(messages, target, beside, place, scale, threads)
 
 
 def apply_with_momentum(
@@ -141,8 +140,7 @@ def apply_with_momentum(
     Raises:
         MessageError, TypeError, ValueError: as ``apply_many``, for any of the arrays.
     """
-    count = _checked(threads)
-    _core.apply_with_momentum(messages, target, velocity, momentum, scale, beside, held, count)
+    _core.apply_with_momentum(messages, target, velocity, momentum, scale, beside, held, threads)
 
 
 def decode(message: Message) -> NDArray[Any]:
@@ -206,12 +204,6 @@ def max_message_bytes(numel: int, dense: bool = False, dtype: str = "float32") -
     if numel < 0:
         raise ValueError(f"numel must not be negative, got {numel}")
     return _core.max_message_bytes(numel, dense, dtype)
-
-
-def _checked(threads: int) -> int:
-    if threads != 1:
-        check_range("threads", threads, 1, THREADS_MAX)
-    return threads
 
 
 def _on_host(message: Any) -> Message:

@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from .policy import round_threshold
 
-__all__ = ["THREADS_MAX", "EncoderState", "check_format", "check_range"]
-
-THREADS_MAX = 1024  # of one call
+__all__ = ["EncoderState", "check_format", "check_range"]
 
 _ENCODER_FORMAT = 1
 
