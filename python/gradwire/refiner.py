@@ -50,7 +50,15 @@ class Refiner(Encoder):
             )
         self.coarse = coarse
         self._describe(
-            coarse.numel, threshold, None, None, coarse.dtype, "cpu", key, coarse.on_nonfinite, 1
+            coarse.numel,
+            threshold,
+            None,
+            None,
+            coarse.dtype,
+            "cpu",
+            key,
+            coarse.on_nonfinite,
+            coarse.threads,
         )
         self._begin(coarse._core)
         self._residual = coarse.residual
