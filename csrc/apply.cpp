@@ -225,8 +225,7 @@ void for_parts(const std::vector<Array>& arrays, uint64_t begin, uint64_t end, F
 template <class F>
 void for_ranges(uint64_t numel, uint64_t wanted, unsigned threads, F f) {
     const auto count = static_cast<unsigned>(std::clamp<uint64_t>(wanted, 1, threads));
-    const auto begin = [&](unsigned i) { return numel / count * i + std::min<uint64_t>(i, numel % count); };
-    run_parallel(count, [&](unsigned i) { f(begin(i), begin(i + 1)); });
+    run_parts(numel, count, [&](unsigned, uint64_t begin, uint64_t end) { f(begin, end); });
 }
 
 // The same messages from element `first` on.

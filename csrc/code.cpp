@@ -72,10 +72,9 @@ MessageBytes code_ternary(const MaskWord* words, uint64_t word_count, uint64_t c
     const uint64_t count = chunks.size();
     threads = static_cast<unsigned>(std::clamp<uint64_t>(count / 8, 1, threads));
     if (coders.size() < threads) coders.resize(threads);
-    run_parallel(threads, [&](unsigned t) {
+    run_parts(count, threads, [&](unsigned t, uint64_t begin, uint64_t end) {
         coders[t].clear();
-        for (uint64_t i = count * t / threads; i < count * (t + 1) / threads; ++i)
-            coders[t].code(chunks[i], i + 1 == count);
+        for (uint64_t i = begin; i < end; ++i) coders[t].code(chunks[i], i + 1 == count);
     });
     return join(header, coders.data(), threads);
 }

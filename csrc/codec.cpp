@@ -74,8 +74,7 @@ template <class F>
 unsigned Encoder::for_words(F f) const {
     const uint64_t words = (numel_ + 63) / 64;
     const unsigned threads = threads_for(words);
-    const auto first = [&](unsigned i) { return words / threads * i + std::min<uint64_t>(i, words % threads); };
-    run_parallel(threads, [&](unsigned i) { f(i, first(i), first(i + 1)); });
+    run_parts(words, threads, f);
     return threads;
 }
 

@@ -2,6 +2,8 @@
 // beside the millions of elements that make a second thread worth having.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <exception>
 #include <thread>
 #include <vector>
@@ -27,6 +29,13 @@ void run_parallel(unsigned count, F f) {
     for (std::thread& other : others) other.join();
     for (const std::exception_ptr& failure : failures)
         if (failure) std::rethrow_exception(failure);
+}
+
+// Cuts [0, size) into `count` parts and calls f(part's number, begin, end) for all of them at the same time.
+template <class F>
+void run_parts(uint64_t size, unsigned count, F f) {
+    const auto begin = [&](unsigned i) { return size / count * i + std::min<uint64_t>(i, size % count); };
+    run_parallel(count, [&](unsigned i) { f(i, begin(i), begin(i + 1)); });
 }
 
 }  // namespace gradwire
