@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gradwire.transport.model import Limits
 from gradwire.transport.path_mtu import (
     BASE_BYTES,
+    PROBE_TIMEOUT_MAX_S,
     PROBES_MAX,
     RUNGS,
     SEARCH_AGAIN_S,
@@ -35,7 +36,7 @@ def discover(path: PathMtu, passes: int, now_s: float = 0.0, probes: int = 100) 
         nbytes = path.poll(now_s, TIMEOUT_S)
         if nbytes is not None:
             sizes.append(nbytes)
-            path.on_small_arrived()
+            path.on_small_arrived(now_s)
             if nbytes <= passes:
                 path.on_arrived(nbytes, now_s)
     return sizes
@@ -74,6 +75,19 @@ def test_silence_is_an_outage_and_not_a_small_path() -> None:
     for _ in range(50):
         assert path.poll(path.due_at_s, TIMEOUT_S) == 1_400
     assert path.size_bytes == 1_400
+
+
+def test_a_round_trip_that_an_outage_left_behind_does_not_hold_up_the_search() -> None:
+    """Found by the simulator, seed 5403: after half a minute's pause the probes went out every three minutes."""
+    path = PathMtu(1_400, ethernet, 0.0)
+    now_s = 0.0
+    for _ in range(PROBES_MAX):
+        assert path.poll(now_s, 80.0) == 1_400
+        path.on_small_arrived(now_s + 0.02)
+        now_s = path.due_at_s
+    assert path.poll(now_s, 80.0) == 1_232
+    assert now_s < 1.0
+    assert path.due_at_s < 2 * PROBE_TIMEOUT_MAX_S
 
 
 def test_losses_of_large_datagrams_have_the_size_confirmed_and_change_it_only_if_that_fails() -> (
