@@ -182,16 +182,20 @@ class Outbound:
         if (
             record is None
             or record.nbytes > room
-            or (end := number + record.span) > self.limit
+            or number + record.span > self.limit
             or self._session not in record.message.recipients
         ):
             return None
+        self._note_whole(record, now_s)
+        return record
+
+    def _note_whole(self, record: Record, now_s: float) -> None:
+        """Account for the next record, which is sent for the first time and in one piece."""
         order = self._order
         self._wholes.append((record, order, self.rate.on_sent(record.nbytes, now_s, order)))
-        self.cursor = end
+        self.cursor = record.number + record.span
         self._order = order + 1
         self._progress_at_s = now_s
-        return record
 
     def _open_next(self) -> Flight | None:
         head = min(self._log.head, self.gate)
@@ -555,6 +559,12 @@ class Outbound:
 
     def carry(self, record: Record, mask: int, now_s: float) -> None:
         """Account for fragments of a record, the next one or the last one begun, that a carrier sends now."""
+        if mask == record.full and self.cursor == record.number:
+            self._note_whole(record, now_s)
+            self._partly_carried = None
+            self.carried_bursts += 1
+            self.carried_bytes += record.nbytes
+            return
         self._unfold()
         if self.cursor == record.number:
             flight = Flight(record.number, record, record.span)
