@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -45,6 +47,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for framework in ("jax", "torch"):
         if importlib.util.find_spec(framework) is None:
             missing[framework] = f"{framework} is not installed"
+    if importlib.util.find_spec("pyspark") is None:
+        missing["spark"] = "pyspark is not installed"
+    elif shutil.which("java") is None and "JAVA_HOME" not in os.environ:
+        missing["spark"] = "Spark needs Java, and there is none"
     if "cuda" not in gw.backends():
         missing["cuda"] = f"no usable CUDA backend: {cuda_problem()}"
     for item in items:

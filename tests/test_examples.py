@@ -111,3 +111,8 @@ def test_workers_go_on_when_one_is_killed_and_another_joins() -> None:
 def test_two_workers_with_jax_and_optax_learn_the_digits() -> None:
     pytest.importorskip("optax", reason="optax is not installed")
     workers_agree(run(str(EXAMPLES / "jax_optax.py")), 2)
+
+
+@pytest.mark.spark
+def test_four_spark_tasks_learn_the_digits() -> None:
+    workers_agree(run(str(EXAMPLES / "spark_digits.py")), 4)

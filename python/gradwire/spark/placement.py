@@ -1,0 +1,61 @@
+"""Where the node of a Spark task binds: the address that the other executors reach, and a port of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from gradwire.transport.addressing import WILDCARD, deciding_rule, local_address
+from gradwire.transport.model import format_address
+from gradwire.transport.path_mtu import is_loopback
+
+ANY: Final = (WILDCARD, "::")
+LOOPBACK: Final = "127.0.0.1"
+PORT_MAX: Final = 65_535
+
+
+def host_of(address: str) -> str:
+    """Return the host of what Spark calls an executor's address: "host:port", IPv6 in brackets or not."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def where_to_bind(
+    hosts: Sequence[str], rank: int, port: int = 0, network_mask: str | None = None
+) -> str:
+    """Return the "host:port" for the node of one task.
+
+    Args:
+        hosts: of the executors, by task.
+        rank: the task's number.
+        port: the first one for the tasks of a machine; 0 for any.
+        network_mask: as given to `node`.
+
+    Raises:
+        ValueError: the machine's tasks need ports above 65,535, or it has no way to the other executors.
+    """
+    own = hosts[rank]
+    last = port + hosts.count(own) - 1 if port else 0
+    if not 0 <= port <= last <= PORT_MAX:
+        raise ValueError(
+            f"port is {port}, and {hosts.count(own)} tasks on {own} need one each up to {last}; it must be 0 or all "
+            f"have to lie between 1 and {PORT_MAX}"
+        )
+    chosen = port + hosts[:rank].count(own) if port else 0
+    if deciding_rule((WILDCARD, chosen), network_mask) != "route":
+        return f"{WILDCARD}:{chosen}"  # the mask or GRADWIRE_IP names the address
+    return format_address((_address_towards([host for host in hosts if host != own]), chosen))
+
+
+def _address_towards(others: Sequence[str]) -> str:
+    """Return this machine's address on the way to the first of these hosts; loopback if there are none."""
+    names = [format_address((host, 1)) for host in others]  # of what port does not matter
+    for wildcard in ANY if names else ():
+        address = local_address((wildcard, 0), names)[0]
+        if not is_loopback(address):
+            return address
+    if names:
+        raise ValueError(
+            f"no address of this machine is on the way to the other executors ({', '.join(sorted(set(others)))}): "
+            "give network_mask, or GRADWIRE_IP to each executor"
+        )
+    return LOOPBACK

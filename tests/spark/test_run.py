@@ -1,0 +1,175 @@
+"""Spark tasks that train together: real Spark, in local mode.
+
+What goes to the tasks is defined inside the tests: Spark sends such functions whole, others by their module's name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+import gradwire.spark
+
+# ruff: noqa: ARG001, ARG005 - tasks get their rows whether they want them or not
+
+TASKS = 3
+
+
+@pytest.fixture(scope="module")
+def spark() -> Iterator[Any]:
+    """A Spark of this machine with four slots."""
+    import pyspark
+
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYSPARK_PYTHON", sys.executable)
+    paths = os.pathsep.join(path for path in sys.path if path)
+    configuration = (
+        pyspark.SparkConf()
+        .setMaster("local[4]")
+        .set("spark.ui.enabled", "false")
+        .set("spark.driver.host", "127.0.0.1")
+        .set("spark.driver.bindAddress", "127.0.0.1")
+        .set("spark.executorEnv.PYTHONPATH", paths)
+        .set("spark.scheduler.barrier.maxConcurrentTasksCheck.maxFailures", "1")
+        .set("spark.scheduler.barrier.maxConcurrentTasksCheck.interval", "1s")
+    )
+    context = pyspark.SparkContext(conf=configuration)
+    context.setLogLevel("OFF")
+    yield context
+    context.stop()
+    patch.undo()
+
+
+@pytest.mark.spark
+def test_tasks_fit_one_line_to_the_rows_of_all_and_end_with_the_same_bits(spark: Any) -> None:
+    rng = np.random.default_rng(1)
+    truth = rng.standard_normal(40).astype(np.float32)
+    inputs = rng.standard_normal((600, 40)).astype(np.float32)
+    rows = list(zip(inputs, inputs @ truth, strict=True))
+
+    def train(node: gw.Node, rows: Iterator[Any]) -> tuple[int, int, np.ndarray]:
+        inputs, targets = (np.array(column) for column in zip(*rows, strict=True))
+        params = np.zeros(40, np.float32)
+        share = gw.Exchange(
+            gw.Encoder(40, threshold=gw.TargetDensity(0.2)), node, average=True, timeout_s=30.0
+        )
+        for _ in range(200):
+            gradient = inputs.T @ (inputs @ params - targets) / len(inputs)
+            share.step(np.float32(-0.1) * gradient, params)
+        return node.id, len(inputs), params
+
+    results = gradwire.spark.run(spark.parallelize(rows, TASKS), train)
+    assert [result[:2] for result in results] == [(0, 200), (1, 200), (2, 200)]
+    first, *others = [params for _, _, params in results]
+    assert np.abs(first - truth).max() < 0.05
+    assert all(np.array_equal(first.view("u4"), params.view("u4")) for params in others)
+
+
+@pytest.mark.spark
+def test_a_single_task_trains_alone(spark: Any) -> None:
+    [peers] = gradwire.spark.run(
+        spark.parallelize(range(4), 1), lambda node, rows: (len(node.peers), sum(rows))
+    )
+    assert peers == (0, 6)
+
+
+@pytest.mark.spark
+def test_a_partition_without_rows_has_a_node_as_well(spark: Any) -> None:
+    def count(node: gw.Node, rows: Iterator[int]) -> tuple[int, int]:
+        from pyspark import BarrierTaskContext
+
+        peers = len(node.peers)
+        BarrierTaskContext.get().barrier()  # nobody goes before all have counted
+        return peers, len(list(rows))
+
+    assert gradwire.spark.run(spark.parallelize([7], TASKS), count) == [(2, 0), (2, 0), (2, 1)]
+
+
+@pytest.mark.spark
+def test_what_a_task_raises_ends_the_training_with_its_message(spark: Any) -> None:
+    def train(node: gw.Node, rows: Iterator[int]) -> None:
+        if node.id == 1:
+            raise RuntimeError("the data of partition 1 are bad")
+        node.receive(timeout_s=60.0)
+
+    with pytest.raises(Exception, match="the data of partition 1 are bad"):
+        gradwire.spark.run(spark.parallelize(range(9), TASKS), train)
+
+
+@pytest.mark.spark
+def test_two_trainings_after_each_other_are_two_clusters(spark: Any) -> None:
+    def greet(node: gw.Node, rows: Iterator[int]) -> tuple[int, bytes]:
+        """Say something to the other task, which stays until it has heard it."""
+        node.publish(f"from {node.id}".encode())
+        [(peer, _, payload)] = node.receive(timeout_s=20.0)
+        return peer.id, bytes(payload)
+
+    data = spark.parallelize(range(4), 2)
+    for _ in range(2):
+        assert gradwire.spark.run(data, greet) == [(1, b"from 1"), (0, b"from 0")]
+
+
+@pytest.mark.spark
+def test_tasks_on_one_machine_take_ports_from_the_given_one_on(spark: Any) -> None:
+    data = spark.parallelize(range(3), TASKS)
+    addresses = gradwire.spark.run(data, lambda node, rows: node.address, port=43_210)
+    assert addresses == ["127.0.0.1:43210", "127.0.0.1:43211", "127.0.0.1:43212"]
+
+
+@pytest.mark.spark
+def test_a_barrier_stage_of_ones_own_gets_its_nodes_one_by_one(spark: Any) -> None:
+    secret = bytes(range(32))
+
+    def task(rows: Iterator[int]) -> Iterator[tuple[int, int]]:
+        from pyspark import BarrierTaskContext
+
+        with gradwire.spark.node(secret=secret) as node:
+            peers = len(node.peers)
+            BarrierTaskContext.get().barrier()
+            yield node.id, peers
+
+    data = spark.parallelize(range(4), 2)
+    assert data.barrier().mapPartitions(task).collect() == [(0, 1), (1, 1)]
+
+
+@pytest.mark.spark
+def test_outside_a_barrier_stage_the_error_says_what_to_use(spark: Any) -> None:
+    with pytest.raises(gw.TransportError, match=r"use gradwire\.spark\.run"):
+        gradwire.spark.node(secret=bytes(range(32)))
+
+    def task(rows: Iterator[int]) -> Iterator[str]:
+        try:
+            gradwire.spark.node(secret=bytes(range(32)))
+        except gw.TransportError as error:
+            yield str(error)
+
+    [text] = spark.parallelize([1], 1).mapPartitions(task).collect()
+    assert "a barrier stage, and this is none" in text
+
+
+@pytest.mark.spark
+def test_more_tasks_than_find_room_are_refused_by_spark(spark: Any) -> None:
+    with pytest.raises(Exception, match="slots"):
+        gradwire.spark.run(spark.parallelize(range(5), 5), lambda node, rows: None)
+
+
+def test_what_is_no_rdd_is_refused_with_the_way_to_one() -> None:
+    with pytest.raises(
+        TypeError, match=r"must be an RDD, got list; a DataFrame has one in its \.rdd"
+    ):
+        gradwire.spark.run([1, 2, 3], lambda node, rows: None)  # type: ignore[arg-type]
+
+
+def test_a_weak_secret_is_refused_before_anything_is_started() -> None:
+    class Data:
+        def barrier(self) -> None:
+            raise AssertionError("must not be reached")
+
+    with pytest.raises(ValueError, match="random"):
+        gradwire.spark.run(Data(), lambda node, rows: None, secret=bytes(32))  # type: ignore[arg-type]
