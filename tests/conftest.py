@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,14 @@ else:
     # deadline, because a shared machine may stall.
     settings.register_profile("gradwire", deadline=None, derandomize=True)
     settings.load_profile("gradwire")
+
+
+if "GRADWIRE_EMULATED_CUDA" in os.environ:
+    from .emulated_cuda.device import install
+
+    install(
+        Path(os.environ["GRADWIRE_EMULATED_CUDA"]), int(os.environ.get("GRADWIRE_EMULATED_SEED", 0))
+    )
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +13,25 @@ import gradwire as gw
 
 Words = NDArray[Any]
 
+EMULATED_MODULE = "GRADWIRE_EMULATED_CUDA"  # names the module of tests/emulated_cuda
+
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 def torch() -> Any:
-    """Return torch, which is imported only where there is a GPU."""
+    """Return torch, which is imported only where there is a GPU, or what stands for it on the emulated device."""
+    if is_emulated():
+        from .emulated_cuda.device import TORCH
+
+        return TORCH
     import torch as module
 
     return module
+
+
+def is_emulated() -> bool:
+    """Whether the device is the one of tests/emulated_cuda."""
+    return EMULATED_MODULE in os.environ
 
 
 def update_of(numel: int, dtype: str, density: float, seed: int) -> Any:

@@ -2,7 +2,8 @@
 
 Its device is as inconvenient as a real one: its arrays cannot be viewed by NumPy, work is only queued and is done when
 somebody waits, and an update that was not finite is told of when the message is first looked at, a refused buffer being
-a `BufferError`. What it cannot show is whether the real module does what its stub says.
+a `BufferError`. What it cannot show is whether the real module does what its stub says; for that, the tests that use it
+run with the real one on the emulated device as well.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire import arrays
+
+from .cuda_arrays import is_emulated, on_device, torch
 
 CUDA = 2  # DLPack's number of the device type
 
@@ -170,9 +174,27 @@ def apply_many(messages: list[Any], target: Any, scale: float, device: int, stre
     QUEUE.work.append(work)
 
 
+def to_device(array: NDArray[Any]) -> Any:
+    """Return a copy on the device."""
+    if is_emulated():
+        return on_device(torch().from_numpy(array))
+    return DeviceArray(array.copy())
+
+
+def to_host(array: Any) -> NDArray[Any]:
+    """Return a copy of what is on the device, or in host memory already."""
+    if isinstance(array, np.ndarray):
+        return array.copy()
+    host: NDArray[Any] = array.cpu().numpy() if is_emulated() else array.host()
+    return host
+
+
 @contextmanager
 def fake_cuda() -> Iterator[None]:
-    """Let gradwire find the stand-in where it looks for the compiled module."""
+    """Let gradwire find the stand-in where it looks for the compiled module, unless that is there, emulated."""
+    if is_emulated():
+        yield
+        return
     module: Any = ModuleType("gradwire._cuda")
     module.Encoder, module.CudaMessage, module.DeviceArray = Encoder, CudaMessage, DeviceArray
     module.apply_many = apply_many

@@ -13,6 +13,7 @@
 #include "crc_tables.cuh"
 #include "decode_chunk.h"
 #include "device_team.cuh"
+#include "launch.cuh"
 #include "ranges.h"
 
 namespace gradwire::cuda {
@@ -152,10 +153,9 @@ void apply_on_device(int device, const std::vector<DeviceMessageRef>& messages, 
             table.sizes[table.count] = messages[i].size;
             statuses.statuses[table.count] = messages[i].status;
         }
-        read_kernel<<<table.count, kBlock, 0, stream>>>(table, work, first, numel, scale);
-        CUDA_TRY_LAUNCH("read");
-        check_kernel<<<dim3(kCheckBlocks, table.count), kBlock, 0, stream>>>(table, statuses, work, first);
-        CUDA_TRY_LAUNCH("check");
+        CUDA_LAUNCH("read", read_kernel, table.count, kBlock, stream, table, work, first, numel, scale);
+        CUDA_LAUNCH("check", check_kernel, dim3(kCheckBlocks, table.count), kBlock, stream, table, statuses, work,
+                    first);
         tables.push_back(table);
     }
     if (numel == 0) return;
@@ -163,9 +163,8 @@ void apply_on_device(int device, const std::vector<DeviceMessageRef>& messages, 
     for (const ArrayRange& range : cut_ranges(targets, numel, window))
         for (uint32_t i = 0; i < tables.size(); ++i) {
             const uint64_t windows = (range.end - range.begin + window - 1) / window;
-            apply_kernel<<<static_cast<unsigned>(windows), kBlock, 0, stream>>>(
-                tables[i], range.arrays, work, i * kMostMessages, range.begin, range.end, window, scale);
-            CUDA_TRY_LAUNCH("apply");
+            CUDA_LAUNCH("apply", apply_kernel, static_cast<unsigned>(windows), kBlock, stream, tables[i], range.arrays,
+                        work, i * kMostMessages, range.begin, range.end, window, scale);
         }
 }
 

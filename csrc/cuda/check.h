@@ -37,5 +37,3 @@ class DeviceScope {
 }  // namespace gradwire::cuda
 
 #define CUDA_TRY(call) ::gradwire::cuda::check_call((call), #call, __FILE__, __LINE__)
-// Behind a kernel's launch.
-#define CUDA_TRY_LAUNCH(name) ::gradwire::cuda::check_call(cudaGetLastError(), "launch of " name, __FILE__, __LINE__)

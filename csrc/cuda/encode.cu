@@ -16,6 +16,7 @@
 #include "crc_tables.cuh"
 #include "dense.h"
 #include "device_team.cuh"
+#include "launch.cuh"
 #include "ranges.h"
 #include "tail_sample.h"
 #include "take_tile.h"
@@ -318,9 +319,8 @@ void DeviceEncoder::take(const std::vector<ConstArray>* update, bool dense, Stre
     const TakeTarget<Residual> to{reinterpret_cast<Residual*>(work_->residual), work_->masks, &work_->state->nonfinite};
     const auto launch = [&](auto kernel, const ArrayTable& updates, uint64_t begin, uint64_t end) {
         const uint64_t blocks = (end - begin + kGroupElements - 1) / kGroupElements;
-        kernel<<<static_cast<unsigned>(blocks), kBlock, 0, stream>>>(updates, to, work_->state, begin / kGroupElements,
-                                                                     dense);
-        CUDA_TRY_LAUNCH("take");
+        CUDA_LAUNCH("take", kernel, static_cast<unsigned>(blocks), kBlock, stream, updates, to, work_->state,
+                    begin / kGroupElements, dense);
     };
     if (numel_ == 0) return;
     if (!update) return launch(take_kernel<Residual, Accumulated>, ArrayTable{}, 0, numel_);
@@ -341,23 +341,21 @@ void DeviceEncoder::take(const std::vector<ConstArray>* update, bool dense, Stre
 
 template <class Residual>
 void DeviceEncoder::sample(const std::vector<ConstArray>* update, Stream stream) {
-    clear_tail_kernel<<<1, 1, 0, stream>>>(work_->state);
-    CUDA_TRY_LAUNCH("clear_tail");
+    CUDA_LAUNCH("clear_tail", clear_tail_kernel, 1, 1, stream, work_->state);
     const auto* residual = reinterpret_cast<const Residual*>(work_->residual);
     const uint64_t stride = tail_stride(numel_, policy_.density);
     const auto launch = [&](const ArrayTable& updates, uint64_t begin, uint64_t end) {
         const uint64_t groups = (end - begin) / stride + 1;
-        sample_kernel<Residual><<<static_cast<unsigned>((groups + kBlock - 1) / kBlock), kBlock, 0, stream>>>(
-            updates, residual, begin, end, numel_, stride, work_->bins, work_->state);
-        CUDA_TRY_LAUNCH("sample");
+        CUDA_LAUNCH("sample", sample_kernel<Residual>, static_cast<unsigned>((groups + kBlock - 1) / kBlock), kBlock,
+                    stream, updates, residual, begin, end, numel_, stride, work_->bins, work_->state);
     };
     if (update)
         for (const ArrayRange& range : cut_ranges(*update, numel_, kGroupElements))
             launch(range.arrays, range.begin, range.end);
     else
         launch(ArrayTable{}, 0, numel_);
-    quantile_kernel<<<kTailQuantiles, kBlock, 0, stream>>>(work_->bins, policy_.density, work_->state);
-    CUDA_TRY_LAUNCH("quantile");
+    CUDA_LAUNCH("quantile", quantile_kernel, kTailQuantiles, kBlock, stream, work_->bins, policy_.density,
+                work_->state);
 }
 
 template <class Residual>
@@ -365,29 +363,23 @@ void DeviceEncoder::code(uint32_t key, bool skip_nonfinite, MessageBuffer& to, S
     auto* residual = reinterpret_cast<Residual*>(work_->residual);
     auto* message = reinterpret_cast<uint32_t*>(to.on_device);
     const unsigned chunk_blocks = blocks_for(most_chunks(numel_), 6);
-    plan_kernel<<<1, kPlanBlock, 0, stream>>>(work_->masks, work_->state, skip_nonfinite, work_->scratch);
-    CUDA_TRY_LAUNCH("plan");
-    size_kernel<<<chunk_blocks, kBlock, 0, stream>>>(work_->masks, work_->scratch, work_->records);
-    CUDA_TRY_LAUNCH("size");
-    lay_out_kernel<<<blocks_for(to.capacity / 16384, 1), kBlock, 0, stream>>>(work_->masks, work_->state, key,
-                                                                              work_->scratch, work_->records, message);
-    CUDA_TRY_LAUNCH("lay_out");
-    write_kernel<Residual><<<chunk_blocks, kBlock, 0, stream>>>(work_->masks, residual, work_->state, work_->scratch,
-                                                                work_->records, message);
-    CUDA_TRY_LAUNCH("write");
+    CUDA_LAUNCH("plan", plan_kernel, 1, kPlanBlock, stream, work_->masks, work_->state, skip_nonfinite, work_->scratch);
+    CUDA_LAUNCH("size", size_kernel, chunk_blocks, kBlock, stream, work_->masks, work_->scratch, work_->records);
+    CUDA_LAUNCH("lay_out", lay_out_kernel, blocks_for(to.capacity / 16384, 1), kBlock, stream, work_->masks,
+                work_->state, key, work_->scratch, work_->records, message);
+    CUDA_LAUNCH("write", write_kernel<Residual>, chunk_blocks, kBlock, stream, work_->masks, residual, work_->state,
+                work_->scratch, work_->records, message);
     if (policy_.clip_every == 0) return;
-    clip_kernel<Residual><<<blocks_for(numel_ / kBlock, 8), kBlock, 0, stream>>>(residual, numel_, policy_.clip_limit,
-                                                                                 work_->scratch, work_->state);
-    CUDA_TRY_LAUNCH("clip");
+    CUDA_LAUNCH("clip", clip_kernel<Residual>, blocks_for(numel_ / kBlock, 8), kBlock, stream, residual, numel_,
+                policy_.clip_limit, work_->scratch, work_->state);
 }
 
 template <class Residual>
 void DeviceEncoder::send_values(DenseType dtype, uint32_t key, bool skip_nonfinite, MessageBuffer& to, Stream stream) {
-    plan_kernel<<<1, kPlanBlock, 0, stream>>>(work_->masks, work_->state, skip_nonfinite, work_->scratch);
-    CUDA_TRY_LAUNCH("plan");
-    values_kernel<Residual><<<blocks_for(numel_ / kBlock, 8), kBlock, 0, stream>>>(
-        reinterpret_cast<Residual*>(work_->residual), numel_, dtype, key, work_->state, work_->scratch, to.on_device);
-    CUDA_TRY_LAUNCH("values");
+    CUDA_LAUNCH("plan", plan_kernel, 1, kPlanBlock, stream, work_->masks, work_->state, skip_nonfinite, work_->scratch);
+    CUDA_LAUNCH("values", values_kernel<Residual>, blocks_for(numel_ / kBlock, 8), kBlock, stream,
+                reinterpret_cast<Residual*>(work_->residual), numel_, dtype, key, work_->state, work_->scratch,
+                to.on_device);
 }
 
 template <class Residual>
@@ -400,13 +392,11 @@ void DeviceEncoder::encode_as(const std::vector<ConstArray>* update, uint32_t ke
         send_values<Residual>(dense, key, skip_nonfinite, to, stream);
     else
         code<Residual>(key, skip_nonfinite, to, stream);
-    seal_kernel<<<blocks_for(to.capacity / (kBlock * kCrcSlice), 2), kBlock, 0, stream>>>(
-        to.on_device, numel_, policy_, !is_dense, work_->scratch, work_->state, to.status);
-    CUDA_TRY_LAUNCH("seal");
+    CUDA_LAUNCH("seal", seal_kernel, blocks_for(to.capacity / (kBlock * kCrcSlice), 2), kBlock, stream, to.on_device,
+                numel_, policy_, !is_dense, work_->scratch, work_->state, to.status);
     if (!to.on_host) return;
-    publish_kernel<<<blocks_for(to.capacity / (kBlock * 16), 1), kBlock, 0, stream>>>(
-        reinterpret_cast<const uint4*>(to.on_device), work_->scratch, reinterpret_cast<uint4*>(to.on_host));
-    CUDA_TRY_LAUNCH("publish");
+    CUDA_LAUNCH("publish", publish_kernel, blocks_for(to.capacity / (kBlock * 16), 1), kBlock, stream,
+                reinterpret_cast<const uint4*>(to.on_device), work_->scratch, reinterpret_cast<uint4*>(to.on_host));
 }
 
 void DeviceEncoder::encode(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
@@ -423,8 +413,7 @@ void DeviceEncoder::encode(const std::vector<ConstArray>* update, uint32_t key, 
 void DeviceEncoder::encode_into(void* residual, const std::vector<ConstArray>& update, uint16_t threshold, uint32_t key,
                                 uint32_t step, MessageBuffer& to, Stream stream) {
     const DeviceScope scope(device_);
-    begin_kernel<<<1, 1, 0, stream>>>(work_->state, threshold, step);
-    CUDA_TRY_LAUNCH("begin");
+    CUDA_LAUNCH("begin", begin_kernel, 1, 1, stream, work_->state, threshold, step);
     work_->residual = static_cast<uint8_t*>(residual);
     encode(&update, key, true, DenseType::kNone, to, stream);
 }

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import gradwire as gw
 from gradwire.exchange import Group
 
-from ..fake_cuda import DeviceArray, fake_cuda
+from ..fake_cuda import fake_cuda, to_device, to_host
 from .cluster import FakeNode, cluster
 
 NUMEL = 40
@@ -53,13 +53,13 @@ def tensors(flat: Array) -> list[Array]:
 def placed(values: Any, where: str) -> Any:
     if isinstance(values, list):
         return [placed(one, where) for one in values]
-    return DeviceArray(values.copy()) if where == "cuda" else values.copy()
+    return to_device(values) if where == "cuda" else values.copy()
 
 
 def back(values: Any) -> Array:
     if isinstance(values, list):
         return np.concatenate([back(one) for one in values])
-    return values.host() if isinstance(values, DeviceArray) else values.copy()
+    return to_host(values)
 
 
 def residual_of(coder: gw.Encoder | gw.Groups) -> Array:

@@ -1,0 +1,369 @@
+"""Arrays on the emulated device that answer to as much of torch as the GPU tests ask for.
+
+The memory is the emulated runtime's and so are the streams: an operation is enqueued on the current stream, and what
+the host reads it waits for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import gradwire
+from gradwire import arrays
+
+DLPACK_CUDA = 2
+NON_BLOCKING = 1
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+INTERFACE_TYPES = {
+    torch.float32: "<f4",
+    torch.float64: "<f8",
+    torch.float16: "<f2",
+    torch.uint8: "|u1",
+}
+
+
+class Runtime:
+    """The emulated CUDA runtime, which lives in the module; errors are raised by name."""
+
+    def __init__(self, module: Path) -> None:
+        self._library = ctypes.CDLL(str(module))
+        self._library.cudaGetErrorName.restype = ctypes.c_char_p
+        self._library.emulatedWaits.restype = ctypes.c_uint64
+        self._callbacks: list[Any] = []  # a graph may run them again
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the runtime."""
+        error = getattr(self._library, name)(*arguments)
+        if error:
+            self._library.cudaGetLastError()
+            raise RuntimeError(f"{name}: {self._library.cudaGetErrorName(error).decode()}")
+
+    def make(self, name: str, *arguments: Any) -> int:
+        """Call a function that gives out a pointer, and return that."""
+        made = ctypes.c_void_p()
+        self.call(name, ctypes.byref(made), *arguments)
+        assert made.value is not None
+        return made.value
+
+    def waits(self) -> int:
+        """How often the host has waited for the device."""
+        return int(self._library.emulatedWaits())
+
+    def enqueue(self, work: Callable[[], object], stream: int) -> None:
+        """Have ``work`` done when the stream gets there."""
+
+        def run(_: object) -> None:
+            work()
+
+        callback = HOST_FUNCTION(run)
+        self._callbacks.append(callback)
+        self.call("cudaLaunchHostFunc", ctypes.c_void_p(stream), callback, None)
+
+
+class Stream:
+    """A stream of the emulated device; None: the default one."""
+
+    def __init__(self, handle: int | None = None) -> None:
+        self.cuda_stream = (
+            RUNTIME.make("cudaStreamCreateWithFlags", NON_BLOCKING) if handle is None else handle
+        )
+
+    def synchronize(self) -> None:
+        RUNTIME.call("cudaStreamSynchronize", ctypes.c_void_p(self.cuda_stream))
+
+    def query(self) -> bool:
+        """Whether all of it is done, as torch's: by an event."""
+        event = Event()
+        event.record(self)
+        return event.query()
+
+
+class Event:
+    """An event of the emulated device."""
+
+    def __init__(self) -> None:
+        self._handle = ctypes.c_void_p(RUNTIME.make("cudaEventCreateWithFlags", 0))
+
+    def record(self, stream: Stream | None = None) -> None:
+        on = current() if stream is None else stream.cuda_stream
+        RUNTIME.call("cudaEventRecord", self._handle, ctypes.c_void_p(on))
+
+    def query(self) -> bool:
+        try:
+            RUNTIME.call("cudaEventQuery", self._handle)
+        except RuntimeError as error:
+            if "NotReady" not in str(error):
+                raise
+            return False
+        return True
+
+
+CURRENT: list[int] = [0]
+
+
+def current() -> int:
+    """Return the stream that operations are enqueued on."""
+    return CURRENT[-1]
+
+
+def current_stream(device: int = 0) -> Stream:
+    """Return it as an object."""
+    assert device == 0
+    return Stream(current())
+
+
+@contextmanager
+def stream_context(stream: Stream) -> Iterator[None]:
+    """Enqueue what is done inside on this stream."""
+    CURRENT.append(stream.cuda_stream)
+    yield
+    CURRENT.pop()
+
+
+FREE_MEMORY: dict[int, list[int]] = defaultdict(list)  # addresses, by size
+
+
+class Memory:
+    """A piece of device memory, which is used again as soon as nobody refers to it, as torch does."""
+
+    def __init__(self, nbytes: int) -> None:
+        free = FREE_MEMORY[nbytes]
+        self.address = free.pop() if free else RUNTIME.make("cudaMalloc", ctypes.c_size_t(nbytes))
+        weakref.finalize(self, free.append, self.address)
+
+
+class Tensor:
+    """An array on the emulated device."""
+
+    __module__ = "torch"  # by which gradwire asks for the current stream
+
+    def __init__(self, memory: Any, view: torch.Tensor) -> None:
+        self._memory = memory
+        self._view = view  # nobody but work on a stream may look through it
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._view.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._view.dtype
+
+    def numel(self) -> int:
+        return self._view.numel()
+
+    def data_ptr(self) -> int:
+        return self._view.data_ptr()
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return Tensor(self._memory, self._view[key])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._do(lambda: self._view.__setitem__(host_of(key), host_of(value)), key, value)
+
+    def copy_(self, source: Any) -> Tensor:
+        return self._do(lambda: self._view.copy_(host_of(source)), source)
+
+    def add_(self, other: Any) -> Tensor:
+        return self._do(lambda: self._view.add_(host_of(other)), other)
+
+    def fill_(self, value: float) -> Tensor:
+        return self._do(lambda: self._view.fill_(value))
+
+    def zero_(self) -> Tensor:
+        return self.fill_(0)
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        return empty(*self.shape, dtype=dtype).copy_(self)
+
+    def float(self) -> Tensor:
+        return self.to(torch.float32)
+
+    def double(self) -> Tensor:
+        return self.to(torch.float64)
+
+    def int(self) -> Tensor:
+        return self.to(torch.int32)
+
+    def cpu(self) -> torch.Tensor:
+        """Return a copy in host memory; waits for the stream."""
+        result = torch.empty(self.shape, dtype=self.dtype)
+        self._do(lambda: result.copy_(self._view))
+        RUNTIME.call("cudaStreamSynchronize", ctypes.c_void_p(current()))
+        return result
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def item(self) -> Any:
+        return self.cpu().item()
+
+    def any(self) -> bool:
+        return bool(self.cpu().any())
+
+    def sum(self) -> torch.Tensor:
+        return self.cpu().sum()
+
+    def _do(self, work: Callable[[], object], *keeps: object) -> Tensor:
+        """Enqueue work on this array; what it refers to stays until then."""
+        RUNTIME.enqueue(lambda: (work(), keeps), current())
+        return self
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        size = self._view.element_size()
+        return {
+            "shape": self.shape,
+            "typestr": INTERFACE_TYPES[self.dtype],
+            "data": (self.data_ptr(), False),
+            "strides": None
+            if self._view.is_contiguous()
+            else tuple(stride * size for stride in self._view.stride()),
+            "version": 3,
+            "stream": None,
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return DLPACK_CUDA, 0
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        """Return the capsule of a tensor on the CPU with another device in it."""
+        if stream is not None and stream > 2 and stream != current():
+            event = ctypes.c_void_p(RUNTIME.make("cudaEventCreateWithFlags", 0))
+            RUNTIME.call("cudaEventRecord", event, ctypes.c_void_p(current()))
+            RUNTIME.call("cudaStreamWaitEvent", ctypes.c_void_p(stream), event, 0)
+        capsule = self._view.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+        ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + 8).value = DLPACK_CUDA
+        return capsule
+
+
+def host_of(value: Any) -> Any:
+    """Return what a tensor on the device shows to work on a stream, and anything else as it is."""
+    return value._view if isinstance(value, Tensor) else value
+
+
+def view_of(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    if nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=dtype)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cuda") -> Tensor:
+    assert device == "cuda"
+    size = torch.Size(shape)
+    memory = Memory(max(1, size.numel()) * dtype.itemsize)
+    return Tensor(memory, view_of(memory.address, size.numel() * dtype.itemsize, dtype).view(size))
+
+
+def full(
+    shape: tuple[int, ...], value: Any, *, dtype: torch.dtype = torch.float32, device: str = "cuda"
+) -> Tensor:
+    return empty(*shape, dtype=dtype, device=device).fill_(value)
+
+
+def upload(tensor: torch.Tensor) -> Tensor:
+    return empty(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def as_tensor(array: Any, device: str = "cuda") -> Tensor:
+    """Return a tensor of the memory of one of gradwire's arrays."""
+    assert device == "cuda"
+    interface = array.__cuda_array_interface__
+    dtype = {typestr: dtype for dtype, typestr in INTERFACE_TYPES.items()}[interface["typestr"]]
+    (numel,) = interface["shape"]
+    return Tensor(array, view_of(interface["data"][0], numel * dtype.itemsize, dtype))
+
+
+def cat(parts: list[Tensor]) -> Tensor:
+    """Return one tensor of all parts."""
+    result = empty(sum(part.numel() for part in parts), dtype=parts[0].dtype)
+    begin = 0
+    for part in parts:
+        result[begin : begin + part.numel()].copy_(part)
+        begin += part.numel()
+    return result
+
+
+class Graph:
+    """A captured graph."""
+
+    def __init__(self) -> None:
+        self._handle: int | None = None
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        stream = Stream()
+        on = ctypes.c_void_p(stream.cuda_stream)
+        RUNTIME.call("cudaStreamBeginCapture", on, 0)
+        with stream_context(stream):
+            yield
+        made = ctypes.c_void_p()
+        RUNTIME.call("cudaStreamEndCapture", on, ctypes.byref(made))
+        self._handle = made.value
+
+    def replay(self) -> None:
+        RUNTIME.call(
+            "emulatedGraphLaunch", ctypes.c_void_p(self._handle), ctypes.c_void_p(current())
+        )
+
+
+def synchronize() -> None:
+    RUNTIME.call("cudaDeviceSynchronize")
+
+
+def install(module: Path, seed: int) -> None:
+    """Let gradwire find the emulated module where it looks for the compiled one."""
+    global RUNTIME
+    name = "gradwire._cuda"
+    loader = importlib.machinery.ExtensionFileLoader(name, str(module))
+    spec = importlib.util.spec_from_file_location(name, module, loader=loader)
+    assert spec is not None
+    sys.modules[name] = loaded = importlib.util.module_from_spec(spec)
+    loader.exec_module(loaded)
+    gradwire._cuda = loaded  # type: ignore[attr-defined]
+    arrays.cuda_problem.cache_clear()
+    RUNTIME = Runtime(module)
+    RUNTIME.call("emulatedSeed", ctypes.c_uint64(seed))
+    torch.Tensor.cuda = upload  # type: ignore[method-assign,assignment]
+    torch.cuda.current_stream = current_stream  # type: ignore[assignment]
+
+
+RUNTIME: Runtime
+
+TORCH = SimpleNamespace(
+    **{
+        name: getattr(torch, name)
+        for name in ("bfloat16", "float16", "float32", "float64", "uint8", "from_numpy")
+    },
+    empty=empty,
+    full=full,
+    zeros=lambda *shape, **options: empty(*shape, **options).zero_(),
+    ones=lambda *shape, **options: empty(*shape, **options).fill_(1),
+    cat=cat,
+    as_tensor=as_tensor,
+    from_dlpack=as_tensor,
+    cuda=SimpleNamespace(
+        Stream=Stream,
+        Event=Event,
+        stream=stream_context,
+        synchronize=synchronize,
+        current_stream=current_stream,
+        CUDAGraph=Graph,
+        graph=Graph.capture,
+        _sleep=lambda _: RUNTIME.call("emulatedSleep", ctypes.c_void_p(current())),
+    ),
+)
