@@ -133,15 +133,14 @@ def test_cupy_jax_and_plain_interfaces_are_taken_without_a_copy() -> None:
 
 @pytest.mark.cuda
 def test_work_comes_behind_the_stream_that_an_array_names() -> None:
-    producer = torch().cuda.Stream()
+    producer, consumer = torch().cuda.Stream(), torch().cuda.Stream()
     tensor = torch().zeros(NUMEL, device="cuda")
     source = update().cuda()
+    encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")  # waits for the device
     torch().cuda.synchronize()
     with torch().cuda.stream(producer):
         torch().cuda._sleep(200_000_000)
         tensor.copy_(source)
-    encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
-    consumer = torch().cuda.Stream()
     message = encoder.encode(InterfaceOnly(tensor, producer.cuda_stream), stream=consumer)
     assert bytes(message) == expected_bytes()
 
@@ -290,6 +289,17 @@ def test_a_message_on_the_device_is_applied_there_and_on_the_cpu() -> None:
 
 
 @pytest.mark.cuda
+def test_bytes_of_the_host_belong_to_the_caller_again_when_apply_returns() -> None:
+    data = bytearray(expected_bytes())
+    target = torch().zeros(NUMEL, device="cuda")
+    gw.apply(gw.Message.parse(data), target)
+    data[:] = bytes(len(data))
+    np.testing.assert_array_equal(
+        target.cpu().numpy(), gw.decode(gw.Message.parse(expected_bytes()))
+    )
+
+
+@pytest.mark.cuda
 def test_a_corrupt_message_changes_no_element_of_any_target() -> None:
     good = gw.Encoder(NUMEL, threshold=1.0).encode(update(density=0.2))
     rng = np.random.default_rng(3)
@@ -399,6 +409,23 @@ def test_two_encoders_on_two_streams_do_not_disturb_each_other() -> None:
         cpu = gw.Encoder(NUMEL, threshold=1.0)
         for step in range(8):
             assert bytes(messages[i][step]) == bytes(cpu.encode(update(10 * i + step)))
+
+
+@pytest.mark.cuda
+def test_what_the_host_asks_an_encoder_waits_for_work_on_any_stream() -> None:
+    cpu, encoder = pair(NUMEL, threshold=1.0)
+    tensor = on_device(update())
+    torch().cuda.synchronize()
+    cpu.encode(update())
+    for ask in (
+        lambda: encoder.step == 1,
+        lambda: (residual_of(encoder) == residual_of(cpu)).all(),
+    ):
+        with torch().cuda.stream(torch().cuda.Stream()):
+            torch().cuda._sleep(200_000_000)
+            encoder.encode(tensor)
+        assert ask()
+        encoder.load_state_dict(gw.Encoder(NUMEL, threshold=1.0).state_dict())
 
 
 @pytest.mark.cuda

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.arrays import cuda_core
 
 from ..cuda_arrays import is_emulated, on_device, torch, update_of
 
@@ -89,6 +90,21 @@ def test_the_device_of_the_arrays_decides() -> None:
     for target in targets:
         np.testing.assert_array_equal(target.memory, gw.decode(expected))
     assert encoder.step == 1
+
+
+def test_an_encode_on_memory_of_the_caller_s_gives_the_same_bytes() -> None:
+    """What `gradwire.torch`'s operator calls, whose own tests need torch on a GPU."""
+    cpu = gw.Encoder(NUMEL, threshold=1.0, key=5)
+    residual = torch().zeros(NUMEL, device="cuda")
+    out = torch().empty(
+        gw.Encoder(NUMEL, device="cuda").message_bytes_max, dtype=torch().uint8, device="cuda"
+    )
+    for step in range(3):
+        tensor = on_device(update(step))
+        cuda_core().encode_into(residual, tensor, 1.0, 5, step, out, 0)
+        expected = cpu.encode(update(step))
+        assert out[: expected.nbytes].cpu().numpy().tobytes() == bytes(expected)
+    np.testing.assert_array_equal(residual.cpu().numpy(), cpu.residual)
 
 
 def test_work_is_not_done_before_somebody_waits() -> None:
