@@ -15,7 +15,7 @@ PYTHON_LINES_MAX = 1_000
 GENERATED = (".a", ".dll", ".dylib", ".egg", ".log", ".o", ".pyc", ".pyd", ".so", ".whl")
 
 # Folders of tests that belong to no Python package.
-OTHER_TEST_FOLDERS = {"cpp", "golden"}
+OTHER_TEST_FOLDERS = {"cpp", "emulated_cuda", "golden"}
 
 # Put together here, so that this file does not find itself.
 MACHINE_SPECIFIC = re.compile("|".join(f"/{one}/" for one in ("home", "root", "Users", "work")))

@@ -22,7 +22,7 @@ ETHERNET_MTU: Final = 1_500
 RUNGS: Final = (1_232, 1_400, 1_452, 1_472, 8_952, 8_972)
 PROBES_MAX: Final = 3
 PROBE_TIMEOUT_MIN_S: Final = 0.05
-PROBE_TIMEOUT_MAX_S: Final = 10.0  # a pause can have left a round trip of a minute behind
+PROBE_TIMEOUT_MAX_S: Final = 5.0  # a pause can leave a round trip of a minute behind
 SEARCH_AGAIN_S: Final = 600.0
 LARGE_LOST_MAX: Final = 3
 UNLIMITED: Final = float("inf")
@@ -102,7 +102,7 @@ class PathMtu:
         self._ceiling_bytes = ceiling()
         self._refused_bytes: float = UNLIMITED
         self._probing: int | None = start_bytes
-        self._sent_at_s: float | None = None
+        self._is_sent = False
         self._is_alive = False
         self._failures = 0
 
@@ -124,22 +124,22 @@ class PathMtu:
             self._refused_bytes = UNLIMITED
             self._ceiling_bytes = self._ceiling()
             self._search(now_s)
-        elif self._is_alive:  # without the small one's answer the path may just be down
+        elif (
+            self._is_sent and self._is_alive
+        ):  # without the small one's answer the path may just be down
             self._failures += 1
             if self._failures == PROBES_MAX:
                 self._refuse(self._probing, now_s)
         if self._probing is None:
             return None
-        self._sent_at_s, self._is_alive = now_s, False
+        self._is_sent, self._is_alive = True, False
+        # Not much sooner, or one overflowing queue may swallow all three.
         self.due_at_s = now_s + min(max(2 * timeout_s, PROBE_TIMEOUT_MIN_S), PROBE_TIMEOUT_MAX_S)
         return self._probing
 
-    def on_small_arrived(self, now_s: float) -> None:
-        """The small datagram that went with the latest probe was answered: the probe's answer has as long again."""
-        if self._sent_at_s is not None:
-            self._is_alive = True
-            elapsed_s = now_s - self._sent_at_s
-            self.due_at_s = min(self.due_at_s, now_s + max(elapsed_s, PROBE_TIMEOUT_MIN_S))
+    def on_small_arrived(self) -> None:
+        """The small datagram that went with the latest probe was answered."""
+        self._is_alive = True
 
     def on_arrived(self, nbytes: int, now_s: float) -> None:
         """A datagram of this size reached the peer."""
@@ -179,6 +179,6 @@ class PathMtu:
 
     def _probe(self, nbytes: int, now_s: float) -> None:
         self._probing = nbytes
-        self._sent_at_s, self._is_alive = None, False
+        self._is_sent = False
         self._failures = 0
         self.due_at_s = now_s

@@ -380,7 +380,7 @@ class Session:
         if self.path is not None and token == probe_token:
             self.path.on_arrived(nbytes, now_s)
         elif self.path is not None and token == probe_token + 1:
-            self.path.on_small_arrived(now_s)
+            self.path.on_small_arrived()
 
     def _on_key(self, frame: Key, now_s: float) -> None:
         if self.state is State.RESPONDED:
