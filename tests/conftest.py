@@ -14,6 +14,8 @@ import pytest
 import gradwire as gw
 from gradwire.arrays import cuda_problem
 
+from .cuda_arrays import EMULATED_MODULE, is_emulated
+
 try:
     from hypothesis import settings
 except (
@@ -27,12 +29,10 @@ else:
     settings.load_profile("gradwire")
 
 
-if "GRADWIRE_EMULATED_CUDA" in os.environ:
+if is_emulated():
     from .emulated_cuda.device import install
 
-    install(
-        Path(os.environ["GRADWIRE_EMULATED_CUDA"]), int(os.environ.get("GRADWIRE_EMULATED_SEED", 0))
-    )
+    install(Path(os.environ[EMULATED_MODULE]), int(os.environ.get("GRADWIRE_EMULATED_SEED", 0)))
 
 
 @pytest.fixture

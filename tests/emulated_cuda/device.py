@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import importlib.machinery
 import importlib.util
+import itertools
 import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +43,9 @@ class Runtime:
         self._library = ctypes.CDLL(str(module))
         self._library.cudaGetErrorName.restype = ctypes.c_char_p
         self._library.emulatedWaits.restype = ctypes.c_uint64
-        self._callbacks: list[Any] = []  # a graph may run them again
+        self._work: dict[int, Callable[[], object]] = {}
+        self._numbers = itertools.count(1)
+        self._run = HOST_FUNCTION(self._run_work)
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function of the runtime."""
@@ -63,13 +67,16 @@ class Runtime:
 
     def enqueue(self, work: Callable[[], object], stream: int) -> None:
         """Have ``work`` done when the stream gets there."""
+        is_captured = ctypes.c_int()
+        self.call("cudaStreamIsCapturing", ctypes.c_void_p(stream), ctypes.byref(is_captured))
+        number = next(self._numbers) * (-1 if is_captured.value else 1)
+        self._work[number] = work
+        self.call("cudaLaunchHostFunc", ctypes.c_void_p(stream), self._run, ctypes.c_void_p(number))
 
-        def run(_: object) -> None:
-            work()
-
-        callback = HOST_FUNCTION(run)
-        self._callbacks.append(callback)
-        self.call("cudaLaunchHostFunc", ctypes.c_void_p(stream), callback, None)
+    def _run_work(self, word: int) -> None:
+        number = ctypes.c_int64(word).value
+        # A graph may run its work again; what else is done lets go of what it was done with.
+        (self._work[number] if number < 0 else self._work.pop(number))()
 
 
 class Stream:
@@ -99,6 +106,10 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         on = current() if stream is None else stream.cuda_stream
         RUNTIME.call("cudaEventRecord", self._handle, ctypes.c_void_p(on))
+
+    def wait(self, stream: Stream) -> None:
+        """Have the stream wait for it."""
+        RUNTIME.call("cudaStreamWaitEvent", ctypes.c_void_p(stream.cuda_stream), self._handle, 0)
 
     def query(self) -> bool:
         try:
@@ -132,14 +143,15 @@ def stream_context(stream: Stream) -> Iterator[None]:
     CURRENT.pop()
 
 
-FREE_MEMORY: dict[int, list[int]] = defaultdict(list)  # addresses, by size
+# Addresses, by size and by the stream that they were made for.
+FREE_MEMORY: dict[tuple[int, int], list[int]] = defaultdict(list)
 
 
 class Memory:
-    """A piece of device memory, which is used again as soon as nobody refers to it, as torch does."""
+    """A piece of device memory. As torch does, it is used again as soon as no tensor has it, whatever is under way."""
 
     def __init__(self, nbytes: int) -> None:
-        free = FREE_MEMORY[nbytes]
+        free = FREE_MEMORY[nbytes, current()]
         self.address = free.pop() if free else RUNTIME.make("cudaMalloc", ctypes.c_size_t(nbytes))
         weakref.finalize(self, free.append, self.address)
 
@@ -171,16 +183,16 @@ class Tensor:
         return Tensor(self._memory, self._view[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._do(lambda: self._view.__setitem__(host_of(key), host_of(value)), key, value)
+        self._do(torch.Tensor.__setitem__, key, value)
 
     def copy_(self, source: Any) -> Tensor:
-        return self._do(lambda: self._view.copy_(host_of(source)), source)
+        return self._do(torch.Tensor.copy_, source)
 
     def add_(self, other: Any) -> Tensor:
-        return self._do(lambda: self._view.add_(host_of(other)), other)
+        return self._do(torch.Tensor.add_, other)
 
     def fill_(self, value: float) -> Tensor:
-        return self._do(lambda: self._view.fill_(value))
+        return self._do(torch.Tensor.fill_, value)
 
     def zero_(self) -> Tensor:
         return self.fill_(0)
@@ -200,7 +212,7 @@ class Tensor:
     def cpu(self) -> torch.Tensor:
         """Return a copy in host memory; waits for the stream."""
         result = torch.empty(self.shape, dtype=self.dtype)
-        self._do(lambda: result.copy_(self._view))
+        self._do(lambda view: result.copy_(view))
         RUNTIME.call("cudaStreamSynchronize", ctypes.c_void_p(current()))
         return result
 
@@ -216,9 +228,9 @@ class Tensor:
     def sum(self) -> torch.Tensor:
         return self.cpu().sum()
 
-    def _do(self, work: Callable[[], object], *keeps: object) -> Tensor:
-        """Enqueue work on this array; what it refers to stays until then."""
-        RUNTIME.enqueue(lambda: (work(), keeps), current())
+    def _do(self, work: Callable[..., object], *operands: Any) -> Tensor:
+        """Enqueue work on this array; that it is under way keeps no memory of the device from being used again."""
+        RUNTIME.enqueue(partial(work, self._view, *map(host_of, operands)), current())
         return self
 
     @property
@@ -241,9 +253,9 @@ class Tensor:
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
         """Return the capsule of a tensor on the CPU with another device in it."""
         if stream is not None and stream > 2 and stream != current():
-            event = ctypes.c_void_p(RUNTIME.make("cudaEventCreateWithFlags", 0))
-            RUNTIME.call("cudaEventRecord", event, ctypes.c_void_p(current()))
-            RUNTIME.call("cudaStreamWaitEvent", ctypes.c_void_p(stream), event, 0)
+            event = Event()
+            event.record()
+            event.wait(Stream(stream))
         capsule = self._view.__dlpack__()
         pointer = ctypes.pythonapi.PyCapsule_GetPointer
         pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)

@@ -8,14 +8,12 @@ Needs ``pip install "gradwire[spark]"`` where the driver runs and gradwire on ev
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradwire.errors import TransportError
-from gradwire.transport import Node
-from gradwire.transport.secret import SECRET_BYTES, parse_secret
+from gradwire.transport import Node, generate_secret, parse_secret
 
 from .placement import host_of, where_to_bind
 
@@ -66,7 +64,7 @@ def run(
             f"data must be an RDD, got {type(data).__name__}; a DataFrame has one in its .rdd, and where it has not "
             "(Spark Connect), call gradwire.spark.node in df.mapInPandas(..., barrier=True)"
         )
-    key = secrets.token_bytes(SECRET_BYTES) if secret is None else parse_secret(secret)
+    key = parse_secret(generate_secret() if secret is None else secret)
 
     def task(rows: Iterator[Any]) -> Iterator[Result]:
         with node(secret=key, **options) as connected:

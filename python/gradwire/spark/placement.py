@@ -48,14 +48,14 @@ def where_to_bind(
 
 def _address_towards(others: Sequence[str]) -> str:
     """Return this machine's address on the way to the first of these hosts; loopback if there are none."""
+    if not others:
+        return LOOPBACK
     names = [format_address((host, 1)) for host in others]  # of what port does not matter
-    for wildcard in ANY if names else ():
+    for wildcard in ANY:
         address = local_address((wildcard, 0), names)[0]
         if not is_loopback(address):
             return address
-    if names:
-        raise ValueError(
-            f"no address of this machine is on the way to the other executors ({', '.join(sorted(set(others)))}): "
-            "give network_mask, or GRADWIRE_IP to each executor"
-        )
-    return LOOPBACK
+    raise ValueError(
+        f"no address of this machine is on the way to the other executors ({', '.join(sorted(set(others)))}): "
+        "give network_mask, or GRADWIRE_IP to each executor"
+    )
