@@ -129,6 +129,30 @@ def test_without_gro_equal_datagrams_are_a_batch_all_the_same(
     assert taken == [(data, min(len(data), SEGMENT), ONE) for data in expected]
 
 
+def test_what_the_group_brought_first_is_taken_before_anything_can_be_acknowledged(
+    driver: Driver, endpoint: Endpoint
+) -> None:
+    record, probe = os.urandom(BURST), os.urandom(SEGMENT)
+
+    class Sleeper(ScriptedSocket):
+        """While the thread sleeps between the two sockets the record comes to the group, then a probe to this one."""
+
+        def recvmsg_into(
+            self, buffers: list[memoryview], size: int
+        ) -> tuple[int, list[tuple[int, int, bytes]], int, Address]:
+            if not group._script and self._script:
+                group._script.append((ONE, record, SEGMENT))
+            return super().recvmsg_into(buffers, size)
+
+    group, own = ScriptedSocket([]), Sleeper([(ONE, probe, 0)])
+    driver._group, driver._socket = group, own  # type: ignore[assignment]
+    taken: list[bytes] = []
+    for name in ("receive", "receive_group"):
+        setattr(endpoint.intake, name, lambda data, *_: taken.append(bytes(data)))
+    driver.receive(endpoint)
+    assert sorted(taken, key=len) == [probe, record]
+
+
 def test_drops_are_counted(driver: Driver, endpoint: Endpoint) -> None:
     batches(driver, endpoint, [(ONE, bytes(SEGMENT), 0)], drops=3)
     assert endpoint.counters.kernel_drops == 3

@@ -91,6 +91,23 @@ def test_what_leaves_at_once_is_little_enough_for_a_switch(
     assert least <= control.burst_bytes <= most
 
 
+@pytest.mark.parametrize(
+    ("loss_every", "buffer_bytes", "least", "most"),
+    [
+        (0, 8 << 20, BURST_MAX_BYTES, BURST_MAX_BYTES),
+        (0, 425_984, 0, 15_000),
+        (20, 8 << 20, 0, 4_000),
+    ],
+)
+def test_a_busy_receiver_on_this_machine_gets_whole_calls_however_slowly_it_takes_them(
+    loss_every: int, buffer_bytes: int, least: int, most: int
+) -> None:
+    control, _ = run_link(
+        1e6, 0.03, loss_every, 4.0, is_local=True, local_buffer_bytes=buffer_bytes
+    )
+    assert least <= control.burst_bytes <= most
+
+
 def test_the_window_stays_near_two_bandwidth_delay_products() -> None:
     control, _ = run_link(12.5e6, 0.02, 0, 3.0)
     assert 12.5e6 * 0.02 < control.window_bytes < 3 * 12.5e6 * 0.02 + 8 * 65_536

@@ -161,12 +161,20 @@ class Driver:
 
     def receive(self, endpoint: Endpoint) -> None:
         """Take what has come, up to a bound, so that sending is not kept waiting."""
-        if self._group is not None:
-            self._receive_from(self._group, endpoint.intake.receive_group, endpoint)
-        self._receive_from(self._socket, endpoint.intake.receive, endpoint)
+        intake, group = endpoint.intake, self._group
+        if group is not None:
+            self._receive_from(group, intake.receive_group, endpoint)
+        # What the group brought before something else, while this thread slept between the two sockets, must be taken
+        # before that is acknowledged, or it counts as overtaken and lost.
+        if self._receive_from(self._socket, intake.receive, endpoint) and group is not None:
+            self._receive_from(group, intake.receive_group, endpoint)
 
-    def _receive_from(self, source: socket.socket, take: Take, endpoint: Endpoint) -> None:
-        """Take what a socket has; neighbours of one sender and one size as one batch, up to a record at a time."""
+    def _receive_from(self, source: socket.socket, take: Take, endpoint: Endpoint) -> int:
+        """Take what a socket has; neighbours of one sender and one size as one batch, up to a record at a time.
+
+        Returns:
+            How often it had something.
+        """
         time_s = now_s()
         receive_into, rooms, view = source.recvmsg_into, self._rooms, self._view
         start = end = segment_bytes = gro_bytes = last_bytes = calls = 0
@@ -208,6 +216,7 @@ class Driver:
         if end > start:
             take(view[start:end], segment_bytes, sender[:2], time_s)
         self._receive_calls += calls
+        return calls
 
     def _read_ancillary(
         self, source: socket.socket, ancillary: list[tuple[int, int, bytes]], endpoint: Endpoint
