@@ -10,7 +10,7 @@ import pytest
 from gradwire.transport.crypto import SenderKey
 from gradwire.transport.inbound import Inbound, ReceiveBudget
 from gradwire.transport.outbound import Outbound, Sending
-from gradwire.transport.records import Outgoing, SendLog
+from gradwire.transport.records import Outgoing, Record, SendLog
 from gradwire.transport.recovery import RECORD_MAX_BYTES
 from gradwire.transport.round_trips import RttEstimator
 from gradwire.transport.sealer import Sealer
@@ -40,6 +40,55 @@ def test_what_a_peer_has_already_is_not_under_way_when_a_carrier_sends_it() -> N
     assert outbound.rate.bytes_in_flight == record.bytes_of(record.full & ~0b111)
     outbound.on_ack(Ack(1, 16, 0, 0, (), 0, False), 1.4)
     assert outbound.rate.bytes_in_flight == 0
+
+
+def two_records() -> tuple[Outbound, list[Record]]:
+    """Return what has sent one record, had it acknowledged, and has two more to send."""
+    log, sealer = (
+        SendLog(1 << 20),
+        Sealer(SenderKey.generate(1, random.Random(1).randbytes), 8, 1_384),
+    )
+    message = Outgoing(frozenset({SESSION}), 2)
+    for number in range(3):
+        log.append(sealer.seal(number, message, number, 0, 10_000, 0, memoryview(bytes(10_000))))
+    outbound = Outbound(log, SESSION, 0, RttEstimator())
+    outbound.on_ack(Ack(0, 16, 0, 0, (), 0, False), 1.0)
+    outbound.gate = 0
+    outbound.carry(log[0], log[0].full, 1.0)
+    outbound.on_ack(Ack(1, 16, 0, 0, (), 0, False), 1.01)
+    return outbound, [log[1], log[2]]
+
+
+def test_what_only_a_probe_has_overtaken_is_sent_again_and_says_nothing_about_a_queue() -> None:
+    """A busy relay may still have it."""
+    for overtaken_by_carried in (False, True):
+        outbound, (first, second) = two_records()
+        outbound.carry(first, first.full, 1.1)
+        outbound.carry(second, second.full, 1.1)
+        last = 1 << (second.fragments - 1)
+        if overtaken_by_carried:
+            outbound.on_ack(Ack(1, 16, 0, 0b10, (), 0, False), 1.13)
+            outbound.on_timer(1.15)
+        else:
+            outbound.on_timer(1.15)
+            outbound.on_ack(Ack(1, 16, 0, 0, ((2, last),), 0, False), 1.17)
+        assert outbound.has_unsent
+        assert outbound.lost_bytes >= first.nbytes
+        assert (outbound.rate.loss_rate > 0.0) is overtaken_by_carried
+
+
+def test_what_came_before_a_second_copy_was_sent_proves_nothing_about_what_was_sent_between() -> (
+    None
+):
+    for arrived_before_s, is_overtaken in ((0.0, True), (0.05, False)):
+        outbound, (first, second) = two_records()
+        outbound.carry(first, first.full, 1.1)
+        outbound.carry(second, second.full, 1.1)
+        outbound.on_timer(1.15)  # a probe: the last fragment again
+        delay_us = int(arrived_before_s * 1e6)
+        last = 1 << (second.fragments - 1)
+        outbound.on_ack(Ack(1, 16, delay_us, 0, ((2, last),), 0, False), 1.17)
+        assert outbound.has_unsent is is_overtaken
 
 
 def roomy(log: SendLog) -> Outbound:

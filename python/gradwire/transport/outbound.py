@@ -73,6 +73,7 @@ class Outbound:
         self._waiting: dict[int, Flight] = {}
         self._order = 0
         self._newest = (-1, 0)
+        self._newest_carried = -1
         self._described_end = start
         self._loss_due_at_s = NEVER_S
         self._progress_at_s = 0.0
@@ -189,10 +190,11 @@ class Outbound:
         self._note_whole(record, now_s)
         return record
 
-    def _note_whole(self, record: Record, now_s: float) -> None:
+    def _note_whole(self, record: Record, now_s: float, *, is_carried: bool = False) -> None:
         """Account for the next record, which is sent for the first time and in one piece."""
         order = self._order
-        self._wholes.append((record, order, self.rate.on_sent(record.nbytes, now_s, order)))
+        mark = self.rate.on_sent(record.nbytes, now_s, order, is_carried=is_carried)
+        self._wholes.append((record, order, mark))
         self.cursor = record.number + record.span
         self._order = order + 1
         self._progress_at_s = now_s
@@ -236,7 +238,9 @@ class Outbound:
         self._note_sent(flight, 1, 0, now_s)
         return Skip(flight.number, flight.span)
 
-    def _note_sent(self, flight: Flight, mask: int, nbytes: int, now_s: float) -> None:
+    def _note_sent(
+        self, flight: Flight, mask: int, nbytes: int, now_s: float, *, is_carried: bool = False
+    ) -> None:
         again = mask & flight.ever
         flight.ever |= mask
         flight.to_send &= ~mask
@@ -250,7 +254,8 @@ class Outbound:
             self.retransmitted_fragments += again.bit_count()
             if self.on_resend is not None and flight.record is not None:
                 self.on_resend(flight.record, again, now_s)
-        flight.sent.append(self.rate.on_sent(nbytes, now_s, self._order, mask))
+        mark = self.rate.on_sent(nbytes, now_s, self._order, mask, is_carried=is_carried)
+        flight.sent.append(mark)
         self._progress_at_s = now_s
         self._order += 1
 
@@ -268,6 +273,9 @@ class Outbound:
         elif self._wholes and self._flights:
             self._unfold(ack.cumulative)
         newest_before = self._newest[0]
+        arrived_s = (
+            now_s - ack.delay_us * 1e-6
+        )  # at the latest, or it would tell of something newer
         delivered_bytes, newest = self._take_whole(ack.cumulative)
         was_sent_once = True
         finished = []
@@ -276,7 +284,7 @@ class Outbound:
                 finished.append(flight.number)
             newly, dropped = got & ~flight.acked, flight.acked & ~got
             if newly:
-                nbytes, sent, once = self._mark_delivered(flight, newly, now_s)
+                nbytes, sent, once = self._mark_delivered(flight, newly, arrived_s)
                 delivered_bytes += nbytes
                 if sent is not None and (newest is None or sent.order > newest.order):
                     newest, was_sent_once = sent, once
@@ -328,13 +336,18 @@ class Outbound:
         if last is not None and (large := last.fragments_above(BASE_BYTES)):
             self.large.on_delivered(last.bytes_of(large & -large))
         full = 1 if last is None else last.full
-        self._newest = max(self._newest, (sent.order, full.bit_length() - 1))
+        self._note_news(sent, full)
         return nbytes, sent
 
     def _mark_delivered(
-        self, flight: Flight, newly: int, now_s: float
+        self, flight: Flight, newly: int, arrived_s: float
     ) -> tuple[int, Sent | None, bool]:
-        """Take in that the peer has these fragments now.
+        """Take in that the peer has these fragments.
+
+        Args:
+            flight: the record.
+            newly: the fragments that were not known to be there.
+            arrived_s: when the last of them came at the latest, and the way back added.
 
         Returns:
             Their bytes, the newest transmission of any of them, and whether that can have brought some that no other
@@ -364,18 +377,23 @@ class Outbound:
                     quickest_s = min(
                         quickest_s, self._rtt.latest_s
                     )  # of the PING next to the probe
-                is_early = now_s - sent.sent_at_s < PLAUSIBLE * quickest_s
+                is_early = arrived_s - sent.sent_at_s < PLAUSIBLE * quickest_s
                 if is_early and self._timeouts < PROBES_BELIEVED:
                     hit &= ~flight.again
                     if not hit:
                         continue
                 newest = sent
                 was_sent_once = bool(hit & ~flight.again)
-                self._newest = max(self._newest, (sent.order, hit.bit_length() - 1))
+                self._note_news(sent, hit)
         if newest is None and nbytes:
             self.rate.on_abandoned(nbytes)
             nbytes = 0
         return nbytes, newest, was_sent_once
+
+    def _note_news(self, sent: Sent, hit: int) -> None:
+        self._newest = max(self._newest, (sent.order, hit.bit_length() - 1))
+        if sent.is_carried:
+            self._newest_carried = max(self._newest_carried, sent.order)
 
     def _note_progress(
         self, sent: Sent, delivered_bytes: int, held_back_s: float | None, now_s: float
@@ -424,7 +442,11 @@ class Outbound:
         if mask & flight.large:
             self.large.on_lost(flight.largest_of(mask))
         self.lost_bytes += nbytes
-        self.rate.on_lost(nbytes)
+        # What came directly has overtaken what a busy relay still has, perhaps: that says nothing about a queue.
+        if sent.is_carried and sent.order > self._newest_carried:
+            self.rate.on_abandoned(nbytes)
+        else:
+            self.rate.on_lost(nbytes)
         self._queue_again(flight, mask & ~flight.acked)
 
     def deadline_s(self) -> float:
@@ -560,7 +582,7 @@ class Outbound:
     def carry(self, record: Record, mask: int, now_s: float) -> None:
         """Account for fragments of a record, the next one or the last one begun, that a carrier sends now."""
         if mask == record.full and self.cursor == record.number:
-            self._note_whole(record, now_s)
+            self._note_whole(record, now_s, is_carried=True)
             self._partly_carried = None
             self.carried_bursts += 1
             self.carried_bytes += record.nbytes
@@ -578,7 +600,7 @@ class Outbound:
         carried.ever |= mask & carried.acked  # had by another way, so nothing of it is under way
         if mask & ~carried.acked:
             missing = mask & ~carried.acked
-            self._note_sent(carried, missing, record.bytes_of(missing), now_s)
+            self._note_sent(carried, missing, record.bytes_of(missing), now_s, is_carried=True)
         self._partly_carried = carried if carried.ever != carried.full else None
         self.carried_bursts += 1
         self.carried_bytes += nbytes
@@ -605,7 +627,7 @@ class Outbound:
         flight.again |= mask
         flight.resent = True
         nbytes = flight.bytes_of(mask)
-        flight.sent.append(self.rate.on_sent(nbytes, now_s, self._order, mask))
+        flight.sent.append(self.rate.on_sent(nbytes, now_s, self._order, mask, is_carried=True))
         self._order += 1
 
     def leave_carrier(self, number: int, unsent: int) -> None:

@@ -56,6 +56,7 @@ class Sent:
     Attributes:
         order: which of all to the peer it is.
         mask: the fragments of its record that are still unaccounted for.
+        is_carried: whether a carrier brings it, and so perhaps a relay.
     """
 
     __slots__ = (
@@ -64,6 +65,7 @@ class Sent:
         "delivered_bytes",
         "first_sent_at_s",
         "in_flight_bytes",
+        "is_carried",
         "mask",
         "order",
         "sent_at_s",
@@ -79,6 +81,7 @@ class Sent:
         first_sent_at_s: float,
         app_limited: bool,
         in_flight_bytes: int,
+        is_carried: bool,
     ) -> None:
         self.order = order
         self.mask = mask
@@ -88,6 +91,7 @@ class Sent:
         self.first_sent_at_s = first_sent_at_s
         self.app_limited = app_limited
         self.in_flight_bytes = in_flight_bytes
+        self.is_carried = is_carried
 
     def copy(self, order: int, mask: int) -> Sent:
         """Return the books of one of several records that left together."""
@@ -100,6 +104,7 @@ class Sent:
             self.first_sent_at_s,
             self.app_limited,
             self.in_flight_bytes,
+            self.is_carried,
         )
 
 
@@ -238,7 +243,14 @@ class RateController:
                 return 0.0
         return self._next_send_at_s
 
-    def on_sent(self, sent_bytes: int, now_s: float, order: int = 0, mask: int = 0) -> Sent:
+    def on_sent(
+        self,
+        sent_bytes: int,
+        now_s: float,
+        order: int = 0,
+        mask: int = 0,
+        is_carried: bool = False,
+    ) -> Sent:
         """Account for a burst that leaves now: the one with this order, of the fragments in ``mask``."""
         in_flight_bytes = self.bytes_in_flight
         delivered_bytes = self._delivered_bytes
@@ -257,6 +269,7 @@ class RateController:
             self._first_sent_at_s,
             delivered_bytes < self._app_limited_until_bytes,
             in_flight_bytes,
+            is_carried,
         )
 
     def on_app_limited(self) -> None:
