@@ -273,9 +273,8 @@ class Outbound:
         elif self._wholes and self._flights:
             self._unfold(ack.cumulative)
         newest_before = self._newest[0]
-        arrived_s = (
-            now_s - ack.delay_us * 1e-6
-        )  # at the latest, or it would tell of something newer
+        # When the last of it came at the latest, plus the way back: or the report would tell of something newer.
+        arrived_s = now_s - ack.delay_us * 1e-6
         delivered_bytes, newest = self._take_whole(ack.cumulative)
         was_sent_once = True
         finished = []
