@@ -44,10 +44,8 @@ def test_what_a_peer_has_already_is_not_under_way_when_a_carrier_sends_it() -> N
 
 def two_records() -> tuple[Outbound, list[Record]]:
     """Return what has sent one record, had it acknowledged, and has two more to send."""
-    log, sealer = (
-        SendLog(1 << 20),
-        Sealer(SenderKey.generate(1, random.Random(1).randbytes), 8, 1_384),
-    )
+    log = SendLog(1 << 20)
+    sealer = Sealer(SenderKey.generate(1, random.Random(1).randbytes), 8, SEGMENT_BYTES - 16)
     message = Outgoing(frozenset({SESSION}), 2)
     for number in range(3):
         log.append(sealer.seal(number, message, number, 0, 10_000, 0, memoryview(bytes(10_000))))

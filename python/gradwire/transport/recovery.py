@@ -346,9 +346,9 @@ class RateController:
 
     def _burst(self) -> float:
         if self.loss_rate < UNPACED_LOSS and self.is_local:
+            burst = self._pace * BURST_LOCAL_S
             # However slowly a busy machine takes it: several small calls cost it as much as so many large ones.
-            least = BURST_MAX_BYTES if self._is_roomy else BURST_MIN_BYTES
-            return max(least, self._pace * BURST_LOCAL_S)
+            return max(burst, BURST_MAX_BYTES) if self._is_roomy else burst
         burst_s = BURST_CLEAN_S if self.loss_rate < UNPACED_LOSS else BURST_S
         # More than one system call's worth only where that passes in half a millisecond.
         return min(self._pace * burst_s, max(BURST_MAX_BYTES, self.rate_bytes_per_s * BURST_S))
