@@ -47,7 +47,7 @@ ALLOWED = {
     "reference": {"errors", "policy"},
     "refiner": {"codec", "message", "policy", "state"},
     "dl4j": {"errors", "message", "policy"},
-    "transport": {"errors", "transport"},
+    "transport": {"_udp", "errors", "transport"},
     "exchange": CODEC | {"exchange", "transport"},
     "cli": CODEC | {"cli", "exchange", "transport", FRONT_DOOR},
     "torch": CODEC | {"exchange", "torch", "transport", FRONT_DOOR},

@@ -1,51 +1,19 @@
-"""What a socket brings is handed on in batches, on a socket that brings what a test wants."""
+"""What the sockets bring is handed on in batches, in the right order and with its sender."""
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
-import struct
 
 import pytest
 
-from gradwire.transport.driver import (
-    BATCH_BYTES_MAX,
-    SO_RXQ_OVFL,
-    UDP_GRO,
-    Driver,
-    Waker,
-    now_s,
-)
+from gradwire.transport.driver import Driver, Waker, now_s
 from gradwire.transport.endpoint import Endpoint
 from gradwire.transport.model import Address, Transmit
 
 SEGMENT = 1_400
 BURST = 45 * SEGMENT
-ONE, TWO = ("127.0.0.1", 1), ("127.0.0.1", 2)
-
-
-class ScriptedSocket:
-    """Brings these datagrams: sender, bytes, and the size that GRO has found in them, 0 if it was not at work."""
-
-    def __init__(self, script: list[tuple[Address, bytes, int]], drops: int = 0) -> None:
-        self._script = list(script)
-        self._drops = drops
-
-    def recvmsg_into(
-        self, buffers: list[memoryview], _: int
-    ) -> tuple[int, list[tuple[int, int, bytes]], int, Address]:
-        if not self._script:
-            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        sender, data, size = self._script.pop(0)
-        assert len(buffers[0]) >= 65_536, "a batch of GRO would be cut off"
-        buffers[0][: len(data)] = data
-        ancillary = []
-        if size:
-            ancillary.append((socket.IPPROTO_UDP, UDP_GRO, struct.pack("=I", size)))
-        if self._drops:
-            ancillary.append((socket.SOL_SOCKET, SO_RXQ_OVFL, struct.pack("=I", self._drops)))
-        return len(data), ancillary, 0, sender
+ONE = ("127.0.0.1", 1)
 
 
 @pytest.fixture
@@ -53,111 +21,125 @@ def endpoint() -> Endpoint:
     return Endpoint(bytes(32), 0.0, node_id=1, incarnation=1)
 
 
-@pytest.fixture
-def driver() -> Driver:
-    driver = Driver(("127.0.0.1", 0))
-    driver.close()
-    driver.has_gro = True
-    return driver
-
-
-def batches(
-    driver: Driver, endpoint: Endpoint, script: list[tuple[Address, bytes, int]], drops: int = 0
-) -> list[tuple[bytes, int, Address]]:
-    driver._socket = ScriptedSocket(script, drops)  # type: ignore[assignment]
+def note_batches(endpoint: Endpoint) -> list[tuple[bytes, int, Address]]:
     taken: list[tuple[bytes, int, Address]] = []
 
     def take(data: memoryview, segment_bytes: int, address: Address, _: float) -> None:
         taken.append((bytes(data), segment_bytes, address))
 
-    endpoint.intake.receive = take  # type: ignore[assignment,method-assign]
-    driver.receive(endpoint)
+    endpoint.intake.receive = take  # type: ignore[method-assign]
     return taken
 
 
-def test_the_bursts_of_a_record_are_one_batch_and_a_short_datagram_ends_it(
-    driver: Driver, endpoint: Endpoint
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_bursts_are_sent_and_come_as_one_batch_with_the_senders_address(
+    host: str, endpoint: Endpoint
 ) -> None:
-    bursts = [os.urandom(BURST) for _ in range(6)]
-    tail = os.urandom(3 * SEGMENT + 7)
-    script = [(ONE, data, SEGMENT) for data in [*bursts, tail, bursts[0]]]
-    assert batches(driver, endpoint, script) == [
-        (b"".join(bursts[:4]), SEGMENT, ONE),
-        (b"".join(bursts[4:]) + tail, SEGMENT, ONE),
-        (bursts[0], SEGMENT, ONE),
-    ]
+    try:
+        source, sink = Driver((host, 0)), Driver((host, 0))
+    except OSError as error:
+        pytest.skip(f"no {host} on this machine: {error}")
+    taken = note_batches(endpoint)
+    data = os.urandom(3 * BURST + SEGMENT + 100)
+    view = memoryview(data)
+    calls = [[view[start : start + BURST]] for start in range(0, len(data), BURST)]
+    assert source._send_all([Transmit(sink.address, calls, SEGMENT, len(data))])
+    sink.receive(endpoint)
+    if sink.has_gro:
+        assert taken == [(data, SEGMENT, source.address)]
+    assert b"".join(batch for batch, *_ in taken) == data
+    assert {address for *_, address in taken} == {source.address}
+    assert sink.stats().receive_calls == (4 if sink.has_gro else len(data) // SEGMENT + 1)
+    source.close()
+    sink.close()
 
 
-def test_senders_and_sizes_are_not_mixed(driver: Driver, endpoint: Endpoint) -> None:
-    burst, other, small = os.urandom(BURST), os.urandom(BURST), os.urandom(600)
-    script = [
-        (ONE, burst, SEGMENT),
-        (ONE, burst, SEGMENT),
-        (TWO, other, SEGMENT),
-        (TWO, small, 300),
-        (TWO, small, 300),
-        (ONE, small, 0),
-        (ONE, burst, SEGMENT),
-    ]
-    assert batches(driver, endpoint, script) == [
-        (burst + burst, SEGMENT, ONE),
-        (other, SEGMENT, TWO),
-        (small + small, 300, TWO),
-        (small, 600, ONE),
-        (burst, SEGMENT, ONE),
-    ]
+class ScriptedReceiver:
+    """Brings these datagrams, each with its sender."""
 
+    is_empty = True
+    drops = 0
 
-def test_there_is_always_room_for_as_much_as_the_system_may_bring(
-    driver: Driver, endpoint: Endpoint
-) -> None:
-    datas = [os.urandom(65_520 // 1_365 * 1_365) for _ in range(9)]
-    taken = batches(driver, endpoint, [(ONE, data, 1_365) for data in datas])
-    assert b"".join(data for data, *_ in taken) == b"".join(datas)
-    assert max(len(data) for data, *_ in taken) <= BATCH_BYTES_MAX
+    def __init__(self, script: list[tuple[Address, bytes]]) -> None:
+        self.script = script
+        self.room = bytearray(1 << 20)
 
-
-@pytest.mark.parametrize("has_gro", [True, False])
-def test_without_gro_equal_datagrams_are_a_batch_all_the_same(
-    driver: Driver, endpoint: Endpoint, has_gro: bool
-) -> None:
-    driver.has_gro = has_gro
-    datas = [os.urandom(SEGMENT) for _ in range(5)] + [os.urandom(100)]
-    taken = batches(driver, endpoint, [(ONE, data, 0) for data in datas])
-    # With it, one that comes alone has no neighbour to wait for.
-    expected = datas if has_gro else [b"".join(datas[:5]), datas[5]]
-    assert taken == [(data, min(len(data), SEGMENT), ONE) for data in expected]
+    def receive(self, *_: int) -> list[tuple[int, int, int, Address]]:
+        batches, start = [], 0
+        while self.script:
+            sender, data = self.script.pop(0)
+            end = start + len(data)
+            self.room[start:end] = data
+            batches.append((start, end, len(data), sender))
+            start = end
+        return batches
 
 
 def test_what_the_group_brought_first_is_taken_before_anything_can_be_acknowledged(
-    driver: Driver, endpoint: Endpoint
+    endpoint: Endpoint,
 ) -> None:
     record, probe = os.urandom(BURST), os.urandom(SEGMENT)
 
-    class Sleeper(ScriptedSocket):
+    class Sleeper(ScriptedReceiver):
         """While the thread sleeps between the two sockets the record comes to the group, then a probe to this one."""
 
-        def recvmsg_into(
-            self, buffers: list[memoryview], size: int
-        ) -> tuple[int, list[tuple[int, int, bytes]], int, Address]:
-            if not group._script and self._script:
-                group._script.append((ONE, record, SEGMENT))
-            return super().recvmsg_into(buffers, size)
+        def receive(self, *_: int) -> list[tuple[int, int, int, Address]]:
+            if self.script:
+                group.script.append((ONE, record))
+            return super().receive()
 
-    group, own = ScriptedSocket([]), Sleeper([(ONE, probe, 0)])
-    driver._group, driver._socket = group, own  # type: ignore[assignment]
+    driver = Driver(("127.0.0.1", 0), group=("239.77.11.9", 45_671))
+    assert driver._group is not None
+    group, own = ScriptedReceiver([]), Sleeper([(ONE, probe)])
+    for inlet, receiver in ((driver._group, group), (driver._inlet, own)):
+        inlet.receiver, inlet.view = receiver, memoryview(receiver.room)  # type: ignore[assignment]
     taken: list[bytes] = []
     for name in ("receive", "receive_group"):
         setattr(endpoint.intake, name, lambda data, *_: taken.append(bytes(data)))
     driver.receive(endpoint)
-    assert sorted(taken, key=len) == [probe, record]
+    assert taken == [probe, record]
+    driver.close()
 
 
-def test_drops_are_counted(driver: Driver, endpoint: Endpoint) -> None:
-    batches(driver, endpoint, [(ONE, bytes(SEGMENT), 0)], drops=3)
-    assert endpoint.counters.kernel_drops == 3
-    batches(driver, endpoint, [(ONE, bytes(BURST), SEGMENT)] * 2, drops=5)
-    assert endpoint.counters.kernel_drops == 3 + 5
+def test_what_a_node_has_sent_to_the_group_itself_is_not_taken(endpoint: Endpoint) -> None:
+    driver = Driver(("127.0.0.1", 0), group=("239.77.11.9", 45_672))
+    assert driver._group is not None
+    receiver = ScriptedReceiver([(driver.address, b"own"), (ONE, b"of another")])
+    driver._group.receiver, driver._group.view = receiver, memoryview(receiver.room)  # type: ignore[assignment]
+    taken: list[bytes] = []
+    endpoint.intake.receive_group = lambda data, *_: taken.append(bytes(data))  # type: ignore[method-assign]
+    driver.receive(endpoint)
+    assert taken == [b"of another"]
+    driver.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_INCOMING_CPU"), reason="only Linux counts drops")
+def test_what_the_kernel_drops_is_counted(endpoint: Endpoint) -> None:
+    driver = Driver(("127.0.0.1", 0))
+    note_batches(endpoint)
+    driver._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as source:
+        for _ in range(200):
+            source.sendto(bytes(SEGMENT), driver.address)
+        driver.receive(endpoint)
+        came = driver.stats().receive_calls
+        assert 0 < came < 200
+        source.sendto(b"the next one brings the count", driver.address)
+        driver.receive(endpoint)
+    assert endpoint.counters.kernel_drops == 200 - came
+    driver.close()
+
+
+def test_a_host_that_is_no_address_is_a_datagram_that_is_lost(endpoint: Endpoint) -> None:
+    driver, sink = Driver(("127.0.0.1", 0)), Driver(("127.0.0.1", 0))
+    taken = note_batches(endpoint)
+    hosts = ("no.such.host.invalid", sink.address[0])
+    assert driver._send_all([Transmit.single((host, sink.address[1]), b"x") for host in hosts])
+    assert driver.socket_errors == 1
+    sink.receive(endpoint)
+    assert taken == [(b"x", 1, driver.address)]
+    driver.close()
+    sink.close()
 
 
 def test_who_leaves_the_datagrams_to_another_thread_sleeps_though_some_could_be_sent() -> None:

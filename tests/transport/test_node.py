@@ -21,6 +21,8 @@ from gradwire.errors import Closed, TransportError, WouldBlock
 from gradwire.transport import Limits, Node, Peer, PeerJoined, PeerLost, Received
 from gradwire.transport.watchers import Watchers
 
+from .ruled_sender import RuledSender
+
 SECRET = bytes(range(32))
 
 
@@ -427,27 +429,15 @@ def test_who_publishes_a_stream_looks_at_the_socket_now_and_then_and_tells_who_w
         monkeypatch.undo()
 
 
-class RefusingSocket:
-    """A socket whose kernel refuses segmentation, or says now and then that it is full."""
+def refuse(node: Node, refusal: int | None, full_every: int) -> None:
+    """Let the kernel refuse segmentation, or say now and then that it is full."""
 
-    def __init__(self, real: socket.socket, refuse: int | None, full_every: int) -> None:
-        self._real = real
-        self._refuse = refuse
-        self._full_every = full_every
-        self._calls = 0
+    def rule(call: int, _: int, has_several: bool) -> int:
+        if full_every and call % full_every == 0:
+            return errno.EAGAIN
+        return refusal if has_several and refusal is not None else 0
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._real, name)
-
-    def sendmsg(
-        self, buffers: list[memoryview], ancillary: list[object], flags: int, address: object
-    ) -> int:
-        self._calls += 1
-        if self._full_every and self._calls % self._full_every == 0:
-            raise OSError(errno.EAGAIN, "full")
-        if ancillary and self._refuse is not None:
-            raise OSError(self._refuse, "refused")
-        return self._real.sendmsg(buffers, ancillary, flags, address)  # type: ignore[arg-type]
+    RuledSender(node._driver, rule)
 
 
 @pytest.mark.parametrize("refusal", [errno.EIO, errno.EINVAL, errno.EMSGSIZE])
@@ -455,7 +445,7 @@ def test_a_kernel_that_refuses_segmentation_is_noticed_once(
     refusal: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, two = connected(2)
-    one._driver._socket = RefusingSocket(one._driver._socket, refusal, 0)  # type: ignore[assignment]
+    refuse(one, refusal, 0)
     payload = os.urandom(2_000_000)
     one.publish(payload)
     assert bytes(collect(two, 1)[0].payload) == payload
@@ -467,7 +457,7 @@ def test_a_kernel_that_refuses_segmentation_is_noticed_once(
 @pytest.mark.parametrize("refusal", [None, errno.EIO])
 def test_a_full_socket_buffer_delays_and_loses_nothing(refusal: int | None) -> None:
     one, two = connected(2)
-    one._driver._socket = RefusingSocket(one._driver._socket, refusal, 3)  # type: ignore[assignment]
+    refuse(one, refusal, 3)
     payload = os.urandom(2_000_000)
     one.publish(payload)
     assert bytes(collect(two, 1)[0].payload) == payload

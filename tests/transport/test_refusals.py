@@ -15,42 +15,10 @@ from gradwire.transport.driver import MTU_DISCOVER, PMTUDISC_PROBE, UDP_GRO, Dri
 from gradwire.transport.model import Transmit
 from gradwire.transport.records import calls_of
 
+from .ruled_sender import RuledSender
+
 SECRET = bytes(range(32))
 linux = pytest.mark.skipif(sys.platform != "linux", reason="these socket options are Linux's")
-
-
-class StubbornSocket:
-    """A socket whose kernel fails every so many sends, or those of datagrams above a size."""
-
-    def __init__(
-        self, real: socket.socket, *, error: int, largest: int = 65_507, fail_every: int = 0
-    ) -> None:
-        self._real = real
-        self._error = error
-        self._largest = largest
-        self._fail_every = fail_every
-        self._calls = 0
-        self.refused = 0
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._real, name)
-
-    def sendmsg(
-        self,
-        buffers: list[memoryview],
-        ancillary: list[tuple[int, int, bytes]],
-        flags: int,
-        address: object,
-    ) -> int:
-        self._calls += 1
-        nbytes = sum(map(len, buffers))
-        if ancillary:
-            nbytes = min(nbytes, int.from_bytes(ancillary[0][2], sys.byteorder))
-        is_turn = self._fail_every and self._calls % self._fail_every == 0
-        if is_turn or nbytes > self._largest:
-            self.refused += 1
-            raise OSError(self._error, os.strerror(self._error))
-        return self._real.sendmsg(buffers, ancillary, flags, address)  # type: ignore[arg-type]
 
 
 def pair(**options: object) -> tuple[Node, Node]:
@@ -84,8 +52,7 @@ def test_a_size_that_the_kernel_refuses_is_not_sent_again(
     one = Node("127.0.0.1:0", secret=SECRET, offload=offload)
     two = Node("127.0.0.1:0", [one.address], secret=SECRET)
     one.wait_for_peers(1, timeout_s=10.0)
-    stubborn = StubbornSocket(one._driver._socket, error=errno.EMSGSIZE, largest=1_300)
-    one._driver._socket = stubborn  # type: ignore[assignment]
+    stubborn = RuledSender(one._driver, lambda _, size, __: errno.EMSGSIZE if size > 1_300 else 0)
     has_gso = one._driver.has_gso
     check_transfer(one, two)
     assert one._driver.has_gso == has_gso
@@ -96,26 +63,22 @@ def test_a_size_that_the_kernel_refuses_is_not_sent_again(
 @pytest.mark.parametrize("error", [errno.ENOBUFS, errno.EPERM, errno.ENETUNREACH])
 def test_what_the_kernel_drops_is_sent_again(error: int) -> None:
     one, two = pair()
-    stubborn = StubbornSocket(one._driver._socket, error=error, fail_every=7)
-    one._driver._socket = stubborn  # type: ignore[assignment]
+    stubborn = RuledSender(one._driver, lambda call, *_: 0 if call % 7 else error)
     check_transfer(one, two)
     assert stubborn.refused > 0
     assert one._driver.socket_errors >= stubborn.refused
 
 
-class FullSocket:
-    """A socket that takes every other call, and notes what it took."""
+class FullSender(RuledSender):
+    """Every other call finds the socket full; notes what was sent instead of sending it."""
 
-    def __init__(self) -> None:
-        self._calls = 0
+    def __init__(self, driver: Driver) -> None:
+        super().__init__(driver, lambda call, *_: errno.EAGAIN if call % 2 else 0)
         self.taken: list[bytes] = []
 
-    def sendmsg(self, buffers: list[memoryview], *_: object) -> int:
-        self._calls += 1
-        if self._calls % 2:
-            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        self.taken.append(b"".join(buffers))
-        return len(self.taken[-1])
+    def pass_on(self, _: int, transmit: Transmit) -> int:
+        self.taken.append(transmit.data())
+        return 0
 
 
 @pytest.mark.parametrize("cuts", [(), (45, 90, 135), (1, 2, 100), (64, 128)])
@@ -126,7 +89,7 @@ def test_a_record_leaves_in_bursts_and_a_full_buffer_neither_drops_nor_repeats(
     driver = Driver(("127.0.0.1", 0))
     driver.has_gso = True
     driver.close()
-    full = driver._socket = FullSocket()  # type: ignore[assignment]
+    full = FullSender(driver)
     data = os.urandom(179 * segment_bytes + 100)
     ends = [cut * segment_bytes for cut in cuts]
     view = memoryview(data)

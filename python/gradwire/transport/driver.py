@@ -1,24 +1,24 @@
 """The sockets and the clock: the only file of the transport that moves datagrams or tells the time.
 
 Linux moves up to 45 datagrams per system call (GSO on send, GRO on receive), 40 times what one call per datagram gives.
-Where that is missing or refused the driver sends and receives them one by one, and says so once.
+Where that is missing or refused the driver sends and receives them one by one, and says so once. The calls themselves
+are made in C++ (`_udp`), many in a row: a turn of the interpreter for each took a tenth more time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
+import os
 import select
 import socket
-import struct
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
+from .._udp import Receiver, Sender
 from .addressing import WILDCARDS, local_addresses
 from .endpoint import Endpoint
 from .model import Address, SocketStats, Transmit
@@ -26,8 +26,7 @@ from .multicast import aim, check_group, join
 
 logger = logging.getLogger(__name__)
 
-UDP_SEGMENT: Final = 103  # absent from the socket module
-UDP_GRO: Final = 104
+UDP_GRO: Final = 104  # absent from the socket module
 SO_RXQ_OVFL: Final = 40
 # (level, option) to set "do not fragment" without believing ICMP, and to ask for the interface's MTU
 MTU_DISCOVER: Final = {
@@ -37,14 +36,11 @@ MTU_DISCOVER: Final = {
 MTU: Final = {socket.AF_INET: (socket.IPPROTO_IP, 14), socket.AF_INET6: (socket.IPPROTO_IPV6, 24)}
 PMTUDISC_PROBE: Final = 3
 SOCKET_BUFFER_BYTES: Final = 4 << 20
-GRO_BYTES_MAX: Final = 65_536  # what does not fit would be cut off
-# Room for a whole record: it then costs little more to take in than a burst of it.
-BATCH_BYTES_MAX: Final = 4 * GRO_BYTES_MAX
-ROOM_LEFT_FROM_BYTES: Final = BATCH_BYTES_MAX - GRO_BYTES_MAX
-ROOMS_KEPT: Final = 64
-ANCILLARY_BYTES: Final = 64
-ANCILLARY_INT: Final = struct.Struct("=I")
-RECEIVES_PER_PUMP: Final = 32
+# A whole record comes as one batch where nothing is lost: it then costs little more to take in than a burst of it.
+BATCH_BYTES_MAX: Final = 4 * 65_536
+ROOM_BYTES: Final = 2 * BATCH_BYTES_MAX
+LOOKS_PER_PUMP: Final = 8
+CALLS_PER_LOOK: Final = 32
 SENDS_PER_PUMP: Final = 8
 IDLE_WAIT_S: Final = 1.0
 # sysexits of a segmentation offload that the kernel or the device does not do.
@@ -85,7 +81,8 @@ class Driver:
         if group is not None:
             check_group(group, bind)
         self._family = _family_of(bind)
-        self._socket = socket.socket(self._family, socket.SOCK_DGRAM)
+        self._inlet = _Inlet(socket.socket(self._family, socket.SOCK_DGRAM))
+        self._socket = self._inlet.socket
         try:
             self._socket.bind(bind)
         except OSError as error:
@@ -99,17 +96,15 @@ class Driver:
         self.address: Address = (host, port)
         self.has_gso = offload and sys.platform == "linux"
         self.has_gro = False
-        self.socket_errors = 0
-        self._receive_calls = 0
+        self._send_errors = 0
         self._configure(self._socket, offload)
-        self._group: socket.socket | None = None
-        self._drops: dict[socket.socket, int] = {}  # datagrams, as each socket counts them
+        self._group: _Inlet | None = None
         self._own_addresses: frozenset[Address] = frozenset()
         if group is not None:
             self._join(group, hops, offload)
-        self._rooms = _Rooms(memoryview(bytearray(BATCH_BYTES_MAX)))
-        self._view = self._rooms.whole.toreadonly()
-        self._unsent: deque[Transmit] = deque()
+        self._inlets = [self._inlet] if self._group is None else [self._inlet, self._group]
+        self._sender = Sender()
+        self._unsent: list[Transmit] = []
         self._too_large: dict[Address, int] = {}
 
     def _join(self, group: Address, hops: int, offload: bool) -> None:
@@ -118,11 +113,11 @@ class Driver:
         self._own_addresses = frozenset((each, port) for each in hosts)
         try:
             aim(self._socket, host, hops)
-            self._group = join(group, host)
+            self._group = _Inlet(join(group, host))
         except OSError:
             self._socket.close()
             raise
-        self._configure(self._group, offload)
+        self._configure(self._group.socket, offload)
 
     def _configure(self, each: socket.socket, offload: bool) -> None:
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
@@ -148,9 +143,14 @@ class Driver:
             has_gro=self.has_gro,
             receive_buffer_bytes=self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF),
             send_buffer_bytes=self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF),
-            receive_calls=self._receive_calls,
+            receive_calls=sum(each.receiver.calls for each in self._inlets),
             errors=self.socket_errors,
         )
+
+    @property
+    def socket_errors(self) -> int:
+        """System calls that failed, but for those that only come too early."""
+        return self._send_errors + sum(each.receiver.errors for each in self._inlets)
 
     # ---- moving -------------------------------------------------------------------------------------------------
 
@@ -166,70 +166,30 @@ class Driver:
             self._receive_from(group, intake.receive_group, endpoint)
         # What the group brought before something else, while this thread slept between the two sockets, must be taken
         # before that is acknowledged, or it counts as overtaken and lost.
-        if self._receive_from(self._socket, intake.receive, endpoint) and group is not None:
+        if self._receive_from(self._inlet, intake.receive, endpoint) and group is not None:
             self._receive_from(group, intake.receive_group, endpoint)
 
-    def _receive_from(self, source: socket.socket, take: Take, endpoint: Endpoint) -> int:
+    def _receive_from(self, inlet: _Inlet, take: Take, endpoint: Endpoint) -> bool:
         """Take what a socket has; neighbours of one sender and one size as one batch, up to a record at a time.
 
         Returns:
-            How often it had something.
+            Whether it had something.
         """
         time_s = now_s()
-        receive_into, rooms, view = source.recvmsg_into, self._rooms, self._view
-        start = end = segment_bytes = gro_bytes = last_bytes = calls = 0
-        sender: Address = ("", 0)
-        known: list[tuple[int, int, bytes]] | None = None
-        for _ in range(RECEIVES_PER_PUMP):
-            try:
-                nbytes, ancillary, _, origin = receive_into(rooms[end], ANCILLARY_BYTES)
-            except OSError as error:
-                if error.errno in TRY_LATER:
-                    break
-                self.socket_errors += 1
-                continue
-            calls += 1
-            # Nearly always one more burst of the same record: whatever was asked of the last one holds for it.
-            if end > start and nbytes == last_bytes and origin == sender and ancillary == known:
-                end += nbytes
-                if end <= ROOM_LEFT_FROM_BYTES:
-                    continue
-                take(view[start:end], segment_bytes, sender[:2], time_s)
-                start = end = 0
-                continue
-            # What this node itself has sent to the group comes back to it.
-            if nbytes == 0 or (source is self._group and origin[:2] in self._own_addresses):
-                continue
-            if ancillary != known:
-                known, gro_bytes = ancillary, self._read_ancillary(source, ancillary, endpoint)
-            size = gro_bytes or nbytes
-            if end > start and (size != segment_bytes or origin != sender):
-                take(view[start:end], segment_bytes, sender[:2], time_s)
-                start = end
-            segment_bytes, sender, last_bytes = size, origin, nbytes
-            end += nbytes
-            # A short datagram ends a batch, and one that GRO has found no neighbour for has none.
-            is_last = nbytes % size or (nbytes == size and self.has_gro)
-            if is_last or end > ROOM_LEFT_FROM_BYTES:
-                take(view[start:end], segment_bytes, sender[:2], time_s)
-                start = end = 0
-        if end > start:
-            take(view[start:end], segment_bytes, sender[:2], time_s)
-        self._receive_calls += calls
-        return calls
-
-    def _read_ancillary(
-        self, source: socket.socket, ancillary: list[tuple[int, int, bytes]], endpoint: Endpoint
-    ) -> int:
-        """Note the drops, and return the size of each datagram; 0 if that is not told."""
-        gro_bytes = 0
-        for level, kind, data in ancillary:
-            if level == socket.IPPROTO_UDP and kind == UDP_GRO:
-                gro_bytes = ANCILLARY_INT.unpack_from(data)[0]
-            elif level == socket.SOL_SOCKET and kind == SO_RXQ_OVFL:
-                self._drops[source] = ANCILLARY_INT.unpack_from(data)[0]
-                endpoint.counters.kernel_drops = sum(self._drops.values())
-        return gro_bytes
+        receiver, view = inlet.receiver, inlet.view
+        descriptor = inlet.socket.fileno()
+        has_come = False
+        for _ in range(LOOKS_PER_PUMP):
+            for start, end, segment_bytes, sender in receiver.receive(descriptor, CALLS_PER_LOOK):
+                has_come = True
+                # What this node itself has sent to the group comes back to it.
+                if inlet is not self._group or sender not in self._own_addresses:
+                    take(view[start:end], segment_bytes, sender, time_s)
+            if receiver.is_empty:
+                break
+        if has_come:
+            endpoint.counters.kernel_drops = sum(each.receiver.drops for each in self._inlets)
+        return has_come
 
     def transmit(self, endpoint: Endpoint) -> float:
         """Send what the endpoint has for now, up to a bound, so that receiving is not kept waiting.
@@ -238,7 +198,7 @@ class Driver:
             Until when there is nothing to do unless a datagram comes.
         """
         for _ in range(SENDS_PER_PUMP):
-            if self._unsent and not self._send_all(()):
+            if self._unsent and not self._send_all([]):
                 break
             if self._too_large:
                 self._report_too_large(endpoint)
@@ -263,78 +223,48 @@ class Driver:
             address, nbytes = self._too_large.popitem()
             endpoint.on_too_large(address, nbytes, now_s())
 
-    def _send_all(self, transmits: Sequence[Transmit]) -> bool:
+    def _send_all(self, transmits: list[Transmit]) -> bool:
         """Send in order; return False if the socket's buffer is full, keeping the rest."""
-        unsent = self._unsent
-        if not unsent:
-            for index, transmit in enumerate(transmits):
-                if not self._send(transmit):
-                    unsent.extend(transmits[index:])
-                    return False
-            return True
-        unsent.extend(transmits)
-        while unsent:
-            if not self._send(unsent[0]):
-                return False
-            unsent.popleft()
-        return True
-
-    def _send(self, transmit: Transmit) -> bool:
-        is_single = transmit.segment_bytes == 0 or transmit.nbytes <= transmit.segment_bytes
-        if is_single:
-            return self._send_one(transmit.calls[0], transmit.address)
+        transmits, self._unsent = self._unsent + transmits, []
         if not self.has_gso:
-            return self._send_each(transmit)
-        calls, address, sendmsg = transmit.calls, transmit.address, self._socket.sendmsg
-        options = _segmented(transmit.segment_bytes)
-        for index, slices in enumerate(calls):
-            try:
-                sendmsg(slices, options, 0, address)
-            except OSError as error:
-                if error.errno in TRY_LATER or error.errno in GSO_REFUSED:
-                    transmit.calls = calls[index:]
-                    return error.errno in GSO_REFUSED and self._send_without_gso(transmit, error)
-                self._note_failed(error, transmit.segment_bytes, address)
-        return True
+            transmits = list(map(_one_by_one, transmits))
+        index = call = 0
+        while True:
+            index, call, code = self._sender.send(self._socket.fileno(), transmits, index, call)
+            if not code:
+                return True
+            transmit = transmits[index]
+            if code in TRY_LATER:
+                self._unsent = [transmit.rest(call), *transmits[index + 1 :]]
+                return False
+            nbytes = sum(map(len, transmit.calls[call]))
+            datagram_bytes = min(nbytes, transmit.segment_bytes or nbytes)
+            if datagram_bytes == nbytes or code not in GSO_REFUSED:
+                self._note_failed(code, datagram_bytes, transmit.address)
+                call += 1
+            elif self._send_without_gso(transmit.rest(call), code):
+                index, call = index + 1, 0
+                if not self.has_gso:
+                    transmits[index:] = map(_one_by_one, transmits[index:])
+            else:
+                self._unsent += transmits[index + 1 :]
+                return False
 
-    def _send_without_gso(self, transmit: Transmit, error: OSError) -> bool:
+    def _send_without_gso(self, transmit: Transmit, code: int) -> bool:
         """Find out by single datagrams whether GSO was refused or their size."""
-        is_done = self._send_each(transmit)
+        is_done = self._send_all([_one_by_one(transmit)])
         if is_done and transmit.address not in self._too_large:
             self.has_gso = False
             logger.warning(
                 "UDP GSO was refused (%s); datagrams are sent one by one from now on",
-                error.strerror,
+                os.strerror(code),
             )
         return is_done
 
-    def _send_each(self, transmit: Transmit) -> bool:
-        """Send the datagrams one by one; what is left when the buffer fills stays in ``transmit``."""
-        rest = [
-            piece[start : start + transmit.segment_bytes]
-            for slices in transmit.calls
-            for piece in slices
-            for start in range(0, len(piece), transmit.segment_bytes)
-        ]
-        for index, datagram in enumerate(rest):
-            if not self._send_one([datagram], transmit.address):
-                transmit.calls = [[left] for left in rest[index:]]
-                return False
-        return True
-
-    def _send_one(self, slices: Sequence[memoryview], address: Address) -> bool:
-        try:
-            self._socket.sendmsg(slices, [], 0, address)
-        except OSError as error:
-            if error.errno in TRY_LATER:
-                return False
-            self._note_failed(error, sum(len(piece) for piece in slices), address)
-        return True
-
-    def _note_failed(self, error: OSError, datagram_bytes: int, address: Address) -> None:
+    def _note_failed(self, code: int, datagram_bytes: int, address: Address) -> None:
         """No route, no buffer, a firewall: to the protocol that is a loss like any other. A size is worth knowing."""
-        self.socket_errors += 1
-        if error.errno == errno.EMSGSIZE:
+        self._send_errors += 1
+        if code == errno.EMSGSIZE:
             known = self._too_large.get(address, datagram_bytes)
             self._too_large[address] = min(known, datagram_bytes)
 
@@ -350,9 +280,7 @@ class Driver:
         reads: list[socket.socket] = [waker.socket]
         writes: list[socket.socket] = []
         if for_datagrams:
-            reads.append(self._socket)
-            if self._group is not None:
-                reads.append(self._group)
+            reads += [each.socket for each in self._inlets]
             if self._unsent:
                 writes.append(self._socket)
         timeout_s = max(0.0, until_s - now_s())
@@ -364,23 +292,17 @@ class Driver:
 
     def close(self) -> None:
         """Close the sockets."""
-        self._socket.close()
-        if self._group is not None:
-            self._group.close()
+        for each in self._inlets:
+            each.socket.close()
 
 
-class _Rooms(dict[int, list[memoryview]]):
-    """Where the next datagrams go, as `recvmsg_into` wants it, for each position; most come up again and again."""
+class _Inlet:
+    """A socket, and what takes its datagrams."""
 
-    def __init__(self, whole: memoryview) -> None:
-        self.whole = whole
-
-    def __missing__(self, position: int) -> list[memoryview]:
-        """Return the room from this position on."""
-        if len(self) >= ROOMS_KEPT:
-            self.clear()
-        room = self[position] = [self.whole[position:]]
-        return room
+    def __init__(self, source: socket.socket) -> None:
+        self.socket = source
+        self.receiver = Receiver(ROOM_BYTES, BATCH_BYTES_MAX)
+        self.view = memoryview(self.receiver)
 
 
 class Waker:
@@ -412,10 +334,18 @@ def _bounded(at_s: float | None, time_s: float) -> float:
     return time_s + IDLE_WAIT_S if at_s is None else min(at_s, time_s + IDLE_WAIT_S)
 
 
-@functools.cache
-def _segmented(segment_bytes: int) -> list[tuple[int, int, bytes]]:
-    """Return what has the system cut a send into datagrams of this size."""
-    return [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", segment_bytes))]
+def _one_by_one(transmit: Transmit) -> Transmit:
+    """Return what sends the same datagrams with a system call each."""
+    size = transmit.segment_bytes
+    if not size or transmit.nbytes <= size:
+        return transmit
+    calls = [
+        [piece[start : start + size]]
+        for slices in transmit.calls
+        for piece in slices
+        for start in range(0, len(piece), size)
+    ]
+    return Transmit(transmit.address, calls, 0, transmit.nbytes)
 
 
 def interface_mtu(address: Address) -> int | None:

@@ -385,6 +385,10 @@ class Transmit:
         """Return what sends one datagram."""
         return cls(address, [[memoryview(datagram)]], 0, len(datagram))
 
+    def rest(self, call: int) -> Transmit:
+        """Return what is left to send from this call on."""
+        return Transmit(self.address, self.calls[call:], self.segment_bytes, self.nbytes)
+
     def data(self) -> bytes:
         """Return all the datagrams, back to back."""
         return b"".join(piece for slices in self.calls for piece in slices)
