@@ -5,11 +5,15 @@
 #include <netinet/in.h>
 #include <pybind11/pybind11.h>
 
+#include <cerrno>
 #include <cstring>
+#include <exception>
 #include <string>
+#include <system_error>
 #include <unordered_map>
 #include <utility>
 
+#include "../udp/alarm.h"
 #include "../udp/datagrams.h"
 
 namespace gradwire::bindings {
@@ -164,6 +168,7 @@ PYBIND11_MODULE(_udp, module) {
     namespace py = pybind11;
     using gradwire::bindings::PyReceiver;
     using gradwire::bindings::PySender;
+    using gradwire::udp::Alarm;
     py::class_<PyReceiver>(module, "Receiver", py::buffer_protocol())
         .def(py::init<size_t, size_t>(), py::arg("room_bytes"), py::arg("batch_bytes_max"))
         .def("receive", &PyReceiver::receive, py::arg("socket"), py::arg("calls_max"))
@@ -172,6 +177,19 @@ PYBIND11_MODULE(_udp, module) {
         .def_property_readonly("errors", [](const PyReceiver& self) { return self.receiver().errors(); })
         .def_property_readonly("drops", [](const PyReceiver& self) { return self.receiver().drops(); })
         .def_buffer(&PyReceiver::room);
+    py::register_exception_translator([](std::exception_ptr pointer) {
+        try {
+            if (pointer) std::rethrow_exception(pointer);
+        } catch (const std::system_error& error) {
+            errno = error.code().value();
+            PyErr_SetFromErrno(PyExc_OSError);
+        }
+    });
+    py::class_<Alarm>(module, "Alarm")
+        .def(py::init<>())
+        .def("fileno", &Alarm::descriptor)
+        .def("set", &Alarm::set, py::arg("at_s"))
+        .def("clear", &Alarm::clear);
     py::class_<PySender>(module, "Sender")
         .def(py::init<>())
         .def("send", &PySender::send, py::arg("socket"), py::arg("transmits"), py::arg("index"), py::arg("call"));

@@ -37,6 +37,21 @@ class Receiver:
         """Datagrams that the socket had no room for, where the system counts them."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+class Alarm:
+    """A timer to wait for like a socket; setting it wakes nobody before its time.
+
+    Raises:
+        OSError: this system has no such timers.
+    """
+
+    def __init__(self) -> None: ...
+    def fileno(self) -> int:
+        """Return the file descriptor, readable when the time has come."""
+    def set(self, at_s: float) -> None:
+        """Set the time, in seconds of `time.monotonic`."""
+    def clear(self) -> None:
+        """Forget the time; the descriptor is not readable any more."""
+
 class Sender:
     """Sends what `Transmit` describes."""
 

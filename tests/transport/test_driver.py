@@ -142,6 +142,30 @@ def test_a_host_that_is_no_address_is_a_datagram_that_is_lost(endpoint: Endpoint
     sink.close()
 
 
+def test_a_waker_rings_at_its_time_and_not_when_it_has_been_calmed() -> None:
+    driver, waker = Driver(("127.0.0.1", 0)), Waker(has_alarm=True)
+    if waker.alarm is None:
+        pytest.skip("this system has no timers to wait for like sockets")
+
+    def waited_s(limit_s: float) -> float:
+        started_s = now_s()
+        driver.wait(started_s + limit_s, waker, for_datagrams=False)
+        return now_s() - started_s
+
+    waker.ring_at(now_s() + 0.02)
+    assert 0.02 <= waited_s(10.0) < 5.0
+    assert waited_s(10.0) < 0.01  # it has not been heard yet
+    waker.calm()
+    assert waited_s(0.03) >= 0.03
+    waker.ring_at(now_s() - 1.0)
+    assert waited_s(10.0) < 5.0
+    waker.ring_at(now_s() + 0.01)
+    waker.calm()
+    assert waited_s(0.03) >= 0.03
+    waker.close()
+    driver.close()
+
+
 def test_who_leaves_the_datagrams_to_another_thread_sleeps_though_some_could_be_sent() -> None:
     driver, waker = Driver(("127.0.0.1", 0)), Waker()
     driver._unsent.append(Transmit.single(ONE, b"waits for room"))

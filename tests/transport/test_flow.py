@@ -9,7 +9,7 @@ import pytest
 from gradwire.errors import WouldBlock
 from gradwire.transport.model import Limits
 
-from .faults import MEGABYTE, transfer
+from .faults import MEGABYTE, teach_round_trips, transfer
 from .simulator import Host, Link, Simulator
 
 
@@ -67,6 +67,21 @@ def crowd_s(senders: int, seed: int = 6) -> list[float]:
             if ticket.is_done:
                 finished_s.setdefault(name, simulator.now_s - started_s)
     return list(finished_s.values())
+
+
+def test_small_messages_do_not_slow_down_a_larger_one_after_them() -> None:
+    simulator = Simulator(1)
+    one, _ = simulator.mesh(2)
+    simulator.publish(one, bytes(MEGABYTE), 0)
+    simulator.run_for(1.0)
+    [before] = one.endpoint.stats().peers
+    teach_round_trips(simulator, one)
+    [after] = one.endpoint.stats().peers
+    assert after.rate_bytes_per_s >= before.rate_bytes_per_s > 1e7
+    started_s = simulator.now_s
+    ticket = simulator.publish(one, bytes(30_000), 99)
+    simulator.run_until(lambda: ticket.is_done, 1.0)
+    assert simulator.now_s - started_s < 3 * before.srtt_s
 
 
 @pytest.mark.parametrize("senders", [16, 32])

@@ -90,14 +90,26 @@ def test_an_acknowledgement_tells_exactly_what_is_there() -> None:
     assert receiver.inbound.ack_at_s is None
 
 
-def test_a_gap_is_acknowledged_at_once_and_a_tidy_record_a_little_later() -> None:
+def test_what_comes_seldom_and_a_gap_are_acknowledged_at_once_and_a_tidy_record_a_little_later() -> (
+    None
+):
     receiver = Receiver()
-    sent = records(b"a", b"b", b"c")
+    sent = records(b"a", b"b", b"c", b"d")
     receiver.inbound.make_acks(NOW_S)
     receiver.feed(sent[0])
-    assert receiver.inbound.ack_at_s == pytest.approx(NOW_S + 0.0005)
-    receiver.feed(sent[2])
     assert receiver.inbound.ack_at_s == NOW_S
+    receiver.inbound.make_acks(NOW_S)
+    receiver.feed(sent[1])
+    assert receiver.inbound.ack_at_s == pytest.approx(NOW_S + 0.0005)
+    receiver.feed(sent[3])
+    assert receiver.inbound.ack_at_s == NOW_S
+
+
+def test_the_beginning_of_a_long_message_is_not_acknowledged_at_once() -> None:
+    receiver = Receiver()
+    receiver.inbound.make_acks(NOW_S)
+    receiver.feed(records(bytes(2 * CHUNK))[0])
+    assert receiver.inbound.ack_at_s == pytest.approx(NOW_S + 0.0005)
 
 
 def test_a_stream_is_acknowledged_with_every_other_record_and_later_than_a_single_one() -> None:

@@ -429,6 +429,66 @@ def test_who_publishes_a_stream_looks_at_the_socket_now_and_then_and_tells_who_w
         monkeypatch.undo()
 
 
+def test_the_thread_sleeps_while_a_caller_waits_and_is_there_when_he_has_gone(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Node, Node]
+) -> None:
+    one, two = pair
+    wakes = 0
+    wait = two._driver.wait
+
+    def counting(until_s: float, waker: object, *, for_datagrams: bool = True) -> None:
+        nonlocal wakes
+        wakes += threading.current_thread() is two._thread
+        wait(until_s, waker, for_datagrams=for_datagrams)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(two._driver, "wait", counting)
+    two.receive(timeout_s=0.01)
+    wakes = 0
+    assert two.receive(timeout_s=0.5) == []
+    assert wakes <= 5
+    for _ in range(20):
+        two.receive(timeout_s=0.002)
+        ticket = one.publish(b"x")
+        assert one.drain(timeout_s=1.0)  # acknowledged by the thread: nobody receives
+        assert ticket.is_done
+        assert len(two.receive()) == 1
+        time.sleep(0.005)
+    began_s = time.monotonic()
+    for _ in range(20):
+        one.publish(b"x")
+        assert one.drain(timeout_s=1.0)
+    assert time.monotonic() - began_s < 0.5
+
+
+def test_what_is_published_wakes_no_thread_before_a_timer_is_due(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Node, Node]
+) -> None:
+    one, _ = pair
+    if one._thread_waker.alarm is None:
+        pytest.skip("this system has no timers to wait for like sockets")
+    rings: list[float] = []
+    monkeypatch.setattr(one._thread_waker, "ring", lambda: rings.append(time.monotonic()))
+    for _ in range(20):
+        one.publish(b"x")
+        time.sleep(0.01)
+    assert rings == []
+    assert one.drain(timeout_s=1.0)
+
+
+def test_a_lost_datagram_is_missed_in_time_though_nobody_was_woken(pair: tuple[Node, Node]) -> None:
+    one, _ = pair
+    for _ in range(5):
+        one.publish(b"x")
+        assert one.drain(timeout_s=1.0)
+    lost = RuledSender(one._driver, lambda call, *_: errno.ENOBUFS if call == 1 else 0)
+    ticket = one.publish(b"y")
+    end_s = time.monotonic() + 1.0
+    while not ticket.is_done and time.monotonic() < end_s:
+        time.sleep(0.002)
+    assert lost.refused == 1
+    assert ticket.is_done
+
+
 def refuse(node: Node, refusal: int | None, full_every: int) -> None:
     """Let the kernel refuse segmentation, or say now and then that it is full."""
 

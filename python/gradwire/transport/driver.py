@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from .._udp import Receiver, Sender
+from .._udp import Alarm, Receiver, Sender
 from .addressing import WILDCARDS, local_addresses
 from .endpoint import Endpoint
 from .model import Address, SocketStats, Transmit
@@ -49,6 +49,7 @@ GSO_REFUSED: Final = frozenset(
 )
 TRY_LATER: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR})
 
+Waitable: TypeAlias = socket.socket | Alarm
 Take: TypeAlias = Callable[[memoryview, int, Address, float], None]
 
 now_s = time.monotonic
@@ -277,8 +278,10 @@ class Driver:
 
     def wait(self, until_s: float, waker: Waker, *, for_datagrams: bool = True) -> None:
         """Sleep until a time or until the waker rings, for datagrams also until one comes or can be sent again."""
-        reads: list[socket.socket] = [waker.socket]
-        writes: list[socket.socket] = []
+        reads: list[Waitable] = [waker.socket]
+        if waker.alarm is not None:
+            reads.append(waker.alarm)
+        writes: list[Waitable] = []
         if for_datagrams:
             reads += [each.socket for each in self._inlets]
             if self._unsent:
@@ -306,12 +309,21 @@ class _Inlet:
 
 
 class Waker:
-    """Makes a `Driver.wait` in another thread return."""
+    """Makes a `Driver.wait` in another thread return.
 
-    def __init__(self) -> None:
+    Args:
+        has_alarm: also at times that are set.
+    """
+
+    def __init__(self, *, has_alarm: bool = False) -> None:
         self.socket, self._bell = socket.socketpair()
         self.socket.setblocking(False)
         self._bell.setblocking(False)
+        self.alarm: Alarm | None = None
+        self._is_set = False
+        if has_alarm:
+            with contextlib.suppress(OSError):  # a system without such timers
+                self.alarm = Alarm()
 
     def ring(self) -> None:
         """Wake whoever waits; if nobody does, the next wait returns at once."""
@@ -320,12 +332,27 @@ class Waker:
         ):  # a full pipe wakes just as well, a closed one has nobody to wake
             self._bell.send(b"\0")
 
+    def ring_at(self, at_s: float) -> None:
+        """Wake whoever waits then; at once where the system has no timer for that."""
+        if self.alarm is None:
+            self.ring()
+        else:
+            self.alarm.set(at_s)
+            self._is_set = True
+
+    def calm(self) -> None:
+        """Do not ring at any time that was set."""
+        if self.alarm is not None and self._is_set:
+            self.alarm.clear()
+            self._is_set = False
+
     def clear(self) -> None:
         """Forget the rings so far."""
         self.socket.recv(4_096)
 
     def close(self) -> None:
         """Release the sockets."""
+        self.alarm = None
         self.socket.close()
         self._bell.close()
 
@@ -365,9 +392,7 @@ def _family_of(address: Address) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
 
 
-def _wait_ready(
-    reads: list[socket.socket], writes: list[socket.socket], timeout_s: float
-) -> list[socket.socket]:
+def _wait_ready(reads: list[Waitable], writes: list[Waitable], timeout_s: float) -> list[Waitable]:
     """Return the sockets that can be read. ``select`` keeps microseconds where ``poll`` rounds up to milliseconds."""
     try:
         return select.select(reads, writes, [], timeout_s)[0]

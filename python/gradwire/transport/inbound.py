@@ -39,6 +39,7 @@ ACK_EVERY_BYTES: Final = 300_000  # two full records; one a burst would cost mor
 ACK_MIDWAY_BYTES: Final = (
     2 * ACK_EVERY_BYTES
 )  # in the middle of a record it costs the sender more to take in
+SELDOM_S: Final = 0.002  # to wait for more to acknowledge would cost a wake-up, and none comes
 SKIPS_MAX: Final = 64
 PAYLOADS_KEPT_BYTES: Final = 32 << 20
 
@@ -205,6 +206,7 @@ class Inbound:
         count = -(-nbytes // (fragment_bytes + HEADER_BYTES))
         if not is_plausible(fragments, fragment_bytes, first, count, nbytes):
             return False
+        is_seldom = now_s - self._last_arrival_s > SELDOM_S
         self._last_arrival_s = now_s
         span = record_span(fragments, fragment_bytes)
         if not self.accepts(record) or record + span > self.limit:
@@ -228,6 +230,8 @@ class Inbound:
                 self._sequel.follow(record, epoch, stream, fragments, fragment_bytes)
             self._open(epoch, record, span, header, sealed, now_s)
         self._schedule_ack(record, now_s)
+        if is_seldom and sealed is not None and self._assembly is None:
+            self.acknowledge_by(now_s)
         return True
 
     def _add_to_partial(

@@ -28,11 +28,9 @@ from .watchers import Watchers, wait_s
 
 logger = logging.getLogger(__name__)
 
-# While the caller itself waits in `receive`, it does the I/O; the thread leaves the socket alone for this long and only
-# looks now and then whether a timer is overdue: first after a tick, each time a little later, at last after a lease.
+# Who waits in `receive` does the I/O, and so for this long after it: the thread leaves the socket alone meanwhile.
 LEASE_S: Final = 0.003
-TICK_S: Final = 0.001
-TICK_GROWTH: Final = 1.1
+TICK_S: Final = 0.001  # by which timers may be late rather than wake a thread
 OVERDUE_S: Final = 0.0002
 LONG_S: Final = 0.0005  # without a look at the socket: a round trip of a fast network
 STREAM_S: Final = 0.002  # who looks again so soon, publishing, goes on with that
@@ -153,7 +151,7 @@ class Node:
         self._is_coalescing = False
         self._lock = threading.Lock()
         self._close_lock = threading.Lock()
-        self._thread_waker = Waker()
+        self._thread_waker = Waker(has_alarm=True)
         self._caller_waker = Waker()
         self._callers_waiting = 0
         self._watchers = Watchers()
@@ -161,7 +159,7 @@ class Node:
         self._is_closed = False
         self._polled_at_s = self._leased_until_s = float("-inf")
         self._sleeps_until_s = 0.0
-        self._tick_s = TICK_S
+        self._is_watching = False
         self._add_seeds(seeds)
         if switch_interval_s is not None and sys.getswitchinterval() > switch_interval_s:
             sys.setswitchinterval(switch_interval_s)
@@ -316,7 +314,7 @@ class Node:
             self._tell_others()
             self._polled_at_s = time_s
             if unseen_s < STREAM_S and not self._watchers:
-                self._leased_until_s = max(self._leased_until_s, time_s + TICK_S)
+                self._leased_until_s = max(self._leased_until_s, time_s + LEASE_S)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `publish` would take a message of this size now instead of raising `WouldBlock`."""
@@ -324,7 +322,7 @@ class Node:
         with self._lock:
             if self._endpoint.has_room(nbytes):
                 return True
-            self._pump()
+            self._nudge(self._pump())
             return self._endpoint.has_room(nbytes)
 
     def receive(self, timeout_s: float = 0.0) -> list[Received]:
@@ -451,8 +449,10 @@ class Node:
             with self._lock:
                 if self._is_closed:
                     raise Closed("the node is closed")
-                self._polled_at_s = now_s()
-                self._leased_until_s = self._polled_at_s + LEASE_S
+                time_s = now_s()
+                if timeout_s > 0.0 or time_s - self._polled_at_s < STREAM_S:
+                    self._leased_until_s = time_s + LEASE_S
+                self._polled_at_s = time_s
                 self._driver.receive(self._endpoint)
                 is_done = done()
                 # What `done` took makes room, so the sending comes after it: once instead of twice.
@@ -518,30 +518,41 @@ class Node:
     def _run(self) -> None:
         """The I/O thread: serves acknowledgements, timers and arrivals while the caller computes."""
         while not self._is_closed:
-            is_idle = True
-            self._sleeps_until_s = now_s() + self._tick_s
+            until_s = now_s() + TICK_S
+            is_watching = False
             # Whoever has the lock moves the datagrams; to wait for it would cost both threads a switch.
             if self._lock.acquire(blocking=False):
                 try:
-                    is_idle = self._is_closed or self._is_left_to_caller()
-                    if not is_idle:
-                        self._sleeps_until_s = self._pump()
+                    self._thread_waker.calm()
+                    left_until_s = self._left_to_caller_until_s()
+                    is_watching = left_until_s is None
+                    until_s = self._pump() if left_until_s is None else left_until_s
+                    self._is_watching, self._sleeps_until_s = is_watching, until_s
                 finally:
                     self._lock.release()
-            # Each look costs the caller a turn; one that has done the I/O for long will go on with it.
-            self._tick_s = min(self._tick_s * TICK_GROWTH, LEASE_S) if is_idle else TICK_S
-            self._driver.wait(self._sleeps_until_s, self._thread_waker, for_datagrams=not is_idle)
+            self._driver.wait(until_s, self._thread_waker, for_datagrams=is_watching)
 
-    def _is_left_to_caller(self) -> bool:
-        """Whether a caller does the I/O: one that has stopped leaves timers behind, and then the thread takes over."""
+    def _left_to_caller_until_s(self) -> float | None:
+        """Return how long some caller does the I/O; None if nobody does, or leaves timers behind."""
         time_s = now_s()
-        is_overdue = self._driver.deadline_s(self._endpoint) < time_s - OVERDUE_S
-        return time_s < self._leased_until_s and not is_overdue
+        if self._is_closed:
+            return time_s
+        if self._driver.deadline_s(self._endpoint) < time_s - OVERDUE_S:
+            return None
+        if self._callers_waiting:
+            return time_s + RECHECK_S
+        return self._leased_until_s if time_s < self._leased_until_s else None
 
     def _nudge(self, due_s: float) -> None:
-        """Wake the I/O thread if it would sleep past the next timer."""
-        if due_s < self._sleeps_until_s - self._tick_s:
-            self._thread_waker.ring()
+        """Have the I/O thread awake for the next timer, and soon in any case if it does not watch the socket.
+
+        The lock is held, by somebody who goes away.
+        """
+        if not self._is_watching:
+            due_s = min(due_s, now_s() + LEASE_S)
+        if due_s < self._sleeps_until_s - TICK_S:
+            self._sleeps_until_s = due_s
+            self._thread_waker.ring_at(due_s)
 
     def _check_open(self) -> None:
         self._check_process()

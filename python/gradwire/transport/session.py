@@ -499,6 +499,8 @@ class Session:
         """Follow a message that will be in the log for this peer, up to its last record."""
         if not self.pending:
             self.progress_at_s = now_s
+        if self.outbound is not None and self.outbound.is_idle:
+            self.outbound.rate.on_app_limited()
         self.pending.append((last_record, ticket))
 
     def restart_from(self, head: int, moved: Mapping[int, int]) -> None:
