@@ -7,7 +7,7 @@
 
 #include <cerrno>
 #include <cstring>
-#include <exception>
+#include <memory>
 #include <string>
 #include <system_error>
 #include <unordered_map>
@@ -90,7 +90,7 @@ class PyReceiver {
                                   std::to_string(udp::kCallBytesMax) + " and the room no smaller than a batch");
     }
 
-    // Keeps the GIL: this takes microseconds, and whoever gives it away gets it back half a millisecond later.
+    // Keeps the GIL: this takes microseconds, and another thread that computes has it for half a millisecond.
     py::list receive(int socket, size_t calls_max) {
         py::list result;
         for (const udp::Batch& batch : receiver_.receive(socket, calls_max))
@@ -161,6 +161,16 @@ class PySender {
     AddressBook book_;
 };
 
+std::unique_ptr<udp::Alarm> make_alarm() {
+    try {
+        return std::make_unique<udp::Alarm>();
+    } catch (const std::system_error& error) {
+        errno = error.code().value();
+        PyErr_SetFromErrno(PyExc_OSError);
+        throw py::error_already_set();
+    }
+}
+
 }  // namespace
 }  // namespace gradwire::bindings
 
@@ -177,16 +187,8 @@ PYBIND11_MODULE(_udp, module) {
         .def_property_readonly("errors", [](const PyReceiver& self) { return self.receiver().errors(); })
         .def_property_readonly("drops", [](const PyReceiver& self) { return self.receiver().drops(); })
         .def_buffer(&PyReceiver::room);
-    py::register_exception_translator([](std::exception_ptr pointer) {
-        try {
-            if (pointer) std::rethrow_exception(pointer);
-        } catch (const std::system_error& error) {
-            errno = error.code().value();
-            PyErr_SetFromErrno(PyExc_OSError);
-        }
-    });
     py::class_<Alarm>(module, "Alarm")
-        .def(py::init<>())
+        .def(py::init(&gradwire::bindings::make_alarm))
         .def("fileno", &Alarm::descriptor)
         .def("set", &Alarm::set, py::arg("at_s"))
         .def("clear", &Alarm::clear);

@@ -460,6 +460,26 @@ def test_the_thread_sleeps_while_a_caller_waits_and_is_there_when_he_has_gone(
     assert time.monotonic() - began_s < 0.5
 
 
+def test_an_interrupted_wait_is_no_wait_any_more(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Node, Node]
+) -> None:
+    one, two = pair
+    wait = two._driver.wait
+
+    def interrupted(until_s: float, waker: object, *, for_datagrams: bool = True) -> None:
+        if threading.current_thread() is not two._thread:
+            raise KeyboardInterrupt
+        wait(until_s, waker, for_datagrams=for_datagrams)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two._driver, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            two.receive(timeout_s=5.0)
+    assert two._callers_waiting == 0
+    one.publish(b"x")
+    assert one.drain(timeout_s=2.0)  # the thread is there
+
+
 def test_what_is_published_wakes_no_thread_before_a_timer_is_due(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Node, Node]
 ) -> None:

@@ -39,7 +39,7 @@ SOCKET_BUFFER_BYTES: Final = 4 << 20
 # A whole record comes as one batch where nothing is lost: it then costs little more to take in than a burst of it.
 BATCH_BYTES_MAX: Final = 4 * 65_536
 ROOM_BYTES: Final = 2 * BATCH_BYTES_MAX
-LOOKS_PER_PUMP: Final = 8
+LOOKS_PER_PUMP: Final = 4
 CALLS_PER_LOOK: Final = 32
 SENDS_PER_PUMP: Final = 8
 IDLE_WAIT_S: Final = 1.0

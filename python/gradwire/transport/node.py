@@ -464,9 +464,11 @@ class Node:
                     return is_done
                 until_s = min(end_s, due_s, time_s + RECHECK_S)
                 self._callers_waiting += 1
-            self._driver.wait(until_s, self._caller_waker)
-            with self._lock:
-                self._callers_waiting -= 1
+            try:
+                self._driver.wait(until_s, self._caller_waker)
+            finally:  # who interrupts a wait goes on without it, and the thread is not to count on him
+                with self._lock:
+                    self._callers_waiting -= 1
 
     def _pump(self) -> float:
         """Move datagrams, and return until when nothing is to be done; the lock is held."""
@@ -544,11 +546,11 @@ class Node:
         return self._leased_until_s if time_s < self._leased_until_s else None
 
     def _nudge(self, due_s: float) -> None:
-        """Have the I/O thread awake for the next timer, and soon in any case if it does not watch the socket.
+        """Have the I/O thread awake for the next timer, and soon in any case if nobody watches the socket.
 
         The lock is held, by somebody who goes away.
         """
-        if not self._is_watching:
+        if not self._is_watching and not self._callers_waiting:
             due_s = min(due_s, now_s() + LEASE_S)
         if due_s < self._sleeps_until_s - TICK_S:
             self._sleeps_until_s = due_s
