@@ -154,9 +154,7 @@ def test_a_waker_rings_at_its_time_and_not_when_it_has_been_calmed() -> None:
 
     waker.ring_at(now_s() + 0.02)
     assert 0.02 <= waited_s(10.0) < 5.0
-    assert waited_s(10.0) < 0.01  # it has not been heard yet
-    waker.calm()
-    assert waited_s(0.03) >= 0.03
+    assert waited_s(0.03) >= 0.03  # it has been heard
     waker.ring_at(now_s() - 1.0)
     assert waited_s(10.0) < 5.0
     waker.ring_at(now_s() + 0.01)

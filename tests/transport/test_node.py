@@ -460,6 +460,25 @@ def test_the_thread_sleeps_while_a_caller_waits_and_is_there_when_he_has_gone(
     assert time.monotonic() - began_s < 0.5
 
 
+def test_the_thread_does_not_spin_while_it_cannot_get_the_lock(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Node, Node]
+) -> None:
+    one, _ = pair
+    wakes = 0
+    wait = one._driver.wait
+
+    def counting(until_s: float, waker: object, *, for_datagrams: bool = True) -> None:
+        nonlocal wakes
+        wakes += 1
+        wait(until_s, waker, for_datagrams=for_datagrams)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(one._driver, "wait", counting)
+    with one._lock:
+        one._thread_waker.ring_at(time.monotonic())
+        time.sleep(0.05)
+    assert wakes <= 60  # a tick each
+
+
 def test_an_interrupted_wait_is_no_wait_any_more(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Node, Node]
 ) -> None:

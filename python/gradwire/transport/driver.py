@@ -288,8 +288,11 @@ class Driver:
                 writes.append(self._socket)
         timeout_s = max(0.0, until_s - now_s())
         try:
-            if waker.socket in _wait_ready(reads, writes, timeout_s):
+            ready = _wait_ready(reads, writes, timeout_s)
+            if waker.socket in ready:
                 waker.clear()
+            if waker.alarm in ready:
+                waker.calm()
         except (OSError, ValueError):
             pass  # another thread has closed the socket; the caller sees it afterwards
 

@@ -520,10 +520,12 @@ class Node:
     def _run(self) -> None:
         """The I/O thread: serves acknowledgements, timers and arrivals while the caller computes."""
         while not self._is_closed:
-            until_s = now_s() + TICK_S
+            until_s = now_s() + LEASE_S
             is_watching = False
-            # Whoever has the lock moves the datagrams; to wait for it would cost both threads a switch.
-            if self._lock.acquire(blocking=False):
+            if not self._lock.acquire(blocking=False):
+                # Whoever has it moves the datagrams; to wait for it would cost both threads a switch.
+                self._is_watching, self._sleeps_until_s = is_watching, until_s
+            else:
                 try:
                     self._thread_waker.calm()
                     left_until_s = self._left_to_caller_until_s()
