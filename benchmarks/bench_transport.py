@@ -28,6 +28,7 @@ from transport_ends import (  # noqa: E402
     PING_BYTES,
     busy_sink,
     fan_out_cpu_s,
+    lone_message_cpu_s,
     node_in_memory,
     node_round_trips,
     node_transfer,
@@ -131,6 +132,15 @@ def _more(what: str, many: list[float], one: list[float]) -> Row:
     )
 
 
+def lone_message_rows(messages: int, rounds: int) -> Iterator[Row]:
+    """Yield what a message costs that comes alone, which is mostly waking up."""
+    cpu_s = [lone_message_cpu_s(messages // rounds) for _ in range(rounds)]
+    for end, values in zip(("sender", "receiver"), zip(*cpu_s, strict=True), strict=True):
+        what = f"a message of 1 KB each 8 ms to a waiting caller, {end}'s processor time"
+        in_us = [value * 1e6 for value in values]
+        yield Row(GROUP_LOOPBACK, what, PING_BYTES, " us", min(in_us), statistics.median(in_us))
+
+
 def round_trip_rows(pings: int, rounds: int) -> Iterator[Row]:
     """Yield round trips of 1 KB against a raw UDP ping-pong."""
     raw: list[float] = []
@@ -193,6 +203,7 @@ def run(report: Report, seconds: float, rounds: int, *, smoke: bool) -> None:
         report.add(peer_rows(found))
         report.add(fan_out_rows(report, max(2, int(10 * seconds)), rounds))
         report.add(round_trip_rows(50 if smoke else 5_000, rounds))
+        report.add(lone_message_rows(20 if smoke else 1_000, rounds))
     else:
         report.skip("loopback and peers", "raw GSO and GRO exist only on Linux")
     report.add(simulated_rows((2 if smoke else 32) * MESSAGE_BYTES))

@@ -22,6 +22,7 @@ __all__ = [
     "SkippingClock",
     "busy_sink",
     "fan_out_cpu_s",
+    "lone_message_cpu_s",
     "node_in_memory",
     "node_round_trips",
     "node_transfer",
@@ -34,6 +35,7 @@ MULTICAST_GROUP = "239.77.11.4"
 BURST_BYTES, SEGMENT_BYTES = 63_000, 1_400
 PING_BYTES = 1_024
 COMPUTE_S = 0.01
+LONE_S = 0.008
 MESSAGES_IN_FLIGHT = 4
 UDP_SEGMENT, UDP_GRO = 103, 104
 
@@ -207,6 +209,43 @@ def fan_out_cpu_s(peers: int, messages: int, *, multicast: bool = False) -> floa
         total, _ = pipe.recv()
         assert total == peers * messages * MESSAGE_BYTES, "every byte must arrive at every peer"
         return used_s
+
+
+def lone_message_cpu_s(messages: int) -> tuple[float, float]:
+    """Return the processor seconds of sender and receiver per message of 1 KB to a waiting caller, each 8 ms.
+
+    That is mostly waking up: who measures it in a tight loop sees none of it.
+    """
+    with (
+        child(waiting_sink) as pipe,
+        Node("127.0.0.1:0", pipe.recv(), secret=SECRET) as node,
+    ):
+        node.wait_for_peers(1, timeout_s=10.0)
+        payload = os.urandom(PING_BYTES)
+        node.publish(payload)  # not counted
+        assert node.drain(timeout_s=10.0)
+        cpu_s = time.process_time()
+        for _ in range(messages):
+            node.publish(payload)
+            time.sleep(LONE_S)
+        sender_s = time.process_time() - cpu_s
+        assert node.drain(timeout_s=10.0)
+        pipe.send("stop")
+        count, receiver_s = pipe.recv()
+        assert count == messages, "every message must arrive"
+        return sender_s / messages, receiver_s / messages
+
+
+def waiting_sink(pipe: Connection) -> None:
+    """Wait in `receive` until told to stop; report messages and processor seconds after the first message."""
+    with Node("127.0.0.1:0", secret=SECRET) as sink:
+        pipe.send([sink.address])
+        [_] = sink.receive(timeout_s=30.0)
+        count, cpu_s = 0, time.process_time()
+        while not pipe.poll():
+            count += len(sink.receive(timeout_s=1.0))
+        pipe.recv()
+        pipe.send((count, time.process_time() - cpu_s))
 
 
 def free_port() -> int:

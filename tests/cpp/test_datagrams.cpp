@@ -208,7 +208,10 @@ CASE(what_the_system_had_no_room_for_is_counted) {
     int code = 0;
     CHECK_EQUAL(send(from.descriptor(), slices, calls, code), calls.size());  // UDP drops what has no room
     const int on = 1;
-    ::setsockopt(to.descriptor(), SOL_SOCKET, SO_RXQ_OVFL, &on, sizeof on);
+    if (::setsockopt(to.descriptor(), SOL_SOCKET, SO_RXQ_OVFL, &on, sizeof on) != 0) {
+        std::cout << "this system does not count them" << std::endl;
+        return;
+    }
     Receiver receiver(kBatchMax, kBatchMax);
     receiver.receive(to.descriptor(), kManyCalls);
     const uint64_t taken = receiver.calls();
