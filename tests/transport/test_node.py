@@ -429,23 +429,29 @@ def test_who_publishes_a_stream_looks_at_the_socket_now_and_then_and_tells_who_w
         monkeypatch.undo()
 
 
+def note_wakes(monkeypatch: pytest.MonkeyPatch, node: Node) -> list[float]:
+    """Return a list to which the I/O thread adds each time that it goes to sleep."""
+    wakes: list[float] = []
+    wait = node._driver.wait
+
+    def noting(until_s: float, waker: object, *, for_datagrams: bool = True) -> None:
+        if threading.current_thread() is node._thread:
+            wakes.append(time.monotonic())
+        wait(until_s, waker, for_datagrams=for_datagrams)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(node._driver, "wait", noting)
+    return wakes
+
+
 def test_the_thread_sleeps_while_a_caller_waits_and_is_there_when_he_has_gone(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Node, Node]
 ) -> None:
     one, two = pair
-    wakes = 0
-    wait = two._driver.wait
-
-    def counting(until_s: float, waker: object, *, for_datagrams: bool = True) -> None:
-        nonlocal wakes
-        wakes += threading.current_thread() is two._thread
-        wait(until_s, waker, for_datagrams=for_datagrams)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(two._driver, "wait", counting)
+    wakes = note_wakes(monkeypatch, two)
     two.receive(timeout_s=0.01)
-    wakes = 0
+    wakes.clear()
     assert two.receive(timeout_s=0.5) == []
-    assert wakes <= 5
+    assert len(wakes) <= 5
     for _ in range(20):
         two.receive(timeout_s=0.002)
         ticket = one.publish(b"x")
@@ -464,19 +470,11 @@ def test_the_thread_does_not_spin_while_it_cannot_get_the_lock(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Node, Node]
 ) -> None:
     one, _ = pair
-    wakes = 0
-    wait = one._driver.wait
-
-    def counting(until_s: float, waker: object, *, for_datagrams: bool = True) -> None:
-        nonlocal wakes
-        wakes += 1
-        wait(until_s, waker, for_datagrams=for_datagrams)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(one._driver, "wait", counting)
+    wakes = note_wakes(monkeypatch, one)
     with one._lock:
         one._thread_waker.ring_at(time.monotonic())
         time.sleep(0.05)
-    assert wakes <= 60  # a tick each
+    assert len(wakes) <= 60
 
 
 def test_an_interrupted_wait_is_no_wait_any_more(

@@ -323,7 +323,6 @@ class Waker:
         self.socket.setblocking(False)
         self._bell.setblocking(False)
         self.alarm: Alarm | None = None
-        self._is_set = False
         if has_alarm:
             with contextlib.suppress(OSError):  # a system without such timers
                 self.alarm = Alarm()
@@ -341,13 +340,11 @@ class Waker:
             self.ring()
         else:
             self.alarm.set(at_s)
-            self._is_set = True
 
     def calm(self) -> None:
         """Do not ring at any time that was set."""
-        if self.alarm is not None and self._is_set:
+        if self.alarm is not None:
             self.alarm.clear()
-            self._is_set = False
 
     def clear(self) -> None:
         """Forget the rings so far."""
