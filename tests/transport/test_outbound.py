@@ -148,7 +148,9 @@ def test_what_leaves_together_is_accounted_for_like_what_leaves_alone(seed: int)
         (roomy(log), together),
     ]
     got: list[int] = []
-    inbound = Inbound(0, ReceiveBudget(1 << 30), lambda tag, _: got.append(tag), 1 << 22)
+    inbound = Inbound(
+        0, ReceiveBudget(1 << 30), lambda tag, _: got.append(tag), 1 << 22, RttEstimator()
+    )
     inbound.add_key(key)
     inbound.grant(1_024, 0.0)
     loss, holes = generator.choice(((0.0, 0.0), (0.01, 0.0), (0.2, 0.0), (0.0, 0.3), (0.2, 0.3)))

@@ -12,6 +12,7 @@ from gradwire.transport.crypto import SenderKey
 from gradwire.transport.inbound import Inbound, ReceiveBudget
 from gradwire.transport.reassembly import Sequel
 from gradwire.transport.records import Outgoing, Record
+from gradwire.transport.round_trips import RttEstimator
 from gradwire.transport.sealer import Sealer
 
 KEY = SenderKey.generate(0, random.Random(1).randbytes)
@@ -32,7 +33,11 @@ class Stream:
         self.got: list[bytes] = []
         self.quick = 0
         self.inbound = Inbound(
-            0, ReceiveBudget(1 << 24), lambda _, view: self.got.append(bytes(view)), 1 << 24
+            0,
+            ReceiveBudget(1 << 24),
+            lambda _, view: self.got.append(bytes(view)),
+            1 << 24,
+            RttEstimator(),
         )
         self.inbound.add_key(KEY)
         self.inbound.grant(1_024, NOW_S)

@@ -22,9 +22,12 @@ def run_link(
     *,
     is_local: bool = False,
     local_buffer_bytes: int = 0,
+    first_s: float | None = None,
 ) -> tuple[RateController, float]:
     """Drive a controller over a bottleneck with a deep queue; return it and the share of the rate delivered."""
     rtt = RttEstimator()
+    if first_s is not None:
+        rtt.add_sample(first_s, 0.0)
     control = RateController(rtt)
     control.is_local = is_local
     control.local_buffer_bytes = local_buffer_bytes
@@ -103,9 +106,54 @@ def test_a_busy_receiver_on_this_machine_gets_whole_calls_however_slowly_it_take
     loss_every: int, buffer_bytes: int, least: int, most: int
 ) -> None:
     control, _ = run_link(
-        1e6, 0.03, loss_every, 4.0, is_local=True, local_buffer_bytes=buffer_bytes
+        1e6,
+        0.03,
+        loss_every,
+        4.0,
+        is_local=True,
+        local_buffer_bytes=buffer_bytes,
+        first_s=0.0002,
     )
     assert least <= control.burst_bytes <= most
+
+
+@pytest.mark.parametrize("first_s", [None, 0.05])
+def test_a_path_within_this_machine_that_was_never_short_is_paced_like_any_other(
+    first_s: float | None,
+) -> None:
+    """An emulated link or a tunnel: it has a queue."""
+    there, _ = run_link(
+        12.5e6, 0.04, 0, 2.0, is_local=True, local_buffer_bytes=8 << 20, first_s=first_s
+    )
+    elsewhere, _ = run_link(12.5e6, 0.04, 0, 2.0, first_s=first_s)
+    assert there.free_bytes == 0
+    assert (there.send_allowed_at_s() or 0.0) > 1.9
+    assert there.burst_bytes == elsewhere.burst_bytes
+    assert there.window_bytes == elsewhere.window_bytes
+
+
+def test_what_was_sent_without_a_pace_is_not_paid_for_once_there_is_one() -> None:
+    """To a receiver on this machine everything leaves at once, until it loses something."""
+    control, _ = run_link(1.25e7, 0.0002, 0, 0.1, is_local=True, local_buffer_bytes=8 << 20)
+    for _ in range(100):
+        control.on_sent(BURST_MAX_BYTES, 0.2)
+    control.on_lost(control.bytes_in_flight)
+    control.loss_rate = 0.02
+    assert control.room_bytes(0.2) > 0
+    control.on_sent(BURST_MAX_BYTES, 0.2)
+    allowed_s = control.send_allowed_at_s()
+    assert allowed_s is not None
+    assert 0.2 < allowed_s < 0.22
+
+
+def test_probes_which_need_not_keep_to_the_pace_make_it_wait_for_one_of_them() -> None:
+    control, _ = run_link(1.25e6, 0.02, 0, 2.0)
+    control.on_abandoned(control.bytes_in_flight)
+    for _ in range(100):
+        control.on_sent(1_400, 3.0)
+    allowed_s = control.send_allowed_at_s()
+    assert allowed_s is not None
+    assert 3.0 < allowed_s < 3.005
 
 
 def test_the_window_stays_near_two_bandwidth_delay_products() -> None:
@@ -143,10 +191,10 @@ def test_within_one_machine_only_loss_has_it_paced() -> None:
     control.on_abandoned(control.bytes_in_flight)
     control.on_sent(100_000, 0.2)
     assert control.send_allowed_at_s() == 0.0
-    control.loss_rate = 0.02
-    assert (control.send_allowed_at_s() or 0.0) > 0.2
-    control.loss_rate, control.local_buffer_bytes = 0.0, 425_984
-    assert (control.send_allowed_at_s() or 0.0) > 0.2
+    for control.loss_rate, control.local_buffer_bytes in ((0.02, 8 << 20), (0.0, 425_984)):
+        control.on_abandoned(control.bytes_in_flight)
+        control.on_sent(100_000, 0.2)
+        assert (control.send_allowed_at_s() or 0.0) > 0.2
 
 
 def test_nothing_more_may_be_sent_when_the_window_is_full() -> None:

@@ -13,6 +13,7 @@ from .buffers import BufferPool
 from .crypto import AuthenticationError, SenderKey
 from .poison import PoisonWatch
 from .reassembly import Partial, Scratch, Sequel, is_plausible
+from .round_trips import RttEstimator
 from .wire import (
     ACK_PARTIAL_BYTES_MAX,
     ACK_PARTIALS_MAX,
@@ -35,6 +36,7 @@ ACK_DELAY_BULK_S: Final = (
     0.001  # what senders reckon with; while much comes, nobody waits for an acknowledgement
 )
 BULK_BYTES: Final = 100_000  # more than a first flight
+FAR_S: Final = 0.008  # a round trip to which such a delay adds little
 ACK_EVERY_BYTES: Final = 300_000  # two full records; one a burst would cost more than the data
 ACK_MIDWAY_BYTES: Final = (
     2 * ACK_EVERY_BYTES
@@ -108,11 +110,17 @@ class Inbound:
     """
 
     def __init__(
-        self, start: int, budget: ReceiveBudget, deliver: Deliver, message_bytes_max: int
+        self,
+        start: int,
+        budget: ReceiveBudget,
+        deliver: Deliver,
+        message_bytes_max: int,
+        rtt: RttEstimator,
     ) -> None:
         self._budget = budget
         self._deliver = deliver
         self._message_bytes_max = message_bytes_max
+        self._rtt = rtt
         self._keys: dict[int, SenderKey] = {}
         self._newest_epoch = 0
         self.cumulative = start
@@ -133,6 +141,7 @@ class Inbound:
         self._unacknowledged_bytes = 0
         self._ack_delay_s = ACK_DELAY_S
         self._last_arrival_s = 0.0
+        self._frontier = (start, 0)  # what comes next if nothing is lost: record, fragment
 
     def add_key(self, key: SenderKey) -> None:
         """Accept records of this epoch.
@@ -229,7 +238,10 @@ class Inbound:
             if fragments > 1:
                 self._sequel.follow(record, epoch, stream, fragments, fragment_bytes)
             self._open(epoch, record, span, header, sealed, now_s)
-        self._schedule_ack(record, now_s)
+        is_ahead = (record, first) > self._frontier
+        next_one = (record, first + count) if first + count < fragments else (record + span, 0)
+        self._frontier = max(self._frontier, next_one)
+        self._schedule_ack(record, is_ahead, now_s)
         if is_seldom and sealed is not None and self._assembly is None:
             self.acknowledge_by(now_s)
         return True
@@ -502,24 +514,33 @@ class Inbound:
             self._budget.give_back(len(self._assembly.payload))
             self._assembly = None
 
-    def _schedule_ack(self, record: int, now_s: float) -> None:
-        partials = self._partials
-        if not partials and record < self.cumulative:  # the common case: nothing is missing
-            is_urgent = self._unacknowledged_bytes >= ACK_EVERY_BYTES
-        else:
-            partial = partials.get(self.cumulative)
-            has_hole = record > self.cumulative or (
-                partial is not None and partial.got & (partial.got + 1) != 0
-            )
-            is_urgent = has_hole or self._unacknowledged_bytes >= ACK_MIDWAY_BYTES
+    def _schedule_ack(self, record: int, is_ahead: bool, now_s: float) -> None:
+        """Have acknowledged what has come.
+
+        Args:
+            record: to which it belongs.
+            is_ahead: whether it begins after what would come next, and so leaves a gap if that has not come before.
+            now_s: current time.
+        """
+        most_bytes = ACK_EVERY_BYTES if record < self.cumulative else ACK_MIDWAY_BYTES
+        is_urgent = self._unacknowledged_bytes >= most_bytes or (
+            is_ahead and self._has_hole(record)
+        )
         at_s = now_s if is_urgent else now_s + self._ack_delay_s
         if self.ack_at_s is None or at_s < self.ack_at_s:
             self.ack_at_s = at_s
 
+    def _has_hole(self, record: int) -> bool:
+        """Whether something is missing before this record, or between the fragments of the next one."""
+        if record > self.cumulative:
+            return True
+        partial = self._partials.get(self.cumulative)
+        return partial is not None and partial.got & (partial.got + 1) != 0
+
     def make_acks(self, now_s: float) -> list[Ack]:
         """Return the acknowledgement to send now, with all the credit there is, in as many parts as it needs."""
         self.ack_at_s = None
-        is_bulk = self._unacknowledged_bytes >= BULK_BYTES
+        is_bulk = self._unacknowledged_bytes >= BULK_BYTES or self._rtt.minimum_s >= FAR_S
         self._ack_delay_s = ACK_DELAY_BULK_S if is_bulk else ACK_DELAY_S
         self._unacknowledged_bytes = 0
         self.limit = max(self.limit, min(self._consumed + self._window, RECORD_NUMBER_MAX))

@@ -35,6 +35,9 @@ SLACK_MAX_BYTES: Final = 8 * BURST_MAX_BYTES
 LOCAL_SLACK_SHARE: Final = 0.375
 # A buffer within one machine that holds more than is sent elsewhere.
 ROOMY_BYTES: Final = SLACK_MAX_BYTES / LOCAL_SLACK_SHARE
+# Within a machine no round trip takes so long, even of a busy one hardly every single one does: there is an emulated
+# link or a tunnel in between, with a queue.
+LOCAL_ROUND_TRIP_MAX_S: Final = 0.01
 OVERDRAFT_WINDOW_BYTES: Final = 2 * BURST_MAX_BYTES
 PACING_SLACK_S: Final = 0.001  # what a late timer may catch up with at once
 
@@ -154,7 +157,7 @@ class RateController:
         window_bytes: the most that may be in flight.
         burst_bytes: how much may leave at once: half a millisecond's worth; without loss four, up to one system call's
             worth, and ten, up to one record, within one machine, where no switch has to queue it.
-        is_local: whether the path does not leave this machine.
+        is_local: whether the peer's address is one of this machine.
         local_buffer_bytes: what the receiver's socket holds if it is on this machine; 0 if that is not known.
     """
 
@@ -193,10 +196,15 @@ class RateController:
         return self._phase
 
     @property
+    def _is_near(self) -> bool:
+        """Whether there is nothing between here and the receiver's socket, on this machine."""
+        return self.is_local and self._rtt.shortest_s < LOCAL_ROUND_TRIP_MAX_S
+
+    @property
     def _is_roomy(self) -> bool:
-        """Whether the receiver is on this machine and its socket holds more than is sent elsewhere."""
+        """Whether there is nothing in between and the receiver's socket holds more than is sent elsewhere."""
         return (
-            self.is_local
+            self._is_near
             and self.local_buffer_bytes > ROOMY_BYTES
             and self.loss_rate < UNPACED_LOSS
         )
@@ -257,8 +265,9 @@ class RateController:
         if in_flight_bytes == 0:
             self._first_sent_at_s = self._delivered_at_s = now_s
         self.bytes_in_flight = in_flight_bytes = in_flight_bytes + sent_bytes
-        if self._pace > 0.0:
-            earliest_s = max(self._next_send_at_s, now_s - PACING_SLACK_S)
+        if self._pace > 0.0 and not self._is_roomy:
+            # What was let through without regard to the pace is not paid for by a pause later.
+            earliest_s = min(max(self._next_send_at_s, now_s - PACING_SLACK_S), now_s)
             self._next_send_at_s = earliest_s + sent_bytes / self._pace
         return Sent(
             order,
@@ -284,7 +293,7 @@ class RateController:
 
     def share_link(self, paths: int) -> None:
         """Take note of how many paths leave this node; those within the machine share nothing."""
-        if not self.is_local:
+        if not self._is_near:
             is_first = not self._delivered_bytes and not self.bytes_in_flight
             self.bound.share(paths, is_first=is_first)
             if is_first:
@@ -292,7 +301,7 @@ class RateController:
 
     def _learn_from_round_trip(self, now_s: float) -> None:
         seen = self._seen
-        if self.is_local:
+        if self._is_near:
             seen.lost_bytes = seen.delivered_bytes = 0
             return
         self._seen = RoundTrip(now_s)
@@ -333,7 +342,7 @@ class RateController:
             self._add_rate(rate, mark.app_limited)
             if rate > seen.rate_bytes_per_s:
                 seen.rate_bytes_per_s = rate
-        if not self.is_local:
+        if not self._is_near:
             seen.longest_s = max(seen.longest_s, self._rtt.latest_s)
             seen.in_flight_bytes = max(seen.in_flight_bytes, mark.in_flight_bytes)
         self._advance_phase(new_round, mark.app_limited, now_s)
@@ -345,7 +354,7 @@ class RateController:
             self.burst_bytes = int(max(BURST_MIN_BYTES, min(RECORD_MAX_BYTES, self._burst())))
 
     def _burst(self) -> float:
-        if self.loss_rate < UNPACED_LOSS and self.is_local:
+        if self.loss_rate < UNPACED_LOSS and self._is_near:
             burst = self._pace * BURST_LOCAL_S
             # However slowly a busy machine takes it: several small calls cost it as much as so many large ones.
             return max(burst, BURST_MAX_BYTES) if self._is_roomy else burst
@@ -392,7 +401,7 @@ class RateController:
         target = int(gain * self._bandwidth_delay_bytes() + min(slack, most))
         floor = WINDOW_INITIAL_BYTES if self._phase == "startup" else WINDOW_MIN_BYTES
         self.window_bytes = max(floor, min(target, WINDOW_MAX_BYTES))
-        if not self.is_local:
+        if not self._is_near:
             self.window_bytes = min(self.window_bytes, self.bound.bytes)
 
     def _bandwidth_delay_bytes(self) -> float:

@@ -21,6 +21,9 @@ class RttEstimator:
     Args:
         slack_s: how much longer to wait before anything counts as lost. Where what is sent later by a quicker way can
             overtake, its acknowledgement says nothing about the slower way, whose own may be held back.
+
+    Attributes:
+        shortest_s: the shortest that was ever measured; 0 before that.
     """
 
     def __init__(self, slack_s: float = 0.0) -> None:
@@ -29,6 +32,7 @@ class RttEstimator:
         self.variation_s = 0.0
         self.latest_s = 0.0
         self.minimum_s = 0.0
+        self.shortest_s = 0.0
         self._minimum_at_s = 0.0
         self._next_s = self._next_at_s = 0.0  # the next smallest, which will follow it
         self._is_guess = False
@@ -38,6 +42,7 @@ class RttEstimator:
         if self.smoothed_s == 0.0:
             self.add_sample(sample_s, now_s)
             self._is_guess = True
+            self.shortest_s = 0.0
 
     def add_sample(self, sample_s: float, now_s: float) -> None:
         """Take one measured round trip."""
@@ -56,6 +61,7 @@ class RttEstimator:
             self._look_for_next_minimum(sample_s, now_s)
 
     def _set_minimum(self, sample_s: float, at_s: float) -> None:
+        self.shortest_s = min(self.shortest_s or sample_s, sample_s)
         self.minimum_s, self._minimum_at_s = sample_s, at_s
         self._next_s = float("inf")
 

@@ -394,6 +394,7 @@ class Session:
                 self._context.budget,
                 self._deliver,
                 self._context.limits.message_bytes_max,
+                self.rtt,
             )
             self.inbound.grant(self._context.window_records(), now_s)
             self.stream = frame.stream & ~1
