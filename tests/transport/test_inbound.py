@@ -129,15 +129,33 @@ def test_a_gap_is_acknowledged_once_and_what_comes_after_it_as_usual() -> None:
     assert urgent == [(0, 2), (0, 6), (0, 10), (1, 0)]
 
 
-@pytest.mark.parametrize(("round_trip_s", "delay_s"), [(0.001, 0.0005), (0.04, 0.001)])
-def test_over_a_long_way_an_acknowledgement_may_wait_longer(
-    round_trip_s: float, delay_s: float
+@pytest.mark.parametrize(
+    ("round_trip_s", "delay_s"), [(0.001, 0.0005), (0.016, 0.002), (0.1, 0.004)]
+)
+@pytest.mark.parametrize("is_asked_first", [False, True])
+def test_over_a_long_way_what_comes_in_the_middle_of_a_message_may_wait_longer(
+    round_trip_s: float, delay_s: float, is_asked_first: bool
 ) -> None:
     receiver = Receiver()
     receiver.rtt.add_sample(round_trip_s, NOW_S)
-    receiver.inbound.make_acks(NOW_S)
-    receiver.feed(records(bytes(20_000))[0], 0, 2)
-    assert receiver.inbound.ack_at_s == pytest.approx(NOW_S + delay_s)
+    [record] = records(bytes(50_000))
+    [[burst]] = record.calls
+
+    def delay_of(first: int, count: int) -> float:
+        batch = burst[first * 1_400 : (first + count) * 1_400]
+        receiver.inbound.make_acks(NOW_S)
+        if not (is_asked_first and receiver.inbound.go_on(batch, 1_400, NOW_S)):
+            receiver.feed(record, first, count)
+        assert receiver.inbound.ack_at_s is not None
+        return receiver.inbound.ack_at_s - NOW_S
+
+    at_first = delay_of(0, 2)
+    midway = [delay_of(first, 2) for first in range(2, 34, 2)]
+    at_last = delay_of(34, record.fragments - 34)
+    assert receiver.got == [(0, bytes(50_000))]
+    assert at_first == pytest.approx(0.0005)
+    assert midway == pytest.approx([delay_s] * len(midway))
+    assert at_last == pytest.approx(0.0005)
 
 
 def test_the_beginning_of_a_long_message_is_not_acknowledged_at_once() -> None:

@@ -20,7 +20,7 @@ from .model import Address, Counters, Limits, Transmit
 from .outbound import Outbound
 from .records import Record, SendLog
 from .relay import Forwarder, ForwardQueue, Tree
-from .round_trips import ACK_DELAY_MAX_S, RttEstimator
+from .round_trips import RttEstimator
 from .session import Session, State
 from .wire import BEACON_BYTES, HEADER, Heard, Relay, Relaying, Share, Shared, WireError
 
@@ -436,7 +436,7 @@ class Fanout:
         member.source = self._tree.parent(member.node) if way == TREE else None
         if member.source is not None:
             # Two legs to it, one back: the relay's own round trip and the direct one together are no less.
-            rtt = RttEstimator(slack_s=ACK_DELAY_MAX_S)
+            rtt = RttEstimator(is_overtaken=True)
             relay = self._members[member.source].outbound
             rtt.set_guess(relay.round_trip_s + member.session.rtt.smoothed_s, now_s)
             member.outbound.use_round_trips(rtt)

@@ -13,7 +13,7 @@ from .buffers import BufferPool
 from .crypto import AuthenticationError, SenderKey
 from .poison import PoisonWatch
 from .reassembly import Partial, Scratch, Sequel, is_plausible
-from .round_trips import RttEstimator
+from .round_trips import ACK_DELAY_MAX_S, RttEstimator, ack_delay_s
 from .wire import (
     ACK_PARTIAL_BYTES_MAX,
     ACK_PARTIALS_MAX,
@@ -32,11 +32,7 @@ from .wire import (
 )
 
 ACK_DELAY_S: Final = 0.0005
-ACK_DELAY_BULK_S: Final = (
-    0.001  # what senders reckon with; while much comes, nobody waits for an acknowledgement
-)
-BULK_BYTES: Final = 100_000  # more than a first flight
-FAR_S: Final = 0.008  # a round trip to which such a delay adds little
+BULK_BYTES: Final = 100_000  # more than a first flight; nobody waits for an acknowledgement then
 ACK_EVERY_BYTES: Final = 300_000  # two full records; one a burst would cost more than the data
 ACK_MIDWAY_BYTES: Final = (
     2 * ACK_EVERY_BYTES
@@ -139,7 +135,7 @@ class Inbound:
         self._assembly: _Assembly | None = None
         self._next_message = 0
         self._unacknowledged_bytes = 0
-        self._ack_delay_s = ACK_DELAY_S
+        self._ack_delay_s = self._midway_delay_s = ACK_DELAY_S
         self._last_arrival_s = 0.0
         self._frontier = (start, 0)  # what comes next if nothing is lost: record, fragment
 
@@ -241,7 +237,7 @@ class Inbound:
         is_ahead = (record, first) > self._frontier
         next_one = (record, first + count) if first + count < fragments else (record + span, 0)
         self._frontier = max(self._frontier, next_one)
-        self._schedule_ack(record, is_ahead, now_s)
+        self._schedule_ack(record, is_ahead, is_seldom, now_s)
         if is_seldom and sealed is not None and self._assembly is None:
             self.acknowledge_by(now_s)
         return True
@@ -284,6 +280,7 @@ class Inbound:
             if partial is None:
                 return 0
             sealed = partial.sealed if partial.add(sequel.first, count, batch) else None
+        is_seldom = now_s - self._last_arrival_s > SELDOM_S
         self._last_arrival_s = now_s
         self._unacknowledged_bytes += len(batch)
         most_bytes = ACK_MIDWAY_BYTES
@@ -300,8 +297,8 @@ class Inbound:
                 most_bytes = ACK_EVERY_BYTES
         if self._unacknowledged_bytes >= most_bytes:
             self.ack_at_s = now_s
-        elif self.ack_at_s is None:
-            self.ack_at_s = now_s + self._ack_delay_s
+        elif self.ack_at_s is None or sealed is not None:
+            self.acknowledge_by(now_s + self._delay_s(is_seldom))
         return len(batch)
 
     def _go_on_partial(self, sequel: Sequel, record: int) -> Partial | None:
@@ -514,21 +511,26 @@ class Inbound:
             self._budget.give_back(len(self._assembly.payload))
             self._assembly = None
 
-    def _schedule_ack(self, record: int, is_ahead: bool, now_s: float) -> None:
+    def _schedule_ack(self, record: int, is_ahead: bool, is_seldom: bool, now_s: float) -> None:
         """Have acknowledged what has come.
 
         Args:
             record: to which it belongs.
             is_ahead: whether it begins after what would come next, and so leaves a gap if that has not come before.
+            is_seldom: whether nothing came for a while before.
             now_s: current time.
         """
         most_bytes = ACK_EVERY_BYTES if record < self.cumulative else ACK_MIDWAY_BYTES
         is_urgent = self._unacknowledged_bytes >= most_bytes or (
             is_ahead and self._has_hole(record)
         )
-        at_s = now_s if is_urgent else now_s + self._ack_delay_s
-        if self.ack_at_s is None or at_s < self.ack_at_s:
-            self.ack_at_s = at_s
+        self.acknowledge_by(now_s if is_urgent else now_s + self._delay_s(is_seldom))
+
+    def _delay_s(self, is_seldom: bool) -> float:
+        """How long what has come may wait: a flight's beginning and a message's end not as long as what is between."""
+        if is_seldom or (self._assembly is None and not self._partials):
+            return self._ack_delay_s
+        return self._midway_delay_s
 
     def _has_hole(self, record: int) -> bool:
         """Whether something is missing before this record, or between the fragments of the next one."""
@@ -540,8 +542,9 @@ class Inbound:
     def make_acks(self, now_s: float) -> list[Ack]:
         """Return the acknowledgement to send now, with all the credit there is, in as many parts as it needs."""
         self.ack_at_s = None
-        is_bulk = self._unacknowledged_bytes >= BULK_BYTES or self._rtt.minimum_s >= FAR_S
-        self._ack_delay_s = ACK_DELAY_BULK_S if is_bulk else ACK_DELAY_S
+        is_bulk = self._unacknowledged_bytes >= BULK_BYTES
+        self._ack_delay_s = ACK_DELAY_MAX_S if is_bulk else ACK_DELAY_S
+        self._midway_delay_s = ack_delay_s(self._rtt.shortest_s, self._ack_delay_s)
         self._unacknowledged_bytes = 0
         self.limit = max(self.limit, min(self._consumed + self._window, RECORD_NUMBER_MAX))
         base = self.cumulative

@@ -14,7 +14,7 @@ from collections import deque
 from typing import Final
 
 from .overflow import FIRST_BYTES, LOSS_COMPENSATION_MAX, Bound, RoundTrip
-from .round_trips import ACK_DELAY_MAX_S, RttEstimator
+from .round_trips import RttEstimator, ack_delay_s
 from .wire import BURST_BYTES_MAX, RECORD_BURSTS_MAX
 
 WINDOW_INITIAL_BYTES: Final = FIRST_BYTES  # one burst
@@ -395,8 +395,9 @@ class RateController:
 
     def _update_window(self) -> None:
         gain = STARTUP_GAIN if self._phase == "startup" else WINDOW_GAIN
-        # Acknowledgements come up to a millisecond late and a whole burst at a time.
-        slack = self.rate_bytes_per_s * ACK_DELAY_MAX_S + 2 * max(self.burst_bytes, BURST_MAX_BYTES)
+        # Acknowledgements come late and a whole burst at a time.
+        late_bytes = self.rate_bytes_per_s * ack_delay_s(self._rtt.minimum_s)
+        slack = late_bytes + 2 * max(self.burst_bytes, BURST_MAX_BYTES)
         most = LOCAL_SLACK_SHARE * self.local_buffer_bytes if self._is_roomy else SLACK_MAX_BYTES
         target = int(gain * self._bandwidth_delay_bytes() + min(slack, most))
         floor = WINDOW_INITIAL_BYTES if self._phase == "startup" else WINDOW_MIN_BYTES

@@ -10,24 +10,32 @@ from typing import Final
 RTT_INITIAL_S: Final = 0.1
 RTT_VARIATION_FLOOR_S: Final = 0.001  # the timers of a busy machine are no better
 ACK_DELAY_MAX_S: Final = 0.001
+# Of a round trip in the middle of a message, which goes on anyway: over a slow link each datagram comes alone.
+ACK_DELAY_SHARE: Final = 1 / 8
+ACK_DELAY_FAR_MAX_S: Final = 0.004
 LOSS_DELAY_FLOOR_S: Final = 0.0005
 PTO_MAX_S: Final = 1.0
 MIN_RTT_WINDOW_S: Final = 10.0
+
+
+def ack_delay_s(round_trip_s: float, least_s: float = ACK_DELAY_MAX_S) -> float:
+    """Return how long a receiver may wait before it acknowledges what came over a path with this round trip."""
+    return max(least_s, min(ACK_DELAY_SHARE * round_trip_s, ACK_DELAY_FAR_MAX_S))
 
 
 class RttEstimator:
     """Smoothed round-trip time, its variation, and the minimum of the last ten seconds.
 
     Args:
-        slack_s: how much longer to wait before anything counts as lost. Where what is sent later by a quicker way can
-            overtake, its acknowledgement says nothing about the slower way, whose own may be held back.
+        is_overtaken: what is sent later by a quicker way can overtake. Its acknowledgement says nothing about what goes
+            the slower way, and that way's own may be held back: nothing counts as lost before.
 
     Attributes:
         shortest_s: the shortest that was ever measured; 0 before that.
     """
 
-    def __init__(self, slack_s: float = 0.0) -> None:
-        self.slack_s = slack_s
+    def __init__(self, *, is_overtaken: bool = False) -> None:
+        self.is_overtaken = is_overtaken
         self.smoothed_s = 0.0
         self.variation_s = 0.0
         self.latest_s = 0.0
@@ -77,7 +85,8 @@ class RttEstimator:
         """How long to wait for an acknowledgement before probing."""
         if self.smoothed_s == 0.0:
             return 2 * RTT_INITIAL_S
-        return self.smoothed_s + max(4 * self.variation_s, RTT_VARIATION_FLOOR_S) + ACK_DELAY_MAX_S
+        variation_s = max(4 * self.variation_s, RTT_VARIATION_FLOOR_S)
+        return self.smoothed_s + variation_s + ack_delay_s(self.smoothed_s)
 
     @property
     def first_probe_timeout_s(self) -> float:
@@ -88,8 +97,8 @@ class RttEstimator:
         """
         if self.smoothed_s == 0.0:
             return self.probe_timeout_s
-        variation_s = max(min(4 * self.variation_s, self.smoothed_s), RTT_VARIATION_FLOOR_S)
-        return self.smoothed_s + variation_s + ACK_DELAY_MAX_S
+        longest_s = max(self.smoothed_s, RTT_VARIATION_FLOOR_S) + ACK_DELAY_MAX_S
+        return min(self.probe_timeout_s, self.smoothed_s + longest_s)
 
     @property
     def loss_delay_s(self) -> float:
@@ -97,4 +106,5 @@ class RttEstimator:
         tolerated_s = max(
             1.125 * max(self.smoothed_s, self.latest_s), self.smoothed_s + 2 * self.variation_s
         )
-        return max(tolerated_s, LOSS_DELAY_FLOOR_S) + self.slack_s
+        slack_s = ack_delay_s(self.smoothed_s) if self.is_overtaken else 0.0
+        return max(tolerated_s, LOSS_DELAY_FLOOR_S) + slack_s

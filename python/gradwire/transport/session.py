@@ -597,6 +597,8 @@ class Session:
         if self.outbound is not None:
             self.outbound.rate.is_local = self.path is None
             self.outbound.rate.local_buffer_bytes = self._context.socket_buffer_bytes
+        if self.path is None:  # then no probe of its size will tell its round trip
+            self._ping(now_s)
         self._path_bytes = 0 if self.path is None else self.path.size_bytes
 
     def _check_path(
