@@ -7,7 +7,15 @@ import socket
 
 import pytest
 
-from gradwire.transport.driver import Driver, Waker, now_s
+from gradwire.transport.driver import (
+    LITTLE_BYTES,
+    MUCH_BYTES,
+    REST_FIRST_S,
+    REST_MAX_S,
+    Driver,
+    Waker,
+    now_s,
+)
 from gradwire.transport.endpoint import Endpoint
 from gradwire.transport.model import Address, Transmit
 
@@ -173,4 +181,53 @@ def test_who_leaves_the_datagrams_to_another_thread_sleeps_though_some_could_be_
     driver.wait(now_s() + 10.0, waker)
     assert now_s() - started_s < 10.0
     waker.close()
+    driver.close()
+
+
+def test_datagrams_lie_in_the_socket_for_as_long_as_a_rest_but_a_bell_ends_it() -> None:
+    source, sink, waker = Driver(("127.0.0.1", 0)), Driver(("127.0.0.1", 0)), Waker()
+
+    def waited_s(limit_s: float, rest_s: float) -> float:
+        started_s = now_s()
+        sink.wait(started_s + limit_s, waker, rest_s=rest_s)
+        return now_s() - started_s
+
+    assert source._send_all([Transmit.single(sink.address, b"x")])
+    assert 0.05 <= waited_s(10.0, rest_s=0.05) < 5.0
+    assert 0.03 <= waited_s(0.03, rest_s=10.0) < 5.0
+    assert waited_s(10.0, rest_s=0.0) < 5.0
+    waker.ring()
+    assert waited_s(10.0, rest_s=10.0) < 5.0
+    for each in (source, sink, waker):
+        each.close()
+
+
+def test_rests_grow_while_they_bring_little_and_end_with_much(
+    monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint
+) -> None:
+    driver = Driver(("127.0.0.1", 0))
+    is_patient = True
+    monkeypatch.setattr(Endpoint, "is_patient", property(lambda _: is_patient))
+    note_batches(endpoint)
+    inlet, receiver = driver._inlet, ScriptedReceiver([])
+    inlet.receiver, inlet.view = receiver, memoryview(receiver.room)  # type: ignore[assignment]
+
+    def rests_after(*looks: int) -> list[float]:
+        rests = []
+        for nbytes in looks:
+            receiver.script += [(ONE, bytes(nbytes))] if nbytes else []
+            driver.receive(endpoint)
+            rests.append(driver.rest_s(endpoint))
+        return rests
+
+    assert rests_after(0) == [0.0]
+    assert rests_after(1_400, 0, 1_400, LITTLE_BYTES + 1, LITTLE_BYTES) == pytest.approx(
+        [REST_FIRST_S * each for each in (1, 1, 2, 2, 4)]
+    )
+    assert rests_after(*[1_400] * 5)[-1] == REST_MAX_S
+    assert rests_after(MUCH_BYTES, MUCH_BYTES + 1, 0, 1_400) == [REST_MAX_S, 0.0, 0.0, REST_FIRST_S]
+    is_patient = False
+    assert rests_after(1_400) == [0.0]
+    is_patient = True
+    assert rests_after(0, 1_400) == [0.0, REST_FIRST_S]
     driver.close()

@@ -84,6 +84,29 @@ def test_small_messages_do_not_slow_down_a_larger_one_after_them() -> None:
     assert simulator.now_s - started_s < 3 * before.srtt_s
 
 
+def test_who_is_sent_a_long_message_from_far_away_is_patient_unless_someone_is_near() -> None:
+    simulator = Simulator(1, Link(0.02, rate_bytes_per_s=12.5e6))
+    one, two = simulator.mesh(2)
+
+    def is_patient_midway() -> bool:
+        simulator.run_for(0.5)
+        assert not two.endpoint.is_patient
+        ticket = simulator.publish(one, bytes(MEGABYTE))
+        simulator.run_for(0.06)
+        assert not ticket.is_done
+        is_patient = two.endpoint.is_patient
+        simulator.run_until(lambda: ticket.is_done, 5.0)
+        assert not two.endpoint.is_patient
+        return is_patient
+
+    assert is_patient_midway()
+    near = simulator.add("near")
+    for source, target in ((near, two), (two, near)):
+        simulator.links[source.address, target.address] = Link(0.0005)
+    near.endpoint.connect(two.address)
+    assert not is_patient_midway()
+
+
 @pytest.mark.parametrize("senders", [16, 32])
 def test_many_to_one_use_the_link(senders: int) -> None:
     # The last of many may lose its last datagrams again and again, so single runs differ much.

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -434,10 +435,10 @@ def note_wakes(monkeypatch: pytest.MonkeyPatch, node: Node) -> list[float]:
     wakes: list[float] = []
     wait = node._driver.wait
 
-    def noting(until_s: float, waker: object, *, for_datagrams: bool = True) -> None:
+    def noting(*arguments: Any, **options: Any) -> None:
         if threading.current_thread() is node._thread:
             wakes.append(time.monotonic())
-        wait(until_s, waker, for_datagrams=for_datagrams)  # type: ignore[arg-type]
+        wait(*arguments, **options)
 
     monkeypatch.setattr(node._driver, "wait", noting)
     return wakes
@@ -483,10 +484,10 @@ def test_an_interrupted_wait_is_no_wait_any_more(
     one, two = pair
     wait = two._driver.wait
 
-    def interrupted(until_s: float, waker: object, *, for_datagrams: bool = True) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
         if threading.current_thread() is not two._thread:
             raise KeyboardInterrupt
-        wait(until_s, waker, for_datagrams=for_datagrams)  # type: ignore[arg-type]
+        wait(*arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(two._driver, "wait", interrupted)

@@ -43,6 +43,10 @@ LOOKS_PER_PUMP: Final = 4
 CALLS_PER_LOOK: Final = 32
 SENDS_PER_PUMP: Final = 8
 IDLE_WAIT_S: Final = 1.0
+REST_FIRST_S: Final = 0.0001
+REST_MAX_S: Final = 0.001
+LITTLE_BYTES: Final = 16_384  # so little in one look that a longer rest may bring more
+MUCH_BYTES: Final = 65_536  # so much that a socket's small buffer might overflow in a rest
 # sysexits of a segmentation offload that the kernel or the device does not do.
 GSO_REFUSED: Final = frozenset(
     {errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP, errno.ENOPROTOOPT}
@@ -104,6 +108,7 @@ class Driver:
         if group is not None:
             self._join(group, hops, offload)
         self._inlets = [self._inlet] if self._group is None else [self._inlet, self._group]
+        self._rest = _Rest()
         self._sender = Sender()
         self._unsent: list[Transmit] = []
         self._too_large: dict[Address, int] = {}
@@ -165,32 +170,34 @@ class Driver:
         intake, group = endpoint.intake, self._group
         if group is not None:
             self._receive_from(group, intake.receive_group, endpoint)
+        nbytes = self._receive_from(self._inlet, intake.receive, endpoint)
+        self._rest.on_look(nbytes)
         # What the group brought before something else, while this thread slept between the two sockets, must be taken
         # before that is acknowledged, or it counts as overtaken and lost.
-        if self._receive_from(self._inlet, intake.receive, endpoint) and group is not None:
+        if nbytes and group is not None:
             self._receive_from(group, intake.receive_group, endpoint)
 
-    def _receive_from(self, inlet: _Inlet, take: Take, endpoint: Endpoint) -> bool:
+    def _receive_from(self, inlet: _Inlet, take: Take, endpoint: Endpoint) -> int:
         """Take what a socket has; neighbours of one sender and one size as one batch, up to a record at a time.
 
         Returns:
-            Whether it had something.
+            The bytes that it had.
         """
         time_s = now_s()
         receiver, view = inlet.receiver, inlet.view
         descriptor = inlet.socket.fileno()
-        has_come = False
+        nbytes = 0
         for _ in range(LOOKS_PER_PUMP):
             for start, end, segment_bytes, sender in receiver.receive(descriptor, CALLS_PER_LOOK):
-                has_come = True
+                nbytes += end - start
                 # What this node itself has sent to the group comes back to it.
                 if inlet is not self._group or sender not in self._own_addresses:
                     take(view[start:end], segment_bytes, sender, time_s)
             if receiver.is_empty:
                 break
-        if has_come:
+        if nbytes:
             endpoint.counters.kernel_drops = sum(each.receiver.drops for each in self._inlets)
-        return has_come
+        return nbytes
 
     def transmit(self, endpoint: Endpoint) -> float:
         """Send what the endpoint has for now, up to a bound, so that receiving is not kept waiting.
@@ -276,25 +283,30 @@ class Driver:
         time_s = now_s()
         return _bounded(endpoint.next_timeout_s(time_s), time_s)
 
-    def wait(self, until_s: float, waker: Waker, *, for_datagrams: bool = True) -> None:
-        """Sleep until a time or until the waker rings, for datagrams also until one comes or can be sent again."""
-        reads: list[Waitable] = [waker.socket]
+    def rest_s(self, endpoint: Endpoint) -> float:
+        """Return how long datagrams may lie in the socket now, so that one look takes several of them."""
+        return self._rest.next_s(is_patient=endpoint.is_patient)
+
+    def wait(
+        self, until_s: float, waker: Waker, *, for_datagrams: bool = True, rest_s: float = 0.0
+    ) -> None:
+        """Sleep until a time or until the waker rings, for datagrams also until one comes or can be sent again.
+
+        For the first ``rest_s`` seconds datagrams do not count.
+        """
+        bells: list[Waitable] = [waker.socket]
         if waker.alarm is not None:
-            reads.append(waker.alarm)
+            bells.append(waker.alarm)
+        time_s = now_s()
+        rested_s = min(until_s, time_s + rest_s)
+        if rested_s > time_s and (_sleep(bells, [], rested_s, waker) or rested_s == until_s):
+            return
         writes: list[Waitable] = []
         if for_datagrams:
-            reads += [each.socket for each in self._inlets]
+            bells += [each.socket for each in self._inlets]
             if self._unsent:
                 writes.append(self._socket)
-        timeout_s = max(0.0, until_s - now_s())
-        try:
-            ready = _wait_ready(reads, writes, timeout_s)
-            if waker.socket in ready:
-                waker.clear()
-            if waker.alarm in ready:
-                waker.calm()
-        except (OSError, ValueError):
-            pass  # another thread has closed the socket; the caller sees it afterwards
+        _sleep(bells, writes, until_s, waker)
 
     def close(self) -> None:
         """Close the sockets."""
@@ -309,6 +321,29 @@ class _Inlet:
         self.socket = source
         self.receiver = Receiver(ROOM_BYTES, BATCH_BYTES_MAX)
         self.view = memoryview(self.receiver)
+
+
+class _Rest:
+    """How long to leave datagrams in the socket, as network cards moderate their interrupts.
+
+    Over a slow link each datagram comes alone, and to wake up for it costs more than to take it in.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def on_look(self, nbytes: int) -> None:
+        """Learn from what a look at the socket has brought."""
+        if nbytes > MUCH_BYTES:
+            self._seconds = 0.0
+        elif 0 < nbytes <= LITTLE_BYTES:
+            self._seconds = min(max(2 * self._seconds, REST_FIRST_S), REST_MAX_S)
+
+    def next_s(self, *, is_patient: bool) -> float:
+        """Return how long to rest now; the first rests after a time without any are short."""
+        if not is_patient:
+            self._seconds = 0.0
+        return self._seconds
 
 
 class Waker:
@@ -355,6 +390,19 @@ class Waker:
         self.alarm = None
         self.socket.close()
         self._bell.close()
+
+
+def _sleep(reads: list[Waitable], writes: list[Waitable], until_s: float, waker: Waker) -> bool:
+    """Sleep until a time or until one of these is ready; return whether one is."""
+    try:
+        ready = _wait_ready(reads, writes, max(0.0, until_s - now_s()))
+        if waker.socket in ready:
+            waker.clear()
+        if waker.alarm in ready:
+            waker.calm()
+        return bool(ready)
+    except (OSError, ValueError):
+        return True  # another thread has closed the socket; the caller sees it afterwards
 
 
 def _bounded(at_s: float | None, time_s: float) -> float:

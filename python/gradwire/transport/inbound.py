@@ -173,6 +173,11 @@ class Inbound:
         """Have an acknowledgement sent at this time or earlier."""
         self.ack_at_s = at_s if self.ack_at_s is None else min(self.ack_at_s, at_s)
 
+    @property
+    def is_midway(self) -> bool:
+        """Whether a message or a record has come in part."""
+        return self._assembly is not None or bool(self._partials)
+
     def accepts(self, record: int) -> bool:
         """Whether fragments of this record are still of use and were granted."""
         return (
@@ -528,9 +533,7 @@ class Inbound:
 
     def _delay_s(self, is_seldom: bool) -> float:
         """How long what has come may wait: a flight's beginning and a message's end not as long as what is between."""
-        if is_seldom or (self._assembly is None and not self._partials):
-            return self._ack_delay_s
-        return self._midway_delay_s
+        return self._midway_delay_s if self.is_midway and not is_seldom else self._ack_delay_s
 
     def _has_hole(self, record: int) -> bool:
         """Whether something is missing before this record, or between the fragments of the next one."""

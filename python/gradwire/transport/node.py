@@ -463,9 +463,10 @@ class Node:
                     self._nudge(due_s)
                     return is_done
                 until_s = min(end_s, due_s, time_s + RECHECK_S)
+                rest_s = self._driver.rest_s(self._endpoint)
                 self._callers_waiting += 1
             try:
-                self._driver.wait(until_s, self._caller_waker)
+                self._driver.wait(until_s, self._caller_waker, rest_s=rest_s)
             finally:  # who interrupts a wait goes on without it, and the thread is not to count on him
                 with self._lock:
                     self._callers_waiting -= 1
@@ -520,7 +521,7 @@ class Node:
     def _run(self) -> None:
         """The I/O thread: serves acknowledgements, timers and arrivals while the caller computes."""
         while not self._is_closed:
-            until_s = now_s() + LEASE_S
+            until_s, rest_s = now_s() + LEASE_S, 0.0
             is_watching = False
             if not self._lock.acquire(blocking=False):
                 # Whoever has it moves the datagrams; to wait for it would cost both threads a switch.
@@ -532,9 +533,11 @@ class Node:
                     is_watching = left_until_s is None
                     until_s = self._pump() if left_until_s is None else left_until_s
                     self._is_watching, self._sleeps_until_s = is_watching, until_s
+                    if is_watching:
+                        rest_s = self._driver.rest_s(self._endpoint)
                 finally:
                     self._lock.release()
-            self._driver.wait(until_s, self._thread_waker, for_datagrams=is_watching)
+            self._driver.wait(until_s, self._thread_waker, for_datagrams=is_watching, rest_s=rest_s)
 
     def _left_to_caller_until_s(self) -> float | None:
         """Return how long some caller does the I/O; None if nobody does, or leaves timers behind."""
