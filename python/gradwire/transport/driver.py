@@ -301,12 +301,9 @@ class Driver:
         rested_s = min(until_s, time_s + rest_s)
         if rested_s > time_s and (_sleep(bells, [], rested_s, waker) or rested_s == until_s):
             return
-        writes: list[Waitable] = []
-        if for_datagrams:
-            bells += [each.socket for each in self._inlets]
-            if self._unsent:
-                writes.append(self._socket)
-        _sleep(bells, writes, until_s, waker)
+        sources: list[Waitable] = [each.socket for each in self._inlets] if for_datagrams else []
+        writes: list[Waitable] = [self._socket] if for_datagrams and self._unsent else []
+        _sleep(bells + sources, writes, until_s, waker)
 
     def close(self) -> None:
         """Close the sockets."""

@@ -97,8 +97,8 @@ class RttEstimator:
         """
         if self.smoothed_s == 0.0:
             return self.probe_timeout_s
-        longest_s = max(self.smoothed_s, RTT_VARIATION_FLOOR_S) + ACK_DELAY_MAX_S
-        return min(self.probe_timeout_s, self.smoothed_s + longest_s)
+        most_s = self.smoothed_s + max(self.smoothed_s, RTT_VARIATION_FLOOR_S) + ACK_DELAY_MAX_S
+        return min(self.probe_timeout_s, most_s)
 
     @property
     def loss_delay_s(self) -> float:
