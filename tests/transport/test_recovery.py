@@ -95,6 +95,17 @@ def test_what_leaves_at_once_is_little_enough_for_a_switch(
 
 
 @pytest.mark.parametrize(
+    ("rate", "least", "most"),
+    [(1.25e6, 3_000, 3_000), (12.5e6, 8_000, 14_600), (50e6, 14_600, 40_000)],
+)
+def test_what_leaves_at_once_over_a_long_way_that_loses_something_is_ten_datagrams_or_half_a_millisecond(
+    rate: float, least: float, most: float
+) -> None:
+    control, _ = run_link(rate, 0.02, 20, 2.0)
+    assert least <= control.burst_bytes <= most
+
+
+@pytest.mark.parametrize(
     ("loss_every", "buffer_bytes", "least", "most"),
     [
         (0, 8 << 20, BURST_MAX_BYTES, BURST_MAX_BYTES),

@@ -404,7 +404,7 @@ class Endpoint:
         is_midway = False
         for session in self.sessions.values():
             if session.is_established:
-                if not session.is_far:
+                if not session.rtt.is_far:
                     return False
                 is_midway = is_midway or session.is_midway
         return is_midway

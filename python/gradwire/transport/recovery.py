@@ -25,6 +25,9 @@ BURST_MIN_BYTES: Final = 3_000
 BURST_MAX_BYTES: Final = 65_536
 RECORD_MAX_BYTES: Final = RECORD_BURSTS_MAX * BURST_BYTES_MAX
 BURST_S: Final = 0.0005  # of the path's rate in one burst: less than the queue of a switch
+# Over a long way up to a whole millisecond's worth, but no more than ten datagrams (RFC 9002, section 7.7).
+BURST_FAR_S: Final = 0.001
+BURST_FAR_BYTES: Final = 14_600
 BURST_CLEAN_S: Final = (
     0.004  # on a path that loses nothing, where larger bursts save processor time
 )
@@ -155,8 +158,9 @@ class RateController:
         bound: the most that may be in flight, as far as queues on the way go.
         bytes_in_flight: sent and neither acknowledged nor given up.
         window_bytes: the most that may be in flight.
-        burst_bytes: how much may leave at once: half a millisecond's worth; without loss four, up to one system call's
-            worth, and ten, up to one record, within one machine, where no switch has to queue it.
+        burst_bytes: how much may leave at once: half a millisecond's worth, over a long way a whole one's up to ten
+            datagrams; without loss four, up to one system call's worth, and ten, up to one record, within one machine,
+            where no switch has to queue it.
         is_local: whether the peer's address is one of this machine.
         local_buffer_bytes: what the receiver's socket holds if it is on this machine; 0 if that is not known.
     """
@@ -358,9 +362,14 @@ class RateController:
             burst = self._pace * BURST_LOCAL_S
             # However slowly a busy machine takes it: several small calls cost it as much as so many large ones.
             return max(burst, BURST_MAX_BYTES) if self._is_roomy else burst
-        burst_s = BURST_CLEAN_S if self.loss_rate < UNPACED_LOSS else BURST_S
+        if self.loss_rate < UNPACED_LOSS:
+            burst = self._pace * BURST_CLEAN_S
+        elif self._rtt.is_far:
+            burst = max(self._pace * BURST_S, min(self._pace * BURST_FAR_S, BURST_FAR_BYTES))
+        else:
+            burst = self._pace * BURST_S
         # More than one system call's worth only where that passes in half a millisecond.
-        return min(self._pace * burst_s, max(BURST_MAX_BYTES, self.rate_bytes_per_s * BURST_S))
+        return min(burst, max(BURST_MAX_BYTES, self.rate_bytes_per_s * BURST_S))
 
     def _add_rate(self, rate: float, app_limited: bool) -> None:
         if app_limited and rate < self.rate_bytes_per_s:

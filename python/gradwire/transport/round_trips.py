@@ -13,6 +13,7 @@ ACK_DELAY_MAX_S: Final = 0.001
 # Of a round trip in the middle of a message, which goes on anyway: over a slow link each datagram comes alone.
 ACK_DELAY_SHARE: Final = 1 / 8
 ACK_DELAY_FAR_MAX_S: Final = 0.004
+FAR_S: Final = 0.008
 LOSS_DELAY_FLOOR_S: Final = 0.0005
 PTO_MAX_S: Final = 1.0
 MIN_RTT_WINDOW_S: Final = 10.0
@@ -79,6 +80,11 @@ class RttEstimator:
             self._next_s, self._next_at_s = sample_s, now_s
         if now_s - self._minimum_at_s > MIN_RTT_WINDOW_S:
             self._set_minimum(self._next_s, self._next_at_s)
+
+    @property
+    def is_far(self) -> bool:
+        """Whether no round trip was ever so short that a millisecond would matter."""
+        return self.shortest_s >= FAR_S
 
     @property
     def probe_timeout_s(self) -> float:

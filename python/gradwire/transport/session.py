@@ -62,7 +62,6 @@ BURSTS_PER_POLL: Final = 16
 PINGS_MAX: Final = 16
 ANSWER_INTERVAL_S: Final = RETRY_FIRST_S / 2  # a true knock comes half as often at most
 CREDIT_FLOOR_RECORDS: Final = 4
-FAR_S: Final = 0.008
 NOTHING_SHARED: Final = 1 << 48
 
 REASON_LEFT: Final = 0
@@ -288,11 +287,6 @@ class Session:
         if self.peer is None:
             raise RuntimeError("the peer of this session is not known yet")
         return self.peer
-
-    @property
-    def is_far(self) -> bool:
-        """Whether no round trip was ever so short that a millisecond would matter."""
-        return self.rtt.shortest_s >= FAR_S
 
     @property
     def is_midway(self) -> bool:
