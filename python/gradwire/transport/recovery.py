@@ -358,16 +358,14 @@ class RateController:
             self.burst_bytes = int(max(BURST_MIN_BYTES, min(RECORD_MAX_BYTES, self._burst())))
 
     def _burst(self) -> float:
-        if self.loss_rate < UNPACED_LOSS and self._is_near:
+        is_clean = self.loss_rate < UNPACED_LOSS
+        if is_clean and self._is_near:
             burst = self._pace * BURST_LOCAL_S
             # However slowly a busy machine takes it: several small calls cost it as much as so many large ones.
             return max(burst, BURST_MAX_BYTES) if self._is_roomy else burst
-        if self.loss_rate < UNPACED_LOSS:
-            burst = self._pace * BURST_CLEAN_S
-        elif self._rtt.is_far:
-            burst = max(self._pace * BURST_S, min(self._pace * BURST_FAR_S, BURST_FAR_BYTES))
-        else:
-            burst = self._pace * BURST_S
+        burst = self._pace * (BURST_CLEAN_S if is_clean else BURST_S)
+        if not is_clean and self._rtt.is_far:
+            burst = max(burst, min(self._pace * BURST_FAR_S, BURST_FAR_BYTES))
         # More than one system call's worth only where that passes in half a millisecond.
         return min(burst, max(BURST_MAX_BYTES, self.rate_bytes_per_s * BURST_S))
 

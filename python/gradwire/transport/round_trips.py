@@ -13,7 +13,7 @@ ACK_DELAY_MAX_S: Final = 0.001
 # Of a round trip in the middle of a message, which goes on anyway: over a slow link each datagram comes alone.
 ACK_DELAY_SHARE: Final = 1 / 8
 ACK_DELAY_FAR_MAX_S: Final = 0.004
-FAR_S: Final = 0.008
+FAR_S: Final = ACK_DELAY_MAX_S / ACK_DELAY_SHARE  # from here on that share is the longer wait
 LOSS_DELAY_FLOOR_S: Final = 0.0005
 PTO_MAX_S: Final = 1.0
 MIN_RTT_WINDOW_S: Final = 10.0
