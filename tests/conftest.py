@@ -23,9 +23,10 @@ except (
 ):  # as on a GPU machine without a network, where only the tests that need the GPU are run
     pass
 else:
-    # The same examples in every run and on every machine: a failure can be repeated by running the test again. No
-    # deadline, because a shared machine may stall.
+    # The same examples in every run and on every machine: running the test again repeats a failure. No deadline,
+    # because a shared machine may stall. `pytest --hypothesis-profile thorough` tries more examples.
     settings.register_profile("gradwire", deadline=None, derandomize=True)
+    settings.register_profile("thorough", settings.get_profile("gradwire"), max_examples=1_000)
     settings.load_profile("gradwire")
 
 
@@ -49,6 +50,12 @@ def nodes() -> Iterator[list[gw.Node]]:
 
 def pytest_report_header() -> str:
     return f"gradwire: backends {', '.join(gw.backends())}; hypothesis examples are derandomised"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Start worker processes for the whole suite only: named files start sooner without, and can be debugged."""
+    return 0 if config.args_source is pytest.Config.ArgsSource.ARGS else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

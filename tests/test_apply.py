@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire as gw
@@ -19,7 +19,6 @@ from gradwire.message import apply_to_both, apply_with_momentum, dense_message
 from .bfloat16 import Bfloat16Array
 from .strategies import Changes, changes, changes_in_regions
 
-quick = settings(deadline=None, max_examples=120, derandomize=True)
 scales = st.sampled_from([1.0, -1.0, 0.5, 0.1, 1 / 3, -(2.0**-20), 1e-30, 12345.678])
 
 
@@ -45,7 +44,6 @@ def random_target(numel: int, dtype: str, seed: int = 51) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("isa")
-@quick
 @given(changes, scales, st.sampled_from(["float32", "float64"]))
 def test_apply_equals_the_reference(what: Changes, scale: float, dtype: str) -> None:
     message = message_of(what)
@@ -57,7 +55,6 @@ def test_apply_equals_the_reference(what: Changes, scale: float, dtype: str) -> 
 
 
 @pytest.mark.usefixtures("isa")
-@quick
 @given(changes)
 def test_decode_equals_the_reference(what: Changes) -> None:
     message = message_of(what)
@@ -228,7 +225,6 @@ def test_momentum_needs_no_second_target_and_refuses_what_does_not_fit() -> None
     assert velocity.tolist() == [0.5] * 4
 
 
-@quick
 @given(changes, st.lists(st.integers(0, 500), max_size=6), st.integers(0, 2**16))
 def test_a_target_of_several_arrays_is_one_target(
     what: Changes, cuts: list[int], seed: int
@@ -297,7 +293,6 @@ def test_a_received_view_is_applied_without_a_copy() -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@settings(deadline=None, max_examples=300, derandomize=True)
 @given(changes, st.data())
 def test_bytes_that_change_after_parsing_never_hurt(what: Changes, data: st.DataObject) -> None:
     received = bytearray(bytes(message_of(what)))

@@ -15,8 +15,10 @@ import pytest
 
 import gradwire as gw
 from gradwire.cli import main
+from gradwire.cli.demo.launcher import train
 from gradwire.cli.demo.network import Network
 from gradwire.cli.demo.report import format_bytes
+from gradwire.cli.demo.results import Run
 from gradwire.cli.demo.training import TRAINING_IMAGES, Digits, Recipe, Trainer
 from gradwire.transport import parse_secret
 
@@ -210,19 +212,29 @@ if __name__ == "__main__":
     assert re.search(r"gradwire demo: worker \d ended early with status", done.stderr)
 
 
-@pytest.mark.slow
-def test_demo_reaches_the_accuracy_of_whole_updates_with_a_hundredth_of_the_bytes() -> None:
-    from gradwire.cli.demo.launcher import train
-
-    recipe = Recipe()
+def train_both_ways(recipe: Recipe) -> tuple[Run, Run]:
+    """Train with whole updates and with gradwire, and check what holds for every recipe."""
     dense = train(replace(recipe, dense=True), lambda _: None)
     sparse = train(recipe, lambda _: None)
     assert dense.is_identical
     assert sparse.is_identical
-    assert dense.accuracy > 0.97
-    assert abs(sparse.accuracy - dense.accuracy) <= 0.005
-    assert dense.udp_bytes >= 100 * sparse.udp_bytes
     # The dense run is what it claims to be: every parameter as 4 bytes to every other worker, and little else.
     values = 4 * dense.numel * (recipe.workers - 1) * dense.worker_steps
     assert values <= dense.udp_bytes <= 1.1 * values
     assert 0 < sparse.control_bytes < sparse.udp_bytes
+    return dense, sparse
+
+
+def test_a_small_demo_learns_as_well_with_a_hundredth_of_the_bytes() -> None:
+    dense, sparse = train_both_ways(Recipe(workers=2, epochs=4, layers=(64, 256, 10)))
+    assert dense.accuracy > 0.94
+    assert abs(sparse.accuracy - dense.accuracy) <= 0.015
+    assert dense.udp_bytes >= 100 * sparse.udp_bytes
+
+
+@pytest.mark.slow
+def test_demo_reaches_the_accuracy_of_whole_updates_with_a_hundredth_of_the_bytes() -> None:
+    dense, sparse = train_both_ways(Recipe())
+    assert dense.accuracy > 0.97
+    assert abs(sparse.accuracy - dense.accuracy) <= 0.005
+    assert dense.udp_bytes >= 100 * sparse.udp_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire as gw
@@ -15,7 +15,6 @@ from gradwire import dl4j
 from gradwire.errors import MessageError
 
 VECTORS = sorted((Path(__file__).parent / "golden" / "dl4j").glob("*.npz"))
-quick = settings(deadline=None, max_examples=80, derandomize=True)
 
 
 def bits_of(array: np.ndarray) -> np.ndarray:
@@ -109,7 +108,6 @@ seeds = st.integers(0, 2**32 - 1)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@quick
 @given(seeds, st.integers(0, 200), dtypes, taus, st.one_of(st.none(), st.integers(0, 40)))
 def test_threshold_form_equals_the_oracle(
     seed: int, numel: int, dtype: str, tau: float, boundary: int | None
@@ -130,7 +128,6 @@ def test_threshold_form_equals_the_oracle(
     np.testing.assert_array_equal(bits_of(ours)[untouched], bits_of(before)[untouched])
 
 
-@quick
 @given(seeds, st.integers(0, 200), dtypes, taus)
 def test_bitmap_form_equals_the_oracle(seed: int, numel: int, dtype: str, tau: float) -> None:
     ours = updates_of(seed, numel, dtype, tau)
@@ -277,7 +274,6 @@ def test_arrays_of_any_shape_are_changed_in_place() -> None:
 # --- converters -----------------------------------------------------------------------------------
 
 
-@quick
 @given(seeds, st.integers(0, 300), st.sampled_from([0.5, 2.0**-10, 3.0]))
 def test_a_threshold_message_survives_the_way_through_ours(
     seed: int, numel: int, tau: float
@@ -295,7 +291,6 @@ def test_entries_in_any_order_are_sorted() -> None:
     assert dl4j.to_dl4j(ours)[4:].tolist() == [-2, 7, 9]
 
 
-@quick
 @given(seeds, st.integers(0, 300))
 def test_a_bitmap_becomes_messages_that_add_up_to_the_same(seed: int, numel: int) -> None:
     updates = updates_of(seed, numel, "float32", 0.5)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire as gw
@@ -115,7 +115,6 @@ def test_every_number_of_threads_gives_the_same_bytes(threads: int) -> None:
         assert_same(ours, theirs, update, update)
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
 @given(
     st.lists(
         st.tuples(

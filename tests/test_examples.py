@@ -85,17 +85,20 @@ def workers_agree(output: str, count: int) -> None:
     assert all(float(accuracy) > 93.0 for accuracy, _ in found)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_two_ranks_under_torchrun_learn_the_digits() -> None:
     script = str(EXAMPLES / "torch_ddp.py")
     workers_agree(run("-m", "torch.distributed.run", "--nproc-per-node", "2", script), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_four_workers_learn_the_digits_in_local_steps() -> None:
     workers_agree(run(str(EXAMPLES / "torch_local_steps.py")), 4)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_workers_go_on_when_one_is_killed_and_another_joins() -> None:
     output = run(str(EXAMPLES / "torch_workers.py"))
@@ -107,12 +110,14 @@ def test_workers_go_on_when_one_is_killed_and_another_joins() -> None:
     workers_agree(output, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.jax
 def test_two_workers_with_jax_and_optax_learn_the_digits() -> None:
     pytest.importorskip("optax", reason="optax is not installed")
     workers_agree(run(str(EXAMPLES / "jax_optax.py")), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_four_spark_tasks_learn_the_digits() -> None:
     workers_agree(run(str(EXAMPLES / "spark_digits.py")), 4)

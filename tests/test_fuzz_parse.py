@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire as gw
@@ -14,8 +14,6 @@ from gradwire import reference
 from gradwire.errors import MessageError
 
 from .strategies import Changes, changes, thresholds
-
-thorough = settings(deadline=None, max_examples=400, derandomize=True)
 
 header_changes = st.fixed_dictionaries(
     {},
@@ -79,14 +77,12 @@ def payload_of(what: Changes) -> bytearray:
     return bytearray(sealed(what)[reference.HEADER_BYTES :])
 
 
-@thorough
 @given(st.binary(max_size=200))
 def test_random_bytes_parse_or_raise(data: bytes) -> None:
     same_verdict(data)
     same_verdict(b"GRDW\x01" + data)
 
 
-@thorough
 @given(changes, thresholds)
 def test_every_message_of_the_reference_is_valid(what: Changes, threshold: float) -> None:
     data = reference.encode_ternary(
@@ -95,7 +91,6 @@ def test_every_message_of_the_reference_is_valid(what: Changes, threshold: float
     assert same_verdict(data)
 
 
-@thorough
 @given(changes, header_changes, st.booleans())
 def test_a_changed_header_is_judged_alike(
     what: Changes, fields: dict[str, int], reseal: bool
@@ -103,7 +98,6 @@ def test_a_changed_header_is_judged_alike(
     same_verdict(sealed(what, **fields) if reseal else sealed(what)[:47])
 
 
-@thorough
 @given(changes, sizes, sizes, sizes)
 def test_changed_sizes_are_judged_alike(
     what: Changes, numel: int, count: int, payload_bytes: int
@@ -118,7 +112,6 @@ def test_changed_sizes_are_judged_alike(
     same_verdict(sealed(what, payload=None, **fields))
 
 
-@thorough
 @given(changes, st.data())
 def test_flipped_payload_bits_are_judged_alike(what: Changes, data: st.DataObject) -> None:
     payload = payload_of(what)
@@ -128,7 +121,6 @@ def test_flipped_payload_bits_are_judged_alike(what: Changes, data: st.DataObjec
     same_verdict(sealed(what, bytes(payload)))
 
 
-@thorough
 @given(changes, st.data())
 def test_a_changed_directory_is_judged_alike(what: Changes, data: st.DataObject) -> None:
     payload = payload_of(what)
@@ -139,14 +131,12 @@ def test_a_changed_directory_is_judged_alike(what: Changes, data: st.DataObject)
     same_verdict(sealed(what, bytes(payload)))
 
 
-@thorough
 @given(changes, st.binary(max_size=40), st.integers(0, 40))
 def test_a_changed_end_is_judged_alike(what: Changes, added: bytes, cut: int) -> None:
     payload = payload_of(what)
     same_verdict(sealed(what, bytes(payload[: max(0, len(payload) - cut)]) + added))
 
 
-@thorough
 @given(st.integers(0, 2_000), st.integers(0, 2_000), st.binary(max_size=400))
 def test_a_random_payload_is_judged_alike(numel: int, count: int, payload: bytes) -> None:
     nothing = Changes(numel, np.zeros(0, np.int64), np.zeros(0, np.bool_))
@@ -154,7 +144,6 @@ def test_a_random_payload_is_judged_alike(numel: int, count: int, payload: bytes
     same_verdict(sealed(nothing, payload, count=count, exponent=exponent))
 
 
-@thorough
 @given(st.integers(1, 3), st.integers(0, 5), st.binary(max_size=48))
 def test_dense_payloads_are_judged_alike(dtype: int, numel: int, payload: bytes) -> None:
     header = reference.Header(
@@ -174,7 +163,6 @@ def test_dense_payloads_are_judged_alike(dtype: int, numel: int, payload: bytes)
     assert same_verdict(reference.seal(replace(header, payload_bytes=len(exact)), exact))
 
 
-@thorough
 @given(st.lists(changes, max_size=4), st.binary(max_size=3))
 def test_a_concatenation_is_split_without_a_copy(parts: list[Changes], rest: bytes) -> None:
     messages = [sealed(part) for part in parts]

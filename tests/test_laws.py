@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire as gw
@@ -127,7 +127,6 @@ def test_within_rounding_everything_is_conserved_for_any_values() -> None:
 # --- 2. one canonical message: tests/test_encoder.py compares every backend with the reference ----
 
 
-@settings(deadline=None, max_examples=25, derandomize=True)
 @given(
     st.lists(
         st.tuples(st.integers(1, 40_000), st.sampled_from([0.0, 1e-3, 0.03, 0.3, 0.5, 0.9, 1.0])),
@@ -191,7 +190,6 @@ def test_no_chunk_exceeds_the_ceiling(unchanged: int, spacing: str) -> None:
     assert nbytes_of(flags) <= gw.max_message_bytes(flags.size)
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(1, 700), st.floats(0.5, 1.0)), min_size=1, max_size=12),
     st.integers(0, 2**32 - 1),
@@ -270,7 +268,6 @@ def test_thresholds_have_eight_significant_bits() -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@settings(deadline=None, max_examples=40, derandomize=True)
 @given(
     st.integers(1, 300),
     st.sampled_from(["raise", "skip"]),

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire import reference
@@ -23,8 +23,6 @@ from gradwire.policy import (
 from gradwire.reference import ReferenceEncoder
 
 from .strategies import Changes, changes, changes_in_regions, thresholds
-
-quick = settings(deadline=None, max_examples=150, derandomize=True)
 
 
 def encode(what: Changes, threshold: float = 0.5) -> bytes:
@@ -72,7 +70,6 @@ def test_rice_parameter_of_a_listed_minority_is_never_zero() -> None:
             assert not chunk.inverted or chunk.k > 0
 
 
-@quick
 @given(changes, thresholds, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.booleans())
 def test_what_is_encoded_is_decoded(
     what: Changes, threshold: float, key: int, step: int, shakeup: bool
@@ -150,7 +147,6 @@ def test_regions_of_different_density_cost_less_than_the_global_entropy() -> Non
     assert 8 * (len(encode(what)) - 48) < 0.95 * floor
 
 
-@quick
 @given(changes, st.data())
 def test_one_flipped_bit_is_always_noticed(what: Changes, data: st.DataObject) -> None:
     message = bytearray(encode(what))
@@ -160,7 +156,6 @@ def test_one_flipped_bit_is_always_noticed(what: Changes, data: st.DataObject) -
         reference.parse(bytes(message))
 
 
-@quick
 @given(st.lists(changes, max_size=4))
 def test_a_concatenation_splits_into_its_messages(parts: list[Changes]) -> None:
     messages = [encode(part) for part in parts]
