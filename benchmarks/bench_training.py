@@ -67,7 +67,6 @@ OURS = (
     "gradwire-thin",
     "gradwire-every4",
     "gradwire-async",
-    "gradwire-local",
 )
 RIVALS = ("fp16", "powersgd-2", "powersgd-4")
 BYTES_RATIO, LOSS_TOLERANCE, SHARE_MAX = 200.0, 0.01, 0.10

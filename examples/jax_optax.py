@@ -58,7 +58,7 @@ def train(rank: int, addresses: list[str]) -> None:
     pixels, labels = digits.training(rank, WORKERS)
     batches = np.random.default_rng(rank)
     with gw.Node(addresses[rank], addresses) as node:
-        share = gw.Exchange(encoder, node, peers=WORKERS - 1, average=True)
+        share = gw.Exchange(encoder, node, min_peers=WORKERS - 1)
         for _ in range(STEPS):
             batch = batches.integers(len(labels), size=BATCH)
             # A copy: JAX may keep using the memory of what it is given, and `params` changes below.

@@ -33,7 +33,7 @@ def train(node: gw.Node, rows: Iterator[Any]) -> tuple[int, int, np.ndarray]:
     picks = np.random.default_rng(node.id)
     params, sent_bytes = np.zeros(650, np.float32), 0
     encoder = gw.Encoder(params.size, threshold=gw.TargetDensity(0.05))
-    share = gw.Exchange(encoder, node, average=True)
+    share = gw.Exchange(encoder, node)
     for _ in range(STEPS):
         chosen = picks.integers(len(labels), size=BATCH)
         weights = np.exp(scores(params, pixels[chosen]))

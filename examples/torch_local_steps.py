@@ -31,9 +31,8 @@ def train(rank: int, addresses: list[str]) -> None:
         exchange = gw.Exchange(
             gw.Encoder(numel, threshold=gw.TargetDensity(0.02)),
             node,
-            peers=WORKERS - 1,
+            min_peers=WORKERS - 1,
             every=LOCAL_STEPS,
-            average=True,
         )
         optimizer = SharedOptimizer(torch.optim.AdamW(model.parameters(), lr=2e-3), exchange)
         for _ in range(STEPS):

@@ -40,7 +40,7 @@ def train(rank: int, addresses: list[str]) -> None:
     with gw.Node(addresses[rank], addresses) as node:
         encoder = gw.Encoder(numel, threshold=gw.TargetDensity(0.02))
         peers = FOUNDERS - 1 if rank != LATE else 1
-        exchange = gw.Exchange(encoder, node, peers=peers, average=True)
+        exchange = gw.Exchange(encoder, node, min_peers=peers)
         optimizer = SharedOptimizer(torch.optim.AdamW(model.parameters(), lr=2e-3), exchange)
         joined = optimizer.join()
         if joined.is_late:

@@ -41,7 +41,7 @@ def main() -> None:
     )
     sent_bytes = 0
     with gw.Node(arguments.bind, [arguments.peer]) as node:
-        share = gw.Exchange(encoder, node, peers=1, average=True)
+        share = gw.Exchange(encoder, node, min_peers=1)
         for _ in range(STEPS):
             gradient = inputs.T @ (inputs @ params - targets) / len(inputs)
             result = share.step(np.float32(-LEARNING_RATE) * gradient, params)

@@ -138,11 +138,11 @@ def run_together(work: Callable[[int], Replica], count: int = 3) -> list[Replica
         return list(pool.map(work, range(count)))
 
 
-@pytest.mark.parametrize("options", [{}, {"average": True}, {"exact": True}, {"dense": True}])
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"exact": True}, {"codec": "dense"}])
 def test_all_replicas_end_with_the_same_bits(nodes: list[gw.Node], options: Any) -> None:
     def work(rank: int) -> Replica:
         enc = gw.Encoder(NUMEL, threshold=gw.TargetDensity(0.1))
-        share = gw.Exchange(enc, nodes[rank], peers=2, **options)
+        share = gw.Exchange(enc, nodes[rank], min_peers=2, **options)
         params = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32)
         results = [share.step(one, params) for one in updates_of(rank, steps=40)]
         return Replica(params, enc.residual, results)
@@ -156,7 +156,7 @@ def test_all_replicas_end_with_the_same_bits(nodes: list[gw.Node], options: Any)
 def test_what_went_in_is_in_the_parameters_or_in_a_residual(nodes: list[gw.Node]) -> None:
     def work(rank: int) -> Replica:
         enc = gw.Encoder(NUMEL, threshold=gw.FixedThreshold(2.0**-9), shakeup=gw.ShakeUp(every=5))
-        share = gw.Exchange(enc, nodes[rank], peers=2)
+        share = gw.Exchange(enc, nodes[rank], reduction="sum", min_peers=2)
         params = zeros(NUMEL)
         results = [share.step(one, params) for one in updates_of(rank, steps=20)]
         return Replica(params, enc.residual, results)
@@ -173,7 +173,7 @@ def test_a_node_that_leaves_does_not_stop_the_others(nodes: list[gw.Node]) -> No
 
     def work(rank: int) -> Replica:
         enc = gw.Encoder(NUMEL, threshold=gw.FixedThreshold(2.0**-9))
-        share = gw.Exchange(enc, nodes[rank], peers=2)
+        share = gw.Exchange(enc, nodes[rank], min_peers=2)
         params, results = zeros(NUMEL), []
         for step, one in enumerate(updates_of(rank, steps=20)):
             results.append(share.step(one, params))
@@ -218,20 +218,20 @@ def test_messages_are_applied_by_node_id_with_the_own_one_at_its_place(
         [arrival(high, 0, last, threshold=abs(last)), arrival(low, 0, first, threshold=first)]
     ]
     params = update(BASE)
-    gw.Exchange(encoder(1, own), node).step(update(own), params)
+    gw.Exchange(encoder(1, own), node, reduction="sum").step(update(own), params)
     others = {added_in_order(order) for order in itertools.permutations(CHANGES)}
     assert params.item() == added_in_order(CHANGES)
     assert len(others - {params.item()}) > 0, "the example must tell the orders apart"
 
 
-def test_average_divides_by_the_messages_of_the_step(
+def test_the_mean_divides_by_the_messages_of_the_step(
     scripted: Callable[..., ScriptedNode],
 ) -> None:
     node = scripted(peers=(peer(10),))
     node.rounds = [[arrival(peer(10), 0, 0.5, 0.0)]]
     params = zeros(2)
-    gw.Exchange(encoder(2), node, average=True, scale=4.0).step(update(0.5, 0.5), params)
-    assert params.tolist() == [2.0, 1.0]
+    gw.Exchange(encoder(2), node).step(update(0.5, 0.5), params)
+    assert params.tolist() == [0.5, 0.25]
 
 
 def test_exact_gives_the_same_bits_in_every_order(scripted: Callable[..., ScriptedNode]) -> None:
@@ -253,12 +253,14 @@ def test_exact_gives_the_same_bits_in_every_order(scripted: Callable[..., Script
 
 
 def test_exact_takes_several_arrays_and_scales_once(scripted: Callable[..., ScriptedNode]) -> None:
+    node = scripted(peers=(peer(10), peer(90)))
+    node.rounds = [[arrival(one, 0, 0.5, 0.0, 0.0, 0.5) for one in node.peers]]
     params = [zeros(1), zeros(3)]
-    share = gw.Exchange(encoder(4), scripted(), exact=True, scale=0.1)
-    share.step([update(0.5), update(0.0, -0.5, 0.0)], params)
+    share = gw.Exchange(encoder(4), node, exact=True)
+    share.step([update(-0.5), update(0.0, -0.5, 0.0)], params)
     assert [one.tolist() for one in params] == [
-        [np.float32(0.05).item()],
-        [0.0, np.float32(-0.05).item(), 0.0],
+        [np.float32(0.5 / 3).item()],
+        [0.0, np.float32(-0.5 / 3).item(), np.float32(1 / 3).item()],
     ]
 
 
@@ -274,7 +276,7 @@ def test_a_loss_of_exactness_is_detected() -> None:
 
 def test_dense_sends_the_update_whole(scripted: Callable[..., ScriptedNode]) -> None:
     params, enc = zeros(), encoder(4, 100.0)
-    result = gw.Exchange(enc, scripted(), dense=True).step(update(0.1, 0.2, -0.3, 0.0), params)
+    result = gw.Exchange(enc, scripted(), codec="dense").step(update(0.1, 0.2, -0.3, 0.0), params)
     assert np.array_equal(params, update(0.1, 0.2, -0.3, 0.0))
     assert not enc.residual.any()
     assert (result.threshold, result.density) == (0.0, 1.0)
@@ -287,7 +289,7 @@ def test_the_first_step_waits_for_the_promised_peers(
     scripted: Callable[..., ScriptedNode],
 ) -> None:
     enc = encoder()
-    share = gw.Exchange(enc, scripted(peers=(peer(10),)), peers=2)
+    share = gw.Exchange(enc, scripted(peers=(peer(10),)), min_peers=2)
     with pytest.raises(TimeoutError, match="1 of 2"):
         share.step(update(1, 1, 1, 1), zeros())
     assert enc.step == 0
@@ -306,7 +308,7 @@ def test_without_a_number_the_addresses_that_the_node_was_told_are_waited_for(
 def test_a_node_that_goes_alone_without_being_told_to_warns(
     scripted: Callable[..., ScriptedNode], caplog: pytest.LogCaptureFixture
 ) -> None:
-    gw.Exchange(encoder(), scripted(), peers=0).wait_for_peers()
+    gw.Exchange(encoder(), scripted(), min_peers=0).wait_for_peers()
     assert caplog.messages == []
     gw.Exchange(encoder(), scripted()).wait_for_peers()
     assert "goes on alone" in caplog.text
@@ -316,7 +318,7 @@ def test_a_message_for_the_next_step_is_kept_for_it(scripted: Callable[..., Scri
     ahead = peer(10)
     node = scripted(peers=(ahead,))
     node.rounds = [[arrival(ahead, 0, 0.5, 0.0), arrival(ahead, 1, 0.0, 0.5)]]
-    share, params = gw.Exchange(encoder(2), node), zeros(2)
+    share, params = gw.Exchange(encoder(2), node, reduction="sum"), zeros(2)
     assert share.step(update(0.0, 0.0), params).received == 1
     assert params.tolist() == [0.5, 0.0]
     assert share.step(update(0.0, 0.0), params).received == 1
@@ -352,7 +354,7 @@ def test_what_a_lost_member_had_sent_is_applied_before_it_is_dropped(
 ) -> None:
     stays, goes = peer(10), peer(20)
     node = scripted(peers=(stays, goes))
-    share, params = gw.Exchange(encoder(2), node), zeros(2)
+    share, params = gw.Exchange(encoder(2), node, reduction="sum"), zeros(2)
     share.wait_for_peers()
     node.peers = (stays,)
     node.rounds = [[arrival(stays, 0, 0.5, 0.0), arrival(goes, 0, 0.0, 0.5)]]
@@ -397,7 +399,7 @@ def test_a_late_comer_is_ignored_and_counted(scripted: Callable[..., ScriptedNod
     node = scripted(peers=(member,))
     node.rounds = [[arrival(stranger, 0, 0.0, 0.5), arrival(member, 0, 0.5, 0.0)]]
     params = zeros(2)
-    result = gw.Exchange(encoder(2), node).step(update(0.0, 0.0), params)
+    result = gw.Exchange(encoder(2), node, reduction="sum").step(update(0.0, 0.0), params)
     assert (result.ignored, result.received) == (1, 1)
     assert params.tolist() == [0.5, 0.0]
 
@@ -462,7 +464,7 @@ def test_a_step_that_timed_out_is_finished_by_the_next_call(
 ) -> None:
     slow = peer(10)
     node, enc, params = scripted(peers=(slow,)), encoder(2), zeros(2)
-    share = gw.Exchange(enc, node, timeout_s=2.0)
+    share = gw.Exchange(enc, node, reduction="sum", timeout_s=2.0)
     with pytest.raises(TimeoutError, match=slow.address):
         share.step(update(0.5, 0.0), params)
     assert not params.any()
@@ -501,8 +503,8 @@ def test_a_non_finite_update_does_not_begin_the_step(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"peers": -1}, "peers is -1"),
-        ({"scale": float("nan")}, "scale is nan"),
+        ({"min_peers": -1}, "min_peers is -1"),
+        ({"reduction": "max"}, "reduction is 'max'"),
         ({"timeout_s": 0.0}, "timeout_s is 0.0"),
     ],
 )

@@ -29,7 +29,6 @@ CODEC = COMPILED | {
     "message",
     "policy",
     "reference",
-    "refiner",
     "state",
 }
 FRONT_DOOR = "gradwire"
@@ -45,7 +44,6 @@ ALLOWED = {
     "codec": COMPILED | {"arrays", "cuda", "errors", "message", "policy", "state"},
     "cuda": COMPILED | {"arrays", "codec", "policy", "state"},
     "reference": {"errors", "policy"},
-    "refiner": {"codec", "message", "policy", "state"},
     "dl4j": {"errors", "message", "policy"},
     "transport": {"_udp", "errors", "transport"},
     "exchange": CODEC | {"exchange", "transport"},

@@ -57,8 +57,8 @@ RUNS = {
     "text-gradwire-udp-curve-0": run([2.3, 2.1], [1.0] * 40, "steps", **ours(800_000, 0.0)),
     "text-gradwire-udp-curve-1": run([2.4, 2.3], [1.0] * 40, "steps", **ours(800_000, 0.0)),
     "text-gradwire-udp-100-0": run([2.4, 2.3], [0.5] * 40, "target", **ours(800_000, 1.0)),
-    "text-gradwire-local-curve-0": run([2.6, 2.5], [1.0] * 40, "steps", **ours(80_000, 0.0)),
-    "text-gradwire-local-100-0": run([], [0.5] * 40, "budget", **ours(80_000, 0.1)),
+    "text-gradwire-thin-curve-0": run([2.6, 2.5], [1.0] * 40, "steps", **ours(80_000, 0.0)),
+    "text-gradwire-thin-100-0": run([], [0.5] * 40, "budget", **ours(80_000, 0.1)),
 }
 
 
@@ -130,7 +130,7 @@ def test_the_tables_have_a_line_for_every_method(told: Any) -> None:
     assert (
         "| gradwire-udp |  | 15.0 (10.0 to 20.0) |  | 1,000 kB | 2.200 (2.100 to 2.300) |" in page
     )
-    assert "| gradwire-local |  | not reached |  | 1,000 kB | 2.500 (2.500 to 2.500) |" in page
+    assert "| gradwire-thin |  | not reached |  | 1,000 kB | 2.500 (2.500 to 2.500) |" in page
     assert (
         "| text | gradwire-udp against dense, 100 Mbit/s | ≥ 8 | 5.4 | not met | composed |" in page
     )

@@ -213,7 +213,6 @@ class Udp(Method):
     """gradwire's optimiser over its own transport: every step waits for everybody's message."""
 
     uses_gloo = False
-    refine_density = 0.0
 
     def set_up(self) -> None:
         # A threshold per tensor; nothing goes out whole: the biases and norms alone would be as large as a message.
@@ -225,7 +224,6 @@ class Udp(Method):
             thresholds={
                 index: small for index, param in enumerate(params) if param.numel() < SMALL_NUMEL
             },
-            refine=gw.TargetDensity(self.refine_density) if self.refine_density else None,
             dense_below=0,
             dense_one_dimensional=False,
         )
@@ -235,8 +233,7 @@ class Udp(Method):
         self.exchange = gw.Exchange(
             groups,
             self.node,
-            peers=len(addresses) - 1,
-            average=True,
+            min_peers=len(addresses) - 1,
             apply_residual=True,
             timeout_s=300.0,
             **self.options,
@@ -295,14 +292,12 @@ class UdpAsync(Udp):
         return super().evaluated()
 
 
-class UdpLocal(Udp):
-    """Twenty steps alone, then their difference is shared in two messages, which travel during the next four."""
-
-    refine_density = 0.2
+class UdpEvery4(Udp):
+    """Four steps alone, then one message, which travels during the next; the shared parameters have momentum."""
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"every": LOCAL_STEPS, "overlap": 4}
+        return {"every": 4, "overlap": 1, "outer_momentum": self.task.outer_momentum}
 
     @property
     def clip_norm(self) -> float:
@@ -311,16 +306,6 @@ class UdpLocal(Udp):
     @property
     def target_density(self) -> float:
         return LOCAL_DENSITY
-
-
-class UdpEvery4(UdpLocal):
-    """Four steps alone, then one message, which travels during the next; the shared parameters have momentum."""
-
-    refine_density = 0.0
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"every": 4, "overlap": 1, "outer_momentum": self.task.outer_momentum}
 
 
 METHODS: dict[str, type[Method]] = {
@@ -334,7 +319,6 @@ METHODS: dict[str, type[Method]] = {
     "gradwire-thin": UdpThin,
     "gradwire-every4": UdpEvery4,
     "gradwire-async": UdpAsync,
-    "gradwire-local": UdpLocal,
 }
 
 
@@ -364,9 +348,6 @@ def predicted_bytes(
         "gradwire-thin": (nodes - 1) * _message_bytes(numel, density / 2),
         "gradwire-async": (nodes - 1) * message,
         "gradwire-every4": (nodes - 1) * _message_bytes(numel, LOCAL_DENSITY) / 4,
-        "gradwire-local": (nodes - 1)
-        * (_message_bytes(numel, LOCAL_DENSITY) + _message_bytes(numel, UdpLocal.refine_density))
-        / LOCAL_STEPS,
     }[method]
 
 

@@ -17,7 +17,6 @@ COLOURS = {
     "gradwire-thin": "tab:olive",
     "gradwire-every4": "magenta",
     "gradwire-async": "tab:purple",
-    "gradwire-local": "tab:cyan",
 }
 
 

@@ -50,7 +50,6 @@ from .policy import (
     StepThreshold,
     TargetDensity,
 )
-from .refiner import Refiner
 
 if TYPE_CHECKING:
     from . import dl4j
@@ -80,7 +79,6 @@ __all__ = [
     "NotConnected",
     "Peer",
     "PeerLost",
-    "Refiner",
     "ResidualClip",
     "ShakeUp",
     "StepResult",

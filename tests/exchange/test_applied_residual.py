@@ -43,7 +43,9 @@ def train(apply_residual: bool, *, moves: bool, **options: Any) -> Work:
 
     def work(node: FakeNode, rank: int) -> Outcome:
         enc, params = encoder(), np.ones(NUMEL, np.float32)
-        share = gw.Exchange(enc, node, peers=2, apply_residual=apply_residual, **options)
+        share = gw.Exchange(
+            enc, node, reduction="sum", min_peers=2, apply_residual=apply_residual, **options
+        )
         share.join(params)
         received = 0
         for one in updates_of(rank):
@@ -84,7 +86,7 @@ def test_a_node_alone_trains_as_without_compression(moves: bool) -> None:
 
     plain = np.ones(NUMEL, np.float32)
     with cluster(0) as made:
-        share = gw.Exchange(encoder(0.25), made.node(1), peers=0, apply_residual=True)
+        share = gw.Exchange(encoder(0.25), made.node(1), min_peers=0, apply_residual=True)
         params = plain.copy()
         share.join(params)
         for _ in range(STEPS):
@@ -102,7 +104,9 @@ def test_a_node_alone_trains_as_without_compression(moves: bool) -> None:
 def test_an_interrupted_step_counts_nothing_twice() -> None:
     def work(node: FakeNode, rank: int) -> Outcome:
         enc, params = encoder(), np.zeros(NUMEL, np.float32)
-        share = gw.Exchange(enc, node, peers=1, timeout_s=2.0, apply_residual=True)
+        share = gw.Exchange(
+            enc, node, reduction="sum", min_peers=1, timeout_s=2.0, apply_residual=True
+        )
         share.join(params)
         train_with_a_pause(share, node, rank, params, updates_of(rank, 8))
         return Outcome(params, share.shared(params)[0], enc.residual)
@@ -121,7 +125,7 @@ def test_a_message_that_no_node_takes_stays_in_the_parameters(
     with cluster(0) as made:
         node = made.node(1)
         enc, params = encoder(), np.zeros(NUMEL, np.float32)
-        share = gw.Exchange(enc, node, peers=0, apply_residual=True)
+        share = gw.Exchange(enc, node, min_peers=0, apply_residual=True)
         share.join(params)
         first, second = updates_of(0, 2)
         refuse_updates(node, monkeypatch)
@@ -138,7 +142,7 @@ def test_a_message_that_no_node_takes_stays_in_the_parameters(
 
 def test_an_update_that_is_not_finite_leaves_finite_parameters() -> None:
     with cluster(0) as made:
-        share = gw.Exchange(encoder(), made.node(1), peers=0, apply_residual=True)
+        share = gw.Exchange(encoder(), made.node(1), min_peers=0, apply_residual=True)
         params = np.zeros(NUMEL, np.float32)
         share.join(params)
         params[:2] = (np.nan, 0.25)
@@ -154,7 +158,9 @@ def test_a_late_node_gets_the_parameters_without_the_residual_of_another(seed: i
 
     def train_until(node: FakeNode, last: int) -> None:
         enc, params = encoder(), np.zeros(NUMEL, np.float32)
-        share = gw.Exchange(enc, node, peers=1, timeout_s=20.0, apply_residual=True)
+        share = gw.Exchange(
+            enc, node, reduction="sum", min_peers=1, timeout_s=20.0, apply_residual=True
+        )
         late.append(share.join(params).is_late)
         while share.next_step < last:
             node.cluster.compute(node, 0.1)
@@ -182,7 +188,7 @@ def test_a_late_node_gets_the_parameters_without_the_residual_of_another(seed: i
 def test_a_checkpoint_of_another_world_size_acts_in_the_parameters() -> None:
     def work(node: FakeNode, rank: int) -> Any:
         enc, params = encoder(), np.zeros(NUMEL, np.float32)
-        share = gw.Exchange(enc, node, peers=2, apply_residual=True)
+        share = gw.Exchange(enc, node, reduction="sum", min_peers=2, apply_residual=True)
         share.join(params)
         for one in updates_of(rank):
             params += one
@@ -190,10 +196,10 @@ def test_a_checkpoint_of_another_world_size_acts_in_the_parameters() -> None:
         return share.state_dict(), params
 
     saved = run_cluster(work, seed=3)
-    (state,) = redistribute([state for state, _ in saved], 1)
+    (state,) = redistribute([state for state, _ in saved], 1, reduction="sum")
     with cluster(0) as made:
         enc, params = encoder(), saved[0][1].copy()
-        share = gw.Exchange(enc, made.node(1), peers=0, apply_residual=True)
+        share = gw.Exchange(enc, made.node(1), reduction="sum", min_peers=0, apply_residual=True)
         share.load_state_dict(state)
         share.join(params)
         put_in = sum(one.astype(np.float64) for rank in range(3) for one in updates_of(rank))
@@ -208,6 +214,6 @@ def test_what_contradicts_it_is_refused() -> None:
         for options in ({"momentum": 0.9}, {"clip_norm": 1.0}):
             with pytest.raises(ValueError, match="apply_residual takes updates as they are"):
                 gw.Exchange(encoder(), node, apply_residual=True, **options)
-        share = gw.Exchange(encoder(), node, peers=0, apply_residual=True)
+        share = gw.Exchange(encoder(), node, min_peers=0, apply_residual=True)
         with pytest.raises(ValueError, match="nothing is left to rescale"):
             share.rescale(0.5)

@@ -33,7 +33,13 @@ class Trainer:
         self.everybody = everybody
         self.node: FakeNode = world.node(node_id)
         self.encoder = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-6))
-        options = {"mode": "async", "max_staleness": 4, "timeout_s": 10.0, **options}
+        options = {
+            "mode": "async",
+            "reduction": "sum",
+            "max_staleness": 4,
+            "timeout_s": 10.0,
+            **options,
+        }
         self.share = gw.Exchange(self.encoder, self.node, **options)
         self.params = START.copy()
         self.put_in = np.zeros(NUMEL)
@@ -76,10 +82,10 @@ def test_late_nodes_and_leaving_ones_lose_nothing(seed: int, exact: bool) -> Non
     trainers: list[Trainer] = []
     with cluster(seed) as world:
         for node_id in (10, 20, 30):
-            Trainer(world, trainers, node_id, peers=2, exact=exact)
+            Trainer(world, trainers, node_id, min_peers=2, exact=exact)
         trainers[1].leaves = True
         turn = world.random.randint(60, 250)
-        world.plan(turn, lambda: Trainer(world, trainers, 40, peers=2, exact=exact) and None)
+        world.plan(turn, lambda: Trainer(world, trainers, 40, min_peers=2, exact=exact) and None)
         world.run()
     assert len(trainers) == 4
     assert trainers[3].joined is not None
@@ -96,7 +102,7 @@ def test_what_a_dead_node_had_sent_reaches_all_or_nobody(seed: int) -> None:
     trainers: list[Trainer] = []
     with cluster(seed) as world:
         for node_id in (10, 20, 30, 40):
-            Trainer(world, trainers, node_id, peers=3, exact=True)
+            Trainer(world, trainers, node_id, min_peers=3, exact=True)
         dead = world.random.sample(trainers, world.random.choice([1, 1, 2]))
         turn = world.random.randint(60, 500)
         for one in dead:
@@ -122,7 +128,7 @@ def test_after_a_broken_connection_all_hold_the_same(seed: int) -> None:
     trainers: list[Trainer] = []
     with cluster(seed) as world:
         for node_id in (10, 20, 30):
-            Trainer(world, trainers, node_id, peers=2, exact=True)
+            Trainer(world, trainers, node_id, min_peers=2, exact=True)
         one, other = world.random.sample(trainers, 2)
         turn = world.random.randint(60, 200)
         world.plan(turn, lambda: world.cut(one.node, other.node))

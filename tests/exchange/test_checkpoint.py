@@ -18,16 +18,16 @@ from .cluster import cluster
 NUMEL = 200
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"average": True},
+    {"reduction": "sum"},
     {"exact": True},
     {"momentum": 0.5, "clip_norm": 3.0},
     {"every": 2},
     {"apply_residual": True},
-    {"apply_residual": True, "average": True, "moves": True},
-    {"apply_residual": True, "overlap": 1, "average": True, "moves": True},
+    {"apply_residual": True, "moves": True},
+    {"apply_residual": True, "overlap": 1, "moves": True},
     {"overlap": 1},
     {"every": 2, "outer_momentum": 0.5},
-    {"apply_residual": True, "average": True, "outer_momentum": 0.5, "moves": True},
+    {"apply_residual": True, "outer_momentum": 0.5, "moves": True},
 ]
 HALF = 6
 
@@ -50,7 +50,7 @@ def train(
         enc = gw.Encoder(NUMEL, gw.TargetDensity(0.1), shakeup=gw.ShakeUp(every=3))
         moves = options.get("moves", False)
         others = {name: value for name, value in options.items() if name != "moves"}
-        share = gw.Exchange(enc, node, peers=len(starts) - 1, **others)
+        share = gw.Exchange(enc, node, min_peers=len(starts) - 1, **others)
         params = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32)
         if starts[rank] is not None:
             params, state = copy.deepcopy(starts[rank])
@@ -96,7 +96,7 @@ def test_a_state_is_a_copy() -> None:
 def test_a_message_that_was_not_finished_is_in_the_state() -> None:
     def work(node: Any, rank: int) -> Any:
         enc = gw.Encoder(2, 0.5)
-        share = gw.Exchange(enc, node, peers=1, timeout_s=1.0)
+        share = gw.Exchange(enc, node, min_peers=1, timeout_s=1.0)
         share.wait_for_peers()
         if rank == 1:
             node.cluster.compute(node, 9.0)
@@ -135,18 +135,19 @@ def residuals_of(states: list[dict[str, Any]]) -> list[list[float]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_what_was_not_sent_survives_another_number_of_workers(world_size: int) -> None:
     old = [[0.5, 0.25], [0.125, -0.5], [0.0, 0.75]]
-    new = residuals_of(redistribute(states_of(old), world_size))
+    new = residuals_of(redistribute(states_of(old), world_size, reduction="sum"))
     assert len(new) == world_size
     np.testing.assert_array_equal(np.sum(new, axis=0), np.sum(old, axis=0))
-    average = residuals_of(redistribute(states_of(old), world_size, average=True))
+    average = residuals_of(redistribute(states_of(old), world_size))
     np.testing.assert_allclose(np.mean(average, axis=0), np.mean(old, axis=0), rtol=1e-6)
 
 
 def test_fewer_workers_go_on_where_more_stopped() -> None:
-    first = train(range(6), {}, [None, None, None])
+    summed = {"reduction": "sum"}
+    first = train(range(6), summed, [None, None, None])
     params = first[0][0]
-    states = redistribute([state for _, state in first], 2)
-    second = train(range(6, 9), {}, [(params, states[0]), (params, states[1])])
+    states = redistribute([state for _, state in first], 2, **summed)
+    second = train(range(6, 9), summed, [(params, states[0]), (params, states[1])])
     assert second[0][0].tobytes() == second[1][0].tobytes()
     assert second[0][1]["step"] == 9
     put_in = sum(update(rank, step).astype(np.float64) for rank in range(3) for step in range(6))
@@ -161,7 +162,9 @@ def test_momentum_is_shared_out_as_residuals_are() -> None:
         {**state, "velocity": [np.array([float(rank), 1.0], np.float32)]}
         for rank, state in enumerate(states_of([[0.0, 0.0]] * 3))
     ]
-    assert [state["velocity"][0].tolist() for state in redistribute(states, 2)] == [
+    assert [
+        state["velocity"][0].tolist() for state in redistribute(states, 2, reduction="sum")
+    ] == [
         [2.0, 2.0],
         [1.0, 1.0],
     ]
@@ -196,7 +199,7 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         ):
             with pytest.raises(ValueError, match=complaint):
                 share.load_state_dict(state)
-        begun = gw.Exchange(gw.Encoder(2, 1.0), node, peers=0)
+        begun = gw.Exchange(gw.Encoder(2, 1.0), node, min_peers=0)
         begun.step(np.zeros(2, np.float32), np.zeros(2, np.float32))
         with pytest.raises(RuntimeError, match="begun"):
             begun.load_state_dict(state)
@@ -205,7 +208,7 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
 def test_a_state_that_lacks_something_or_has_a_momentum_too_many_is_refused() -> None:
     with cluster(0) as made:
         node = made.node(1)
-        share = gw.Exchange(gw.Encoder(2, 1.0), node, peers=0, momentum=0.5)
+        share = gw.Exchange(gw.Encoder(2, 1.0), node, min_peers=0, momentum=0.5)
         share.step(np.ones(2, np.float32), np.zeros(2, np.float32))
         state = share.state_dict()
         with pytest.raises(ValueError, match="this exchange no momentum"):

@@ -70,7 +70,7 @@ def residual_of(coder: gw.Encoder | gw.Groups) -> Array:
 def train(node: FakeNode, where: str, has_groups: bool, **options: Any) -> tuple[Any, ...]:
     """Train ten steps and leave; return parameters, published messages and what the stats say."""
     coder = groups(where) if has_groups else encoder(where)
-    share = gw.Exchange(coder, node, peers=2, digest_s=0.01, **options)
+    share = gw.Exchange(coder, node, min_peers=2, digest_s=0.01, **options)
     shape = tensors if has_groups else np.copy
     params = placed(shape(np.zeros(NUMEL, np.float32)), where)
     for count in range(10):
@@ -84,7 +84,7 @@ def train(node: FakeNode, where: str, has_groups: bool, **options: Any) -> tuple
 
 
 @pytest.mark.parametrize("has_groups", [False, True], ids=["one encoder", "groups"])
-@pytest.mark.parametrize("options", [{}, {"average": True}, {"codec": "dense"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"codec": "dense"}], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_device_makes_no_difference(seed: int, options: Any, has_groups: bool) -> None:
     outcomes = []
@@ -108,7 +108,7 @@ def test_a_device_makes_no_difference(seed: int, options: Any, has_groups: bool)
 def alone(coder: Any, **options: Any) -> tuple[gw.Exchange, FakeNode]:
     with cluster(0) as world:
         node = world.node(1)
-    return gw.Exchange(coder, node, peers=0, **options), node
+    return gw.Exchange(coder, node, min_peers=0, **options), node
 
 
 def test_an_update_that_is_not_finite_does_not_begin_the_step() -> None:

@@ -32,7 +32,12 @@ def train(
 ) -> tuple[int | None, gw.Exchange]:
     """Train, and resync when told to; return at which step that was."""
     share = gw.Exchange(
-        gw.Encoder(NUMEL, gw.TargetDensity(0.2)), node, peers=peers, digest_s=0.2, **options
+        gw.Encoder(NUMEL, gw.TargetDensity(0.2)),
+        node,
+        reduction="sum",
+        min_peers=peers,
+        digest_s=0.2,
+        **options,
     )
     found_at = None
     share.join(params)

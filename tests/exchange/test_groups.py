@@ -43,7 +43,7 @@ def kept_in(groups: gw.Groups) -> list[NDArray[np.float64]]:
 
 def alone(groups: gw.Groups | gw.Encoder, **options: Any) -> gw.Exchange:
     with cluster(0) as made:
-        return gw.Exchange(groups, made.node(1), peers=0, **options)
+        return gw.Exchange(groups, made.node(1), min_peers=0, **options)
 
 
 # --- who encodes what -------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def test_one_array_for_several_tensors_is_refused() -> None:
 def test_groups_lose_nothing_and_keep_replicas_identical(seed: int) -> None:
     def work(node: Any, rank: int) -> Any:
         groups, params = gw.Groups.of(tensors(), THRESHOLD), tensors()
-        share = gw.Exchange(groups, node, peers=2)
+        share = gw.Exchange(groups, node, reduction="sum", min_peers=2)
         results = [share.step(tensors(10 * rank + step), params) for step in range(6)]
         return groups, params, results
 
@@ -142,8 +142,6 @@ def test_smaller_tensors_are_sent_more_densely() -> None:
     assert densities() == [0.01, 0.03, 0.06, 0.08]
     assert densities(size_exponent=1.0, assign=[0, 0, 0, 1]) == [0.01, 0.08]
     assert densities(size_exponent=0.0) == [0.01] * 4
-    fine = gw.TargetDensity(0.2, initial=0.5)
-    assert densities(refine=fine) == [0.01] * 4 + [0.2] * 4
     own = gw.TargetDensity(0.02, initial=0.5)
     assert densities(thresholds={3: own}) == [0.01, 0.03, 0.06, 0.02]
     dense = gw.Groups.of(model, gw.TargetDensity(0.2), dense_below=0)

@@ -39,13 +39,13 @@ def run_team(
 ) -> tuple[list[Any], gw.Encoder]:
     """Let threads do ``work(rank, share)`` on one machine without peers."""
     enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
-    team_options = {name: options.pop(name) for name in ("average",) if name in options}
+    team_options = {name: options.pop(name) for name in ("reduction",) if name in options}
     with (
         LocalTeam(tensors(), workers, timeout_s=20.0, **team_options) as team,
         gw.Node("127.0.0.1:0", secret=SECRET) as node,
         ThreadPoolExecutor(workers) as pool,
     ):
-        lead = team.lead(gw.Exchange(enc, node, peers=0, **options))
+        lead = team.lead(gw.Exchange(enc, node, min_peers=0, **options))
         shares = [lead, *(team.follow(rank) for rank in range(1, workers))]
         return list(pool.map(work, range(workers), shares)), enc
 
@@ -57,7 +57,7 @@ def test_workers_of_a_machine_lose_nothing_and_hold_the_same(workers: int) -> No
         results = [share.step(tensors(100 * rank + step), params) for step in range(5)]
         return params, results
 
-    outcomes, enc = run_team(work, workers)
+    outcomes, enc = run_team(work, workers, reduction="sum")
     put_in = sum(flat(tensors(100 * rank + step)) for rank in range(workers) for step in range(5))
     for params, results in outcomes:
         np.testing.assert_array_equal(flat(params) + enc.residual, put_in)
@@ -75,19 +75,19 @@ def test_moved_parameters_of_workers_are_their_updates() -> None:
             share.step_moved(params)
         return params
 
-    outcomes, enc = run_team(work, 2)
+    outcomes, enc = run_team(work, 2, reduction="sum")
     put_in = sum(flat(tensors(100 * rank + step)) for rank in range(2) for step in range(4))
     for params in outcomes:
         np.testing.assert_array_equal(flat(params) + enc.residual, put_in)
 
 
-def test_the_mean_of_the_workers_is_the_machine_s_update_when_asked() -> None:
+def test_the_machine_s_update_is_the_mean_of_the_workers() -> None:
     def work(rank: int, share: LocalExchange) -> Any:
         params = tensors()
         share.step([np.full(shape, 4.0 * rank, np.float32) for shape in SHAPES], params)
         return params
 
-    outcomes, _ = run_team(work, 2, average=True, codec="dense")
+    outcomes, _ = run_team(work, 2, codec="dense")
     assert all((flat(params) == 2.0).all() for params in outcomes)
 
 
@@ -102,7 +102,7 @@ def test_what_the_leader_s_step_raises_all_workers_raise() -> None:
         good = share.step(tensors(5), params)
         return params, good.step
 
-    outcomes, enc = run_team(work, 2)
+    outcomes, enc = run_team(work, 2, reduction="sum")
     assert [step for _, step in outcomes] == [0, 0]
     put_in = flat(tensors(0)) + flat(tensors(1)) + 2 * flat(tensors(5))
     put_in[0] = 2 * flat(tensors(5))[0]
@@ -131,7 +131,7 @@ def test_a_worker_that_does_not_come_is_missed_by_the_others() -> None:
         LocalTeam(tensors(), 2, timeout_s=0.05) as team,
         gw.Node("127.0.0.1:0", secret=SECRET) as node,
     ):
-        lead = team.lead(gw.Exchange(gw.Encoder(NUMEL, 1.0), node, peers=0))
+        lead = team.lead(gw.Exchange(gw.Encoder(NUMEL, 1.0), node, min_peers=0))
         with pytest.raises(TimeoutError, match="not all 2 workers"):
             lead.step(tensors(1), tensors())
 
@@ -139,8 +139,11 @@ def test_a_worker_that_does_not_come_is_missed_by_the_others() -> None:
 def test_machines_send_one_message_each_whatever_their_workers() -> None:
     def machine(node: gw.Node, workers: int) -> Any:
         enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
-        with LocalTeam(tensors(), workers) as team, ThreadPoolExecutor(workers) as pool:
-            lead = team.lead(gw.Exchange(enc, node, peers=1))
+        with (
+            LocalTeam(tensors(), workers, reduction="sum") as team,
+            ThreadPoolExecutor(workers) as pool,
+        ):
+            lead = team.lead(gw.Exchange(enc, node, reduction="sum", min_peers=1))
             shares = [lead, *(team.follow(rank) for rank in range(1, workers))]
 
             def work(rank: int) -> Any:
@@ -186,12 +189,15 @@ def test_workers_can_be_processes(method: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
     context: Any = multiprocessing.get_context(method)
     enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
-    with LocalTeam(tensors(), 2, timeout_s=60.0, context=context) as team:
+    with LocalTeam(tensors(), 2, reduction="sum", timeout_s=60.0, context=context) as team:
         here, there = context.Pipe()
         process = context.Process(target=follow_in_a_process, args=(team, 1, there))
         process.start()
         with gw.Node("127.0.0.1:0", secret=SECRET) as node:
-            lead, params = team.lead(gw.Exchange(enc, node, peers=0)), tensors()
+            lead, params = (
+                team.lead(gw.Exchange(enc, node, reduction="sum", min_peers=0)),
+                tensors(),
+            )
             for step in range(3):
                 lead.step(tensors(step), params)
         assert here.recv() == flat(params).tolist()
@@ -225,7 +231,7 @@ def test_a_worker_asks_what_it_would_ask_of_an_exchange(options: Any) -> None:
         share.leave(params)
         return flat(params), [flat(one) for one in shown], residual, share.next_step
 
-    outcomes, _ = run_team(work, 3, **options)
+    outcomes, _ = run_team(work, 3, reduction="sum", **options)
     put_in = sum(flat(tensors(100 * rank + step)) for rank in range(3) for step in range(4))
     residual = outcomes[0][2]["residual"]
     for params, shown, _, next_step in outcomes:
@@ -242,7 +248,7 @@ def test_a_team_rescales_once_and_keeps_one_state() -> None:
         share.rescale(0.5)
         return share.state_dict()
 
-    (lead, other), enc = run_team(work, 2)
+    (lead, other), enc = run_team(work, 2, reduction="sum")
     assert np.array_equal(enc.residual, np.full(NUMEL, THRESHOLD / 4, np.float32))
     assert (lead["step"], other) == (1, {})
 

@@ -30,7 +30,6 @@ OVERLAPPED: dict[str, dict[str, Any]] = {
     "overlapped": {"overlap": 1},
     "overlapped, moved": {"overlap": 1, "moves": True},
     "overlapped, moved, residual": {"overlap": 1, "moves": True, "apply_residual": True},
-    "the same, refined": {"overlap": 1, "moves": True, "apply_residual": True, "refines": True},
 }
 overlapped_or_not = pytest.mark.parametrize("how", OVERLAPPED.values(), ids=OVERLAPPED.keys())
 
@@ -38,7 +37,7 @@ overlapped_or_not = pytest.mark.parametrize("how", OVERLAPPED.values(), ids=OVER
 class Trainer:
     """One worker: it trains until the members have reached a step, and keeps account of what it put in.
 
-    With ``moves`` it adds its updates to the parameters itself; with ``refines`` it sends two messages a step.
+    With ``moves`` it adds its updates to the parameters itself.
     """
 
     def __init__(
@@ -48,20 +47,14 @@ class Trainer:
         steps: int,
         *,
         moves: bool = False,
-        refines: bool = False,
         **options: Any,
     ) -> None:
         self.world = world
         self.node: FakeNode = world.node(node_id)
         self.steps = steps
         self.encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
-        groups = [gw.exchange.Group(self.encoder)]
-        if refines:
-            finer = gw.Refiner(self.encoder, THRESHOLD / 4, key=1)
-            groups.append(gw.exchange.Group(finer))
-        self.share = gw.Exchange(
-            gw.Groups(groups), self.node, timeout_s=20.0, digest_s=0.0, **options
-        )
+        options = {"reduction": "sum", "timeout_s": 20.0, "digest_s": 0.0, **options}
+        self.share = gw.Exchange(self.encoder, self.node, **options)
         self.params = START.copy()
         self.moves, self.overlaps = moves, bool(options.get("overlap"))
         self.put_in = np.zeros(NUMEL)
@@ -137,7 +130,7 @@ def test_a_late_node_misses_nothing_and_applies_nothing_twice(
     seed: int, exact: bool, how: Any
 ) -> None:
     def trainer(node_id: int) -> Trainer:
-        return Trainer(world, node_id, 40, peers=1, exact=exact, **how)
+        return Trainer(world, node_id, 40, min_peers=1, exact=exact, **how)
 
     with cluster(seed) as world:
         trainers = [trainer(node_id) for node_id in (20, 30)]
@@ -161,9 +154,9 @@ def test_a_late_node_misses_nothing_and_applies_nothing_twice(
     "options",
     [
         {"every": 2},
-        {"every": 2, "codec": "dense"},
-        {"average": True},
-        {"average": True, "exact": True},
+        {"every": 2, "codec": "dense", "reduction": "mean"},
+        {"reduction": "mean"},
+        {"reduction": "mean", "exact": True},
         {"outer_momentum": 0.5},
         {"outer_momentum": 0.5, "every": 2, "apply_residual": True, "overlap": 1, "moves": True},
     ],
@@ -171,9 +164,9 @@ def test_a_late_node_misses_nothing_and_applies_nothing_twice(
 )
 def test_a_late_node_comes_in_whatever_the_mode(seed: int, options: Any) -> None:
     with cluster(seed) as world:
-        trainers = [Trainer(world, node_id, 25, peers=1, **options) for node_id in (20, 30)]
+        trainers = [Trainer(world, node_id, 25, min_peers=1, **options) for node_id in (20, 30)]
         turn = world.random.randint(60, 150)
-        world.plan(turn, lambda: trainers.append(Trainer(world, 10, 25, peers=1, **options)))
+        world.plan(turn, lambda: trainers.append(Trainer(world, 10, 25, min_peers=1, **options)))
         world.run()
     assert trainers[2].joined is not None
     assert trainers[2].joined.is_late
@@ -187,7 +180,7 @@ def test_a_late_node_follows_the_optimisers_mean_too(seed: int) -> None:
     def work(node: FakeNode) -> Any:
         params, state = START.copy(), [np.zeros(3, np.float32)]
         share = gw.Exchange(
-            gw.Encoder(NUMEL, THRESHOLD), node, peers=1, every=2, average_optimizer=True
+            gw.Encoder(NUMEL, THRESHOLD), node, min_peers=1, every=2, average_optimizer=True
         )
         is_late = share.join(params, state).is_late
         for count in itertools.count():
@@ -218,10 +211,10 @@ def test_a_late_node_follows_the_optimisers_mean_too(seed: int) -> None:
 @overlapped_or_not
 def test_the_others_go_on_while_a_snapshot_is_on_its_way(seed: int, how: Any) -> None:
     with cluster(seed) as world:
-        trainers = [Trainer(world, node_id, 40, peers=1, **how) for node_id in (20, 30)]
+        trainers = [Trainer(world, node_id, 40, min_peers=1, **how) for node_id in (20, 30)]
         world.run(until=lambda: len(trainers[0].results) > 5)
         before = len(trainers[0].results)
-        late = Trainer(world, 10, 40, peers=1, **how)
+        late = Trainer(world, 10, 40, min_peers=1, **how)
         late_links = [(one.node.peer, late.node.peer) for one in trainers]
         world.slow_links |= set(late_links)
         world.run(until=lambda: len(trainers[0].results) > before + 12)
@@ -234,11 +227,11 @@ def test_the_others_go_on_while_a_snapshot_is_on_its_way(seed: int, how: Any) ->
 
 def test_a_restarted_node_comes_in_with_the_step_of_the_others() -> None:
     with cluster(5) as world:
-        trainers = [Trainer(world, node_id, 30, peers=2) for node_id in (10, 20, 30)]
+        trainers = [Trainer(world, node_id, 30, min_peers=2) for node_id in (10, 20, 30)]
         world.run(until=lambda: len(trainers[0].results) > 8)
         world.kill(trainers[2].node)
         world.run(until=lambda: len(trainers[0].results) > 12)
-        trainers.append(Trainer(world, 30, 30, peers=2))
+        trainers.append(Trainer(world, 30, 30, min_peers=2))
         world.run()
     assert trainers[3].joined is not None
     assert trainers[3].joined.is_late
@@ -249,7 +242,7 @@ def test_a_restarted_node_comes_in_with_the_step_of_the_others() -> None:
 def test_the_optimiser_s_state_comes_with_the_snapshot() -> None:
     def work(node: FakeNode, is_late: bool) -> Any:
         params, state = START.copy(), [np.full(3, 7.0 - is_late, np.float32), np.ones((2, 2))]
-        share = gw.Exchange(gw.Encoder(NUMEL, THRESHOLD), node, peers=0 if not is_late else 1)
+        share = gw.Exchange(gw.Encoder(NUMEL, THRESHOLD), node, min_peers=0 if not is_late else 1)
         joined = share.join(params, state)
         while share.next_step < 30:
             share.step(update(node.peer.id, share.next_step), params, state)
@@ -276,7 +269,7 @@ def test_the_optimiser_s_state_comes_with_the_snapshot() -> None:
 @overlapped_or_not
 def test_a_node_that_leaves_takes_nothing_with_it(seed: int, how: Any) -> None:
     with cluster(seed) as world:
-        trainers = [Trainer(world, node_id, 15, peers=2, **how) for node_id in (10, 20, 30)]
+        trainers = [Trainer(world, node_id, 15, min_peers=2, **how) for node_id in (10, 20, 30)]
         trainers[1].leaves_after = 6
         world.run()
     assert not trainers[1].encoder.residual.any()
@@ -289,7 +282,7 @@ def test_a_node_that_leaves_takes_nothing_with_it(seed: int, how: Any) -> None:
 @overlapped_or_not
 def test_what_a_dead_node_had_sent_is_applied_by_all_or_by_nobody(seed: int, how: Any) -> None:
     with cluster(seed) as world:
-        trainers = [Trainer(world, node_id, 20, peers=3, **how) for node_id in (10, 20, 30, 40)]
+        trainers = [Trainer(world, node_id, 20, min_peers=3, **how) for node_id in (10, 20, 30, 40)]
         dead = world.random.sample(trainers, world.random.choice([1, 1, 2]))
         turn = world.random.randint(60, 500)
         for one in dead:
@@ -320,7 +313,7 @@ def test_a_straggler_is_left_behind_and_comes_in_again_with_all_its_updates(
 ) -> None:
     with cluster(seed) as world:
         trainers = [
-            Trainer(world, node_id, 30, peers=2, on_straggler="drop", **how)
+            Trainer(world, node_id, 30, min_peers=2, on_straggler="drop", **how)
             for node_id in (10, 20, 30)
         ]
         slow = trainers[world.random.randrange(3)]
@@ -343,7 +336,7 @@ def test_a_straggler_is_left_behind_and_comes_in_again_with_all_its_updates(
 def test_what_an_optimiser_moved_before_a_resync_is_not_lost(seed: int, how: Any) -> None:
     with cluster(seed) as world:
         trainers = [
-            Trainer(world, node_id, 40, peers=2, **{**how, "moves": True})
+            Trainer(world, node_id, 40, min_peers=2, **{**how, "moves": True})
             for node_id in (10, 20, 30)
         ]
         trainers[1].resyncs_at = 9
@@ -357,7 +350,7 @@ def test_what_an_optimiser_moved_before_a_resync_is_not_lost(seed: int, how: Any
 @overlapped_or_not
 def test_a_broken_connection_ends_with_identical_replicas(seed: int, how: Any) -> None:
     with cluster(seed) as world:
-        trainers = [Trainer(world, node_id, 40, peers=2, **how) for node_id in (10, 20, 30)]
+        trainers = [Trainer(world, node_id, 40, min_peers=2, **how) for node_id in (10, 20, 30)]
         one, other = world.random.sample(trainers, 2)
         turn = world.random.randint(60, 250)
         world.plan(turn, lambda: world.cut(one.node, other.node))
@@ -374,13 +367,13 @@ def test_a_broken_connection_ends_with_identical_replicas(seed: int, how: Any) -
 
 def test_another_model_is_refused_where_it_wants_to_come_in_and_training_goes_on() -> None:
     def intrude(node: FakeNode) -> str:
-        share = gw.Exchange(gw.Encoder(NUMEL + 1, 1.0, dtype="float64"), node, peers=2)
+        share = gw.Exchange(gw.Encoder(NUMEL + 1, 1.0, dtype="float64"), node, min_peers=2)
         with pytest.raises(gw.Mismatch) as caught:
             share.step(np.zeros(NUMEL + 1, np.float32), np.zeros(NUMEL + 1, np.float32))
         return str(caught.value)
 
     with cluster(3) as world:
-        trainers = [Trainer(world, node_id, 20, peers=1) for node_id in (10, 20)]
+        trainers = [Trainer(world, node_id, 20, min_peers=1) for node_id in (10, 20)]
         world.run(until=lambda: len(trainers[0].results) > 3)
         node = world.node(30)
         intruder = world.start(node, lambda: intrude(node))
@@ -411,14 +404,14 @@ def test_parameters_of_other_shapes_or_dtypes_are_refused_before_they_are_overwr
 ) -> None:
     def intrude(node: FakeNode) -> None:
         params[0][...] = 7.0
-        share = gw.Exchange(gw.Encoder(NUMEL, THRESHOLD), node, peers=1)
+        share = gw.Exchange(gw.Encoder(NUMEL, THRESHOLD), node, reduction="sum", min_peers=1)
         with pytest.raises(gw.Mismatch, match=complaint):
             share.join(params, state)
         assert (params[0] == 7.0).all()
         node.cluster.close(node)
 
     with cluster(3) as world:
-        trainers = [Trainer(world, node_id, 20, peers=1) for node_id in (10, 20)]
+        trainers = [Trainer(world, node_id, 20, min_peers=1) for node_id in (10, 20)]
         world.run(until=lambda: len(trainers[0].results) > 3)
         node = world.node(30)
         world.start(node, lambda: intrude(node))
@@ -431,8 +424,7 @@ def test_parameters_of_other_shapes_or_dtypes_are_refused_before_they_are_overwr
     [
         {"mode": "async"},
         {"every": 2},
-        {"scale": 0.5},
-        {"average": True},
+        {"reduction": "sum"},
         {"exact": True},
         {"outer_momentum": 0.5},
     ],
@@ -440,7 +432,7 @@ def test_parameters_of_other_shapes_or_dtypes_are_refused_before_they_are_overwr
 )
 def test_two_nodes_that_do_not_agree_on_the_options_do_not_begin(options: Any) -> None:
     def begin(node: FakeNode, own: Any) -> str:
-        share = gw.Exchange(gw.Encoder(NUMEL, 1.0), node, peers=1, **own)
+        share = gw.Exchange(gw.Encoder(NUMEL, 1.0), node, min_peers=1, **own)
         with pytest.raises(gw.Mismatch) as caught:
             share.wait_for_peers()
         return str(caught.value)
@@ -461,7 +453,7 @@ def test_nodes_with_checkpoints_of_different_steps_do_not_begin() -> None:
         for _ in range(steps):
             enc.encode(np.zeros(NUMEL, np.float32))
         with pytest.raises(gw.Mismatch) as caught:
-            gw.Exchange(enc, node, peers=1).wait_for_peers()
+            gw.Exchange(enc, node, min_peers=1).wait_for_peers()
         return str(caught.value)
 
     with cluster(0) as world:

@@ -17,7 +17,7 @@ from .cluster import cluster
 def trained(**options: Any) -> gw.Exchange:
     """Return an exchange of one node after four steps."""
     with cluster(0) as made:
-        share = gw.Exchange(gw.Encoder(4, 0.5), made.node(1), peers=0, **options)
+        share = gw.Exchange(gw.Encoder(4, 0.5), made.node(1), min_peers=0, **options)
         params = np.zeros(4, np.float32)
         for value in (0.5, 0.25, 0.25, 0.375):
             share.step(np.array([value, 0.0, 0.0, 0.0], np.float32), params)

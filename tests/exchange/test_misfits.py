@@ -35,16 +35,16 @@ def refused(node: FakeNode, work: Callable[[], Any]) -> str:
 
 
 def joins(node: FakeNode, params: Any) -> str:
-    return refused(node, lambda: share_on(node, peers=1).join(params))
+    return refused(node, lambda: share_on(node, min_peers=1).join(params))
 
 
 def steps(node: FakeNode, params: Any) -> str:
-    work = share_on(node, peers=1)
+    work = share_on(node, min_peers=1)
     return refused(node, lambda: work.step(update(node.peer.id, 0), params))
 
 
 def waits_and_steps(node: FakeNode, params: Any) -> str:
-    share = share_on(node, peers=1)
+    share = share_on(node, min_peers=1)
     share.wait_for_peers()
     return refused(node, lambda: share.step(update(node.peer.id, 0), params))
 
@@ -83,7 +83,7 @@ def test_founders_whose_optimisers_states_are_not_alike_do_not_begin_to_average_
     waits: bool,
 ) -> None:
     def begin(node: FakeNode, size: int) -> str:
-        share = share_on(node, peers=1, every=2, average_optimizer=True)
+        share = share_on(node, min_peers=1, every=2, average_optimizer=True)
         params, state = np.zeros(NUMEL, np.float32), [np.zeros(size, np.float32)]
         if waits:
             share.join(params)  # says nothing of the state yet
@@ -105,7 +105,7 @@ def test_two_go_on_without_a_founder_that_told_too_late_what_its_parameters_are(
     seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     def train(node: FakeNode, dtype: Any) -> Any:
-        share, params = share_on(node, peers=2), np.zeros(NUMEL, dtype)
+        share, params = share_on(node, min_peers=2), np.zeros(NUMEL, dtype)
         share.wait_for_peers()
         if dtype is np.float64:
             return refused(node, lambda: [share.step(update(3, n), params) for n in range(20)])
@@ -132,7 +132,7 @@ def test_two_go_on_without_a_founder_that_told_too_late_what_its_parameters_are(
 
 def test_who_has_corrected_its_parameters_takes_part() -> None:
     def train(node: FakeNode, wrong: Any) -> bytes:
-        share = share_on(node, peers=1, timeout_s=5.0)
+        share = share_on(node, min_peers=1, timeout_s=5.0)
         if wrong is not None:
             with pytest.raises(gw.Mismatch):
                 share.join(wrong)
@@ -183,7 +183,7 @@ def test_another_version_is_told_and_left_alone(
     greeting: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with cluster(4) as world:
-        trainers = [Trainer(world, node_id, 20, peers=1) for node_id in (10, 20)]
+        trainers = [Trainer(world, node_id, 20, min_peers=1) for node_id in (10, 20)]
         world.run(until=lambda: len(trainers[0].results) > 3)
         node = world.node(30)
         told = [(Kind.HELLO, 0, greeting), (Kind.UPDATE, 0, b"of another version")]
@@ -216,7 +216,7 @@ def test_a_node_among_others_of_another_version_is_refused() -> None:
 @pytest.mark.parametrize("payload", [b"{", b"[[30,3,5]]"], ids=["unreadable", "readable"])
 def test_messages_of_another_model_change_nothing(kind: Kind, greets: str, payload: bytes) -> None:
     with cluster(6) as world:
-        trainers = [Trainer(world, node_id, 20, peers=1) for node_id in (10, 20)]
+        trainers = [Trainer(world, node_id, 20, min_peers=1) for node_id in (10, 20)]
         world.run(until=lambda: len(trainers[0].results) > 3)
         node = world.node(30)
         other = gw.Encoder(NUMEL + 1, THRESHOLD).encode(np.ones(NUMEL + 1, np.float32))
@@ -252,7 +252,7 @@ def test_a_model_of_many_tensors_is_told_by_its_first_difference() -> None:
 
 def test_a_member_that_sends_messages_of_another_model_is_named_with_this_node() -> None:
     def lie(node: FakeNode) -> None:
-        share = share_on(node, peers=1)
+        share = share_on(node, min_peers=1)
         share.join(np.zeros(NUMEL, np.float32))
         other = gw.Encoder(NUMEL + 1, THRESHOLD).encode(np.ones(NUMEL + 1, np.float32))
         node.publish(bytes(other), tag=0)
@@ -261,7 +261,7 @@ def test_a_member_that_sends_messages_of_another_model_is_named_with_this_node()
     def work(node: FakeNode) -> str:
         params = np.zeros(NUMEL, np.float32)
         with pytest.raises(gw.MessageError) as caught:
-            share_on(node, peers=1).step(update(1, 0), params)
+            share_on(node, min_peers=1).step(update(1, 0), params)
         assert not params.any()
         node.cluster.close(node)
         return str(caught.value)
@@ -281,7 +281,7 @@ def test_founders_that_begin_at_different_steps_all_hear_of_it_at_once(
     seed: int, late: int
 ) -> None:
     def begin(node: FakeNode) -> str:
-        share = share_on(node, peers=1)
+        share = share_on(node, min_peers=1)
         if node.peer.id == late:
             share.load_state_dict({**share.state_dict(), "step": 5})
         return refused(

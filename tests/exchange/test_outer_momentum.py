@@ -38,7 +38,8 @@ def flat(arrays: Any) -> NDArray[np.float64]:
 def train(node: FakeNode, *, rank: int, moves: bool, **options: Any) -> Outcome:
     params = [np.ones(shape, np.float32) for shape in SHAPES]
     groups = gw.Groups.of(params, THRESHOLD)
-    share = gw.Exchange(groups, node, peers=2, outer_momentum=MOMENTUM, **options)
+    options = {"reduction": "sum", "outer_momentum": MOMENTUM, **options}
+    share = gw.Exchange(groups, node, min_peers=2, **options)
     share.join(params)
     for step in range(STEPS):
         update = updates_of(rank, step)
@@ -100,7 +101,7 @@ def test_without_it_nothing_is_kept_and_a_state_with_it_is_refused() -> None:
         def share_with(momentum: float) -> gw.Exchange:
             node = made.node(1 + len(made.nodes))
             encoder = gw.Encoder(4, THRESHOLD)
-            return gw.Exchange(encoder, node, peers=0, outer_momentum=momentum)
+            return gw.Exchange(encoder, node, min_peers=0, outer_momentum=momentum)
 
         without, within = share_with(0.0), share_with(MOMENTUM)
         without.step(update, params)
@@ -113,7 +114,7 @@ def test_without_it_nothing_is_kept_and_a_state_with_it_is_refused() -> None:
 def test_a_change_of_learning_rate_rescales_it() -> None:
     with cluster(0) as made:
         params = np.zeros(1, np.float32)
-        share = gw.Exchange(gw.Encoder(1, 1.0), made.node(1), peers=0, outer_momentum=MOMENTUM)
+        share = gw.Exchange(gw.Encoder(1, 1.0), made.node(1), min_peers=0, outer_momentum=MOMENTUM)
         share.step(np.ones(1, np.float32), params)
         assert params.tolist() == [1.5]
         share.rescale(0.5)

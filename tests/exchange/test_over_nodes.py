@@ -53,7 +53,7 @@ class Worker:
         self.step = 0
 
     def train(self, goal: Goal, **options: Any) -> None:
-        share = gw.Exchange(self.encoder, self.node, **options)
+        share = gw.Exchange(self.encoder, self.node, reduction="sum", **options)
         self.joined = share.join(self.params)
         self.is_in.set()
         if self.joined.is_late:
@@ -65,7 +65,7 @@ class Worker:
             share.step(one, self.params)
 
     def leave_after(self, steps: int, **options: Any) -> None:
-        share = gw.Exchange(self.encoder, self.node, **options)
+        share = gw.Exchange(self.encoder, self.node, reduction="sum", **options)
         for _ in range(steps):
             one = update(self.rank, share.next_step)
             self.put_in += one
@@ -87,10 +87,10 @@ def test_a_late_node_comes_in_while_the_others_train(stack: ExitStack, options: 
     founders.append(Worker(stack, 1, [founders[0].node.address]))
     goal = Goal()
     with ThreadPoolExecutor(3) as pool:
-        running = [pool.submit(one.train, goal, peers=1, **options) for one in founders]
+        running = [pool.submit(one.train, goal, min_peers=1, **options) for one in founders]
         assert all(one.is_in.wait(60) for one in founders)
         late = Worker(stack, 2, [founders[0].node.address])
-        running.append(pool.submit(late.train, goal, peers=1, **options))
+        running.append(pool.submit(late.train, goal, min_peers=1, **options))
         for each in running:
             each.result(100)
     assert late.joined is not None
@@ -105,8 +105,8 @@ def test_a_node_leaves_with_its_residual(stack: ExitStack) -> None:
     goal = Goal()
     goal.step = 30
     with ThreadPoolExecutor(3) as pool:
-        running = [pool.submit(one.train, goal, peers=2) for one in workers[:2]]
-        running.append(pool.submit(workers[2].leave_after, 10, peers=2))
+        running = [pool.submit(one.train, goal, min_peers=2) for one in workers[:2]]
+        running.append(pool.submit(workers[2].leave_after, 10, min_peers=2))
         for one in running:
             one.result(100)
     assert not workers[2].encoder.residual.any()
@@ -120,11 +120,11 @@ def test_training_goes_on_while_a_node_with_another_secret_knocks(
     founders.append(Worker(stack, 1, [founders[0].node.address]))
     goal, addresses = Goal(), [one.node.address for one in founders]
     with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(one.train, goal, peers=1) for one in founders]
+        running = [pool.submit(one.train, goal, min_peers=1) for one in founders]
         assert all(one.is_in.wait(60) for one in founders)
         stranger = Worker(stack, 2, addresses, secret=SECRET[::-1])
         with pytest.raises(TimeoutError) as caught:
-            stranger.train(goal, peers=1, timeout_s=1.0)
+            stranger.train(goal, min_peers=1, timeout_s=1.0)
         # Further than anybody gets while this is being set: else one may stop at a step that the other has begun.
         goal.step = max(one.step for one in founders) + 1_000
         for each in running:

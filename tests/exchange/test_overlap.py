@@ -35,7 +35,7 @@ def encoder() -> gw.Encoder:
 
 def train(node: FakeNode, rank: int, *, moves: bool, **options: Any) -> Outcome:
     enc, params = encoder(), np.ones(NUMEL, np.float32)
-    share = gw.Exchange(enc, node, peers=2, **options)
+    share = gw.Exchange(enc, node, reduction="sum", min_peers=2, **options)
     share.join(params)
     shared, results = [], []
     for one in updates_of(rank):
@@ -82,7 +82,7 @@ def waits_of(overlap: int) -> list[float]:
 
     def work(node: FakeNode, rank: int) -> float:
         params = np.zeros(NUMEL, np.float32)
-        share = gw.Exchange(encoder(), node, peers=1, overlap=overlap, digest_s=0.0)
+        share = gw.Exchange(encoder(), node, min_peers=1, overlap=overlap, digest_s=0.0)
         share.join(params)
         for count, one in enumerate(updates_of(rank)):
             node.cluster.compute(node, 1.5 if count % 4 == 2 * rank else 1.0)
@@ -103,7 +103,13 @@ def test_an_interrupted_step_counts_nothing_twice(apply_residual: bool) -> None:
     def work(node: FakeNode, rank: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         enc, params = encoder(), np.zeros(NUMEL, np.float32)
         share = gw.Exchange(
-            enc, node, peers=1, timeout_s=2.0, overlap=1, apply_residual=apply_residual
+            enc,
+            node,
+            reduction="sum",
+            min_peers=1,
+            timeout_s=2.0,
+            overlap=1,
+            apply_residual=apply_residual,
         )
         share.join(params)
         interruptions = train_with_a_pause(share, node, rank, params, updates_of(rank))
@@ -122,7 +128,7 @@ def test_an_interrupted_step_counts_nothing_twice(apply_residual: bool) -> None:
 def test_a_checkpoint_holds_the_message_of_an_open_step() -> None:
     with cluster(0) as made:
         enc, params = encoder(), np.zeros(NUMEL, np.float32)
-        share = gw.Exchange(enc, made.node(1), peers=0, overlap=1, apply_residual=True)
+        share = gw.Exchange(enc, made.node(1), min_peers=0, overlap=1, apply_residual=True)
         share.join(params)
         (one,) = updates_of(0, 1)
         params += one
@@ -138,7 +144,7 @@ def test_a_message_that_no_node_takes_stays_in_the_parameters(
     with cluster(0) as made:
         node = made.node(1)
         enc, params = encoder(), np.zeros(NUMEL, np.float32)
-        share = gw.Exchange(enc, node, peers=0, overlap=1, apply_residual=True)
+        share = gw.Exchange(enc, node, min_peers=0, overlap=1, apply_residual=True)
         share.join(params)
         (one,) = updates_of(0, 1)
 

@@ -56,9 +56,7 @@ def test_tasks_fit_one_line_to_the_rows_of_all_and_end_with_the_same_bits(spark:
     def train(node: gw.Node, rows: Iterator[Any]) -> tuple[int, int, np.ndarray]:
         inputs, targets = (np.array(column) for column in zip(*rows, strict=True))
         params = np.zeros(40, np.float32)
-        share = gw.Exchange(
-            gw.Encoder(40, threshold=gw.TargetDensity(0.2)), node, average=True, timeout_s=30.0
-        )
+        share = gw.Exchange(gw.Encoder(40, threshold=gw.TargetDensity(0.2)), node, timeout_s=30.0)
         for _ in range(200):
             gradient = inputs.T @ (inputs @ params - targets) / len(inputs)
             share.step(np.float32(-0.1) * gradient, params)

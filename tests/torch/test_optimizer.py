@@ -74,13 +74,12 @@ def run_together(work: Callable[[int], Any], count: int = 3) -> list[Any]:
 
 
 def shared(
-    net: Any, node: gw.Node, make: Callable[[Any], Any], peers: int = 2, **options: Any
+    net: Any, node: gw.Node, make: Callable[[Any], Any], min_peers: int = 2, **options: Any
 ) -> SharedOptimizer:
-    options = {"average": True, **options}
     residual = "float64" if next(net.parameters()).dtype == torch.float64 else "float32"
     encoder = gw.Encoder(NUMEL, threshold=gw.TargetDensity(0.1), dtype=residual)
     share_state = options.pop("share_state", False)
-    exchange = gw.Exchange(encoder, node, peers=peers, **options)
+    exchange = gw.Exchange(encoder, node, min_peers=min_peers, **options)
     return SharedOptimizer(make(net.parameters()), exchange, share_state=share_state)
 
 
@@ -118,7 +117,7 @@ def test_one_node_that_sends_everything_trains_as_without_it(
     alone: gw.Node, make: Callable[[Any], Any]
 ) -> None:
     net, plain = model(), model()
-    train(net, shared(net, alone, make, peers=0, codec="dense"), 0)
+    train(net, shared(net, alone, make, min_peers=0, codec="dense"), 0)
     train(plain, make(plain.parameters()), 0)
     torch.testing.assert_close(flat(net), flat(plain), rtol=1e-4, atol=1e-6)
 
@@ -129,7 +128,7 @@ def test_every_tensor_can_have_a_threshold_of_its_own(nodes: list[gw.Node]) -> N
         groups = gw.Groups.of(
             list(net.parameters()), threshold=gw.TargetDensity(0.1), dense_below=30
         )
-        exchange = gw.Exchange(groups, nodes[rank], peers=2, average=True)
+        exchange = gw.Exchange(groups, nodes[rank], min_peers=2)
         losses = train(
             net, SharedOptimizer(OPTIMIZERS["AdamW"](net.parameters()), exchange), rank, range(60)
         )
@@ -147,7 +146,7 @@ def test_what_the_optimiser_added_is_in_the_parameters_or_in_the_residual(alone:
     torch.nn.init.zeros_(net.weight)
     encoder = gw.Encoder(30, threshold=2.0**-2)
     optimizer = SharedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=1.0), gw.Exchange(encoder, alone, peers=0)
+        torch.optim.SGD(net.parameters(), lr=1.0), gw.Exchange(encoder, alone, min_peers=0)
     )
     total = torch.zeros(30)
     generator = torch.Generator().manual_seed(3)
@@ -187,7 +186,7 @@ def test_half_precision_loses_nothing_of_the_shared_parameters(alone: gw.Node) -
     torch.nn.init.ones_(net.weight)
     encoder = gw.Encoder(1, threshold=2.0**-12)
     optimizer = SharedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=1.0), gw.Exchange(encoder, alone, peers=0)
+        torch.optim.SGD(net.parameters(), lr=1.0), gw.Exchange(encoder, alone, min_peers=0)
     )
     # One step moves the parameter by 2^-7, its finest; the residual then pays out in messages of 2^-12.
     net.weight.grad = torch.full((1, 1), -(2.0**-7), dtype=torch.bfloat16)
@@ -210,7 +209,7 @@ def test_schedules_and_parameter_groups_work_on_the_wrapped_optimiser(alone: gw.
 
     net, plain = model(), model()
     optimizer: Any = SharedOptimizer(
-        groups(net), gw.Exchange(gw.Encoder(NUMEL), alone, peers=0, codec="dense")
+        groups(net), gw.Exchange(gw.Encoder(NUMEL), alone, min_peers=0, codec="dense")
     )
     for one, each in ((net, optimizer), (plain, groups(plain))):
         schedule = torch.optim.lr_scheduler.StepLR(each, step_size=4, gamma=0.5)
@@ -224,7 +223,7 @@ def test_schedules_and_parameter_groups_work_on_the_wrapped_optimiser(alone: gw.
 def test_a_closure_is_evaluated_and_its_loss_returned(alone: gw.Node) -> None:
     net = model()
     make = lambda params: torch.optim.LBFGS(params, lr=0.5)  # noqa: E731
-    optimizer = shared(net, alone, make, peers=0, codec="dense")
+    optimizer = shared(net, alone, make, min_peers=0, codec="dense")
 
     def closure() -> Any:
         optimizer.zero_grad()
@@ -267,7 +266,7 @@ def test_a_scaler_changes_nothing_while_all_is_finite(alone: gw.Node, name: str)
     make = OPTIMIZERS[name]
     net, plain = model(), model()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    optimizer = shared(net, alone, make, peers=0, codec="dense")
+    optimizer = shared(net, alone, make, min_peers=0, codec="dense")
     for step in range(STEPS):
         optimizer.zero_grad()
         scaler.scale(loss_of(net, 0, step)).backward()
@@ -279,7 +278,7 @@ def test_a_scaler_changes_nothing_while_all_is_finite(alone: gw.Node, name: str)
 
 def test_parameters_that_became_infinite_are_refused_and_restored(alone: gw.Node) -> None:
     net = model()
-    optimizer = shared(net, alone, OPTIMIZERS["SGD"], peers=0)
+    optimizer = shared(net, alone, OPTIMIZERS["SGD"], min_peers=0)
     train(net, optimizer, 0, range(3))
     before = flat(net)
     next(net.parameters()).grad[1, 2] = float("nan")
@@ -290,7 +289,7 @@ def test_parameters_that_became_infinite_are_refused_and_restored(alone: gw.Node
 
 def test_what_only_the_wrapped_optimiser_has_is_found(alone: gw.Node) -> None:
     net = model()
-    optimizer = shared(net, alone, OPTIMIZERS["AdamW"], peers=0)
+    optimizer = shared(net, alone, OPTIMIZERS["AdamW"], min_peers=0)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.defaults["lr"] == 0.02
     assert repr(optimizer).startswith("SharedOptimizer(AdamW")
@@ -303,7 +302,7 @@ def test_what_only_the_wrapped_optimiser_has_is_found(alone: gw.Node) -> None:
 
 
 def test_new_parameters_are_refused(alone: gw.Node) -> None:
-    optimizer = shared(model(), alone, OPTIMIZERS["SGD"], peers=0)
+    optimizer = shared(model(), alone, OPTIMIZERS["SGD"], min_peers=0)
     with pytest.raises(ValueError, match="before it is shared"):
         optimizer.add_param_group({"params": [torch.zeros(3)]})
 
@@ -336,7 +335,7 @@ def test_asynchronous_nodes_lose_nothing(nodes: list[gw.Node]) -> None:
         net = torch.nn.Linear(30, 1, bias=False)
         torch.nn.init.zeros_(net.weight)
         encoder = gw.Encoder(30, threshold=2.0**-2)
-        exchange = gw.Exchange(encoder, nodes[rank], peers=2, mode="async")
+        exchange = gw.Exchange(encoder, nodes[rank], reduction="sum", min_peers=2, mode="async")
         optimizer = SharedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), exchange)
         total = torch.zeros(30)
         generator = torch.Generator().manual_seed(rank)
@@ -411,7 +410,7 @@ def test_the_optimisers_state_is_averaged_when_asked(nodes: list[gw.Node]) -> No
 def test_making_the_state_early_changes_no_step(alone: gw.Node) -> None:
     for make in OPTIMIZERS.values():
         net, plain = model(), model()
-        train(net, shared(net, alone, make, peers=0, codec="dense", share_state=True), 0)
+        train(net, shared(net, alone, make, min_peers=0, codec="dense", share_state=True), 0)
         train(plain, make(plain.parameters()), 0)
         torch.testing.assert_close(flat(net), flat(plain), rtol=1e-4, atol=1e-6)
 
@@ -420,7 +419,7 @@ def test_making_the_state_early_changes_no_step(alone: gw.Node) -> None:
 def test_a_step_that_timed_out_is_finished_by_the_next(nodes: list[gw.Node], dtype: Any) -> None:
     nets = [model(dtype) for _ in nodes]
     optimizers = [
-        shared(net, node, OPTIMIZERS["SGD"], peers=2, timeout_s=5.0 if rank == 2 else 0.5)
+        shared(net, node, OPTIMIZERS["SGD"], min_peers=2, timeout_s=5.0 if rank == 2 else 0.5)
         for rank, (net, node) in enumerate(zip(nets, nodes, strict=True))
     ]
     nodes[2].wait_for_peers(2, timeout_s=10.0)
@@ -451,7 +450,7 @@ def test_a_late_node_has_the_parameters_and_the_state_of_the_others(dtype: Any) 
 
     def found(rank: int, node: gw.Node) -> Any:
         net = model(dtype)
-        optimizer = shared(net, node, OPTIMIZERS["AdamW"], peers=1, share_state=True)
+        optimizer = shared(net, node, OPTIMIZERS["AdamW"], min_peers=1, share_state=True)
         while not end or optimizer.exchange.next_step < end[0]:
             optimizer.zero_grad()
             loss_of(net, rank, optimizer.exchange.next_step, dtype).backward()
@@ -465,7 +464,7 @@ def test_a_late_node_has_the_parameters_and_the_state_of_the_others(dtype: Any) 
         with torch.no_grad():
             for param in net.parameters():
                 param.fill_(7.0)
-        optimizer = shared(net, node, OPTIMIZERS["AdamW"], peers=1, share_state=True)
+        optimizer = shared(net, node, OPTIMIZERS["AdamW"], min_peers=1, share_state=True)
         joined = optimizer.join()
         taken = optimizer.state[next(net.parameters())]["step"].item()
         end.append(joined.step + 20)
@@ -507,7 +506,7 @@ def saved(*things: Any) -> list[Any]:
 def test_training_that_was_resumed_has_the_same_bits(dtype: Any, every: int) -> None:
     def begin(node: gw.Node) -> Any:
         net = model(dtype)
-        return net, shared(net, node, OPTIMIZERS["AdamW"], peers=0, every=every)
+        return net, shared(net, node, OPTIMIZERS["AdamW"], min_peers=0, every=every)
 
     def go_on(net: Any, optimizer: Any, steps: Any) -> None:
         for step in steps:
@@ -534,7 +533,7 @@ def test_a_plain_optimisers_state_goes_in_and_comes_out(alone: gw.Node) -> None:
     net, plain = model(), model()
     unshared = torch.optim.AdamW(plain.parameters(), lr=0.02)
     train(plain, unshared, 0)
-    optimizer = shared(net, alone, OPTIMIZERS["AdamW"], peers=0)
+    optimizer = shared(net, alone, OPTIMIZERS["AdamW"], min_peers=0)
     optimizer.load_state_dict(unshared.state_dict())
     assert optimizer.state[next(net.parameters())]["step"].item() == STEPS
     unshared.load_state_dict(optimizer.state_dict())
@@ -557,7 +556,7 @@ def test_an_encoder_of_another_size_is_refused_before_the_model_moves() -> None:
     model = torch.nn.Linear(3, 1)
     before = model.weight.detach().clone()
     with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
-        share = gw.Exchange(gw.Encoder(5, threshold=0.5), node, peers=0)
+        share = gw.Exchange(gw.Encoder(5, threshold=0.5), node, min_peers=0)
         optimizer = SharedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), share)
         model(torch.ones(1, 3)).sum().backward()
         with pytest.raises(ValueError, match="4 elements, must have 5"):
@@ -576,7 +575,7 @@ def test_the_workers_of_a_machine_share_one_model(options: dict[str, Any]) -> No
         gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node,
         ThreadPoolExecutor(2) as pool,
     ):
-        share = gw.Exchange(gw.Encoder(4, threshold=0.05), node, peers=0, **options)
+        share = gw.Exchange(gw.Encoder(4, threshold=0.05), node, min_peers=0, **options)
         workers = [team.lead(share), team.follow(1)]
 
         def train(rank: int) -> tuple[list[float], dict[str, Any]]:

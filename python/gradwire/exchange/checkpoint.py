@@ -9,6 +9,7 @@ import numpy as np
 
 from ..message import apply
 from ..state import check_format
+from .options import Reduction
 from .outer import MomentumSum
 from .parts import Parts
 from .prepare import Preparer
@@ -28,7 +29,7 @@ def state_of(parts: Parts, preparer: Preparer) -> dict[str, Any]:
     encoders = [encoder.state_dict() for encoder in groups.encoders]
     if progress.own is not None:
         for index, message in enumerate(progress.own.messages[: len(groups)]):
-            apply(message, encoders[groups.home(index)]["residual"])
+            apply(message, encoders[index]["residual"])
     total = replica.total
     return {
         "format": _FORMAT,
@@ -77,7 +78,7 @@ def load_state(state: dict[str, Any], parts: Parts, preparer: Preparer) -> None:
 
 
 def redistribute(
-    states: Sequence[dict[str, Any]], world_size: int, *, average: bool = False
+    states: Sequence[dict[str, Any]], world_size: int, *, reduction: Reduction = "mean"
 ) -> list[dict[str, Any]]:
     """Share the states of all workers out among another number of workers; nothing that was not sent is lost.
 
@@ -88,8 +89,8 @@ def redistribute(
     Args:
         states: of all old workers, by rank, taken after the same step; not modified.
         world_size: of the new world, 1 or more.
-        average: whether the exchange divides by the number of nodes: what is left then counts for more or less, so that
-            it adds the same to the parameters as it would have before.
+        reduction: of the exchange. The mean over another number of nodes weighs every node differently; residuals are
+            then multiplied by new / old number, so that they add the same to the parameters as before.
 
     Returns:
         One state for each new worker, by rank.
@@ -105,13 +106,14 @@ def redistribute(
     ...     states.append(gw.Exchange(encoder, node).state_dict())
     >>> node.close()
     []
-    >>> [state["encoders"][0]["residual"].tolist() for state in gw.exchange.redistribute(states, 2)]
+    >>> two = gw.exchange.redistribute(states, 2, reduction="sum")
+    >>> [state["encoders"][0]["residual"].tolist() for state in two]
     [[0.5, 1.0], [0.25, 0.5]]
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}, must be 1 or more")
     _check_alike(states)
-    factor = world_size / len(states) if average else 1.0
+    factor = world_size / len(states) if reduction == "mean" else 1.0
     return [
         _merged(states, states[rank % len(states)], range(rank, len(states), world_size), factor)
         for rank in range(world_size)

@@ -16,7 +16,7 @@ from .comparison import Comparison
 from .control import Phase
 from .entrance import Entrance
 from .groups import Codec, Groups
-from .options import Options
+from .options import Options, Reduction
 from .parts import Parts
 from .prepare import Preparation, Warmup
 from .results import ExchangeStats, Joined, StepResult
@@ -44,9 +44,9 @@ class Exchange:
     ``max_staleness`` steps ahead of the slowest member. With ``every=H`` the first H - 1 steps of H change only this
     node's parameters; what all H have changed is then the update.
 
-    **Members.** The nodes connected when the first step begins, or at ``wait_for_peers``. Give ``peers`` so that every
-    node waits for the same number; without it a node waits for as many as it was told the addresses of. A member that
-    goes down is dropped and the others go on; what arrived of it is still applied.
+    **Members.** The nodes connected when the first step begins, or at ``wait_for_peers``. Give ``min_peers`` so that
+    every node waits for the same number; without it a node waits for as many as it was told the addresses of. A member
+    that goes down is dropped and the others go on; what arrived of it is still applied.
 
     **Back-pressure.** A step first waits for room, and receives meanwhile; only then it encodes. An encoded message is
     kept until it is handed over. So nothing is dropped and nothing is encoded twice.
@@ -59,14 +59,13 @@ class Exchange:
     Args:
         enc: one encoder, or `Groups` of them; their ``step`` numbers the steps, so all nodes begin with the same one.
         node: the node; the exchange takes all its messages.
-        peers: number of other nodes to wait for before the first step; None: as many as the node was told of.
-        scale: ``params += scale * (sum of all messages)``; a power of two keeps sums exact.
-        average: divide by the number of nodes, this one included; None: only in plain parameter averaging.
+        reduction: "mean": ``params += mean of the messages`` of all live nodes, this one included, as
+            DistributedDataParallel averages gradients; "sum": their sum, as in Deeplearning4j.
+        min_peers: number of other nodes to wait for before the first step; None: as many as the node was told of.
         exact: keep the sum of all messages in float64, apart from the initial parameters, and scale it once: replicas
             that have the same messages then hold the same bits in whatever order those came. ``StepResult.is_exact``
             says whether that is certain. Costs 12 to 16 bytes per element and a few more passes; ``params`` belongs to
             the exchange then.
-        dense: the same as ``codec="dense"``.
         timeout_s: the longest wait of one step, and for the peers before the first.
         mode: "sync" or "async".
         max_staleness: steps that an asynchronous node may be ahead of the slowest member.
@@ -105,7 +104,7 @@ class Exchange:
         >>> import numpy as np, gradwire as gw
         >>> secret = bytes(range(32))
         >>> with gw.Node(bind="127.0.0.1:0", secret=secret) as node:
-        ...     share = gw.Exchange(gw.Encoder(3, threshold=0.5), node, peers=0)
+        ...     share = gw.Exchange(gw.Encoder(3, threshold=0.5), node, min_peers=0)
         ...     params = np.zeros(3, np.float32)
         ...     result = share.step(np.array([0.75, 0.25, -0.5], np.float32), params)
         >>> params.tolist(), result.applied
@@ -117,11 +116,9 @@ class Exchange:
         enc: Encoder | Groups,
         node: Node,
         *,
-        peers: int | None = None,
-        scale: float = 1.0,
-        average: bool | None = None,
+        reduction: Reduction = "mean",
+        min_peers: int | None = None,
         exact: bool = False,
-        dense: bool = False,
         timeout_s: float = 60.0,
         mode: Literal["sync", "async"] = "sync",
         max_staleness: int = 8,
@@ -139,16 +136,13 @@ class Exchange:
         digest_s: float = 2.0,
         on_step: Callable[[StepResult], None] | None = None,
     ) -> None:
-        if dense and codec == "bfloat16":
-            raise ValueError('dense=True means codec="dense", and codec is "bfloat16": give one')
         if not hasattr(node, "publish"):
             raise TypeError(f"node must be a Node, got {node!r}")
         self._options = Options(
-            peers=peers,
-            scale=scale,
-            average=average,
+            reduction=reduction,
+            min_peers=min_peers,
             exact=exact,
-            codec="dense" if dense else codec,
+            codec=codec,
             timeout_s=timeout_s,
             mode=mode,
             max_staleness=max_staleness,
@@ -226,17 +220,19 @@ class Exchange:
         Where training has begun without this node there are none yet: ``join`` or the first step takes it in.
 
         Raises:
-            TimeoutError: fewer than ``peers`` were there after ``timeout_s``.
+            TimeoutError: fewer than ``min_peers`` were there after ``timeout_s``.
             Mismatch: the others train something else, or begin at another step.
         """
         if not self._has_begun:
-            expected = self._options.peers
+            expected = self._options.min_peers
             if expected is None:
                 expected = max(len(self._node.seeds), len(self._node.peers))
             self._roster.next_step = self._progress.step
             self._members.begin(expected, self._options.timeout_s)
-            if not expected and self._options.peers is None:
-                _LOG.warning("no peer is connected, this node goes on alone: give peers= to wait")
+            if not expected and self._options.min_peers is None:
+                _LOG.warning(
+                    "no peer is connected, this node goes on alone: give min_peers to wait"
+                )
         return self.members
 
     def join(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:

@@ -16,7 +16,6 @@ from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes, parse_many
 from ..policy import ThresholdPolicy
-from ..refiner import Refiner
 from .density import check_size_exponent, for_size, learn_first_threshold
 
 __all__ = ["Codec", "Group", "Groups"]
@@ -35,8 +34,7 @@ class Group:
     """One encoder and the tensors that it serves.
 
     Attributes:
-        encoder: its ``key`` is the number of the group. A `Refiner` sends what the message of an earlier group with the
-            same tensors has left.
+        encoder: its ``key`` is the number of the group.
         tensors: their places among the tensors of the model; None: all, however many arrays they come in.
         is_dense: whether its updates always go out whole, as the values they are.
     """
@@ -44,11 +42,6 @@ class Group:
     encoder: Encoder
     tensors: tuple[int, ...] | None = None
     is_dense: bool = False
-
-    @property
-    def refines(self) -> bool:
-        """Whether it has no residual of its own, but takes from another group's."""
-        return isinstance(self.encoder, Refiner)
 
 
 class Groups:
@@ -62,11 +55,10 @@ class Groups:
     Attributes:
         groups: as given.
         encoders: theirs, in order.
-        numel: elements of all groups, those that refine others not counted.
-        alike: the places of the groups, those together that have the same tensors: each with those that refine it.
+        numel: elements of all groups.
 
     Raises:
-        ValueError: no group, two encoders with the same key, or a group refines none before it with its tensors.
+        ValueError: no group, or two encoders with the same key.
 
     >>> import numpy as np, gradwire as gw
     >>> model = [np.zeros((64, 64), np.float32), np.zeros(64, np.float32)]
@@ -80,13 +72,7 @@ class Groups:
             raise ValueError(f"every group needs an encoder with a key of its own, got keys {keys}")
         self.groups = tuple(groups)
         self.encoders = tuple(group.encoder for group in self.groups)
-        for place, group in enumerate(self.groups):
-            _check_refines(self.groups[:place], group)
-        self.numel = sum(group.encoder.numel for group in self.groups if not group.refines)
-        places: dict[int, list[int]] = {}
-        for place in range(len(self.groups)):
-            places.setdefault(self.home(place), []).append(place)
-        self.alike = tuple(map(tuple, places.values()))
+        self.numel = sum(encoder.numel for encoder in self.encoders)
 
     @staticmethod
     def of(
@@ -97,7 +83,6 @@ class Groups:
         dense_one_dimensional: bool = True,
         assign: Sequence[int] | None = None,
         thresholds: Mapping[int, ThresholdPolicy | float] | None = None,
-        refine: ThresholdPolicy | float | None = None,
         size_exponent: float = 0.5,
         **encoder_options: Any,
     ) -> Groups:
@@ -115,13 +100,9 @@ class Groups:
             assign: for each tensor the number of its group, counting from 0; those that go out whole are passed over.
                 None: a group for each tensor.
             thresholds: policies by number of the group.
-            refine: policy of a second message of every group that is not whole: what the first has left is encoded
-                again, with a smaller threshold. An element then moves by a large quantum or a small one, or by both:
-                for updates of many steps at once (``Exchange(every=...)``), which one quantum fits badly. None: one
-                message.
             size_exponent: where ``threshold`` aims at a density, the largest group gets that, and one that is k times
                 as small k^size_exponent times as much, up to 0.08: bytes then grow slower than sizes, and a small
-                tensor, in which every element matters more, waits less. 0.0, and with ``refine``: all the same.
+                tensor, in which every element matters more, waits less. 0.0: all the same.
             encoder_options: for every encoder: ``dtype``, ``shakeup``, ``clip``, ``on_nonfinite``, ``threads``.
 
         Raises:
@@ -147,8 +128,6 @@ class Groups:
                 coded.setdefault(index if assign is None else assign[index], []).append(index)
         members = [coded[number] for number in sorted(coded)]
         policies = thresholds or {}
-        # A first of two messages is for the large quanta, which more density would make smaller.
-        exponent = size_exponent if refine is None else 0.0
         largest = max((_numel(shapes, tensors) for tensors in members), default=0)
         if not set(policies) <= set(range(len(members))):
             raise ValueError(
@@ -157,7 +136,7 @@ class Groups:
 
         def group(key: int, tensors: list[int], *, is_dense: bool) -> Group:
             numel = _numel(shapes, tensors)
-            own = for_size(threshold, numel, largest, exponent)
+            own = for_size(threshold, numel, largest, size_exponent)
             policy = policies.get(key, own)
             return Group(
                 Encoder(numel, policy, key=key, **encoder_options), tuple(tensors), is_dense
@@ -166,9 +145,6 @@ class Groups:
         made = [group(key, tensors, is_dense=False) for key, tensors in enumerate(members)]
         if whole:
             made.append(group(len(members), whole, is_dense=True))
-        if refine is not None:
-            for coarse in made[: len(members)]:
-                made.append(Group(Refiner(coarse.encoder, refine, key=len(made)), coarse.tensors))
         return Groups(made)
 
     @staticmethod
@@ -195,11 +171,6 @@ class Groups:
                 f"groups take a list of the model's tensors, got {type(arrays).__name__}"
             )
         return [arrays[tensor] for tensor in tensors]
-
-    def home(self, index: int) -> int:
-        """Return the place of the group whose residual a group's messages come from."""
-        encoder = self.encoders[index]
-        return self.encoders.index(encoder.coarse) if isinstance(encoder, Refiner) else index
 
     def check_params(self, params: Any) -> None:
         """Refuse parameters that no step could add to, before anything is encoded for them.
@@ -236,8 +207,6 @@ class Groups:
         """
         found: dict[int, NDArray[Any]] = {}
         for group in self.groups:
-            if group.refines:
-                continue
             if device_of(group.encoder.residual) >= 0:
                 raise ValueError(
                     f"the residual of group {group.encoder.key} is on a device, which apply_residual "
@@ -283,9 +252,6 @@ class Groups:
         encoded: list[Any] = []
         try:
             for index, group in enumerate(self.groups):
-                if isinstance(group.encoder, Refiner):
-                    encoded.append(_refined(group.encoder, codec))
-                    continue
                 part = None if update is None else self.select(update, index)
                 if refresh is not None:
                     refresh(index)
@@ -307,7 +273,7 @@ class Groups:
         encoded: list[Any] = []
         try:
             for encoder in self.encoders:
-                encoded.append(encoder.rest() if isinstance(encoder, Refiner) else encoder.flush())
+                encoded.append(encoder.flush())
             return [_owned(message) for message in encoded]
         except BaseException:
             self._undo(encoded)
@@ -344,18 +310,18 @@ class Groups:
         return messages
 
     def density(self, messages: Sequence[Message]) -> float:
-        """Return changed elements / elements of one step's messages; an element that is named twice counts twice."""
+        """Return changed elements / elements of one step's messages."""
         changed = sum(message.count for message in messages[: len(self.groups)])
         return changed / self.numel if self.numel else 0.0
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of everything that was not sent yet."""
-        residuals = [_host_residual(group.encoder) for group in self.groups if not group.refines]
+        residuals = [_host_residual(encoder) for encoder in self.encoders]
         return math.sqrt(math.fsum(float(np.dot(one, one)) for one in residuals))
 
     def rescale(self, factor: float) -> None:
         """Multiply everything that was not sent yet."""
-        for encoder in (group.encoder for group in self.groups if not group.refines):
+        for encoder in self.encoders:
             if device_of(encoder.residual) < 0:
                 encoder.residual[...] *= encoder.residual.dtype.type(factor)
             else:
@@ -366,27 +332,6 @@ class Groups:
 
 def _numel(shapes: Sequence[tuple[int, ...]], tensors: Sequence[int]) -> int:
     return sum(math.prod(shapes[index]) for index in tensors)
-
-
-def _check_refines(before: Sequence[Group], group: Group) -> None:
-    """Refuse a group that refines none of those before it."""
-    encoder = group.encoder
-    if not isinstance(encoder, Refiner):
-        return
-    homes = [one for one in before if one.encoder is encoder.coarse and not one.is_dense]
-    if not any(one.tensors == group.tensors for one in homes):
-        raise ValueError(
-            f"group {encoder.key} refines group {encoder.coarse.key}, "
-            "which is no group before it that sends updates of its tensors"
-        )
-
-
-def _refined(encoder: Refiner, codec: Codec) -> Message:
-    """Return a message of what another group's has left; an empty one where updates go out whole."""
-    if codec != "threshold":
-        return encoder.rest()
-    learn_first_threshold(encoder, None)
-    return encoder.encode()
 
 
 def _owned(message: Any) -> Message:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GradwireError
+from .options import Reduction
 from .results import ExchangeStats, Joined, StepResult
 from .views import Arrays, copies, difference, put, views, writable_views
 
@@ -58,12 +59,12 @@ class LocalTeam:
     Args:
         params: the parameters to begin with, float32 or float64 arrays; copied.
         workers: how many meet in every step, the leader included.
-        average: divide the sum of the workers' updates by their number.
+        reduction: "mean": the machine's update is the mean of the workers' updates; "sum": their sum.
         timeout_s: how long a worker waits for the others, and for the leader's step.
         context: of multiprocessing; None: the default one.
 
     Raises:
-        ValueError: ``workers`` is less than 1.
+        ValueError: ``workers`` is less than 1, or ``reduction`` is neither.
         TypeError: ``workers`` is no int.
 
     Example:
@@ -71,10 +72,10 @@ class LocalTeam:
         >>> team = gw.LocalTeam([np.zeros(2, np.float32)], workers=2)
         >>> def work(rank, share):
         ...     params = np.zeros(2, np.float32)
-        ...     share.step(np.array([0.5, rank], np.float32), params)
+        ...     share.step(np.array([2.0, 2.0 * rank], np.float32), params)
         ...     print(params.tolist()) if rank == 0 else None
         >>> with team, gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
-        ...     lead = team.lead(gw.Exchange(gw.Encoder(2, threshold=1.0), node, peers=0))
+        ...     lead = team.lead(gw.Exchange(gw.Encoder(2, threshold=1.0), node, min_peers=0))
         ...     other = threading.Thread(target=work, args=(1, team.follow(1)))
         ...     other.start(); work(0, lead); other.join()
         [1.0, 1.0]
@@ -85,15 +86,17 @@ class LocalTeam:
         params: Any,
         workers: int,
         *,
-        average: bool = False,
+        reduction: Reduction = "mean",
         timeout_s: float = 60.0,
         context: Any = None,
     ) -> None:
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction is {reduction!r}, must be 'mean' or 'sum'")
         if operator.index(workers) < 1:
             raise ValueError(f"workers is {workers}, must be 1 or more")
         initial = writable_views(params)
         self.workers = workers
-        self.average = average
+        self.reduction = reduction
         self.timeout_s = timeout_s
         self._layout = [(array.dtype.str, array.shape) for array in initial]
         self._barrier = (context or multiprocessing).Barrier(workers)
@@ -124,7 +127,7 @@ class LocalTeam:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process needs to find the same memory."""
-        kept = ("workers", "average", "timeout_s", "_layout", "_barrier")
+        kept = ("workers", "reduction", "timeout_s", "_layout", "_barrier")
         return {**{name: getattr(self, name) for name in kept}, "memory": self._memory.name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -275,7 +278,7 @@ class LocalExchange:
         return self._together(None, params, lambda lead: lead.resync(self.team.params))
 
     def step(self, update: Any, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
-        """See `Exchange.step`: the sum of all workers' updates is the machine's.
+        """See `Exchange.step`: the mean of all workers' updates, or their sum, is the machine's.
 
         Args:
             update: of this worker; float32, float16 or float64 arrays that NumPy can view, not modified.
@@ -381,7 +384,7 @@ class LocalExchange:
         In turn t worker r adds its part (r + t) mod workers, so no two write to the same memory.
         """
         workers = self.team.workers
-        factor = 1.0 / workers if self.team.average else 1.0
+        factor = 1.0 / workers if self.team.reduction == "mean" else 1.0
         for turn in range(workers):
             part = (self.rank + turn) % workers
             for total, array in zip(self.team.total, update, strict=True):

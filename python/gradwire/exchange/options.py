@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +12,9 @@ from .groups import Codec
 from .prepare import Preparation
 from .results import StepResult
 
-__all__ = ["Options"]
+__all__ = ["Options", "Reduction"]
+
+Reduction = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +26,8 @@ class Options:
         TypeError: a value is of the wrong kind.
     """
 
-    peers: int | None
-    scale: float
-    average: bool | None
+    reduction: Reduction
+    min_peers: int | None
     exact: bool
     codec: Codec
     timeout_s: float
@@ -44,16 +44,16 @@ class Options:
     preparation: Preparation
 
     def __post_init__(self) -> None:
-        _check_number("scale", self.scale, math.isfinite(self.scale), "finite")
         _check_number("timeout_s", self.timeout_s, self.timeout_s > 0, "positive")
         _check_number("digest_s", self.digest_s, self.digest_s >= 0, "0 or more")
-        if self.peers is not None:
-            _check_whole("peers", self.peers, 0)
+        if self.min_peers is not None:
+            _check_whole("min_peers", self.min_peers, 0)
         _check_whole("every", self.every, 1)
         _check_whole("max_staleness", self.max_staleness, 0)
         _check_whole("overlap", self.overlap, 0)
         if self.on_step is not None and not callable(self.on_step):
             raise TypeError(f"on_step must be a function of a StepResult, got {self.on_step!r}")
+        _check_choice("reduction", self.reduction, "mean", "sum")
         _check_choice("mode", self.mode, "sync", "async")
         _check_choice("codec", self.codec, "threshold", "dense", "bfloat16")
         _check_choice("on_straggler", self.on_straggler, "raise", "drop")
@@ -92,21 +92,15 @@ class Options:
                 "apply_residual takes updates as they are: without momentum and clip_norm of the exchange; "
                 "let the optimiser do both"
             )
-        if self.exact and self.mode == "async" and self.is_average:
+        if self.exact and self.mode == "async" and self.reduction == "mean":
             raise ValueError(
-                "exact asynchronous replicas cannot divide by a number of nodes that changes: give scale=1/n"
+                "exact asynchronous replicas cannot divide by a number of nodes that changes: give "
+                'reduction="sum", and divide the updates by the number of nodes'
             )
-
-    @property
-    def is_average(self) -> bool:
-        """Whether the sum is divided by the number of nodes: when asked, and in plain parameter averaging."""
-        if self.average is None:
-            return self.every > 1 and self.codec != "threshold"
-        return self.average
 
     def scale_for(self, nodes: int) -> float:
         """Return the factor of every message when so many nodes contribute."""
-        return self.scale / nodes if self.is_average else self.scale
+        return 1.0 / nodes if self.reduction == "mean" else 1.0
 
     @property
     def is_sync(self) -> bool:

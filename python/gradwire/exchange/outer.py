@@ -47,17 +47,16 @@ class MomentumSum:
     ) -> bool:
         """See `Sum`; nothing is proven."""
         self.begin(params)
-        for places in self._groups.alike:
-            first = places[0]
-            by_payload = [[payload[place] for place in places] for payload in payloads]
+        for index in range(len(self._groups)):
+            messages = [payload[index] for payload in payloads]
             apply_with_momentum(
-                [message for messages in by_payload for message in messages],
-                self._groups.select(params, first),
-                self._groups.select(self.velocity, first),
+                messages,
+                self._groups.select(params, index),
+                self._groups.select(self.velocity, index),
                 momentum=self._momentum,
                 scale=scale,
-                beside=[] if beside is None else self._groups.select(beside.params, first),
-                held=[] if beside is None or beside.own is None else by_payload[beside.own],
-                threads=self._groups.encoders[first].threads,
+                beside=[] if beside is None else self._groups.select(beside.params, index),
+                held=[] if beside is None or beside.own is None else [messages[beside.own]],
+                threads=self._groups.encoders[index].threads,
             )
         return False

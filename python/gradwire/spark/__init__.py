@@ -53,7 +53,7 @@ def run(
     Example:
         >>> def train(node, rows):  # doctest: +SKIP
         ...     inputs = np.array(list(rows), np.float32)
-        ...     share = gw.Exchange(gw.Encoder(params.size), node, average=True)
+        ...     share = gw.Exchange(gw.Encoder(params.size), node)
         ...     for _ in range(100):
         ...         share.step(-0.1 * gradient(inputs, params), params)
         ...     return params

@@ -30,8 +30,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     momentum, Adam's moments, schedules and weight decay work as ever, because the exchange sees only what comes out of
     them.
 
-    The exchange decides how: synchronously, asynchronously, or every H steps; ``average=True`` suits updates that would
-    be averaged as gradients, the default adds them up.
+    The exchange decides how: synchronously, asynchronously, or every H steps, as a mean or as a sum.
 
     ``step`` shares, so every node must call it equally often in synchronous mode. ``GradScaler`` works on each node by
     itself: a node that skips a step still takes part in the exchange, with what it had left.
@@ -57,7 +56,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         >>> import gradwire as gw, torch
         >>> model = torch.nn.Linear(3, 1)
         >>> with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
-        ...     share = gw.Exchange(gw.Encoder(4, threshold=0.001), node, peers=0)
+        ...     share = gw.Exchange(gw.Encoder(4, threshold=0.001), node, min_peers=0)
         ...     optimizer = SharedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), share)
         ...     model(torch.ones(1, 3)).sum().backward()
         ...     optimizer.step()
@@ -205,7 +204,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         >>> import gradwire as gw, torch
         >>> model = torch.nn.Linear(1, 1)
         >>> with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
-        ...     share = gw.Exchange(gw.Encoder(2, threshold=1.0), node, peers=0, apply_residual=True)
+        ...     share = gw.Exchange(gw.Encoder(2, threshold=1.0), node, min_peers=0, apply_residual=True)
         ...     optimizer = SharedOptimizer(torch.optim.SGD(model.parameters(), lr=0.25), share)
         ...     joined = optimizer.join()
         ...     before = model.bias.item()

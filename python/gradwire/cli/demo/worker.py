@@ -26,9 +26,8 @@ def work(recipe: Recipe, rank: int, secret: bytes, pipe: Connection) -> None:
         share = gw.Exchange(
             gw.Encoder(trainer.network.numel, threshold=_policy(recipe)),
             node,
-            peers=recipe.workers - 1,
-            average=True,
-            dense=recipe.dense,
+            min_peers=recipe.workers - 1,
+            codec="dense" if recipe.dense else "threshold",
         )
         for number in range(1, recipe.epochs + 1):
             losses, results = _train_epoch(trainer, share, params, number)
