@@ -1,4 +1,4 @@
-"""gradwire for PyTorch: a communication hook for DistributedDataParallel, and an optimiser that shares its updates."""
+"""PyTorch: a communication hook for DistributedDataParallel, and an optimiser whose updates are shared."""
 
 import importlib.util
 

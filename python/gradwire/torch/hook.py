@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
 from ..exchange.density import check_size_exponent, for_size
-from ..message import Message, apply_many, parse_many
+from ..message import Message, apply, apply_many, parse_many
 from ..policy import ResidualClip, ShakeUp, TargetDensity, ThresholdPolicy
 from ..state import check_format
-from .buckets import Bucket, Residuals
 from .gather import Gather, Gathered
+from .parameter_state import ParameterState, ParameterStates
 from .staging import Staging
 
 __all__ = ["HookStats", "ThresholdState", "register_threshold_hook", "threshold_hook"]
@@ -27,6 +27,7 @@ __all__ = ["HookStats", "ThresholdState", "register_threshold_hook", "threshold_
 _LOG = logging.getLogger(__name__)
 
 _STATE_FORMAT = 1
+_CHOICES = {"on_nonfinite": ("propagate", "skip"), "backend": ("gloo", "nccl")}
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,15 @@ class HookStats:
     """Totals of one rank since its state was made.
 
     Attributes:
-        dense_steps: steps of the warm-up, averaged whole.
+        dense_steps: steps of the warm-up, whose gradients were averaged uncompressed.
         steps: steps that sent messages.
-        skipped_steps: of them, those whose gradients were not finite on some rank.
-        message_bytes: of this rank's messages.
-        gathered_bytes: what this rank gave into collectives: messages, headers and padding.
-        second_collectives: how often a message outgrew its slot.
+        skipped_steps: of those, steps with a gradient that was not finite on some rank.
+        message_bytes: bytes of this rank's messages.
+        gathered_bytes: bytes that this rank gave to collectives: messages, headers and padding.
+        second_collectives: number of messages that outgrew their slot.
         encode_s: time to encode.
         gather_s: time in collectives, waiting for the other ranks included.
-        apply_s: time to decode everybody's messages into the gradients.
+        apply_s: time to decode all ranks' messages into the gradients.
     """
 
     dense_steps: int = 0
@@ -58,65 +59,63 @@ class HookStats:
 
 @dataclass
 class _Job:
-    """One bucket of one step on its way."""
+    """One bucket of one step; in ``messages`` None stands for an update that was not finite."""
 
     index: int
     is_last: bool
     step: int
-    buffer: torch.Tensor
     parameters: list[torch.Tensor]
     staging: Staging
     done: "torch.futures.Future[torch.Tensor]"
-    taken: "_Taken | None" = None
+    states: list[ParameterState] = field(default_factory=list)
+    updates: list[torch.Tensor] = field(default_factory=list)
+    messages: list[Message | None] = field(default_factory=list)
     gathered: list[Gathered] = field(default_factory=list)
 
+    def put_back_messages(self) -> None:
+        """Add the messages to the residuals again."""
+        for state, message in zip(self.states, self.messages, strict=True):
+            if message is not None:
+                apply(message, state.encoder.residual)
 
-@dataclass(frozen=True)
-class _Taken:
-    """A bucket whose encoders have taken an update, and their messages: None, if the update was not finite."""
+    def revert(self) -> None:
+        """Make residuals and velocities what they were before this step."""
+        self.put_back_messages()
+        for state, update in zip(self.states, self.updates, strict=True):
+            state.revert_update(update)
 
-    bucket: Bucket
-    update: torch.Tensor
-    messages: list[Message] | None
+    def parse_gathered(self) -> list[list[Message]]:
+        """Return all ranks' messages, by rank, a list with one for each parameter.
 
-    @property
-    def payload(self) -> memoryview:
-        return memoryview(b"".join(map(bytes, self.messages or ())))
+        Raises:
+            MessageError: invalid bytes, or a rank has a model of another shape.
+        """
+        own = [state.encoder.numel for state in self.states]
+        by_rank = [parse_many(gathered.payload) for gathered in self.gathered]
+        for rank, messages in enumerate(by_rank):
+            theirs = [message.numel for message in messages]
+            if theirs != own:
+                raise MessageError(
+                    f"rank {rank} sent for bucket {self.index} messages of {theirs} elements, here its parameters "
+                    f"have {own}: begin with the same model on all ranks"
+                )
+        return by_rank
 
 
+@dataclass(eq=False, repr=False)
 class ThresholdState:
-    """What ``threshold_hook`` keeps from step to step: residuals, thresholds, and the thread that does the work.
+    """What ``threshold_hook`` keeps from step to step: residuals, thresholds, and a thread that encodes and gathers.
 
-    Make one per model and rank, with the same arguments on every rank, and register it with the hook::
+    Make one per model and rank, with the same arguments on every rank; ``register_threshold_hook`` does so.
 
-        state = ThresholdState(parameters=model.named_parameters())
-        ddp = DistributedDataParallel(model)
-        ddp.register_comm_hook(state, threshold_hook)
+    Every parameter has an encoder with a threshold of its own. The messages of all ranks are gathered bucket by bucket,
+    while the backward pass goes on, and averaged in the order of the ranks, so all ranks get the same bits. Unsent
+    gradients stay in residuals, which belong to the parameters however DDP arranges its buckets.
 
-    **What is sent.** Every parameter's gradient goes through an encoder, so each has a threshold of its own: with one
-    for all, layers with small gradients would hardly be heard. The messages of a bucket travel together; those of all
-    ranks are gathered, decoded and averaged, in the order of the ranks, so that all of them hold the same bits. What
-    was not sent stays in a residual, which the parameter keeps however DDP arranges its buckets.
+    If a gradient is NaN or infinite on any rank, the whole step becomes NaN on all ranks, so that ``GradScaler`` skips
+    it everywhere, and the residuals are what they were before.
 
-    **What waits.** The hook itself returns at once; encoding and gathering go on in a thread of this state beside the
-    backward pass, in a process group of its own (so that they cannot meet SyncBatchNorm's collectives). The gradients
-    change when the last bucket's messages are here: then every rank knows whether the step counts. DDP waits for that
-    at the end of ``backward()``, as it does without a hook.
-
-    **Steps that do not count.** If a gradient is NaN or infinite on any rank, all ranks get NaN as the result of all
-    buckets, as dense training would spread it, and ``GradScaler`` skips the step on all of them. The residuals are then
-    what they were before the step. With ``on_nonfinite="skip"`` such elements are left out instead, counted by nobody
-    but the encoders, and the step goes on.
-
-    **Loss scale.** Residuals are in the units of the gradients. Give ``scaler``, and a change of its scale rescales
-    them; or call ``rescale``.
-
-    **Momentum.** An optimiser's momentum after the hook multiplies quanta that come late. With ``momentum`` each rank
-    accumulates gradients with momentum before they are encoded, and what it sends loses it; then give the optimiser
-    none, and clip gradients at 1 / (1 - momentum) times the norm. Training then needs far fewer steps.
-
-    **Memory.** 4 bytes per parameter for the residual (8 for float64 gradients), 8 more (16) with momentum. Gradients
-    that are not float32 or float64 in host memory are staged there: 4 bytes more, of pinned memory for a GPU.
+    ``docs/torch.md`` has the details: momentum, loss scales, checkpoints, memory.
 
     Source: Y. Lin et al., "Deep gradient compression", ICLR 2018, sections 3.1 and 3.3 (momentum correction, factor
     masking).
@@ -124,18 +123,18 @@ class ThresholdState:
     Args:
         process_group: as given to DDP; None is the default group. Not pickled.
         threshold: policy of the thresholds, one per parameter.
-        size_exponent: where it aims at a density, the largest parameter gets that, and one that is k times as small
-            k^size_exponent times as much, up to 0.08. 0.0: all the same.
+        size_exponent: with a policy that aims at a density, a parameter k times as small as the largest gets
+            k^size_exponent times that density, up to 0.08. 0.0: all have the same.
         shakeup: periodic messages with a smaller threshold, or None.
         clip: periodic clipping of the residual, or None.
-        momentum: of the local momentum correction, in [0, 1); 0.0: none.
-        factor_masking: whether elements that were sent lose their momentum, so that it does not push stale ones.
-        warmup_steps: steps at the beginning that are averaged whole. The first should be: its buckets are provisional,
-            and early gradients are the largest.
-        parameters: ``model.named_parameters()``; checkpoints then name residuals as the model does. Without, they are
+        momentum: of the local momentum correction, in [0, 1); 0.0: none. The optimiser then needs none.
+        factor_masking: whether elements that were sent lose their momentum.
+        warmup_steps: first steps, which are averaged uncompressed. At least one is advisable: DDP's first buckets are
+            provisional, and early gradients are the largest.
+        parameters: ``model.named_parameters()``, so that checkpoints use the model's names. Without, parameters are
             counted from the last to the first.
-        scaler: the ``GradScaler`` whose scale the gradients carry, or None.
-        on_nonfinite: "propagate" or "skip".
+        scaler: the ``GradScaler`` whose scale the gradients carry, or None. Not pickled.
+        on_nonfinite: "propagate"; or "skip": leave out elements that are not finite, and count the step.
         threads: most threads of one encode, and for adding messages.
         backend: of the group that carries the messages: "gloo", which suits messages in host memory even where
             gradients go over NCCL; "nccl" moves them to the GPU and back.
@@ -145,76 +144,63 @@ class ThresholdState:
         TypeError: an argument of the wrong kind.
     """
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None = None,
-        *,
-        threshold: ThresholdPolicy | None = None,
-        size_exponent: float = 0.5,
-        shakeup: ShakeUp | None = None,
-        clip: ResidualClip | None = None,
-        momentum: float = 0.0,
-        factor_masking: bool = True,
-        warmup_steps: int = 1,
-        parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        on_nonfinite: Literal["propagate", "skip"] = "propagate",
-        threads: int = 1,
-        backend: Literal["gloo", "nccl"] = "gloo",
-    ) -> None:
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps is {warmup_steps}, must be 0 or more")
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"momentum is {momentum}, must be in [0, 1)")
-        if on_nonfinite not in ("propagate", "skip"):
-            raise ValueError(f'on_nonfinite is {on_nonfinite!r}; it must be "propagate" or "skip"')
-        if backend not in ("gloo", "nccl"):
-            raise ValueError(f'backend is {backend!r}; it must be "gloo" or "nccl"')
-        self.process_group = process_group
-        self.threshold = threshold if threshold is not None else TargetDensity()
-        self.size_exponent = size_exponent
-        self.shakeup = shakeup
-        self.clip = clip
-        self.momentum = momentum
-        self.factor_masking = factor_masking
-        self.warmup_steps = warmup_steps
-        self.scaler = scaler
-        self.on_nonfinite = on_nonfinite
-        self.threads = threads
-        self.backend = backend
-        self._step = 0
-        self._scale = 1.0
+    process_group: dist.ProcessGroup | None = None
+    _: KW_ONLY
+    threshold: ThresholdPolicy | None = None
+    size_exponent: float = 0.5
+    shakeup: ShakeUp | None = None
+    clip: ResidualClip | None = None
+    momentum: float = 0.0
+    factor_masking: bool = True
+    warmup_steps: int = 1
+    parameters: InitVar[Iterable[tuple[str, torch.nn.Parameter]] | None] = None
+    scaler: torch.amp.GradScaler | None = None
+    on_nonfinite: Literal["propagate", "skip"] = "propagate"
+    threads: int = 1
+    backend: Literal["gloo", "nccl"] = "gloo"
+
+    def __post_init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]] | None) -> None:
+        """Check the options and make the encoders' container."""
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps is {self.warmup_steps}, must be 0 or more")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum is {self.momentum}, must be in [0, 1)")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, must be one of {allowed}")
+        check_size_exponent(self.size_exponent)
+        if self.threshold is None:
+            self.threshold = TargetDensity()
+        self._step, self._scale = 0, 1.0
         self._set_up()
-        check_size_exponent(size_exponent)
-        self._make_encoder(1, "float32", 0, 1)  # refuses what the first bucket's would, but in time
+        self._make_encoder(1, "float32", 0, 1)  # raises now what the first bucket's would later
         if parameters is not None:
             self.name_parameters(parameters)
 
     def _set_up(self) -> None:
         """Make what is neither configuration nor checkpoint."""
-        self._residuals = Residuals(self._make_encoder, self.momentum)
+        self._parameters = ParameterStates(self._make_encoder, self.momentum)
         self._gather: Gather | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._jobs: list[_Job] = []
-        # Of the last step of the warm-up, where there is momentum: its buckets, and whether their averages were finite.
-        self._whole: list[Bucket] = []
-        self._is_whole_finite: list[bool] = []
-        self._dense_steps = self._sparse_steps = self._skipped_steps = self._message_bytes = 0
-        self._encode_s = self._gather_s = self._apply_s = 0.0
+        # With momentum, of the warm-up's last step: the states it updated, and whether its averages were finite.
+        self._warmed: list[ParameterState] = []
+        self._is_warmup_finite: list[bool] = []
+        self._stats = HookStats()
 
-    def _make_encoder(self, numel: int, dtype: str, index: int, largest: int) -> Encoder:
+    def _make_encoder(self, numel: int, dtype: str, key: int, largest: int) -> Encoder:
         encoder = Encoder(
             numel,
             threshold=for_size(self.threshold, numel, largest, self.size_exponent),
             shakeup=self.shakeup,
             clip=self.clip,
             dtype=dtype,
-            key=index,
+            key=key,
             on_nonfinite="raise" if self.on_nonfinite == "propagate" else "skip",
             threads=self.threads,
         )
         if self._scale != 1.0:
-            # Policies speak of gradients without their loss scale.
+            # Policies refer to gradients without their loss scale.
             state = encoder.state_dict()
             encoder.load_state_dict({**state, "threshold": state["threshold"] * self._scale})
         return encoder
@@ -227,144 +213,131 @@ class ThresholdState:
     @property
     def stats(self) -> HookStats:
         """Totals so far."""
-        gather = self._gather
-        return HookStats(
-            dense_steps=self._dense_steps,
-            steps=self._sparse_steps,
-            skipped_steps=self._skipped_steps,
-            message_bytes=self._message_bytes,
-            gathered_bytes=gather.sent_bytes if gather else 0,
-            second_collectives=gather.second_collectives if gather else 0,
-            encode_s=self._encode_s,
-            gather_s=self._gather_s,
-            apply_s=self._apply_s,
+        if self._gather is None:
+            return self._stats
+        return replace(
+            self._stats,
+            gathered_bytes=self._gather.sent_bytes,
+            second_collectives=self._gather.second_collectives,
         )
 
+    def _count(self, **amounts: float) -> None:
+        """Add to fields of the statistics."""
+        totals = {name: getattr(self._stats, name) + amount for name, amount in amounts.items()}
+        self._stats = replace(self._stats, **totals)
+
     def name_parameters(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-        """Name the residuals in checkpoints as the model does: ``state.name_parameters(model.named_parameters())``.
+        """Use the model's names in checkpoints: ``state.name_parameters(model.named_parameters())``.
 
         Raises:
-            ValueError: too late, the first step has begun.
+            ValueError: the first step has begun.
         """
-        self._residuals.name(list(parameters))
+        self._parameters.name(parameters)
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals and thresholds: after a change of the loss scale, or of what a gradient means.
 
-        Call it between steps, with the same factor on every rank.
+        Call this between steps, with the same factor on every rank.
 
         Raises:
             ValueError: the factor is not positive and finite.
         """
         if not 0.0 < factor < float("inf"):
             raise ValueError(f"factor is {factor}, must be positive and finite")
-        self._settle_warmup()
-        self._residuals.rescale(factor)
+        self._finish_warmup_step()
+        self._parameters.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what training needs to go on: this rank's residuals, its step, its loss scale.
+        """Return this rank's residuals, step and loss scale, as host tensors and plain numbers.
 
-        Every rank saves its own. Host tensors and plain numbers, without the process group; call it between steps.
+        Every rank saves its own. Call this between steps.
         """
-        self._settle_warmup()
+        self._finish_warmup_step()
         return {
             "format": _STATE_FORMAT,
             "step": self._step,
             "scale": self._scale,
-            "residuals": self._residuals.state_dict(),
+            "residuals": self._parameters.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``. Nothing is lost, wherever DDP's buckets begin and end now.
+        """Continue from ``state``, whatever DDP's buckets are now.
 
         Raises:
             ValueError: the state is of another format.
         """
         check_format(state, _STATE_FORMAT)
-        self._residuals.load_state_dict(state["residuals"])
+        self._parameters.load_state_dict(state["residuals"])
         self._step = int(state["step"])
         self._scale = float(state["scale"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to one process: the group, the scaler, the thread."""
-        configuration = {
-            name: getattr(self, name)
-            for name in (
-                "threshold",
-                "size_exponent",
-                "shakeup",
-                "clip",
-                "momentum",
-                "factor_masking",
-                "warmup_steps",
-                "on_nonfinite",
-                "threads",
-                "backend",
-            )
-        }
+        options = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        configuration = {**options, "process_group": None, "scaler": None}
         return {"configuration": configuration, "state": self.state_dict()}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        """Come back with the default process group and without a scaler; set the attributes to give it others."""
+        """Restore with the default process group and without a scaler; assign the attributes for others."""
         self.__dict__.update(pickled["configuration"])
-        self.process_group = None
-        self.scaler = None
         self._set_up()
         self.load_state_dict(pickled["state"])
 
     # ---- in DDP's thread --------------------------------------------------------------------------------------------
 
-    def _take(self, bucket: dist.GradBucket) -> "torch.futures.Future[torch.Tensor]":
+    def _start_bucket(self, bucket: dist.GradBucket) -> "torch.futures.Future[torch.Tensor]":
         """Start work on one bucket."""
-        gather = self._gather = self._gather or self._make_gather(bucket.buffer().device)
-        step = self._step
+        buffer, step = bucket.buffer(), self._step
+        gather = self._gather = self._gather or self._make_gather(buffer.device)
         if bucket.is_last():
             self._step += 1
         if step < self.warmup_steps:
-            self._dense_steps += bucket.is_last()
-            return self._take_whole(bucket)
+            self._count(dense_steps=int(bucket.is_last()))
+            return self._average_uncompressed(bucket)
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="gradwire-hook")
-        buffer = bucket.buffer()
         job = _Job(
             index=bucket.index(),
             is_last=bucket.is_last(),
             step=step,
-            buffer=buffer,
             parameters=bucket.parameters(),
             staging=Staging(buffer),
             done=torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None),
         )
-        self._worker.submit(self._work, job, gather)
-        # Errors arrive as a result, because a future of Python's cannot fail; this makes them one.
-        return job.done.then(_result)
+        self._worker.submit(self._process, job, gather)
+        # Errors arrive as a result, because a Future made in Python cannot fail; this turns them into one.
+        return job.done.then(_raise_or_return)
 
-    def _take_whole(self, bucket: dist.GradBucket) -> "torch.futures.Future[torch.Tensor]":
-        """Average one bucket of the warm-up, with the momentum that later steps go on with."""
+    def _average_uncompressed(
+        self, bucket: dist.GradBucket
+    ) -> "torch.futures.Future[torch.Tensor]":
+        """Average one bucket of the warm-up, with the momentum that later steps continue."""
         buffer = bucket.buffer()
         if self.momentum == 0.0:
-            return _average(self.process_group, buffer)
+            return _all_reduce(self.process_group, buffer)
         if bucket.index() == 0:
-            self._settle_warmup()
+            self._finish_warmup_step()
         staging = Staging(buffer)
-        home = self._residuals.bucket(bucket.index(), bucket.parameters(), _dtype_of(buffer))
-        staging.host.copy_(home.update(staging.fetch()))
-        self._whole.append(home)
+        states = self._parameters.of_bucket(bucket.parameters(), staging.host.dtype)
+        for state, gradient in zip(states, _split(staging.fetch(), states), strict=True):
+            gradient.copy_(state.add_momentum(gradient))
+        self._warmed += states
 
         def note(future: "torch.futures.Future[torch.Tensor]") -> torch.Tensor:
-            self._is_whole_finite.append(bool(future.value().isfinite().all()))
+            self._is_warmup_finite.append(bool(future.value().isfinite().all()))
             return future.value()
 
-        return _average(self.process_group, staging.store()).then(note)
+        return _all_reduce(self.process_group, staging.store()).then(note)
 
-    def _settle_warmup(self) -> None:
-        """Take a step of the warm-up back out of the momentum if it was not finite in some bucket."""
-        if not all(self._is_whole_finite):
-            for home in self._whole:
-                home.revert()
-        self._whole, self._is_whole_finite = [], []
+    def _finish_warmup_step(self) -> None:
+        """Revert the momentum of a warm-up step that was not finite in some bucket."""
+        if not all(self._is_warmup_finite):
+            for state in self._warmed:
+                state.revert_momentum()
+        self._warmed, self._is_warmup_finite = [], []
 
     def _make_gather(self, device: torch.device) -> Gather:
+        # A group of its own, so that SyncBatchNorm's collectives in the backward pass cannot get between.
         ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
         group = dist.new_group(ranks, backend=self.backend, use_local_synchronization=True)
         where = device if self.backend == "nccl" else torch.device("cpu")
@@ -373,87 +346,100 @@ class ThresholdState:
 
     # ---- in the state's own thread ----------------------------------------------------------------------------------
 
-    def _work(self, job: _Job, gather: Gather) -> None:
+    def _process(self, job: _Job, gather: Gather) -> None:
         """Encode and gather one bucket; after the last one, finish the step."""
         try:
             if job.index == 0:
                 self._begin_step()
             self._jobs.append(job)
             begin_s = time.perf_counter()
-            taken = job.taken = self._encode(job)
-            payload = taken.payload
+            self._encode(job)
             encoded_s = time.perf_counter()
-            job.gathered = gather(job.step, job.index, payload, taken.messages is None)
-            self._encode_s += encoded_s - begin_s
-            self._gather_s += time.perf_counter() - encoded_s
-            self._message_bytes += payload.nbytes
+            finite = [message for message in job.messages if message is not None]
+            is_nonfinite = len(finite) < len(job.messages)
+            payload = memoryview(b"" if is_nonfinite else b"".join(map(bytes, finite)))
+            job.gathered = gather(job.step, job.index, payload, is_nonfinite)
+            gathered_s = time.perf_counter()
+            self._count(
+                encode_s=encoded_s - begin_s,
+                gather_s=gathered_s - encoded_s,
+                message_bytes=payload.nbytes,
+            )
             if job.is_last:
-                self._residuals.check_all_taken()
+                self._parameters.check_all_loaded()
                 self._finish_step()
         except BaseException as error:
             self._fail(error)
 
     def _begin_step(self) -> None:
-        """Follow the loss scale; give back what an interrupted step has taken."""
-        self._settle_warmup()
+        """Put back what an interrupted step has encoded; follow the loss scale."""
+        self._finish_warmup_step()
         for job in self._jobs:
-            _put_back(job)
+            job.put_back_messages()
         self._jobs = []
         if self.scaler is not None:
             scale = float(self.scaler.get_scale())
             if scale != self._scale:
-                self._residuals.rescale(scale / self._scale)
+                self._parameters.rescale(scale / self._scale)
                 self._scale = scale
 
-    def _encode(self, job: _Job) -> _Taken:
-        bucket = self._residuals.bucket(job.index, job.parameters, _dtype_of(job.buffer))
-        update = bucket.update(job.staging.fetch())
-        try:
-            messages = bucket.encode(update)
-        except NonFiniteUpdate as error:
-            _LOG.warning("step %d, bucket %d: %s", job.step, job.index, error)
-            return _Taken(bucket, update, None)
-        if self.on_nonfinite == "skip":
-            bucket.forget_nonfinite()
-        return _Taken(bucket, update, messages)
+    def _encode(self, job: _Job) -> None:
+        """Encode every parameter of a bucket; an update that is not finite is reported and leaves None."""
+        states = self._parameters.of_bucket(job.parameters, job.staging.host.dtype)
+        updates: list[torch.Tensor] = []
+        messages: list[Message | None] = []
+        refused: NonFiniteUpdate | None = None
+        for state, gradient in zip(states, _split(job.staging.fetch(), states), strict=True):
+            updates.append(state.add_momentum(gradient))
+            try:
+                messages.append(state.encode(updates[-1]))
+            except NonFiniteUpdate as error:
+                refused = refused or error
+                messages.append(None)
+            if self.on_nonfinite == "skip":
+                state.clear_nonfinite_momentum()
+        if refused is not None:
+            _LOG.warning("step %d, bucket %d: %s", job.step, job.index, refused)
+        job.states, job.updates, job.messages = states, updates, messages
 
     def _finish_step(self) -> None:
-        """Turn the gradients of all buckets into the average of what the ranks sent."""
+        """Turn the gradients of all buckets into the average of the ranks' messages."""
         begin_s = time.perf_counter()
         jobs = self._jobs
-        is_skipped = any(one.is_nonfinite for job in jobs for one in job.gathered)
+        is_skipped = any(gathered.is_nonfinite for job in jobs for gathered in job.gathered)
         if is_skipped:
             _LOG.info("step %d is skipped: a gradient was not finite", jobs[0].step)
             for job in jobs:
-                _undo(job)
-                job.staging.fill(float("nan"))
+                job.revert()
+                job.staging.host.fill_(float("nan"))
         else:
             # All are checked before the first gradient changes.
-            for job, payloads in [(job, _parse(job)) for job in jobs]:
-                taken = _taken(job)
-                job.staging.fill(0.0)
-                for place, elements in enumerate(taken.bucket.ranges):
-                    messages = [payload[place] for payload in payloads]
-                    apply_many(
-                        messages,
-                        job.staging.host[elements],
-                        scale=1.0 / len(messages),
-                        threads=self.threads,
-                    )
-                if self.factor_masking and taken.messages:
-                    taken.bucket.mask(taken.messages)
+            for job, by_rank in [(job, job.parse_gathered()) for job in jobs]:
+                self._apply(job, by_rank)
         self._jobs = []
-        self._sparse_steps += 1
-        self._skipped_steps += is_skipped
-        for job in jobs:
-            job.done.set_result(job.staging.store())
-        self._apply_s += time.perf_counter() - begin_s
+        averages = [job.staging.store() for job in jobs]
+        apply_s = time.perf_counter() - begin_s
+        self._count(steps=1, skipped_steps=int(is_skipped), apply_s=apply_s)
+        for job, average in zip(jobs, averages, strict=True):
+            job.done.set_result(average)
+
+    def _apply(self, job: _Job, by_rank: list[list[Message]]) -> None:
+        """Replace a bucket's gradients by the average of all ranks' messages."""
+        job.staging.host.fill_(0.0)
+        scale = 1.0 / len(by_rank)
+        gradients = _split(job.staging.host, job.states)
+        for gradient, messages in zip(gradients, zip(*by_rank, strict=True), strict=True):
+            apply_many(messages, gradient, scale=scale, threads=self.threads)
+        if self.factor_masking:
+            for state, message in zip(job.states, job.messages, strict=True):
+                if message is not None:
+                    state.mask_momentum(message)
 
     def _fail(self, error: BaseException) -> None:
-        """Fail all buckets of the step; what it has taken goes back."""
+        """Fail all buckets of the step, and revert what was encoded."""
         jobs, self._jobs = self._jobs, []
         for job in jobs:
-            _undo(job)
+            job.revert()
         for job in jobs:
             job.done.set_result(error)
 
@@ -468,10 +454,10 @@ def threshold_hook(
         bucket: float32, float64, float16 or bfloat16 gradients in host or GPU memory; modified in place.
 
     Returns:
-        A future of the bucket's buffer. It fails, and ``backward()`` with it, when the other ranks cannot be reached or
-        are at another step.
+        A future of the bucket's buffer. The future fails, and with it ``backward()``, when the other ranks cannot be
+        reached or are at another step.
     """
-    return state._take(bucket)
+    return state._start_bucket(bucket)
 
 
 def register_threshold_hook(
@@ -479,11 +465,11 @@ def register_threshold_hook(
     state: ThresholdState | None = None,
     **options: Any,
 ) -> ThresholdState:
-    """Register the hook with ``model``, whose names the residuals get in checkpoints, and return its state.
+    """Register the hook with ``model``, use the model's parameter names in checkpoints, and return the hook's state.
 
     Args:
         model: wrapped in DDP, before its first backward pass.
-        state: one that was pickled, to go on with; None makes a new one.
+        state: an unpickled state to continue with; None makes a new one.
         options: of ``ThresholdState``, for a new one.
 
     Raises:
@@ -504,55 +490,22 @@ def register_threshold_hook(
     return state
 
 
-def _dtype_of(buffer: torch.Tensor) -> str:
-    """Return the dtype of the residual of a bucket's gradients."""
-    return "float64" if buffer.dtype == torch.float64 else "float32"
+def _split(buffer: torch.Tensor, states: list[ParameterState]) -> list[torch.Tensor]:
+    """Return a view of each parameter's elements in a bucket's buffer."""
+    return list(buffer.split([state.encoder.numel for state in states]))
 
 
-def _average(
+def _all_reduce(
     group: dist.ProcessGroup | None, tensor: torch.Tensor
 ) -> "torch.futures.Future[torch.Tensor]":
-    """Average a tensor whole, in place, as DDP does without a hook."""
+    """Average an uncompressed tensor in place, as DDP does without a hook."""
     tensor.div_(dist.get_world_size(group))
     work = dist.all_reduce(tensor, group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _result(future: "torch.futures.Future[Any]") -> torch.Tensor:
+def _raise_or_return(future: "torch.futures.Future[Any]") -> torch.Tensor:
     value = future.value()
     if isinstance(value, BaseException):
         raise value
     return value
-
-
-def _taken(job: _Job) -> _Taken:
-    if job.taken is None:
-        raise RuntimeError(f"bucket {job.index} of step {job.step} was not encoded")
-    return job.taken
-
-
-def _parse(job: _Job) -> list[list[Message]]:
-    """Return everybody's messages for one bucket, by rank, one for each of its parameters."""
-    payloads = [parse_many(one.payload) for one in job.gathered]
-    for rank, messages in enumerate(payloads):
-        try:
-            _taken(job).bucket.check(messages)
-        except ValueError as error:
-            raise MessageError(
-                f"rank {rank} sent for bucket {job.index} {error}: begin with the same model on all ranks"
-            ) from error
-    return payloads
-
-
-def _put_back(job: _Job) -> None:
-    """Return to the residuals what was taken out of them as messages."""
-    if job.taken is not None and job.taken.messages is not None:
-        job.taken.bucket.put_back(job.taken.messages)
-
-
-def _undo(job: _Job) -> None:
-    """Make residuals and velocity what they were before this step."""
-    if job.taken is None:
-        return
-    _put_back(job)
-    job.taken.bucket.take_out(job.taken.update)

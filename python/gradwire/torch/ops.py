@@ -1,8 +1,8 @@
-"""Encode and apply as operators of torch, for programs that are traced: ``torch.ops.gradwire.encode`` and ``.apply``.
+"""Encode and apply as torch operators for traced programs: ``torch.ops.gradwire.encode`` and ``.apply``.
 
-They have no state of their own: the residual is a tensor that is passed in and changed, the threshold a number. Both
-work on the CPU and on CUDA devices; a message is a tensor of a fixed size, of which the header says how much counts,
-because a traced program must know sizes before it runs.
+The operators are stateless: the residual is a tensor argument, which ``encode`` modifies, and the threshold is a
+number. Both work on the CPU and on CUDA devices. A traced program must know sizes before it runs, so a message is a
+tensor of a fixed size, whose header says how many of the bytes count.
 
 >>> import torch, gradwire.torch
 >>> residual, params = torch.zeros(4), torch.zeros(4)
@@ -34,7 +34,7 @@ _VECTOR_BYTES = 16
 
 
 def message_bytes_max(numel: Any) -> Any:
-    """Return the size of ``encode``'s result: the ceiling of a message of ``numel`` elements, in whole vectors."""
+    """Return the size of ``encode``'s result: the ceiling of a message of ``numel`` elements, rounded up to vectors."""
     ceiling = _HEADER_BYTES + (22 * numel + 99) // 100
     return (ceiling + _VECTOR_BYTES - 1) // _VECTOR_BYTES * _VECTOR_BYTES
 
@@ -42,17 +42,17 @@ def message_bytes_max(numel: Any) -> Any:
 def encode(
     residual: torch.Tensor, update: torch.Tensor, threshold: float, key: int = 0, step: int = 0
 ) -> torch.Tensor:
-    """Add ``update`` to ``residual``, take plus or minus the threshold out of what reaches it, return the message.
+    """Add ``update`` to ``residual``, subtract plus or minus one threshold where the sum reaches it, encode those.
 
     Args:
-        residual: float32 or float64, contiguous (on a device: from a multiple of 16 bytes on); modified.
-        update: float32, float16 or bfloat16 (float64 too if the residual is float64), as many elements; not modified.
+        residual: float32 or float64, contiguous (on a device: aligned to 16 bytes); modified.
+        update: float32, float16 or bfloat16 (float64 too if the residual is float64), of the same size; not modified.
         threshold: rounded to bfloat16.
         key: index of the group of parameters.
         step: number of the message.
 
     Returns:
-        uint8[message_bytes_max(residual.numel())]: the message, and zeros. Elements that are not finite are left out.
+        uint8[message_bytes_max(residual.numel())]: the message, then zeros. Elements that are not finite are left out.
     """
     capacity = message_bytes_max(residual.numel())
     message = torch.zeros(capacity, dtype=torch.uint8, device=residual.device)
@@ -68,18 +68,8 @@ def encode(
     return message
 
 
-def _encode_shape(
-    residual: torch.Tensor,
-    update: torch.Tensor,  # noqa: ARG001  (the operator's own names)
-    threshold: float,  # noqa: ARG001
-    key: int = 0,  # noqa: ARG001
-    step: int = 0,  # noqa: ARG001
-) -> torch.Tensor:
-    return residual.new_empty(message_bytes_max(residual.numel()), dtype=torch.uint8)
-
-
 def apply(message: torch.Tensor, target: torch.Tensor, scale: float = 1.0) -> None:
-    """Add the message that begins ``message`` to ``target``: ``target += scale * decoded``.
+    """Add the message at the start of ``message`` to ``target``: ``target += scale * decoded``.
 
     Args:
         message: uint8, contiguous, on the target's device; may be longer than the message.
@@ -87,21 +77,22 @@ def apply(message: torch.Tensor, target: torch.Tensor, scale: float = 1.0) -> No
         scale: finite factor.
 
     Raises:
-        MessageError: on the CPU, the message is not valid. On a device nothing is raised; the target stays as it was.
+        MessageError: on the CPU, the message is invalid. On a device nothing is raised, and the target is unchanged.
     """
     if target.is_cuda:
         apply_message(cuda_message(message), target, scale)
         return
-    held = message.numpy()
-    length = _HEADER_BYTES + int.from_bytes(held[_LENGTH].tobytes(), "little")
-    apply_message(Message.parse(memoryview(held)[:length]), target, scale)
+    content = memoryview(message.numpy())
+    length = _HEADER_BYTES + int.from_bytes(content[_LENGTH], "little")
+    apply_message(Message.parse(content[:length]), target, scale)
 
 
-def _apply_shape(message: torch.Tensor, target: torch.Tensor, scale: float = 1.0) -> None:  # noqa: ARG001
-    return None
+def _encode_fake(residual: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Return a tensor of the result's shape, for tracing."""
+    return residual.new_empty(message_bytes_max(residual.numel()), dtype=torch.uint8)
 
 
 _encode = torch.library.custom_op("gradwire::encode", encode, mutates_args=("residual",))
-_encode.register_fake(_encode_shape)
+_encode.register_fake(_encode_fake)
 _apply = torch.library.custom_op("gradwire::apply", apply, mutates_args=("target",))
-_apply.register_fake(_apply_shape)
+_apply.register_fake(lambda *_, **__: None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,36 +21,29 @@ _STATE_KEY = "gradwire"
 
 
 class SharedOptimizer(torch.optim.Optimizer):
-    """Runs an optimiser and shares what it adds to the parameters, as Deeplearning4j does.
+    """Runs an optimiser and shares its updates, as Deeplearning4j does.
 
-    Every node has its own optimiser with its own state and its own gradients. After its step the difference to the
-    parameters that all nodes share is the update: it goes through the exchange's encoder, and the parameters become the
-    shared ones with everybody's messages added. Nodes that begin with the same parameters keep the same ones, bit for
-    bit, in synchronous mode (with ``overlap`` those of the step before). What is not sent stays in the residual;
-    momentum, Adam's moments, schedules and weight decay work as ever, because the exchange sees only what comes out of
-    them.
+    Every node has an optimiser with its own state and gradients. The update is the difference between the parameters
+    after the optimiser's step and the parameters that all nodes share. The exchange encodes the update, and the
+    parameters become the shared ones plus all nodes' messages. Unsent updates stay in the residual. Momentum, Adam's
+    moments, schedules and weight decay work as usual.
 
-    The exchange decides how: synchronously, asynchronously, or every H steps, as a mean or as a sum.
+    Nodes that begin with the same parameters keep the same ones, bit for bit, in synchronous mode (with ``overlap``
+    those of the step before). Every node must call ``step`` equally often in synchronous mode. Any other change of the
+    parameters between steps becomes part of the update; load checkpoints before the first step.
 
-    ``step`` shares, so every node must call it equally often in synchronous mode. ``GradScaler`` works on each node by
-    itself: a node that skips a step still takes part in the exchange, with what it had left.
-
-    What else changes the parameters between steps becomes part of the update; load checkpoints before the first step.
-
-    **Memory.** The exchange keeps the shared parameters and the residual: 4 bytes per parameter each, and 4 for the
-    difference while it is taken, without ``apply_residual``. Parameters in host memory are changed in place; those of a
-    GPU or in half precision have a copy of 4 bytes in (pinned) host memory besides, which in half precision holds the
-    bits that rounding takes from the shared parameters.
+    ``GradScaler`` works on each node separately: a node that skips a step still takes part in the exchange.
+    ``docs/torch.md`` recommends options for the exchange.
 
     Args:
-        optimizer: whose parameters are all shared.
+        optimizer: the optimiser, all of whose parameters are shared.
         exchange: with an encoder, or groups, for as many elements as there are parameters, in the order of the
-            optimiser's parameter groups; or one worker's of a `LocalTeam`.
-        share_state: also hand the optimiser's state to the exchange: for ``average_optimizer=True``, and so that late
-            nodes begin with it. It is then made, as zeros, before the first step.
+            optimiser's parameter groups; or one worker's part of a `LocalTeam`.
+        share_state: also pass the optimiser's state to the exchange: for ``average_optimizer=True``, and so that late
+            nodes begin with that state. The state is then created, as zeros, before the first step.
 
     Raises:
-        TypeError: ``optimizer`` or ``exchange`` is none.
+        TypeError: ``optimizer`` or ``exchange`` has the wrong type.
 
     Example:
         >>> import gradwire as gw, torch
@@ -64,7 +57,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         1
     """
 
-    # GradScaler then hands over its verdict instead of leaving ``step`` out, on which the other nodes would wait.
+    # Without this, GradScaler would not call ``step`` on overflow, and the other nodes would wait.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -78,18 +71,18 @@ class SharedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"optimizer must be one of torch's, got {optimizer!r}")
         if not hasattr(exchange, "step_moved"):
             raise TypeError(f"exchange must be an Exchange, got {exchange!r}")
-        # Not super().__init__: groups and state are those of the wrapped optimiser.
+        # Not super().__init__: param_groups, state and defaults are the wrapped optimiser's (__getattr__).
         self.optimizer = optimizer
         self.exchange = exchange
         self.share_state = share_state
         self.result: StepResult | None = None
-        self._params = [Staging(one) for group in optimizer.param_groups for one in group["params"]]
+        self._params = [Staging(param) for param in _parameters(optimizer)]
         self._state: list[Staging] = []
         self._loaded: list[torch.Tensor] = []
         self._has_joined = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return what only the wrapped optimiser has."""
+        """Return an attribute of the wrapped optimiser."""
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -97,18 +90,8 @@ class SharedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"SharedOptimizer({self.optimizer!r})"
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimiser's."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimiser's."""
-        return self.optimizer.state
-
     def join(self) -> Joined:
-        """Come in before the first step, which does it otherwise; a late node has the others' parameters afterwards.
+        """Take part from now on; a late node then has the other nodes' parameters. The first step joins otherwise.
 
         Returns:
             The step to begin with, and whether training had begun.
@@ -117,69 +100,60 @@ class SharedOptimizer(torch.optim.Optimizer):
             TimeoutError, Mismatch: as ``Exchange.join``.
         """
         if self.share_state:
-            _make_state(self.optimizer)
+            _create_state(self.optimizer)
             self._state = [Staging(tensor) for tensor in _state_tensors(self.optimizer)]
-        for one in (*self._params, *self._state):
-            one.mark_ready()
-            one.fetch()
-        for one, shared in zip(self._params, self._loaded, strict=False):
-            if one.is_rounded:
-                one.host.copy_(shared)
-        joined = self.exchange.join(_hosts(self._params), _hosts(self._state))
+        for staging in (*self._params, *self._state):
+            staging.mark_ready()
+            staging.fetch()
+        for staging, shared in zip(self._params, self._loaded, strict=False):
+            if staging.is_rounded:
+                staging.host.copy_(shared)
+        joined = self.exchange.join(*self._hosts)
         if joined.is_late or not self.exchange.has_local_steps:
             self._store()
         self._has_joined = True
         return joined
 
     def resync(self) -> Joined:
-        """Take parameters, step and, where it is shared, the optimiser's state anew: after `Diverged`, say.
+        """Take parameters, step and shared optimiser state from another node again, for instance after `Diverged`.
 
         Raises:
             TimeoutError, Mismatch: as ``Exchange.resync``.
         """
-        self._fetch_moved()
-        try:
-            return self.exchange.resync(_hosts(self._params), _hosts(self._state))
-        finally:
-            self._store()
+        with self._staged() as hosts:
+            return self.exchange.resync(*hosts)
 
     def leave(self) -> StepResult:
-        """Send what is left of this node's updates; the others go on without it. Close the node afterwards.
+        """Send the rest of this node's updates; the others continue without this node. Close the node afterwards.
 
         Raises:
             WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.leave``.
         """
-        self._fetch_moved()
-        try:
-            return self.exchange.leave(_hosts(self._params), _hosts(self._state))
-        finally:
-            self._store()
+        with self._staged() as hosts:
+            return self.exchange.leave(*hosts)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of the wrapped optimiser and share it.
 
         Returns:
-            What the closure returned, None without one.
+            The closure's result, None without one.
 
         Raises:
-            NonFiniteUpdate: the optimiser made parameters NaN or infinite; they are without its update.
+            NonFiniteUpdate: the optimiser made parameters NaN or infinite; its update is reverted.
             WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.step_moved``.
         """
         if not self._has_joined:
             self.join()
         loss = self._local_step(closure)
         if self.exchange.is_next_local:
-            self.result = self._exchange_step()
+            self.result = self.exchange.step_moved(*self._hosts)
             return loss
-        self._fetch_moved()
-        try:
-            self.result = self._exchange_step()
-        finally:
-            self._store()
+        with self._staged() as hosts:
+            self.result = self.exchange.step_moved(*hosts)
         return loss
 
     def catch_up(self, timeout_s: float = 0.0) -> int:
-        """Add what is still to come, in asynchronous mode or with ``overlap``, without sending anything.
+        """Add pending messages, in asynchronous mode or with ``overlap``, without sending anything.
 
         Returns:
             The number of messages that were added.
@@ -189,17 +163,14 @@ class SharedOptimizer(torch.optim.Optimizer):
         """
         if not self._has_joined:
             self.join()
-        self._fetch_moved()
-        try:
-            return self.exchange.catch_up(_hosts(self._params), timeout_s)
-        finally:
-            self._store()
+        with self._staged() as (params, _):
+            return self.exchange.catch_up(params, timeout_s)
 
     @contextmanager
     def shared_parameters(self) -> Iterator[None]:
-        """Let the model hold the parameters that all nodes share for a while: to evaluate or to save them.
+        """Let the model hold the parameters that all nodes share, in order to evaluate or to save them.
 
-        Without local steps and ``apply_residual`` it does so anyway. Nothing may train meanwhile.
+        The model always holds them without local steps and ``apply_residual``. Do not train meanwhile.
 
         >>> import gradwire as gw, torch
         >>> model = torch.nn.Linear(1, 1)
@@ -216,11 +187,10 @@ class SharedOptimizer(torch.optim.Optimizer):
         >>> model.bias.item() == before - 0.25
         True
         """
-        self._fetch_moved()
-        hosts = writable_views(_hosts(self._params))
-        own = copies(hosts)
-        put(hosts, self.exchange.shared(hosts))
-        self._store()
+        with self._staged() as (params, _):
+            hosts = writable_views(params)
+            own = copies(hosts)
+            put(hosts, self.exchange.shared(hosts))
         try:
             yield
         finally:
@@ -228,11 +198,11 @@ class SharedOptimizer(torch.optim.Optimizer):
             self._store()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimiser."""
+        """Reset the gradients, as the wrapped optimiser does."""
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the exchange's encoder is made for the parameters there are.
+        """Refuse: the size of the exchange's encoder is fixed.
 
         Raises:
             ValueError: always.
@@ -248,11 +218,11 @@ class SharedOptimizer(torch.optim.Optimizer):
         Every node saves its own; a plain optimiser of the same kind can load it.
         """
         state: dict[str, Any] = {**self.optimizer.state_dict()}
-        state[_STATE_KEY] = _mapped(self.exchange.state_dict(), np.ndarray, torch.from_numpy)
+        state[_STATE_KEY] = _map_leaves(self.exchange.state_dict(), np.ndarray, torch.from_numpy)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from ``state_dict``, before the first step; one of a plain optimiser has no residual to bring.
+        """Continue from ``state_dict``, before the first step; a plain optimiser's state has no residual.
 
         Raises:
             ValueError, RuntimeError: as ``Exchange.load_state_dict``.
@@ -261,12 +231,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         shared = state.pop(_STATE_KEY, None)
         self.optimizer.load_state_dict(state)
         if shared is not None:
-            self.exchange.load_state_dict(
-                _mapped(shared, torch.Tensor, lambda tensor: tensor.numpy())
-            )
-            self._loaded = shared.get(
-                "anchor", []
-            )  # a worker's that does not lead its team has nothing
+            self.exchange.load_state_dict(_map_leaves(shared, torch.Tensor, torch.Tensor.numpy))
+            # Absent from the state of a worker that does not lead its team.
+            self._loaded = shared.get("anchor", [])
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -286,40 +253,41 @@ class SharedOptimizer(torch.optim.Optimizer):
         if found_inf.item():
             return None
         if scale is not None:
-            _unscale(inner, scale)
+            for param in _parameters(inner):
+                if param.grad is not None:
+                    param.grad.div_(scale.item())
         return inner.step()
 
-    def _exchange_step(self) -> StepResult:
-        return self.exchange.step_moved(_hosts(self._params), _hosts(self._state))
+    @property
+    def _hosts(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The host memory of the parameters and of the shared state."""
+        return [one.host for one in self._params], [one.host for one in self._state]
 
-    def _fetch_moved(self) -> None:
-        for one in (*self._params, *self._state):
-            one.mark_ready()
-            one.fetch_moved()
+    @contextmanager
+    def _staged(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Copy what the optimiser has moved to host memory, and the result back, also after an error."""
+        for staging in (*self._params, *self._state):
+            staging.mark_ready()
+            staging.fetch_moved()
+        try:
+            yield self._hosts
+        finally:
+            self._store()
 
     def _store(self) -> None:
-        for one in (*self._params, *self._state):
-            one.store()
+        for staging in (*self._params, *self._state):
+            staging.store()
 
 
-def _hosts(staged: Sequence[Staging]) -> list[torch.Tensor]:
-    return [one.host for one in staged]
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _unscale(optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
-    """Divide the gradients by the loss scale, a power of two."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                param.grad.div_(scale.item())
-
-
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimiser make its state, which it does in its first step, and leave it and the parameters untouched."""
+def _create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimiser create its state, which happens in its first step; the parameters stay unchanged."""
     if optimizer.state:
         return
-    groups = optimizer.param_groups
-    params = [param for group in groups for param in group["params"]]
+    groups, params = optimizer.param_groups, _parameters(optimizer)
     grads, rates = [param.grad for param in params], [group["lr"] for group in groups]
     values = [param.detach().clone() for param in params]
     for param in params:
@@ -339,16 +307,15 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the tensors of the optimiser's state in an order that is the same on every node."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            state = optimizer.state.get(param, {})
-            yield from (state[key] for key in sorted(state) if torch.is_tensor(state[key]))
+    for param in _parameters(optimizer):
+        state = optimizer.state.get(param, {})
+        yield from (state[key] for key in sorted(state) if torch.is_tensor(state[key]))
 
 
-def _mapped(tree: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+def _map_leaves(tree: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     """Return nested dicts and lists with ``function`` applied to every leaf of ``kind``."""
     if isinstance(tree, dict):
-        return {key: _mapped(value, kind, function) for key, value in tree.items()}
+        return {key: _map_leaves(value, kind, function) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return [_mapped(value, kind, function) for value in tree]
+        return [_map_leaves(value, kind, function) for value in tree]
     return function(tree) if isinstance(tree, kind) else tree

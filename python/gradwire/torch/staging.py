@@ -1,4 +1,4 @@
-"""Where the codec reads and writes a tensor that it cannot take as it is."""
+"""Host memory for tensors that the codec cannot use in place."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ _CODED = (torch.float32, torch.float64)
 
 
 class Staging:
-    """Host memory in which the codec works for one tensor: the tensor's own where that will do.
+    """Host memory in which the codec works for one tensor: the tensor's own where possible.
 
-    A contiguous float32 or float64 tensor in host memory is its own staging; nothing is copied. Any other is copied to
-    float32 (float64 stays) in host memory and back; for a GPU that memory is pinned, the copies run in a stream of
-    their own, and the one who asks for them waits.
+    A contiguous float32 or float64 tensor in host memory is its own staging, without a copy. Any other tensor is copied
+    to float32 (float64 stays) in host memory and back. For a GPU that memory is pinned and the copies run in a stream
+    of their own, for which only the caller waits.
 
     Args:
         tensor: work queued on the current stream may still be writing it. Of a ``DTensor`` only this rank's shard.
+
+    Attributes:
+        host: the memory; holds the tensor's values after ``fetch``.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()
         self._tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        self.is_own = not tensor.is_cuda and tensor.dtype in _CODED and self._tensor.is_contiguous()
         self._ready: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._host = self._tensor if self.is_own else self._make_host()
+        self.host = self._tensor
+        if tensor.is_cuda or tensor.dtype not in _CODED or not self._tensor.is_contiguous():
+            dtype = tensor.dtype if tensor.dtype in _CODED else torch.float32
+            self.host = torch.empty(self._tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
         if tensor.is_cuda:
             self._stream = torch.cuda.Stream(tensor.device)
             self.mark_ready()
 
     @property
-    def host(self) -> torch.Tensor:
-        """The memory; it holds the tensor's values after ``fetch``."""
-        return self._host
-
-    @property
     def is_rounded(self) -> bool:
-        """Whether the tensor holds less precision than host memory does."""
-        return self._host.dtype != self._tensor.dtype
+        """Whether the tensor has less precision than host memory."""
+        return self.host.dtype != self._tensor.dtype
 
     def mark_ready(self) -> None:
-        """Let the next ``fetch`` wait for what the current stream of the tensor's GPU has been given so far."""
+        """Let the next ``fetch`` wait for the work queued so far on the current stream of the tensor's GPU."""
         if self._tensor.is_cuda:
             self._ready = torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(self._tensor.device))
@@ -52,40 +52,30 @@ class Staging:
         if self._stream is not None and self._ready is not None:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(self._ready)
-                self._host.copy_(self._tensor, non_blocking=True)
+                self.host.copy_(self._tensor, non_blocking=True)
             self._stream.synchronize()
-        elif not self.is_own:
-            self._host.copy_(self._tensor)
-        return self._host
+        elif self.host is not self._tensor:
+            self.host.copy_(self._tensor)
+        return self.host
 
     def fetch_moved(self) -> torch.Tensor:
-        """Return the values in host memory, if those there before were the tensor's and it has moved since.
+        """Return the tensor's values, after host memory held them once and the tensor has changed since.
 
-        Like ``fetch``, but what half precision has rounded off the values in host memory stays with them: only the
-        difference comes in.
+        Like ``fetch``, but host memory keeps the bits that half precision has rounded off: only the difference is
+        added.
         """
         if not self.is_rounded:
             return self.fetch()
-        before = self._host.clone()
+        before = self.host.clone()
         rounded = before.to(self._tensor.dtype).to(before.dtype)
-        moved = self.fetch()
-        moved.sub_(rounded).add_(before)
-        return moved
-
-    def fill(self, value: float) -> None:
-        """Set all elements in host memory."""
-        self._host.fill_(value)
+        return self.fetch().sub_(rounded).add_(before)
 
     def store(self) -> torch.Tensor:
-        """Return the tensor with the values that host memory holds now; for a GPU the copy is done."""
+        """Return the tensor with the values of host memory; for a GPU the copy is done."""
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
-                self._tensor.copy_(self._host, non_blocking=True)
+                self._tensor.copy_(self.host, non_blocking=True)
             self._stream.synchronize()
-        elif not self.is_own:
-            self._tensor.copy_(self._host)
+        elif self.host is not self._tensor:
+            self._tensor.copy_(self.host)
         return self._tensor
-
-    def _make_host(self) -> torch.Tensor:
-        dtype = self._tensor.dtype if self._tensor.dtype in _CODED else torch.float32
-        return torch.empty(self._tensor.shape, dtype=dtype, pin_memory=self._tensor.is_cuda)

@@ -1,0 +1,210 @@
+"""Residual, threshold and momentum of every parameter, wherever DDP's buckets put its gradient."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..codec import Encoder
+from ..exchange.density import learn_first_threshold
+from ..message import Message
+from ..state import check_format
+
+__all__ = ["ParameterState", "ParameterStates"]
+
+_STATE_FORMAT = 1
+
+
+class ParameterState:
+    """The encoder of one parameter's gradient, and its local momentum.
+
+    Args:
+        encoder: of as many elements as the parameter has.
+        momentum: 0.0: none.
+
+    Attributes:
+        encoder: as given.
+        velocity: gradients with their momentum, in the residual's dtype; None without momentum.
+    """
+
+    def __init__(self, encoder: Encoder, momentum: float) -> None:
+        self.encoder = encoder
+        self._residual = torch.from_numpy(encoder.residual)
+        self._momentum = momentum
+        self.velocity = torch.zeros_like(self._residual) if momentum else None
+        self._velocity_before = torch.zeros_like(self._residual) if momentum else None
+
+    def add_momentum(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the update to encode: the new velocity, or without momentum the gradient itself."""
+        if self.velocity is None or self._velocity_before is None:
+            return gradient
+        torch.mul(self.velocity, self._momentum, out=self._velocity_before)
+        self._velocity_before.add_(gradient)
+        self.revert_momentum()
+        return self.velocity
+
+    def revert_momentum(self) -> None:
+        """Exchange the velocity and the one before the last update."""
+        self.velocity, self._velocity_before = self._velocity_before, self.velocity
+
+    def encode(self, update: torch.Tensor) -> Message:
+        """Encode one update.
+
+        Raises:
+            NonFiniteUpdate: the update is not finite; the residual holds its finite part.
+        """
+        learn_first_threshold(self.encoder, update)
+        return self.encoder.encode(update)
+
+    def revert_update(self, update: torch.Tensor) -> None:
+        """Take the finite part of an update out of the residual again, and revert the momentum."""
+        self._residual.sub_(torch.nan_to_num(update.to(self._residual.dtype), 0.0, 0.0, 0.0))
+        self.revert_momentum()
+
+    def clear_nonfinite_momentum(self) -> None:
+        """Set the velocity to zero wherever it is not finite, as the encoder leaves those elements out."""
+        if self.velocity is not None:
+            torch.nan_to_num(self.velocity, nan=0.0, posinf=0.0, neginf=0.0, out=self.velocity)
+
+    def mask_momentum(self, message: Message) -> None:
+        """Set the velocity of the elements in a message to zero (factor masking)."""
+        if self.velocity is not None:
+            self.velocity.numpy()[message.entries()[0]] = 0.0
+
+    def rescale(self, factor: float) -> None:
+        """Multiply residual, velocity and threshold."""
+        self.load_state_dict(_rescaled(self.state_dict(), factor))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of residual and velocity as host tensors, the threshold and the step."""
+        return {
+            "residual": self._residual.clone(),
+            "velocity": None if self.velocity is None else self.velocity.clone(),
+            "threshold": self.encoder.threshold,
+            "step": self.encoder.step,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``, of a parameter of the same size and dtype."""
+        loaded = {name: state[name] for name in ("threshold", "step")}
+        residual = state["residual"].numpy()
+        self.encoder.load_state_dict({**self.encoder.state_dict(), "residual": residual, **loaded})
+        if self.velocity is not None and state["velocity"] is not None:
+            self.velocity.copy_(state["velocity"])
+
+
+class ParameterStates:
+    """The states of a model's parameters, each made when a bucket first brings the parameter.
+
+    DDP decides which parameters share a bucket, and decides again after the first iteration. A state belongs to the
+    parameter, so rearranged buckets change nothing. A checkpoint refers to parameters by the names given, otherwise by
+    their place counted from the end, the order in which DDP's first buckets bring them.
+
+    Args:
+        make_encoder: returns an encoder for (numel, dtype, key, numel of the largest parameter).
+        momentum: of every parameter.
+    """
+
+    def __init__(
+        self, make_encoder: Callable[[int, str, int, int], Encoder], momentum: float
+    ) -> None:
+        self._make_encoder = make_encoder
+        self._momentum = momentum
+        self._names: dict[torch.Tensor, str] = {}
+        self._states: dict[torch.Tensor, ParameterState] = {}
+        self._loaded: dict[str, dict[str, Any]] = {}
+        self._largest = 0
+
+    def name(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Name all parameters of the model.
+
+        Raises:
+            ValueError: a bucket has brought a parameter already.
+        """
+        if self._states:
+            raise ValueError("parameters are named before the first step")
+        self._names = {parameter: name for name, parameter in parameters}
+        self._largest = max(map(torch.numel, self._names), default=0)
+
+    def of_bucket(
+        self, parameters: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> list[ParameterState]:
+        """Return the states of a bucket's parameters, in the bucket's order, with residuals of ``dtype``.
+
+        Raises:
+            ValueError: the checkpoint has another size or dtype for a parameter, or momentum where there is none.
+        """
+        # DDP's first buckets hold the parameters from the last to the first, but in order within each.
+        for parameter in reversed(parameters):
+            self._names.setdefault(parameter, str(len(self._names)))
+        self._largest = max(self._largest, *map(torch.numel, parameters))
+        for parameter in parameters:
+            if parameter not in self._states:
+                self._states[parameter] = self._make_state(parameter, str(dtype).split(".")[1])
+        return [self._states[parameter] for parameter in parameters]
+
+    def check_all_loaded(self) -> None:
+        """Refuse a checkpoint of another model, once buckets have brought all parameters.
+
+        Raises:
+            ValueError: a parameter of the checkpoint is in no bucket.
+        """
+        if self._loaded:
+            names, known = ", ".join(sorted(self._loaded)), ", ".join(sorted(self._names.values()))
+            raise ValueError(
+                f"the checkpoint has residuals of parameters that no bucket holds: {names}; the model's are "
+                f"named {known}: load it into the same model, with register_threshold_hook(model, state)"
+            )
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals, velocities and thresholds."""
+        for state in self._states.values():
+            state.rescale(factor)
+        self._loaded = {name: _rescaled(state, factor) for name, state in self._loaded.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every parameter, by name."""
+        parameters = copy.deepcopy(self._loaded)
+        for parameter, state in self._states.items():
+            parameters[self._names[parameter]] = state.state_dict()
+        return {"format": _STATE_FORMAT, "parameters": parameters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint; a parameter's part is loaded when a bucket next brings the parameter.
+
+        Raises:
+            ValueError: the state is of another format.
+        """
+        check_format(state, _STATE_FORMAT)
+        self._loaded = dict(state["parameters"])
+        self._states.clear()
+
+    def _make_state(self, parameter: torch.Tensor, dtype: str) -> ParameterState:
+        numel, name = parameter.numel(), self._names[parameter]
+        encoder = self._make_encoder(numel, dtype, len(self._states), self._largest)
+        state = ParameterState(encoder, self._momentum)
+        loaded = self._loaded.pop(name, None)
+        if loaded is None:
+            return state
+        residual = loaded["residual"].numpy()
+        if residual.size != numel or residual.dtype != dtype:
+            raise ValueError(
+                f"the residual of parameter {name} is {residual.dtype}[{residual.size}], it now needs "
+                f"{dtype}[{numel}]: the checkpoint is of another model"
+            )
+        if loaded["velocity"] is not None and state.velocity is None:
+            raise ValueError(
+                f"the checkpoint has momentum for parameter {name}, this state was made without: "
+                "give ThresholdState the momentum that it had"
+            )
+        state.load_state_dict(loaded)
+        return state
+
+
+def _rescaled(state: dict[str, Any], factor: float) -> dict[str, Any]:
+    """Return one parameter's state with residual, velocity and threshold multiplied."""
+    scaled = [name for name in state if name != "step" and state[name] is not None]
+    return {**state, **{name: state[name] * factor for name in scaled}}
