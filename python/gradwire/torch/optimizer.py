@@ -24,9 +24,9 @@ class SharedOptimizer(torch.optim.Optimizer):
     """Runs an optimiser and shares its updates, as Deeplearning4j does.
 
     Every node has an optimiser with its own state and gradients. The update is the difference between the parameters
-    after the optimiser's step and the parameters that all nodes share. The exchange encodes the update, and the
-    parameters become the shared ones plus all nodes' messages. Unsent updates stay in the residual. Momentum, Adam's
-    moments, schedules and weight decay work as usual.
+    after the optimiser's step and the shared parameters. The exchange encodes the update and adds the mean (or the sum)
+    of all nodes' messages to the shared parameters; unsent updates stay in the residual. Momentum, Adam's moments,
+    schedules and weight decay work as usual.
 
     Nodes that begin with the same parameters keep the same ones, bit for bit, in synchronous mode (with ``overlap``
     those of the step before). Every node must call ``step`` equally often in synchronous mode. Any other change of the
@@ -124,7 +124,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             return self.exchange.resync(*hosts)
 
     def leave(self) -> StepResult:
-        """Send the rest of this node's updates; the others continue without this node. Close the node afterwards.
+        """Send the rest of this node's updates, for the last time; close the node afterwards.
 
         Raises:
             WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.leave``.
@@ -175,7 +175,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         >>> import gradwire as gw, torch
         >>> model = torch.nn.Linear(1, 1)
         >>> with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
-        ...     share = gw.Exchange(gw.Encoder(2, threshold=1.0), node, min_peers=0, apply_residual=True)
+        ...     encoder = gw.Encoder(2, threshold=1.0)
+        ...     share = gw.Exchange(encoder, node, min_peers=0, apply_residual=True)
         ...     optimizer = SharedOptimizer(torch.optim.SGD(model.parameters(), lr=0.25), share)
         ...     joined = optimizer.join()
         ...     before = model.bias.item()
@@ -213,10 +214,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimiser's state, and under "gradwire" the exchange's, all as tensors and numbers.
-
-        Every node saves its own; a plain optimiser of the same kind can load it.
-        """
+        """Return the wrapped optimiser's state as it is, with this node's exchange's under "gradwire"."""
         state: dict[str, Any] = {**self.optimizer.state_dict()}
         state[_STATE_KEY] = _map_leaves(self.exchange.state_dict(), np.ndarray, torch.from_numpy)
         return state
