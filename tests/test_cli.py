@@ -15,11 +15,9 @@ import pytest
 
 import gradwire as gw
 from gradwire.cli import main
-from gradwire.cli.demo.launcher import train
-from gradwire.cli.demo.network import Network
-from gradwire.cli.demo.report import format_bytes
-from gradwire.cli.demo.results import Run
-from gradwire.cli.demo.training import TRAINING_IMAGES, Digits, Recipe, Trainer
+from gradwire.cli.demo.report import Run, format_bytes
+from gradwire.cli.demo.training import TRAINING_IMAGES, Digits, Network, Recipe, Trainer
+from gradwire.cli.demo.workers import train
 from gradwire.transport import parse_secret
 
 pytest.importorskip("sklearn", reason="the demo needs scikit-learn")
@@ -193,12 +191,11 @@ def test_demo_prints_plain_lines_and_draws_a_picture(tmp_path: Path) -> None:
 
 def test_demo_ends_with_a_reason_when_a_worker_dies(tmp_path: Path) -> None:
     code = """
-import gradwire.cli.demo.worker as worker
 def fail(*_):
     raise SystemExit(7)
 if __name__ == "__main__":
-    import gradwire.cli.demo.launcher as launcher
-    launcher.work = fail
+    import gradwire.cli.demo.workers as workers
+    workers.work = fail
     from gradwire.cli import main
     raise SystemExit(main(["demo", "--workers", "2"]))
 """
@@ -209,7 +206,7 @@ if __name__ == "__main__":
         [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, env=environment
     )
     assert done.returncode == 1
-    assert re.search(r"gradwire demo: worker \d ended early with status", done.stderr)
+    assert "gradwire demo: worker 0 ended early with status 7" in done.stderr
 
 
 def train_both_ways(recipe: Recipe) -> tuple[Run, Run]:
@@ -219,7 +216,7 @@ def train_both_ways(recipe: Recipe) -> tuple[Run, Run]:
     assert dense.is_identical
     assert sparse.is_identical
     # The dense run is what it claims to be: every parameter as 4 bytes to every other worker, and little else.
-    values = 4 * dense.numel * (recipe.workers - 1) * dense.worker_steps
+    values = 4 * Network(recipe.layers).numel * (recipe.workers - 1) * dense.worker_steps
     assert values <= dense.udp_bytes <= 1.1 * values
     assert 0 < sparse.control_bytes < sparse.udp_bytes
     return dense, sparse

@@ -148,7 +148,7 @@ def test_outside_a_barrier_stage_the_error_says_what_to_use(spark: Any) -> None:
             yield str(error)
 
     [text] = spark.parallelize([1], 1).mapPartitions(task).collect()
-    assert "a barrier stage, and this is none" in text
+    assert "must be called in a task of a barrier stage" in text
 
 
 @pytest.mark.spark
@@ -159,7 +159,7 @@ def test_more_tasks_than_find_room_are_refused_by_spark(spark: Any) -> None:
 
 def test_what_is_no_rdd_is_refused_with_the_way_to_one() -> None:
     with pytest.raises(
-        TypeError, match=r"must be an RDD, got list; a DataFrame has one in its \.rdd"
+        TypeError, match=r"must be an RDD, got list; use a DataFrame's \.rdd"
     ):
         gradwire.spark.run([1, 2, 3], lambda node, rows: None)  # type: ignore[arg-type]
 

@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 class _Version(argparse.Action):
-    """Looks the version up when it is asked for."""
+    """An option that prints the version, which is looked up only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         sys.stdout.write(f"gradwire {gradwire.__version__}\n")
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever reads the output has enough of it (`| head`); what is left goes nowhere, or exiting would fail again.
+        # The reader of the output is gone (`| head`); without a place for the rest, exiting would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status

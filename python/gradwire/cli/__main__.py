@@ -1,4 +1,4 @@
-"""``python -m gradwire.cli``: the same as the command ``gradwire``."""
+"""``python -m gradwire.cli``, the same as the command ``gradwire``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``gradwire info``: what this installation can do on this machine."""
+"""``gradwire info``: versions and backends of this installation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _instruction_set() -> str:
 
 
 def _cuda() -> str:
-    """Return what the CUDA backend was built with, or what it lacks."""
+    """Return how the CUDA backend was built, or why there is none."""
     problem = cuda_problem()
     if problem:
         return f"not available: {problem}"

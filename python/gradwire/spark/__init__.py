@@ -1,9 +1,9 @@
-"""Training on Spark: a node in every task of a barrier stage, all connected to each other.
+"""Training on Spark: a connected node in every task of a barrier stage.
 
-Spark starts the tasks, all at the same time, and gives each its part of the data. The updates travel between the tasks
-directly, never through the driver; there is no master.
+Spark starts all tasks at the same time and gives each its part of the data. Updates travel directly between the tasks,
+not through the driver; there is no master.
 
-Needs ``pip install "gradwire[spark]"`` where the driver runs and gradwire on every executor.
+Requires ``pip install "gradwire[spark]"`` where the driver runs, and gradwire on every executor.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def run(
     """Train on all partitions of ``data`` at the same time, one task and one node for each.
 
     Args:
-        data: an RDD; of a DataFrame its ``.rdd``. As many tasks as it has partitions have to find room at once.
+        data: an RDD, for a DataFrame its ``.rdd``. The cluster needs a free slot for every partition at once.
         train: called in every task as ``train(node, rows)``, with the node connected to those of all other tasks and
-            the rows of the task's partition; what it returns has to be picklable.
-        secret: as for `Node`; by default a new one for this call. It goes to the executors with ``train``: in the clear
-            where Spark's own connections are not encrypted.
+            the rows of the task's partition; its result must be picklable.
+        secret: as for `Node`; by default a new one for this call. The secret is sent to the executors with ``train``,
+            unencrypted unless Spark's own connections are encrypted.
         options: for `node`.
 
     Returns:
-        What ``train`` has returned, in the order of the partitions.
+        The results of ``train``, in the order of the partitions.
 
     Raises:
         TypeError: ``data`` is no RDD.
-        ValueError: the secret is a weak one or none at all.
-        py4j.protocol.Py4JJavaError: a task has failed, or not all find room at once; it has the task's traceback.
+        ValueError: the secret is weak or malformed.
+        py4j.protocol.Py4JJavaError: a task failed (the error has its traceback), or there were too few slots.
 
     Example:
         >>> def train(node, rows):  # doctest: +SKIP
@@ -61,8 +61,8 @@ def run(
     """
     if not callable(getattr(data, "barrier", None)):
         raise TypeError(
-            f"data must be an RDD, got {type(data).__name__}; a DataFrame has one in its .rdd, and where it has not "
-            "(Spark Connect), call gradwire.spark.node in df.mapInPandas(..., barrier=True)"
+            f"data must be an RDD, got {type(data).__name__}; use a DataFrame's .rdd, or without one (Spark Connect) "
+            "call gradwire.spark.node in df.mapInPandas(..., barrier=True)"
         )
     key = parse_secret(generate_secret() if secret is None else secret)
 
@@ -82,22 +82,22 @@ def node(
     timeout_s: float = 60.0,
     **options: Any,
 ) -> Node:
-    """Return a node that is connected to those of all other tasks; to be called once in each task of a barrier stage.
+    """Return a node connected to those of all other tasks; call this once in each task of a barrier stage.
 
-    Its id is the number of the task's partition, so checkpoints fit when the stage runs again. Without a mask and
-    without GRADWIRE_IP it binds the address on the way to the executors of other machines, or loopback if there are
-    none.
+    The node's id is the number of the task's partition, so checkpoints fit when the stage runs again. Without a mask
+    and without GRADWIRE_IP the node binds the address that routes to the executors of other machines, or loopback if
+    there are none.
 
     Args:
         secret: the same in all tasks; see `Node`.
         network_mask: a network such as "10.1.1.0/24" in which every machine has one address.
-        port: the first UDP port for the tasks of each machine, which take one each; 0 lets the system choose.
-        timeout_s: how long to wait for the others once all have begun.
+        port: the first UDP port for the tasks of each machine, which use consecutive ports; 0 lets the system choose.
+        timeout_s: how long to wait for the other tasks' nodes once all tasks have begun.
         options: for `Node`.
 
     Raises:
-        TransportError: not in a task of a barrier stage.
-        TimeoutError: not all others could be reached; the message names those that were.
+        TransportError: not called in a task of a barrier stage.
+        TimeoutError: not all nodes could be reached; the message names those that were.
         ValueError: the port does not fit, no address reaches the other executors, or an option of `Node` is wrong.
         OSError: the address cannot be bound.
     """
@@ -107,7 +107,7 @@ def node(
         context = BarrierTaskContext.get()
     except Exception as error:
         raise TransportError(
-            "gradwire.spark.node connects the tasks of a barrier stage, and this is none: use gradwire.spark.run, "
+            "gradwire.spark.node must be called in a task of a barrier stage: use gradwire.spark.run, "
             "rdd.barrier().mapPartitions or df.mapInPandas(..., barrier=True)"
         ) from error
     rank = context.partitionId()
@@ -118,7 +118,7 @@ def node(
         for address in context.allGather(made.address):
             made.add_peer(address)
         made.wait_for_peers(len(hosts) - 1, timeout_s)
-        context.barrier()  # who is done early must not be gone before the last has met everybody
+        context.barrier()  # a task that finishes early must not close its node before all are connected
     except BaseException:
         made.close(timeout_s=0.0)
         raise

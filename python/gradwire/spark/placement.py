@@ -1,4 +1,4 @@
-"""Where the node of a Spark task binds: the address that the other executors reach, and a port of its own."""
+"""The bind address of a Spark task's node: one that the other executors reach, and a port of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PORT_MAX: Final = 65_535
 
 
 def host_of(address: str) -> str:
-    """Return the host of what Spark calls an executor's address: "host:port", IPv6 in brackets or not."""
+    """Return the host of an executor's address as Spark gives it: "host:port", IPv6 in brackets or not."""
     return address.rpartition(":")[0].strip("[]")
 
 
@@ -27,18 +27,18 @@ def where_to_bind(
     Args:
         hosts: of the executors, by task.
         rank: the task's number.
-        port: the first one for the tasks of a machine; 0 for any.
+        port: the first port for the tasks of a machine; 0 for any.
         network_mask: as given to `node`.
 
     Raises:
-        ValueError: the machine's tasks need ports above 65,535, or it has no way to the other executors.
+        ValueError: the machine's tasks need ports above 65,535, or no route leads to the other executors.
     """
     own = hosts[rank]
     last = port + hosts.count(own) - 1 if port else 0
     if not 0 <= port <= last <= PORT_MAX:
         raise ValueError(
-            f"port is {port}, and {hosts.count(own)} tasks on {own} need one each up to {last}; it must be 0 or all "
-            f"have to lie between 1 and {PORT_MAX}"
+            f"port is {port}, and {hosts.count(own)} tasks on {own} use ports up to {last}; port must be 0, or all "
+            f"ports between 1 and {PORT_MAX}"
         )
     chosen = port + hosts[:rank].count(own) if port else 0
     if deciding_rule((WILDCARD, chosen), network_mask) != "route":
@@ -47,15 +47,15 @@ def where_to_bind(
 
 
 def _address_towards(others: Sequence[str]) -> str:
-    """Return this machine's address on the way to the first of these hosts; loopback if there are none."""
+    """Return this machine's address on the route to the first of these hosts; loopback if there are none."""
     if not others:
         return LOOPBACK
-    names = [format_address((host, 1)) for host in others]  # of what port does not matter
+    names = [format_address((host, 1)) for host in others]  # any port
     for wildcard in ANY:
         address = local_address((wildcard, 0), names)[0]
         if not is_loopback(address):
             return address
     raise ValueError(
-        f"no address of this machine is on the way to the other executors ({', '.join(sorted(set(others)))}): "
-        "give network_mask, or GRADWIRE_IP to each executor"
+        f"no route from this machine leads to the other executors ({', '.join(sorted(set(others)))}): "
+        "set network_mask, or GRADWIRE_IP on each executor"
     )

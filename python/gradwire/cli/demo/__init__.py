@@ -7,10 +7,7 @@ import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from gradwire.cli.demo.training import Recipe
+from typing import Any
 
 _NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 
@@ -25,7 +22,9 @@ def add_parser(commands: Any) -> None:
         "messages. Ends with a table and a picture of both.",
     )
     parser.add_argument("--workers", type=int, default=4, help="processes (default: 4)")
-    parser.add_argument("--epochs", type=int, help="passes over the images (default: 20)")
+    parser.add_argument(
+        "--epochs", type=int, default=20, help="passes over the images (default: 20)"
+    )
     parser.add_argument(
         "--threshold",
         type=float,
@@ -49,36 +48,23 @@ def run(arguments: argparse.Namespace) -> int:
             f'the demo needs {" and ".join(missing)}: pip install "gradwire[demo]"', file=sys.stderr
         )
         return 1
+    # Only now, so that the other commands do not wait for these imports.
+    from . import report
+    from .training import Recipe
+    from .workers import WorkerFailed, train
+
     try:
-        recipe = _recipe(arguments)
+        recipe = Recipe(arguments.workers, arguments.epochs, threshold=arguments.threshold)
     except ValueError as error:
         print(f"gradwire demo: {error}", file=sys.stderr)
         return 2
-    return _train_both(recipe, arguments.report)
-
-
-def _recipe(arguments: argparse.Namespace) -> Recipe:
-    from gradwire.cli.demo.training import Recipe
-
-    recipe = Recipe(workers=arguments.workers, threshold=arguments.threshold)
-    return recipe if arguments.epochs is None else replace(recipe, epochs=arguments.epochs)
-
-
-def _train_both(recipe: Recipe, folder: Path) -> int:
-    # Only now, so that the other commands do not wait for these imports.
-    from gradwire.cli.demo import report
-    from gradwire.cli.demo.launcher import WorkerFailed, train
-
     report.print_plan(recipe)
-    runs = []
-    for recipe_of_run in (replace(recipe, dense=True), recipe):
-        with report.LiveLine(recipe_of_run) as live:
-            try:
-                runs.append(train(recipe_of_run, live.show))
-            except WorkerFailed as error:
-                print(f"gradwire demo: {error}", file=sys.stderr)
-                return 1
-    dense, sparse = runs
+    recipes = (replace(recipe, dense=True), recipe)
+    try:
+        dense, sparse = (train(one, report.start_progress(one)) for one in recipes)
+    except WorkerFailed as error:
+        print(f"gradwire demo: {error}", file=sys.stderr)
+        return 1
     report.print_tables(dense, sparse)
-    print(f"\npicture: {report.draw(dense, sparse, folder)}")
+    print(f"\npicture: {report.draw(dense, sparse, arguments.report)}")
     return 0

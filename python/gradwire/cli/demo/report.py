@@ -1,21 +1,110 @@
-"""What the demo shows: progress while it trains, tables and a picture at the end."""
+"""The demo's measurements, and how they are shown: progress, tables and a picture."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
-from gradwire.cli.demo.network import Network
-from gradwire.cli.demo.results import LAST_EPOCHS, Epoch, Run
-from gradwire.cli.demo.training import TRAINING_IMAGES, Recipe
+from .training import TRAINING_IMAGES, Network, Recipe
 
+_LAST_EPOCHS = 5
 _LINES_PER_RUN = 10  # without a terminal
 _ROWS_OVER_TIME = 6
 
 
+@dataclass(frozen=True)
+class Epoch:
+    """Measurements of one epoch, of one worker or of all.
+
+    Attributes:
+        number: from 1.
+        loss: cross-entropy of the training batches.
+        accuracy: on the held-out half, 0 to 1.
+        udp_bytes: UDP payload bytes sent since the start of the run, of every kind; all workers together.
+        control_bytes: those of acknowledgements, keys and other control.
+        digest: of the bits of the parameters; "" where workers differ.
+        message_bytes: size of one message.
+        density: share of the elements that one message changes.
+        threshold: quantum of the changes; 0.0 for dense messages.
+        encode_s: seconds per step to encode.
+        wait_s: seconds per step until all workers' messages had arrived.
+        apply_s: seconds per step to add them to the parameters.
+    """
+
+    number: int
+    loss: float
+    accuracy: float
+    udp_bytes: int
+    control_bytes: int
+    digest: str
+    message_bytes: float
+    density: float
+    threshold: float
+    encode_s: float
+    wait_s: float
+    apply_s: float
+
+    @staticmethod
+    def merge(reports: Sequence[Epoch]) -> Epoch:
+        """Return all workers' measurements of one epoch as one: sums of bytes sent, means of the rest."""
+        first = vars(reports[0])
+        means: dict[str, Any] = {
+            name: _mean(reports, name) for name, value in first.items() if isinstance(value, float)
+        }
+        return replace(
+            reports[0],
+            udp_bytes=sum(report.udp_bytes for report in reports),
+            control_bytes=sum(report.control_bytes for report in reports),
+            digest=reports[0].digest if len({report.digest for report in reports}) == 1 else "",
+            **means,
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        recipe: its settings.
+        epochs: all of them, in order.
+        seconds: wall time of the training; starting the processes is not included.
+    """
+
+    recipe: Recipe
+    epochs: tuple[Epoch, ...]
+    seconds: float
+
+    @property
+    def accuracy(self) -> float:
+        """Mean test accuracy of the last epochs, 0 to 1."""
+        return _mean(self.epochs[-_LAST_EPOCHS:], "accuracy")
+
+    @property
+    def udp_bytes(self) -> int:
+        """UDP payload bytes sent by all workers, acknowledgements included."""
+        return self.epochs[-1].udp_bytes
+
+    @property
+    def control_bytes(self) -> int:
+        """The part of ``udp_bytes`` that is acknowledgements, keys and other control."""
+        return self.epochs[-1].control_bytes
+
+    @property
+    def worker_steps(self) -> int:
+        """Steps of all workers together."""
+        return self.recipe.workers * self.recipe.steps
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether all workers ended with the same bits."""
+        return self.epochs[-1].digest != ""
+
+
 def print_plan(recipe: Recipe) -> None:
-    """Say what is going to be trained."""
+    """Print what is going to be trained."""
     layers = "-".join(str(width) for width in recipe.layers)
     print(
         f"{recipe.workers} workers train a {layers} network "
@@ -25,115 +114,98 @@ def print_plan(recipe: Recipe) -> None:
     )
 
 
-class LiveLine:
-    """Progress: one line that rewrites itself on a terminal, a few plain lines elsewhere."""
+def start_progress(recipe: Recipe) -> Callable[[Epoch], None]:
+    """Return a function that shows an epoch: in a line that rewrites itself on a terminal, in plain lines elsewhere."""
+    name = _name(recipe)
+    is_terminal = sys.stdout.isatty()
+    every = max(1, recipe.epochs // _LINES_PER_RUN)
+    print(f"\n{name}: starting {recipe.workers} processes", flush=True)
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-        self._name = "dense float32" if recipe.dense else "gradwire"
-        self._is_terminal = sys.stdout.isatty()
-        self._every = max(1, recipe.epochs // _LINES_PER_RUN)
-
-    def __enter__(self) -> LiveLine:
-        """Say which run begins."""
-        print(f"\n{self._name}: starting {self._recipe.workers} processes", flush=True)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Leave the rewritten line standing."""
-        if self._is_terminal:
-            print(flush=True)
-
-    def show(self, epoch: Epoch) -> None:
-        """Show the state after an epoch."""
+    def show(epoch: Epoch) -> None:
+        is_last = epoch.number == recipe.epochs
         text = (
-            f"{self._name}: epoch {epoch.number:3d}/{self._recipe.epochs}  "
+            f"{name}: epoch {epoch.number:3d}/{recipe.epochs}  "
             f"loss {epoch.loss:.4f}  test accuracy {100 * epoch.accuracy:5.2f} %  "
             f"sent {format_bytes(epoch.udp_bytes)}"
         )
-        if self._is_terminal:
-            print(f"\r{text}\x1b[K", end="", flush=True)
-        elif epoch.number % self._every == 0 or epoch.number == self._recipe.epochs:
+        if is_terminal:
+            print(f"\r{text}\x1b[K", end="\n" if is_last else "", flush=True)
+        elif is_last or epoch.number % every == 0:
             print(text, flush=True)
+
+    return show
 
 
 def print_tables(dense: Run, sparse: Run) -> None:
-    """Print the comparison, and how threshold and density went over time."""
-    rows = [("", "dense float32", "gradwire", "")]
-    rows += _comparison(dense, sparse)
-    print()
-    for name, left, right, note in rows:
-        print(f"{name:44}{left:>14}{right:>14}  {note}".rstrip())
+    """Print the comparison, and threshold and density over time."""
+    print(f"\n{'':44}{_name(dense.recipe):>14}{_name(sparse.recipe):>14}")
+    print("\n".join(_comparison(dense, sparse)))
     print(f"\n{'epoch':>5}{'threshold':>12}{'density':>10}{'message':>11}")
-    for epoch in _over_time(sparse):
+    last = len(sparse.epochs) - 1
+    for index in sorted(
+        {round(last * row / (_ROWS_OVER_TIME - 1)) for row in range(_ROWS_OVER_TIME)}
+    ):
+        epoch = sparse.epochs[index]
         print(
             f"{epoch.number:5d}{epoch.threshold:12.2e}{100 * epoch.density:8.2f} %"
             f"{format_bytes(epoch.message_bytes):>11}"
         )
 
 
-def _comparison(dense: Run, sparse: Run) -> list[tuple[str, str, str, str]]:
-    points = 100 * (sparse.accuracy - dense.accuracy)
-    fewer = dense.udp_bytes / sparse.udp_bytes
-    times = [
-        (
+def _comparison(dense: Run, sparse: Run) -> Iterator[str]:
+    """Yield the lines of the table."""
+
+    def row(label: str, show: Callable[[Run], str], note: str = "") -> str:
+        return f"{label:44}{show(dense):>14}{show(sparse):>14}  {note}".rstrip()
+
+    yield row(
+        f"test accuracy, mean of the last {_LAST_EPOCHS} epochs",
+        lambda run: f"{100 * run.accuracy:.2f} %",
+        f"{100 * (sparse.accuracy - dense.accuracy):+.2f} points",
+    )
+    yield row(
+        "UDP payload per worker and step",
+        lambda run: format_bytes(run.udp_bytes / run.worker_steps),
+        f"{dense.udp_bytes / sparse.udp_bytes:.0f} times fewer bytes",
+    )
+    yield row(
+        "UDP payload in all", lambda run: format_bytes(run.udp_bytes), "acknowledgements included"
+    )
+    yield row(
+        "  of which acknowledgements and control", lambda run: format_bytes(run.control_bytes)
+    )
+    for verb in ("encode", "wait", "apply"):
+        name = f"{verb}_s"
+        yield row(
             f"{verb}, ms per step",
-            f"{1e3 * dense.mean(name):.2f}",
-            f"{1e3 * sparse.mean(name):.2f}",
-            "",
+            lambda run, name=name: f"{1e3 * _mean(run.epochs, name):.2f}",  # type: ignore[misc]
         )
-        for verb, name in (("encode", "encode_s"), ("wait", "wait_s"), ("apply", "apply_s"))
-    ]
-    return [
-        (
-            f"test accuracy, mean of the last {LAST_EPOCHS} epochs",
-            f"{100 * dense.accuracy:.2f} %",
-            f"{100 * sparse.accuracy:.2f} %",
-            f"{points:+.2f} points",
-        ),
-        (
-            "UDP payload per worker and step",
-            format_bytes(dense.udp_bytes / dense.worker_steps),
-            format_bytes(sparse.udp_bytes / sparse.worker_steps),
-            f"{fewer:.0f} times fewer bytes",
-        ),
-        (
-            "UDP payload in all",
-            format_bytes(dense.udp_bytes),
-            format_bytes(sparse.udp_bytes),
-            "acknowledgements included",
-        ),
-        (
-            "  of which acknowledgements and control",
-            format_bytes(dense.control_bytes),
-            format_bytes(sparse.control_bytes),
-            "",
-        ),
-        *times,
-        ("training time", f"{dense.seconds:.1f} s", f"{sparse.seconds:.1f} s", ""),
-        (
-            "all workers end with the same bits",
-            _yes(dense.is_identical),
-            _yes(sparse.is_identical),
-            "",
-        ),
-    ]
+    yield row("training time", lambda run: f"{run.seconds:.1f} s")
+    yield row("all workers end with the same bits", lambda run: "yes" if run.is_identical else "NO")
 
 
-def _yes(value: bool) -> str:
-    return "yes" if value else "NO"
+def draw(dense: Run, sparse: Run, folder: Path) -> Path:
+    """Draw both learning curves against epochs and against bytes; return the picture's path."""
+    from matplotlib.figure import Figure
 
-
-def _over_time(run: Run) -> list[Epoch]:
-    """Return a few epochs, evenly spread, the first and the last included."""
-    last = len(run.epochs) - 1
-    indices = {round(last * row / (_ROWS_OVER_TIME - 1)) for row in range(_ROWS_OVER_TIME)}
-    return [run.epochs[index] for index in sorted(indices)]
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    by_epoch, by_bytes = figure.subplots(1, 2, sharey=True)
+    for run in (dense, sparse):
+        accuracies = [100 * epoch.accuracy for epoch in run.epochs]
+        by_epoch.plot([epoch.number for epoch in run.epochs], accuracies, label=_name(run.recipe))
+        by_bytes.plot(
+            [epoch.udp_bytes for epoch in run.epochs], accuracies, label=_name(run.recipe)
+        )
+    by_epoch.set(xlabel="epoch", ylabel="test accuracy, %")
+    by_epoch.xaxis.get_major_locator().set_params(integer=True)
+    by_bytes.set(xlabel="UDP payload bytes sent by all workers", xscale="log")
+    for axes in (by_epoch, by_bytes):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "learning-curves.png"
+    figure.savefig(path)
+    return path
 
 
 def format_bytes(count: float) -> str:
@@ -149,23 +221,9 @@ def format_bytes(count: float) -> str:
     return f"{count:.3g} GB"
 
 
-def draw(dense: Run, sparse: Run, folder: Path) -> Path:
-    """Draw both learning curves against epochs and against bytes; return the picture's path."""
-    from matplotlib.figure import Figure
+def _name(recipe: Recipe) -> str:
+    return "dense float32" if recipe.dense else "gradwire"
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    by_epoch, by_bytes = figure.subplots(1, 2, sharey=True)
-    for run, name in ((dense, "dense float32"), (sparse, "gradwire")):
-        accuracies = [100 * epoch.accuracy for epoch in run.epochs]
-        by_epoch.plot([epoch.number for epoch in run.epochs], accuracies, label=name)
-        by_bytes.plot([epoch.udp_bytes for epoch in run.epochs], accuracies, label=name)
-    by_epoch.set(xlabel="epoch", ylabel="test accuracy, %")
-    by_epoch.xaxis.get_major_locator().set_params(integer=True)
-    by_bytes.set(xlabel="UDP payload bytes sent by all workers", xscale="log")
-    for axes in (by_epoch, by_bytes):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "learning-curves.png"
-    figure.savefig(path)
-    return path
+
+def _mean(epochs: Sequence[Epoch], name: str) -> float:
+    return sum(float(getattr(epoch, name)) for epoch in epochs) / len(epochs)

@@ -1,28 +1,35 @@
-"""The task that the demo trains on, and one worker's share of it."""
+"""The demo's task: a small network in NumPy, scikit-learn's scanned digits, and one worker's share of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gradwire.cli.demo.network import Floats, Integers, Network
+Floats: TypeAlias = NDArray[np.float32]
+Integers: TypeAlias = NDArray[np.int64]
+
+TRAINING_IMAGES = 898  # of scikit-learn's 1,797 digits; the other half is held out
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the outcome of a run; both runs of the demo share it but for ``dense``.
+    """All settings of a run; the demo's two runs differ in ``dense`` only.
 
     Attributes:
         workers: number of processes, each with its own share of the training images.
         epochs: passes over the training images.
         batch: images per worker and step.
-        learning_rate: of the first step; it falls linearly to zero.
+        learning_rate: of the first step; falls linearly to zero.
         momentum: of the local updates.
         seed: of the split, the initial parameters and the order of the images.
         threshold: a fixed threshold, or None for one that follows the density.
         dense: send every update as raw float32 values instead.
+        layers: width of every layer of the network.
     """
 
     workers: int = 4
@@ -36,7 +43,7 @@ class Recipe:
     layers: tuple[int, ...] = (64, 512, 256, 10)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be trained, with the reason."""
+        """Refuse a recipe that cannot be trained, with the reason."""
         if self.workers < 1:
             raise ValueError(f"workers is {self.workers}, must be at least 1")
         if self.epochs < 1:
@@ -49,7 +56,7 @@ class Recipe:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that every worker takes per epoch."""
+        """Steps of every worker per epoch."""
         return TRAINING_IMAGES // self.workers // self.batch
 
     @property
@@ -58,19 +65,89 @@ class Recipe:
         return self.epochs * self.steps_per_epoch
 
 
-TRAINING_IMAGES = 898  # of scikit-learn's 1,797 digits; the other half is held out
+class Network:
+    """Rectified linear layers under a softmax, whose parameters are one flat array.
 
+    Args:
+        sizes: width of every layer, from the inputs to the classes.
 
-@dataclass(frozen=True)
-class Digits:
-    """The two halves of scikit-learn's scanned digits, 8 x 8 pixels each.
-
-    Attributes:
-        inputs: float32, shape (898, 64), about zero mean.
-        labels: int64, shape (898,).
-        test_inputs: the held-out half.
-        test_labels: its classes.
+    Example:
+        >>> import numpy as np
+        >>> network = Network([4, 8, 3])
+        >>> params = network.initial(seed=0)
+        >>> network.numel, params.dtype, params.shape
+        (67, dtype('float32'), (67,))
+        >>> gradient = np.empty_like(params)
+        >>> loss = network.gradient(params, np.ones((2, 4), np.float32), np.array([0, 2]), gradient)
+        >>> loss > 0
+        True
     """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._shapes = list(itertools.pairwise(sizes))
+        self.numel = sum((fan_in + 1) * fan_out for fan_in, fan_out in self._shapes)
+
+    def initial(self, seed: int) -> Floats:
+        """Return fresh parameters, float32 of shape (numel,): He-initialised weights, zero biases."""
+        rng = np.random.default_rng(seed)
+        params = np.zeros(self.numel, np.float32)
+        for weights, _ in self._layers(params):
+            scale = np.sqrt(2.0 / weights.shape[0])
+            weights[...] = scale * rng.standard_normal(weights.shape)
+        return params
+
+    def gradient(self, params: Floats, inputs: Floats, labels: Integers, out: Floats) -> float:
+        """Write the gradient of the mean cross-entropy into ``out`` and return that loss.
+
+        Args:
+            params: float32, shape (numel,), not modified.
+            inputs: float32, shape (batch, sizes[0]), not modified.
+            labels: int64, shape (batch,), the classes.
+            out: float32, shape (numel,), overwritten.
+        """
+        layers = self._layers(params)
+        activations = _forward(layers, inputs)
+        error = np.exp(activations[-1] - activations[-1].max(axis=1, keepdims=True))
+        error /= error.sum(axis=1, keepdims=True)
+        rows = np.arange(len(labels))
+        loss = -float(np.log(error[rows, labels] + 1e-12).mean())
+        error[rows, labels] -= 1.0
+        error /= len(labels)
+        for index, (weights, bias) in reversed(list(enumerate(self._layers(out)))):
+            np.matmul(activations[index].T, error, out=weights)
+            error.sum(axis=0, out=bias)
+            if index > 0:
+                error = (error @ layers[index][0].T) * (activations[index] > 0)
+        return loss
+
+    def accuracy(self, params: Floats, inputs: Floats, labels: Integers) -> float:
+        """Return the share of ``inputs`` whose largest output is the right class."""
+        outputs = _forward(self._layers(params), inputs)[-1]
+        return float((outputs.argmax(axis=1) == labels).mean())
+
+    def _layers(self, params: Floats) -> list[tuple[Floats, Floats]]:
+        """Return views of every layer's weights, shape (fan_in, fan_out), and bias, shape (fan_out,)."""
+        layers, begin = [], 0
+        for fan_in, fan_out in self._shapes:
+            middle = begin + fan_in * fan_out
+            end = middle + fan_out
+            layers.append((params[begin:middle].reshape(fan_in, fan_out), params[middle:end]))
+            begin = end
+        return layers
+
+
+def _forward(layers: list[tuple[Floats, Floats]], inputs: Floats) -> list[Floats]:
+    """Return the inputs and the output of every layer; all but the last are rectified."""
+    activations = [inputs]
+    for weights, bias in layers:
+        activations.append(activations[-1] @ weights + bias)
+        if len(activations) <= len(layers):
+            np.maximum(activations[-1], 0.0, out=activations[-1])
+    return activations
+
+
+class Digits(NamedTuple):
+    """The two halves of scikit-learn's scanned digits: pixels float32[n, 64], about zero mean, and classes int64[n]."""
 
     inputs: Floats
     labels: Integers
@@ -79,7 +156,7 @@ class Digits:
 
     @staticmethod
     def load(seed: int) -> Digits:
-        """Return the digits, shuffled and split by ``seed``; they come with scikit-learn."""
+        """Return the digits, shuffled and split by ``seed``."""
         from sklearn.datasets import load_digits
 
         images, labels = load_digits(return_X_y=True)
@@ -91,36 +168,31 @@ class Digits:
         return Digits(inputs[:half], classes[:half], inputs[half:], classes[half:])
 
 
-@dataclass
 class Trainer:
-    """One worker: its images, its momentum, and the updates it wants to add to the shared parameters.
+    """One worker's images, momentum and updates.
 
-    Attributes:
-        recipe: what to train.
-        rank: which worker this is, from 0.
-        digits: all images; this worker uses every ``recipe.workers``-th of the training half.
+    Args:
+        recipe: the settings.
+        rank: the worker's number, from 0.
+        digits: all images; the worker uses every ``recipe.workers``-th of the training half.
     """
 
-    recipe: Recipe
-    rank: int
-    digits: Digits
-    network: Network = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Allocate what every step reuses."""
-        self.network = Network(self.recipe.layers)
-        self._gradient = np.empty(self.network.numel, np.float32)
+    def __init__(self, recipe: Recipe, rank: int, digits: Digits) -> None:
+        self.recipe = recipe
+        self.rank = rank
+        self.digits = digits
+        self.network = Network(recipe.layers)
+        self._gradient, self._update = np.empty((2, self.network.numel), np.float32)
         self._velocity = np.zeros(self.network.numel, np.float32)
-        self._update = np.empty(self.network.numel, np.float32)
-        self._rng = np.random.default_rng((self.recipe.seed, self.rank))
+        self._rng = np.random.default_rng((recipe.seed, rank))
 
     def batches(self) -> Iterator[Integers]:
         """Yield the indices of every batch of one epoch, in fresh order."""
-        mine = np.arange(self.rank, TRAINING_IMAGES, self.recipe.workers)
-        self._rng.shuffle(mine)
+        own = np.arange(self.rank, TRAINING_IMAGES, self.recipe.workers)
+        self._rng.shuffle(own)
         size = self.recipe.batch
         for index in range(self.recipe.steps_per_epoch):
-            yield mine[index * size : (index + 1) * size]
+            yield own[index * size : (index + 1) * size]
 
     def update(self, params: Floats, batch: Integers, step: int) -> tuple[Floats, float]:
         """Return the update of one step (float32, shape (numel,), overwritten by the next) and the loss."""

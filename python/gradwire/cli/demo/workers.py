@@ -1,0 +1,152 @@
+"""The demo's processes: workers that train and exchange updates over UDP, and the parent that collects reports."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import Any
+
+import gradwire as gw
+
+from .report import Epoch, Run
+from .training import Digits, Floats, Recipe, Trainer
+
+_SILENCE_S = 120.0
+_END_S = 10.0
+
+
+class WorkerFailed(RuntimeError):
+    """A worker process ended early or did not report in time."""
+
+
+class _Worker:
+    """A worker process, seen from the parent."""
+
+    def __init__(self, recipe: Recipe, rank: int, secret: bytes, stack: ExitStack) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=work, args=(recipe, rank, secret, theirs), name=f"worker {rank}", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        stack.callback(self._end)
+
+    def receive(self, *things: Any) -> Any:
+        """Send things to the worker, and return the next thing from the worker.
+
+        Raises:
+            WorkerFailed: the worker ended early or did not answer in time; its traceback is on stderr.
+        """
+        name = self._process.name
+        try:
+            for thing in things:
+                self._pipe.send(thing)
+            if self._pipe.poll(_SILENCE_S):
+                return self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join(_END_S)
+            status = self._process.exitcode
+            raise WorkerFailed(f"{name} ended early with status {status}") from None
+        raise WorkerFailed(f"{name} has not reported for {_SILENCE_S:g} s")
+
+    def join(self) -> None:
+        """Wait until the worker has closed its node."""
+        self._process.join(_END_S)
+
+    def _end(self) -> None:
+        self._process.terminate()
+        self._process.join()
+        self._pipe.close()
+
+
+def train(recipe: Recipe, on_epoch: Callable[[Epoch], None]) -> Run:
+    """Train ``recipe`` in processes of its own, calling ``on_epoch`` after every epoch.
+
+    Raises:
+        WorkerFailed: a worker ended early or did not report in time; its traceback is on stderr.
+    """
+    secret = secrets.token_bytes(32)
+    with ExitStack() as stack:
+        workers = [_Worker(recipe, rank, secret, stack) for rank in range(recipe.workers)]
+        addresses: list[str] = []
+        for worker in workers:
+            addresses.append(worker.receive(addresses))
+        begin_s = time.monotonic()
+        epochs = []
+        for _ in range(recipe.epochs):
+            epochs.append(Epoch.merge([worker.receive() for worker in workers]))
+            on_epoch(epochs[-1])
+        seconds = time.monotonic() - begin_s
+        for worker in workers:
+            worker.join()
+    return Run(recipe, tuple(epochs), seconds)
+
+
+def work(recipe: Recipe, rank: int, secret: bytes, pipe: Connection) -> None:
+    """Train to the end as one worker; the entry point of the process.
+
+    The parent sends the addresses of the workers before this one, and receives this one's address and then an `Epoch`
+    for every epoch.
+    """
+    from threadpoolctl import threadpool_limits
+
+    trainer = Trainer(recipe, rank, Digits.load(recipe.seed))
+    params = trainer.network.initial(recipe.seed)
+    # The processes are the parallelism, and NumPy's results then do not depend on the number of cores.
+    with threadpool_limits(1), gw.Node("127.0.0.1:0", pipe.recv(), secret=secret) as node:
+        pipe.send(node.address)
+        share = gw.Exchange(
+            gw.Encoder(trainer.network.numel, threshold=_policy(recipe)),
+            node,
+            min_peers=recipe.workers - 1,
+            codec="dense" if recipe.dense else "threshold",
+        )
+        for number in range(1, recipe.epochs + 1):
+            pipe.send(_train_epoch(trainer, share, node, params, number))
+
+
+def _policy(recipe: Recipe) -> gw.FixedThreshold | gw.AdaptiveThreshold:
+    if recipe.threshold is not None:
+        return gw.FixedThreshold(recipe.threshold)
+    # A threshold near the size of the first updates' largest elements: a far smaller one would send coarse noise first.
+    return gw.AdaptiveThreshold(initial=1e-2, density_min=1e-3, density_max=1e-2)
+
+
+def _train_epoch(
+    trainer: Trainer, share: gw.Exchange, node: gw.Node, params: Floats, number: int
+) -> Epoch:
+    """Train one epoch, numbered from 1; ``params`` (float32, shape (numel,)) is modified."""
+    losses, results = [], []
+    first = (number - 1) * trainer.recipe.steps_per_epoch
+    for step, batch in enumerate(trainer.batches(), start=first):
+        update, loss = trainer.update(params, batch, step)
+        result = share.step(update, params)
+        if result.lost:
+            raise gw.PeerLost(f"worker {result.lost[0].address} went down in step {step}")
+        losses.append(loss)
+        results.append(result)
+    stats = node.stats()
+
+    def mean(name: str) -> float:
+        return sum(float(getattr(result, name)) for result in results) / len(results)
+
+    return Epoch(
+        number=number,
+        loss=sum(losses) / len(losses),
+        accuracy=trainer.test_accuracy(params),
+        udp_bytes=stats.udp_bytes_sent,
+        control_bytes=stats.control_bytes_sent,
+        digest=hashlib.sha256(params.tobytes()).hexdigest(),
+        message_bytes=mean("sent_bytes"),
+        density=mean("density"),
+        threshold=mean("threshold"),
+        encode_s=mean("encode_s"),
+        wait_s=mean("wait_s"),
+        apply_s=mean("apply_s"),
+    )
