@@ -81,5 +81,5 @@ def test_ports_above_the_last_one_are_refused_with_the_numbers() -> None:
 
 def test_a_machine_without_a_way_to_the_others_says_what_to_give(routes: dict[str, str]) -> None:
     assert not routes
-    with pytest.raises(ValueError, match=r"to the other executors \(b, c\): give network_mask"):
+    with pytest.raises(ValueError, match=r"to the other executors \(b, c\): set network_mask"):
         where_to_bind(["a", "b", "c", "b"], 0)

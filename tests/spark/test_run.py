@@ -158,9 +158,7 @@ def test_more_tasks_than_find_room_are_refused_by_spark(spark: Any) -> None:
 
 
 def test_what_is_no_rdd_is_refused_with_the_way_to_one() -> None:
-    with pytest.raises(
-        TypeError, match=r"must be an RDD, got list; use a DataFrame's \.rdd"
-    ):
+    with pytest.raises(TypeError, match=r"must be an RDD, got list; use a DataFrame's \.rdd"):
         gradwire.spark.run([1, 2, 3], lambda node, rows: None)  # type: ignore[arg-type]
 
 
