@@ -152,7 +152,7 @@ def test_outside_a_barrier_stage_the_error_says_what_to_use(spark: Any) -> None:
 
 
 @pytest.mark.spark
-def test_more_tasks_than_find_room_are_refused_by_spark(spark: Any) -> None:
+def test_more_tasks_than_slots_are_refused_by_spark(spark: Any) -> None:
     with pytest.raises(Exception, match="slots"):
         gradwire.spark.run(spark.parallelize(range(5), 5), lambda node, rows: None)
 
