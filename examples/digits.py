@@ -1,4 +1,4 @@
-"""Scikit-learn's scanned digits, shared out among workers: what the examples train on."""
+"""Scikit-learn's scanned digits, the data of the examples, divided among workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE = "datasets/data/digits.csv.gz"
 
 
 class Images(NamedTuple):
-    """Images of 8 x 8 pixels in 0 ... 1, float32[n, 64], and what they show, int64[n]."""
+    """Images of 8 x 8 pixels in 0 ... 1, float32[n, 64], and their digits, int64[n]."""
 
     pixels: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -23,18 +23,18 @@ class Images(NamedTuple):
 def training(rank: int, workers: int) -> Images:
     """Return one worker's share of the training images."""
     images = _shuffled()
-    mine = slice(rank, TRAINING_IMAGES, workers)
-    return Images(images.pixels[mine], images.labels[mine])
+    share = slice(rank, TRAINING_IMAGES, workers)
+    return Images(images.pixels[share], images.labels[share])
 
 
 def held_out() -> Images:
-    """Return the 360 images that nobody trains on."""
+    """Return the 360 images that no worker trains on."""
     images = _shuffled()
     return Images(images.pixels[TRAINING_IMAGES:], images.labels[TRAINING_IMAGES:])
 
 
 def _shuffled() -> Images:
-    # The file without the library, whose import takes every worker longer than its share of the training.
+    # The file without importing the library, which would take every worker longer than its training.
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
         raise ModuleNotFoundError("the digits come with scikit-learn: pip install scikit-learn")

@@ -1,10 +1,10 @@
-"""Two workers that train with JAX and optax; gradwire takes JAX's arrays as they are.
+"""Train with JAX and optax on two workers; gradwire accepts JAX's arrays without a copy.
 
     pip install "gradwire[jax,demo]"
     python examples/jax_optax.py
 
-This starts both on this machine. On two, start each with its rank and both addresses, and the same secret in
-GRADWIRE_SECRET.
+This starts both workers on this machine. On two machines, start each with its rank and both addresses, and the same
+secret in GRADWIRE_SECRET.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = (64, 256, 10)
 
 
 def initial() -> list[np.ndarray]:
-    """Return the parameters as NumPy arrays, which can change: weights and bias of each layer."""
+    """Return weights and bias of each layer as NumPy arrays, which unlike JAX's are mutable."""
     rng = np.random.default_rng(0)
     params = []
     for fan_in, fan_out in itertools.pairwise(SIZES):
@@ -61,10 +61,10 @@ def train(rank: int, addresses: list[str]) -> None:
         share = gw.Exchange(encoder, node, min_peers=WORKERS - 1)
         for _ in range(STEPS):
             batch = batches.integers(len(labels), size=BATCH)
-            # A copy: JAX may keep using the memory of what it is given, and `params` changes below.
+            # A copy, because JAX may keep using the memory of its arguments, and `params` changes below.
             shared = [jnp.array(one, copy=True) for one in params]
             updates, state = update(shared, state, pixels[batch], labels[batch])
-            share.step(updates, params)  # through DLPack, without a copy
+            share.step(updates, params)  # reads JAX's arrays without a copy
         stats = share.stats
 
     pixels, labels = digits.held_out()

@@ -1,4 +1,4 @@
-"""Workers of an example as processes of this machine; on several machines you start each yourself."""
+"""Start the workers of an example as processes on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 
 def free_addresses(count: int) -> list[str]:
-    """Return addresses whose ports the system says are free."""
+    """Return loopback addresses with free ports."""
     sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(count)]
     for one in sockets:
         one.bind(("127.0.0.1", 0))
@@ -23,19 +23,19 @@ def free_addresses(count: int) -> list[str]:
 
 
 class Workers:
-    """Starts workers: the script itself, with the worker's rank and everybody's addresses as arguments.
+    """Starts this script again as workers, with the worker's rank and all addresses as arguments.
 
     Args:
-        addresses: of all that will ever be.
+        addresses: of all workers, also of those that start late.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = addresses
-        # `gradwire secret` makes one for several machines.
+        # For several machines `gradwire secret` prints a secret.
         self._environment = {**os.environ, "GRADWIRE_SECRET": secrets.token_hex(32)}
 
     def start(self, rank: int) -> subprocess.Popen[str]:
-        """Start one; its input and output are pipes."""
+        """Start a worker whose input and output are pipes."""
         command = [
             sys.executable,
             sys.argv[0],
@@ -54,7 +54,7 @@ class Workers:
 
 
 def finish(workers: Sequence[subprocess.Popen[str]]) -> None:
-    """Wait for workers and print what they say; fail if one failed."""
+    """Wait for workers and print their output; exit if one failed."""
     for worker in workers:
         output, _ = worker.communicate()
         print(output, end="")
@@ -63,11 +63,11 @@ def finish(workers: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def run(train: Callable[[int, list[str]], None], workers: int, description: str) -> None:
-    """Do what the command line says: train as one of the workers, or start all of them here.
+    """Train as one of the workers, or start all of them, depending on the command line.
 
     Args:
-        train: does the work of one; takes its rank and everybody's addresses.
-        workers: how many there are.
+        train: called with the worker's rank and all addresses.
+        workers: their number.
         description: of the example, for ``--help``.
     """
     parser = argparse.ArgumentParser(description=description)

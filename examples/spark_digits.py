@@ -1,10 +1,10 @@
-"""Four Spark tasks that train one network on their parts of the data; there is no master, and Spark carries no update.
+"""Train one network in four Spark tasks, each on its part of the data; there is no master.
 
     pip install "gradwire[spark,demo]"
     python examples/spark_digits.py [MASTER]
 
-Needs Java. Without a master such as spark://10.1.1.5:7077 Spark runs on this machine. Executors need gradwire; what
-they run travels to them from here.
+Requires Java. Without a master such as spark://10.1.1.5:7077 Spark runs on this machine. Executors need gradwire; the
+training function is sent to them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def scores(params: np.ndarray, pixels: np.ndarray) -> np.ndarray:
 
 
 def train(node: gw.Node, rows: Iterator[Any]) -> tuple[int, int, np.ndarray]:
-    """Train on one task's rows; all tasks make the same number of steps, because they wait for each other."""
+    """Train on one task's rows; all tasks take the same number of steps, because they wait for each other."""
     pixels, labels = (np.array(column) for column in zip(*rows, strict=True))
     picks = np.random.default_rng(node.id)
     params, sent_bytes = np.zeros(650, np.float32), 0

@@ -1,4 +1,4 @@
-"""Two ranks under torchrun: DistributedDataParallel with gradwire's communication hook.
+"""Train with DistributedDataParallel and gradwire's communication hook, on two ranks under torchrun.
 
     pip install "gradwire[torch,demo]"
     torchrun --nproc-per-node 2 examples/torch_ddp.py

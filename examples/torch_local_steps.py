@@ -1,9 +1,9 @@
-"""Four workers that train alone for 20 steps at a time and then share what those have changed, over UDP.
+"""Train on four workers that take 20 local steps at a time and then share the changes over UDP.
 
     pip install "gradwire[torch,demo]"
     python examples/torch_local_steps.py
 
-This starts all four on this machine. On several, start each with its rank and everybody's addresses, and the same
+This starts all four on this machine. On several machines, start each with its rank and all addresses, and the same
 secret in GRADWIRE_SECRET.
 """
 

@@ -1,10 +1,10 @@
-"""Four workers over UDP: one is killed midway, another one comes late, and training goes on.
+"""Train on four workers over UDP; one is killed midway, another joins late, and training continues.
 
     pip install "gradwire[torch,demo]"
     python examples/torch_workers.py
 
-This starts all of them on this machine. On several, start each with its rank and everybody's addresses, and the same
-secret in GRADWIRE_SECRET; a worker that is started late takes the parameters from the others.
+This starts all of them on this machine. On several machines, start each with its rank and all addresses, and the same
+secret in GRADWIRE_SECRET; a late worker receives the parameters from the others.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 import gradwire as gw
 from gradwire.torch import SharedOptimizer
 
-FOUNDERS, ADDRESSES, STEPS, BATCH = 4, 5, 500, 16
+WORKERS, ADDRESSES, STEPS, BATCH = 4, 5, 500, 16
 KILLED, KILLED_AT, LATE = 3, 150, 4
 
 
 def train(rank: int, addresses: list[str]) -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(rank)  # the initial parameters of the late one matter to nobody
+    torch.manual_seed(rank)  # the late worker replaces its initial parameters
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
     if rank != LATE:
         with torch.no_grad():
@@ -35,12 +35,12 @@ def train(rank: int, addresses: list[str]) -> None:
     if rank == LATE:
         input("press Enter to join\n")
 
-    pixels, labels = map(torch.from_numpy, digits.training(rank % FOUNDERS, FOUNDERS))
+    pixels, labels = map(torch.from_numpy, digits.training(rank % WORKERS, WORKERS))
     batches = torch.Generator().manual_seed(rank)
     with gw.Node(addresses[rank], addresses) as node:
         encoder = gw.Encoder(numel, threshold=gw.TargetDensity(0.02))
-        peers = FOUNDERS - 1 if rank != LATE else 1
-        exchange = gw.Exchange(encoder, node, min_peers=peers)
+        min_peers = WORKERS - 1 if rank != LATE else 1
+        exchange = gw.Exchange(encoder, node, min_peers=min_peers)
         optimizer = SharedOptimizer(torch.optim.AdamW(model.parameters(), lr=2e-3), exchange)
         joined = optimizer.join()
         if joined.is_late:
@@ -61,7 +61,7 @@ def train(rank: int, addresses: list[str]) -> None:
 
 
 def launch() -> None:
-    """Start all, kill one of them midway and let the fifth join, and show what they say."""
+    """Start all workers, kill one of them midway, let the fifth join, and print their output."""
     launcher = processes.Workers(processes.free_addresses(ADDRESSES))
     workers = [launcher.start(rank) for rank in range(ADDRESSES)]
     late, victim = workers[LATE], workers.pop(KILLED)

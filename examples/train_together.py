@@ -1,4 +1,4 @@
-"""Fit a line on two machines (or in two terminals) that see different halves of the data.
+"""Fit a linear model on two machines (or in two terminals) with different halves of the data.
 
 On both, the same secret: export GRADWIRE_SECRET=$(gradwire secret)
 
