@@ -1,4 +1,4 @@
-"""The processes that tests of the hook share."""
+"""Processes shared by the tests of the hook."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .ranks import Ranks
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
-    """Two ranks; a test that breaks their process group makes its own."""
+    """Yield two ranks; a test that breaks their process group must make its own."""
     with TemporaryDirectory() as folder:
         ranks = Ranks(2, Path(folder))
         yield ranks

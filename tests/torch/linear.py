@@ -1,4 +1,4 @@
-"""A model whose gradients are its inputs: what goes in is known, so what comes out can be counted."""
+"""A model whose gradients are its inputs, so that all gradients are known."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Linear(torch.nn.Module):
         )
 
     def forward(self, inputs: list[torch.Tensor]) -> torch.Tensor:
-        """Use the parameters in an order of their own, so that DDP rearranges its buckets after the first step."""
+        """Use the parameters out of order, so that DDP rearranges its buckets after the first step."""
         total = torch.zeros(())
         for place in (3, 0, 4, 1, 2):
             total = total + (self.weights[place] * inputs[place]).sum()
         return total
 
     def flat(self) -> torch.Tensor:
-        """Return a copy of all parameters in one row."""
+        """Return a copy of all parameters as one vector."""
         return torch.cat([weight.detach().flatten() for weight in self.weights])
 
 

@@ -1,6 +1,6 @@
-"""Processes that are the ranks of one process group, kept for many tests because importing torch takes seconds.
+"""Processes as the ranks of one process group, shared by many tests because importing torch takes seconds.
 
-A test hands a module-level function to `Ranks.run`; every rank calls it with its number and returns what it likes.
+A test passes a module-level function to `Ranks.run`; every rank calls the function with its number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RankFailed(Exception):
 
 
 class Ranks:
-    """So many processes joined by gloo over loopback.
+    """Processes joined by gloo over loopback.
 
     Args:
         size: number of ranks.
@@ -45,7 +45,7 @@ class Ranks:
         store = folder / "store"
         for rank in range(size):
             command = [sys.executable, __file__, str(listener.address), str(store)]
-            # What torchrun would set, for frameworks that look there.
+            # As torchrun sets them, for frameworks that read them.
             launched = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
             launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
             process = subprocess.Popen(
@@ -57,7 +57,7 @@ class Ranks:
         self._connections = [one for _, one in sorted((receive(one), one) for one in connections)]
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Return what ``function(rank, *arguments)`` returns on every rank, in their order.
+        """Return the results of ``function(rank, *arguments)`` on every rank, by rank.
 
         Raises:
             RankFailed: on some rank it raised.
@@ -82,7 +82,7 @@ class Ranks:
 
 
 def send(connection: Connection, value: Any) -> None:
-    """Send plain pickled bytes: connections of themselves would share tensors' memory between processes."""
+    """Send pickled bytes, because a connection's own pickling would share the memory of tensors between processes."""
     connection.send_bytes(pickle.dumps(value))
 
 
@@ -91,7 +91,7 @@ def receive(connection: Connection) -> Any:
 
 
 def main(address: str, store: str, rank: int, size: int) -> None:
-    """Be one rank: call functions until the other end goes away."""
+    """Run one rank: call functions until the connection is closed."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
@@ -106,7 +106,7 @@ def main(address: str, store: str, rank: int, size: int) -> None:
 
 
 def find(folder: str, module: str, function: str) -> Callable[..., Any]:
-    """Return a function of a test module, which is imported in a package of its own."""
+    """Return a function of a test module, imported in a package of its own."""
     if PACKAGE not in sys.modules:
         package = types.ModuleType(PACKAGE)
         package.__path__ = [folder]

@@ -1,4 +1,4 @@
-"""FSDP2: shards stay within a machine; what the optimiser changes in them is shared between machines."""
+"""FSDP2: shards stay within a machine; the optimiser's updates of each shard are shared between machines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def one_machine_of_two_ranks(rank: int) -> Any:
     return expected, found, encoder.numel
 
 
-def test_every_rank_shares_the_shard_that_it_has(two_ranks: Ranks) -> None:
+def test_every_rank_shares_its_own_shard(two_ranks: Ranks) -> None:
     results = two_ranks.run(one_machine_of_two_ranks)
     assert sum(numel for _, _, numel in results) == 9 * 16 + 16 + 16 * 3 + 3
     for expected, found, _ in results:

@@ -1,4 +1,4 @@
-"""Bytes of different lengths from all ranks, in one collective or two."""
+"""The all-gather of bytes of different lengths, in one collective or two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .ranks import RankFailed, Ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-# For each step, how many bytes rank 0 and rank 1 have to say.
+# Payload bytes of rank 0 and rank 1 in each step.
 LENGTHS = [(0, 0), (5_000, 7), (7, 5_100), (100_000, 99_999), (0, 3), (90_000, 1), (1, 64)]
 
 
@@ -33,7 +33,7 @@ def gather_all(rank: int) -> Any:
     return answers, gather.second_collectives
 
 
-def test_every_rank_gets_everybodys_bytes_in_the_order_of_the_ranks(two_ranks: Ranks) -> None:
+def test_every_rank_gets_all_payloads_in_the_order_of_the_ranks(two_ranks: Ranks) -> None:
     for answers, second_collectives in two_ranks.run(gather_all):
         for step, found in enumerate(answers):
             expected = [(payload(rank, step), step == 3 and rank == 1) for rank in (0, 1)]
@@ -45,7 +45,7 @@ def differ(rank: int) -> None:
     Gather(dist.group.WORLD, torch.device("cpu"))(3, rank, memoryview(b""), False)
 
 
-def test_ranks_at_different_buckets_are_told_so(two_ranks: Ranks) -> None:
+def test_ranks_at_different_buckets_raise(two_ranks: Ranks) -> None:
     with pytest.raises(
         RankFailed, match="rank 1 sent bucket 1 of step 3, this rank is at bucket 0"
     ):

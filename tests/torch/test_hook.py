@@ -1,4 +1,4 @@
-"""The DDP hook: the same bits on every rank, nothing lost, whatever DDP does around it."""
+"""The DDP hook: the same bits on every rank, and nothing lost, whatever DDP does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = 2  # the place of a parameter whose gradients are small
 
 
 def residual(state: ThresholdState) -> Any:
-    """Return what a rank has not sent, in the order of the model's parameters, as float64."""
+    """Return a rank's residuals in the order of the model's parameters, as float64."""
     saved = state.state_dict()["residuals"]["parameters"]
     return torch.cat([saved[f"weights.{place}"]["residual"] for place in range(5)]).double()
 
@@ -62,7 +62,7 @@ class Training:
 
     @property
     def accounted(self) -> Any:
-        """Half of what went in has gone into the parameters of both; the rest of this rank's is in its residual."""
+        """The parameters, which hold half of what both ranks have sent, and this rank's residual."""
         return self.model.flat().double(), residual(self.state)
 
 
@@ -100,7 +100,7 @@ def test_ranks_hold_the_same_bits_and_nothing_is_lost(
 
 
 def layouts_while_training(rank: int) -> Any:
-    """Train, and note the sizes of the parameters in every bucket of every step."""
+    """Train, and record the sizes of the parameters in every bucket of every step."""
     layouts: list[list[list[int]]] = []
 
     def noting_hook(state, bucket):  # without annotations, which DDP would compare with its own
@@ -138,7 +138,7 @@ def train_in_buckets(rank: int, bucket_cap_mb: float) -> Any:
     return [weight.detach() for weight in training.model.weights], thresholds
 
 
-def test_a_parameter_with_small_gradients_is_heard_beside_others(two_ranks: Ranks) -> None:
+def test_a_parameter_with_small_gradients_is_sent_beside_others(two_ranks: Ranks) -> None:
     (weights, thresholds), _ = two_ranks.run(train_in_buckets, 100.0)
     assert weights[SMALL].count_nonzero() > 0.5 * weights[SMALL].numel()
     for place, threshold in enumerate(thresholds):
@@ -161,7 +161,7 @@ def share_once(rank: int) -> Any:
 
 def test_the_first_message_has_the_density_aimed_at(two_ranks: Ranks) -> None:
     params, _ = two_ranks.run(share_once)
-    # Of two ranks, at different elements.
+    # Two ranks send different elements.
     assert 0.15 < params.count_nonzero() / params.numel() < 0.22
 
 
@@ -172,7 +172,7 @@ def densities(rank: int, options: dict[str, Any]) -> Any:
 
 
 def test_smaller_parameters_are_sent_more_densely(two_ranks: Ranks) -> None:
-    # Of two ranks, at different elements: 0.02 each of the largest, 0.08 of one 14 times as small.
+    # Two ranks send different elements: 0.02 each of the largest, 0.08 of a parameter 14 times as small.
     found, _ = two_ranks.run(densities, {})
     assert found[2] == pytest.approx(0.04, abs=0.01)
     assert found[4] == pytest.approx(0.152, abs=0.04)
@@ -200,7 +200,7 @@ def test_gradients_accumulated_without_sync_are_sent_with_the_next(two_ranks: Ra
 
 
 def infinite_in_the_middle(rank: int, place: int, with_it: bool) -> Any:
-    """Train with a step whose gradient is infinite on rank 1 and large on both, or without that step."""
+    """Train with or without a step whose gradient is infinite on rank 1 and large on both."""
     training = Training(rank)
     for step in range(3):
         training.step(step)
@@ -270,7 +270,7 @@ def train_with_scaler(rank: int) -> Any:
     return params, left / training.state.state_dict()["scale"], scales
 
 
-def test_a_loss_scale_that_changes_rescales_what_is_left(two_ranks: Ranks) -> None:
+def test_a_changed_loss_scale_rescales_the_residuals(two_ranks: Ranks) -> None:
     (params, first, scales), (others, second, same) = two_ranks.run(train_with_scaler)
     assert scales == same
     changes = {after / before for before, after in itertools.pairwise(scales)}
@@ -296,7 +296,7 @@ def train_in_half_precision(rank: int, dtype: str) -> Any:
         warmup_steps=0,
         parameters=model.named_parameters(),
     )
-    # Past register_comm_hook, which refuses bfloat16 where there is no NCCL.
+    # Not by register_comm_hook, which refuses bfloat16 without NCCL.
     dist._register_comm_hook(ddp.reducer, state, WRAPPERS[dtype](threshold_hook))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for step in range(STEPS):
@@ -307,7 +307,7 @@ def train_in_half_precision(rank: int, dtype: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", WRAPPERS)
-def test_the_wrappers_for_half_precision_go_around_it(two_ranks: Ranks, dtype: str) -> None:
+def test_the_wrappers_for_half_precision_accept_the_hook(two_ranks: Ranks, dtype: str) -> None:
     (params, first), (others, second) = two_ranks.run(train_in_half_precision, dtype)
     assert torch.equal(params, others)
     rounded = [
@@ -341,7 +341,7 @@ def train_model_of(rank: int, dtype: str) -> Any:
 
 
 def train_again_from_a_pickle(rank: int, interrupt: bool, momentum: float) -> Any:
-    """Train, and in the middle begin again with what was pickled, in a new DDP with other buckets."""
+    """Train, and in the middle restore a pickled state in a new DDP with other buckets."""
     training = Training(rank, momentum=momentum)
     for step in range(STEPS):
         if interrupt and step == STEPS // 2:
@@ -353,7 +353,7 @@ def train_again_from_a_pickle(rank: int, interrupt: bool, momentum: float) -> An
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_a_pickled_state_goes_on_where_it_stopped(two_ranks: Ranks, momentum: float) -> None:
+def test_a_pickled_state_continues_where_it_stopped(two_ranks: Ranks, momentum: float) -> None:
     straight = two_ranks.run(train_again_from_a_pickle, False, momentum)
     again = two_ranks.run(train_again_from_a_pickle, True, momentum)
     for (params, left), (same_params, same_left) in zip(straight, again, strict=True):
@@ -405,7 +405,7 @@ def step_apart(rank: int) -> None:
     training.step(1)
 
 
-def test_ranks_at_different_steps_are_told_so(two_ranks: Ranks) -> None:
+def test_ranks_at_different_steps_raise(two_ranks: Ranks) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 sent bucket 0 of step 6, this rank is at .* 5"):
         two_ranks.run(step_apart)
 
@@ -415,7 +415,7 @@ def test_a_state_of_another_format_is_refused() -> None:
         ThresholdState().load_state_dict({"format": 7})
 
 
-# ---- how it is handed to DDP -----------------------------------------------------------------------------------------
+# ---- registration with DDP -------------------------------------------------------------------------------------------
 
 
 def register_as_lightning_does(rank: int) -> Any:
@@ -433,7 +433,7 @@ def register_as_lightning_does(rank: int) -> Any:
     return torch.cat([weight.grad.flatten() for weight in model.weights])
 
 
-def test_lightning_registers_it(two_ranks: Ranks) -> None:
+def test_lightning_registers_the_hook(two_ranks: Ranks) -> None:
     pytest.importorskip("lightning", reason="lightning is not installed")
     first, second = two_ranks.run(register_as_lightning_does)
     assert torch.equal(first, second)
@@ -451,14 +451,14 @@ def register_as_with_accelerate(rank: int) -> Any:
     return torch.cat([weight.grad.flatten() for weight in model.weights])
 
 
-def test_a_model_that_accelerate_prepared_takes_it(two_ranks: Ranks) -> None:
+def test_a_model_prepared_by_accelerate_takes_the_hook(two_ranks: Ranks) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     first, second = two_ranks.run(register_as_with_accelerate)
     assert torch.equal(first, second)
     assert set(first.tolist()) <= {-0.5, -0.25, 0.0, 0.25, 0.5}
 
 
-def test_its_name_is_one_that_frameworks_can_log() -> None:
+def test_frameworks_can_log_the_name_of_the_hook() -> None:
     assert threshold_hook.__qualname__ == "threshold_hook"
     assert threshold_hook.__module__ == "gradwire.torch.hook"
 
@@ -487,7 +487,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
         ({"clip": 5.0}, TypeError),
     ],
 )
-def test_a_state_refuses_what_its_encoders_would_before_training(
+def test_a_state_refuses_options_of_its_encoders_before_training(
     options: dict[str, Any], error: type[Exception]
 ) -> None:
     with pytest.raises(error, match=next(iter(options))):

@@ -1,4 +1,4 @@
-"""Momentum correction in the DDP hook: what one element goes through, step by step, and that nothing spoils it."""
+"""Momentum correction in the DDP hook, compared step by step with the same arithmetic in float64."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def velocity(state: ThresholdState) -> Any:
 
 
 class Rank:
-    """What the hook is to do with one rank's gradients, in float64."""
+    """The expected arithmetic of one rank, in float64."""
 
     def __init__(self) -> None:
         self.velocity = self.residual = torch.zeros(())
 
     def send(self, gradient: Any, *, masks: bool, whole: bool = False) -> Any:
-        """Return what goes out for a gradient."""
+        """Return the values that the rank sends for a gradient."""
         self.velocity = MOMENTUM * self.velocity + gradient
         if whole:
             return self.velocity
@@ -52,7 +52,7 @@ class Rank:
 
 
 def put_in(*, skips: bool) -> Any:
-    """Return what both ranks' gradients come to with their momentum, with or without the element that is skipped."""
+    """Return the sum of both ranks' velocities over all steps, with or without the skipped element."""
     total = torch.zeros(())
     for number in (0, 1):
         rank = Rank()
@@ -67,7 +67,7 @@ def put_in(*, skips: bool) -> Any:
 
 @pytest.mark.parametrize("warmup_steps", [0, 4])
 @pytest.mark.parametrize("masks", [True, False])
-def test_gradients_gather_momentum_before_they_are_encoded(
+def test_gradients_accumulate_momentum_before_they_are_encoded(
     two_ranks: Ranks, masks: bool, warmup_steps: int
 ) -> None:
     options = {"factor_masking": masks, "warmup_steps": warmup_steps}
@@ -113,7 +113,7 @@ def skip_with_momentum(rank: int) -> Any:
     return skip_an_element(rank, momentum=MOMENTUM, factor_masking=False)
 
 
-def test_an_element_that_is_left_out_begins_again_without_momentum(two_ranks: Ranks) -> None:
+def test_an_element_that_is_left_out_loses_its_momentum(two_ranks: Ranks) -> None:
     (params, first), (_, second) = two_ranks.run(skip_with_momentum)
     assert torch.equal(-2.0 * params + first + second, put_in(skips=True))
 
@@ -130,7 +130,7 @@ def train_with_scaler(rank: int) -> Any:
     return params, left / training.state.state_dict()["scale"]
 
 
-def test_a_loss_scale_that_changes_rescales_the_momentum(two_ranks: Ranks) -> None:
+def test_a_changed_loss_scale_rescales_the_momentum(two_ranks: Ranks) -> None:
     (params, first), (_, second) = two_ranks.run(train_with_scaler)
     assert torch.equal(-2.0 * params + first + second, put_in(skips=False))
 
@@ -143,6 +143,6 @@ def load_into_a_state_without(rank: int) -> None:
     other.step(1)
 
 
-def test_momentum_is_not_dropped_in_silence(two_ranks: Ranks) -> None:
+def test_a_checkpoint_with_momentum_is_refused_without_it(two_ranks: Ranks) -> None:
     with pytest.raises(RankFailed, match=r"momentum for parameter weights\.\d"):
         two_ranks.run(load_into_a_state_without)

@@ -1,4 +1,4 @@
-"""The operators of torch: what torch itself checks of them, and the same bytes as an encoder's."""
+"""The torch operators: torch's own checks, and the same bytes as an encoder's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_operator_gives_the_bytes_and_the_residual_of_an_encoder(
     np.testing.assert_array_equal(target.cpu().numpy(), 1 + 2 * gw.decode(expected))
 
 
-def test_torch_s_own_checks_pass(device: str) -> None:
+def test_opcheck_passes(device: str) -> None:
     residual, update = tensors(device)
     message = torch.ops.gradwire.encode(residual, update, 0.5)
     torch.library.opcheck(torch.ops.gradwire.encode.default, (residual, update, 0.5, 7, 9))
@@ -57,7 +57,7 @@ def test_torch_s_own_checks_pass(device: str) -> None:
     )
 
 
-def test_a_step_is_traced_whole(device: str) -> None:
+def test_a_step_is_traced_as_one_graph(device: str) -> None:
     def step(residual: Any, update: Any, params: Any) -> Any:
         message = torch.ops.gradwire.encode(residual, update * 0.5, 0.25)
         torch.ops.gradwire.apply(message, params, 1.0)
@@ -74,7 +74,7 @@ def test_a_step_is_traced_whole(device: str) -> None:
     assert params[0].any()
 
 
-def test_what_is_not_a_message_changes_nothing(device: str) -> None:
+def test_an_invalid_message_changes_nothing(device: str) -> None:
     residual, update = tensors(device)
     message = torch.ops.gradwire.encode(residual, update, 0.5)
     message[60] ^= 1
@@ -87,7 +87,7 @@ def test_what_is_not_a_message_changes_nothing(device: str) -> None:
     assert not target.any()
 
 
-def test_arguments_that_cannot_work_are_refused(device: str) -> None:
+def test_invalid_arguments_are_refused(device: str) -> None:
     residual, update = tensors(device)
     with pytest.raises(ValueError, match="must have"):
         torch.ops.gradwire.encode(residual, update[:-1].clone(), 0.5)

@@ -1,4 +1,4 @@
-"""Shared optimisers: the same parameters on every node, whatever the optimiser, and nothing lost."""
+"""Shared optimisers: the same parameters on every node with any optimiser, and nothing lost."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def train(net: Any, optimizer: Any, rank: int, steps: Any = range(STEPS)) -> lis
     return losses
 
 
-# ---- what comes out --------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -198,7 +198,7 @@ def test_half_precision_loses_nothing_of_the_shared_parameters(alone: gw.Node) -
     assert net.weight.item() == 1.0 + 2.0**-7
 
 
-# ---- what belongs to optimisers ---------------------------------------------------------------------------------
+# ---- features of optimisers ------------------------------------------------------------------------------------------
 
 
 def test_schedules_and_parameter_groups_work_on_the_wrapped_optimiser(alone: gw.Node) -> None:
@@ -287,7 +287,7 @@ def test_parameters_that_became_infinite_are_refused_and_restored(alone: gw.Node
     assert same_bits(flat(net), before)
 
 
-def test_what_only_the_wrapped_optimiser_has_is_found(alone: gw.Node) -> None:
+def test_attributes_of_the_wrapped_optimiser_are_found(alone: gw.Node) -> None:
     net = model()
     optimizer = shared(net, alone, OPTIMIZERS["AdamW"], min_peers=0)
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -357,7 +357,7 @@ def test_asynchronous_nodes_lose_nothing(nodes: list[gw.Node]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_the_model_holds_the_residual_except_while_the_shared_parameters_are_asked_for(
+def test_the_model_holds_the_residual_except_in_shared_parameters(
     nodes: list[gw.Node], dtype: Any
 ) -> None:
     def work(rank: int) -> tuple[Any, Any, Any]:
@@ -440,7 +440,7 @@ def test_a_step_that_timed_out_is_finished_by_the_next(nodes: list[gw.Node], dty
     assert not same_bits(flat(nets[0]), flat(model(dtype)))
 
 
-# ---- coming and going ------------------------------------------------------------------------------------------------
+# ---- joining ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -477,13 +477,13 @@ def test_a_late_node_has_the_parameters_and_the_state_of_the_others(dtype: Any) 
     with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
         first = stack.enter_context(gw.Node("127.0.0.1:0", secret=SECRET))
         second = stack.enter_context(gw.Node("127.0.0.1:0", [first.address], secret=SECRET))
-        founders = [pool.submit(found, 0, first), pool.submit(found, 1, second)]
+        initial_members = [pool.submit(found, 0, first), pool.submit(found, 1, second)]
         assert has_begun.wait(timeout=60.0)
         third = stack.enter_context(
             gw.Node("127.0.0.1:0", [first.address, second.address], secret=SECRET)
         )
         params, joined, taken = pool.submit(come_late, third).result()
-        others = [founder.result() for founder in founders]
+        others = [founder.result() for founder in initial_members]
     assert joined.is_late
     assert taken > 0.0
     assert all(same_bits(params, other) for other in others)
@@ -493,7 +493,7 @@ def test_a_late_node_has_the_parameters_and_the_state_of_the_others(dtype: Any) 
 
 
 def saved(*things: Any) -> list[Any]:
-    """Return what a checkpoint of the things' states holds, through torch's restrictive loader."""
+    """Return the things' states after saving them and loading them with torch's restrictive loader."""
     file = io.BytesIO()
     torch.save([thing.state_dict() for thing in things], file)
     file.seek(0)
@@ -529,7 +529,7 @@ def test_training_that_was_resumed_has_the_same_bits(dtype: Any, every: int) -> 
     assert same_bits(flat(straight), flat(net))
 
 
-def test_a_plain_optimisers_state_goes_in_and_comes_out(alone: gw.Node) -> None:
+def test_a_plain_optimisers_state_loads_in_both_directions(alone: gw.Node) -> None:
     net, plain = model(), model()
     unshared = torch.optim.AdamW(plain.parameters(), lr=0.02)
     train(plain, unshared, 0)
@@ -544,7 +544,7 @@ def test_the_example_in_the_docstring_runs() -> None:
     assert (result.attempted > 3, result.failed) == (True, 0)
 
 
-def test_what_is_no_optimizer_or_exchange_is_refused() -> None:
+def test_arguments_of_other_types_are_refused() -> None:
     model = torch.nn.Linear(2, 1)
     with pytest.raises(TypeError, match="optimizer must be one of torch's"):
         SharedOptimizer(model, None)  # type: ignore[arg-type]
