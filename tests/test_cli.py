@@ -172,19 +172,19 @@ def test_demo_names_what_has_to_be_installed(
 
 
 def test_demo_prints_plain_lines_and_draws_a_picture(tmp_path: Path) -> None:
-    arguments = ["--workers", "2", "--epochs", "3", "--threshold", "0.01", "--report", "made/here"]
+    arguments = ["--workers", "2", "--epochs", "2", "--threshold", "0.01", "--report", "made/here"]
     done = run_command("demo", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "\r" not in done.stdout
     assert "\x1b" not in done.stdout
     for name in ("dense float32", "gradwire"):
-        assert re.search(rf"^{name}: epoch +3/3  loss 0\.\d+  test accuracy", done.stdout, re.M)
+        assert re.search(rf"^{name}: epoch +2/2  loss 0\.\d+  test accuracy", done.stdout, re.M)
     row = re.search(r"^all workers end with the same bits +(\S+) +(\S+)$", done.stdout, re.M)
     assert row is not None
     assert row.groups() == ("yes", "yes")
     thresholds = re.findall(r"^ +\d+ +(\S+) +\S+ %", done.stdout, re.M)
-    assert thresholds == ["1.00e-02"] * 3
+    assert thresholds == ["1.00e-02"] * 2
     picture = tmp_path / "made" / "here" / "learning-curves.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
