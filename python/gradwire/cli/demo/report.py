@@ -142,10 +142,8 @@ def print_tables(dense: Run, sparse: Run) -> None:
     print("\n".join(_comparison(dense, sparse)))
     print(f"\n{'epoch':>5}{'threshold':>12}{'density':>10}{'message':>11}")
     last = len(sparse.epochs) - 1
-    for index in sorted(
-        {round(last * row / (_ROWS_OVER_TIME - 1)) for row in range(_ROWS_OVER_TIME)}
-    ):
-        epoch = sparse.epochs[index]
+    indices = {round(last * row / (_ROWS_OVER_TIME - 1)) for row in range(_ROWS_OVER_TIME)}
+    for epoch in (sparse.epochs[index] for index in sorted(indices)):
         print(
             f"{epoch.number:5d}{epoch.threshold:12.2e}{100 * epoch.density:8.2f} %"
             f"{format_bytes(epoch.message_bytes):>11}"
@@ -174,12 +172,9 @@ def _comparison(dense: Run, sparse: Run) -> Iterator[str]:
     yield row(
         "  of which acknowledgements and control", lambda run: format_bytes(run.control_bytes)
     )
-    for verb in ("encode", "wait", "apply"):
-        name = f"{verb}_s"
-        yield row(
-            f"{verb}, ms per step",
-            lambda run, name=name: f"{1e3 * _mean(run.epochs, name):.2f}",  # type: ignore[misc]
-        )
+    yield row("encode, ms per step", lambda run: f"{1e3 * _mean(run.epochs, 'encode_s'):.2f}")
+    yield row("wait, ms per step", lambda run: f"{1e3 * _mean(run.epochs, 'wait_s'):.2f}")
+    yield row("apply, ms per step", lambda run: f"{1e3 * _mean(run.epochs, 'apply_s'):.2f}")
     yield row("training time", lambda run: f"{run.seconds:.1f} s")
     yield row("all workers end with the same bits", lambda run: "yes" if run.is_identical else "NO")
 
@@ -192,10 +187,9 @@ def draw(dense: Run, sparse: Run, folder: Path) -> Path:
     by_epoch, by_bytes = figure.subplots(1, 2, sharey=True)
     for run in (dense, sparse):
         accuracies = [100 * epoch.accuracy for epoch in run.epochs]
-        by_epoch.plot([epoch.number for epoch in run.epochs], accuracies, label=_name(run.recipe))
-        by_bytes.plot(
-            [epoch.udp_bytes for epoch in run.epochs], accuracies, label=_name(run.recipe)
-        )
+        name = _name(run.recipe)
+        by_epoch.plot([epoch.number for epoch in run.epochs], accuracies, label=name)
+        by_bytes.plot([epoch.udp_bytes for epoch in run.epochs], accuracies, label=name)
     by_epoch.set(xlabel="epoch", ylabel="test accuracy, %")
     by_epoch.xaxis.get_major_locator().set_params(integer=True)
     by_bytes.set(xlabel="UDP payload bytes sent by all workers", xscale="log")
