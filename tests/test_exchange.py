@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.exchange import clock, is_sum_exact
-from gradwire.exchange.control import Hello, Kind, Phase, place_of, split_tag
+from gradwire.exchange.protocol import TAG_NUMBERS, Hello, Kind, Phase, run_of
 from gradwire.transport import Peer
 
 NUMEL = 1000
@@ -58,20 +59,20 @@ class ScriptedNode:
         assert nbytes > 0
         return self.room()
 
-    def publish(self, buffer: Any, tag: int = 0, to: Peer | None = None) -> None:
-        if split_tag(tag)[0] == Kind.HELLO and to is not None:
-            everybody = tuple(place_of(one) for one in (self.peer, *self.peers))
+    def publish(self, buffer: Any, tag: int = 0, to: Peer | None = None) -> Any:
+        if tag // TAG_NUMBERS == Kind.HELLO and to is not None:
+            everybody = tuple(run_of(one) for one in (self.peer, *self.peers))
             heard = Hello.decode(memoryview(bytes(buffer)))
             hello = dataclasses.replace(heard, phase=Phase.IN, members=everybody)
             self.greetings.append(Arrival(to, tag, memoryview(hello.encode())))
-        if split_tag(tag)[0] == Kind.REPORT:
+        if tag // TAG_NUMBERS == Kind.REPORT:
             echo = memoryview(bytes(buffer))
             self.greetings += [Arrival(one, tag, echo) for one in self.peers]
-        if split_tag(tag)[0] != Kind.UPDATE:
-            return
-        if self.refusals:
-            raise self.refusals.pop(0)
-        self.published.append((bytes(buffer), tag))
+        if tag < TAG_NUMBERS:
+            if self.refusals:
+                raise self.refusals.pop(0)
+            self.published.append((bytes(buffer), tag))
+        return SimpleNamespace(is_done=True)
 
     def receive(self, timeout_s: float = 0.0) -> list[Arrival]:
         self.on_receive()

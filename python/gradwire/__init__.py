@@ -53,7 +53,7 @@ from .policy import (
 
 if TYPE_CHECKING:
     from . import dl4j
-    from .exchange import Exchange, ExchangeStats, Groups, Joined, LocalTeam, StepResult, Warmup
+    from .exchange import Exchange, ExchangeStats, Groups, Joined, LocalTeam, StepResult
     from .transport import Node, Peer
 
 __all__ = [
@@ -86,7 +86,6 @@ __all__ = [
     "TargetDensity",
     "TooLarge",
     "TransportError",
-    "Warmup",
     "WouldBlock",
     "__version__",
     "apply",
@@ -107,7 +106,6 @@ _FROM_EXCHANGE = (
     "Joined",
     "LocalTeam",
     "StepResult",
-    "Warmup",
 )
 _LAZY = {
     "Node": "gradwire.transport",

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from gradwire import Exchange
 from gradwire.errors import NotConnected, TooLarge, WouldBlock
 from gradwire.exchange import clock
-from gradwire.exchange.control import Kind, split_tag
+from gradwire.exchange.protocol import TAG_NUMBERS
 from gradwire.transport import Peer, PeerJoined, PeerLost, Received, Ticket
 
 TURNS_MAX = 100_000
@@ -79,7 +79,7 @@ class FakeNode:
             raise WouldBlock("full")
         recipients = frozenset([to] if to is not None else self.connected)
         payload = memoryview(bytes(buffer))
-        if split_tag(tag)[0] == Kind.UPDATE:
+        if tag < TAG_NUMBERS:
             self.updates[tag] = bytes(payload)
         ticket = Ticket(tag, len(payload), recipients)
         for peer in sorted(recipients):
@@ -328,7 +328,7 @@ def refuse_updates(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     publish = node.publish
 
     def refuse(buffer: Any, tag: int = 0, to: Peer | None = None) -> Ticket:
-        if split_tag(tag)[0] == Kind.UPDATE:
+        if tag < TAG_NUMBERS:
             raise TooLarge("limit")
         return publish(buffer, tag, to)
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 
+from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster
 
 NUMEL = 24
@@ -76,7 +77,7 @@ class Trainer:
         return total
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("exact", [False, True], ids=["plain", "exact"])
 def test_late_nodes_and_leaving_ones_lose_nothing(seed: int, exact: bool) -> None:
     trainers: list[Trainer] = []
@@ -97,7 +98,7 @@ def test_late_nodes_and_leaving_ones_lose_nothing(seed: int, exact: bool) -> Non
     np.testing.assert_array_equal(stayed[0].params + kept, START + put_in)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_what_a_dead_node_had_sent_reaches_all_or_nobody(seed: int) -> None:
     trainers: list[Trainer] = []
     with cluster(seed) as world:
@@ -123,7 +124,7 @@ def test_what_a_dead_node_had_sent_reaches_all_or_nobody(seed: int) -> None:
     assert len(explanations) == 1
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_after_a_broken_connection_all_hold_the_same(seed: int) -> None:
     trainers: list[Trainer] = []
     with cluster(seed) as world:
@@ -137,4 +138,21 @@ def test_after_a_broken_connection_all_hold_the_same(seed: int) -> None:
     assert len({each.params.tobytes() for each in trainers}) == 1
     put_in = sum(each.put_in for each in trainers)
     kept = sum(each.encoder.residual.astype(np.float64) for each in trainers)
+    np.testing.assert_array_equal(trainers[0].params + kept, START + put_in)
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_two_nodes_that_join_with_the_same_snapshot_get_each_other_s_updates(seed: int) -> None:
+    trainers: list[Trainer] = []
+    with cluster(seed) as world:
+        for node_id in (10, 20):
+            Trainer(world, trainers, node_id, min_peers=1, exact=True)
+        world.run(until=lambda: len(trainers[0].node.updates) > 3)
+        for node_id in (30, 40):
+            Trainer(world, trainers, node_id, min_peers=2, exact=True)
+        world.run()
+    assert all(len(one.share.members) == 3 for one in trainers)
+    assert len({one.params.tobytes() for one in trainers}) == 1
+    put_in = sum(one.put_in for one in trainers)
+    kept = sum(one.encoder.residual.astype(np.float64) for one in trainers)
     np.testing.assert_array_equal(trainers[0].params + kept, START + put_in)

@@ -20,7 +20,6 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"reduction": "sum"},
     {"exact": True},
-    {"momentum": 0.5, "clip_norm": 3.0},
     {"every": 2},
     {"apply_residual": True},
     {"apply_residual": True, "moves": True},
@@ -157,19 +156,6 @@ def test_fewer_workers_go_on_where_more_stopped() -> None:
     np.testing.assert_allclose(second[0][0] - start + kept, put_in, atol=1e-4)
 
 
-def test_momentum_is_shared_out_as_residuals_are() -> None:
-    states = [
-        {**state, "velocity": [np.array([float(rank), 1.0], np.float32)]}
-        for rank, state in enumerate(states_of([[0.0, 0.0]] * 3))
-    ]
-    assert [
-        state["velocity"][0].tolist() for state in redistribute(states, 2, reduction="sum")
-    ] == [
-        [2.0, 2.0],
-        [1.0, 1.0],
-    ]
-
-
 def test_states_that_do_not_belong_together_are_refused() -> None:
     good = states_of([[0.0], [0.0]])
     for bad, complaint in (
@@ -205,14 +191,8 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
             begun.load_state_dict(state)
 
 
-def test_a_state_that_lacks_something_or_has_a_momentum_too_many_is_refused() -> None:
-    with cluster(0) as made:
-        node = made.node(1)
-        share = gw.Exchange(gw.Encoder(2, 1.0), node, min_peers=0, momentum=0.5)
-        share.step(np.ones(2, np.float32), np.zeros(2, np.float32))
-        state = share.state_dict()
-        with pytest.raises(ValueError, match="this exchange no momentum"):
-            gw.Exchange(gw.Encoder(2, 1.0), node).load_state_dict(state)
-        del state["velocity"]
-        with pytest.raises(ValueError, match="lacks velocity"):
-            gw.Exchange(gw.Encoder(2, 1.0), node, momentum=0.5).load_state_dict(state)
+def test_a_state_that_lacks_something_is_refused() -> None:
+    [state] = states_of([[0.0, 0.0]])
+    del state["shared"]
+    with cluster(0) as made, pytest.raises(ValueError, match="lacks shared"):
+        gw.Exchange(gw.Encoder(2, 1.0), made.node(1)).load_state_dict(state)

@@ -13,6 +13,7 @@ import gradwire as gw
 from gradwire.exchange import Group
 
 from ..fake_cuda import fake_cuda, to_device, to_host
+from ..seeds import seeds
 from .cluster import FakeNode, cluster
 
 NUMEL = 40
@@ -68,7 +69,7 @@ def residual_of(coder: gw.Encoder | gw.Groups) -> Array:
 
 
 def train(node: FakeNode, where: str, has_groups: bool, **options: Any) -> tuple[Any, ...]:
-    """Train ten steps and leave; return parameters, published messages and what the stats say."""
+    """Train ten steps and leave; return parameters and published messages."""
     coder = groups(where) if has_groups else encoder(where)
     share = gw.Exchange(coder, node, min_peers=2, digest_s=0.01, **options)
     shape = tensors if has_groups else np.copy
@@ -76,16 +77,15 @@ def train(node: FakeNode, where: str, has_groups: bool, **options: Any) -> tuple
     for count in range(10):
         share.step(placed(shape(update(node.peer.id, count)), where), params)
         node.cluster.compute(node, 0.1)
-    norm = share.stats.residual_norm
     share.leave(params)
     assert not residual_of(coder).any()
     node.cluster.close(node)
-    return back(params).tobytes(), dict(node.updates), norm
+    return back(params).tobytes(), dict(node.updates)
 
 
 @pytest.mark.parametrize("has_groups", [False, True], ids=["one encoder", "groups"])
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"codec": "dense"}], ids=str)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_a_device_makes_no_difference(seed: int, options: Any, has_groups: bool) -> None:
     outcomes = []
     for places in (("cpu", "cpu", "cpu"), ("cuda", "cpu", "cuda")):
@@ -100,7 +100,6 @@ def test_a_device_makes_no_difference(seed: int, options: Any, has_groups: bool)
         outcomes.append([worker.result for worker in workers])
     for host, device in zip(*outcomes, strict=True):
         assert host[1].keys() == device[1].keys()
-        assert host[2] == device[2]
         for step in range(10):
             assert host[1][step] == device[1][step]
 
@@ -139,18 +138,17 @@ def test_the_other_groups_get_back_what_they_had_encoded() -> None:
     np.testing.assert_array_equal(residual_of(coder), bad)
 
 
-def test_a_checkpoint_and_a_new_scale_of_the_updates() -> None:
+def test_a_checkpoint_moves_between_host_and_device() -> None:
     params = placed(np.zeros(NUMEL, np.float32), "cuda")
     share, _ = alone(encoder("cuda"))
     share.step(placed(update(1, 0), "cuda"), params)
-    share.rescale(0.5)
     state = share.state_dict()
     for where in ("cpu", "cuda"):
         coder = encoder(where)
         other, _ = alone(coder)
         other.load_state_dict(state)
         assert other.next_step == 1
-        left = (update(1, 0) - back(params)) / 2
+        left = update(1, 0) - back(params)
         np.testing.assert_array_equal(residual_of(coder), left)
 
 

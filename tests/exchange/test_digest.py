@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.exchange.control import Note
-from gradwire.exchange.digest import Digests, digest_of
+from gradwire.exchange.consistency import Digests, digest_of
+from gradwire.exchange.protocol import Note
 
+from ..seeds import seeds
 from .cluster import FakeNode, cluster
 
 NUMEL = 40
@@ -59,7 +60,7 @@ def train(
 
 
 @pytest.mark.parametrize("options", MODES, ids=str)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_replicas_that_are_the_same_are_found_the_same(seed: int, options: Any) -> None:
     replicas = [np.ones(NUMEL, np.float32) for _ in range(3)]
     with cluster(seed) as world:
@@ -97,7 +98,7 @@ def test_a_replica_that_began_differently_is_told_so_and_comes_in_again(options:
         assert replicas[1].tobytes() == replicas[0].tobytes()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_coming_in_and_dying_are_no_divergence(seed: int) -> None:
     options = {"mode": "async", "exact": True, "max_staleness": 3}
     replicas = [np.ones(NUMEL, np.float32) for _ in range(4)]
@@ -120,20 +121,19 @@ def test_coming_in_and_dying_are_no_divergence(seed: int) -> None:
 
 def test_the_majority_is_right_and_of_equals_the_lowest_id() -> None:
     def outcome(mine: str, *others: str) -> bool:
-        from gradwire.exchange.control import Note
+        from gradwire.exchange.protocol import Note
         from gradwire.transport import Peer
 
         me = Peer(5, 1, "me:1")
         peers = [Peer(1 + 9 * index, 1, f"peer{index}:1") for index in range(len(others))]
         with cluster(0):
             digests = Digests(me, 1.0, ahead=1)
-            assert digests.may_name
-            assert digests.name_cut(3) == 4
-            digests.compute(4, lambda _: mine)
+            assert digests.announce_cut(3) == 4
+            digests.digest_step(4, lambda _: mine)
             for peer, one in zip(peers, others, strict=True):
-                digests.hear(peer, Note(digest=(4, one)))
+                digests.add_remote(peer, Note(digest=(4, one)))
             try:
-                digests.judge(peers)
+                digests.check_verdict(peers)
             except gw.Diverged:
                 return False
         return True
@@ -162,8 +162,8 @@ def test_expensive_digests_come_less_often() -> None:
 
         cuts = []
         for step in range(100):
-            cuts.append(digests.name_cut(step) if digests.may_name else None)
-            digests.compute(step + 1, slow)
+            cuts.append(digests.announce_cut(step))
+            digests.digest_step(step + 1, slow)
             world.now_s += 1.0
     named = [at for at, cut in enumerate(cuts) if cut is not None]
     assert named[:2] == [0, 1]
@@ -175,9 +175,9 @@ def test_digests_that_not_all_will_tell_are_not_kept_for_ever() -> None:
         me, other, silent = (world.node(node_id).peer for node_id in (1, 2, 3))
         digests = Digests(me, 1.0, ahead=1)
         for cut in range(1_000):
-            digests.hear(other, Note(digest=(cut, "same")))
-        assert len(digests._heard) < 20
-        digests.hear(silent, Note(digest=(999, "same")))
-        digests.hear(me, Note(digest=(999, "same")))
-        digests.judge([other, silent])
+            digests.add_remote(other, Note(digest=(cut, "same")))
+        assert len(digests._digests) < 20
+        digests.add_remote(silent, Note(digest=(999, "same")))
+        digests.add_remote(me, Note(digest=(999, "same")))
+        digests.check_verdict([other, silent])
     assert digests.agreed == 1

@@ -1,4 +1,4 @@
-"""Several tensors: who encodes what, and what happens to an update before it is accumulated."""
+"""Several tensors: which encoder serves which tensor, and which parameters and updates are refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 import gradwire as gw
 from gradwire.exchange import Group, is_sum_exact
 
+from ..seeds import seeds
 from .cluster import cluster
 
 SHAPES = [(40, 50), (50,), (50, 60), (60,), (3, 4)]
@@ -56,20 +57,14 @@ def test_small_and_one_dimensional_tensors_go_out_whole_in_one_message() -> None
     assert [encoder.key for encoder in groups.encoders] == [0, 1, 2]
 
 
-def test_tensors_can_share_an_encoder_and_each_group_has_its_threshold() -> None:
-    groups = gw.Groups.of(tensors(), THRESHOLD, assign=[5, 0, 5, 0, 0], dense_below=1)
-    assert [group.tensors for group in groups.groups] == [(4,), (0, 2), (1, 3)]
+def test_each_group_has_its_threshold() -> None:
     groups = gw.Groups.of(tensors(), THRESHOLD, thresholds={1: 0.5})
     assert [encoder.threshold for encoder in groups.encoders] == [THRESHOLD, 0.5, THRESHOLD]
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [({"assign": [0]}, "1 tensors of 5"), ({"thresholds": {7: 0.5}}, r"\[7\], there are 2")],
-)
-def test_groups_that_do_not_fit_are_refused(options: Any, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        gw.Groups.of(tensors(), THRESHOLD, **options)
+def test_thresholds_of_groups_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[7\], there are 2"):
+        gw.Groups.of(tensors(), THRESHOLD, thresholds={7: 0.5})
 
 
 def test_encoders_need_keys_of_their_own() -> None:
@@ -83,7 +78,7 @@ def test_one_array_for_several_tensors_is_refused() -> None:
         share.step(flat(tensors(1)).astype(np.float32), tensors())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_groups_lose_nothing_and_keep_replicas_identical(seed: int) -> None:
     def work(node: Any, rank: int) -> Any:
         groups, params = gw.Groups.of(tensors(), THRESHOLD), tensors()
@@ -140,7 +135,7 @@ def test_smaller_tensors_are_sent_more_densely() -> None:
         return [round(policy.density, 6) for policy in policies]
 
     assert densities() == [0.01, 0.03, 0.06, 0.08]
-    assert densities(size_exponent=1.0, assign=[0, 0, 0, 1]) == [0.01, 0.08]
+    assert densities(size_exponent=1.0) == [0.01, 0.08, 0.08, 0.08]
     assert densities(size_exponent=0.0) == [0.01] * 4
     own = gw.TargetDensity(0.02, initial=0.5)
     assert densities(thresholds={3: own}) == [0.01, 0.03, 0.06, 0.02]
@@ -176,76 +171,7 @@ def test_the_first_threshold_is_learned_after_whole_and_empty_updates_too() -> N
     assert 0.0095 < message.density < 0.0105
 
 
-# --- before the update is accumulated ---------------------------------------------------------------------------------
-
-
-def test_a_dense_warm_up_sends_the_first_updates_whole() -> None:
-    enc, params = gw.Encoder(4, 0.5), np.zeros(4, np.float32)
-    share = alone(enc, warmup=gw.Warmup(steps=2))
-    update = np.array([0.25, 0.125, -0.5, 0.0], np.float32)
-    assert [share.step(update, params).threshold for _ in range(3)] == [0.0, 0.0, 0.5]
-    assert params.tolist() == [0.5, 0.25, -1.5, 0.0]
-
-
-def test_a_warm_up_in_stages_lets_the_density_fall_and_then_the_policy_rule() -> None:
-    rng = np.random.default_rng(22)
-    enc = gw.Encoder(100_000, gw.TargetDensity(1e-3))
-    share = alone(enc, warmup=gw.Warmup(steps=30, densities=(0.25, 0.0625, 0.015)))
-    params = np.zeros(enc.numel, np.float32)
-    density = [
-        share.step(rng.standard_normal(enc.numel).astype(np.float32), params).density
-        for _ in range(50)
-    ]
-    for last, wanted in ((9, 0.25), (19, 0.0625), (29, 0.015), (49, 1e-3)):
-        assert density[last] == pytest.approx(wanted, rel=0.5), last
-
-
-def test_a_fixed_threshold_rules_after_a_warm_up_in_stages() -> None:
-    enc = gw.Encoder(1000, 0.75)
-    share = alone(enc, warmup=gw.Warmup(steps=3, densities=(0.1,)))
-    update = np.random.default_rng(23).standard_normal(1000).astype(np.float32)
-    thresholds = [share.step(update, np.zeros(1000, np.float32)).threshold for _ in range(4)]
-    assert thresholds[-1] == 0.75
-    assert len(set(thresholds)) > 1, "the stages must have moved it"
-
-
-@pytest.mark.parametrize(
-    ("steps", "densities", "complaint"),
-    [(0, (), "from 1"), (3, (1.5,), "densities"), (1, (0.1, 0.01), "2 densities in 1 steps")],
-)
-def test_a_warm_up_that_cannot_be_is_refused(steps: int, densities: Any, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        gw.Warmup(steps, densities)
-
-
-@pytest.mark.parametrize("masks", [True, False])
-def test_momentum_is_corrected_locally_and_masked_where_it_was_sent(masks: bool) -> None:
-    enc, params = gw.Encoder(3, 1.0), np.zeros(3, np.float32)
-    share = alone(enc, momentum=0.5, factor_masking=masks)
-    velocity, residual, sent = np.zeros(3), np.zeros(3), np.zeros(3)
-    for update in ([0.75, 0.25, 0.0], [0.5, 0.25, -1.0], [0.0, 0.5, 0.5], [0.25, 0.0, 0.0]):
-        share.step(np.array(update, np.float32), params)
-        velocity = 0.5 * velocity + update
-        residual += velocity
-        changed = np.where(np.abs(residual) >= 1.0, np.sign(residual), 0.0)
-        residual -= changed
-        sent += changed
-        if masks:
-            velocity[changed != 0.0] = 0.0
-    np.testing.assert_array_equal(params, sent)
-    np.testing.assert_array_equal(enc.residual, residual)
-    assert sent.any()
-
-
-def test_momentum_is_masked_in_the_right_tensor_of_a_group() -> None:
-    params = [np.zeros((2, 2), np.float32), np.zeros(3, np.float32)]
-    groups = gw.Groups.of(params, 1.0, dense_below=1, dense_one_dimensional=False, assign=[0, 0])
-    share = alone(groups, momentum=0.5)
-    update = [np.full((2, 2), 0.25, np.float32), np.array([0.0, 1.0, 0.25], np.float32)]
-    share.step(update, params)
-    share.step([np.zeros((2, 2), np.float32), np.zeros(3, np.float32)], params)
-    assert params[1].tolist() == [0.0, 1.0, 0.0]
-    assert groups.encoders[0].residual.tolist() == [0.375] * 4 + [0.0, 0.0, 0.375]
+# --- parameters and updates -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -294,56 +220,9 @@ def test_a_size_exponent_out_of_range_is_refused(exponent: float) -> None:
         gw.Groups.of(tensors(), THRESHOLD, size_exponent=exponent)
 
 
-def test_a_bad_update_leaves_no_trace_in_the_momentum() -> None:
-    enc, params = gw.Encoder(2, 1.0), np.zeros(2, np.float32)
-    share = alone(enc, momentum=0.5)
-    with pytest.raises(gw.NonFiniteUpdate) as caught:
-        share.step(np.array([0.5, np.inf], np.float32), params)
-    assert (caught.value.count, caught.value.first_index) == (1, 1)
-    share.step(np.array([0.5, 0.5], np.float32), params)
-    assert enc.residual.tolist() == [0.5, 0.5]
-
-
-def test_skipping_leaves_bad_elements_out_of_the_momentum() -> None:
-    enc, params = gw.Encoder(2, 1.0, on_nonfinite="skip"), np.zeros(2, np.float32)
-    share = alone(enc, momentum=0.5)
-    share.step(np.array([0.5, np.nan], np.float32), params)
-    share.step(np.array([0.0, 0.25], np.float32), params)
-    assert enc.residual.tolist() == [0.75, 0.25]
-
-
-def test_an_update_is_clipped_as_a_whole_before_it_is_accumulated() -> None:
-    enc, params = gw.Encoder(2, 100.0), np.zeros(2, np.float32)
-    share = alone(enc, clip_norm=1.0)
-    update = np.array([3.0, -4.0], np.float32)
-    share.step(update, params)
-    np.testing.assert_allclose(enc.residual, [0.6, -0.8], rtol=1e-6)
-    share.step(np.array([0.25, 0.0], np.float32), params)
-    np.testing.assert_allclose(enc.residual, [0.85, -0.8], rtol=1e-6)
-    assert update.tolist() == [3.0, -4.0]
-
-
-def test_an_update_in_the_residual_already_cannot_be_clipped() -> None:
-    share = alone(gw.Encoder(2, 1.0), clip_norm=1.0)
-    with pytest.raises(ValueError, match="need the update"):
-        share.step(None, np.zeros(2, np.float32))
-
-
-def test_a_change_of_scale_takes_what_is_left_with_it() -> None:
-    enc = gw.Encoder(2, 1.0)
-    share = alone(enc, momentum=0.5)
-    share.step(np.array([0.5, -0.25], np.float32), np.zeros(2, np.float32))
-    share.rescale(0.5)
-    assert enc.residual.tolist() == [0.25, -0.125]
-    share.step(np.zeros(2, np.float32), np.zeros(2, np.float32))
-    assert enc.residual.tolist() == [0.375, -0.1875]
-    with pytest.raises(ValueError, match="finite"):
-        share.rescale(float("nan"))
-
-
 def test_whole_updates_are_never_called_exact() -> None:
     enc = gw.Encoder(2, 1.0)
-    share = alone(enc, exact=True, warmup=gw.Warmup(1))
+    share = alone(enc, exact=True, codec="dense")
     update = np.array([1.0, 0.1], np.float32)
     assert not share.step(update, np.zeros(2, np.float32)).is_exact
     assert is_sum_exact([enc.encode(update)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,18 +111,15 @@ def test_what_the_leader_s_step_raises_all_workers_raise() -> None:
 def test_every_worker_knows_what_the_machine_has_sent() -> None:
     def work(rank: int, share: LocalExchange) -> Any:
         params = tensors()
-        if rank == 1:
-            with pytest.raises(RuntimeError, match="call join or step first"):
-                _ = share.stats
+        with pytest.raises(RuntimeError, match="call join or step first"):
+            _ = share.stats
         results = [share.step(tensors(100 * rank + step), params) for step in range(3)]
         return share.stats, results
 
-    outcomes, enc = run_team(work, 2)
+    outcomes, _ = run_team(work, 2)
     (lead, results), (other, _) = outcomes
     assert lead.sent_bytes == sum(one.sent_bytes for one in results) > 0
-    assert lead.residual_norm == pytest.approx(np.linalg.norm(enc.residual), rel=1e-6)
-    assert np.isnan(other.residual_norm)
-    assert replace(other, residual_norm=lead.residual_norm) == lead
+    assert other == lead
 
 
 def test_a_worker_that_does_not_come_is_missed_by_the_others() -> None:
@@ -238,19 +234,6 @@ def test_a_worker_asks_what_it_would_ask_of_an_exchange(options: Any) -> None:
         assert np.array_equal(params, put_in)  # the last message had everything
         assert all(np.array_equal(one + residual, put_in) for one in shown)
         assert next_step == outcomes[0][3]
-
-
-def test_a_team_rescales_once_and_keeps_one_state() -> None:
-    def work(_: int, share: LocalExchange) -> Any:
-        params = tensors()
-        half = [np.full(shape, THRESHOLD / 4, np.float32) for shape in SHAPES]
-        share.step(half, params)
-        share.rescale(0.5)
-        return share.state_dict()
-
-    (lead, other), enc = run_team(work, 2, reduction="sum")
-    assert np.array_equal(enc.residual, np.full(NUMEL, THRESHOLD / 4, np.float32))
-    assert (lead["step"], other) == (1, {})
 
 
 def test_states_of_the_workers_optimisers_are_not_taken_for_shared_ones() -> None:

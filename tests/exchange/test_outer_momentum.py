@@ -109,14 +109,3 @@ def test_without_it_nothing_is_kept_and_a_state_with_it_is_refused() -> None:
         within.step(update, params)
         with pytest.raises(ValueError, match="no outer_momentum"):
             share_with(0.0).load_state_dict(within.state_dict())
-
-
-def test_a_change_of_learning_rate_rescales_it() -> None:
-    with cluster(0) as made:
-        params = np.zeros(1, np.float32)
-        share = gw.Exchange(gw.Encoder(1, 1.0), made.node(1), min_peers=0, outer_momentum=MOMENTUM)
-        share.step(np.ones(1, np.float32), params)
-        assert params.tolist() == [1.5]
-        share.rescale(0.5)
-        share.step(np.zeros(1, np.float32), params)
-        assert params.tolist() == [1.5 + 0.125]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import io
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -380,31 +379,6 @@ def test_the_model_holds_the_residual_except_in_shared_parameters(
         assert not same_bits(own, outcomes[0][1])
         atol = torch.finfo(dtype).eps
         torch.testing.assert_close((own - common).float(), residual, atol=atol, rtol=0.0)
-
-
-def test_the_optimisers_state_is_averaged_when_asked(nodes: list[gw.Node]) -> None:
-    def work(rank: int) -> Any:
-        net = model()
-        optimizer = shared(
-            net,
-            nodes[rank],
-            OPTIMIZERS["AdamW"],
-            every=3,
-            codec="dense",
-            average_optimizer=True,
-            share_state=True,
-        )
-        train(net, optimizer, rank, range(6))
-        moments = [optimizer.state[param] for param in net.parameters()]
-        return flat(net), [(one["step"], one["exp_avg"], one["exp_avg_sq"]) for one in moments]
-
-    (params, first), (others, second), _ = run_together(work)
-    assert same_bits(params, others)
-    for one, other in zip(
-        itertools.chain.from_iterable(first), itertools.chain.from_iterable(second), strict=True
-    ):
-        assert torch.equal(one, other)
-    assert first[0][0].item() == 6.0
 
 
 def test_making_the_state_early_changes_no_step(alone: gw.Node) -> None:

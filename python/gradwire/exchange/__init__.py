@@ -1,10 +1,8 @@
-"""One update in, everybody's updates out: the codec and the transport meet here and nowhere else.
+"""The exchange: one update in, all nodes' updates out. Only this package combines the codec and the transport.
 
-The rooms, from the bottom: `groups` (which encoder serves which tensor), `prepare` (clipping, momentum, warm-up),
-`sums` (how messages are added), `replica` (the shared parameters), `model` (what has to be the same everywhere),
-`roster` (who takes part), `greetings`, `beginning`, `going` and `members` (how they come and go), `snapshot` (the state
-on its way to a newcomer), `entrance` (coming in late), `comparison` (whether replicas are the same), `handover`
-(waiting), `step` (one step in its order), `exchange` (what a trainer embeds), `local` (workers of one machine).
+Modules, from the bottom: `protocol` (control messages), `groups` (encoders of tensors), `parameters` (sums of messages,
+the shared copy), `membership` (members, their updates, routing of messages), `departure`, `consistency` (comparison of
+replicas), `snapshot`, `join`, `step` (one step), `exchange` (the public class), `local` (workers of one machine).
 """
 
 from __future__ import annotations
@@ -13,10 +11,8 @@ from .checkpoint import redistribute
 from .exchange import Exchange
 from .groups import Group, Groups
 from .local import LocalExchange, LocalTeam
-from .metrics import prometheus_text, to_tensorboard
-from .prepare import Warmup
+from .parameters import is_sum_exact
 from .results import ExchangeStats, Joined, StepResult
-from .sums import is_sum_exact
 
 __all__ = [
     "Exchange",
@@ -27,9 +23,6 @@ __all__ = [
     "LocalExchange",
     "LocalTeam",
     "StepResult",
-    "Warmup",
     "is_sum_exact",
-    "prometheus_text",
     "redistribute",
-    "to_tensorboard",
 ]

@@ -1,10 +1,9 @@
-"""What a trainer embeds: everything that one node does, by the names that callers use."""
+"""The public interface of an exchange: everything that one node's trainer calls."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,16 +11,26 @@ from numpy.typing import NDArray
 
 from ..errors import NonFiniteUpdate
 from . import checkpoint
-from .comparison import Comparison
-from .control import Phase
-from .entrance import Entrance
+from .consistency import Consistency
+from .departure import Departure
 from .groups import Codec, Groups
+from .join import Join
+from .membership import Membership, Router
 from .options import Options, Reduction
-from .parts import Parts
-from .prepare import Preparation, Warmup
+from .parameters import (
+    ExactSum,
+    MomentumSum,
+    PlainSum,
+    Replica,
+    add,
+    copies,
+    described,
+    views,
+    writable_views,
+)
+from .protocol import Phase, RunSignature
 from .results import ExchangeStats, Joined, StepResult
 from .step import Step
-from .views import copies, described, writable_views
 
 if TYPE_CHECKING:
     from ..codec import Encoder
@@ -33,68 +42,29 @@ _LOG = logging.getLogger(__name__)
 
 
 class Exchange:
-    """Adds everybody's updates to the parameters, step by step: the same bits on every node.
+    """Adds all nodes' updates to the parameters, step by step, so that every node holds the same bits.
 
     ``step(update, params)`` encodes the update, publishes the message, and adds the members' messages, this node's own
-    included, to the parameters. What an encoder holds back stays in its residual.
-
-    **Modes.** ``"sync"``: a step waits for the message that every live member published for the same step, and adds all
-    of them in the order of the node ids; nodes that start with the same parameters and members keep identical ones, bit
-    for bit. ``"async"``: a step adds what has arrived and waits for nobody, unless this node is more than
-    ``max_staleness`` steps ahead of the slowest member. With ``every=H`` the first H - 1 steps of H change only this
-    node's parameters; what all H have changed is then the update.
-
-    **Members.** The nodes connected when the first step begins, or at ``wait_for_peers``. Give ``min_peers`` so that
-    every node waits for the same number; without it a node waits for as many as it was told the addresses of. A member
-    that goes down is dropped and the others go on; what arrived of it is still applied.
-
-    **Back-pressure.** A step first waits for room, and receives meanwhile; only then it encodes. An encoded message is
-    kept until it is handed over. So nothing is dropped and nothing is encoded twice.
-
-    **Interruption.** A step that was interrupted after encoding, by ``TimeoutError`` or ``KeyboardInterrupt``, has
-    taken its update; the next call finishes it before it begins its own.
-
-    One exchange serves one node and one thread.
+    included, to the parameters. What an encoder holds back stays in its residual. docs/exchange.md explains the
+    options, joining, leaving and interruptions. One exchange serves one node and one thread.
 
     Args:
-        enc: one encoder, or `Groups` of them; their ``step`` numbers the steps, so all nodes begin with the same one.
-        node: the node; the exchange takes all its messages.
-        reduction: "mean": ``params += mean of the messages`` of all live nodes, this one included, as
-            DistributedDataParallel averages gradients; "sum": their sum, as in Deeplearning4j.
+        enc: one encoder, or `Groups` of encoders; their ``step`` numbers the steps, so all nodes begin with the same.
+        node: the exchange takes all its messages.
+        reduction: "mean" of the live nodes' messages, as DistributedDataParallel averages gradients, or their "sum".
         min_peers: number of other nodes to wait for before the first step; None: as many as the node was told of.
-        exact: keep the sum of all messages in float64, apart from the initial parameters, and scale it once: replicas
-            that have the same messages then hold the same bits in whatever order those came. ``StepResult.is_exact``
-            says whether that is certain. Costs 12 to 16 bytes per element and a few more passes; ``params`` belongs to
-            the exchange then.
-        timeout_s: the longest wait of one step, and for the peers before the first.
-        mode: "sync" or "async".
+        mode: "sync": a step waits for all members' messages. "async": a step adds the messages that have arrived.
         max_staleness: steps that an asynchronous node may be ahead of the slowest member.
-        every: local steps between exchanges, local SGD: the update is the difference of the parameters.
-        codec: "threshold"; "dense" sends every update whole, as float values: a baseline, and for links so fast that
-            coding does not pay; "bfloat16" sends it rounded, and the rest stays in the residual. Whole updates with
-            ``every`` > 1 are plain parameter averaging.
-        average_optimizer: replace the arrays of ``optimizer_state`` by their mean over the nodes at every exchange.
-        apply_residual: let the caller's parameters hold this node's residual besides the sum of all messages: what it
-            has not sent yet acts at home at once, so its gradients are not computed at parameters that are older than
-            its own updates. Training then takes about as many steps as without compression (docs/algorithm.md). The
-            parameters of the nodes differ by their residuals; `shared` returns those that are the same everywhere.
-        overlap: steps after which a step's messages are waited for and applied, while the next ones are computed: 0:
-            in the same step, before it returns; 1, and up to ``every``: in that many calls later, so that what the
-            network takes is hidden behind the arithmetic. All nodes still apply the same messages in the same order.
-            A call then returns the result of the step that it has finished, and ``catch_up`` finishes the last one.
-        outer_momentum: Nesterov's momentum of the shared parameters, as DiLoCo has it for local steps: what an exchange
-            adds is added again in the next ones, times this, times its square, and so on, 1 / (1 - outer_momentum)
-            times in all. For synchronous replicas in host memory; it takes one more array of the size of the parameters
-            and three passes over it at every exchange.
-        on_straggler: what a synchronous step does when a connected member sends nothing for ``timeout_s``: "raise"
-            `TimeoutError`, and the next call goes on with it.
-        warmup: the first steps send more.
-        momentum: local momentum correction; the update must then come without momentum.
-        factor_masking: take the momentum from elements that were sent.
-        clip_norm: largest Euclidean norm of one node's update; more is scaled down before it is accumulated.
-        digest_s: seconds between comparisons of the replicas, more where they would cost more than one part in 50 of
-            the time; 0: never. Asynchronous replicas are compared only where they are exact.
-        on_step: called with every `StepResult` of a step that sent something.
+        exact: sum in float64, so that the order of the messages does not matter; ``params`` belong to the exchange.
+        codec: "threshold"; "dense" or "bfloat16" send whole updates.
+        every: steps between exchanges; those in between change only this node's parameters.
+        overlap: steps that are computed while a step's messages travel, at most ``every``.
+        outer_momentum: Nesterov's momentum of the shared parameters, for ``every`` > 1.
+        apply_residual: let this node's parameters hold its residual, so that gradients use up-to-date parameters.
+        on_straggler: whether a connected member that sends nothing for ``timeout_s`` makes the step "raise"
+            `TimeoutError`, or the others "drop" it.
+        timeout_s: longest wait of one step, and for the peers before the first.
+        digest_s: seconds between comparisons of the replicas; 0: never.
 
     Raises:
         ValueError: an argument is out of range, or two contradict each other.
@@ -102,8 +72,7 @@ class Exchange:
 
     Example:
         >>> import numpy as np, gradwire as gw
-        >>> secret = bytes(range(32))
-        >>> with gw.Node(bind="127.0.0.1:0", secret=secret) as node:
+        >>> with gw.Node(bind="127.0.0.1:0", secret=bytes(range(32))) as node:
         ...     share = gw.Exchange(gw.Encoder(3, threshold=0.5), node, min_peers=0)
         ...     params = np.zeros(3, np.float32)
         ...     result = share.step(np.array([0.75, 0.25, -0.5], np.float32), params)
@@ -118,73 +87,80 @@ class Exchange:
         *,
         reduction: Reduction = "mean",
         min_peers: int | None = None,
-        exact: bool = False,
-        timeout_s: float = 60.0,
         mode: Literal["sync", "async"] = "sync",
         max_staleness: int = 8,
-        every: int = 1,
+        exact: bool = False,
         codec: Codec = "threshold",
-        average_optimizer: bool = False,
-        apply_residual: bool = False,
+        every: int = 1,
         overlap: int = 0,
         outer_momentum: float = 0.0,
+        apply_residual: bool = False,
         on_straggler: Literal["raise", "drop"] = "raise",
-        warmup: Warmup | None = None,
-        momentum: float = 0.0,
-        factor_masking: bool = True,
-        clip_norm: float | None = None,
+        timeout_s: float = 60.0,
         digest_s: float = 2.0,
-        on_step: Callable[[StepResult], None] | None = None,
     ) -> None:
         if not hasattr(node, "publish"):
             raise TypeError(f"node must be a Node, got {node!r}")
-        self._options = Options(
+        self._options = options = Options(
             reduction=reduction,
             min_peers=min_peers,
-            exact=exact,
-            codec=codec,
-            timeout_s=timeout_s,
             mode=mode,
             max_staleness=max_staleness,
+            exact=exact,
+            codec=codec,
             every=every,
-            average_optimizer=average_optimizer,
-            apply_residual=apply_residual,
             overlap=overlap,
             outer_momentum=outer_momentum,
+            apply_residual=apply_residual,
             on_straggler=on_straggler,
+            timeout_s=timeout_s,
             digest_s=digest_s,
-            on_step=on_step,
-            preparation=Preparation(warmup, momentum, factor_masking, clip_norm),
         )
-        self._parts = parts = Parts.of(node, Groups.around(enc), self._options)
-        self._node, self._groups, self._roster = parts.node, parts.groups, parts.roster
-        self._members, self._replica, self._progress = parts.members, parts.replica, parts.progress
-        self._comparison = Comparison(parts)
-        self._entrance = Entrance(parts, self._comparison)
-        self._step = Step(parts, self._comparison, self._entrance)
+        self._node = node
+        self._groups = groups = Groups.around(enc)
+        total = PlainSum(groups)
+        if options.exact:
+            total = ExactSum(groups)
+        elif options.outer_momentum:
+            total = MomentumSum(groups, options.outer_momentum)
+        self._replica = replica = Replica(
+            groups,
+            total,
+            is_mean=reduction == "mean",
+            applies_residual=apply_residual,
+            keeps=options.kept_updates,
+        )
+        self._membership = membership = Membership(
+            node.peer,
+            RunSignature({"groups": groups.signature(), **options.signature()}),
+            step=replica.step,
+            keeps=options.kept_updates,
+        )
+        router = Router(node, membership, groups.parse)
+        departure = Departure(membership, router, is_sync=options.is_sync)
+        self._consistency = Consistency(options, membership, replica)
+        self._join = Join(options, membership, router, departure, replica, self._consistency)
+        self._step = Step(options, replica, membership, router, departure, self._join)
+        self._departure = departure
+        self._stats = ExchangeStats()
         self._optimizer_state: Sequence[Any] = ()  # of the last step, for newcomers
 
-    # ---- who is there ------------------------------------------------------------------------------------------------
+    # ---- members and numbers -----------------------------------------------------------------------------------------
 
     @property
     def members(self) -> tuple[Peer, ...]:
-        """The members besides this node, by node id, without those that were lost; empty before the first step."""
-        return self._roster.peers
-
-    @property
-    def _has_begun(self) -> bool:
-        """Whether this node has taken part, or is on its way in."""
-        return self._roster.phase is not Phase.NEW
+        """The other members that are not lost, by node id; empty before the first step."""
+        return self._membership.peers
 
     @property
     def next_step(self) -> int:
         """Number of the next step."""
-        return self._progress.step
+        return self._replica.step
 
     @property
     def is_next_local(self) -> bool:
         """Whether the next step sends nothing and leaves the parameters as they are (``every``)."""
-        is_settled = self._progress.own is None and self._roster.phase is Phase.IN
+        is_settled = self._replica.pending is None and self._membership.phase is Phase.IN
         return is_settled and self._replica.local_steps + 1 < self._options.every
 
     @property
@@ -194,17 +170,12 @@ class Exchange:
 
     @property
     def stats(self) -> ExchangeStats:
-        """Totals so far; passes once over the residual for its norm."""
-        return replace(self.counts, residual_norm=self._groups.residual_norm())
+        """Totals so far."""
+        return replace(self._stats, members=len(self.members), digests=self._consistency.agreed)
 
     @property
-    def counts(self) -> ExchangeStats:
-        """Totals so far, at once: the residual's norm is NaN."""
-        return self._step.totals.stats(
-            numel=self._groups.numel,
-            members=len(self.members),
-            digests=self._comparison.agreed,
-        )
+    def _has_begun(self) -> bool:
+        return self._membership.phase is not Phase.NEW
 
     def shared(self, params: Any) -> list[NDArray[Any]]:
         """Return a copy of the parameters that all nodes share: without local steps, without the residual.
@@ -212,37 +183,36 @@ class Exchange:
         Args:
             params: as in ``step``; not modified.
         """
-        return copies(self._replica.anchor or writable_views(params))
+        return copies(self._replica.shared or writable_views(params))
+
+    # ---- joining and leaving -----------------------------------------------------------------------------------------
 
     def wait_for_peers(self) -> tuple[Peer, ...]:
         """Wait until the peers are connected and ready, and make them the members; the first step does so otherwise.
 
-        Where training has begun without this node there are none yet: ``join`` or the first step takes it in.
+        Where training has begun without this node there are no members yet: ``join`` or the first step joins it.
 
         Raises:
-            TimeoutError: fewer than ``min_peers`` were there after ``timeout_s``.
+            TimeoutError: fewer than ``min_peers`` appeared within ``timeout_s``.
             Mismatch: the others train something else, or begin at another step.
         """
         if not self._has_begun:
             expected = self._options.min_peers
             if expected is None:
                 expected = max(len(self._node.seeds), len(self._node.peers))
-            self._roster.next_step = self._progress.step
-            self._members.begin(expected, self._options.timeout_s)
-            if not expected and self._options.min_peers is None:
-                _LOG.warning(
-                    "no peer is connected, this node goes on alone: give min_peers to wait"
-                )
+                if not expected:
+                    _LOG.warning("no peer is known, this node goes on alone: give min_peers")
+            self._join.wait_for_peers(expected)
         return self.members
 
     def join(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
-        """Come in before training: the members are known afterwards, and local steps may begin.
+        """Join before training: afterwards the members are known, and local steps may begin.
 
         A node that comes late, or again after a restart, takes the parameters, the number of the step and the
-        optimiser's state from a member while the others go on; it then misses no update and applies none twice.
+        optimiser's state from a member while the others go on; it misses no update and applies none twice.
 
         Args:
-            params: as in ``step``; overwritten where training has begun. A copy of them is kept for ``step_moved``.
+            params: as in ``step``; overwritten where training has begun. The exchange keeps a copy for ``step_moved``.
             optimizer_state: float32 or float64 arrays; overwritten like ``params``.
 
         Raises:
@@ -251,48 +221,52 @@ class Exchange:
             TypeError, ValueError: as ``step``.
         """
         self._groups.check_params(params)
-        writable_views(optimizer_state)  # refused now rather than in the middle of training
-        self._replica.take_anchor(params)
+        writable_views(optimizer_state)  # refuses now rather than in the middle of training
+        self._replica.copy_shared(params)
         if not self._has_begun:
-            self._replica.restore(params)
-        self._members.learn(self._described(params, optimizer_state))
+            self._replica.add_loaded_residual(params)
+        self._join.announce_params(described(params))
         self.wait_for_peers()
-        is_late = self._roster.phase is not Phase.IN
-        self._entrance.come_in(params, optimizer_state)
-        return Joined(step=self._progress.step, is_late=is_late, members=self.members)
+        is_late = self._membership.phase is not Phase.IN
+        self._join.ensure_member(params, optimizer_state)
+        return Joined(step=self.next_step, is_late=is_late, members=self.members)
 
     def resync(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
-        """Take parameters, step and optimiser's state from a member anew: after `Diverged`, or after a long pause.
+        """Take parameters, step and optimiser's state from a member again: after `Diverged`, or after a long pause.
 
-        What was not sent yet stays in the residual. The others go on meanwhile.
+        Unsent updates stay in the residual. The others go on meanwhile.
 
         Args, Raises: as ``join``.
         """
-        if self._roster.phase is Phase.IN:
-            self._members.come_in_again("resync")
+        if self._membership.phase is Phase.IN:
+            self._departure.rejoin("resync")
         return self.join(params, optimizer_state)
 
     def leave(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
-        """Send everything that is left in the residual as this node's last update; the others go on without it.
+        """Send everything that is left in the residual as this node's last update; the others go on without this node.
 
-        Close the node afterwards; another exchange on it may come in again.
+        Close the node afterwards; another exchange on the node may join again.
 
         Args, Raises: as ``step``.
         """
         self._begin(params, optimizer_state)
-        self._step.finish_earlier(params, optimizer_state)
-        return self._step.leave(params, optimizer_state)
+        self._finish_earlier(params, optimizer_state)
+        result = self._step.leave(params, optimizer_state)
+        self._count(result)
+        return result
 
-    # ---- one step ----------------------------------------------------------------------------------------------------
+    # ---- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, update: Any, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
-        """Send this node's update and add everybody's to the parameters.
+        """Send this node's update and add all members' to the parameters.
+
+        With ``overlap`` return the result of the earlier step that this call finishes.
 
         Args:
-            update: what this node's step wants to add, as ``Encoder.encode`` takes it; not modified. A list of arrays,
-                one for each tensor, where there are groups. None: it is in the residuals already.
-            params: float32 or float64, as ``apply`` takes it; modified in place. They do not hold the update yet.
-            optimizer_state: float32 or float64 arrays, for ``average_optimizer``; modified in place then.
+            update: addition to the parameters, as ``Encoder.encode`` takes it; not modified. With groups a list of
+                arrays, one for each tensor. None: the residuals hold the update already.
+            params: float32 or float64, as ``apply`` takes it; modified in place. Without the update.
+            optimizer_state: float32 or float64 arrays, given to nodes that join late.
 
         Raises:
             NonFiniteUpdate: as ``Encoder.encode``; the step has not begun, the others wait for it.
@@ -300,40 +274,41 @@ class Exchange:
                 update was not taken.
             TimeoutError: a connected member sent no message for this step within ``timeout_s``, or there was no room
                 for the message after all. The update was taken; the next call finishes the step.
-            MessageError: a member sent bytes that are no message, or one of another step or size; ``params`` is as
-                it was.
-            TooLarge: the message is larger than the node's limit; all of it is back in the residual.
+            MessageError: a member sent bytes that are no message, or a message of another step or size; ``params`` is
+                unchanged.
+            TooLarge: the message is larger than the node's limit, and back in the residual.
             Closed: the node has been closed.
             TypeError, ValueError: the first step's parameters or an update do not fit the encoders; nothing was taken.
-            Diverged: the step is done, and it turned out that most others hold other parameters; see ``resync``.
+            Diverged: the step is done, and most others turned out to hold other parameters; see ``resync``.
         """
         finished = self._begin(params, optimizer_state)
         if self._options.every > 1:
             if update is None:
                 raise ValueError("local steps need the update; it cannot be in the residual")
-            self._replica.take_anchor(params)
-            self._replica.add_local(update, params)
+            self._replica.copy_shared(params)
+            add(writable_views(params), views(update))
             return self._local_step(params, optimizer_state, finished)
         if self._options.apply_residual:
-            self._replica.take_anchor(params)
+            self._replica.copy_shared(params)
         else:
-            self._replica.drop_anchor()
+            self._replica.drop_shared()
         result = self._step.run(update, params, optimizer_state)
-        return result or finished or StepResult.nothing(self._progress.step, is_local=False)
+        self._end_step(result, params, optimizer_state)
+        return result or finished or StepResult(step=self.next_step)
 
     def step_moved(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
-        """Like ``step``, after the caller's optimiser has moved ``params``: what it has added is the update.
+        """Like ``step``, after the caller's optimiser has moved ``params``: the movement is the update.
 
         Args:
-            params: host arrays, float32 or float64; the shared parameters afterwards. In a local step as they are.
+            params: host arrays, float32 or float64; afterwards the shared parameters. Unchanged by a local step.
             optimizer_state: as in ``step``.
 
         Raises:
-            ValueError: there was no ``join(params)`` before they were moved.
-            NonFiniteUpdate: as ``step``; ``params`` is without what was added.
-            WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``step``.
+            ValueError: there was no ``join(params)`` before the parameters were moved.
+            NonFiniteUpdate: as ``step``; ``params`` is without the movement.
+            WouldBlock, TimeoutError, MessageError, TooLarge, Closed, Diverged: as ``step``.
         """
-        if not self._replica.anchor:
+        if not self._replica.shared:
             raise ValueError(
                 "nothing is known of the parameters before they were moved: call join(params) first"
             )
@@ -341,92 +316,95 @@ class Exchange:
         return self._local_step(params, optimizer_state, finished)
 
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
-        """Add what is still to come, without sending anything: before an evaluation, say, or at the end.
+        """Add the messages that are still to come, without sending any: before an evaluation, or at the end.
 
-        In asynchronous mode that is what has arrived. With ``overlap`` it is the last step, which is finished: all
-        nodes have to do so after the same step, and it waits for them as a step does.
+        In asynchronous mode these are the messages that have arrived. With ``overlap`` the last step is finished: all
+        nodes have to do so after the same step, and the call waits for them as a step does.
 
         Args:
             params: as in ``step``.
-            timeout_s: the longest wait for something to arrive, in asynchronous mode.
+            timeout_s: longest wait for a message to arrive, in asynchronous mode.
 
         Returns:
             The number of messages that were added, without this node's own.
 
         Raises:
-            ValueError: in synchronous mode without ``overlap``, where steps have no place in between.
+            ValueError: in synchronous mode without ``overlap``, where messages belong to steps.
             TimeoutError, MessageError, Closed: as ``step``.
         """
         if self._options.overlap:
             self._begin(params, self._optimizer_state)
-            finished = self._step.finish_earlier(params, self._optimizer_state)
+            finished = self._finish_earlier(params, self._optimizer_state)
             return 0 if finished is None else finished.received
         if self._options.is_sync:
             raise ValueError("synchronous replicas change only in a step")
-        self._tell_arrays(params, ())
+        self._announce_params(params)
         self.wait_for_peers()
-        self._entrance.come_in(params, self._optimizer_state)
-        self._step.poll(timeout_s)
-        arrived = [messages for _, messages in self._members.take_all()]
+        self._join.ensure_member(params, self._optimizer_state)
+        self._join.poll(timeout_s)
+        arrived = [messages for _, messages in self._membership.take_all_messages()]
+        self._departure.remove_departed()
         if arrived:
-            scale = self._options.scale_for(len(self.members) + 1)
-            self._replica.apply(arrived, params, scale, has_moved=True)
-        self._entrance.serve(params, self._optimizer_state)
-        self._comparison.take_part(params)
+            self._replica.apply(arrived, params, nodes=len(self.members) + 1, has_moved=True)
+        self._join.serve(params, self._optimizer_state)
+        self._consistency.compare(params)
         return len(arrived)
 
     def _begin(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult | None:
-        """Do what has to be done before a step can begin; return the result of an earlier one that is finished now."""
-        self._tell_arrays(params, optimizer_state)
-        self._check_host(params, optimizer_state)
+        """Prepare a step; return the result of an earlier one if that is finished now."""
+        self._announce_params(params)
+        if self._options.exact or self._options.outer_momentum:
+            writable_views(params)  # refuses parameters on a device before anything is encoded
+        if self._options.apply_residual and not self._replica.shared:
+            self._groups.residuals(writable_views(params))
         self.wait_for_peers()
         self._optimizer_state = optimizer_state
-        self._entrance.come_in(params, optimizer_state)
+        if self._membership.phase is not Phase.IN:
+            self._join.ensure_member(params, optimizer_state)
         if self._replica.local_steps + 1 < self._options.overlap:
             return None
-        return self._step.finish_earlier(params, optimizer_state)
+        return self._finish_earlier(params, optimizer_state)
 
-    def _tell_arrays(self, params: Any, optimizer_state: Sequence[Any]) -> None:
-        """Let the others know what the parameters and the averaged state are like, once."""
-        greetings = self._members.greetings
-        is_averaged = self._options.average_optimizer
-        if not greetings.knows("params") or (
-            is_averaged and not greetings.knows("optimizer_state")
-        ):
+    def _announce_params(self, params: Any) -> None:
+        """Check the parameters and tell the others their dtypes and shapes, once."""
+        if self._membership.signature.entries["params"] is None:
             self._groups.check_params(params)
-            self._members.learn(self._described(params, optimizer_state))
-
-    def _described(self, params: Any, optimizer_state: Sequence[Any]) -> dict[str, list[Any]]:
-        found = {"params": described(params)}
-        if self._options.average_optimizer and optimizer_state:
-            found["optimizer_state"] = described(optimizer_state)
-        return found
-
-    def _check_host(self, params: Any, optimizer_state: Sequence[Any]) -> None:
-        """Refuse what is not in this machine's memory where it has to be, before anything is encoded."""
-        if self._options.exact or self._options.outer_momentum:
-            writable_views(params)
-        if self._options.average_optimizer:
-            writable_views(optimizer_state)
-        if self._options.apply_residual and not self._replica.anchor:
-            self._groups.residuals(writable_views(params))
+            self._join.announce_params(described(params))
 
     def _local_step(
         self, params: Any, optimizer_state: Sequence[Any], finished: StepResult | None
     ) -> StepResult:
-        """Take a local step, or the one that sends; return the result of what is finished by now."""
-        replica, step = self._replica, self._progress.step
+        """Take a local step, or the one that sends; return the result of the step that is finished by now."""
+        replica = self._replica
         replica.local_steps += 1
         if replica.local_steps < self._options.every:
-            local = StepResult.nothing(step, is_local=True)
-            self._step.totals.add(local)
+            local = StepResult(step=replica.step, is_local=True)
+            self._count(local)
             return finished or local
         try:
             result = self._step.run(None, params, optimizer_state, has_moved=True)
         except NonFiniteUpdate:
-            replica.refuse(params)
+            replica.reject(params)
             raise
-        return result or finished or StepResult.nothing(step, is_local=False)
+        self._end_step(result, params, optimizer_state)
+        return result or finished or StepResult(step=self.next_step)
+
+    def _finish_earlier(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult | None:
+        finished = self._step.finish_earlier(params, optimizer_state)
+        self._end_step(finished, params, optimizer_state)
+        return finished
+
+    def _end_step(
+        self, result: StepResult | None, params: Any, optimizer_state: Sequence[Any]
+    ) -> None:
+        """Count a finished step, serve newcomers, and take part in the comparison of replicas."""
+        if result is not None:
+            self._count(result)
+            self._join.serve(params, optimizer_state)
+            self._consistency.compare(params)
+
+    def _count(self, result: StepResult) -> None:
+        self._stats = self._stats.plus(result, update_bytes=4 * self._groups.numel)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -434,37 +412,17 @@ class Exchange:
         """Return a copy of everything that the next step depends on but the parameters and the other nodes.
 
         Every worker keeps its own. Resumed by nodes with the same ids (``Node(node_id=...)``), synchronous training
-        goes on bit for bit. A message that is encoded but not finished is put back, so nothing is lost with it.
+        goes on bit for bit. The message of an unfinished step is put back into the residual, so nothing is lost.
         """
-        return checkpoint.state_of(self._parts, self._step.preparer)
+        return checkpoint.state_of(self._replica)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, before the first step.
 
         Raises:
-            ValueError: it is of another format, model or kind of exchange.
+            ValueError: the state is of another format, model or kind of exchange.
             RuntimeError: this exchange has begun.
         """
         if self._has_begun:
             raise RuntimeError("this exchange has begun: load the state into a new one")
-        checkpoint.load_state(state, self._parts, self._step.preparer)
-
-    def rescale(self, factor: float) -> None:
-        """Multiply what was not sent yet, and all momentum, by ``factor``: after a change of learning rate, say.
-
-        Residuals are in the units of the updates: where the next updates are ``factor`` times as large for the same
-        gradient, what is left of the earlier ones has to follow. With ``outer_momentum`` all nodes call it after the
-        same step.
-
-        Raises:
-            ValueError: ``factor`` is not finite, or the residual acts in the parameters already (``apply_residual``).
-        """
-        if not math.isfinite(factor):
-            raise ValueError(f"factor is {factor}, must be finite")
-        if self._options.apply_residual:
-            raise ValueError(
-                "with apply_residual the parameters hold the residual: nothing is left to rescale"
-            )
-        self._groups.rescale(factor)
-        for velocity in (*self._step.preparer.velocity, *self._replica.velocity):
-            velocity *= velocity.dtype.type(factor)
+        checkpoint.load_state(state, self._replica)

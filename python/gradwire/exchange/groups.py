@@ -1,11 +1,11 @@
-"""Several tensors, several thresholds: which encoder serves which tensor, and what goes out whole."""
+"""Groups of tensors with one encoder each, and the density and first threshold of a group."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,10 +15,9 @@ from ..arrays import device_of
 from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes, parse_many
-from ..policy import ThresholdPolicy
-from .density import check_size_exponent, for_size, learn_first_threshold
+from ..policy import Tail, TargetDensity, ThresholdPolicy
 
-__all__ = ["Codec", "Group", "Groups"]
+__all__ = ["Codec", "Group", "Groups", "check_size_exponent", "for_size", "learn_first_threshold"]
 
 Codec = Literal["threshold", "dense", "bfloat16"]
 
@@ -28,15 +27,21 @@ _DENSE: dict[str, bool | Literal["bfloat16"]] = {
     "bfloat16": "bfloat16",
 }
 
+# A higher density makes the quantum of a small tensor so small that its largest elements cannot keep up.
+_SMALL_DENSITY_MAX = 0.08
+
+# Elements, at most about, from which a first threshold is learned.
+_SAMPLE_NUMEL_MAX = 1 << 20
+
 
 @dataclass(frozen=True)
 class Group:
-    """One encoder and the tensors that it serves.
+    """One encoder and its tensors.
 
     Attributes:
         encoder: its ``key`` is the number of the group.
-        tensors: their places among the tensors of the model; None: all, however many arrays they come in.
-        is_dense: whether its updates always go out whole, as the values they are.
+        tensors: indices of the tensors in the model; None: all, however many arrays there are.
+        is_dense: whether the group's updates are always sent as dense messages.
     """
 
     encoder: Encoder
@@ -47,14 +52,14 @@ class Group:
 class Groups:
     """The tensors of a model, divided among encoders: each group has its own threshold and residual.
 
-    A step's payload is the groups' messages one after the other.
+    A step's payload is the concatenation of the groups' messages.
 
     Args:
         groups: in the order of their messages; ``Groups.of`` makes them for a model.
 
     Attributes:
         groups: as given.
-        encoders: theirs, in order.
+        encoders: of the groups, in order.
         numel: elements of all groups.
 
     Raises:
@@ -81,33 +86,29 @@ class Groups:
         *,
         dense_below: int = 1024,
         dense_one_dimensional: bool = True,
-        assign: Sequence[int] | None = None,
         thresholds: Mapping[int, ThresholdPolicy | float] | None = None,
         size_exponent: float = 0.5,
         **encoder_options: Any,
     ) -> Groups:
-        """Return the groups for a model's tensors.
+        """Return one group for each of a model's tensors, and one dense group for all small ones.
 
-        Small tensors and those of one dimension (biases, norms) are worth more than their bytes: they share one last
-        group whose updates go out whole, in one message.
+        Small tensors and those of one dimension (biases, norms) matter more than their bytes: they share one last
+        group whose updates are sent as dense messages.
 
         Args:
             params: the tensors, or anything else with a ``shape``.
-            threshold: policy of every group that ``thresholds`` does not name. One that aims at a density takes its
-                first threshold from the first update; its ``initial`` serves only where that is not in host memory.
-            dense_below: tensors of fewer elements go out whole.
-            dense_one_dimensional: so do tensors with fewer than two dimensions.
-            assign: for each tensor the number of its group, counting from 0; those that go out whole are passed over.
-                None: a group for each tensor.
-            thresholds: policies by number of the group.
-            size_exponent: where ``threshold`` aims at a density, the largest group gets that, and one that is k times
-                as small k^size_exponent times as much, up to 0.08: bytes then grow slower than sizes, and a small
-                tensor, in which every element matters more, waits less. 0.0: all the same.
+            threshold: policy of every group that ``thresholds`` does not name. A policy that aims at a density takes
+                its first threshold from the first update; its ``initial`` serves only for encoders on a device.
+            dense_below: tensors of fewer elements are sent as dense messages.
+            dense_one_dimensional: so are tensors with fewer than two dimensions.
+            thresholds: policies by number of the group; the tensors that are sent densely are not counted.
+            size_exponent: where ``threshold`` aims at a density, the largest tensor gets that density, and one that is
+                k times as small k^size_exponent times as much, up to 0.08: bytes then grow more slowly than sizes, and
+                a small tensor, in which every element matters more, waits less. 0.0: the same density for all.
             encoder_options: for every encoder: ``dtype``, ``shakeup``, ``clip``, ``on_nonfinite``, ``threads``.
 
         Raises:
-            ValueError: ``assign`` is not as long as ``params``, ``thresholds`` names no group, or ``size_exponent`` is
-                negative.
+            ValueError: ``thresholds`` names no group, or ``size_exponent`` is negative.
 
         >>> import numpy as np, gradwire as gw
         >>> model = [np.zeros((64, 64), np.float32), np.zeros(64, np.float32)]
@@ -116,40 +117,34 @@ class Groups:
         """
         check_size_exponent(size_exponent)
         shapes = [tuple(one.shape) for one in params]
-        if assign is not None and len(assign) != len(shapes):
-            raise ValueError(f"assign names {len(assign)} tensors of {len(shapes)}")
-        coded: dict[int, list[int]] = {}
-        whole: list[int] = []
-        for index, shape in enumerate(shapes):
-            is_thin = dense_one_dimensional and len(shape) < 2
-            if is_thin or math.prod(shape) < dense_below:
-                whole.append(index)
-            else:
-                coded.setdefault(index if assign is None else assign[index], []).append(index)
-        members = [coded[number] for number in sorted(coded)]
+        sizes = [math.prod(shape) for shape in shapes]
+        dense = [
+            index
+            for index, shape in enumerate(shapes)
+            if (dense_one_dimensional and len(shape) < 2) or sizes[index] < dense_below
+        ]
+        coded = [index for index in range(len(shapes)) if index not in set(dense)]
+        largest = max((sizes[index] for index in coded), default=0)
         policies = thresholds or {}
-        largest = max((_numel(shapes, tensors) for tensors in members), default=0)
-        if not set(policies) <= set(range(len(members))):
+        if not set(policies) <= set(range(len(coded))):
             raise ValueError(
-                f"thresholds are for groups {sorted(policies)}, there are {len(members)}"
+                f"thresholds are for groups {sorted(policies)}, there are {len(coded)}"
             )
-
-        def group(key: int, tensors: list[int], *, is_dense: bool) -> Group:
-            numel = _numel(shapes, tensors)
-            own = for_size(threshold, numel, largest, size_exponent)
-            policy = policies.get(key, own)
-            return Group(
-                Encoder(numel, policy, key=key, **encoder_options), tuple(tensors), is_dense
-            )
-
-        made = [group(key, tensors, is_dense=False) for key, tensors in enumerate(members)]
-        if whole:
-            made.append(group(len(members), whole, is_dense=True))
-        return Groups(made)
+        groups = []
+        for key, index in enumerate(coded):
+            numel = sizes[index]
+            policy = policies.get(key, for_size(threshold, numel, largest, size_exponent))
+            encoder = Encoder(numel, policy, key=key, **encoder_options)
+            groups.append(Group(encoder, (index,)))
+        if dense:
+            numel = sum(sizes[index] for index in dense)
+            encoder = Encoder(numel, threshold, key=len(coded), **encoder_options)
+            groups.append(Group(encoder, tuple(dense), is_dense=True))
+        return Groups(groups)
 
     @staticmethod
     def around(encoder: Encoder | Groups) -> Groups:
-        """Return groups as they are, a single encoder as the only group.
+        """Return groups as they are, and a single encoder as the only group.
 
         Raises:
             TypeError: neither.
@@ -161,8 +156,12 @@ class Groups:
     def __len__(self) -> int:
         return len(self.groups)
 
+    def signature(self) -> list[list[Any]]:
+        """Return key, size and dtype of every group, as JSON values."""
+        return [[one.key, one.numel, one.dtype] for one in self.encoders]
+
     def select(self, arrays: Any, index: int) -> Any:
-        """Return those of the model's arrays that one group serves."""
+        """Return those of the model's arrays that belong to one group."""
         tensors = self.groups[index].tensors
         if tensors is None:
             return arrays
@@ -173,7 +172,7 @@ class Groups:
         return [arrays[tensor] for tensor in tensors]
 
     def check_params(self, params: Any) -> None:
-        """Refuse parameters that no step could add to, before anything is encoded for them.
+        """Refuse parameters to which no step could add.
 
         Raises:
             TypeError, ValueError: another size than the encoders', a dtype or layout that ``apply`` does not take,
@@ -181,73 +180,73 @@ class Groups:
         """
         served = [group.tensors for group in self.groups if group.tensors is not None]
         if served and isinstance(params, (list, tuple)):
-            places = {place for tensors in served for place in tensors}
-            if places != set(range(len(params))):
+            indices = {index for tensors in served for index in tensors}
+            if indices != set(range(len(params))):
                 raise ValueError(
-                    f"{len(params)} parameters for groups of {len(places)} tensors, the last of which is {max(places)}"
+                    f"{len(params)} parameters for groups of {len(indices)} tensors, the last of which is "
+                    f"{max(indices)}"
                 )
         nothing = np.empty(0, np.int64), np.empty(0, np.bool_)
-        for index, group in enumerate(self.groups):
+        for index, encoder in enumerate(self.encoders):
             arrays = self.select(params, index)
             if device_of(arrays) >= 0:
                 continue
-            empty = Message.from_entries(*nothing, numel=group.encoder.numel, threshold=1.0)
+            empty = Message.from_entries(*nothing, numel=encoder.numel, threshold=1.0)
             try:
                 apply(empty, arrays)
             except (TypeError, ValueError) as error:
                 raise type(error)(
-                    f"the parameters do not fit the encoder with key {group.encoder.key}: {error}"
+                    f"the parameters do not fit the encoder with key {encoder.key}: {error}"
                 ) from error
 
     def residuals(self, arrays: Sequence[Any]) -> list[NDArray[Any]]:
-        """Return for each of the model's arrays its part of a residual: a writable view in the array's shape.
+        """Return the residual of each of the model's arrays: a writable view in the array's shape.
 
         Raises:
-            ValueError: the arrays are not those of the groups, or a residual is not in this machine's memory.
+            ValueError: the arrays are not those of the groups, or a residual is not in host memory.
         """
         found: dict[int, NDArray[Any]] = {}
         for group in self.groups:
-            if device_of(group.encoder.residual) >= 0:
+            encoder = group.encoder
+            if device_of(encoder.residual) >= 0:
                 raise ValueError(
-                    f"the residual of group {group.encoder.key} is on a device, which apply_residual "
-                    "cannot reach: use an encoder in host memory"
+                    f"the residual of group {encoder.key} is on a device, which apply_residual cannot reach: "
+                    "use an encoder in host memory"
                 )
-            tensors = range(len(arrays)) if group.tensors is None else group.tensors
             start = 0
-            for tensor in tensors:
+            for tensor in range(len(arrays)) if group.tensors is None else group.tensors:
                 shape = arrays[tensor].shape
                 stop = start + math.prod(shape)
-                found[tensor] = group.encoder.residual[start:stop].reshape(shape)
+                found[tensor] = encoder.residual[start:stop].reshape(shape)
                 start = stop
-            if start != group.encoder.numel:
-                raise ValueError(
-                    f"{start} elements for group {group.encoder.key} of {group.encoder.numel}"
-                )
+            if start != encoder.numel:
+                raise ValueError(f"{start} elements for group {encoder.key} of {encoder.numel}")
         return [found[tensor] for tensor in range(len(arrays))]
 
     def max_payload_bytes(self, codec: Codec) -> int:
-        """Return the most bytes that one step's messages can have."""
-        sizes = []
-        for group in self.groups:
-            is_dense = group.is_dense or codec != "threshold"
-            sizes.append(max_message_bytes(group.encoder.numel, is_dense, group.encoder.dtype))
-        return sum(sizes)
+        """Return the largest possible size of one step's messages."""
+        return sum(
+            max_message_bytes(
+                one.encoder.numel, one.is_dense or codec != "threshold", one.encoder.dtype
+            )
+            for one in self.groups
+        )
 
     def encode(
         self, update: Any, codec: Codec, refresh: Callable[[int], None] | None = None
     ) -> list[Message]:
-        """Return every group's message, in host memory; None for ``update``: it is in the residuals already.
+        """Return every group's message, in host memory.
 
-        Encoders on a device work beside each other, and are waited for together.
+        Encoders on a device work side by side, and are waited for together.
 
         Args:
-            update: one array or several, not modified.
-            codec: whether they go out as ternary messages or whole.
-            refresh: called with a group's number right before that is encoded, to bring its residual up to date: the
-                encoder then finds it in the cache.
+            update: one array or several, not modified; None: the residuals hold the update already.
+            codec: ternary or dense messages.
+            refresh: called with a group's index right before the group is encoded, to bring its residual up to date
+                while the cache is warm.
 
         Raises:
-            NonFiniteUpdate: as ``Encoder.encode``; what other groups had encoded is back in their residuals.
+            NonFiniteUpdate: as ``Encoder.encode``; the messages of the other groups are back in their residuals.
         """
         encoded: list[Any] = []
         try:
@@ -259,7 +258,7 @@ class Groups:
                 if not dense:
                     learn_first_threshold(group.encoder, part)
                 encoded.append(group.encoder.encode(part, dense=dense))
-            return [_owned(message) for message in encoded]
+            return [_on_host(message) for message in encoded]
         except BaseException:
             self._undo(encoded)
             raise
@@ -274,34 +273,34 @@ class Groups:
         try:
             for encoder in self.encoders:
                 encoded.append(encoder.flush())
-            return [_owned(message) for message in encoded]
+            return [_on_host(message) for message in encoded]
         except BaseException:
             self._undo(encoded)
             raise
 
     def _undo(self, encoded: Sequence[Any]) -> None:
-        """Put back those of the first groups' messages that were not refused, which took nothing."""
+        """Put the messages of the first groups back; those that a device refused have taken nothing."""
         for encoder, message in zip(self.encoders, encoded, strict=False):
             with suppress(NonFiniteUpdate):
-                apply(_owned(message), encoder.residual)
+                apply(_on_host(message), encoder.residual)
 
     def put_back(self, messages: Sequence[Message], factor: float = 1.0) -> None:
-        """Add messages that were not sent, times a factor, to the residuals they came from."""
+        """Add unsent messages, times a factor, to their residuals."""
         for encoder, message in zip(self.encoders, messages, strict=False):
             apply(message, encoder.residual, factor)
 
     def parse(self, payload: memoryview) -> list[Message]:
-        """Return the messages of a payload, one for each group, and whatever follows them.
+        """Return the messages of a payload, one for each group.
 
         Raises:
             MessageError: not messages, or not those of these groups.
         """
         messages = parse_many(payload)
-        if len(messages) < len(self.groups):
+        if len(messages) != len(self.encoders):
             raise MessageError(
-                f"{len(messages)} messages for {len(self.groups)} groups of parameters"
+                f"{len(messages)} messages for {len(self.encoders)} groups of parameters"
             )
-        for encoder, message in zip(self.encoders, messages, strict=False):
+        for encoder, message in zip(self.encoders, messages, strict=True):
             if message.numel != encoder.numel or message.key != encoder.key:
                 raise MessageError(
                     f"a message for group {message.key} has {message.numel} elements, this node's "
@@ -311,43 +310,75 @@ class Groups:
 
     def density(self, messages: Sequence[Message]) -> float:
         """Return changed elements / elements of one step's messages."""
-        changed = sum(message.count for message in messages[: len(self.groups)])
+        changed = sum(message.count for message in messages)
         return changed / self.numel if self.numel else 0.0
 
-    def residual_norm(self) -> float:
-        """Return the Euclidean norm of everything that was not sent yet."""
-        residuals = [_host_residual(encoder) for encoder in self.encoders]
-        return math.sqrt(math.fsum(float(np.dot(one, one)) for one in residuals))
 
-    def rescale(self, factor: float) -> None:
-        """Multiply everything that was not sent yet."""
-        for encoder in self.encoders:
-            if device_of(encoder.residual) < 0:
-                encoder.residual[...] *= encoder.residual.dtype.type(factor)
-            else:
-                state = encoder.state_dict()
-                state["residual"] *= state["residual"].dtype.type(factor)
-                encoder.load_state_dict(state)
-
-
-def _numel(shapes: Sequence[tuple[int, ...]], tensors: Sequence[int]) -> int:
-    return sum(math.prod(shapes[index]) for index in tensors)
-
-
-def _owned(message: Any) -> Message:
-    """Return a message in host memory; of one on a device a copy, because its own memory is as large as its ceiling.
-
-    Waits for the device.
+def _on_host(message: Any) -> Message:
+    """Return a message in host memory, after waiting for the device; a copy, because the original's memory is large.
 
     Raises:
-        NonFiniteUpdate: what became of the message there.
+        NonFiniteUpdate: the device refused the update.
     """
     return message if isinstance(message, Message) else Message.parse(bytes(message))
 
 
-def _host_residual(encoder: Encoder) -> NDArray[Any]:
-    """Return an encoder's residual, or a copy of it where it lies on a device."""
-    if device_of(encoder.residual) < 0:
-        return encoder.residual
-    copy: NDArray[Any] = encoder.state_dict()["residual"]
-    return copy
+# ---- density and first threshold of a tensor -------------------------------------------------------------------------
+
+
+def for_size(
+    policy: ThresholdPolicy | float | None, numel: int, largest: int, exponent: float
+) -> ThresholdPolicy | float | None:
+    """Return the policy for a tensor of ``numel`` elements, where the largest tensor has ``policy`` itself.
+
+    A tensor k times as small gets k^exponent times the density, up to a bound; other policies stay as they are.
+    """
+    if not isinstance(policy, TargetDensity) or numel == 0:
+        return policy
+    density = min(policy.density * (largest / numel) ** exponent, _SMALL_DENSITY_MAX)
+    return replace(policy, density=max(density, policy.density))
+
+
+def check_size_exponent(exponent: float) -> None:
+    """Refuse an exponent that gives smaller tensors less density.
+
+    Raises:
+        ValueError: ``exponent`` is negative or not finite.
+    """
+    if not 0.0 <= exponent < math.inf:
+        raise ValueError(f"size_exponent must be finite and 0 or more, got {exponent}")
+
+
+def learn_first_threshold(encoder: Encoder, update: Any) -> None:
+    """Set the first threshold of a policy that aims at a density to the one that its first update asks for.
+
+    No initial value suits every update: a threshold far too small sends a tiny quantum of every element, at many times
+    the bytes, and the rest comes late. Encoders that have followed their policy, and those on a device, stay as they
+    are.
+
+    Args:
+        encoder: about to encode.
+        update: as ``Encoder.encode`` takes it, or None; not modified.
+    """
+    density = encoder.policy.sample_density
+    has_learned = encoder.threshold != encoder.policy.initial
+    if density is None or has_learned or device_of(encoder.residual) >= 0:
+        return
+    # An even stride could meet the same columns of a matrix again and again.
+    stride = (encoder.numel // _SAMPLE_NUMEL_MAX) | 1
+    sums = encoder.residual[::stride].copy()
+    if update is not None:
+        arrays = update if isinstance(update, (list, tuple)) else [update]
+        try:
+            flat = [np.asarray(part).reshape(-1) for part in arrays]
+            sums += np.concatenate(flat)[::stride] if len(flat) > 1 else flat[0][::stride]
+        except (TypeError, ValueError, RuntimeError):
+            return  # half precision of torch, say, or an update that ``encode`` refuses
+    magnitudes = np.abs(sums[np.isfinite(sums)])
+    if not magnitudes.any():
+        return
+    rank = min(int(density * magnitudes.size), magnitudes.size - 1)
+    seen = float(-np.partition(-magnitudes, rank)[rank])
+    tail = Tail(now=seen, shuffled=seen, next=seen, same=seen, agreement=0.5)
+    learned = encoder.policy.next_threshold(encoder.threshold, density, 1, tail)
+    encoder.set_policy(encoder.policy, threshold=learned)

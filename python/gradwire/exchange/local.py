@@ -16,20 +16,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.shared_memory import SharedMemory
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GradwireError
+from ..transport import Peer
+from .exchange import Exchange
 from .options import Reduction
+from .parameters import Arrays, copies, difference, put, views, writable_views
 from .results import ExchangeStats, Joined, StepResult
-from .views import Arrays, copies, difference, put, views, writable_views
-
-if TYPE_CHECKING:
-    from ..transport import Peer
-    from .exchange import Exchange
 
 __all__ = ["LocalExchange", "LocalTeam"]
 
@@ -41,26 +38,26 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What the leader's turn brought, for all workers."""
+    """The outcome of the leader's call, for all workers."""
 
     result: Any
     error: BaseException | None
     next_step: int
-    members: tuple[Peer, ...] = ()
-    counts: ExchangeStats | None = None
+    members: tuple[Peer, ...]
+    stats: ExchangeStats
 
 
 class LocalTeam:
-    """What the workers of one machine share: parameters, the sum of their updates, and a meeting point.
+    """The shared memory of the workers of one machine: parameters, the sum of their updates, and a barrier.
 
-    Make it before the workers, threads or processes, and hand it to each; processes get it as an argument of
+    Make the team before the workers, threads or processes, and pass it to each; processes get it as an argument of
     ``multiprocessing.Process``, forked or spawned. One worker leads: it has the node and the exchange.
 
     Args:
-        params: the parameters to begin with, float32 or float64 arrays; copied.
-        workers: how many meet in every step, the leader included.
+        params: the initial parameters, float32 or float64 arrays; copied.
+        workers: number of workers, the leader included.
         reduction: "mean": the machine's update is the mean of the workers' updates; "sum": their sum.
-        timeout_s: how long a worker waits for the others, and for the leader's step.
+        timeout_s: longest wait of a worker for the others, and for the leader's step.
         context: of multiprocessing; None: the default one.
 
     Raises:
@@ -102,7 +99,7 @@ class LocalTeam:
         self._barrier = (context or multiprocessing).Barrier(workers)
         self._memory = SharedMemory(create=True, size=_MAIL_BYTES + 2 * self._span())
         self._owner = os.getpid()
-        self._map()
+        self._map_arrays()
         put(self.params, initial)
 
     def _span(self) -> int:
@@ -112,8 +109,8 @@ class LocalTeam:
         ]
         return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes) + _ALIGNMENT
 
-    def _map(self) -> None:
-        """Find the arrays in the shared memory."""
+    def _map_arrays(self) -> None:
+        """Set the arrays to their places in the shared memory."""
         self.params = self._arrays(_MAIL_BYTES)
         self.total = self._arrays(_MAIL_BYTES + self._span())
 
@@ -126,7 +123,7 @@ class LocalTeam:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs to find the same memory."""
+        """Return what another process needs to attach to the same memory."""
         kept = ("workers", "reduction", "timeout_s", "_layout", "_barrier")
         return {**{name: getattr(self, name) for name in kept}, "memory": self._memory.name}
 
@@ -135,7 +132,7 @@ class LocalTeam:
         self._memory = SharedMemory(name=state.pop("memory"))
         self.__dict__.update(state)
         self._owner = 0
-        self._map()
+        self._map_arrays()
 
     def lead(self, exchange: Exchange) -> LocalExchange:
         """Return the leader's exchange, worker 0's."""
@@ -151,11 +148,11 @@ class LocalTeam:
             raise ValueError(f"rank is {rank}, must be 1 to {self.workers - 1}")
         return LocalExchange(self, rank, None)
 
-    def meet(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait for all workers.
 
         Raises:
-            TimeoutError: one did not come in time; the team is broken then.
+            TimeoutError: a worker did not come in time; the team is unusable then.
         """
         try:
             self._barrier.wait(self.timeout_s)
@@ -164,18 +161,17 @@ class LocalTeam:
                 f"not all {self.workers} workers of this machine came within {self.timeout_s:g} s"
             ) from None
 
-    def post(self, outcome: _Outcome) -> None:
-        """Leave the leader's outcome for the others."""
+    def post_outcome(self, outcome: _Outcome) -> None:
+        """Leave the leader's outcome for the other workers."""
         data = pickle.dumps(outcome)
         if len(data) > _MAIL_BYTES - 8:
-            data = pickle.dumps(
-                replace(outcome, result=None, error=GradwireError(str(outcome)[:500]), members=())
-            )
+            short = GradwireError(str(outcome)[:500])
+            data = pickle.dumps(replace(outcome, result=None, error=short, members=()))
         self._mailbox[:8] = len(data).to_bytes(8, "little")
         self._mailbox[8 : 8 + len(data)] = data
 
-    def mail(self) -> _Outcome:
-        """Return what the leader has left; written by ``post`` of this very team, never by another machine."""
+    def read_outcome(self) -> _Outcome:
+        """Return the leader's outcome, which ``post_outcome`` of this team wrote, never another machine."""
         box = self._mailbox
         found: _Outcome = pickle.loads(box[8 : 8 + int.from_bytes(box[:8], "little")])  # noqa: S301
         return found
@@ -186,11 +182,11 @@ class LocalTeam:
         return memoryview(buffer)[:_MAIL_BYTES]
 
     def close(self) -> None:
-        """Let the memory go; the process that made the team calls this last."""
+        """Release the memory; the process that made the team calls this last."""
         self.params, self.total = [], []
-        with suppress(BufferError):  # a view of it is still in use: it goes with the process
+        with suppress(BufferError):  # a view is still in use: the memory goes with the process
             self._memory.close()
-        if self._owner == os.getpid():  # not in a child that was forked
+        if self._owner == os.getpid():  # not in a forked child
             self._owner = 0
             self._memory.unlink()
 
@@ -198,23 +194,21 @@ class LocalTeam:
         """Return the team."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close it."""
+    def __exit__(self, *_: object) -> None:
+        """Close the team."""
         self.close()
 
 
 class LocalExchange:
     """One worker's exchange: the calls of `Exchange`, made by all workers of the machine together.
 
-    All workers make the same calls in the same order. What the leader's call raises, all raise. Every worker's
-    parameters are the team's after each of them, whether the machine's step was a local one or not. A `SharedOptimizer`
-    takes it in the place of an `Exchange`; the workers' optimisers keep their states to themselves.
+    All workers make the same calls in the same order. All raise the errors of the leader's call. Every worker's
+    parameters are the team's after each call, whether the machine's step was a local one or not. A `SharedOptimizer`
+    takes a `LocalExchange` in the place of an `Exchange`; the workers' optimisers keep their states to themselves.
     """
+
+    is_next_local = False  # the other workers move the parameters too
+    has_local_steps = False
 
     def __init__(self, team: LocalTeam, rank: int, exchange: Exchange | None) -> None:
         self.team = team
@@ -222,7 +216,7 @@ class LocalExchange:
         self.exchange = exchange
         self._next_step = 0 if exchange is None else exchange.next_step
         self._members: tuple[Peer, ...] = ()
-        self._counts: ExchangeStats | None = None
+        self._stats: ExchangeStats | None = None
 
     @property
     def next_step(self) -> int:
@@ -236,32 +230,18 @@ class LocalExchange:
 
     @property
     def stats(self) -> ExchangeStats:
-        """The machine's `Exchange.stats`; the others than the leader know them as of the last call.
-
-        The residual is the leader's: the others have NaN for its norm.
+        """The machine's `Exchange.stats` after the last call.
 
         Raises:
-            RuntimeError: nothing has been called yet that the leader could have told them with.
+            RuntimeError: there was no call yet.
         """
-        if self.exchange is not None:
-            return self.exchange.stats
-        if self._counts is None:
-            raise RuntimeError("the leader has told nothing yet: call join or step first")
-        return self._counts
-
-    @property
-    def is_next_local(self) -> bool:
-        """Whether the next step leaves the parameters as they are: never, the other workers move them too."""
-        return False
-
-    @property
-    def has_local_steps(self) -> bool:
-        """Whether this worker's parameters are ahead of the team's: never."""
-        return False
+        if self._stats is None:
+            raise RuntimeError("the leader has no statistics yet: call join or step first")
+        return self._stats
 
     def wait_for_peers(self) -> tuple[Peer, ...]:
         """See `Exchange.wait_for_peers`."""
-        return self._together(None, None, lambda lead: lead.wait_for_peers())
+        return self._call_together(lambda lead: lead.wait_for_peers())
 
     def join(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
         """See `Exchange.join`; ``params`` of every worker are the shared ones afterwards.
@@ -270,59 +250,56 @@ class LocalExchange:
             ValueError: there is an ``optimizer_state``: every worker has its own.
         """
         _refuse_state(optimizer_state)
-        return self._together(None, params, lambda lead: lead.join(self.team.params))
+        return self._call_together(lambda lead: lead.join(self.team.params), params)
 
     def resync(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
         """See `Exchange.resync`."""
         _refuse_state(optimizer_state)
-        return self._together(None, params, lambda lead: lead.resync(self.team.params))
+        return self._call_together(lambda lead: lead.resync(self.team.params), params)
 
     def step(self, update: Any, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
-        """See `Exchange.step`: the mean of all workers' updates, or their sum, is the machine's.
+        """See `Exchange.step`: the machine's update is the mean, or the sum, of all workers' updates.
 
         Args:
             update: of this worker; float32, float16 or float64 arrays that NumPy can view, not modified.
-            params: of this worker; overwritten by the shared ones. ``team.params`` themselves are taken as they are.
+            params: of this worker; overwritten by the shared ones. ``team.params`` themselves may be passed.
             optimizer_state: none.
         """
         _refuse_state(optimizer_state)
-        return self._together(views(update), params, self._step)
+        return self._call_together(self._lead_step, params, views(update))
 
     def step_moved(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
-        """See `Exchange.step_moved`: what this worker's parameters differ from the shared ones is its update."""
+        """See `Exchange.step_moved`: the difference to the team's parameters is this worker's update."""
         _refuse_state(optimizer_state)
-        return self._together(difference(views(params), self.team.params), params, self._step)
+        update = difference(views(params), self.team.params)
+        return self._call_together(self._lead_step, params, update)
 
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
         """See `Exchange.catch_up`."""
-        return self._together(None, params, lambda lead: lead.catch_up(self.team.params, timeout_s))
+        return self._call_together(lambda lead: lead.catch_up(self.team.params, timeout_s), params)
 
     def leave(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """See `Exchange.leave`."""
         _refuse_state(optimizer_state)
-        return self._together(None, params, lambda lead: lead.leave(self.team.params))
-
-    def rescale(self, factor: float) -> None:
-        """See `Exchange.rescale`."""
-        self._together(None, None, lambda lead: lead.rescale(factor))
+        return self._call_together(lambda lead: lead.leave(self.team.params), params)
 
     def shared(self, params: Any) -> Arrays:  # noqa: ARG002  (as Exchange.shared)
         """See `Exchange.shared`; of the team's parameters, which every worker's are."""
         team = self.team
-        # The place of the sum serves, which is empty between the calls, and is again before the next one can begin.
-        team.meet()
+        # The sum's memory serves, which is zero between the calls, and has to be again before the next can begin.
+        team.wait_for_all()
         if self.exchange is not None:
             put(team.total, self.exchange.shared(team.params))
-        team.meet()
+        team.wait_for_all()
         found = copies(team.total)
-        team.meet()
+        team.wait_for_all()
         if self.exchange is not None:
-            self._empty()
-        team.meet()
+            self._clear_total()
+        team.wait_for_all()
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Exchange.state_dict`: the leader's, nothing for the others."""
+        """See `Exchange.state_dict`: the leader's; empty for the others."""
         return {} if self.exchange is None else self.exchange.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -331,34 +308,35 @@ class LocalExchange:
             self.exchange.load_state_dict(state)
             self._next_step = self.exchange.next_step
 
-    def _step(self, lead: Exchange) -> StepResult:
+    def _lead_step(self, lead: Exchange) -> StepResult:
         return lead.step(self.team.total, self.team.params)
 
-    def _together(
+    def _call_together(
         self,
-        update: Arrays | None,
-        params: Any,
         action: Callable[[Exchange], _Result],
+        params: Any = None,
+        update: Arrays | None = None,
     ) -> _Result:
-        """Add this worker's update, let the leader act, and take the parameters that result.
+        """Add this worker's update, let the leader act, and copy the resulting parameters.
 
         Args:
-            update: None: the action needs none.
-            params: of this worker; None: the action leaves them alone.
-            action: the leader's turn.
+            action: of the leader.
+            params: of this worker; None: they stay as they are.
+            update: of this worker; None: the action needs none.
         """
+        team = self.team
         if update is not None:
-            self._add(update)
-        self.team.meet()
+            self._add_update(update)
+        team.wait_for_all()
         if self.exchange is not None:
             self._act(self.exchange, action)
-        self.team.meet()
-        outcome = self.team.mail()
+        team.wait_for_all()
+        outcome = team.read_outcome()
         self._next_step, self._members = outcome.next_step, outcome.members
-        self._counts = outcome.counts
-        own = self.team.params if params is None else writable_views(params)
-        if not all(np.shares_memory(*pair) for pair in zip(own, self.team.params, strict=True)):
-            put(own, self.team.params)
+        self._stats = outcome.stats
+        own = team.params if params is None else writable_views(params)
+        if not all(np.shares_memory(*pair) for pair in zip(own, team.params, strict=True)):
+            put(own, team.params)
         if outcome.error is not None:
             raise outcome.error
         result: _Result = outcome.result
@@ -370,18 +348,18 @@ class LocalExchange:
             result = action(exchange)
         except Exception as caught:
             error = caught
-        self._empty()
-        outcome = _Outcome(result, error, exchange.next_step, exchange.members, exchange.counts)
-        self.team.post(outcome)
+        self._clear_total()
+        outcome = _Outcome(result, error, exchange.next_step, exchange.members, exchange.stats)
+        self.team.post_outcome(outcome)
 
-    def _empty(self) -> None:
+    def _clear_total(self) -> None:
         for array in self.team.total:
             array[...] = 0.0
 
-    def _add(self, update: Arrays) -> None:
-        """Add to the shared sum, each worker in another part of it at a time: in the same order every time.
+    def _add_update(self, update: Arrays) -> None:
+        """Add to the shared sum, in turns, so that the order is always the same and no two workers write to one part.
 
-        In turn t worker r adds its part (r + t) mod workers, so no two write to the same memory.
+        In turn t worker r adds its part (r + t) mod workers.
         """
         workers = self.team.workers
         factor = 1.0 / workers if self.team.reduction == "mean" else 1.0
@@ -389,7 +367,7 @@ class LocalExchange:
             part = (self.rank + turn) % workers
             for total, array in zip(self.team.total, update, strict=True):
                 _add_part(total.reshape(-1), array.reshape(-1), part, workers, factor)
-            self.team.meet()
+            self.team.wait_for_all()
 
 
 def _refuse_state(optimizer_state: Sequence[Any]) -> None:

@@ -1,111 +1,95 @@
-"""Everything that an exchange can be told, checked once."""
+"""The options of an exchange, checked once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from .groups import Codec
-from .prepare import Preparation
-from .results import StepResult
 
 __all__ = ["Options", "Reduction"]
 
 Reduction = Literal["mean", "sum"]
 
+_KEPT_UPDATES = 3  # a member may be one step ahead of another
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of one exchange, as ``Exchange`` documents them.
+    """The options of `Exchange`; docs/exchange.md explains them.
 
     Raises:
-        ValueError: a value is out of its range, or two contradict each other.
+        ValueError: a value is out of range, or two contradict each other.
         TypeError: a value is of the wrong kind.
     """
 
     reduction: Reduction
     min_peers: int | None
-    exact: bool
-    codec: Codec
-    timeout_s: float
     mode: Literal["sync", "async"]
     max_staleness: int
+    exact: bool
+    codec: Codec
     every: int
-    average_optimizer: bool
-    apply_residual: bool
     overlap: int
     outer_momentum: float
+    apply_residual: bool
     on_straggler: Literal["raise", "drop"]
+    timeout_s: float
     digest_s: float
-    on_step: Callable[[StepResult], None] | None
-    preparation: Preparation
 
     def __post_init__(self) -> None:
         _check_number("timeout_s", self.timeout_s, self.timeout_s > 0, "positive")
         _check_number("digest_s", self.digest_s, self.digest_s >= 0, "0 or more")
         if self.min_peers is not None:
-            _check_whole("min_peers", self.min_peers, 0)
-        _check_whole("every", self.every, 1)
-        _check_whole("max_staleness", self.max_staleness, 0)
-        _check_whole("overlap", self.overlap, 0)
-        if self.on_step is not None and not callable(self.on_step):
-            raise TypeError(f"on_step must be a function of a StepResult, got {self.on_step!r}")
+            _check_int("min_peers", self.min_peers, 0)
+        _check_int("every", self.every, 1)
+        _check_int("max_staleness", self.max_staleness, 0)
+        _check_int("overlap", self.overlap, 0)
         _check_choice("reduction", self.reduction, "mean", "sum")
         _check_choice("mode", self.mode, "sync", "async")
         _check_choice("codec", self.codec, "threshold", "dense", "bfloat16")
         _check_choice("on_straggler", self.on_straggler, "raise", "drop")
-        if self.mode == "async" and self.on_straggler == "drop":
+        if not self.is_sync and self.on_straggler == "drop":
             raise ValueError(
-                'on_straggler="drop" is for synchronous steps: asynchronous ones do not wait for a straggler until '
-                "they are max_staleness ahead"
+                'on_straggler="drop" is for synchronous steps: asynchronous ones wait for nobody until they are '
+                "max_staleness ahead"
             )
-        if self.codec != "threshold" and self.preparation.warmup is not None:
+        if not 0.0 <= self.outer_momentum < 1.0:
+            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
+        if self.outer_momentum and (self.exact or not self.is_sync):
             raise ValueError(
-                f'warmup is for codec="threshold": with "{self.codec}" every update is whole, from the first on'
+                "outer_momentum is for synchronous replicas that are not exact: others do not all add the same "
+                "messages in the same order"
             )
         if self.overlap > self.every:
             raise ValueError(
                 f"overlap is {self.overlap}, must be from 0 to the {self.every} steps of every exchange: "
                 "messages are applied before the next ones are encoded"
             )
-        if self.overlap and (self.mode == "async" or self.average_optimizer):
-            raise ValueError(
-                "overlap is for synchronous steps, and without average_optimizer: asynchronous ones wait for nobody, "
-                "and the optimiser's state goes on meanwhile"
-            )
-        if not 0.0 <= self.outer_momentum < 1.0:
-            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
-        if self.outer_momentum and (self.exact or self.mode == "async"):
-            raise ValueError(
-                "outer_momentum is for synchronous replicas that are not exact: others do not all add the same "
-                "messages in the same order"
-            )
-        if self.average_optimizer and (self.every == 1 or self.mode == "async"):
-            raise ValueError(
-                "average_optimizer is for local steps between synchronous exchanges: every > 1"
-            )
-        if self.apply_residual and self.preparation.needs_update:
-            raise ValueError(
-                "apply_residual takes updates as they are: without momentum and clip_norm of the exchange; "
-                "let the optimiser do both"
-            )
-        if self.exact and self.mode == "async" and self.reduction == "mean":
+        if self.overlap and not self.is_sync:
+            raise ValueError("overlap is for synchronous steps: asynchronous ones wait for nobody")
+        if self.exact and not self.is_sync and self.reduction == "mean":
             raise ValueError(
                 "exact asynchronous replicas cannot divide by a number of nodes that changes: give "
                 'reduction="sum", and divide the updates by the number of nodes'
             )
 
-    def scale_for(self, nodes: int) -> float:
-        """Return the factor of every message when so many nodes contribute."""
-        return 1.0 / nodes if self.reduction == "mean" else 1.0
-
     @property
     def is_sync(self) -> bool:
-        """Whether every step waits for everybody's message."""
+        """Whether every step waits for all members' messages."""
         return self.mode == "sync"
+
+    @property
+    def kept_updates(self) -> int:
+        """Number of updates of every node that are kept after they are applied: for peers that miss some."""
+        return _KEPT_UPDATES if self.is_sync else 2 * self.max_staleness + _KEPT_UPDATES
+
+    def signature(self) -> dict[str, Any]:
+        """Return the options that have to be the same on all nodes."""
+        names = ("reduction", "mode", "every", "exact", "outer_momentum")
+        return {name: getattr(self, name) for name in names}
 
 
 def _check_number(name: str, value: float, is_good: bool, what: str) -> None:
@@ -113,7 +97,7 @@ def _check_number(name: str, value: float, is_good: bool, what: str) -> None:
         raise ValueError(f"{name} is {value}, must be {what}")
 
 
-def _check_whole(name: str, value: int, least: int) -> None:
+def _check_int(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an int, got {value!r}")
     _check_number(name, value, value >= least, f"{least} or more")

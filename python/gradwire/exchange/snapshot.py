@@ -1,4 +1,4 @@
-"""The state of one replica at a cut between two steps, on its way to a newcomer while training goes on."""
+"""Snapshots: the state of one replica between two steps, sent to a newcomer while training goes on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MessageError, NotConnected, WouldBlock
-from .control import Kind, Place, Request, place_of, tag_of
-from .views import Arrays
+from ..transport import Peer
+from .parameters import Arrays
+from .protocol import Kind, NodeRun, run_of, tag_of
 
 if TYPE_CHECKING:
-    from ..transport import Node, Peer
+    from ..transport import Node
 
 __all__ = ["Donor", "Incoming", "Snapshot"]
 
@@ -27,24 +28,24 @@ _ARRAYS_MAX = 1 << 20
 
 @dataclass
 class Snapshot:
-    """Everything a newcomer needs to go on from a cut.
+    """Everything that a newcomer needs to continue.
 
     Attributes:
-        step: number of the giver's next step.
-        positions: for every member, the giver included, the number of the first update that is not in it.
-        finals: for nodes that were members before, the number of the first of their updates that nobody applied.
-        arrays: parameters, or initial ones and sum where exact; then the optimiser's.
-        params: how many of the arrays are parameters.
+        step: number of the donor's next step.
+        positions: for every member, the donor included, the first update that is not in the snapshot.
+        finals: for departed members, the first update that nobody applied.
+        arrays: of ``Replica.export_state``, then of the optimiser's state.
+        params: number of the former.
         origin: the node that began the training.
-        exact: scale and exactness of an exact sum, or None.
+        exact: divisor and exactness of an exact sum, or None.
     """
 
     step: int
-    positions: dict[Place, int]
-    finals: dict[Place, int]
+    positions: dict[NodeRun, int]
+    finals: dict[NodeRun, int]
     arrays: Arrays
     params: int
-    origin: Place
+    origin: NodeRun
     exact: dict[str, Any] | None = None
 
     def header(self) -> bytes:
@@ -52,8 +53,8 @@ class Snapshot:
         return json.dumps(
             {
                 "step": self.step,
-                "positions": [[*place, step] for place, step in self.positions.items()],
-                "finals": [[*place, step] for place, step in self.finals.items()],
+                "positions": [[*run, step] for run, step in self.positions.items()],
+                "finals": [[*run, step] for run, step in self.finals.items()],
                 "arrays": [[array.dtype.str, list(array.shape)] for array in self.arrays],
                 "params": self.params,
                 "origin": self.origin,
@@ -84,6 +85,14 @@ class Snapshot:
         except (ValueError, TypeError, LookupError, MemoryError) as error:
             raise MessageError(f"a snapshot whose header cannot be read: {error!r}") from error
 
+    def parts(self) -> list[memoryview]:
+        """Return the header and the arrays' bytes, in parts of bounded size."""
+        parts = [memoryview(self.header())]
+        for array in self.arrays:
+            data = _bytes_of(array)
+            parts += [data[at : at + _PART_BYTES] for at in range(0, len(data), _PART_BYTES)]
+        return parts
+
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
@@ -97,95 +106,98 @@ def _empty(dtype: str, shape: list[int]) -> NDArray[Any]:
 
 @dataclass
 class Incoming:
-    """A snapshot as it arrives, part by part.
+    """A snapshot in transit.
 
     Attributes:
-        number: of the request that asked for it.
-        donor: who was asked.
+        number: of the request.
+        donor: the member that was asked.
+        snapshot: None before the header has arrived.
     """
 
     number: int
     donor: Peer
     snapshot: Snapshot | None = None
-    _places: deque[memoryview] = field(default_factory=deque)
+    _missing: deque[memoryview] = field(default_factory=deque)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it is here."""
-        return self.snapshot is not None and not self._places
+        """Whether all parts have arrived."""
+        return self.snapshot is not None and not self._missing
 
-    def add(self, part: memoryview) -> None:
-        """Take the next part.
+    def add_part(self, part: memoryview) -> None:
+        """Add the next part.
 
         Raises:
-            MessageError: it does not fit.
+            MessageError: the part does not fit.
         """
         if self.snapshot is None:
             self.snapshot = Snapshot.from_header(part)
-            for array in self.snapshot.arrays:
-                if array.nbytes:
-                    self._places.append(_bytes_of(array))
+            self._missing += [_bytes_of(array) for array in self.snapshot.arrays if array.nbytes]
             return
-        if not self._places or len(part) > len(self._places[0]):
+        if not self._missing or len(part) > len(self._missing[0]):
             raise MessageError("a part of a snapshot that does not fit")
-        place = self._places.popleft()
+        place = self._missing.popleft()
         place[: len(part)] = part
         if len(part) < len(place):
-            self._places.appendleft(place[len(part) :])
+            self._missing.appendleft(place[len(part) :])
 
 
 class Donor:
-    """Gives snapshots to newcomers: takes their requests, waits for a cut that fits, and sends as there is room."""
+    """Answers newcomers' requests: waits for a suitable step, and sends the snapshot as there is room."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._requests: dict[Peer, tuple[int, Request]] = {}
+        self._requests: dict[Peer, tuple[int, dict[NodeRun, int]]] = {}
         self._outgoing: deque[tuple[Peer, int, memoryview]] = deque()
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits for anything."""
+        """Whether nobody waits for a snapshot."""
         return not self._requests and not self._outgoing
 
-    def ask(self, peer: Peer, number: int, request: Request) -> None:
-        """Take a request; a newcomer's latest counts."""
-        self._requests[peer] = (number, request)
+    def add_request(self, peer: Peer, number: int, fresh: dict[NodeRun, int]) -> None:
+        """Add a request, in the place of an earlier one.
+
+        Args:
+            peer: the newcomer.
+            number: of the request.
+            fresh: for every member the first update that the newcomer gets directly: the snapshot has to hold all
+                before.
+        """
+        self._requests[peer] = number, fresh
         self._outgoing = deque(one for one in self._outgoing if one[0] != peer)
 
     def serve(self, positions: dict[Peer, int], make: Callable[[], Snapshot]) -> None:
-        """At a cut: answer every request that it fits.
+        """Answer every request that the present state satisfies.
 
         Args:
-            positions: for every member, this node included, the first update that is not in the cut.
-            make: returns the snapshot; called once, and only if somebody wants it.
+            positions: for every member, this node included, the first update that is not in the state.
+            make: returns the snapshot; called at most once.
         """
         snapshot = None
-        by_place = {place_of(peer): step for peer, step in positions.items()}
+        at = {run_of(peer): step for peer, step in positions.items()}
         connected = frozenset(self._node.peers) if self._requests else frozenset()
-        for peer, (number, request) in list(self._requests.items()):
+        for peer, (number, fresh) in list(self._requests.items()):
             if peer not in connected:
                 del self._requests[peer]
                 continue
-            is_early = any(
-                by_place.get(place, step) < step for place, step in request.fresh.items()
-            )
+            is_early = any(at.get(run, step) < step for run, step in fresh.items())
             if is_early or peer in positions:
                 continue
             snapshot = snapshot or make()
             del self._requests[peer]
-            for part in _parts(snapshot):
-                self._outgoing.append((peer, number, part))
+            self._outgoing += [(peer, number, part) for part in snapshot.parts()]
 
-    def refuse(self) -> None:
-        """Give nothing to those who have asked; they ask another member."""
+    def refuse_all(self) -> None:
+        """Drop all requests; the newcomers ask another member."""
         self._requests.clear()
 
-    def pump(self) -> None:
-        """Send what there is room for."""
+    def send_parts(self) -> None:
+        """Send as many parts as there is room for."""
         while self._outgoing:
             peer, number, part = self._outgoing[0]
             try:
-                # Half of the room stays for updates.
+                # Half of the room is left for updates.
                 if not self._node.has_room(2 * len(part)):
                     return
                 self._node.publish(part, tag=tag_of(Kind.SNAPSHOT, number), to=peer)
@@ -195,12 +207,3 @@ class Donor:
                 self._outgoing = deque(one for one in self._outgoing if one[0] != peer)
                 continue
             self._outgoing.popleft()
-
-
-def _parts(snapshot: Snapshot) -> list[memoryview]:
-    parts = [memoryview(snapshot.header())]
-    for array in snapshot.arrays:
-        if array.nbytes:
-            whole = _bytes_of(array)
-            parts += [whole[at : at + _PART_BYTES] for at in range(0, len(whole), _PART_BYTES)]
-    return parts

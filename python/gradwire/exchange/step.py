@@ -1,219 +1,286 @@
-"""One step, in its order: room, encode, hand over and wait, apply, tell."""
+"""One step: wait for room, encode, publish, wait for the members' messages, apply."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..errors import TooLarge, WouldBlock
 from ..message import Message
+from ..transport import Peer
 from . import clock
-from .comparison import Comparison
-from .entrance import Entrance
-from .handover import Handover, LeftBehind
-from .optimizer_state import average_optimizer, optimizer_messages
-from .parts import Parts
-from .prepare import Preparer
-from .progress import Own
-from .results import StepResult, Totals
-
-if TYPE_CHECKING:
-    from ..transport import Peer
+from .departure import Departure
+from .join import Join
+from .membership import Membership, Router, Updates
+from .options import Options
+from .parameters import OwnUpdate, Replica
+from .protocol import Phase
+from .results import StepResult
 
 __all__ = ["Step"]
 
+# Room that a step asks for before encoding: the largest possible message, but at most this, which every node has.
+_ROOM_BYTES_MAX = 16 << 20
+
+
+class LeftBehind(Exception):
+    """The others have gone on without this node, in the middle of a step."""
+
 
 class Step:
-    """Does the steps that send something.
+    """Takes the steps that send a message.
 
-    Attributes:
-        preparer: what happens to an update before it is encoded.
-        totals: of all steps.
+    Args:
+        options: of the exchange.
+        replica: to which the steps add.
+        membership: whose messages are waited for.
+        router: sends the messages.
+        departure: of stragglers.
+        join: receives messages, and lets this node join again where the others have gone on without it.
     """
 
-    def __init__(self, parts: Parts, comparison: Comparison, entrance: Entrance) -> None:
-        self._options, self._groups, self._replica = parts.options, parts.groups, parts.replica
-        self._roster, self._members, self._progress = parts.roster, parts.members, parts.progress
-        self._comparison = comparison
-        self._entrance = entrance
-        self._handover = Handover(parts, comparison, self.poll)
-        self.preparer = Preparer(parts.options.preparation, parts.groups)
-        self.totals = Totals()
-
-    def poll(self, timeout_s: float) -> None:
-        """Send what there is room for, and receive for up to ``timeout_s``."""
-        self._entrance.pump()
-        self._members.poll(timeout_s, self._progress.step)
+    def __init__(
+        self,
+        options: Options,
+        replica: Replica,
+        membership: Membership,
+        router: Router,
+        departure: Departure,
+        join: Join,
+    ) -> None:
+        self._options = options
+        self._is_sync = options.is_sync
+        self._replica = replica
+        self._membership = membership
+        self._router = router
+        self._departure = departure
+        self._join = join
+        most_bytes = replica.groups.max_payload_bytes(options.codec)
+        self._room_bytes = min(most_bytes, _ROOM_BYTES_MAX)
 
     def run(
-        self,
-        update: Any,
-        params: Any,
-        optimizer_state: Sequence[Any],
-        *,
-        has_moved: bool = False,
+        self, update: Any, params: Any, optimizer_state: Sequence[Any], *, has_moved: bool = False
     ) -> StepResult | None:
-        """Send an update, from the room for it to the parameters that hold it; the arguments are ``Exchange.step``'s.
+        """Send an update and add all members' to the parameters; the arguments are those of ``Exchange.step``.
 
-        With ``has_moved`` the update is what the parameters differ from the shared ones.
+        With ``has_moved`` the update is the difference between the parameters and the shared ones.
 
         Returns:
-            What the step did; None where a later call finishes it (``overlap``).
+            The result; None where a later call finishes the step (``overlap``).
         """
-        self._handover.wait_for_room(lambda: self._entrance.come_in(params, optimizer_state))
+        replica, codec = self._replica, self._options.codec
+        self._wait_for_room(params, optimizer_state)
         begin_s = clock.now_s()
-        messages = self._encode(update, params, has_moved=has_moved)
-        self._replica.after_encode(params, messages, has_moved=has_moved)
-        own = self._keep(messages, optimizer_state, begin_s)
+        refresh = None
+        if has_moved:
+            update, refresh = replica.local_delta(params)
+        messages = replica.groups.encode(update, codec, refresh)
+        own = self._hold(messages, params, begin_s, has_moved=has_moved)
         if self._options.overlap:
-            self._send(own)
+            self._publish_without_waiting(own)
             return None
-        again = partial(self._groups.encode, None, self._options.codec)
+        again = partial(replica.groups.encode, None, codec)
         return self._finish_or_repeat(own, again, params, optimizer_state)
+
+    def leave(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
+        """Send everything that is left in the residual as the last update, and say so."""
+        self._wait_for_room(params, optimizer_state)
+        begin_s, flush = clock.now_s(), self._replica.groups.flush
+        own = self._hold(flush(), params, begin_s, has_moved=False)
+        result = self._finish_or_repeat(own, flush, params, optimizer_state)
+        self._join.say_goodbye()
+        return result
+
+    def finish_earlier(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult | None:
+        """Finish a step that was interrupted after encoding, or left open on purpose (``overlap``), if there is one."""
+        if self._replica.pending is None:
+            return None
+        try:
+            return self._finish(self._replica.pending, params, has_moved=True)
+        except LeftBehind:
+            self._join.ensure_member(params, optimizer_state)
+            return None
 
     def _finish_or_repeat(
         self,
-        own: Own,
+        own: OwnUpdate,
         encode_again: Callable[[], list[Message]],
         params: Any,
         optimizer_state: Sequence[Any],
     ) -> StepResult:
-        """Finish a step, or another one later where the others have gone on without this node."""
+        """Finish the pending step, or a later one where the others have gone on without this node."""
         while True:
             try:
-                return self._finish(own, params, optimizer_state)
+                return self._finish(own, params, has_moved=False)
             except LeftBehind:
-                # What was encoded is in the residual again, for the step at which they take this node in.
-                self._entrance.come_in(params, optimizer_state)
+                # The messages are back in the residual, for the step at which the others admit this node.
+                self._join.ensure_member(params, optimizer_state)
             begin_s = clock.now_s()
-            messages = encode_again()
-            self._replica.after_encode(params, messages, has_moved=True)
-            own = self._keep(messages, optimizer_state, begin_s)
+            own = self._hold(encode_again(), params, begin_s, has_moved=True)
 
-    def _encode(self, update: Any, params: Any, *, has_moved: bool) -> list[Message]:
-        codec = self.preparer.begin(self._progress.step, self._options.codec)
-        refresh = None
-        if has_moved:
-            update, refresh = self._replica.moved(params)
-        messages = self._groups.encode(self.preparer.update(update), codec, refresh)
-        self.preparer.mask(messages)
-        return messages
-
-    def leave(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
-        """Send everything that is left as the last update, and say so."""
-        self._handover.wait_for_room(lambda: self._entrance.come_in(params, optimizer_state))
-        begin_s = clock.now_s()
-        messages = self._groups.flush()
-        self._replica.after_encode(params, messages, has_moved=False)
-        own = self._keep(messages, optimizer_state, begin_s)
-        result = self._finish_or_repeat(own, self._groups.flush, params, optimizer_state)
-        self._handover.say_goodbye()
-        return result
-
-    def finish_earlier(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult | None:
-        """Finish a step that was interrupted after encoding, or is open on purpose (``overlap``), if there is one."""
-        own = self._progress.own
-        if own is None:
-            return None
-        try:
-            return self._finish(own, params, optimizer_state, has_moved=True)
-        except LeftBehind:
-            self._entrance.come_in(params, optimizer_state)
-            return None
-
-    def _keep(self, messages: list[Message], optimizer_state: Sequence[Any], begin_s: float) -> Own:
-        """Keep the messages, which were encoded since ``begin_s``, until the step is finished."""
-        if self._options.average_optimizer:
-            messages += optimizer_messages(optimizer_state)
+    def _hold(
+        self, messages: list[Message], params: Any, begin_s: float, *, has_moved: bool
+    ) -> OwnUpdate:
+        """Hold the messages, encoded since ``begin_s``, until the step is finished."""
+        replica = self._replica
+        replica.remove_local_changes(params, messages, has_moved=has_moved)
         payload = messages[0] if len(messages) == 1 else b"".join(map(bytes, messages))
-        own = Own(self._progress.step, messages, payload, clock.now_s() - begin_s)
-        self._progress.own = own
+        own = OwnUpdate(replica.step, messages, payload, clock.now_s() - begin_s)
+        replica.pending = own
         return own
 
-    def _send(self, own: Own) -> None:
-        """Hand over the pending message if there is room, without waiting for anything."""
+    # ---- waiting -----------------------------------------------------------------------------------------------------
+
+    def _wait_for_room(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+        """Receive until the node has room for one more message and no member is too far behind.
+
+        Raises:
+            WouldBlock: after ``timeout_s``.
+        """
+        timeout_s = self._options.timeout_s
+        deadline_s = clock.now_s() + timeout_s
+        while True:
+            if self._membership.phase is Phase.JOINING:
+                self._join.ensure_member(params, optimizer_state)
+            obstacle = self._obstacle()
+            if obstacle is None:
+                return
+            if clock.now_s() >= deadline_s:
+                raise WouldBlock(
+                    f"step {self._replica.step} cannot begin within {timeout_s:g} s: {obstacle}; "
+                    "the update was not taken"
+                )
+            self._join.poll(clock.ROOM_POLL_S)
+
+    def _obstacle(self) -> str | None:
+        """Return what keeps this node from sending one more update, None if nothing does."""
+        if not self._router.node.has_room(self._room_bytes):
+            return "no room to send it: a peer does not take its messages"
+        if self._is_sync:
+            return None
+        if self._staleness() > self._options.max_staleness:
+            return f"this node is {self._staleness()} steps ahead of another"
+        oldest = self._replica.oldest_sent
+        if oldest is not None and oldest.ticket is not None and not oldest.ticket.is_done:
+            return f"a peer has not got step {oldest.step} yet"
+        return None
+
+    def _staleness(self) -> int:
+        """Return how many steps this node is ahead of the slowest member."""
+        slowest = self._membership.slowest
+        return 0 if slowest is None else max(0, self._replica.step - slowest)
+
+    def _publish_without_waiting(self, own: OwnUpdate) -> None:
+        """Hand a message over if there is room, and handle the messages that have arrived."""
         begin_s = clock.now_s()
-        self._handover.begin(own)
+        self._publish(own)
+        self._join.poll(0.0)
         own.wait_s += clock.now_s() - begin_s
 
-    def _finish(
-        self,
-        own: Own,
-        params: Any,
-        optimizer_state: Sequence[Any],
-        *,
-        has_moved: bool = False,
-    ) -> StepResult:
-        """Hand over the pending message, wait for the others' and apply all of them."""
-        begin_s = clock.now_s()
-        self._handover.swap(own)
-        swapped_s = clock.now_s()
-        own.wait_s += swapped_s - begin_s
-        is_sync = self._options.is_sync
-        others = self._roster.take_step(own.step) if is_sync else self._members.take_all()
-        is_exact = self._apply(others, own, params, optimizer_state, has_moved=has_moved)
-        if is_sync:
-            self._members.finish_step(own.step, [peer for peer, _ in others])
-        result = self._result(own, others, is_exact, clock.now_s() - swapped_s)
-        self._progress.finish(own)
-        self.totals.add(result)
-        self._entrance.serve(params, optimizer_state)
-        if self._options.on_step is not None:
-            self._options.on_step(result)
-        self._comparison.take_part(params)
-        return result
+    def _publish(self, own: OwnUpdate) -> None:
+        """Hand a message over unless that is done; without room it stays for the next try.
 
-    def _apply(
-        self,
-        others: list[tuple[Peer, list[Message]]],
-        own: Own,
-        params: Any,
-        optimizer_state: Sequence[Any],
-        *,
-        has_moved: bool,
-    ) -> bool:
-        """Add all messages by node id, the own ones at their place; return whether that was provably exact."""
-        in_order = sorted([*others, (self._roster.me, own.messages)], key=_by_node_id)
-        payloads = [messages for _, messages in in_order]
-        if self._options.average_optimizer:
-            average_optimizer(payloads, len(self._groups), optimizer_state)
-        count = len(payloads) if self._options.is_sync else len(self._roster.peers) + 1
-        return self._replica.apply(
-            payloads,
+        Raises:
+            TooLarge: the transport refuses the size; the message is back in the residual.
+        """
+        if own.ticket is not None:
+            return
+        try:
+            own.ticket = self._router.publish_update(own.step, own.payload)
+        except TooLarge:
+            self._replica.groups.put_back(own.messages)
+            self._replica.pending = None
+            self._membership.next_step = own.step
+            raise
+
+    def _wait_for_members(self, own: OwnUpdate) -> None:
+        """Return when the own message is handed over and, in synchronous mode, all members' have arrived.
+
+        Raises:
+            LeftBehind: the members do not wait for this node.
+            TimeoutError: a member sent nothing in time, or there was no room.
+            TooLarge: the transport refuses the size; the message is back in the residual.
+        """
+        membership, timeout_s = self._membership, self._options.timeout_s
+        deadline_s = clock.now_s() + timeout_s
+        may_drop = self._options.on_straggler == "drop"
+        poll_s = 0.0
+        while True:
+            self._publish(own)
+            self._join.poll(poll_s)
+            if membership.phase is Phase.JOINING:
+                raise LeftBehind
+            missing = membership.missing(own.step) if self._is_sync else frozenset()
+            if own.ticket is not None and not missing:
+                return
+            if clock.now_s() >= deadline_s:
+                if not may_drop:
+                    raise self._timed_out(own, missing)
+                may_drop = False
+                deadline_s = clock.now_s() + timeout_s
+                silent = [peer for peer in missing if peer not in membership.departing]
+                self._departure.suspect(silent, "sends nothing: the others go on without it")
+            poll_s = clock.ROOM_POLL_S if own.ticket is None else clock.POLL_S
+
+    def _timed_out(self, own: OwnUpdate, missing: frozenset[Peer]) -> TimeoutError:
+        what = "no room to send it: a peer does not take its messages"
+        if own.ticket is not None:
+            names = ", ".join(peer.address for peer in sorted(missing))
+            what = f"no message from {names}, though connected"
+        return TimeoutError(
+            f"step {own.step} is not finished after {self._options.timeout_s:g} s: {what}; "
+            "the next call goes on with it"
+        )
+
+    # ---- the end of a step -------------------------------------------------------------------------------------------
+
+    def _finish(self, own: OwnUpdate, params: Any, *, has_moved: bool) -> StepResult:
+        """Hand over the pending message, wait for the others' and apply all of them, by node id."""
+        membership, replica, is_sync = self._membership, self._replica, self._is_sync
+        begin_s = clock.now_s()
+        self._wait_for_members(own)
+        arrived_s = clock.now_s()
+        own.wait_s += arrived_s - begin_s
+        others = (
+            membership.take_step_messages(own.step) if is_sync else membership.take_all_messages()
+        )
+        in_order: Updates = [*others, (membership.me, own.messages)]
+        in_order.sort(key=_by_node_id)
+        is_exact = replica.apply(
+            [messages for _, messages in in_order],
             params,
-            self._options.scale_for(count),
+            nodes=len(in_order) if is_sync else len(membership.peers) + 1,
             own=own.messages,
             has_moved=has_moved,
         )
-
-    def _result(
-        self,
-        own: Own,
-        others: list[tuple[Peer, list[Message]]],
-        is_exact: bool,
-        apply_s: float,
-    ) -> StepResult:
+        if is_sync:
+            self._join.finish_step([peer for peer, _ in others])
+        else:
+            self._departure.remove_departed()
+        lost, joined, ignored = membership.drain_events()
         first = own.messages[0]
-        lost, joined, ignored = self._roster.take_news()
-        return StepResult(
-            step=self._progress.step,
+        result = StepResult(
+            step=own.step,
             sent_bytes=own.nbytes,
-            density=self._groups.density(own.messages),
+            density=replica.groups.density(own.messages),
             threshold=first.threshold,
             is_shakeup=first.is_shakeup,
             received=len(others),
             received_bytes=sum(one.nbytes for _, messages in others for one in messages),
-            applied=len(others) + 1,
+            applied=len(in_order),
             ignored=ignored,
             lost=lost,
             joined=joined,
             is_exact=is_exact,
+            staleness=0 if is_sync else self._staleness(),
+            ratio=4 * replica.groups.numel / own.nbytes,
             encode_s=own.encode_s,
             wait_s=own.wait_s,
-            apply_s=apply_s,
-            staleness=0 if self._options.is_sync else self._handover.staleness(),
-            ratio=4 * self._groups.numel / own.nbytes,
+            apply_s=clock.now_s() - arrived_s,
         )
+        replica.finish_step(own)
+        return result
 
 
 def _by_node_id(one: tuple[Peer, list[Message]]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
-from ..exchange.density import check_size_exponent, for_size
+from ..exchange.groups import check_size_exponent, for_size
 from ..message import Message, apply, apply_many, parse_many
 from ..policy import ResidualClip, ShakeUp, TargetDensity, ThresholdPolicy
 from ..state import check_format

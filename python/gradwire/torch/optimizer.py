@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..exchange.views import copies, put, writable_views
+from ..exchange.parameters import copies, put, writable_views
 from .staging import Staging
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         optimizer: the optimiser, all of whose parameters are shared.
         exchange: with an encoder, or groups, for as many elements as there are parameters, in the order of the
             optimiser's parameter groups; or one worker's part of a `LocalTeam`.
-        share_state: also pass the optimiser's state to the exchange: for ``average_optimizer=True``, and so that late
+        share_state: also pass the optimiser's state to the exchange, so that late
             nodes begin with that state. The state is then created, as zeros, before the first step.
 
     Raises:
@@ -231,7 +231,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         if shared is not None:
             self.exchange.load_state_dict(_map_leaves(shared, torch.Tensor, torch.Tensor.numpy))
             # Absent from the state of a worker that does not lead its team.
-            self._loaded = shared.get("anchor", [])
+            self._loaded = shared.get("shared", [])
 
     # ---- one step -----------------------------------------------------------------------------------------------
 

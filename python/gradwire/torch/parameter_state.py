@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..codec import Encoder
-from ..exchange.density import learn_first_threshold
+from ..exchange.groups import learn_first_threshold
 from ..message import Message
 from ..state import check_format
 

@@ -1,0 +1,238 @@
+"""Departures: which members are gone, and which of their last updates everybody applies.
+
+A member that dies may have reached only some of the others with its last updates. Each remaining member reports how
+many of the updates it has; everybody applies as many as the member with the most, and one member that has them relays
+them. A report names all members that its sender considers gone, and the sender accepts no more messages from those. If
+another member dies meanwhile, all report anew, and only reports that name all departed members count: an update that
+the second dead member relayed is then either in a report or has reached nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from ..errors import Mismatch
+from ..transport import Peer
+from .membership import Membership, Router, by_run
+from .protocol import (
+    TAG_NUMBERS,
+    Kind,
+    Note,
+    Phase,
+    decode_steps,
+    encode_steps,
+    pack_relay,
+    run_of,
+    unpack_relay,
+)
+
+__all__ = ["Departure"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class Departure:
+    """Reports departed members, agrees with the others on their last updates, and removes them.
+
+    Args:
+        membership: of this node.
+        router: gets the handlers of reports and relayed messages.
+        is_sync: whether the members advance step by step together.
+    """
+
+    def __init__(self, membership: Membership, router: Router, *, is_sync: bool) -> None:
+        self._membership = membership
+        self._router = router
+        self._is_sync = is_sync
+        self._reports: dict[Peer, dict[Peer, int]] = {}
+        self._relayed: set[tuple[Peer, int, int, frozenset[Peer]]] = set()
+        router.handlers[Kind.REPORT] = self._add_report
+        router.handlers[Kind.RELAY] = self._add_relayed
+
+    @property
+    def unsettled(self) -> set[Peer]:
+        """The departed members without an agreement on their last update, or with updates still to arrive."""
+        finals = self._membership.finals
+        return {
+            peer
+            for peer, held in self._membership.departing.items()
+            if peer not in finals or held < finals[peer]
+        }
+
+    def suspect(self, peers: Iterable[Peer], why: str) -> None:
+        """Consider members gone: begin to agree with the others on their last updates."""
+        membership = self._membership
+        for peer in sorted(peers):
+            _LOG.warning("step %d: %s %s", membership.next_step, peer.address, why)
+            membership.departing[peer] = membership.members[peer].held
+            membership.reported.add(peer)
+        self.report()
+        self._settle()
+
+    def handle_lost(self, lost: set[Peer], step: int) -> None:
+        """Suspect members whose connection ended; a node that only follows the members joins again."""
+        membership = self._membership
+        # A member that has sent its update of ``step`` is not missed before the next, unless there is more to agree on.
+        can_wait = self._is_sync and not self.unsettled
+        gone = [
+            peer
+            for peer in sorted(lost)
+            if peer not in membership.departing
+            and not (can_wait and step in membership.members[peer])
+        ]
+        if gone and membership.phase is Phase.IN:
+            self.suspect(gone, "is lost")
+        elif gone and membership.phase is Phase.READY:
+            self.rejoin(f"the connection to {gone[0].address} is lost")
+
+    def suspect_mismatched(self) -> None:
+        """Continue without members whose arrays turn out to be different, which they announced after the start.
+
+        Raises:
+            Mismatch: no other member's arrays fit.
+        """
+        membership = self._membership
+        mismatched = [peer for peer in membership.peers if peer in membership.mismatched]
+        if not mismatched or membership.phase is not Phase.IN:
+            return
+        if len(mismatched) == len(membership.peers):
+            raise Mismatch("; ".join(membership.mismatches()))
+        self.suspect(mismatched, "has other arrays")
+
+    def rejoin(self, why: str) -> None:
+        """Stop being a member, and join again with a snapshot."""
+        _LOG.warning("%s: this node joins again", why)
+        self._membership.forget_members()
+        self._relayed.clear()
+        self._router.announce(Phase.JOINING)
+
+    def remove_departed(self) -> None:
+        """Remove departed members once all their updates have been applied."""
+        membership = self._membership
+        gone = [
+            peer
+            for peer, stream in membership.members.items()
+            if peer in membership.finals and stream.position >= membership.finals[peer]
+        ]
+        for peer in gone:
+            membership.remove_member(peer)
+        if gone:
+            names = ", ".join(peer.address for peer in gone)
+            _LOG.warning("without %s: %d nodes go on", names, len(membership.members) + 1)
+            if membership.phase is Phase.IN:
+                self._router.announce(Phase.IN)
+
+    # ---- reports -----------------------------------------------------------------------------------------------------
+
+    def report(self, to: Peer | None = None) -> None:
+        """Tell all members, or one, which members are gone and how many of their updates this node has."""
+        if self._membership.phase is Phase.IN:
+            held = {run_of(peer): at for peer, at in self._own_report().items()}
+            self._router.send(Kind.REPORT, 0, encode_steps(held), to)
+
+    def _own_report(self) -> dict[Peer, int]:
+        """Return the first missing update of every reported node; 0 for nodes that were never members here."""
+        membership = self._membership
+        return {peer: membership.departing.get(peer, 0) for peer in membership.reported}
+
+    def _add_report(self, reporter: Peer, _: int, payload: memoryview) -> None:
+        membership, found = self._membership, decode_steps(payload)
+        known = by_run([*membership.members, *membership.past, *membership.departing])
+        named = {
+            known.get(run, Peer(*run, "unknown")): held
+            for run, held in found.items()
+            if run != membership.run
+        }
+        self._reports[reporter] = named
+        has_news = not named.keys() <= membership.reported
+        membership.reported |= named.keys()
+        is_remaining = reporter in membership.members and reporter not in membership.departing
+        own = found.get(membership.run)
+        if not is_remaining:
+            pass
+        elif membership.phase is Phase.IN and own is not None and own >= membership.first_step:
+            self.rejoin("the others have gone on without this node")
+        else:
+            gone = [
+                peer
+                for peer, held in named.items()
+                if peer in membership.members
+                and peer not in membership.departing
+                and held >= (membership.members[peer].first or 0)
+            ]
+            if gone:
+                self.suspect(gone, f"is gone, says {reporter.address}")
+            elif has_news:
+                self.report()
+        self._settle()
+
+    # ---- agreement ---------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Agree where all reports are in, relay what others lack, and remove members with nothing left to apply."""
+        membership = self._membership
+        if not membership.departing:
+            return
+        votes = membership.phase is Phase.IN
+        self._agree(votes=votes)
+        if votes:
+            self._relay()
+        elif membership.phase is Phase.READY and self._lacks_updates:
+            self.rejoin("a member went and left this node without its last update")
+        self.remove_departed()
+
+    def _agree(self, *, votes: bool) -> None:
+        """Decide on the last updates of departed members; without ``votes`` this node is no member itself."""
+        membership, unsettled = self._membership, self.unsettled
+        reports = [self._reports.get(peer, {}) for peer in membership.peers]
+        if not unsettled or not all(unsettled <= report.keys() for report in reports):
+            return
+        if votes:
+            reports.append(self._own_report())
+        for peer in unsettled:
+            held = [report[peer] for report in reports]
+            membership.finals[peer] = max(held, default=membership.departing[peer])
+
+    @property
+    def _lacks_updates(self) -> bool:
+        finals = self._membership.finals
+        return any(held < finals.get(peer, 0) for peer, held in self._membership.departing.items())
+
+    def _relay(self) -> None:
+        """Relay updates of departed members that others lack, if this node is the first that has them."""
+        membership = self._membership
+        voters = frozenset(membership.peers)
+        for peer, final in membership.finals.items():
+            held = {
+                one: self._reports[one][peer]
+                for one in voters
+                if peer in self._reports.get(one, {})
+            }
+            lacking = [at for at in held.values() if at < final]
+            has_holder_before = any(at >= final and one < membership.me for one, at in held.items())
+            if not lacking or membership.departing.get(peer, 0) < final or has_holder_before:
+                continue
+            key = (peer, min(lacking), final, voters)
+            stream = membership.members.get(peer) or membership.past.get(peer)
+            if key in self._relayed or stream is None:
+                continue
+            self._relayed.add(key)
+            for tag, payload in stream.raw(min(lacking), final):
+                self._router.send(Kind.RELAY, 0, pack_relay(run_of(peer), tag, payload))
+
+    def _add_relayed(self, relayer: Peer, _: int, payload: memoryview) -> None:
+        membership = self._membership
+        run, tag, relayed = unpack_relay(payload)
+        peer = by_run(membership.members).get(run)
+        if relayer in membership.departing or peer is None or peer not in membership.departing:
+            return
+        stream, (kind, step) = membership.members[peer], divmod(tag, TAG_NUMBERS)
+        if step != stream.held:
+            return
+        if kind == Kind.NOTE:
+            stream.add_note(step, Note.decode(relayed), relayed)
+        else:
+            stream.add_relayed(self._router.parse(peer, step, relayed), relayed)
+            membership.departing[peer] = stream.held
+            self._settle()

@@ -1,0 +1,426 @@
+"""Joining: the common start of the first members, a late start with a snapshot, and the admission of newcomers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..errors import Mismatch
+from ..transport import Peer
+from . import clock
+from .consistency import Consistency
+from .departure import Departure
+from .membership import Membership, Router, by_run
+from .options import Options
+from .parameters import Replica, copies, kinds, put, writable_views
+from .protocol import Hello, Kind, NodeRun, Note, Phase, decode_steps, encode_steps, run_of
+from .snapshot import Donor, Incoming, Snapshot
+
+__all__ = ["Join"]
+
+_LOG = logging.getLogger(__name__)
+
+# Longest wait for the introduction of a connected node, which may not run an exchange at all.
+_INTRODUCTION_S = 2.0
+
+
+class Join:
+    """Makes this node a member, and serves the nodes that come later.
+
+    Args:
+        options: of the exchange.
+        membership: of this node.
+        router: gets the handlers of introductions, requests and snapshots.
+        departure: of members.
+        replica: replaced by a member's when this node joins late.
+        consistency: reset then.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        membership: Membership,
+        router: Router,
+        departure: Departure,
+        replica: Replica,
+        consistency: Consistency,
+    ) -> None:
+        self._options = options
+        self._membership = membership
+        self._router = router
+        self._departure = departure
+        self._replica = replica
+        self._consistency = consistency
+        self._donor = Donor(router.node)
+        self._incoming: Incoming | None = None
+        self._requests = 0
+        self._silent_until_s: float | None = None
+        router.handlers[Kind.HELLO] = self._add_hello
+        router.handlers[Kind.REQUEST] = self._add_request
+        router.handlers[Kind.SNAPSHOT] = self._add_part
+
+    def poll(self, timeout_s: float) -> None:
+        """Send what there is room for, receive for up to ``timeout_s``, and find lost members."""
+        self._donor.send_parts()
+        lost = self._router.receive(timeout_s)
+        if lost:
+            self._departure.handle_lost(lost, self._replica.step)
+        self._router.flush()
+
+    # ---- the first members -------------------------------------------------------------------------------------------
+
+    def wait_for_peers(self, expected: int) -> None:
+        """Return when this node is a member from the start (phase IN), or has to join late (JOINING).
+
+        The node with the lowest id names the members as soon as it sees as many nodes as it expects.
+
+        Raises:
+            TimeoutError: fewer than ``expected`` nodes appeared in time.
+            Mismatch: the others train something else, or start at another step.
+        """
+        membership, timeout_s = self._membership, self._options.timeout_s
+        membership.next_step = self._replica.step
+        deadline_s = clock.now_s() + timeout_s
+        if expected:
+            self._router.node.wait_for_peers(expected, timeout_s)
+        poll_s = 0.0
+        while membership.phase is Phase.NEW:
+            self.poll(poll_s)
+            poll_s = clock.POLL_S
+            self._try_to_start(expected)
+            if membership.phase is Phase.NEW and clock.now_s() >= deadline_s:
+                mismatches = "".join(f"; {text}" for text in membership.mismatches())
+                raise TimeoutError(
+                    f"{len(membership.fitting())} of {expected} peers are ready within {timeout_s:g} s{mismatches}"
+                )
+
+    def _try_to_start(self, expected: int) -> None:
+        membership = self._membership
+        good, mismatches = membership.fitting(), membership.mismatches()
+        inside = membership.fitting(Phase.IN)
+        naming = next((one for one in inside.values() if membership.run in one.members), None)
+        if naming is not None:
+            self._start_with_named(naming)
+        elif inside:
+            membership.phase = Phase.JOINING
+        elif mismatches and not good and len(mismatches) >= expected:
+            raise Mismatch("; ".join(mismatches))
+        elif not self._is_any_silent():
+            initial = membership.fitting(Phase.NEW)
+            if len(initial) >= expected:
+                # Also on a node that does not name the members: the one that does would name none.
+                self._check_same_step(initial)
+                if all(membership.me < peer for peer in initial):
+                    self._start(initial)
+
+    def _is_any_silent(self) -> bool:
+        """Return whether a connected node, which may know of a training that has begun, has yet to introduce itself."""
+        is_silent = not self._membership.hellos.keys() >= set(self._router.node.peers)
+        if not is_silent or self._silent_until_s is None:
+            self._silent_until_s = clock.now_s() + _INTRODUCTION_S
+        return is_silent and clock.now_s() < self._silent_until_s
+
+    def _start_with_named(self, hello: Hello) -> None:
+        """Start with the members that the node with the lowest id has named, once all are connected."""
+        good = self._membership.fitting()
+        known = by_run(good)
+        others = [run for run in hello.members if run != self._membership.run]
+        if all(run in known for run in others):
+            initial = {known[run]: good[known[run]] for run in others}
+            self._check_same_step(initial)
+            self._membership.origin = hello.origin
+            self._start(initial)
+
+    def _check_same_step(self, hellos: dict[Peer, Hello]) -> None:
+        own = self._replica.step
+        for peer, hello in hellos.items():
+            if hello.phase is Phase.NEW and hello.step != own:
+                raise Mismatch(
+                    f"{peer.address} begins at step {hello.step}, this node ({self._membership.me.address}) at step "
+                    f"{own}: begin with the same checkpoint on all nodes"
+                )
+
+    def _start(self, others: Iterable[Peer]) -> None:
+        step = self._replica.step
+        for peer in others:
+            self._membership.add_member(peer, step)
+        self._router.announce(Phase.IN)
+        _LOG.info("exchange of %d nodes begins at step %d", len(self._membership.members) + 1, step)
+
+    # ---- introductions -----------------------------------------------------------------------------------------------
+
+    def announce_params(self, described: list[list[object]]) -> None:
+        """Tell the others the dtypes and shapes of the parameters.
+
+        Raises:
+            Mismatch: no other member has such parameters.
+        """
+        if self._membership.set_params(described):
+            self._router.introduce()
+        self._departure.suspect_mismatched()
+
+    def _add_hello(self, peer: Peer, _: int, payload: memoryview) -> None:
+        membership = self._membership
+        hello, before = membership.add_hello(peer, payload)
+        if self._incoming is not None and self._incoming.donor == peer and before is None:
+            self._incoming = None  # its connection is new: the rest of the snapshot will not arrive
+        if peer in membership.mismatched:
+            self._departure.suspect_mismatched()
+            return
+        starts_anew = hello.phase in (Phase.JOINING, Phase.READY)
+        is_member = peer in membership.members
+        if is_member and not starts_anew and hello.phase is not Phase.LEAVING:
+            return
+        if before is None or starts_anew:
+            membership.others[peer] = membership.new_stream()
+        if hello.phase is Phase.JOINING and membership.phase is Phase.IN:
+            self._router.introduce(peer)  # tells from which update on the newcomer gets all
+        if is_member:
+            if membership.phase is Phase.IN and peer not in membership.departing:
+                why = "leaves" if hello.phase is Phase.LEAVING else "joins again"
+                self._departure.suspect([peer], why)
+        elif hello.phase is Phase.IN:
+            stream = membership.others.setdefault(peer, membership.new_stream())
+            if stream.first is None:
+                stream.start_at(hello.fresh)
+            if membership.phase is Phase.IN:
+                was_outside = before is not None and before.phase is not Phase.IN
+                self._add_unknown_member(peer, hello, was_outside=was_outside)
+
+    def _add_unknown_member(self, peer: Peer, hello: Hello, *, was_outside: bool) -> None:
+        """Handle a member that this node does not know: a newcomer, or a member of a group that had split off."""
+        membership = self._membership
+        if membership.run in hello.members and not was_outside:
+            self._departure.report(
+                to=peer
+            )  # it does not know that the others have gone on without it
+            return
+        own_group = {membership.run, *map(run_of, membership.peers)}
+        if was_outside and not self._options.is_sync and not own_group.isdisjoint(hello.members):
+            membership.admit(peer, hello.first)
+            return
+        if (
+            membership.run in hello.members
+        ):  # synchronous newcomers are admitted at the end of a step
+            return
+        # The training that began earlier goes on, of equally old ones the larger: an incarnation is a start time.
+        peers = membership.peers
+        own = (*reversed(membership.origin), -len(peers) - 1, min((*peers, membership.me)).id)
+        first = min((node for node, _ in hello.members), default=0)
+        theirs = (*reversed(hello.origin), -len(hello.members), first)
+        if theirs < own:
+            self._departure.rejoin(f"this node had split off from {len(hello.members)} others")
+
+    def say_goodbye(self) -> None:
+        """Tell the members, while there is time, that this node's last update was sent."""
+        self._router.announce(Phase.LEAVING)
+        deadline_s = clock.now_s() + self._options.timeout_s
+        while not self._router.flush() and clock.now_s() < deadline_s:
+            self.poll(clock.ROOM_POLL_S)
+
+    # ---- newcomers ---------------------------------------------------------------------------------------------------
+
+    def finish_step(self, contributors: Iterable[Peer]) -> None:
+        """Remove departed members, and admit the newcomers that all members named with their update of this step.
+
+        Args:
+            contributors: the other members whose updates were applied.
+        """
+        membership, step = self._membership, self._replica.step
+        membership.next_step = max(membership.next_step, step + 1)
+        notes: list[Note | None] = [
+            membership.members[peer].notes.get(step)
+            for peer in contributors
+            if peer in membership.members
+        ]
+        if membership.phase is Phase.IN:
+            at, note = membership.own_note or (None, None)
+            notes.append(note if at == step else None)
+        admitted = _named_by_all(notes)
+        known = by_run(membership.others) if admitted else {}
+        for run in sorted(admitted):
+            if run == membership.run:
+                membership.first_step = step + 1
+                membership.phase = Phase.IN
+            else:  # unknown: gone again meanwhile, and the next poll will find so
+                membership.admit(known.get(run, Peer(*run, "a newcomer")), step + 1)
+        self._departure.remove_departed()
+        if admitted:
+            self._router.announce(membership.phase)
+
+    def serve(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+        """Between two steps, give snapshots to the newcomers that have asked."""
+        if self._donor.is_idle:
+            return
+        membership, replica = self._membership, self._replica
+        if membership.phase is Phase.IN and not self._departure.unsettled:
+            positions = {**membership.positions, membership.me: replica.step}
+            try:
+                self._donor.serve(
+                    positions, lambda: self._snapshot(positions, params, optimizer_state)
+                )
+            except (TypeError, ValueError) as error:
+                _LOG.error("no snapshot for newcomers: %s", error)
+                self._donor.refuse_all()
+        self._donor.send_parts()
+
+    def _snapshot(
+        self, positions: dict[Peer, int], params: Any, optimizer_state: Sequence[Any]
+    ) -> Snapshot:
+        shared, exact = self._replica.export_state(params)
+        return Snapshot(
+            self._replica.step,
+            {run_of(peer): step for peer, step in positions.items()},
+            {run_of(peer): step for peer, step in self._membership.finals.items()},
+            copies([*shared, *writable_views(optimizer_state)]),
+            len(shared),
+            self._membership.origin,
+            exact,
+        )
+
+    def _add_request(self, peer: Peer, number: int, payload: memoryview) -> None:
+        self._donor.add_request(peer, number, decode_steps(payload))
+
+    # ---- joining late ------------------------------------------------------------------------------------------------
+
+    def ensure_member(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+        """Become a member where training has begun: load a snapshot, follow the members, be admitted.
+
+        Raises:
+            TimeoutError: nothing happened for ``timeout_s``.
+            Mismatch: the members train something else.
+            RuntimeError: this exchange has left.
+        """
+        membership = self._membership
+        if membership.phase is Phase.LEAVING:
+            raise RuntimeError("this exchange has left")
+        deadline_s = clock.now_s() + self._options.timeout_s
+        while membership.phase is not Phase.IN:
+            if membership.phase is Phase.JOINING:
+                self._check_any_fits()
+                self._join_with_snapshot(params, optimizer_state)
+            self.poll(clock.POLL_S)
+            while membership.is_ready_for(self._replica.step):
+                self._follow_step(params)
+                deadline_s = clock.now_s() + self._options.timeout_s
+            if clock.now_s() >= deadline_s:
+                raise TimeoutError(
+                    f"this node did not come in within {self._options.timeout_s:g} s, "
+                    f"from {len(membership.fitting(Phase.IN))} members that it sees"
+                )
+
+    def _check_any_fits(self) -> None:
+        membership = self._membership
+        has_begun = any(membership.hellos[peer].phase is Phase.IN for peer in membership.mismatched)
+        if has_begun and not membership.fitting():
+            raise Mismatch("; ".join(membership.mismatches()))
+
+    def _follow_step(self, params: Any) -> None:
+        """Apply a step of the members, without an update of this node's own."""
+        taken = self._membership.take_step_messages(self._replica.step)
+        taken.sort(key=lambda one: one[0])
+        payloads = [messages for _, messages in taken]
+        self._replica.apply(payloads, params, nodes=len(payloads))
+        self.finish_step([peer for peer, _ in taken])
+        self._replica.step += 1
+        self._consistency.add_notes(params)
+
+    def _join_with_snapshot(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+        """Ask for a snapshot, or load the one that has arrived."""
+        incoming, members = self._incoming, self._membership.fitting(Phase.IN)
+        if incoming is None or incoming.donor not in members:
+            self._ask(members)
+        elif incoming.is_complete and incoming.snapshot is not None:
+            self._incoming = None
+            snapshot = incoming.snapshot
+            final = snapshot.finals.get(self._membership.run)
+            if not self._options.is_sync:
+                snapshot.step = max(snapshot.step, self._replica.step) + 1
+            self._check_fits(snapshot, params, optimizer_state)
+            if self._follow(snapshot):
+                self._load(snapshot, final, params, optimizer_state)
+
+    def _ask(self, members: Mapping[Peer, Hello]) -> None:
+        """Ask a member for a snapshot, another one each time, if all members that it names are connected."""
+        me = self._membership.me
+        here = {run_of(peer) for peer in (me, *members)}
+        able = sorted(peer for peer, hello in members.items() if here >= set(hello.members))
+        if not able:
+            return
+        self._requests += 1
+        donor = able[(me.id + self._requests) % len(able)]
+        firsts = {run_of(peer): self._membership.first_of(peer) for peer in members}
+        fresh: dict[NodeRun, int] = {run: at for run, at in firsts.items() if at is not None}
+        self._incoming = Incoming(self._requests, donor)
+        self._router.send(Kind.REQUEST, self._requests, encode_steps(fresh), to=donor)
+
+    def _add_part(self, peer: Peer, number: int, payload: memoryview) -> None:
+        incoming = self._incoming
+        if incoming is not None and (incoming.donor, incoming.number) == (peer, number):
+            incoming.add_part(payload)
+
+    def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
+        own = self._replica.state_layout(params, is_exact=snapshot.exact is not None)
+        theirs = kinds(snapshot.arrays)
+        own_state = kinds(writable_views(optimizer_state))
+        if own != theirs[: snapshot.params] or own_state != theirs[snapshot.params :]:
+            raise Mismatch(
+                f"this node ({self._membership.me.address}) has parameters {own} and an optimiser's state {own_state}, "
+                f"the members have {theirs[: snapshot.params]} and {theirs[snapshot.params :]}"
+            )
+
+    def _follow(self, snapshot: Snapshot) -> bool:
+        """Adopt the members of a snapshot; return False if not all their later updates arrive here."""
+        membership = self._membership
+        known = by_run(membership.others)
+        positions = {known[run]: at for run, at in snapshot.positions.items() if run in known}
+        if not self._options.is_sync:
+            # Nodes that joined after the donor took the snapshot, and of which it did not know.
+            for peer, hello in membership.fitting(Phase.IN).items():
+                is_stale = hello.first < snapshot.finals.get(run_of(peer), 0)
+                if not is_stale and not snapshot.positions.keys().isdisjoint(hello.members):
+                    positions.setdefault(peer, hello.first)
+        firsts = [(membership.first_of(peer), at) for peer, at in positions.items()]
+        if len(positions) < len(snapshot.positions) or any(
+            first is None or first > at for first, at in firsts
+        ):
+            return False
+        membership.origin = snapshot.origin
+        finals = {Peer(*run, "unknown"): at for run, at in snapshot.finals.items()}
+        membership.follow_snapshot(positions, finals, snapshot.step)
+        if self._options.is_sync:
+            self._router.announce(Phase.READY)
+        else:
+            membership.first_step = snapshot.step
+            self._router.announce(Phase.IN)
+        return True
+
+    def _load(
+        self,
+        snapshot: Snapshot,
+        final: int | None,
+        params: Any,
+        optimizer_state: Sequence[Any],
+    ) -> None:
+        """Replace this node's state by a snapshot; local changes and updates that nobody applied stay in the residual.
+
+        Args:
+            snapshot: to load.
+            final: first update of this node that nobody applied; None: this node was no member before.
+            params: the caller's.
+            optimizer_state: the caller's.
+        """
+        replica = self._replica
+        replica.absorb_local_changes(params)
+        replica.take_back_unapplied(final)
+        replica.import_state(snapshot.arrays[: snapshot.params], snapshot.exact, params)
+        put(writable_views(optimizer_state), snapshot.arrays[snapshot.params :])
+        replica.step = snapshot.step
+        self._consistency.reset()
+
+
+def _named_by_all(notes: list[Note | None]) -> set[NodeRun]:
+    """Return the newcomers that every note names."""
+    named = [set(note.admits) if note is not None else set() for note in notes]
+    return set.intersection(*named) if named else set()

@@ -1,0 +1,600 @@
+"""The membership view of one node, the updates of every node in their order, and the router of arriving messages."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..errors import MessageError, NotConnected, WouldBlock
+from ..message import Message
+from ..transport import Peer, PeerLost
+from .protocol import (
+    TAG_NUMBERS,
+    Hello,
+    Kind,
+    NodeRun,
+    Note,
+    Phase,
+    RunSignature,
+    run_of,
+    tag_of,
+)
+
+if TYPE_CHECKING:
+    from ..transport import Node, Ticket
+
+__all__ = ["Membership", "Router", "UpdateStream", "by_run"]
+
+_LOG = logging.getLogger(__name__)
+
+Updates = list[tuple[Peer, list[Message]]]
+
+
+def by_run(peers: Iterable[Peer]) -> dict[NodeRun, Peer]:
+    """Return peers by their identity on the wire."""
+    return {run_of(peer): peer for peer in peers}
+
+
+class UpdateStream:
+    """The updates of one node from some step on: in order, once, and kept a little longer than needed here.
+
+    Attributes:
+        first: number of the first update that arrives here; None: unknown until the first arrives.
+        received: number of the next update to arrive.
+        position: number of the next update to apply.
+        begun: number of the first update that was applied from here rather than with a snapshot.
+        notes: by step of the update that they belong to.
+    """
+
+    def __init__(self, first: int | None, keeps: int) -> None:
+        self.first = first
+        self.received = self.position = self.begun = first or 0
+        self.notes: dict[int, Note] = {}
+        self._keeps = keeps
+        self._messages: dict[int, list[Message]] = {}
+        self._payloads: dict[int, list[tuple[int, memoryview]]] = {}
+
+    def __contains__(self, step: int) -> bool:
+        return step in self._messages
+
+    @property
+    def held(self) -> int:
+        """Number of the first update that has neither arrived nor been applied."""
+        return max(self.received, self.position)
+
+    def accepts(self, step: int) -> bool:
+        """Return whether the update of ``step`` is the next to arrive."""
+        if self.first is None:
+            self.first = self.received = self.position = self.begun = step
+        return step == self.received
+
+    def add_note(self, step: int, note: Note, payload: memoryview) -> None:
+        """Keep a note, which arrives before its update."""
+        self.notes[step] = note
+        self._payloads.setdefault(step, []).append((tag_of(Kind.NOTE, step), payload))
+
+    def add_update(self, messages: list[Message], payload: memoryview) -> None:
+        """Keep the next update, unless it has been applied with a snapshot."""
+        if self.received >= self.position:
+            self._messages[self.received] = messages
+            self._payloads.setdefault(self.received, []).append((self.received, payload))
+        self.received += 1
+
+    def add_relayed(self, messages: list[Message], payload: memoryview) -> None:
+        """Keep the first update that is not held, which came through another node."""
+        self.received = self.held
+        self.add_update(messages, payload)
+
+    def start_at(self, step: int) -> None:
+        """Continue at ``step``: everything before has been applied."""
+        if self.first is None:
+            self.first = self.received = step
+        for old in [old for old in self._messages if old < step]:
+            del self._messages[old]
+        self.position = self.begun = step
+        self._trim()
+
+    def take_messages(self) -> list[Message]:
+        """Return the next update to apply, and advance.
+
+        Raises:
+            KeyError: the update has not arrived.
+        """
+        messages = self._messages.pop(self.position)
+        self.position += 1
+        self._trim()
+        return messages
+
+    def raw(self, first: int, last: int) -> Iterator[tuple[int, memoryview]]:
+        """Yield tag and payload of all messages for the steps from ``first`` to ``last`` exclusive, in order."""
+        for step in range(first, last):
+            yield from self._payloads.get(step, ())
+
+    def _trim(self) -> None:
+        oldest = self.position - self._keeps
+        self._payloads.pop(oldest - 1, None)
+        self.notes.pop(oldest - 1, None)
+        # Usually one entry goes with each update; there are more only after joining or falling behind.
+        if len(self._payloads) > 2 * self._keeps + 16:
+            for step in [step for step in self._payloads if step < oldest]:
+                del self._payloads[step]
+                self.notes.pop(step, None)
+
+
+class Membership:
+    """Who takes part, as this node sees it, and which updates have arrived. Sans-IO.
+
+    Args:
+        me: this node.
+        signature: of this node's run.
+        step: number of this node's first step.
+        keeps: applied updates of every member that are kept, for peers that miss some when their sender dies.
+
+    Attributes:
+        phase: of this node.
+        origin: the node that began the training.
+        next_step: the first step whose update this node has not published.
+        first_step: of this node as a member.
+        members: the update streams of the other members, including departed ones with updates still to apply.
+        others: the update streams of nodes that are not members.
+        past: the update streams of departed members.
+        broken: members whose connection ended.
+        departing: for every member that is gone, the first of its updates that this node lacks.
+        finals: for those on which the members have agreed, the first update that nobody applies.
+        reported: the nodes that this node's last report names.
+        hellos: the latest introduction of every connected node.
+        mismatched: the nodes among them that train something else.
+        heard: notes of applied updates, for the comparison of replicas.
+        outgoing: what the comparison adds to this node's next note.
+        own_note: step and note of this node's last update that had one.
+    """
+
+    def __init__(self, me: Peer, signature: RunSignature, *, step: int, keeps: int) -> None:
+        self.me = me
+        self.run = run_of(me)
+        self.signature = signature
+        self.phase = Phase.NEW
+        self.origin = self.run
+        self.next_step = step
+        self.first_step = step
+        self.members: dict[Peer, UpdateStream] = {}
+        self.others: dict[Peer, UpdateStream] = {}
+        self.past: dict[Peer, UpdateStream] = {}
+        self.broken: set[Peer] = set()
+        self.departing: dict[Peer, int] = {}
+        self.finals: dict[Peer, int] = {}
+        self.reported: set[Peer] = set()
+        self.hellos: dict[Peer, Hello] = {}
+        self.mismatched: set[Peer] = set()
+        self.heard: list[tuple[Peer, Note]] = []
+        self.outgoing: Note | None = None
+        self.own_note: tuple[int, Note] | None = None
+        self._events: tuple[list[Peer], list[Peer]] = [], []
+        self._ignored = 0
+        self._keeps = keeps
+        self._sorted: tuple[Peer, ...] = ()  # the members
+        self._oldest_cut = 0  # from here on every applied update is known one by one
+
+    # ---- members -----------------------------------------------------------------------------------------------------
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """The other members that are not gone, by node id."""
+        if not self.departing:
+            return self._sorted
+        return tuple(peer for peer in self._sorted if peer not in self.departing)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this node has the lowest id of all members."""
+        peers = self.peers
+        return self.phase is Phase.IN and (not peers or self.me < peers[0])
+
+    @property
+    def newcomers(self) -> tuple[NodeRun, ...]:
+        """The nodes that follow the members' steps and wait to become members."""
+        ready = self.fitting(Phase.READY)
+        return tuple(sorted(run_of(peer) for peer in ready if peer not in self.members))
+
+    def add_member(self, peer: Peer, at: int) -> None:
+        """Make a node a member from its update ``at`` on.
+
+        Raises:
+            MessageError: this node does not get that update directly.
+        """
+        stream = self.others.pop(peer, None) or UpdateStream(at, self._keeps)
+        if stream.first is not None and stream.first > at:
+            raise self.wrong_step(peer, stream.first)
+        stream.start_at(at)
+        self.members[peer] = stream
+        self._sorted = tuple(sorted(self.members))
+        if self.past.pop(peer, None) is not None:
+            self._oldest_cut = max(self._oldest_cut, at)
+        self.departing.pop(peer, None)
+        self.finals.pop(peer, None)
+        self.reported.discard(peer)
+
+    def admit(self, peer: Peer, at: int) -> None:
+        """Make a newcomer a member from its update ``at`` on, and report the event."""
+        _LOG.info("%s comes in with step %d", peer.address, at)
+        self.add_member(peer, at)
+        self._events[1].append(peer)
+
+    def follow_snapshot(
+        self, positions: dict[Peer, int], finals: dict[Peer, int], step: int
+    ) -> None:
+        """Continue from a snapshot.
+
+        Args:
+            positions: for every member the first update that is not in the snapshot.
+            finals: for departed members the first update that nobody applied.
+            step: the next step.
+        """
+        self.finals = finals
+        self._oldest_cut = max(positions.values())
+        self.next_step = step
+        for peer, at in positions.items():
+            self.add_member(peer, at)
+
+    def remove_member(self, peer: Peer) -> None:
+        """Remove a departed member, and report the event."""
+        self.past[peer] = self.members.pop(peer)
+        self._sorted = tuple(sorted(self.members))
+        self.broken.discard(peer)
+        self._events[0].append(peer)
+
+    def forget_members(self) -> None:
+        """Stop being a member; the updates of the others continue to arrive."""
+        for peer, stream in self.members.items():
+            is_complete = peer not in self.departing and peer not in self.broken
+            self.others.setdefault(peer, stream if is_complete else self.new_stream())
+        self.members.clear()
+        self._sorted = ()
+        self.broken.clear()
+        self.departing.clear()
+        self.finals.clear()
+        self.reported.clear()
+        self.outgoing = None
+
+    def make_note(self, step: int) -> Note | None:
+        """Return the note for this node's update of ``step``, None if there is nothing to say."""
+        self.next_step = step + 1
+        note = replace(self.outgoing or Note(), admits=self.newcomers)
+        self.outgoing = None
+        if note == Note():
+            return None
+        self.own_note = step, note
+        return note
+
+    def drain_events(self) -> tuple[tuple[Peer, ...], tuple[Peer, ...], int]:
+        """Return the members that went and came, and the number of ignored messages, since the last call."""
+        lost, joined = map(tuple, self._events)
+        ignored = self._ignored
+        self._events, self._ignored = ([], []), 0
+        return lost, joined, ignored
+
+    # ---- introductions -----------------------------------------------------------------------------------------------
+
+    def own_hello(self) -> Hello:
+        """Return this node's introduction."""
+        members: set[NodeRun] = set()
+        if self.phase is Phase.IN:
+            members = {self.run, *map(run_of, self.peers)}
+        return Hello(
+            self.signature.entries,
+            self.phase,
+            self.next_step,
+            tuple(sorted(members)),
+            self.first_step,
+            self.next_step,
+            self.origin,
+        )
+
+    def add_hello(self, peer: Peer, payload: memoryview) -> tuple[Hello, Hello | None]:
+        """Keep a node's introduction; return it and the one before, None if that did not match."""
+        try:
+            hello = Hello.decode(payload)
+        except MessageError:
+            hello = Hello.of_another_version(payload)
+        before = None if peer in self.mismatched else self.hellos.get(peer)
+        self.hellos[peer] = hello
+        self._compare_signature(peer, hello)
+        return hello, before
+
+    def set_params(self, described: list[list[object]]) -> bool:
+        """Add the dtypes and shapes of the parameters to the signature; return whether that is a change."""
+        if self.signature.entries["params"] == described:
+            return False
+        self.signature.entries["params"] = described
+        for peer, hello in self.hellos.items():
+            if self._compare_signature(peer, hello) and peer not in self.members:
+                self.others.setdefault(peer, self.new_stream())
+        return True
+
+    def fitting(self, phase: Phase | None = None) -> dict[Peer, Hello]:
+        """Return the introductions of connected nodes that train the same: of all, or of those in one phase."""
+        return {
+            peer: hello
+            for peer, hello in self.hellos.items()
+            if peer not in self.mismatched and phase in (None, hello.phase)
+        }
+
+    def mismatches(self) -> list[str]:
+        """Describe every connected node that trains something else."""
+        return [self._mismatch(peer) for peer in sorted(self.mismatched)]
+
+    def _compare_signature(self, peer: Peer, hello: Hello) -> bool:
+        is_fit = not self.signature.differing(hello.signature)
+        if is_fit:
+            self.mismatched.discard(peer)
+        elif peer not in self.mismatched:
+            self.mismatched.add(peer)
+            _LOG.warning("%s; its messages are ignored", self._mismatch(peer))
+        return is_fit
+
+    def _mismatch(self, peer: Peer) -> str:
+        difference = self.signature.difference(self.hellos[peer].signature)
+        return f"{peer.address} and this node ({self.me.address}) do not fit: {difference}"
+
+    def forget_connection(self, peer: Peer) -> None:
+        """Forget a connection that has ended: the next one begins with an introduction."""
+        self.hellos.pop(peer, None)
+        self.mismatched.discard(peer)
+        self.others.pop(peer, None)
+        if peer in self.members:
+            self.broken.add(peer)
+
+    # ---- positions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def slowest(self) -> int | None:
+        """Number of the next update of the slowest member; None without members."""
+        return min((self.members[peer].held for peer in self.peers), default=None)
+
+    @property
+    def positions(self) -> dict[Peer, int]:
+        """For every other member, the number of its next update to apply."""
+        return {peer: stream.position for peer, stream in self.members.items()}
+
+    def missing(self, step: int) -> frozenset[Peer]:
+        """Return the members whose update of ``step`` is still to come, or on whose last update nobody has agreed."""
+        return frozenset(
+            peer
+            for peer, stream in self.members.items()
+            if step not in stream and step < self.finals.get(peer, step + 1)
+        )
+
+    def is_ready_for(self, step: int) -> bool:
+        """Return whether this node, not a member yet, can follow the members through ``step``."""
+        return self.phase is Phase.READY and bool(self.members) and not self.missing(step)
+
+    def first_of(self, peer: Peer) -> int | None:
+        """Return the first update of a node, not a member yet, that this node gets directly; None: unknown."""
+        stream = self.others.get(peer)
+        return None if stream is None else stream.first
+
+    def contributors_at(self, cut: int) -> str:
+        """Return a name for the set of nodes that contributed to the state at a cut, as far as this node knows."""
+        runs = [run_of(peer) for peer, stream in self.members.items() if stream.begun < cut]
+        if self.first_step < cut:
+            runs.append(self.run)
+        return f"{zlib.crc32(repr(sorted(runs)).encode()):08x}"
+
+    # ---- updates -----------------------------------------------------------------------------------------------------
+
+    def new_stream(self) -> UpdateStream:
+        """Return a stream that begins with whichever update arrives first."""
+        return UpdateStream(None, self._keeps)
+
+    def stream_of(self, peer: Peer) -> UpdateStream | None:
+        """Return the stream for a node's updates, None if they are to be ignored."""
+        if peer in self.others:
+            return self.others[peer]
+        return None if peer in self.departing else self.members.get(peer)
+
+    def ignore_message(self) -> None:
+        """Count a message that is not for this exchange."""
+        self._ignored += 1
+
+    def wrong_step(self, peer: Peer, step: int) -> MessageError:
+        """Return the error for an update that cannot be the next one of its sender."""
+        return MessageError(
+            f"{peer.address} sent step {step} while this node is at step {self.next_step}: begin "
+            "with the same checkpoint on all nodes"
+        )
+
+    def take_step_messages(self, step: int) -> Updates:
+        """Return and forget the members' messages of ``step``."""
+        return [
+            (peer, self._take_messages(peer, stream))
+            for peer, stream in self.members.items()
+            if step in stream
+        ]
+
+    def take_all_messages(self) -> Updates:
+        """Return and forget all messages that have arrived, every member's in order."""
+        taken = []
+        for peer, stream in self.members.items():
+            while stream.position in stream:
+                taken.append((peer, self._take_messages(peer, stream)))
+        return taken
+
+    def _take_messages(self, peer: Peer, stream: UpdateStream) -> list[Message]:
+        note = stream.notes.get(stream.position)
+        if note is not None:
+            self.heard.append((peer, note))
+        return stream.take_messages()
+
+    def applied_since(self, step: int) -> list[memoryview] | None:
+        """Return the applied payloads of all updates from ``step`` on; None if some are no longer kept."""
+        if step < self._oldest_cut:
+            return None
+        found = []
+        for stream in [*self.members.values(), *self.past.values()]:
+            first = max(step, stream.begun)
+            payloads = [
+                payload for tag, payload in stream.raw(first, stream.position) if tag < TAG_NUMBERS
+            ]
+            if len(payloads) < stream.position - first:
+                return None
+            found += payloads
+        return found
+
+
+class Router:
+    """Receives the node's messages and events, and passes each to its handler; sends control messages.
+
+    Args:
+        node: all its messages and events are taken.
+        membership: gets the updates.
+        parse: returns the messages of an update; raises `MessageError` if they are not this exchange's.
+
+    Attributes:
+        node: as given.
+        handlers: by kind: called with sender, number and payload. Updates and notes are handled here.
+    """
+
+    def __init__(
+        self, node: Node, membership: Membership, parse: Callable[[memoryview], list[Message]]
+    ) -> None:
+        self.node = node
+        self._membership = membership
+        self._parse = parse
+        self.handlers: dict[int, Callable[[Peer, int, memoryview], None]] = {
+            Kind.UPDATE: self._add_update,
+            Kind.NOTE: self._add_note,
+        }
+        self._waiting: deque[tuple[int, bytes, Peer | None]] = deque()
+        self._connected: frozenset[Peer] = frozenset()
+        self._introduced: set[Peer] = set()
+
+    # ---- sending -----------------------------------------------------------------------------------------------------
+
+    def send(self, kind: Kind, number: int, payload: bytes, to: Peer | None = None) -> None:
+        """Queue a control message for all peers or for one, and send as much as there is room for."""
+        # At once if possible: the caller may go off to compute while others wait for the message.
+        self._waiting.append((tag_of(kind, number), payload, to))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send the queued messages; return whether none is left."""
+        while self._waiting:
+            tag, payload, to = self._waiting[0]
+            try:
+                self.node.publish(payload, tag=tag, to=to)
+            except WouldBlock:
+                return False
+            except NotConnected:
+                pass  # the peer has gone
+            self._waiting.popleft()
+        return True
+
+    def introduce(self, to: Peer | None = None) -> None:
+        """Send this node's introduction to all peers or to one."""
+        self.send(Kind.HELLO, 0, self._membership.own_hello().encode(), to)
+
+    def announce(self, phase: Phase) -> None:
+        """Enter a phase and tell all peers."""
+        self._membership.phase = phase
+        self.introduce()
+
+    def publish_update(self, step: int, payload: Message | bytes) -> Ticket | None:
+        """Send this node's update and, before it, its note; return None without room, for another try.
+
+        Raises:
+            TooLarge: the transport refuses the size; nothing was sent.
+        """
+        if self._membership.next_step <= step:
+            note = self._membership.make_note(step)
+            if note is not None:
+                self.send(Kind.NOTE, step, note.encode())
+        if not self.flush():
+            return None
+        try:
+            return self.node.publish(payload, tag=step)
+        except WouldBlock:
+            return None
+
+    # ---- receiving ---------------------------------------------------------------------------------------------------
+
+    def receive(self, timeout_s: float) -> set[Peer]:
+        """Send what is queued, handle messages and events for up to ``timeout_s``, and return the lost members.
+
+        Members that go down meanwhile are lost in the next call, after their last messages.
+        """
+        peers, events = frozenset(self.node.peers), self.node.events()
+        for event in events:
+            if isinstance(event, PeerLost):
+                self._forget_connection(event.peer)
+        if events or peers != self._connected or not self._membership.hellos.keys() <= peers:
+            self._connected = peers
+            self._introduced &= peers
+            for peer in sorted(peers - self._introduced):
+                self._introduced.add(peer)
+                self.introduce(peer)
+            # An introduction may be handled after its connection has ended, or before it is seen.
+            for peer in [peer for peer in self._membership.hellos if peer not in peers]:
+                self._forget_connection(peer)
+        self.flush()
+        for peer, tag, payload in self.node.receive(timeout_s=timeout_s):
+            kind, number = divmod(tag, TAG_NUMBERS)
+            self._handle(peer, kind, number, payload)
+        return self._membership.broken | (self._membership.members.keys() - peers)
+
+    def _forget_connection(self, peer: Peer) -> None:
+        self._introduced.discard(peer)
+        self._membership.forget_connection(peer)
+
+    def _handle(self, peer: Peer, kind: int, number: int, payload: memoryview) -> None:
+        membership, handler = self._membership, self.handlers.get(kind)
+        if handler is None:  # of a later version
+            return
+        if kind == Kind.HELLO:
+            handler(peer, number, payload)
+            return
+        if peer in membership.mismatched:
+            if kind == Kind.UPDATE:
+                membership.ignore_message()
+            return
+        try:
+            handler(peer, number, payload)
+        except MessageError as error:
+            if membership.phase is not Phase.IN or peer in membership.members:
+                raise
+            _LOG.warning("%s is no member, its message is ignored: %s", peer.address, error)
+
+    def _add_update(self, peer: Peer, step: int, payload: memoryview) -> None:
+        membership = self._membership
+        stream = membership.stream_of(peer)
+        if stream is None and membership.phase is not Phase.IN:
+            _LOG.debug("step %d from %s came before its introduction", step, peer.address)
+        elif stream is None:
+            membership.ignore_message()
+            _LOG.warning("step %d from %s ignored: it is not a member", step, peer.address)
+        elif stream.accepts(step):
+            stream.add_update(self.parse(peer, step, payload), payload)
+        elif peer not in membership.broken and step >= (stream.first or 0):
+            raise membership.wrong_step(peer, step)
+
+    def _add_note(self, peer: Peer, step: int, payload: memoryview) -> None:
+        stream = self._membership.stream_of(peer)
+        if stream is not None:
+            stream.add_note(step, Note.decode(payload), payload)
+
+    def parse(self, peer: Peer, step: int, payload: memoryview) -> list[Message]:
+        """Return the messages of an update.
+
+        Raises:
+            MessageError: not messages, or those of another model; the error names both sides.
+        """
+        try:
+            return self._parse(payload)
+        except MessageError as error:
+            me = self._membership.me.address
+            raise MessageError(
+                f"step {step} from {peer.address} to this node ({me}): {error}"
+            ) from error

@@ -1,0 +1,643 @@
+"""The parameters that all nodes share: how messages are added, and how this node's copy differs from the shared one."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays import device_of
+from ..message import Message, apply_many, apply_to_both, apply_with_momentum
+from ..transport import Ticket
+from .groups import Groups
+
+__all__ = [
+    "Arrays",
+    "ExactSum",
+    "MomentumSum",
+    "OwnUpdate",
+    "PlainSum",
+    "Replica",
+    "add",
+    "copies",
+    "described",
+    "difference",
+    "is_sum_exact",
+    "kinds",
+    "put",
+    "views",
+    "writable_views",
+]
+
+Arrays: TypeAlias = list[NDArray[Any]]
+
+_FLOAT64_BITS = 53
+_THRESHOLD_BITS = 8
+
+# Elements per block of an exact sum: two float64 and one float32 block fit into the first-level cache.
+_BLOCK = 1 << 13
+
+# Bound on the difference between parameters and shared copy + residual, relative to both: eight roundings of float32.
+_ROUNDING = 2.0**-20
+
+
+# ---- arrays as NumPy sees them ---------------------------------------------------------------------------------------
+
+
+def views(arrays: Any) -> Arrays:
+    """Return each array as NumPy sees it, without a copy.
+
+    Args:
+        arrays: one array, or a list or tuple: ndarrays, buffers, or tensors on the CPU with a ``numpy`` method.
+
+    Raises:
+        TypeError: NumPy cannot view an array in place.
+        ValueError: a tensor that requires grad.
+    """
+    return [_view(one) for one in _as_list(arrays)]
+
+
+def writable_views(arrays: Any) -> Arrays:
+    """Return each array as NumPy sees it, checked to be float32 or float64, contiguous and writable.
+
+    Raises:
+        TypeError: another dtype, or NumPy cannot view an array in place.
+        ValueError: read-only or not C-contiguous.
+    """
+    found = views(arrays)
+    for one in found:
+        if one.dtype not in (np.float32, np.float64):
+            raise TypeError(f"parameters must be float32 or float64, got {one.dtype}")
+        if not one.flags.c_contiguous or not one.flags.writeable:
+            raise ValueError("parameters must be C-contiguous and writable")
+    return found
+
+
+def _as_list(arrays: Any) -> list[Any]:
+    return list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
+
+
+def _view(array: Any) -> NDArray[Any]:
+    if isinstance(array, np.ndarray):
+        return array
+    if getattr(array, "requires_grad", False):
+        raise ValueError(
+            "a tensor that requires grad does not lend its memory: pass tensor.detach()"
+        )
+    if hasattr(array, "numpy"):
+        return np.asarray(array.numpy())
+    if hasattr(array, "__array_interface__"):
+        return np.asarray(array)
+    try:
+        return np.asarray(memoryview(array))
+    except (TypeError, BufferError):  # the second is JAX's for bfloat16
+        raise TypeError(
+            f"{type(array).__name__} is not an array that NumPy can view in place; "
+            "pass arrays in host memory"
+        ) from None
+
+
+def kinds(arrays: Arrays) -> list[tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of each array."""
+    return [(array.dtype.str, array.shape) for array in arrays]
+
+
+def described(arrays: Any) -> list[list[Any]]:
+    """Return [dtype, shape] of each array, as JSON values; the arrays may lie on a device."""
+    found = []
+    for one in _as_list(arrays):
+        array = one if hasattr(one, "dtype") and hasattr(one, "shape") else _view(one)
+        found.append([str(array.dtype).removeprefix("torch."), list(array.shape)])
+    return found
+
+
+def copies(arrays: Sequence[NDArray[Any]]) -> Arrays:
+    """Return a contiguous copy of each array."""
+    return [np.array(one, order="C") for one in arrays]
+
+
+def put(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
+    """Copy every array of ``source`` to its counterpart in ``target``."""
+    for to, of in zip(target, source, strict=True):
+        to[...] = of
+
+
+def add(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
+    """Add every array of ``source`` to its counterpart in ``target``.
+
+    Raises:
+        ValueError: the sizes differ; nothing was added.
+    """
+    sizes = [one.size for one in target], [one.size for one in source]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"an update of arrays with {sizes[1]} elements for parameters of {sizes[0]}"
+        )
+    for to, of in zip(target, source, strict=True):
+        np.add(to, of.reshape(to.shape), out=to)
+
+
+def difference(minuend: Sequence[NDArray[Any]], subtrahend: Sequence[NDArray[Any]]) -> Arrays:
+    """Return the differences of all pairs of arrays, in new memory."""
+    return [np.subtract(one, other) for one, other in zip(minuend, subtrahend, strict=True)]
+
+
+# ---- sums of messages ------------------------------------------------------------------------------------------------
+
+
+class Exactness:
+    """Whether a growing sum of messages in float64 is provably free of rounding, in any order.
+
+    Every threshold is a multiple of its last significant bit. Sums of such multiples are exact while they need no more
+    than float64's 53 bits above the smallest of those bits. Dense messages hold arbitrary values and prove nothing.
+    """
+
+    def __init__(
+        self, last_bit: float = math.inf, largest: float = 0.0, has_dense: bool = False
+    ) -> None:
+        self.last_bit = last_bit
+        self.largest = largest  # bound on every element of the sum
+        self.has_dense = has_dense
+
+    def as_tuple(self) -> tuple[float, float, bool]:
+        """Return the arguments that make an equal object."""
+        return self.last_bit, self.largest, self.has_dense
+
+    def add_messages(self, messages: Iterable[Message]) -> None:
+        """Extend the sum."""
+        for message in messages:
+            if not message.count:
+                continue
+            if message.kind == "dense":
+                self.has_dense = True
+                continue
+            threshold = message.threshold
+            self.largest += threshold
+            exponent = math.frexp(threshold)[1] - _THRESHOLD_BITS
+            self.last_bit = min(self.last_bit, math.ldexp(1.0, exponent))
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether no addition so far has rounded."""
+        if self.has_dense:
+            return False
+        return self.largest <= math.ldexp(self.last_bit, _FLOAT64_BITS) or self.largest == 0.0
+
+
+def is_sum_exact(messages: Sequence[Message]) -> bool:
+    """Return whether the float64 sum of the messages is free of rounding, in any order."""
+    exactness = Exactness()
+    exactness.add_messages(messages)
+    return exactness.is_proven
+
+
+class SecondTarget(NamedTuple):
+    """Parameters that get the same messages as the shared ones, except those that they hold already.
+
+    Attributes:
+        params: like the shared parameters.
+        own: index of the payload that they hold already, in full; None: none.
+    """
+
+    params: Arrays
+    own: int | None
+
+
+Payloads: TypeAlias = Sequence[Sequence[Message]]
+
+
+def add_scaled(groups: Groups, payloads: Payloads, params: Any, scale: float) -> None:
+    """Add the messages of several payloads, in order: ``params += scale * message``."""
+    for index, encoder in enumerate(groups.encoders):
+        messages = [payload[index] for payload in payloads]
+        apply_many(messages, groups.select(params, index), scale, threads=encoder.threads)
+
+
+class PlainSum:
+    """Adds messages to the parameters directly: ``params += message / divisor``, in order."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def add_payloads(
+        self, payloads: Payloads, params: Any, divisor: int, second: SecondTarget | None = None
+    ) -> bool:
+        """Add the messages of several payloads, in order; return whether the sum is provably exact."""
+        if second is None:
+            add_scaled(self._groups, payloads, params, 1.0 / divisor)
+            return False
+        for index, encoder in enumerate(self._groups.encoders):
+            apply_to_both(
+                [payload[index] for payload in payloads],
+                self._groups.select(params, index),
+                self._groups.select(second.params, index),
+                own=second.own,
+                scale=1.0 / divisor,
+                threads=encoder.threads,
+            )
+        return False
+
+
+class MomentumSum(PlainSum):
+    """Adds messages with Nesterov's momentum: a part of every addition is repeated in the next steps.
+
+    Every node does the same arithmetic with the same messages, so replicas stay identical bit for bit.
+
+    Source: A. Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023, algorithm 1;
+    J. Wang et al., "SlowMo: Improving communication-efficient distributed SGD with slow momentum", ICLR 2020.
+
+    Attributes:
+        velocity: one array for each of the parameters; empty before the first step.
+    """
+
+    def __init__(self, groups: Groups, momentum: float) -> None:
+        super().__init__(groups)
+        self._momentum = momentum
+        self.velocity: Arrays = []
+
+    def ensure_velocity(self, params: Any) -> None:
+        """Start with a velocity of zero, unless there is one already."""
+        if not self.velocity:
+            self.velocity = [np.zeros_like(one) for one in writable_views(params)]
+
+    def add_payloads(
+        self, payloads: Payloads, params: Any, divisor: int, second: SecondTarget | None = None
+    ) -> bool:
+        """Add the messages of several payloads; nothing is proven."""
+        self.ensure_velocity(params)
+        for index, encoder in enumerate(self._groups.encoders):
+            messages = [payload[index] for payload in payloads]
+            apply_with_momentum(
+                messages,
+                self._groups.select(params, index),
+                self._groups.select(self.velocity, index),
+                momentum=self._momentum,
+                scale=1.0 / divisor,
+                beside=[] if second is None else self._groups.select(second.params, index),
+                held=[] if second is None or second.own is None else [messages[second.own]],
+                threads=encoder.threads,
+            )
+        return False
+
+
+class ExactSum(PlainSum):
+    """Keeps the sum of all messages in float64: ``params = initial + sum / divisor``, divided and rounded once.
+
+    Replicas with the same initial parameters and the same messages, in whatever order they came, hold the same bits as
+    long as the float64 sum does not round. Every step overwrites the parameters.
+
+    Attributes:
+        initial: copies of the parameters before the first message, in their dtype; empty before the first step.
+        total: float64, the sum of all messages since.
+        exactness: of the sum.
+        divisor: of the sum; None before the first step.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups)
+        self.initial: Arrays = []
+        self.total: Arrays = []
+        self.exactness = Exactness()
+        self.divisor: int | None = None
+
+    def add_payloads(
+        self, payloads: Payloads, params: Any, divisor: int, second: SecondTarget | None = None
+    ) -> bool:
+        """Add the messages of several payloads; another divisor begins a new sum at the current parameters."""
+        if not self.initial or divisor != self.divisor:
+            self.initial = copies(writable_views(params))
+            self.total = [np.zeros(one.shape, np.float64) for one in self.initial]
+            self.exactness = Exactness()
+            self.divisor = divisor
+        add_scaled(self._groups, payloads, self.total, 1.0)
+        for messages in payloads:
+            self.exactness.add_messages(messages)
+        self.write_params(params)
+        if second is not None:
+            for number, payload in enumerate(payloads):
+                held = 1.0 if number == second.own else 0.0
+                add_scaled(self._groups, [payload], second.params, 1.0 / divisor - held)
+        return self.exactness.is_proven
+
+    def without(self, payloads: Payloads) -> Arrays:
+        """Return the sum without the messages of some payloads: exactly, as long as the sum is exact."""
+        total = copies(self.total)
+        add_scaled(self._groups, payloads, total, -1.0)
+        return total
+
+    def write_params(self, params: Any) -> None:
+        """Set ``params`` to initial + sum / divisor."""
+        for param, initial, total in zip(
+            writable_views(params), self.initial, self.total, strict=True
+        ):
+            self._write(param.reshape(-1), initial.reshape(-1), total.reshape(-1))
+
+    def _write(self, param: NDArray[Any], initial: NDArray[Any], total: NDArray[Any]) -> None:
+        scratch = np.empty(min(_BLOCK, total.size), np.float64)
+        for start in range(0, total.size, _BLOCK):
+            stop = min(start + _BLOCK, total.size)
+            block = scratch[: stop - start]
+            np.divide(total[start:stop], self.divisor or 1, out=block)
+            np.add(block, initial[start:stop], out=block)
+            param[start:stop] = block
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state, as host arrays and plain numbers."""
+        return {
+            "initial": copies(self.initial),
+            "total": copies(self.total),
+            "divisor": self.divisor,
+            "exactness": self.exactness.as_tuple(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the state of another replica or of a checkpoint."""
+        self.initial, self.total = copies(state["initial"]), copies(state["total"])
+        self.divisor = state["divisor"]
+        self.exactness = Exactness(*state["exactness"])
+
+
+# ---- this node's state -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class OwnUpdate:
+    """This node's messages of one step: encoded once, handed over once.
+
+    Attributes:
+        step: number of the step.
+        messages: of the groups.
+        payload: all messages, as they are sent.
+        encode_s: time to encode the messages.
+        wait_s: time spent on handing over the payload and on waiting for the others', so far.
+        ticket: follows the payload to the peers; None until the transport has taken the payload.
+    """
+
+    step: int
+    messages: list[Message]
+    payload: Message | bytes
+    encode_s: float
+    wait_s: float = 0.0
+    ticket: Ticket | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the payload."""
+        return sum(message.nbytes for message in self.messages)
+
+
+class Replica:
+    """Everything that this node's next step depends on, besides the other nodes.
+
+    Without local steps the caller's parameters are the shared ones. With local steps (``every``, ``step_moved``) the
+    caller's parameters run ahead, and ``shared`` is a copy of the shared ones: the difference is the update.
+
+    With ``apply_residual`` the caller's parameters also hold this node's residual: the residual is their difference
+    from ``shared``, brought up to date right before an encode. Between the encode and the end of the step they hold the
+    encoded messages as well, in full. Encoding then does not modify the parameters, and applying messages changes only
+    the elements those messages contain.
+
+    Args:
+        groups: encoders and residuals.
+        total: adds messages to the shared parameters.
+        is_mean: whether the sum of the messages is divided by the number of nodes.
+        applies_residual: whether the caller's parameters hold the residual.
+        keeps: messages of finished steps that are kept, for peers that do not have them yet.
+
+    Attributes:
+        groups, total: as given.
+        shared: one array for each of the caller's; empty without local steps and ``apply_residual``.
+        local_steps: steps since the last exchange.
+        step: number of the next step, or of the unfinished one.
+        pending: the messages of an unfinished step.
+        sent: the messages of the last finished steps.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        total: PlainSum,
+        *,
+        is_mean: bool,
+        applies_residual: bool,
+        keeps: int,
+    ) -> None:
+        self.groups = groups
+        self.total = total
+        self._is_mean = is_mean
+        self.shared: Arrays = []
+        self.local_steps = 0
+        self.step = max(encoder.step for encoder in groups.encoders)
+        self.pending: OwnUpdate | None = None
+        self.sent: deque[OwnUpdate] = deque(maxlen=keeps)
+        self._applies_residual = applies_residual
+        # Encoders that take more out of the residual than they send: the parameters would bring it back.
+        self._is_lossy = any(
+            encoder.clip is not None or encoder.on_nonfinite == "skip"
+            for encoder in groups.encoders
+        )
+
+    @property
+    def oldest_sent(self) -> OwnUpdate | None:
+        """The oldest of the kept messages; None while there is room for more."""
+        return self.sent[0] if len(self.sent) == self.sent.maxlen else None
+
+    def finish_step(self, own: OwnUpdate) -> None:
+        """Keep the messages of a finished step a little longer, and advance to the next."""
+        self.pending = None
+        self.sent.append(own)
+        self.step += 1
+
+    def take_back_unapplied(self, final: int | None) -> None:
+        """Return those of this node's messages that nobody applied to the residuals.
+
+        Args:
+            final: number of the first update that nobody applied; None: none was.
+        """
+        pending = [] if self.pending is None else [self.pending]
+        self.pending = None
+        for own in (*self.sent, *pending):
+            if final is None or own.step >= final:
+                self.groups.put_back(own.messages)
+        self.sent.clear()
+
+    # ---- local steps -------------------------------------------------------------------------------------------------
+
+    def copy_shared(self, params: Any) -> None:
+        """Make the shared copy from ``params``, unless there is one already."""
+        if not self.shared:
+            self.shared = copies(writable_views(params))
+
+    def drop_shared(self) -> None:
+        """Make the caller's parameters the shared ones."""
+        self.shared = []
+        self.local_steps = 0
+
+    def add_loaded_residual(self, params: Any) -> None:
+        """Add the residual of a checkpoint, which may be another node's, to the caller's parameters.
+
+        Elements that hold the residual already, but for rounding, stay as they are: training then resumes bit for bit.
+        """
+        if not self._applies_residual or self.local_steps:
+            return
+        for param, shared, residual in self._parts(params):
+            expected = shared + residual
+            bound = _ROUNDING * (np.abs(shared) + np.abs(residual))
+            np.copyto(param, expected, where=~(np.abs(param - expected) <= bound))
+
+    def local_delta(self, params: Any) -> tuple[Arrays | None, Callable[[int], None] | None]:
+        """Return the sum of the local steps since the last exchange.
+
+        With ``apply_residual`` return None, and a function that brings the residual of a group up to date.
+        """
+        targets = writable_views(params)
+        if not self._applies_residual:
+            return difference(targets, self.shared), None
+        self.groups.residuals(self.shared)  # refuses residuals on a device
+
+        def refresh(index: int) -> None:
+            now, before = self.groups.select(targets, index), self.groups.select(self.shared, index)
+            self.groups.encoders[index].hold_difference(now, before)
+
+        return None, refresh
+
+    def remove_local_changes(self, params: Any, own: Sequence[Message], *, has_moved: bool) -> None:
+        """Remove local steps from the caller's parameters after an encode: residual and messages hold them now.
+
+        Args:
+            params: the caller's.
+            own: the encoded messages; with ``apply_residual`` the parameters hold them too.
+            has_moved: whether the parameters held the update before the encode.
+        """
+        self.local_steps = 0
+        if not self.shared or (self._applies_residual and has_moved and not self._is_lossy):
+            return
+        self.write_params(params)
+        if self._applies_residual:
+            add_scaled(self.groups, [own], writable_views(params), 1.0)
+
+    def reject(self, params: Any) -> None:
+        """Remove an update that is not finite from the caller's parameters; the residual holds the finite part."""
+        if not self.shared:
+            return
+        self.local_steps = 0
+        if self._applies_residual:
+            self._set_residual(params)
+        self.write_params(params)
+
+    def absorb_local_changes(self, params: Any) -> None:
+        """Move local changes of the caller's parameters into the residual, before the parameters are replaced.
+
+        Messages of an unfinished step stay apart from the residual.
+        """
+        encoders = self.groups.encoders
+        if not self.shared or any(device_of(encoder.residual) >= 0 for encoder in encoders):
+            return
+        if not self._applies_residual:
+            for param, shared, residual in self._parts(params):
+                moved = param - shared
+                np.add(residual, moved, out=residual, where=np.isfinite(moved), casting="same_kind")
+            return
+        self._set_residual(params)
+        if self.pending is not None:
+            self.groups.put_back(self.pending.messages, -1.0)
+
+    def _set_residual(self, params: Any) -> None:
+        for param, shared, residual in self._parts(params):
+            moved = param - shared
+            np.copyto(residual, moved, where=np.isfinite(moved), casting="same_kind")
+
+    def write_params(self, params: Any) -> None:
+        """Set the caller's parameters to the shared ones, plus the residual with ``apply_residual``."""
+        if not self._applies_residual:
+            put(writable_views(params), self.shared)
+            return
+        for param, shared, residual in self._parts(params):
+            np.add(shared, residual, out=param)
+
+    def _parts(self, params: Any) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
+        """Return the caller's parameters, the shared ones and the residual, array by array."""
+        residuals = self.groups.residuals(self.shared)
+        return zip(writable_views(params), self.shared, residuals, strict=True)
+
+    # ---- messages and states of others -------------------------------------------------------------------------------
+
+    def apply(
+        self,
+        payloads: Payloads,
+        params: Any,
+        *,
+        nodes: int,
+        own: Sequence[Message] | None = None,
+        has_moved: bool = False,
+    ) -> bool:
+        """Add the mean or the sum of messages to the shared parameters; return whether it is provably exact.
+
+        Args:
+            payloads: each one message for every group, in order.
+            params: the caller's.
+            nodes: number of nodes of which the mean is taken.
+            own: the payload that the caller's parameters hold already with ``apply_residual``.
+            has_moved: whether the caller's parameters differ from the shared ones by local steps, which stay.
+        """
+        divisor = nodes if self._is_mean else 1
+        if not self.shared:
+            return self.total.add_payloads(payloads, params, divisor)
+        targets = writable_views(params)
+        if self._applies_residual:
+            index = next((at for at, one in enumerate(payloads) if one is own), None)
+            return self.total.add_payloads(
+                payloads, self.shared, divisor, SecondTarget(targets, index)
+            )
+        local = difference(targets, self.shared) if has_moved else []
+        is_exact = self.total.add_payloads(payloads, self.shared, divisor)
+        put(targets, self.shared)
+        if has_moved:
+            add(targets, local)
+        return is_exact
+
+    def export_state(self, params: Any) -> tuple[Arrays, dict[str, Any] | None]:
+        """Return the arrays that make up the shared parameters and their momentum, and what else an exact sum needs.
+
+        The arrays are not copied.
+
+        Raises:
+            TypeError: the parameters are not in host memory.
+        """
+        total = self.total
+        if isinstance(total, ExactSum) and total.initial:
+            exact = {"divisor": total.divisor, "exactness": total.exactness.as_tuple()}
+            return [*total.initial, *total.total], exact
+        shared = self.shared or writable_views(params)
+        if isinstance(total, MomentumSum):
+            total.ensure_velocity(shared)
+            return [*shared, *total.velocity], None
+        return shared, None
+
+    def state_layout(self, params: Any, *, is_exact: bool) -> list[tuple[str, tuple[int, ...]]]:
+        """Return dtype and shape of every array that ``export_state`` returns."""
+        own = kinds(writable_views(params))
+        if is_exact:
+            return [*own, *(("<f8", shape) for _, shape in own)]
+        return own * 2 if isinstance(self.total, MomentumSum) else own
+
+    def import_state(self, arrays: Arrays, exact: dict[str, Any] | None, params: Any) -> None:
+        """Replace the shared parameters and the caller's by another replica's."""
+        target: Any = self.shared or params
+        total = self.total
+        if isinstance(total, ExactSum) and exact is not None:
+            half = len(arrays) // 2
+            total.load_state_dict({"initial": arrays[:half], "total": arrays[half:], **exact})
+            total.write_params(target)
+        elif isinstance(total, MomentumSum):
+            total.ensure_velocity(target)
+            put([*writable_views(target), *total.velocity], arrays)
+        else:
+            put(writable_views(target), arrays)
+        if self.shared:
+            self.write_params(params)
