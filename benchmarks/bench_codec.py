@@ -1,6 +1,8 @@
-"""The codec's table: what encode, apply and messages cost, as ratios against references in the same run.
+"""What encode, apply and messages cost, as ratios to references in the same run, and the laws of size.
 
-    python benchmarks/bench_codec.py [--quick | --smoke] [--json FILE] [--only NAME ...]
+    python benchmarks/bench_codec.py [--smoke] [--json FILE] [options of pytest and pytest-benchmark]
+    python benchmarks/bench_codec.py -k "apply and 24"                           # some of it
+    python benchmarks/bench_codec.py --benchmark-autosave --benchmark-compare    # absolute times, before and after
 
 See README.md for how it is measured and docs/performance.md for results.
 """
@@ -9,596 +11,418 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peers
-import updates
-from harness import (
-    Clock,
-    Effort,
-    Operation,
-    Reach,
-    Report,
-    Row,
-    Timing,
-    aligned,
-    cost,
-    figure,
-    measure,
-    speedup,
-)
+import pytest
 from numpy.typing import NDArray
-from updates import THRESHOLD, SteadyState
+from pytest_benchmark.fixture import BenchmarkFixture
 
 import gradwire as gw
 
-__all__ = ["main"]
+sys.path.insert(0, str(Path(__file__).parent))
 
-ENCODE_REACH = {1e-3: 1.15, 1e-2: 1.4, 0.1: 2.2}
-ANY_DENSITY_REACH = Reach("<=", 3.5)
+import updates
+from harness import Report, Row, Target, Timing, aligned, last_level_cache_bytes, ratio
+from updates import THRESHOLD, SteadyState
+
+LOG2S = tuple(map(int, os.environ.get("GRADWIRE_BENCH_LOG2", "24,26").split(",")))
+SMALL_LOG2 = min(20, *LOG2S)
+SECONDS, ROUNDS_MIN, ROUNDS_MAX = 2.5, 5, 60
+SEED = 2026
+MANY, TRAINING_STEPS = 16, 20
+TARGETS = {1e-3: 1.15, 1e-2: 1.4, 0.1: 2.2}  # of encode over np.add, by density
 OTHER_DENSITIES = (0.2, 0.3, 0.37, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
-SIZE_DENSITIES = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.2, 0.3, 0.37, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99)
-CLUSTERED = ((1e-3, 1.5), (1e-2, 1.0), (1e-2, 1.5), (0.1, 1.0))
-# Regions of a layer's size go below the floor; those smaller than a chunk are averaged by it.
-CLUSTER_REGIONS = ((2**18, 1.0), (2**12, None))
-PEER_REACH = {
-    "NumPy, three lines": Reach(">=", 3.5),
-    "torch, nonzero and index": Reach(">=", 10.0),
-    "torch.topk": Reach(">=", 40.0),
-    "pi-quant int4, no residual": Reach("<=", 1.3),
-}
-SMALL_NUMEL = 1024
-SMALL_REACH = Reach("<=", 5.0)
-MANY = 16
-TRAINING_STEPS = 20
-
+SIZE_DENSITIES = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, *OTHER_DENSITIES[:-1])
 # Law 4 holds from this size on, and allows the header and 16 bytes beside its factor.
-LAW_4_NUMEL = 2**22
-HEADER_BYTES = 48
-SLACK_BYTES = 16
+LAW_4_NUMEL, HEADER_BYTES, SLACK_BYTES = 2**22, 48, 16
+ADD_BYTES = 12  # np.add, per element: read residual and update, write residual
+LINE = 16  # float32 elements of a cache line
 
-_ADD = "np.add"
-_ADD_BYTES = 12  # per element: read residual and update, write residual
-_LINE = 16  # float32 elements of a cache line
+Run = Callable[[], object]
+Times = Callable[..., list[Timing]]
+sizes = pytest.mark.parametrize("log2", LOG2S)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How much is measured.
+@pytest.fixture(scope="module")
+def report() -> Iterator[Report]:
+    report = Report("codec", {"seed": SEED}, "smoke test" if max(LOG2S) < 20 else "")
+    yield report
+    path = os.environ.get("GRADWIRE_BENCH_JSON")
+    report.finish(Path(path) if path else None)
 
-    Attributes:
-        numels: sizes of the timed arrays.
-        adversarial_numel: size of the adversarial patterns.
-        training_numel: a small size for the training steps, beside the others.
-        effort: for a group of two operations; larger groups get as much for each of theirs.
-        small_calls: calls per sample of the 1,024-element encode.
-        repetitions: of the training steps.
-        clock: nanoseconds of the wall clock, or of CPU time.
-        evict: whether caches are emptied before each timed call.
-        seed: of all random numbers.
+
+@pytest.fixture
+def times(benchmark: BenchmarkFixture) -> Times:
+    """Return a function that times a call under pytest-benchmark, and each reference before every round of it.
+
+    Caches are evicted before every timed call, so that no call finds the data of the call before.
     """
+    scratch = np.zeros(2 * last_level_cache_bytes(), np.uint8)
 
-    numels: tuple[int, ...]
-    adversarial_numel: int
-    training_numel: int
-    effort: Effort
-    small_calls: int
-    repetitions: int
-    clock: Clock = time.perf_counter_ns
-    evict: bool = True
-    seed: int = 2026
+    def seconds(call: Run) -> float:
+        scratch.max()
+        begin_s = time.perf_counter()
+        call()
+        return time.perf_counter() - begin_s
 
-    def measure(self, operations: Sequence[Operation]) -> dict[str, Timing]:
-        """Time the operations in turn."""
-        seconds = self.effort.seconds * len(operations) / 2
-        return self.measure_with(replace(self.effort, seconds=seconds), operations)
+    def measure(
+        run: Run, references: Mapping[str, Run], prepare: Run = lambda: None, rounds: int = 0
+    ) -> list[Timing]:
+        samples: dict[str, list[float]] = {name: [] for name in references}
 
-    def measure_with(self, effort: Effort, operations: Sequence[Operation]) -> dict[str, Timing]:
-        """Time the operations in turn with another effort."""
-        return measure(operations, effort, evict=self.evict, clock=self.clock)
+        def set_up() -> None:
+            for name, call in references.items():
+                samples[name].append(seconds(call))
+            prepare()
+            scratch.max()
 
+        def timed() -> None:
+            run()  # the result is released inside the timed call
 
-FULL = Settings((2**24, 2**26), 2**24, 2**20, Effort(2.5, 5, 60), small_calls=2_000, repetitions=4)
-QUICK = Settings((2**24,), 2**22, 2**20, Effort(1.0, 4, 10), small_calls=1_000, repetitions=2)
-SMOKE = Settings(
-    (2**16,), 2**16, 2**12, Effort(0.0, 2, 2, warmup=1), small_calls=20, repetitions=1, evict=False
-)
+        set_up()
+        once_s = seconds(timed)
+        fitting = int(SECONDS / (once_s + sum(map(sum, samples.values()))))
+        rounds = rounds or max(ROUNDS_MIN, min(ROUNDS_MAX, fitting))
+        benchmark.pedantic(timed, setup=set_up, rounds=rounds)  # type: ignore[no-untyped-call]
+        own = benchmark.stats.stats.data if benchmark.stats else [once_s]
+        taken = {"gradwire": own} | {name: each[-rounds:] for name, each in samples.items()}
+        return [Timing(name, tuple(each)) for name, each in taken.items()]
 
-Group = Callable[[Settings, Report], Iterator[Row]]
-
-
-def bench_encode(settings: Settings, report: Report) -> Iterator[Row]:  # noqa: ARG001
-    """Yield encode(update) against np.add at every density, and the worst of all."""
-    for numel in settings.numels:
-        rows = []
-        for density in (*ENCODE_REACH, *OTHER_DENSITIES):
-            state = SteadyState.make(numel, density, settings.seed)
-            encode, message = _encode(state, "encode")
-            timings = settings.measure([_np_add(state.update), encode])
-            row = cost(
-                "encode",
-                f"encode at density {density:g}",
-                numel,
-                timings["encode"],
-                timings[_ADD],
-                reach=Reach("<=", ENCODE_REACH[density]) if density in ENCODE_REACH else None,
-                floor=1.0 + message.nbytes / (_ADD_BYTES * numel),
-            )
-            rows.append(row)
-            yield row
-        worst = max(rows, key=lambda row: row.minimum)
-        yield Row(
-            "encode",
-            "encode at the worst density",
-            numel,
-            "x",
-            worst.minimum,
-            max(row.median for row in rows),
-            reference=_ADD,
-            reach=ANY_DENSITY_REACH,
-            floor=worst.floor,
-            note=worst.what.removeprefix("encode at "),
-            timings=worst.timings,
-        )
+    return measure
 
 
-def bench_accumulated(settings: Settings, report: Report) -> Iterator[Row]:  # noqa: ARG001
-    """Yield encode() of a residual that the caller has filled; it is refilled outside of the timed region."""
-    density = 1e-3
-    for numel in settings.numels:
-        state = SteadyState.make(numel, density, settings.seed)
-        encoder = _encoder(state)
-        positions = np.flatnonzero(state.update)
-        values = state.update[positions]
-
-        def refill(
-            residual: NDArray[Any] = encoder.residual,
-            positions: NDArray[Any] = positions,
-            values: NDArray[Any] = values,
-        ) -> None:
-            residual[positions] += values
-
-        refill()
-        _assert_sends(encoder, None, state)
-        timings = settings.measure(
-            [_np_add(state.update), Operation("encode()", encoder.encode, prepare=refill)]
-        )
-        yield cost(
-            "accumulated",
-            f"encode() of the residual at {density:g}",
-            numel,
-            timings["encode()"],
-            timings[_ADD],
-            reach=Reach("<=", 0.6),
-            floor=(4 + 4 * _touched(density)) / _ADD_BYTES,
-        )
+# ---- encode ---------------------------------------------------------------------------------------------------------
 
 
-def bench_threads(settings: Settings, report: Report) -> Iterator[Row]:
-    """Yield what a second thread gains encode, beside what it gains np.add."""
-    if (os.cpu_count() or 1) < 2:
-        report.skip("threads", "this machine has one CPU")
-        return
-    if settings.clock is not time.perf_counter_ns:
-        report.skip("threads", "CPU time does not tell what a second thread gains")
-        return
+@sizes
+@pytest.mark.parametrize("density", [*TARGETS, *OTHER_DENSITIES])
+def test_encode(times: Times, report: Report, log2: int, density: float) -> None:
+    state = SteadyState.make(2**log2, density, SEED)
+    encode, message = encoding(state)
+    copy = partial(np.copyto, aligned(2**log2), state.update)
+    ours, add, memcpy = times(encode, {"np.add": adding(state.update), "memcpy": copy})
+    group = "time" if density in TARGETS else "densities"
+    where = (group, f"encode at density {density:g}", f"2^{log2}")
+    goal = Target("<=", TARGETS.get(density, 3.5))
+    floor = 1.0 + message.nbytes / (ADD_BYTES * 2**log2)
+    report.add([ratio(where, ours, add, target=goal, floor=floor)])
+    if density == 1e-3:
+        report.add([ratio(where, ours, memcpy)])
+
+
+@sizes
+def test_encode_of_a_filled_residual(times: Times, report: Report, log2: int) -> None:
+    state = SteadyState.make(2**log2, 1e-3, SEED)
+    encoder, filled = make_encoder(state), state.residual + state.update
+    refill = partial(np.copyto, encoder.residual, filled)
+    refill()
+    check_sends(encoder, None, state)
+    ours, add = times(encoder.encode, {"np.add": adding(state.update)}, refill)
+    where = ("time", "encode() of the residual at 0.001", f"2^{log2}")
+    floor = (4 + 4 * touched(1e-3)) / ADD_BYTES
+    report.add([ratio(where, ours, add, target=Target("<=", 0.6), floor=floor)])
+
+
+@sizes
+def test_two_threads(times: Times, report: Report, log2: int) -> None:
+    """Where np.add gains little as well, memory is the limit."""
+    state = SteadyState.make(2**log2, 1e-3, SEED)
+    (one, message), (two, same) = encoding(state), encoding(state, threads=2)
+    assert bytes(message) == bytes(same), "two threads must write the bytes of one"
     with ThreadPoolExecutor(1) as pool:
-        for numel in settings.numels:
-            state = SteadyState.make(numel, 1e-3, settings.seed)
-            one, message = _encode(state, "encode, 1 thread")
-            two, same = _encode(state, "encode, 2 threads", threads=2)
-            if bytes(message) != bytes(same):
-                raise AssertionError("two threads wrote other bytes than one")
-            split = _np_add_split(state.update, pool)
-            timings = settings.measure([_np_add(state.update), split, one, two])
-            add = speedup(
-                "threads", "np.add on 2 threads", numel, timings[split.name], timings[_ADD]
-            )
-            yield add
-            yield speedup(
-                "threads",
-                "encode at 0.001 on 2 threads",
-                numel,
-                timings[two.name],
-                timings[one.name],
-                reach=Reach(">=", 1.6),
-                void="" if add.minimum >= 1.6 else f"np.add gains {add.minimum:.2f}x",
-            )
+        add, halves = adding(state.update), adding_in_halves(state.update, pool)
+        ours, *others = times(two, {"1 thread": one, "np.add": add, "np.add, 2 threads": halves})
+    note = f"np.add gains {others[1].minimum_s / others[2].minimum_s:.2f}"
+    where = ("time", "encode at 0.001 on 2 threads: times as fast", f"2^{log2}")
+    goal = Target(">=", 1.6)
+    report.add([ratio(where, ours, others[0], faster=True, target=goal, note=note)])
 
 
-def bench_apply(settings: Settings, report: Report) -> Iterator[Row]:  # noqa: ARG001
-    """Yield apply of one message against np.add."""
-    for numel in settings.numels:
-        for density, reach in ((1e-3, 0.1), (0.1, 1.1), (0.5, None), (1.0, None)):
-            state = SteadyState.make(numel, density, settings.seed)
-            message = _encoder(state).encode(state.update)
-            target = aligned(numel)
-            gw.apply(message, target)
-            _assert_equal(target, state.update, "apply")
-            timings = settings.measure(
-                [
-                    _np_add(state.update),
-                    Operation("apply", partial(gw.apply, message, target)),
-                ]
-            )
-            yield cost(
-                "apply",
-                f"apply at density {density:g}",
-                numel,
-                timings["apply"],
-                timings[_ADD],
-                reach=Reach("<=", reach) if reach else None,
-                floor=(8 * _touched(density) + message.nbytes / numel) / _ADD_BYTES,
-            )
+@pytest.mark.parametrize("count", [1, 10, 100])
+def test_encode_of_1024_elements(benchmark: BenchmarkFixture, report: Report, count: int) -> None:
+    encode, _ = encoding(SteadyState.make(1024, 0.0, SEED, count=count))
+    benchmark.pedantic(encode, iterations=2_000, rounds=100, warmup_rounds=1)  # type: ignore[no-untyped-call]
+    if benchmark.stats:
+        what, stats = f"encode of 1,024 elements, {count} changed", benchmark.stats.stats
+        figures = stats.min * 1e6, stats.median * 1e6
+        report.add([Row("small", what, "", *figures, unit="µs", target=Target("<=", 5.0))])
 
 
-def bench_apply_many(settings: Settings, report: Report) -> Iterator[Row]:  # noqa: ARG001
-    """Yield apply_many of 16 peers' messages against one np.add and against 16 single applies."""
-    cases = [(numel, 1e-3, Reach("<=", 0.4)) for numel in settings.numels]
-    for numel, density, reach in (*cases, *((settings.numels[0], p, None) for p in (1e-2, 0.1))):
-        messages, expected = [], aligned(numel)
-        for peer in range(MANY):
-            update = _random_update(numel, density, settings.seed + peer)
-            messages.append(_send(update))
-            expected += update
-        target = aligned(numel)
-        gw.apply_many(messages, target)
-        _assert_equal(target, expected, "apply_many")
-        timings = settings.measure(
-            [
-                _np_add(expected),
-                Operation("apply_many", partial(gw.apply_many, messages, target)),
-                Operation("apply, 16 times", partial(_apply_each, messages, target)),
-            ]
-        )
-        message_bytes = sum(message.nbytes for message in messages)
-        what = f"apply_many of {MANY} messages at {density:g}"
-        many = timings["apply_many"]
-        yield cost(
-            "apply_many",
-            what,
-            numel,
-            many,
-            timings[_ADD],
-            reach=reach,
-            floor=(8 * _touched(density, MANY) + message_bytes / numel) / _ADD_BYTES,
-        )
-        yield cost("apply_many", what, numel, many, timings["apply, 16 times"])
-
-
-def bench_size(settings: Settings, report: Report) -> Iterator[Row]:  # noqa: ARG001
-    """Yield message sizes against the entropy of random places (law 4) and the ceiling (law 3)."""
-    for numel in settings.numels:
-        for density in SIZE_DENSITIES:
-            if density * numel < 1:
-                continue
-            message = _send(_random_update(numel, density, settings.seed))
-            yield _size_row(message, f"random places, density {density:g}", _law_4(density))
-    numel = settings.adversarial_numel
-    rng = np.random.default_rng(settings.seed)
-    for density, sigma in CLUSTERED:
-        for region, factor in CLUSTER_REGIONS:
-            mask = updates.clustered_mask(numel, density, sigma, region, rng)
-            message = _send(updates.signed(mask, rng))
-            what = f"lognormal regions of {region:,}, density {density:g}, sigma {sigma:g}"
-            yield _size_row(message, what, factor)
-    worst: tuple[float, str] = (0.0, "")
-    for name, mask in updates.adversarial_masks(numel):
-        message = _send(updates.signed(mask, rng))
-        worst = max(worst, (_share_of_ceiling(message), name))
-    yield _ceiling_row(numel, worst[0], worst[1])
-    smallest = max((_worst_of_small(n), n) for n in (*range(1, 300), 500, 1_000, 2_000, 5_000))
-    yield _ceiling_row(smallest[1], smallest[0], "worst of N = 1 ... 5,000")
-
-
-def bench_small(settings: Settings, report: Report) -> Iterator[Row]:  # noqa: ARG001
-    """Yield the typical time of one encode of 1,024 elements, all in the cache."""
-    for count in (1, 10, 100):
-        state = SteadyState.make(SMALL_NUMEL, 0.0, settings.seed, count=count)
-        encode, _ = _encode(state, "encode", calls=settings.small_calls)
-        timing = replace(settings, evict=False).measure_with(
-            Effort(settings.effort.seconds / 2, 5, 200), [encode]
-        )["encode"]
-        yield Row(
-            "small",
-            f"encode, one call, {count} changed",
-            SMALL_NUMEL,
-            "µs",
-            timing.minimum_s * 1e6,
-            timing.median_s * 1e6,
-            reach=SMALL_REACH,
-            timings=(timing,),
-        )
-
-
-def bench_peers(settings: Settings, report: Report) -> Iterator[Row]:
-    """Yield encode with residual at 1e-3 against what others need for the same or less."""
-    for numel in settings.numels:
-        state = SteadyState.make(numel, 0.0, settings.seed, count=max(1, numel // 1000))
-        encode, _ = _encode(state, "encode")
-        operations = [encode]
-        for name, make in peers.MAKERS:
-            try:
-                operations.append(make(state))
-            except peers.Missing as reason:
-                report.skip(name, str(reason))
-        timings = settings.measure(operations)
-        for operation in operations[1:]:
-            reach = PEER_REACH[operation.name]
-            row = cost if reach.relation == "<=" else speedup
-            yield row(
-                "peers",
-                "encode with residual at 0.001",
-                numel,
-                timings["encode"],
-                timings[operation.name],
-                reach=reach,
-            )
-
-
-def bench_training(settings: Settings, report: Report) -> Iterator[Row]:  # noqa: ARG001
-    """Yield 20 steps of Gaussian updates under TargetDensity(1e-3), whose first threshold is 300 times too low."""
-    policy = gw.TargetDensity(1e-3)
-    for numel in (settings.training_numel, *settings.numels):
-        encoder = gw.Encoder(numel, threshold=policy)
-        fresh = encoder.state_dict()
-        # Every step's update is a window of the same noise: for each element another draw.
-        stride = _LINE * 64
-        noise = aligned(numel + TRAINING_STEPS * stride)
-        rng = np.random.default_rng(settings.seed)
-        rng.standard_normal(noise.size, np.float32, out=noise)
-        noise *= np.float32(1e-2)
-        steps = [noise[i * stride : i * stride + numel] for i in range(TRAINING_STEPS)]
-        densities = _assert_conserved(encoder, steps)
-        encoder.load_state_dict(fresh)
-
-        def start_over(encoder: gw.Encoder = encoder, fresh: dict[str, Any] = fresh) -> None:
-            if encoder.step == TRAINING_STEPS:
-                encoder.load_state_dict(fresh)
-
-        rounds = TRAINING_STEPS * settings.repetitions
-        timings = settings.measure_with(
-            Effort(0.0, rounds, rounds, warmup=0),
-            [
-                _np_add(noise[:numel]),
-                Operation("encode", partial(_encode_next, encoder, steps), start_over),
-            ],
-        )
-        samples = np.reshape(timings["encode"].samples_s, (-1, TRAINING_STEPS))
-        settled = TRAINING_STEPS // 2
-        for what, first, some in (
-            (f"mean of {TRAINING_STEPS} steps", 0, samples),
-            (f"mean of steps {settled + 1} to {TRAINING_STEPS}", settled, samples[:, settled:]),
-        ):
-            yield cost(
-                "training",
-                f"Gaussian updates, TargetDensity(1e-3), {what}",
-                numel,
-                Timing("encode", tuple(some.mean(axis=1))),
-                timings[_ADD],
-                note=f"density {np.mean(densities[first:]):.2g}",
-            )
-
-
-GROUPS: dict[str, Group] = {
-    "encode": bench_encode,
-    "accumulated": bench_accumulated,
-    "threads": bench_threads,
-    "apply": bench_apply,
-    "apply_many": bench_apply_many,
-    "size": bench_size,
-    "small": bench_small,
-    "peers": bench_peers,
-    "training": bench_training,
-}
-
-
-def _np_add(update: NDArray[np.float32]) -> Operation:
-    """Return the reference: the least that accumulating an update costs."""
-    residual = aligned(update.size)
-    np.add(residual, update, out=residual)
-    _assert_equal(residual, update, _ADD)
-    return Operation(_ADD, partial(np.add, residual, update, out=residual))
-
-
-def _np_add_split(update: NDArray[np.float32], pool: ThreadPoolExecutor) -> Operation:
-    """Return np.add with one half of the elements on another thread."""
-    residual = aligned(update.size)
-    half = update.size // 2 // _LINE * _LINE
-    parts = [(residual[s], update[s]) for s in (slice(half), slice(half, None))]
-
-    def add(residual: NDArray[Any], update: NDArray[Any]) -> None:
-        np.add(residual, update, out=residual)
-
-    def run() -> None:
-        other = pool.submit(add, *parts[1])
-        add(*parts[0])
-        other.result()
-
-    run()
-    _assert_equal(residual, update, "np.add on 2 threads")
-    return Operation("np.add, 2 threads", run)
-
-
-def _encoder(state: SteadyState, threads: int = 1) -> gw.Encoder:
-    encoder = gw.Encoder(state.numel, threshold=gw.FixedThreshold(THRESHOLD), threads=threads)
-    encoder.residual[...] = state.residual
-    return encoder
-
-
-def _encode(
-    state: SteadyState, name: str, *, threads: int = 1, calls: int = 1
-) -> tuple[Operation, gw.Message]:
-    encoder = _encoder(state, threads)
-    message = _assert_sends(encoder, state.update, state)
-    return Operation(name, partial(encoder.encode, state.update), calls=calls), message
-
-
-def _assert_sends(
-    encoder: gw.Encoder, update: NDArray[np.float32] | None, state: SteadyState
-) -> gw.Message:
-    """Assert that one encode sends the whole update and nothing else, and that the rest stays, to the bit."""
-    message = encoder.encode(update)
-    _assert_equal(gw.decode(message), state.update, "encode's message")
-    _assert_equal(encoder.residual, state.residual, "encode's residual")
-    return message
-
-
-def _assert_conserved(encoder: gw.Encoder, steps: list[NDArray[np.float32]]) -> list[float]:
-    """Assert that what goes in is sent or left, within rounding, and return the steps' densities."""
-    put_in, sent = aligned(encoder.numel), aligned(encoder.numel)
-    densities = []
+@pytest.mark.parametrize("log2", sorted({SMALL_LOG2, *LOG2S}))
+def test_training_steps(times: Times, report: Report, log2: int) -> None:
+    """20 steps of Gaussian updates under TargetDensity(1e-3), whose first threshold is 300 times too low."""
+    encoder = gw.Encoder(2**log2, threshold=gw.TargetDensity(1e-3))
+    fresh = encoder.state_dict()
+    # Every step's update is a window of the same noise: another draw for each element.
+    stride = LINE * 64
+    noise = aligned(2**log2 + TRAINING_STEPS * stride)
+    np.random.default_rng(SEED).standard_normal(noise.size, np.float32, out=noise)
+    noise *= np.float32(1e-2)
+    steps = [noise[i * stride :][: 2**log2] for i in range(TRAINING_STEPS)]
+    put_in, sent, densities = aligned(2**log2), aligned(2**log2), []
     for update in steps:
         message = encoder.encode(update)
         gw.apply(message, sent)
         put_in += update
         densities.append(message.density)
-    sent += encoder.residual
-    if not np.allclose(sent, put_in, rtol=0.0, atol=1e-6):
-        raise AssertionError("what was sent and what is left are not what was put in")
-    return densities
+    np.testing.assert_allclose(sent + encoder.residual, put_in, rtol=0.0, atol=1e-6)
+
+    def start_over() -> None:
+        if encoder.step == TRAINING_STEPS:
+            encoder.load_state_dict(fresh)
+
+    encode, add = lambda: encoder.encode(steps[encoder.step]), adding(noise[: 2**log2])
+    ours, add_s = times(encode, {"np.add": add}, start_over, 4 * TRAINING_STEPS)
+    # One step was not timed: the first timed is the second of its training.
+    samples = np.roll(np.resize(ours.samples_s, (4, TRAINING_STEPS)), 1)
+    for what, first in (("all 20 steps", 0), ("steps 11 to 20", 10)):
+        timing = Timing("gradwire", tuple(samples[:, first:].mean(axis=1).tolist()))
+        note = f"density {np.mean(densities[first:]):.2g}"
+        where = ("training", f"mean of {what}", f"2^{log2}")
+        report.add([ratio(where, timing, add_s, note=note)])
 
 
-def _assert_equal(got: NDArray[Any], expected: NDArray[Any], what: str) -> None:
-    if not np.array_equal(got, expected):
-        wrong = np.flatnonzero(got != expected)
-        raise AssertionError(f"{what}: {wrong.size} elements are wrong, the first at {wrong[0]}")
+@sizes
+@pytest.mark.parametrize("peer", ["NumPy, three lines", "torch, nonzero and index", "torch, topk"])
+def test_encode_against(times: Times, report: Report, log2: int, peer: str) -> None:
+    """The same, not packed, as one writes it in NumPy and torch; top-k selects as many elements as the threshold."""
+    state = SteadyState.make(2**log2, 0.0, SEED, count=max(1, 2**log2 // 1000))
+    residual, update = aligned(2**log2), state.update
+    residual[...] = state.residual
+
+    def numpy_threshold() -> tuple[Any, Any]:
+        np.add(residual, update, out=residual)
+        positions = np.flatnonzero(np.abs(residual) >= THRESHOLD)
+        sent = np.copysign(np.float32(THRESHOLD), residual[positions])
+        residual[positions] -= sent
+        return positions, sent
+
+    def torch_threshold() -> tuple[Any, Any]:
+        r.add_(u)
+        positions = torch.nonzero(r.abs() >= THRESHOLD).squeeze(1)
+        sent = torch.sign(r[positions]) * THRESHOLD
+        r[positions] -= sent
+        return positions, sent
+
+    def torch_topk() -> tuple[Any, Any]:
+        r.add_(u)
+        positions = torch.topk(r.abs(), count, sorted=False).indices
+        sent = r[positions]
+        r[positions] = 0.0
+        return positions, sent
+
+    if peer == "NumPy, three lines":
+        theirs, goal = numpy_threshold, 3.5
+    else:
+        torch = pytest.importorskip("torch")
+        torch.set_num_threads(1)
+        r, u, count = torch.from_numpy(residual), torch.from_numpy(update), np.count_nonzero(update)
+        theirs, goal = (torch_topk, 40.0) if "topk" in peer else (torch_threshold, 10.0)
+    positions = np.sort(np.asarray(theirs()[0]))
+    np.testing.assert_array_equal(positions, np.flatnonzero(update))
+    ours, other = times(encoding(state)[0], {peer: theirs})
+    where = ("time", "encode with residual at 0.001: times as fast", f"2^{log2}")
+    report.add([ratio(where, ours, other, faster=True, target=Target(">=", goal))])
 
 
-def _apply_each(messages: list[gw.Message], target: NDArray[np.float32]) -> None:
-    for message in messages:
-        gw.apply(message, target)
+# ---- apply ----------------------------------------------------------------------------------------------------------
 
 
-def _encode_next(encoder: gw.Encoder, steps: list[NDArray[np.float32]]) -> None:
-    encoder.encode(steps[encoder.step])
+@sizes
+@pytest.mark.parametrize(("density", "goal"), [(1e-3, 0.1), (0.1, 1.1), (0.5, None), (1.0, None)])
+def test_apply(times: Times, report: Report, log2: int, density: float, goal: float | None) -> None:
+    state, array = SteadyState.make(2**log2, density, SEED), aligned(2**log2)
+    message = make_encoder(state).encode(state.update)
+    gw.apply(message, array)
+    np.testing.assert_array_equal(array, state.update)
+    ours, add = times(partial(gw.apply, message, array), {"np.add": adding(state.update)})
+    floor = (8 * touched(density) + message.nbytes / 2**log2) / ADD_BYTES
+    where, target = ("time", f"apply at {density:g}", f"2^{log2}"), goal and Target("<=", goal)
+    report.add([ratio(where, ours, add, target=target, floor=floor)])
 
 
-def _random_update(numel: int, density: float, seed: int) -> NDArray[np.float32]:
-    rng = np.random.default_rng(seed)
-    return updates.signed(updates.random_mask(numel, density, rng), rng)
+@sizes
+@pytest.mark.parametrize(("density", "goal"), [(1e-3, 0.4), (1e-2, None), (0.1, None)])
+def test_apply_many(
+    times: Times, report: Report, log2: int, density: float, goal: float | None
+) -> None:
+    rng = np.random.default_rng(SEED)
+    messages, expected, array = [], aligned(2**log2), aligned(2**log2)
+    for _ in range(MANY):
+        update = updates.signed(updates.random_mask(2**log2, density, rng), rng)
+        messages.append(send(update))
+        expected += update
+    gw.apply_many(messages, array)
+    np.testing.assert_array_equal(array, expected)
+
+    def apply_each() -> None:
+        for message in messages:
+            gw.apply(message, array)
+
+    references = {"np.add": adding(expected), "16 single applies": apply_each}
+    ours, add, single = times(partial(gw.apply_many, messages, array), references)
+    nbytes = sum(message.nbytes for message in messages)
+    floor = (8 * touched(density, MANY) + nbytes / 2**log2) / ADD_BYTES
+    where = ("time", f"apply_many of 16 messages at {density:g}", f"2^{log2}")
+    target = goal and Target("<=", goal)
+    report.add([ratio(where, ours, add, target=target, floor=floor), ratio(where, ours, single)])
 
 
-def _send(update: NDArray[np.float32]) -> gw.Message:
-    """Return the message that sends the whole update, checked."""
-    message = gw.Encoder(update.size, threshold=gw.FixedThreshold(THRESHOLD)).encode(update)
-    _assert_equal(gw.decode(message), update, "message")
+@pytest.mark.parametrize("name", ["flush", "parse", "decode", "float16", "float64", "tensors"])
+def test_other_calls(benchmark: BenchmarkFixture, name: str) -> None:
+    """Absolute times only."""
+    state = SteadyState.make(2**SMALL_LOG2, 1e-2, SEED)
+    encoder, update = make_encoder(state), state.update
+    message = encoder.encode(update)
+    calls: dict[str, tuple[Any, ...]] = {
+        "flush": (encoder.flush,),
+        "parse": (gw.Message.parse, bytes(message)),
+        "decode": (gw.decode, message),
+        "float16": (encoder.encode, update.astype("float16")),
+        "float64": (make_encoder(state, dtype="float64").encode, update),
+        "tensors": (encoder.encode, np.array_split(update, 61)),
+    }
+    result = benchmark(*calls[name])
+    if name != "flush":
+        decoded = result if name == "decode" else gw.decode(result)
+        np.testing.assert_array_equal(decoded, update)
+
+
+# ---- sizes ----------------------------------------------------------------------------------------------------------
+
+
+@sizes
+@pytest.mark.parametrize("density", SIZE_DENSITIES)
+def test_size_at_random_places(report: Report, log2: int, density: float) -> None:
+    rng = np.random.default_rng(SEED)
+    mask = updates.random_mask(2**log2, density, rng)
+    if mask.any():
+        factor = 1.03 if 1e-4 <= density <= 0.1 else 1.05
+        report.add([size_row(("sizes", f"density {density:g}", f"2^{log2}"), mask, factor)])
+
+
+@pytest.mark.parametrize(("density", "sigma"), [(1e-3, 1.5), (1e-2, 1.0), (1e-2, 1.5), (0.1, 1.0)])
+@pytest.mark.parametrize("region", [2**18, 2**12])
+def test_size_in_regions(report: Report, density: float, sigma: float, region: int) -> None:
+    """Regions smaller than a chunk are averaged by the chunk, so the floor does not bound them."""
+    rng = np.random.default_rng(SEED)
+    mask = updates.clustered_mask(2 ** LOG2S[0], density, sigma, region, rng)
+    where = (
+        "regions",
+        f"lognormal, density {density:g}, sigma {sigma:g}",
+        f"regions of {region:,}",
+    )
+    report.add([size_row(where, mask, 1.0 if region == 2**18 else None)])
+
+
+def test_size_of_adversarial_patterns(report: Report) -> None:
+    small = (*range(1, 300), 500, 1_000, 2_000, 5_000)
+    for column, numels in ((f"2^{LOG2S[0]}", (2 ** LOG2S[0],)), ("N = 1 ... 5,000", small)):
+        rng = np.random.default_rng(SEED)
+        share, numel, name = max(
+            (share_of_ceiling(send(updates.signed(mask, rng))), numel, name)
+            for numel in numels
+            for name, mask in updates.adversarial_masks(numel)
+        )
+        what, note = "worst pattern over max_message_bytes", f"N = {numel:,}, {name}"
+        report.add([Row("ceiling", what, column, share, share, note=note)])
+
+
+def size_row(where: tuple[str, str, str], mask: NDArray[np.bool_], factor: float | None) -> Row:
+    """Return the payload over the entropy floor; the law allows ``factor`` times the floor and 16 bytes."""
+    message = send(updates.signed(mask, np.random.default_rng(SEED)))
+    share_of_ceiling(message)
+    floor_bits = updates.entropy_floor_bits(message.numel, message.count)
+    figure = 8 * (message.nbytes - HEADER_BYTES) / floor_bits
+    if factor and message.numel >= LAW_4_NUMEL:
+        assert figure <= factor + 8 * SLACK_BYTES / floor_bits, f"{where[1]}: {figure} of the floor"
+    note = f"{8 * message.nbytes / max(message.count, 1):.2f} bits per change"
+    return Row(*where, figure, figure, reference="log2 C(N, k) + k", note=note)
+
+
+def share_of_ceiling(message: gw.Message) -> float:
+    """Return the size over the largest that law 3 allows, checked."""
+    ceiling = gw.max_message_bytes(message.numel)
+    assert message.nbytes <= ceiling, f"{message.nbytes} bytes are above the ceiling, {ceiling}"
+    return message.nbytes / ceiling
+
+
+# ---- parts, with their answers checked ------------------------------------------------------------------------------
+
+
+def touched(density: float, messages: int = 1) -> float:
+    """Return the share of cache lines in which at least one element changes."""
+    return 1.0 - (1.0 - density) ** (LINE * messages)
+
+
+def adding(update: NDArray[np.float32]) -> Run:
+    """Return the reference: the least that accumulating an update costs."""
+    residual = aligned(update.size)
+    return partial(np.add, residual, update, out=residual)
+
+
+def adding_in_halves(update: NDArray[np.float32], pool: ThreadPoolExecutor) -> Run:
+    """Return np.add with one half of the elements on another thread."""
+    half = update.size // 2 // LINE * LINE
+    first, second = adding(update[:half]), adding(update[half:])
+
+    def run() -> None:
+        other = pool.submit(second)
+        first()
+        other.result()
+
+    return run
+
+
+def make_encoder(state: SteadyState, **options: Any) -> gw.Encoder:
+    encoder = gw.Encoder(state.update.size, threshold=gw.FixedThreshold(THRESHOLD), **options)
+    encoder.residual[...] = state.residual
+    return encoder
+
+
+def encoding(state: SteadyState, threads: int = 1) -> tuple[Run, gw.Message]:
+    """Return an encode that can be repeated, and its message."""
+    encoder = make_encoder(state, threads=threads)
+    return partial(encoder.encode, state.update), check_sends(encoder, state.update, state)
+
+
+def check_sends(
+    encoder: gw.Encoder, update: NDArray[np.float32] | None, state: SteadyState
+) -> gw.Message:
+    """Check that one encode sends the whole update and nothing else, and that the rest stays, to the bit."""
+    message = encoder.encode(update)
+    np.testing.assert_array_equal(gw.decode(message), state.update)
+    np.testing.assert_array_equal(encoder.residual, state.residual)
     return message
 
 
-def _touched(density: float, messages: int = 1) -> float:
-    """Return the share of cache lines in which at least one element changes."""
-    return 1.0 - (1.0 - density) ** (_LINE * messages)
+def send(update: NDArray[np.float32]) -> gw.Message:
+    """Return the message that sends the whole update, checked."""
+    message = gw.Encoder(update.size, threshold=gw.FixedThreshold(THRESHOLD)).encode(update)
+    np.testing.assert_array_equal(gw.decode(message), update)
+    return message
 
 
-def _law_4(density: float) -> float:
-    return 1.03 if 1e-4 <= density <= 0.1 else 1.05
-
-
-def _size_row(message: gw.Message, what: str, factor: float | None) -> Row:
-    """Return the payload over the entropy floor; the law allows ``factor`` times the floor and 16 bytes."""
-    _assert_below_ceiling(message)
-    floor_bits = updates.entropy_floor_bits(message.numel, message.count)
-    return figure(
-        "size",
-        f"size, {what}",
-        message.numel,
-        8 * (message.nbytes - HEADER_BYTES) / floor_bits,
-        "x",
-        reference="log2 C(N, k) + k",
-        reach=None
-        if factor is None or message.numel < LAW_4_NUMEL
-        else Reach("<=", factor + 8 * SLACK_BYTES / floor_bits),
-        note=f"{8 * message.nbytes / max(message.count, 1):.2f} bits per change",
-    )
-
-
-def _share_of_ceiling(message: gw.Message) -> float:
-    _assert_below_ceiling(message)
-    return message.nbytes / gw.max_message_bytes(message.numel)
-
-
-def _assert_below_ceiling(message: gw.Message) -> None:
-    ceiling = gw.max_message_bytes(message.numel)
-    if message.nbytes > ceiling:
-        raise AssertionError(f"a message of {message.nbytes} bytes is above its ceiling, {ceiling}")
-
-
-def _ceiling_row(numel: int, share: float, note: str) -> Row:
-    return figure(
-        "size",
-        "size, worst adversarial pattern",
-        numel,
-        share,
-        "x",
-        reference="max_message_bytes",
-        reach=Reach("<=", 1.0),
-        note=note,
-    )
-
-
-def _worst_of_small(numel: int) -> float:
-    worst = 0.0
-    rng = np.random.default_rng(numel)
-    for _, mask in updates.adversarial_masks(numel):
-        positions = np.flatnonzero(mask).astype(np.int64)
-        message = gw.Message.from_entries(
-            positions, rng.random(positions.size) < 0.5, numel=numel, threshold=THRESHOLD
-        )
-        worst = max(worst, _share_of_ceiling(message))
-    return worst
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the groups asked for, print the table and return 0; a wrong answer raises AssertionError."""
-    parser = argparse.ArgumentParser(
-        description="Time the codec against references in one process."
-    )
-    effort = parser.add_mutually_exclusive_group()
-    effort.add_argument(
-        "--quick", action="store_true", help="N = 2^24 only, fewer rounds, a minute"
-    )
-    effort.add_argument("--smoke", action="store_true", help="tiny N: the answers only, seconds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, too")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=GROUPS,
-        default=list(GROUPS),
-        metavar="NAME",
-        help=", ".join(GROUPS),
-    )
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="CPU time of this process: for a busy machine"
-    )
-    arguments = parser.parse_args(argv)
-    settings = SMOKE if arguments.smoke else QUICK if arguments.quick else FULL
-    if arguments.cpu_time:
-        settings = replace(settings, clock=time.process_time_ns)
-    mode = "smoke" if arguments.smoke else "quick" if arguments.quick else "full"
-    report = Report(
-        {
-            "mode": mode,
-            "clock": "cpu" if arguments.cpu_time else "wall",
-            "numels": settings.numels,
-            "seed": settings.seed,
-        },
-        "smoke" if arguments.smoke else "",
-    )
-    for name in arguments.only:
-        print(name, flush=True)
-        report.add(GROUPS[name](settings, report))
-    report.print()
-    if arguments.json:
-        report.write(arguments.json)
-    return 0
+def main() -> int:
+    """Run this file under pytest and return its exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="tiny N: the answers only")
+    parser.add_argument("--json", metavar="FILE", help="write the report here as well")
+    options, others = parser.parse_known_args()
+    if options.smoke:
+        os.environ["GRADWIRE_BENCH_LOG2"] = "16"
+        others.append("--benchmark-disable")
+    if options.json:
+        os.environ["GRADWIRE_BENCH_JSON"] = options.json
+    columns = "--benchmark-columns=min,median,iqr,rounds"
+    return int(pytest.main([__file__, "-qs", "-o", "addopts=", columns, *others]))
 
 
 if __name__ == "__main__":

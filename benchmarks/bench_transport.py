@@ -1,250 +1,231 @@
-"""The transport against raw sockets, other libraries and the rates of links: goodput, round trips, processor time.
+"""The transport against raw sockets, other libraries, and the rates of links.
 
-Everything is measured in one run, between processes on loopback where nothing else is said, with 1,400-byte datagrams
-and messages of 1 MB. Loopback never cuts a burst into packets, so absolute rates say little about a network card;
-ratios and processor time per gigabyte do. What is not installed or not allowed here is skipped by name.
+Every figure comes from processes of their own, on loopback or on emulated links; candidates and references take turns.
+Loopback does not cut bursts into packets, so ratios say more than rates. References that are not installed, and links
+that are not allowed, are skipped by name.
 
-    python benchmarks/bench_transport.py                  # the table, five minutes
-    python benchmarks/bench_transport.py --smoke          # everything once, no figure counts
+    python benchmarks/bench_transport.py                       # all tables, ten minutes
+    python benchmarks/bench_transport.py --smoke               # everything once, no figure counts
+    python benchmarks/bench_transport.py --only all-to-all
+    python benchmarks/bench_transport.py --gradwire . --gradwire ../before   # two checkouts, in turn, and their ratio
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[:0] = [
-    str(Path(__file__).resolve().parent),
-    str(Path(__file__).resolve().parent.parent / "tests"),
-]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
-from children import MESSAGE_BYTES, Transfer, timing  # noqa: E402
-from harness import Reach, Report, Row, Timing, figure, speedup  # noqa: E402
-from peers import Missing  # noqa: E402
-from transport_ends import (  # noqa: E402
-    PING_BYTES,
-    busy_sink,
-    fan_out_cpu_s,
-    lone_message_cpu_s,
-    node_in_memory,
-    node_round_trips,
-    node_transfer,
-    raw_round_trips,
-    raw_transfer,
+from harness import Report, Row, Target, Timing, ratio  # noqa: E402
+from transport_goodput import MESSAGE_BYTES, Qh3, raw_transfer, transfer  # noqa: E402
+from transport_links import Checkouts, simulated_rows, socket_rows  # noqa: E402
+from transport_meshes import (  # noqa: E402
+    Mesh,
+    exchange_mesh,
+    gloo_mesh,
+    gradwire_mesh,
+    grpc_mesh,
+    step_times,
+    zmq_mesh,
 )
-from transport_links import cable_rows, proxy_rows, simulated_rows  # noqa: E402
-from transport_peers import PEERS, versions  # noqa: E402
 
-from transport import netns  # noqa: E402
-
-GROUP_LOOPBACK, GROUP_PEERS = "loopback", "peers"
-RAW, OURS, PLAIN, MEMORY = "raw GSO/GRO", "ours", "ours, insecure", "ours, in memory"
-BUSY, CONVOY = "ours, computing receiver", "ours, computing receiver, 5 ms switch interval"
-FAN_OUT_PEERS = 16
-
-Rounds = dict[str, list[Transfer]]
+STEP_BYTES, SINGLE_BYTES, SINGLE_PAUSE_S = 110_000, 300_000, 0.01
+EXCHANGE_PROCESSES, EXCHANGE_NUMEL = 6, 1_000_000
+# By reference: the part of a process, the module needed, and the target of our time over theirs.
+PEERS: dict[str, tuple[Mesh, str, Target | None]] = {
+    "grpcio": (grpc_mesh, "grpc", Target("<=", 1.0)),
+    "gloo all_gather": (gloo_mesh, "torch", Target("<=", 1.5)),
+    "pyzmq": (zmq_mesh, "zmq", None),
+}
 
 
-def measure(report: Report, seconds: float, rounds: int) -> Rounds:
-    """Run everything in turn, round by round, so that all meet the same machine; skip what is missing."""
-    ways = {
-        RAW: raw_transfer,
-        OURS: node_transfer,
-        PLAIN: lambda seconds: node_transfer(seconds, insecure=True),
-        BUSY: lambda seconds: node_transfer(seconds, busy_sink),
-        CONVOY: lambda seconds: node_transfer(seconds, busy_sink, switch_interval_s=None),
-        MEMORY: node_in_memory,
-        **{peer.name: peer.run for peer in PEERS},
+@dataclass(frozen=True)
+class Settings:
+    """How much is measured."""
+
+    rounds: int = 5
+    seconds: float = 1.5
+    messages: int = 48
+    simulated_messages: int = 32
+    singles: int = 200
+    steps: int = 100
+    processes: tuple[int, ...] = (4, 8)
+
+
+SMOKE = Settings(1, 0.1, 2, 2, 5, 10, (3,))
+
+
+class Samples:
+    """The samples of several ways, by the names of their columns or references."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, list[float]] = {}
+
+    def add(self, name: str, *samples_s: float) -> None:
+        self._samples.setdefault(name, []).extend(samples_s)
+
+    def timing(self, name: str) -> Timing:
+        return Timing(name, tuple(self._samples[name]))
+
+    def milliseconds(self, what: str, checkouts: Checkouts) -> Iterator[Row]:
+        """Yield the times of each checkout."""
+        for name in checkouts:
+            timing = self.timing(name)
+            figures = timing.minimum_s * 1e3, timing.median_s * 1e3
+            yield Row("transport-loopback", what, name, *figures, unit="ms", timings=(timing,))
+
+    def ratios(
+        self, what: str, checkouts: Checkouts, targets: Mapping[str, Target | None], *, faster: bool
+    ) -> Iterator[Row]:
+        """Yield the times of each checkout relative to each reference that was measured."""
+        for name in checkouts:
+            for reference, target in targets.items():
+                if reference in self._samples:
+                    theirs, where = self.timing(reference), ("transport-loopback", what, name)
+                    more = {"target": target, "note": f"theirs {theirs.minimum_s * 1e3:.2f} ms"}
+                    yield ratio(where, self.timing(name), theirs, faster=faster, **more)
+
+
+def goodput(settings: Settings, report: Report, checkouts: Checkouts) -> Iterator[Row]:
+    """Yield goodput relative to raw sockets and to QUIC."""
+    samples, has_qh3 = Samples(), is_installed("qh3", "qh3", report)
+    for _ in range(settings.rounds):
+        samples.add("raw GSO/GRO", raw_transfer(settings.seconds))
+        for name, checkout in checkouts.items():
+            sent = transfer(seconds=settings.seconds, checkout=checkout)
+            samples.add(name, sent.message_s)
+        if has_qh3:
+            samples.add("qh3, in memory", Qh3().transfer(settings.seconds))
+    what = "goodput of 1 MB messages, two processes"
+    targets = {"raw GSO/GRO": Target(">=", 0.12), "qh3, in memory": Target(">=", 3.0)}
+    yield from samples.ratios(what, checkouts, targets, faster=True)
+    for name in checkouts:
+        timing = samples.timing(name)
+        rates = [MESSAGE_BYTES / 1e9 / s for s in (timing.minimum_s, timing.median_s)]
+        yield Row("transport-loopback", what, name, *rates, unit="GB/s", timings=(timing,))
+
+
+def all_to_all(settings: Settings, report: Report, checkouts: Checkouts) -> Iterator[Row]:
+    """Yield the time of a step relative to other libraries."""
+    peers = {
+        name: mesh
+        for name, (mesh, module, _) in PEERS.items()
+        if is_installed(module, name, report)
     }
-    found: Rounds = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name in list(found):
-            try:
-                found[name].append(ways[name](seconds))
-            except Missing as missing:
-                report.skip(name, str(missing))
-                del found[name]
-    return found
+    for count in settings.processes:
+        samples, size = Samples(), (count, STEP_BYTES, settings.steps)
+        for _ in range(settings.rounds):
+            for name, checkout in checkouts.items():
+                samples.add(name, *step_times(gradwire_mesh, *size, checkout))
+            for name, mesh in peers.items():
+                samples.add(name, *step_times(mesh, *size))
+        what = f"step of {STEP_BYTES // 1000} kB all to all, {count} processes"
+        targets = {name: target for name, (_, _, target) in PEERS.items()}
+        yield from samples.milliseconds(what, checkouts)
+        yield from samples.ratios(what, checkouts, targets, faster=False)
 
 
-def loopback_rows(found: Rounds) -> Iterator[Row]:
-    """Yield ours against raw sockets, and what it costs the processor."""
-    raw, ours = timing(RAW, found[RAW]), timing(OURS, found[OURS])
-    yield _faster(GROUP_LOOPBACK, "goodput of 1 MB messages", ours, raw, Reach(">=", 0.3))
-    plain = timing(PLAIN, found[PLAIN])
-    yield _faster(GROUP_LOOPBACK, "the same, neither encrypted nor authenticated", plain, raw, None)
-    yield from _absolute(GROUP_LOOPBACK, OURS, found[OURS])
-    yield from _absolute(GROUP_LOOPBACK, RAW, found[RAW])
-    resent = [float(transfer.resent_bytes) for transfer in found[OURS]]
-    yield _figures(GROUP_LOOPBACK, f"{OURS}: bytes sent again", resent, " B")
+def processor(settings: Settings, _: Report, checkouts: Checkouts) -> Iterator[Row]:
+    """Yield the processor time that one message alone costs each end."""
+    sender, receiver = Samples(), Samples()
+    size = {"nbytes": SINGLE_BYTES, "messages": settings.singles}
+    for _ in range(settings.rounds):
+        for name, checkout in checkouts.items():
+            sent = transfer(**size, pause_s=SINGLE_PAUSE_S, checkout=checkout)
+            sender.add(name, sent.sender_cpu_s)
+            receiver.add(name, sent.receiver_cpu_s)
+    what = f"processor time of one message of {SINGLE_BYTES // 1000} kB"
+    yield from sender.milliseconds(f"{what}, sender", checkouts)
+    yield from receiver.milliseconds(f"{what}, receiver", checkouts)
 
 
-def convoy_rows(found: Rounds) -> Iterator[Row]:
-    """Yield what is left when the receiver's main thread computes in Python and so keeps the interpreter's lock."""
-    busy, convoy = timing(BUSY, found[BUSY]), timing(CONVOY, found[CONVOY])
-    what = "goodput to a receiver that computes in Python"
-    yield _faster(GROUP_LOOPBACK, what, busy, timing(OURS, found[OURS]), None)
-    yield _faster(GROUP_LOOPBACK, what, busy, convoy, None)
+def exchange(settings: Settings, _: Report, checkouts: Checkouts) -> Iterator[Row]:
+    """Yield the time of an exchange's step."""
+    samples, size = Samples(), (EXCHANGE_PROCESSES, EXCHANGE_NUMEL, settings.steps)
+    for _ in range(settings.rounds):
+        for name, checkout in checkouts.items():
+            samples.add(name, *step_times(exchange_mesh, *size, checkout))
+    what = f"Exchange.step of {EXCHANGE_PROCESSES} processes, 1 M elements, density 0.01"
+    yield from samples.milliseconds(what, checkouts)
 
 
-def peer_rows(found: Rounds) -> Iterator[Row]:
-    """Yield ours against each library that is there: between processes, and in memory where that is in memory."""
-    ours, memory = timing(OURS, found[OURS]), timing(MEMORY, found[MEMORY])
-    yield from _absolute(GROUP_PEERS, MEMORY, found[MEMORY])
-    for peer in PEERS:
-        if peer.name in found:
-            theirs = timing(peer.name, found[peer.name])
-            what = "goodput of 1 MB messages, two processes"
-            reach = None if peer.reach is None else Reach(">=", peer.reach)
-            yield _faster(GROUP_PEERS, what, ours, theirs, reach)
-            if peer.is_in_memory:
-                what = "goodput of 1 MB messages, both ends in memory"
-                yield _faster(GROUP_PEERS, what, memory, theirs, None)
-            yield from _absolute(GROUP_PEERS, peer.name, found[peer.name])
+def links(settings: Settings, report: Report, checkouts: Checkouts) -> Iterator[Row]:
+    """Yield what messages make of links with a rate."""
+    from transport import netns
 
-
-def fan_out_rows(report: Report, messages: int, rounds: int) -> Iterator[Row]:
-    """Yield what more peers cost a sender: a message is sealed once, whoever gets it."""
-    one: list[float] = []
-    to_each: list[float] = []
-    to_group: list[float] = []
-    for _ in range(rounds):
-        one.append(fan_out_cpu_s(1, messages))
-        to_each.append(fan_out_cpu_s(FAN_OUT_PEERS, messages))
-    what = f"sender's processor time for {FAN_OUT_PEERS} local peers"
-    yield _more(what, to_each, one)
-    try:
-        for _ in range(rounds):
-            to_group.append(fan_out_cpu_s(FAN_OUT_PEERS, messages, multicast=True))
-    except TimeoutError as error:
-        report.skip(f"{FAN_OUT_PEERS} peers of a multicast group", str(error))
-    else:
-        yield _more(f"{what}, a multicast group", to_group, one)
-
-
-def _more(what: str, many: list[float], one: list[float]) -> Row:
-    ratios = [of(many) / of(one) for of in (min, statistics.median)]
-    return Row(
-        GROUP_LOOPBACK, what, MESSAGE_BYTES, "x", *ratios, reference="one", reach=Reach("<=", 10)
-    )
-
-
-def lone_message_rows(messages: int, rounds: int) -> Iterator[Row]:
-    """Yield what a message costs that comes alone, which is mostly waking up."""
-    cpu_s = [lone_message_cpu_s(messages // rounds) for _ in range(rounds)]
-    for end, values in zip(("sender", "receiver"), zip(*cpu_s, strict=True), strict=True):
-        what = f"a message of 1 KB each 8 ms to a waiting caller, {end}'s processor time"
-        in_us = [value * 1e6 for value in values]
-        yield Row(GROUP_LOOPBACK, what, PING_BYTES, " us", min(in_us), statistics.median(in_us))
-
-
-def round_trip_rows(pings: int, rounds: int) -> Iterator[Row]:
-    """Yield round trips of 1 KB against a raw UDP ping-pong."""
-    raw: list[float] = []
-    ours: list[float] = []
-    for _ in range(rounds):
-        raw += raw_round_trips(pings // rounds)
-        ours += node_round_trips(pings // rounds)
-    yield figure(
-        GROUP_LOOPBACK,
-        "round trip of 1 KB, p50",
-        PING_BYTES,
-        statistics.median(ours) / statistics.median(raw),
-        "x",
-        reference="raw UDP",
-        reach=Reach("<=", 4),
-    )
-    for name, samples in (("raw UDP", raw), ("ours", ours)):
-        for share in (50, 99):
-            value = statistics.quantiles(samples, n=100)[share - 1] * 1e6
-            what = f"round trip of 1 KB, {name}, p{share}"
-            yield figure(GROUP_LOOPBACK, what, PING_BYTES, value, " us")
-
-
-def _faster(group: str, what: str, ours: Timing, reference: Timing, reach: Reach | None) -> Row:
-    return speedup(group, what, MESSAGE_BYTES, ours, reference, reach=reach)
-
-
-def _absolute(group: str, name: str, transfers: Sequence[Transfer]) -> Iterator[Row]:
-    """Yield goodput and processor time; of both ends together where they share a process."""
-    per_gb = 1e9 / MESSAGE_BYTES
-    rates = [1e-9 * MESSAGE_BYTES / transfer.seconds for transfer in transfers]
-    yield Row(
-        group,
-        f"{name}: goodput",
-        MESSAGE_BYTES,
-        " GB/s",
-        max(rates),
-        statistics.median(rates),
-        timings=(timing(name, transfers),),
-    )
-    sender = [transfer.sender_cpu_s * per_gb for transfer in transfers]
-    receiver = [transfer.receiver_cpu_s * per_gb for transfer in transfers]
-    if any(receiver):
-        yield _figures(group, f"{name}: sender's processor time", sender, " s/GB")
-        yield _figures(group, f"{name}: receiver's processor time", receiver, " s/GB")
-    else:
-        yield _figures(group, f"{name}: processor time of both ends", sender, " s/GB")
-
-
-def _figures(group: str, what: str, values: Sequence[float], unit: str) -> Row:
-    return Row(group, what, MESSAGE_BYTES, unit, min(values), statistics.median(values))
-
-
-def run(report: Report, seconds: float, rounds: int, *, smoke: bool) -> None:
-    """Measure everything that this machine can."""
-    if sys.platform == "linux":
-        found = measure(report, seconds, rounds)
-        report.add(loopback_rows(found))
-        report.add(convoy_rows(found))
-        report.add(peer_rows(found))
-        report.add(fan_out_rows(report, max(2, int(10 * seconds)), rounds))
-        report.add(round_trip_rows(50 if smoke else 5_000, rounds))
-        report.add(lone_message_rows(20 if smoke else 1_000, rounds))
-    else:
-        report.skip("loopback and peers", "raw GSO and GRO exist only on Linux")
-    report.add(simulated_rows((2 if smoke else 32) * MESSAGE_BYTES))
-    report.add(proxy_rows(2 if smoke else 24, rounds))
+    yield from simulated_rows(settings.simulated_messages, checkouts)
     reason = netns.missing()
     if reason is not None:
         report.skip("cables", reason)
-    else:
-        report.add(cable_rows(2 if smoke else 48, rounds))
+    cables = reason is None
+    yield from socket_rows(settings.messages, settings.rounds, checkouts, cables=cables)
 
 
-def main() -> int:
+GROUPS = {
+    "goodput": goodput,
+    "all-to-all": all_to_all,
+    "processor": processor,
+    "exchange": exchange,
+    "links": links,
+}
+
+
+def is_installed(module: str, name: str, report: Report) -> bool:
+    if importlib.util.find_spec(module) is None:
+        report.skip(name, f"{module} is not installed")
+        return False
+    return True
+
+
+def compared(rows: Sequence[Row], names: Sequence[str]) -> Iterator[Row]:
+    """Yield, for every figure of the first checkout, its ratio to that of each other checkout."""
+    found = {(row.what, row.reference, row.column): row for row in rows if len(row.timings) < 2}
+    for (what, reference, column), row in found.items():
+        for name in names[1:] if column == names[0] else ():
+            other = found.get((what, reference, name))
+            if other is not None and other.best and other.median:
+                figures = row.best / other.best, row.median / other.median
+                where = row.group, what, f"{column} / {name}"
+                yield Row(*where, *figures, reference=reference)
+
+
+def main() -> None:
     """Measure, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--smoke", action="store_true", help="no figure counts")
+    parser.add_argument("--rounds", type=int, default=Settings.rounds)
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument(
-        "--smoke", action="store_true", help="as little as possible; no figure counts"
+        "--gradwire",
+        type=lambda text: Path(text).resolve(),
+        action="append",
+        metavar="CHECKOUT",
+        help="root of a source tree with a compiled gradwire; several are measured in turn",
     )
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each goodput measurement")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the results here as well")
+    parser.add_argument("--json", type=Path, help="write the report here as well")
     options = parser.parse_args()
-    seconds, rounds = (0.1, 1) if options.smoke else (options.seconds, options.rounds)
-    report = Report(
-        {
-            "benchmark": "transport",
-            "mode": "smoke" if options.smoke else "full",
-            "clock": "wall",
-            "seconds": seconds,
-            "rounds": rounds,
-            "peers": versions(),
-        },
-        void="smoke test" if options.smoke else "",
-    )
-    run(report, seconds, rounds, smoke=options.smoke)
-    report.print()
-    if options.json is not None:
-        report.write(options.json)
-    return 0
+    settings = SMOKE if options.smoke else Settings(rounds=options.rounds)
+    checkouts: dict[str, Path | None] = {"gradwire": None}
+    if options.gradwire:
+        checkouts = {path.name: path for path in options.gradwire}
+        sys.path.insert(0, str(options.gradwire[0] / "python"))  # for the report
+    parameters = {"rounds": settings.rounds, "columns": ", ".join(checkouts)}
+    report = Report("transport", parameters, void="smoke test" if options.smoke else "")
+    for name in options.only:
+        print(name, flush=True)
+        before = len(report.rows)
+        report.add(GROUPS[name](settings, report, checkouts))
+        report.add(compared(report.rows[before:], list(checkouts)))
+    report.finish(options.json)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,57 +1,61 @@
-"""Functions in processes of their own, and what one measured transfer of messages took."""
+"""Functions in processes of their own, which may import another checkout of gradwire or enter a network namespace."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
-import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import os
+import sys
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
-
-from harness import Timing
-
-__all__ = ["MESSAGE_BYTES", "PAYLOAD", "Transfer", "child", "timing"]
-
-MESSAGE_BYTES = 1 << 20
-# The same in each process, so that a receiver can check what it got.
-PAYLOAD = random.Random(2026).randbytes(MESSAGE_BYTES)
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """What it took to move messages of 1 MB.
-
-    Attributes:
-        seconds: wall time per message, from the first call until the receiver has confirmed the last byte.
-        sender_cpu_s: processor time of the sending process per message.
-        receiver_cpu_s: the same of the receiving process; 0 where one process does both.
-        resent_bytes: sent more than once, all in all.
-    """
-
-    seconds: float
-    sender_cpu_s: float
-    receiver_cpu_s: float = 0.0
-    resent_bytes: int = 0
 
 
 @contextlib.contextmanager
-def child(run: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
-    """Run a function in another process, which gets one end of a pipe; wait for it at the end."""
+def children(
+    *calls: tuple[Any, ...], checkout: Path | None = None, namespaces: tuple[str, ...] = ()
+) -> Iterator[list[Connection]]:
+    """Run each (function, *arguments) as ``function(pipe, *arguments)`` and yield the other ends of the pipes.
+
+    Args:
+        calls: functions of modules that do not import gradwire at their top; picklable arguments.
+        checkout: root of the source tree that gradwire and its tests' helpers are imported from; None for this one.
+        namespaces: network namespace that each process enters.
+    """
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=run, args=(theirs, *arguments), daemon=True)
-    process.start()
-    theirs.close()  # so that a child that dies ends the waiting for its answer
+    pipes, processes = [], []
     try:
-        yield ours
+        for index, (run, *arguments) in enumerate(calls):
+            ours, theirs = context.Pipe()
+            where = namespaces[index] if namespaces else ""
+            given = (run, checkout, where, theirs, *arguments)
+            processes.append(context.Process(target=_run, args=given, daemon=True))
+            processes[-1].start()
+            theirs.close()  # so that the death of the child ends the wait for its answer
+            pipes.append(ours)
+        yield pipes
+        for process in processes:
+            process.join(timeout=30.0)
+            assert process.exitcode == 0, f"a process ended with status {process.exitcode}"
     finally:
-        process.join(timeout=10.0)
-        if process.is_alive():
+        for process in processes:
             process.kill()
+            process.join()
 
 
-def timing(name: str, transfers: Sequence[Transfer]) -> Timing:
-    """Return the wall times per message of all rounds."""
-    return Timing(name, tuple(transfer.seconds for transfer in transfers))
+def _run(
+    run: Callable[..., None], checkout: Path | None, namespace: str, pipe: Connection, *given: Any
+) -> None:
+    if namespace:
+        # Moves this thread, and the threads it will start.
+        descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+        assert ctypes.CDLL(None).setns(descriptor, 0) == 0, f"cannot enter {namespace}"
+    if checkout is not None:
+        sys.path[:0] = [str(checkout / "python"), str(checkout / "tests")]
+        import gradwire
+
+        found = Path(gradwire.__file__).resolve()
+        assert found.is_relative_to(checkout), f"{found} was imported, not {checkout}"
+    run(pipe, *given)

@@ -1,20 +1,16 @@
-"""The same job with other tools on a GPU: take what passes a threshold out of residual + update, and list it.
+"""The codec's job by other tools on a GPU: move the elements that pass a threshold out of residual + update to a list.
 
-None of them codes what it lists, so all do less than an encode. Each is a function ``run()`` on the given tensors, or
-raises ``Missing`` where its tool is not installed.
+None of them codes the list, so all do less than an encode. Each function returns a call on the given tensors, or raises
+`Missing`.
 """
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from harness import Missing
 
 try:
     import triton
@@ -22,13 +18,7 @@ try:
 except ImportError:
     triton = None
 
-__all__ = ["PEERS", "Missing"]
-
 Run = Callable[[], object]
-
-
-class Missing(Exception):
-    """The tool is not there."""
 
 
 def torch_eager(residual: Any, update: Any) -> Run:
@@ -112,54 +102,10 @@ def triton_kernel(residual: Any, update: Any) -> Run:
     return run
 
 
-def cub_select(residual: Any, update: Any) -> Run:
-    """A kernel that flags and CUB's DeviceSelect (cub_select.cu)."""
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        raise Missing("nvcc is not installed")
-    major, minor = torch.cuda.get_device_capability()
-    folder = Path(tempfile.mkdtemp())
-    library = folder / "cub_select.so"
-    source = Path(__file__).with_name("cub_select.cu")
-    flags = ["-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", f"-arch=sm_{major}{minor}"]
-    done = subprocess.run(
-        [nvcc, *flags, str(source), "-o", str(library)], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        raise Missing(f"cub_select.cu does not compile: {done.stderr[-300:]}")
-    encode = ctypes.CDLL(str(library)).cub_encode
-    shutil.rmtree(folder)
-    encode.restype = ctypes.c_uint64
-    numel = residual.numel()
-    flagged = torch.empty(numel, dtype=torch.uint8, device="cuda")
-    indices = torch.empty(numel, dtype=torch.int32, device="cuda")
-    count = torch.zeros(1, dtype=torch.int32, device="cuda")
-    tensors = (residual, update, flagged, indices, count)
-    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
-
-    def call(scratch: Any, scratch_bytes: int) -> int:
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        return int(
-            encode(
-                ctypes.c_void_p(scratch.data_ptr() if scratch is not None else None),
-                ctypes.c_uint64(scratch_bytes),
-                *pointers,
-                ctypes.c_uint64(numel),
-                ctypes.c_float(1.0),
-                stream,
-            )
-        )
-
-    scratch_bytes = call(None, 0)
-    scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device="cuda")
-    return lambda: call(scratch, scratch_bytes)
-
-
+# How many times as fast an encode should be, and the prediction.
 PEERS: dict[str, tuple[Callable[[Any, Any], Run], float, float]] = {
     "torch eager, threshold and residual": (torch_eager, 8.0, 2.5),
     "torch.topk, 1 %": (torch_topk, 50.0, 25.0),
     "CuPy, fused kernel and flatnonzero": (cupy_kernel, 8.0, 4.0),
     "Triton, one kernel that lists": (triton_kernel, 1.5, 1.05),
-    "CUB DeviceSelect pipeline": (cub_select, 1.5, 1.2),
 }
-"""By name: the maker of its run, how many times faster an encode should be, and is expected to be."""

@@ -6,8 +6,6 @@ compute-sanitizer --tool racecheck python benchmarks/sanitize_cuda.py
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 
 import gradwire as gw
@@ -19,31 +17,29 @@ DENSITIES = (1e-3, 0.1, 0.5, 0.95)
 def values(density: float, seed: int) -> np.ndarray:
     """Return float32[NUMEL] of which a share of ``density`` is 1 in magnitude, the rest small."""
     rng = np.random.default_rng(seed)
-    small = rng.integers(-16, 17, NUMEL) / 64
-    return np.where(rng.random(NUMEL) < density, rng.choice([-1.0, 1.0], NUMEL), small).astype(
-        np.float32
-    )
+    ones, small = rng.choice([-1.0, 1.0], NUMEL), rng.integers(-16, 17, NUMEL) / 64
+    return np.where(rng.random(NUMEL) < density, ones, small).astype(np.float32)
 
 
-def holding(array: np.ndarray) -> gw.Encoder:
-    """Return an encoder on the device whose residual is ``array``; its residual serves as an array on the device."""
+def on_device(array: np.ndarray) -> gw.Encoder:
+    """Return an encoder whose residual is ``array`` on the device."""
     encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
     encoder.load_state_dict({**encoder.state_dict(), "residual": array})
     return encoder
 
 
 def check(density: float, seed: int) -> None:
-    """Encode, apply and flush once on both sides; everything must be the same."""
+    """Encode, apply and flush on both sides and compare everything."""
     arguments = {
         "threshold": gw.TargetDensity(density, initial=1.0),
         "shakeup": gw.ShakeUp(every=2),
         "clip": gw.ResidualClip(limit=1.0, every=2),
     }
     cpu, cuda = gw.Encoder(NUMEL, **arguments), gw.Encoder(NUMEL, device="cuda", **arguments)
-    target, on_cpu = holding(np.zeros(NUMEL, np.float32)), np.zeros(NUMEL, np.float32)
+    target, on_cpu = on_device(np.zeros(NUMEL, np.float32)), np.zeros(NUMEL, np.float32)
     for step in range(2):
         update = values(density, seed + step)
-        expected, message = cpu.encode(update), cuda.encode(holding(update).residual)
+        expected, message = cpu.encode(update), cuda.encode(on_device(update).residual)
         assert bytes(message) == bytes(expected), (density, step)
         gw.apply(expected, on_cpu, 0.5)
         gw.apply(message, target.residual, 0.5)
@@ -52,24 +48,16 @@ def check(density: float, seed: int) -> None:
     assert bytes(cuda.flush("bfloat16")) == bytes(cpu.flush("bfloat16"))
     np.testing.assert_array_equal(target.state_dict()["residual"], on_cpu)
     np.testing.assert_array_equal(cuda.state_dict()["residual"], cpu.residual)
-    bad = values(density, seed)
+    bad, first = values(density, seed), -1
     bad[77] = np.nan
-    first = -1
-    refused = cuda.encode(holding(bad).residual)
     try:
-        refused.check()
+        cuda.encode(on_device(bad).residual).check()
     except gw.NonFiniteUpdate as error:
         first = error.first_index
     assert first == 77
 
 
-def main() -> int:
-    """Check every density."""
-    for seed, density in enumerate(DENSITIES):
-        check(density, 10 * seed)
-    print(f"{len(DENSITIES)} densities, the CPU's bytes each")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    for number, each in enumerate(DENSITIES):
+        check(each, 10 * number)
+    print(f"{len(DENSITIES)} densities, the CPU's bytes each")

@@ -1,176 +1,135 @@
-"""Links with a rate, a delay and losses: simulated ones, cables between network namespaces, and a delaying proxy."""
+"""Links with a rate, a delay and losses: simulated, between network namespaces, and through a delaying proxy.
+
+The simulator, the namespaces and the proxy are those of the transport's tests.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from children import MESSAGE_BYTES
-from harness import Reach, Row, figure
+from children import children
+from harness import Row, Target
+from transport_goodput import MESSAGE_BYTES, transfer
 
-from transport import netns
-from transport.netns import Cable
-from transport.processes import PeerProcess
-from transport.proxy import Proxy, Trouble
-from transport.simulator import Link, Simulator
+RESENT, LOSSLESS = Target("<=", 1.2), Target(">=", 0.85)
+FAST, LONG = 12.5e6, "100 Mbit/s, 40 ms round trip, 1 % loss"
+# The simulated links, and the share of the rate to be used.
+SIMULATED: dict[str, tuple[dict[str, float], float]] = {
+    "100 Mbit/s, 1 ms round trip": (
+        {"delay_s": 0.0005, "rate_bytes_per_s": FAST, "queue_bytes": 125_000},
+        0.92,
+    ),
+    LONG: ({"delay_s": 0.02, "loss": 0.01, "rate_bytes_per_s": FAST, "queue_bytes": 500_000}, 0.8),
+    "10 Mbit/s, 30 ms, queue of 25 packets": (
+        {"delay_s": 0.015, "rate_bytes_per_s": 1.25e6, "queue_bytes": 35_000},
+        0.8,
+    ),
+}
+GIGABIT = {"delay_s": 0.0005, "rate_bytes_per_s": 125e6, "queue_bytes": 250_000}
 
-__all__ = ["cable_rows", "proxy_rows", "simulated_rows"]
-
-LIMIT_S = 300.0
-
-
-# ---- in the simulator -------------------------------------------------------------------------------------------
-
-
-def simulated(link: Link, nbytes: int) -> tuple[float, float]:
-    """Return the share of the link's rate that messages of 1 MB use, and retransmitted / lost bytes."""
-    simulator = Simulator(1, Link(delay_s=link.delay_s))
-    one, two = simulator.mesh(2)
-    for source, target in ((one, two), (two, one)):
-        simulator.links[source.address, target.address] = (
-            link if source is one else Link(delay_s=link.delay_s, loss=link.loss)
-        )
-    started_s = simulator.now_s
-    tickets = [simulator.publish(one, bytes(MESSAGE_BYTES)) for _ in range(nbytes // MESSAGE_BYTES)]
-    simulator.run_until(lambda: all(ticket.is_done for ticket in tickets), 600.0)
-    rate = nbytes / (simulator.now_s - started_s)
-    again = one.endpoint.stats().retransmitted_bytes
-    return rate / link.rate_bytes_per_s, again / link.lost_bytes if link.lost_bytes else 0.0
+Checkouts = Mapping[str, Path | None]
+Shares = tuple[float, float]  # of the link's rate that is used; datagrams sent again over lost
 
 
-def simulated_rows(nbytes: int) -> Iterator[Row]:
-    """Yield the share of the rate used on the links that the project promises something about."""
-    for what, link, reach in (
-        (
-            "use of 100 Mbit/s, 1 ms round trip",
-            Link(0.0005, rate_bytes_per_s=12.5e6, queue_bytes=125_000),
-            0.92,
-        ),
-        (
-            "use of 100 Mbit/s, 40 ms round trip, 1 % loss",
-            Link(0.02, loss=0.01, rate_bytes_per_s=12.5e6, queue_bytes=500_000),
-            0.8,
-        ),
-        (
-            "use of 10 Mbit/s, 30 ms, queue of 25 packets",
-            Link(0.015, rate_bytes_per_s=1.25e6, queue_bytes=35_000),
-            0.8,
-        ),
-    ):
-        used, again = simulated(link, nbytes)
-        yield _simulated(what, nbytes, used, "its rate", Reach(">=", reach))
-        resent = what.replace("use of", "sent again on")
-        yield _simulated(resent, nbytes, again, "lost", Reach("<=", 1.2))
-    rates = [
-        simulated(Link(0.0005, loss=loss, rate_bytes_per_s=125e6, queue_bytes=250_000), nbytes)[0]
-        for loss in (0.0, 0.01)
-    ]
-    yield _simulated("1 Gbit/s at 1 % loss", nbytes, rates[1] / rates[0], "0 %", Reach(">=", 0.85))
+def simulate(pipe: Connection, links: Sequence[dict[str, Any]], messages: int) -> None:
+    """Send messages over each simulated link in turn, and report the shares."""
+    from transport.simulator import Link, Simulator
+
+    for options in links:
+        back = {name: options[name] for name in ("delay_s", "loss") if name in options}
+        simulator = Simulator(1, Link(delay_s=options["delay_s"]))
+        one, two = simulator.mesh(2)
+        there = simulator.links[one.address, two.address] = Link(**options)
+        simulator.links[two.address, one.address] = Link(**back)
+        started_s = simulator.now_s
+        tickets = [simulator.publish(one, bytes(MESSAGE_BYTES)) for _ in range(messages)]
+        simulator.run_until(lambda tickets=tickets: all(one.is_done for one in tickets), 600.0)
+        rate = messages * MESSAGE_BYTES / (simulator.now_s - started_s)
+        again = one.endpoint.stats().retransmitted_bytes
+        pipe.send((rate / options["rate_bytes_per_s"], again / max(1, there.lost_bytes)))
 
 
-def _simulated(what: str, nbytes: int, value: float, reference: str, reach: Reach) -> Row:
-    label = f"simulated: {what}"
-    return figure("simulated", label, nbytes, value, "x", reference=reference, reach=reach)
+def simulated_rows(messages: int, checkouts: Checkouts) -> Iterator[Row]:
+    """Yield what messages make of simulated links; the simulator is seeded, so one run is enough."""
+    links = [link for link, _ in SIMULATED.values()] + [GIGABIT, GIGABIT | {"loss": 0.01}]
+    for column, checkout in checkouts.items():
+        with children((simulate, links, messages), checkout=checkout) as (pipe,):
+            for name, (_, goal) in SIMULATED.items():
+                yield from _rows(f"simulated: {name}", column, [pipe.recv()], goal)
+            (clean, _), (lossy, _) = pipe.recv(), pipe.recv()
+        yield _lossy_row("simulated: 1 Gbit/s, 1 % loss", column, [lossy / clean])
 
 
-# ---- cables between network namespaces --------------------------------------------------------------------------
+def cable_shares(rate_mbit: int, loss: float, messages: int, checkout: Path | None) -> Shares:
+    """Return the shares of a cable between two network namespaces."""
+    from transport import netns
+
+    with netns.network(netns.Cable(rate_mbit, loss=loss)) as network:
+        hosts = network.addresses["a"], network.addresses["b"]
+        spaces = tuple(network.within(host)[-1] for host in ("a", "b"))
+        sent = transfer(messages=messages, checkout=checkout, hosts=hosts, namespaces=spaces)
+    used = MESSAGE_BYTES / sent.message_s / (rate_mbit * 125_000)
+    return used, sent.resent / max(1, sent.lost)
 
 
-def cable_share(cable: Cable, messages: int) -> tuple[float, float]:
-    """Return the share of a cable's rate that payload uses, and datagrams sent again over those lost.
+def proxy_shares(messages: int, checkout: Path | None) -> Shares:
+    """Return the shares of a path through a process that delays and loses."""
+    from transport.proxy import Proxy, Trouble
 
-    From the first `publish` until everything is acknowledged.
-    """
-    with netns.network(cable) as network:
-        hosts = {host: f"{network.addresses[host]}:0" for host in netns.HOSTS}
-        with (
-            PeerProcess(bind=hosts["b"], within=network.within("b")) as target,
-            PeerProcess([target.address], bind=hosts["a"], within=network.within("a")) as source,
-        ):
-            source.ask("wait", peers=1)
-            sent = _send(source, target, messages)
-    lost = sent["stats"]["datagrams_sent"] - sent["datagrams_received"]
-    again = sent["stats"]["retransmitted_fragments"]
-    rate = messages * MESSAGE_BYTES / sent["seconds"]
-    return rate / (cable.rate_mbit * 125_000), again / lost if lost else 0.0
+    proxies: list[Proxy] = []
 
+    def through(address: str) -> str:
+        proxies.append(Proxy(address, Trouble(delay_s=0.02, loss=0.01, rate_bytes_per_s=FAST)))
+        return proxies[0].address
 
-def cable_rows(messages: int, rounds: int) -> Iterator[Row]:
-    """Yield what real sockets make of a cable between two network namespaces; rounds alternate between the cables."""
-    slow, fast, lossy = Cable(100), Cable(1_000), Cable(1_000, loss=0.01)
-    shares: dict[Cable, list[float]] = {slow: [], fast: [], lossy: []}
-    resent = []
-    for _ in range(rounds):
-        for cable, values in shares.items():
-            share, again = cable_share(cable, messages)
-            values.append(share)
-            if cable is lossy:
-                resent.append(again)
-    nbytes = messages * MESSAGE_BYTES
-    losing = [one / other for one, other in zip(shares[lossy], shares[fast], strict=True)]
-    what = "1 Gbit/s at 1 % loss"
-    yield _best("cable", "use of 100 Mbit/s", nbytes, shares[slow], "its rate", Reach(">=", 0.92))
-    yield _best("cable", "use of 1 Gbit/s", nbytes, shares[fast], "its rate", None)
-    yield _best("cable", what, nbytes, losing, "0 %", Reach(">=", 0.85))
-    yield _least("cable", f"sent again on {what}", nbytes, resent)
-
-
-# ---- through a proxy that delays --------------------------------------------------------------------------------
-
-
-def proxy_share(trouble: Trouble, messages: int) -> tuple[float, float]:
-    """Return the share of the proxy's rate that payload uses, and datagrams sent again over those it lost."""
-    with (
-        PeerProcess() as target,
-        Proxy(target.address, trouble) as proxy,
-        PeerProcess([proxy.address]) as source,
-    ):
-        source.ask("wait", peers=1)
-        sent = _send(source, target, messages)
+    sent = transfer(messages=messages, checkout=checkout, through=through)
+    with proxies[0] as proxy:
         lost = proxy.stop()["lost_there"]
-    rate = messages * MESSAGE_BYTES / sent["seconds"]
-    again = sent["stats"]["retransmitted_fragments"]
-    return rate / trouble.rate_bytes_per_s, again / lost if lost else 0.0
+    return MESSAGE_BYTES / sent.message_s / FAST, sent.resent / max(1, lost)
 
 
-def proxy_rows(messages: int, rounds: int) -> Iterator[Row]:
-    """Yield what real sockets make of a long path that loses, behind a proxy in a process of its own."""
-    trouble = Trouble(delay_s=0.02, loss=0.01, rate_bytes_per_s=12.5e6)
-    shares, resent = zip(*(proxy_share(trouble, messages) for _ in range(rounds)), strict=True)
-    nbytes, path = messages * MESSAGE_BYTES, "100 Mbit/s, 20 ms each way, 1 % loss"
-    yield _best("proxy", f"use of {path}", nbytes, shares, "its rate", Reach(">=", 0.8))
-    yield _least("proxy", f"sent again on {path}", nbytes, resent)
+def socket_rows(messages: int, rounds: int, checkouts: Checkouts, *, cables: bool) -> Iterator[Row]:
+    """Yield what real sockets make of links; in every round all checkouts use all links in turn."""
+    slow, fast, lossy = (
+        f"cable: {name}" for name in ("100 Mbit/s", "1 Gbit/s", "1 Gbit/s, 1 % loss")
+    )
+    ways = {f"proxy: {LONG}": lambda tree: proxy_shares(-(-messages // 2), tree)}
+    if cables:
+        ways[slow] = lambda tree: cable_shares(100, 0.0, messages, tree)
+        ways[fast] = lambda tree: cable_shares(1_000, 0.0, messages, tree)
+        ways[lossy] = lambda tree: cable_shares(1_000, 0.01, messages, tree)
+    found: dict[tuple[str, str], list[Shares]] = {}
+    for _ in range(rounds):
+        for link, way in ways.items():
+            for column, checkout in checkouts.items():
+                found.setdefault((link, column), []).append(way(checkout))
+    goals = {f"proxy: {LONG}": 0.8, slow: 0.92}
+    for (link, column), shares in found.items():
+        yield from _rows(link, column, shares, goals.get(link))
+        if link == lossy:
+            pairs = zip(shares, found[fast, column], strict=True)
+            yield _lossy_row(link, column, [one[0] / other[0] for one, other in pairs])
 
 
-# ---- both -------------------------------------------------------------------------------------------------------
+def _rows(link: str, column: str, shares: Sequence[Shares], goal: float | None) -> Iterator[Row]:
+    """Yield the best and the median: other work on the machine can only lower a share."""
+    used, resent = zip(*shares, strict=True)
+    target = Target(">=", goal) if goal else None
+    yield _row(link, column, (max(used), statistics.median(used)), "its rate", target)
+    if any(resent):
+        figures = min(resent), statistics.median(resent)
+        yield _row(f"{link}: sent again", column, figures, "lost", RESENT)
 
 
-def _send(source: PeerProcess, target: PeerProcess, messages: int) -> dict[str, Any]:
-    """Send messages, each of which must arrive once, in order, with the bytes it must have."""
-    target.tell("receive", messages=messages, timeout_s=LIMIT_S)
-    sent = source.ask("send", messages=messages, nbytes=MESSAGE_BYTES, timeout_s=LIMIT_S)
-    received = target.answer(LIMIT_S)
-    assert sent["is_drained"], "everything must be acknowledged"
-    assert received["tags"] == {str(source.id): list(range(messages))}, "each message must arrive"
-    return sent | {"datagrams_received": received["stats"]["datagrams_received"]}
+def _lossy_row(link: str, column: str, shares: Sequence[float]) -> Row:
+    return _row(link, column, (max(shares), statistics.median(shares)), "without loss", LOSSLESS)
 
 
-def _best(
-    group: str,
-    what: str,
-    nbytes: int,
-    shares: Sequence[float],
-    reference: str,
-    reach: Reach | None,
+def _row(
+    link: str, column: str, figures: tuple[float, float], reference: str, target: Target | None
 ) -> Row:
-    """Return the best and the median: other work on the machine can only lower a share."""
-    best, typical = max(shares), statistics.median(shares)
-    label = f"{group}: {what}"
-    return Row(group, label, nbytes, "x", best, typical, reference=reference, reach=reach)
-
-
-def _least(group: str, what: str, nbytes: int, resent: Sequence[float]) -> Row:
-    reach, label = Reach("<=", 1.2), f"{group}: {what}"
-    least, typical = min(resent), statistics.median(resent)
-    return Row(group, label, nbytes, "x", least, typical, reference="lost", reach=reach)
+    return Row("transport-links", link, column, *figures, reference=reference, target=target)

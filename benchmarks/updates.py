@@ -10,33 +10,19 @@ import numpy as np
 from harness import aligned
 from numpy.typing import NDArray
 
-__all__ = [
-    "THRESHOLD",
-    "SteadyState",
-    "adversarial_masks",
-    "clustered_mask",
-    "entropy_floor_bits",
-    "random_mask",
-    "signed",
-]
-
 THRESHOLD = 1.0
-
-# A residual of multiples of 2^-10 below half a threshold: adding and taking +-1 is exact in float32.
-_BACKGROUND_QUANTUM = 2.0**-10
-_BACKGROUND_LEVELS = 512
 
 
 @dataclass(frozen=True)
 class SteadyState:
-    """A residual and an update that make the same encode happen again and again.
+    """A residual and an update that repeat the same encode, to the bit.
 
-    The residual holds random values below half a threshold. The update is 0, or +-1 with the sign of the residual at
-    the elements that shall pass, and the threshold is 1: |r + u| >= 1 exactly where u is not 0, and taking +-1 out
-    again brings the residual back to the bit. Every encode of ``update`` then does the same work on the same data.
+    The residual holds random multiples of 2^-10 below half a threshold. The update is ±1, with the residual's sign, at
+    the elements that are to pass, and 0 elsewhere. So |r + u| >= 1 exactly where u is not 0, and taking ±1 out restores
+    the residual.
 
     Attributes:
-        residual: float32[numel], what the encoder's residual is before and after each encode.
+        residual: float32[numel], the encoder's residual before and after each encode.
         update: float32[numel], also what the message decodes to.
     """
 
@@ -45,29 +31,17 @@ class SteadyState:
 
     @classmethod
     def make(cls, numel: int, density: float, seed: int, count: int | None = None) -> SteadyState:
-        """Return one in which a random share ``density``, or exactly ``count`` elements, pass."""
+        """Return a state in which a random share ``density``, or exactly ``count`` elements, pass."""
         rng = np.random.default_rng(seed)
-        residual = aligned(numel)
-        quanta = rng.integers(-_BACKGROUND_LEVELS, _BACKGROUND_LEVELS, numel, np.int16)
-        np.multiply(quanta, np.float32(_BACKGROUND_QUANTUM), out=residual)
+        residual, update = aligned(numel), aligned(numel)
+        np.multiply(rng.integers(-512, 512, numel, np.int16), np.float32(2.0**-10), out=residual)
         if count is None:
             mask = random_mask(numel, density, rng)
         else:
             mask = np.zeros(numel, bool)
             mask[rng.choice(numel, count, replace=False, shuffle=False)] = True
-        update = aligned(numel)
         np.copysign(np.float32(1), residual, out=update, where=mask)
         return cls(residual, update)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.update.size
-
-    @property
-    def count(self) -> int:
-        """Elements that pass."""
-        return int(np.count_nonzero(self.update))
 
 
 def random_mask(numel: int, density: float, rng: np.random.Generator) -> NDArray[np.bool_]:
@@ -78,15 +52,14 @@ def random_mask(numel: int, density: float, rng: np.random.Generator) -> NDArray
 def clustered_mask(
     numel: int, density: float, sigma: float, region: int, rng: np.random.Generator
 ) -> NDArray[np.bool_]:
-    """Return changes whose density differs from region to region, lognormally: what layers and rows of a model do."""
-    regions = -(-numel // region)
-    densities = density * rng.lognormal(-(sigma**2) / 2, sigma, regions)
+    """Return changes whose density differs lognormally between regions, as it does between a model's layers."""
+    densities = density * rng.lognormal(-(sigma**2) / 2, sigma, -(-numel // region))
     chances = np.repeat(np.minimum(densities, 1.0).astype(np.float32), region)[:numel]
     return rng.random(numel, np.float32) < chances
 
 
 def signed(mask: NDArray[np.bool_], rng: np.random.Generator) -> NDArray[np.float32]:
-    """Return an update of +-1 at the elements of the mask, signs at random."""
+    """Return an update of ±1 at the elements of the mask, with random signs."""
     update = aligned(mask.size)
     signs = rng.integers(0, 2, mask.size, np.int8)
     np.subtract(1, 2 * signs, out=update, where=mask, casting="unsafe")
@@ -94,7 +67,7 @@ def signed(mask: NDArray[np.bool_], rng: np.random.Generator) -> NDArray[np.floa
 
 
 def entropy_floor_bits(numel: int, count: int) -> float:
-    """Return log2 C(numel, count) + count: which elements, if all choices are equally likely, and their signs."""
+    """Return log2 C(numel, count) + count: which elements, all choices equally likely, and their signs."""
     ways = math.lgamma(numel + 1) - math.lgamma(count + 1) - math.lgamma(numel - count + 1)
     return ways / math.log(2) + count
 
@@ -105,18 +78,16 @@ def adversarial_masks(numel: int) -> Iterator[tuple[str, NDArray[np.bool_]]]:
         yield f"every {period}th", np.arange(numel) % period == period - 1
     for run in (8, 64, 100_000):
         yield f"runs of {run}", np.arange(numel) // run % 2 == 0
-    for share in (0.0001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.3, 0.34, 7 / 20, 0.36, 0.4, 0.5, 0.63):
-        yield f"longest quotients, {share:.4g} unchanged", _longest_quotients(numel, share)
-    for share in (0.7, 0.8, 0.9, 0.99, 0.999):
+    few = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.3, 0.34, 7 / 20, 0.36, 0.4, 0.5, 0.63)
+    for share in (*few, 0.7, 0.8, 0.9, 0.99, 0.999):
         yield f"longest quotients, {share:.4g} unchanged", _longest_quotients(numel, share)
 
 
 def _longest_quotients(numel: int, unchanged_share: float) -> NDArray[np.bool_]:
     """Return chunks of C - 1 changed elements, then U unchanged ones, then a changed one.
 
-    Whichever kind a Rice code lists, all distances but one are 0 and that one is as long as the chunk allows: the
-    quotients' sum, floor(d / 2^k) over all distances d, is the largest for the chunk's counts, since nothing is lost
-    to rounding down.
+    All distances but one are 0 and that one is as long as the chunk allows, so the sum of the Rice quotients is the
+    largest for the chunk's counts, whichever kind of element the code lists.
     """
     count = round(numel * (1 - unchanged_share))
     # The chunk's size follows from the count, and the count from the chunk's size.

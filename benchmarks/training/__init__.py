@@ -1,1 +1,15 @@
-"""The parts of bench_training.py: tasks, methods, the workers that run them, and the network between those."""
+"""The trainings of bench_training.py."""
+
+# The methods by name: classes of `training.methods`, which imports torch.
+METHODS = {
+    "dense": "Dense",
+    "fp16": "Half",
+    "powersgd-2": "PowerSGD2",
+    "powersgd-4": "PowerSGD4",
+    "local-sgd": "LocalSGD",
+    "gradwire-hook": "Hook",
+    "gradwire-udp": "Udp",
+    "gradwire-thin": "UdpThin",
+    "gradwire-every4": "UdpEvery4",
+    "gradwire-async": "UdpAsync",
+}
