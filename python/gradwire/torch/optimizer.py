@@ -39,8 +39,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         optimizer: the optimiser, all of whose parameters are shared.
         exchange: with an encoder, or groups, for as many elements as there are parameters, in the order of the
             optimiser's parameter groups; or one worker's part of a `LocalTeam`.
-        share_state: also pass the optimiser's state to the exchange, so that late
-            nodes begin with that state. The state is then created, as zeros, before the first step.
+        share_state: also pass the optimiser's state to the exchange, so that late nodes begin with that state. The
+            state is then created, as zeros, before the first step.
 
     Raises:
         TypeError: ``optimizer`` or ``exchange`` has the wrong type.
