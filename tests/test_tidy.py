@@ -21,6 +21,9 @@ GENERATED = (".a", ".dll", ".dylib", ".egg", ".log", ".o", ".pyc", ".pyd", ".so"
 # The size of gradwire. A ceiling is met by leaving out and by simplifying, not by splitting or moving.
 MODULES_MAX = {"exchange": 18, "spark": 16, "torch": 16}
 DEPTH_MAX = 8
+LINES_MAX = {
+    "benchmarks/": 3_500,
+}
 DOCSTRING_LINES_MAX = 40
 
 # Folders of tests that belong to no Python package.
@@ -113,6 +116,17 @@ def test_a_package_has_few_modules_and_short_chains_of_imports(package: str) -> 
     graph = graph_of(f"gradwire.{package}")
     assert len(graph) <= MODULES_MAX[package]
     assert depth(graph) <= DEPTH_MAX
+
+
+@pytest.mark.parametrize("place", LINES_MAX)
+def test_the_project_stays_small(place: str, texts: dict[str, str]) -> None:
+    lines = {
+        one: text.count("\n")
+        for one, text in texts.items()
+        if one.startswith(place) and one.endswith(".py")
+    }
+    assert lines
+    assert sum(lines.values()) <= LINES_MAX[place]
 
 
 def test_the_class_that_everybody_uses_is_explained_in_forty_lines() -> None:
