@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from typing import Final
 
 from gradwire.transport.addressing import WILDCARD, deciding_rule, local_address
 from gradwire.transport.model import format_address
-from gradwire.transport.path_mtu import is_loopback
 
 ANY: Final = (WILDCARD, "::")
 LOOPBACK: Final = "127.0.0.1"
@@ -53,7 +53,7 @@ def _address_towards(others: Sequence[str]) -> str:
     names = [format_address((host, 1)) for host in others]  # any port
     for wildcard in ANY:
         address = local_address((wildcard, 0), names)[0]
-        if not is_loopback(address):
+        if not ipaddress.ip_address(address).is_loopback:
             return address
     raise ValueError(
         f"no route from this machine leads to the other executors ({', '.join(sorted(set(others)))}): "
