@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 # pass 1 of a float32 update into a float32 residual, mangled; and what it must load and store at a time
-HOT_KERNEL = re.compile(r"take_kernelIffEE?")
+HOT_KERNEL = re.compile(r"extract_kernelIffEE?")
 LOADS_LEAST = 8
 STORES_LEAST = 4
 

@@ -1,41 +1,40 @@
-// Decoding: messages onto targets.
+#include "apply.h"
+
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <sstream>
 
-#include "codec.h"
-#include "cpu/scalars.h"
+#include "common/error.h"
+#include "common/scalars.h"
 #include "decoder.h"
-#include "error.h"
 #include "parallel.h"
 
 namespace gradwire {
 namespace {
 
-// Several messages go over the target together in blocks: small enough for the second-level cache where they change
-// much of it, larger where each comes by only now and then.
+// Several messages are applied block by block. A block fits into the second-level cache where the messages change many
+// elements; it is larger where they change few.
 constexpr uint64_t kDenseBlock = uint64_t{1} << 16;
 constexpr uint64_t kSparseBlock = uint64_t{1} << 22;
 constexpr uint64_t kLargestBlock = uint64_t{1} << 30;      // below kMostEntryDistance
-constexpr uint64_t kMomentumBlock = uint64_t{1} << 15;     // four arrays of it stay in the second-level cache
-constexpr uint64_t kChangedPerThread = uint64_t{1} << 14;  // less does not repay a thread's start
-constexpr uint64_t kNumelPerThread = uint64_t{1} << 16;    // where all elements are gone over
-constexpr uint64_t kSparse = 32;  // elements per changed one, from which on memory is asked for ahead
+constexpr uint64_t kMomentumBlock = uint64_t{1} << 15;     // four arrays fit into the second-level cache
+constexpr uint64_t kChangedPerThread = uint64_t{1} << 14;  // fewer do not repay the start of a thread
+constexpr uint64_t kNumelPerThread = uint64_t{1} << 16;    // where every element is changed
+constexpr uint64_t kSparse = 32;                           // elements per changed one from which memory is prefetched
 
-AddEntriesFunction<float> add_entries(float) { return kernels().add_entries_float; }
-AddEntriesFunction<double> add_entries(double) { return kernels().add_entries_double; }
-AddBitmapFunction<float> add_bitmap(float) { return kernels().add_bitmap_float; }
-AddBitmapFunction<double> add_bitmap(double) { return kernels().add_bitmap_double; }
+AddEntriesFunction<float> entries_kernel(float) { return kernels().add_entries_float; }
+AddEntriesFunction<double> entries_kernel(double) { return kernels().add_entries_double; }
+AddBitmapFunction<float> bitmap_kernel(float) { return kernels().add_bitmap_float; }
+AddBitmapFunction<double> bitmap_kernel(double) { return kernels().add_bitmap_double; }
 
-// Where a block of a target lies, and of the one beside it if there is one.
+// A block of a target, and of the second target if there is one.
 template <class Target>
 struct Block {
     Target* target = nullptr;
-    Target* beside = nullptr;
+    Target* second = nullptr;
 };
 
-// Collects entries of several messages, in the order in which they are to be added, and adds them in one go.
+// Collects entries of several messages in order and adds them together.
 template <class Target>
 class Adder {
   public:
@@ -50,9 +49,9 @@ class Adder {
         first_ = first;
         numel_ = numel;
     }
-    void set_quanta(float quantum, float beside) {
-        const Quanta quanta{static_cast<Target>(quantum), static_cast<Target>(beside)};
-        const bool same = quanta.target == quanta_.target && quanta.beside == quanta_.beside;
+    void set_quanta(float quantum, float second) {
+        const Quanta quanta{static_cast<Target>(quantum), static_cast<Target>(second)};
+        const bool same = quanta.target == quanta_.target && quanta.second == quanta_.second;
         quanta_ = quanta;
         if (runs_.empty() || !same) runs_.push_back({used_, quanta_});
     }
@@ -61,36 +60,37 @@ class Adder {
             const uint64_t end = i + 1 < runs_.size() ? runs_[i + 1].begin : used_;
             const Entry* entries = entries_.data() + runs_[i].begin;
             const Quanta& quanta = runs_[i].quanta;
-            add_entries(Target{})(entries, end - runs_[i].begin, block_.target, numel_, quanta.target, scattered_);
-            if (block_.beside)
-                add_entries(Target{})(entries, end - runs_[i].begin, block_.beside, numel_, quanta.beside, scattered_);
+            entries_kernel(Target{})(entries, end - runs_[i].begin, block_.target, numel_, quanta.target, scattered_);
+            if (block_.second)
+                entries_kernel(Target{})(entries, end - runs_[i].begin, block_.second, numel_, quanta.second,
+                                         scattered_);
         }
         used_ = 0;
         runs_.assign(1, {0, quanta_});
     }
 
-    // What a Decoder asks of a sink.
-    uint64_t room() {
+    // The interface of a decoder's sink.
+    uint64_t capacity() {
         if (used_ > capacity_ / 2) flush();
         return capacity_ - used_;
     }
     Entry* entries() { return entries_.data() + used_; }
-    void take(uint64_t found) { used_ += found; }
-    uint64_t bitmap(const BitRun& changed, const BitRun& minus, uint64_t first, uint64_t numel) {
+    void add_entries(uint64_t found) { used_ += found; }
+    uint64_t add_bitmap(const BitRun& changed, const BitRun& minus, uint64_t first, uint64_t numel) {
         flush();  // earlier messages first
         const uint64_t offset = first - first_;
-        if (block_.beside) add_bitmap(Target{})(changed, minus, block_.beside + offset, numel, quanta_.beside);
-        return add_bitmap(Target{})(changed, minus, block_.target + offset, numel, quanta_.target);
+        if (block_.second) bitmap_kernel(Target{})(changed, minus, block_.second + offset, numel, quanta_.second);
+        return bitmap_kernel(Target{})(changed, minus, block_.target + offset, numel, quanta_.target);
     }
 
   private:
-    // Few at a time where they lie close, so that the processor fetches the target ahead while the next are decoded;
-    // many where each waits for memory.
+    // Few at a time where entries are close, so that the processor fetches the target while the next are decoded; many
+    // where each entry waits for memory.
     static constexpr uint64_t kDenseCapacity = 128;
     static constexpr uint64_t kSparseCapacity = 4096;
     struct Quanta {
         Target target = 0;
-        Target beside = 0;
+        Target second = 0;
     };
     struct Run {
         uint64_t begin;
@@ -117,30 +117,30 @@ void add_values(const uint8_t* bytes, uint64_t first, uint64_t count, double sca
     }
 }
 
-class Application {
+// One message on its way over the targets.
+class MessageCursor {
   public:
-    // `beside` is the factor for the target beside the first.
-    Application(const MessageView& message, double scale, double beside)
+    MessageCursor(const MessageView& message, double scale, double second_scale)
         : message_(message),
           scale_(scale),
-          beside_(beside),
+          second_scale_(second_scale),
           decoder_(message.header.kind == Kind::kTernary ? message : MessageView{}) {}
 
-    // Leaves out what falls on elements before `first`.
+    // Skip the elements before `first`.
     void skip_to(uint64_t first) {
         if (first > 0 && message_.header.kind == Kind::kTernary) decoder_.skip_to(first);
     }
 
-    // Adds what falls on elements [first, stop), which lie at `block`.
+    // Add to elements [first, stop), which are at `block`.
     template <class Target>
     void advance(uint64_t first, uint64_t stop, const Block<Target>& block, Adder<Target>& adder) {
         if (message_.header.kind == Kind::kTernary) {
-            adder.set_quanta(quantum(scale_), quantum(beside_));
+            adder.set_quanta(quantum(scale_), quantum(second_scale_));
             decoder_.advance(first, stop, adder);
         } else {
             adder.flush();
             add_dense(first, stop - first, scale_, block.target);
-            if (block.beside) add_dense(first, stop - first, beside_, block.beside);
+            if (block.second) add_dense(first, stop - first, second_scale_, block.second);
         }
     }
 
@@ -160,33 +160,34 @@ class Application {
 
     MessageView message_;
     double scale_;
-    double beside_;
+    double second_scale_;
     Decoder decoder_;
 };
 
+using Cursors = std::vector<MessageCursor>;
+
 template <class Target>
-void apply_to(std::vector<Application>& messages, const Block<Target>& whole, uint64_t first, uint64_t numel,
-              uint64_t block_numel, bool scattered) {
+void apply_to(Cursors& messages, const Block<Target>& whole, uint64_t first, uint64_t numel, uint64_t block_numel,
+              bool scattered) {
     Adder<Target> adder(scattered);
     for (uint64_t at = 0; at < numel; at += block_numel) {
         const uint64_t stop = std::min(at + block_numel, numel);
-        const Block<Target> block{whole.target + at, whole.beside ? whole.beside + at : nullptr};
+        const Block<Target> block{whole.target + at, whole.second ? whole.second + at : nullptr};
         adder.set_block(block, first + at, stop - at);
-        for (Application& message : messages) message.advance(first + at, first + stop, block, adder);
+        for (MessageCursor& message : messages) message.advance(first + at, first + stop, block, adder);
     }
     adder.flush();
 }
 
 template <class Target>
-Block<Target> block_of(const Array& target, const Array* beside, uint64_t offset) {
-    return {static_cast<Target*>(target.data) + offset, beside ? static_cast<Target*>(beside->data) + offset : nullptr};
+Block<Target> block_of(const Array& target, const Array* second, uint64_t offset) {
+    return {static_cast<Target*>(target.data) + offset, second ? static_cast<Target*>(second->data) + offset : nullptr};
 }
 
-// Validates all payloads.
-std::vector<Application> applications_of(const std::vector<MessageView>& messages, uint64_t numel, double scale,
-                                         const Beside* beside) {
-    std::vector<Application> applications;
-    applications.reserve(messages.size());
+// Validate all payloads.
+Cursors validated(const std::vector<MessageView>& messages, uint64_t numel, double scale, const SecondTarget* second) {
+    Cursors cursors;
+    cursors.reserve(messages.size());
     for (const MessageView& message : messages) {
         if (message.header.numel != numel) {
             std::ostringstream what;
@@ -196,20 +197,13 @@ std::vector<Application> applications_of(const std::vector<MessageView>& message
             throw MessageError(what.str());
         }
         validate_payload(message);
-        const bool is_own = beside && applications.size() == beside->own;
-        applications.emplace_back(message, scale, is_own ? scale - 1.0 : scale);
+        const bool is_own = second && cursors.size() == second->own;
+        cursors.emplace_back(message, scale, is_own ? scale - 1.0 : scale);
     }
-    return applications;
+    return cursors;
 }
 
-uint64_t numel_of(const std::vector<Array>& arrays) {
-    uint64_t numel = 0;
-    for (const Array& array : arrays) numel += array.numel;
-    return numel;
-}
-
-// Calls f(array's number, offset in it, index of its first element, how many) for the part of each array that lies in
-// [begin, end) of all of them together.
+// Call f(array, offset in it, index of its first element, count) for the part of each array in [begin, end).
 template <class F>
 void for_parts(const std::vector<Array>& arrays, uint64_t begin, uint64_t end, F f) {
     uint64_t first = 0;
@@ -221,60 +215,61 @@ void for_parts(const std::vector<Array>& arrays, uint64_t begin, uint64_t end, F
     }
 }
 
-// Calls f(begin, end) for as many ranges of [0, numel) as `wanted` and `threads` allow, each on a thread of its own.
+// Call f(begin, end) for up to `wanted` ranges of [0, numel), each on a thread of its own.
 template <class F>
 void for_ranges(uint64_t numel, uint64_t wanted, unsigned threads, F f) {
     const auto count = static_cast<unsigned>(std::clamp<uint64_t>(wanted, 1, threads));
     run_parts(numel, count, [&](unsigned, uint64_t begin, uint64_t end) { f(begin, end); });
 }
 
-// The same messages from element `first` on.
-std::vector<Application> starting_at(const std::vector<Application>& all, uint64_t first) {
-    std::vector<Application> applications = all;
-    for (Application& application : applications) application.skip_to(first);
-    return applications;
+// Return the same messages from element `first` on.
+Cursors starting_at(const Cursors& all, uint64_t first) {
+    Cursors cursors = all;
+    for (MessageCursor& cursor : cursors) cursor.skip_to(first);
+    return cursors;
 }
 
-// What was added goes on: reads and writes three arrays once, 24 bytes per float.
+// Memory traffic: 24 bytes per float, and 8 more for a second target.
 template <class Target>
-void carry_on(const Target* added, Target* velocity, const Block<Target>& block, uint64_t numel, Target momentum) {
+void add_with_momentum(const Target* added, Target* velocity, const Block<Target>& block, uint64_t numel,
+                       Target momentum) {
     for (uint64_t i = 0; i < numel; ++i) {
         velocity[i] = momentum * (velocity[i] + added[i]);
         block.target[i] += added[i] + velocity[i];
     }
-    if (block.beside)
-        for (uint64_t i = 0; i < numel; ++i) block.beside[i] += added[i] + velocity[i];
+    if (block.second)
+        for (uint64_t i = 0; i < numel; ++i) block.second[i] += added[i] + velocity[i];
 }
 
-// The messages are added up apart, block by block, so that each is decoded once for all three arrays. What the one
-// beside holds already is taken out of it on its own.
+// The messages of a block are summed up separately, so that each is decoded once for all arrays. The second target's
+// own message is subtracted from it.
 template <class Target>
-void apply_with(std::vector<Application>& messages, std::vector<Application>& held, const Block<Target>& whole,
-                Target* velocity, uint64_t first, uint64_t numel, Target momentum) {
+void apply_with(Cursors& messages, Cursors& own, const Block<Target>& whole, Target* velocity, uint64_t first,
+                uint64_t numel, Target momentum) {
     Adder<Target> adder(false);
     std::vector<Target> added(std::min(numel, kMomentumBlock));
     for (uint64_t at = 0; at < numel; at += kMomentumBlock) {
         const uint64_t count = std::min(kMomentumBlock, numel - at);
-        const auto add = [&](std::vector<Application>& some, Target* target) {
+        const auto add = [&](Cursors& some, Target* target) {
             const Block<Target> block{target, nullptr};
             adder.set_block(block, first + at, count);
-            for (Application& message : some) message.advance(first + at, first + at + count, block, adder);
+            for (MessageCursor& message : some) message.advance(first + at, first + at + count, block, adder);
             adder.flush();
         };
         std::fill(added.begin(), added.end(), Target{0});
         add(messages, added.data());
-        const Block<Target> block{whole.target + at, whole.beside ? whole.beside + at : nullptr};
-        carry_on(added.data(), velocity + at, block, count, momentum);
-        if (block.beside) add(held, block.beside);
+        const Block<Target> block{whole.target + at, whole.second ? whole.second + at : nullptr};
+        add_with_momentum(added.data(), velocity + at, block, count, momentum);
+        if (block.second) add(own, block.second);
     }
 }
 
 }  // namespace
 
 void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale,
-                    const Beside* beside, unsigned threads) {
-    const uint64_t numel = numel_of(targets);
-    const std::vector<Application> all = applications_of(messages, numel, scale, beside);
+                    const SecondTarget* second, unsigned threads) {
+    const uint64_t numel = total_numel(targets);
+    const Cursors all = validated(messages, numel, scale, second);
     if (messages.empty()) return;
     uint64_t changed = 0;
     for (const MessageView& message : messages) changed += message.header.count;
@@ -282,33 +277,35 @@ void apply_messages(const std::vector<MessageView>& messages, const std::vector<
     const uint64_t block = messages.size() == 1 ? kLargestBlock : together;
     const bool scattered = changed / messages.size() <= numel / kSparse;
     for_ranges(numel, changed / kChangedPerThread, threads, [&](uint64_t begin, uint64_t end) {
-        std::vector<Application> applications = starting_at(all, begin);
+        Cursors cursors = starting_at(all, begin);
         for_parts(targets, begin, end, [&](size_t i, uint64_t offset, uint64_t first, uint64_t count) {
-            const Array* second = beside ? &beside->targets[i] : nullptr;
+            const Array* other = second ? &second->targets[i] : nullptr;
             if (targets[i].dtype == Dtype::kFloat64)
-                apply_to(applications, block_of<double>(targets[i], second, offset), first, count, block, scattered);
+                apply_to(cursors, block_of<double>(targets[i], other, offset), first, count, block, scattered);
             else
-                apply_to(applications, block_of<float>(targets[i], second, offset), first, count, block, scattered);
+                apply_to(cursors, block_of<float>(targets[i], other, offset), first, count, block, scattered);
         });
     });
 }
 
 void apply_with_momentum(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale,
-                         const Momentum& momentum, const Holding& beside, unsigned threads) {
-    const uint64_t numel = numel_of(targets);
-    const std::vector<Application> all = applications_of(messages, numel, scale, nullptr);
-    const std::vector<Application> all_held = applications_of(beside.held, numel, -1.0, nullptr);
+                         const Momentum& momentum, const SecondTarget* second, unsigned threads) {
+    const uint64_t numel = total_numel(targets);
+    const Cursors all = validated(messages, numel, scale, nullptr);
+    std::vector<MessageView> own;
+    if (second && second->own < messages.size()) own.push_back(messages[second->own]);
+    const Cursors all_own = validated(own, numel, -1.0, nullptr);
     for_ranges(numel, numel / kNumelPerThread, threads, [&](uint64_t begin, uint64_t end) {
-        std::vector<Application> applications = starting_at(all, begin);
-        std::vector<Application> held = starting_at(all_held, begin);
+        Cursors cursors = starting_at(all, begin);
+        Cursors own_cursors = starting_at(all_own, begin);
         for_parts(targets, begin, end, [&](size_t i, uint64_t offset, uint64_t first, uint64_t count) {
-            const Array* second = beside.targets.empty() ? nullptr : &beside.targets[i];
+            const Array* other = second ? &second->targets[i] : nullptr;
             void* velocity = momentum.velocity[i].data;
             if (targets[i].dtype == Dtype::kFloat64)
-                apply_with(applications, held, block_of<double>(targets[i], second, offset),
+                apply_with(cursors, own_cursors, block_of<double>(targets[i], other, offset),
                            static_cast<double*>(velocity) + offset, first, count, momentum.factor);
             else
-                apply_with(applications, held, block_of<float>(targets[i], second, offset),
+                apply_with(cursors, own_cursors, block_of<float>(targets[i], other, offset),
                            static_cast<float*>(velocity) + offset, first, count, static_cast<float>(momentum.factor));
         });
     });

@@ -1,19 +1,15 @@
-// A place in a sequence of arrays, from which values are taken as they lie or gathered into another type.
+// A position in a sequence of arrays. Values are read in place or gathered into another type.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
-#include "codec.h"
-#include "cpu/scalars.h"
+#include "common/arrays.h"
+#include "common/scalars.h"
 
 namespace gradwire {
 namespace {
-
-inline uint64_t bytes_per_element(Dtype dtype) {
-    return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
-}
 
 template <class To, class From>
 void convert_from(const void* from, uint64_t first, uint64_t count, To* to) {
@@ -32,11 +28,10 @@ void convert(const ConstArray& from, uint64_t first, uint64_t count, To* to) {
     }
 }
 
-// A place in a sequence of arrays.
 class ArrayCursor {
   public:
     ArrayCursor(const std::vector<ConstArray>& arrays, uint64_t element) : arrays_(arrays), offset_(element) {
-        settle();
+        skip_empty();
     }
     uint64_t left() const { return arrays_[index_].numel - offset_; }
     Dtype dtype() const { return arrays_[index_].dtype; }
@@ -45,17 +40,17 @@ class ArrayCursor {
     }
     void advance(uint64_t elements) {
         offset_ += elements;
-        settle();
+        skip_empty();
     }
-    // The next `count` elements where they lie; null where they are of another type or in several arrays. float or
-    // double.
+    // Return the next `count` float or double elements in place; null if they have another type or are in several
+    // arrays.
     template <class To>
     const To* in_place(uint64_t count) const {
         constexpr Dtype kType = sizeof(To) == 8 ? Dtype::kFloat64 : Dtype::kFloat32;
         const bool fits = index_ < arrays_.size() && dtype() == kType && left() >= count;
         return fits ? static_cast<const To*>(data()) : nullptr;
     }
-    // Copies `count` elements, from as many arrays as it takes.
+    // Copy the next `count` elements, from one array or several.
     template <class To>
     void gather(uint64_t count, To* to) {
         while (count > 0) {
@@ -68,7 +63,7 @@ class ArrayCursor {
     }
 
   private:
-    void settle() {
+    void skip_empty() {
         while (index_ < arrays_.size() && offset_ >= arrays_[index_].numel) offset_ -= arrays_[index_++].numel;
     }
     const std::vector<ConstArray>& arrays_;

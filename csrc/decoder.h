@@ -1,14 +1,15 @@
-// One message on its way over a range of elements, chunk by chunk.
+// The decoding of one message over a range of elements, chunk by chunk.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "message.h"
 
 namespace gradwire {
 
-// How many of the first `numel` bits of a run are set; none lie beyond its bytes.
+// Return how many of the first `numel` bits of a run are set; there are none beyond its bytes.
 inline uint64_t count_bits(const BitRun& run, uint64_t numel) {
     const uint64_t stop = std::min(run.bit + numel, run.size * 8);
     uint64_t set = 0;
@@ -20,21 +21,22 @@ inline uint64_t count_bits(const BitRun& run, uint64_t numel) {
     return set;
 }
 
-// Hands what a chunk changes to a sink, as a list or as a bitmap, whichever its coding is closer to. A sink has
-//   room(), entries(), take(found)          entries() has space for room() > 0 entries, take() says how many were
-//   written bitmap(changed, minus, first, numel)    for elements [first, first + numel); returns the number of set bits
+// Passes the changed elements of each chunk to a sink, as a list or as a bitmap, whichever is closer to the chunk's
+// coding. A sink has
+//   capacity(), entries()                           memory for capacity() > 0 entries
+//   add_entries(found)                              so many entries were written to it
+//   add_bitmap(changed, minus, first, numel)        elements [first, first + numel); returns the number of set bits
 class Decoder {
   public:
     explicit Decoder(const MessageView& message) : reader_(message) {}
 
-    // Leaves out what lies before element `first`; whole chunks of it are not even decoded. At the message's begin
-    // only.
+    // Skip the elements before `first`, whole chunks without decoding them. Only before the first `advance`.
     void skip_to(uint64_t first) {
         do {
             if (!read_chunk()) return;
         } while (cursor_.chunk.begin + cursor_.chunk.shape.span <= first);
         open_chunk();
-        Nothing nothing;
+        NullSink nothing;
         for (uint64_t at = cursor_.chunk.begin; at < first;) {
             const uint64_t stop = std::min(first, at + kMostEntryDistance);
             advance(at, stop, nothing);
@@ -70,37 +72,37 @@ class Decoder {
         if (cursor_.chunk.shape.inverted) expand_inverted();
     }
 
-    // A sink for what is left out.
-    class Nothing {
+    // A sink for skipped elements.
+    class NullSink {
       public:
-        static uint64_t room() { return kRoom; }
+        static uint64_t capacity() { return kCapacity; }
         Entry* entries() { return entries_; }
-        static void take(uint64_t) {}
-        static uint64_t bitmap(const BitRun& changed, const BitRun&, uint64_t, uint64_t numel) {
+        static void add_entries(uint64_t) {}
+        static uint64_t add_bitmap(const BitRun& changed, const BitRun&, uint64_t, uint64_t numel) {
             return count_bits(changed, numel);
         }
 
       private:
-        static constexpr uint64_t kRoom = 512;
-        Entry entries_[kRoom];
+        static constexpr uint64_t kCapacity = 512;
+        Entry entries_[kCapacity];
     };
 
-    // The bitmap of a chunk whose unchanged elements are listed.
+    // Make the bitmap of a chunk whose unchanged elements are listed.
     void expand_inverted() {
         const Chunk& chunk = cursor_.chunk;
         const uint64_t span = chunk.shape.span;
         bitmap_.assign((span + 63) / 64, ~uint64_t{0});
-        constexpr uint64_t kRoom = 512;
-        Entry entries[kRoom];
+        constexpr uint64_t kCapacity = 512;
+        Entry entries[kCapacity];
         for (uint64_t first = 0; first < span && !cursor_.done;) {
             const uint64_t stop = std::min(span, first + kMostEntryDistance);
             const uint64_t found = kernels().list_entries(reader_.stream(), reader_.stream_bytes(), cursor_,
-                                                          chunk.begin + first, chunk.begin + stop, entries, kRoom);
+                                                          chunk.begin + first, chunk.begin + stop, entries, kCapacity);
             for (uint64_t i = 0; i < found; ++i) {
                 const uint64_t at = first + (entries[i] & ~kEntryMinus);
                 if (at < span) bitmap_[at / 64] &= ~(uint64_t{1} << (at % 64));
             }
-            if (found < kRoom) first = stop;
+            if (found < kCapacity) first = stop;
         }
     }
 
@@ -113,7 +115,7 @@ class Decoder {
         BitRun changed{reader_.stream(), reader_.stream_bytes(), chunk.quotient_bit + position_};
         if (chunk.shape.inverted)
             changed = {reinterpret_cast<const uint8_t*>(bitmap_.data()), bitmap_.size() * 8, position_};
-        changed_done_ += sink.bitmap(
+        changed_done_ += sink.add_bitmap(
             changed, {reader_.stream(), reader_.stream_bytes(), chunk.sign_bit + changed_done_}, at, end - at);
         position_ += end - at;
         return position_ == chunk.shape.span;
@@ -122,12 +124,11 @@ class Decoder {
     template <class Sink>
     bool advance_list(uint64_t first, uint64_t stop, Sink& sink) {
         while (!cursor_.done) {
-            const uint64_t room = sink.room();
-            Entry* out = sink.entries();
-            const uint64_t found =
-                kernels().list_entries(reader_.stream(), reader_.stream_bytes(), cursor_, first, stop, out, room);
-            sink.take(found);
-            if (!cursor_.done && found < room) return false;
+            const uint64_t capacity = sink.capacity();
+            const uint64_t found = kernels().list_entries(reader_.stream(), reader_.stream_bytes(), cursor_, first,
+                                                          stop, sink.entries(), capacity);
+            sink.add_entries(found);
+            if (!cursor_.done && found < capacity) return false;
         }
         return true;
     }
@@ -135,8 +136,8 @@ class Decoder {
     ChunkReader reader_;
     ChunkCursor cursor_;
     bool has_chunk_ = false;
-    uint64_t position_ = 0;      // of a bitmap: elements handed out
-    uint64_t changed_done_ = 0;  // and how many of them had changed
+    uint64_t position_ = 0;      // of a bitmap: elements passed to the sink
+    uint64_t changed_done_ = 0;  // the changed ones among them
     std::vector<uint64_t> bitmap_;
 };
 

@@ -3,8 +3,9 @@
 #include <cstring>
 #include <sstream>
 
+#include "common/error.h"
+#include "common/scalars.h"
 #include "cpu/kernels.h"
-#include "error.h"
 
 namespace gradwire {
 namespace {
@@ -21,7 +22,7 @@ void put(uint8_t* bytes, T value) {
     std::memcpy(bytes, &value, sizeof value);
 }
 
-// Throws the sentence that the parts make; the parts are put together only then.
+// Throw MessageError with the parts as its text.
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
     std::ostringstream sentence;
@@ -46,7 +47,7 @@ Header read_fields(const uint8_t* bytes) {
 }
 
 void check_ternary(const Header& h) {
-    if (h.flags > kFlagShakeUp) fail("flags are ", +h.flags, ", must be 0 or 1: this version knows no other flag");
+    if (h.flags > kFlagShakeUp) fail("flags are ", +h.flags, ", must be 0 or 1: this version has no other flag");
     if (h.threshold == 0 || h.threshold >= 0x7f80)
         fail("threshold has the bfloat16 bits ", h.threshold, ", must be positive, finite and not zero");
     if (h.dtype != DenseType::kNone) fail("dtype is ", unsigned(h.dtype), ", must be 0 in a ternary message");
@@ -77,8 +78,8 @@ void check_chunk(const Chunk& chunk, const uint8_t* stream, uint64_t stream_byte
     if (!chunk.last && unused_bits > 0) wrong("its quotients do not end with a one");
     if (unused_bits >= 8) wrong(unused_bits, " bits of padding, must be fewer than 8");
     const uint64_t quotients = sums.used_bits - shape.listed;
-    const uint64_t room = shape.span - shape.listed;
-    const bool beyond = quotients > room >> shape.rice || (quotients << shape.rice) + sums.remainders > room;
+    const uint64_t unlisted = shape.span - shape.listed;
+    const bool beyond = quotients > unlisted >> shape.rice || (quotients << shape.rice) + sums.remainders > unlisted;
     if (beyond) wrong("its distances lead beyond its span of ", shape.span);
     const uint64_t reached = (quotients << shape.rice) + sums.remainders + shape.listed;
     if (!chunk.last && shape.listed > 0 && (reached == shape.span) == shape.inverted)
@@ -95,18 +96,6 @@ uint32_t message_crc(const uint8_t* header, const uint8_t* payload, uint64_t pay
 
 }  // namespace
 
-float bfloat16_to_float(uint16_t bits) {
-    const uint32_t wide = uint32_t{bits} << 16;
-    return get<float>(reinterpret_cast<const uint8_t*>(&wide));
-}
-
-uint16_t float_to_bfloat16(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    if ((bits & 0x7fffffffU) > 0x7f800000U) return static_cast<uint16_t>((bits >> 16) | 0x40U);
-    return static_cast<uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
-}
-
 float MessageView::threshold() const { return bfloat16_to_float(header.threshold); }
 
 ChunkReader::ChunkReader(const MessageView& message)
@@ -122,15 +111,15 @@ ChunkReader::ChunkReader(const MessageView& message)
     changed_left_ = message.header.count;
 }
 
-// The streams begin where the directory ends, which only walking it tells.
+// Return the size of the directory, by walking it: the streams begin at its end.
 uint64_t ChunkReader::find_stream() {
-    stream_bytes_ = payload_bytes_;  // a first, generous bound
+    stream_bytes_ = payload_bytes_;  // an upper bound until the directory's size is known
     Chunk chunk;
     while (changed_left_ > per_chunk_) next(chunk);
     return cursor_;
 }
 
-uint64_t ChunkReader::directory_varint() {
+uint64_t ChunkReader::read_varint() {
     uint64_t value = 0;
     for (unsigned i = 0; i < kMaxVarintBytes; ++i) {
         if (cursor_ == payload_bytes_) fail("the directory runs beyond the payload of ", payload_bytes_, " bytes");
@@ -143,12 +132,12 @@ uint64_t ChunkReader::directory_varint() {
     fail("a number in the directory is longer than ", kMaxVarintBytes, " bytes");
 }
 
-// The last chunk has no entry: it takes all the elements that are left.
+// The last chunk has no entry and takes all remaining elements.
 ChunkShape ChunkReader::read_shape(bool last) {
     const uint64_t changed = last ? changed_left_ : per_chunk_;
-    const uint64_t room = numel_ - begin_;
-    const uint64_t unchanged = !last ? directory_varint() : room > changed ? room - changed : 0;
-    if (changed > room || unchanged > room - changed)
+    const uint64_t left = numel_ - begin_;
+    const uint64_t unchanged = !last ? read_varint() : left > changed ? left - changed : 0;
+    if (changed > left || unchanged > left - changed)
         fail("chunk at element ", begin_, ": ", changed, " changed and ", unchanged,
              " unchanged elements exceed numel ", numel_);
     return chunk_shape(changed, unchanged);
@@ -163,8 +152,7 @@ bool ChunkReader::next(Chunk& chunk) {
     const uint64_t left = stream_bytes_ * 8 - bit_;
     const uint64_t known = shape.listed * shape.rice + shape.changed + shape.listed;
     uint64_t quotients = left > known ? left - known : 0;
-    if (!chunk.last)
-        quotients = shape.rice > 0 ? directory_varint() : shape.listed == 0 ? 0 : shape.span - shape.listed;
+    if (!chunk.last) quotients = shape.rice > 0 ? read_varint() : shape.listed == 0 ? 0 : shape.span - shape.listed;
     if (known > left || quotients > left - known)
         fail("chunk at element ", begin_, " needs more bits than the ", left, " that are left of its message");
     chunk.remainder_bit = bit_;
@@ -179,7 +167,8 @@ bool ChunkReader::next(Chunk& chunk) {
 
 MessageView read_message(const uint8_t* bytes, uint64_t available) {
     if (available < kHeaderBytes) fail("length is ", available, ", must be at least the header's 48 bytes");
-    if (get<uint32_t>(bytes) != kMagic) fail("magic is ", get<uint32_t>(bytes), ", not \"GRDW\": no gradwire message");
+    if (get<uint32_t>(bytes) != kMagic)
+        fail("magic is ", get<uint32_t>(bytes), ", not \"GRDW\": not a gradwire message");
     if (bytes[kVersionAt] != kVersion)
         fail("version is ", +bytes[kVersionAt], ", this gradwire reads only 1: upgrade the older of the two sides");
     if (bytes[kReservedAt] != 0) fail("reserved byte is ", +bytes[kReservedAt], ", must be 0");
@@ -220,7 +209,18 @@ const char* kind_name(const MessageView& message) {
     return bitmap ? "bitmap" : "sparse";
 }
 
-void seal_message(const Header& header, uint8_t* bytes) {
+MessageBytes allocate_message(const Header& header) {
+    MessageBytes message;
+    message.header = header;
+    message.size = kHeaderBytes + header.payload_bytes;
+    message.bytes.reset(static_cast<uint8_t*>(std::malloc(message.size + 16)));
+    if (!message.bytes) throw std::bad_alloc();
+    return message;
+}
+
+void seal_message(MessageBytes& message) {
+    const Header& header = message.header;
+    uint8_t* bytes = message.bytes.get();
     std::memset(bytes, 0, kHeaderBytes);
     put<uint32_t>(bytes + kMagicAt, kMagic);
     bytes[kVersionAt] = kVersion;

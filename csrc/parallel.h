@@ -1,5 +1,5 @@
-// Runs a function on a few threads. Threads live for one call: nothing to break after a fork, and 20 us are nothing
-// beside the millions of elements that make a second thread worth having.
+// Runs a function on a few threads. The threads live for one call, so that nothing breaks after a fork. Starting them
+// takes 20 us, which is little for the millions of elements that justify a second thread.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace gradwire {
 
-// Calls f(0) .. f(count - 1) at the same time and rethrows the first exception once all have ended.
+// Call f(0) ... f(count - 1) at the same time; rethrow the first exception once all have ended.
 template <class F>
 void run_parallel(unsigned count, F f) {
     if (count == 1) return f(0U);
@@ -31,7 +31,7 @@ void run_parallel(unsigned count, F f) {
         if (failure) std::rethrow_exception(failure);
 }
 
-// Cuts [0, size) into `count` parts and calls f(part's number, begin, end) for all of them at the same time.
+// Cut [0, size) into `count` parts and call f(part, begin, end) for all of them at the same time.
 template <class F>
 void run_parts(uint64_t size, unsigned count, F f) {
     const auto begin = [&](unsigned i) { return size / count * i + std::min<uint64_t>(i, size % count); };

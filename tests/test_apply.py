@@ -87,24 +87,22 @@ def test_apply_many_equals_single_applies_in_order(dtype: str) -> None:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("own", [None, 0, 2])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_two_targets_get_the_same_but_for_the_message_that_one_holds(
-    dtype: str, own: int | None
-) -> None:
+def test_a_second_target_gets_the_same_but_for_its_own_message(dtype: str, own: int | None) -> None:
     rng = np.random.default_rng(7)
     messages = [
         gw.Encoder(5000, threshold=threshold).encode(rng.standard_normal(5000).astype(np.float32))
         for threshold in (2.5, 0.5, 0.001)
     ]
     messages.append(dense_message(rng.standard_normal(5000).astype(np.float32)))
-    target, beside = (random_target(5000, dtype, seed) for seed in (1, 2))
-    expected = target.copy(), beside.copy()
+    target, second = (random_target(5000, dtype, seed) for seed in (1, 2))
+    expected = target.copy(), second.copy()
     for number, message in enumerate(messages):
         gw.apply(message, expected[0], 0.25)
         gw.apply(message, expected[1], -0.75 if number == own else 0.25)
-    halves = [[one[:2000], one[2000:]] for one in (target, beside)]
+    halves = [[one[:2000], one[2000:]] for one in (target, second)]
     apply_to_both(messages, *halves, own=own, scale=0.25)
     assert target.tobytes() == expected[0].tobytes()
-    assert beside.tobytes() == expected[1].tobytes()
+    assert second.tobytes() == expected[1].tobytes()
 
 
 @pytest.mark.parametrize("threads", [2, 3, 16])
@@ -120,21 +118,21 @@ def test_bits_are_the_same_at_every_number_of_threads(dtype: str, threads: int) 
     arrays = [random_target(numel, dtype, seed) for seed in (1, 2, 3)]
 
     def applied(threads: int) -> list[bytes]:
-        target, beside, velocity = ([one[:9], one[9:].copy()] for one in (a.copy() for a in arrays))
+        target, second, velocity = ([one[:9], one[9:].copy()] for one in (a.copy() for a in arrays))
         gw.apply(messages[3], target, 0.3, threads=threads)
         gw.apply_many(messages, target, 0.3, threads=threads)
-        apply_to_both(messages, target, beside, own=1, scale=0.3, threads=threads)
+        apply_to_both(messages, target, second, own=1, scale=0.3, threads=threads)
         apply_with_momentum(
             messages,
             target,
             velocity,
             momentum=0.7,
             scale=0.3,
-            beside=beside,
-            held=messages[:2],
+            second=second,
+            own=1,
             threads=threads,
         )
-        return [part.tobytes() for part in (*target, *beside, *velocity)]
+        return [part.tobytes() for part in (*target, *second, *velocity)]
 
     assert applied(threads) == applied(1)
 
@@ -149,20 +147,20 @@ def test_a_number_of_threads_that_is_none_is_refused(threads: Any) -> None:
 def test_two_targets_that_differ_or_overlap_are_refused() -> None:
     message = gw.Encoder(4, threshold=1.0).encode(np.ones(4, np.float32))
     target = np.zeros(8, np.float32)
-    for beside, complaint in (
+    for second, complaint in (
         (np.zeros(4), "same sizes and dtypes"),
         ([np.zeros(2, np.float32), np.zeros(2, np.float32)], "same sizes and dtypes"),
         (np.zeros(5, np.float32), "5"),
         (target[2:6], "overlaps"),
     ):
         with pytest.raises(ValueError, match=complaint):
-            apply_to_both([message], target[:4], beside, own=None, scale=1.0)
+            apply_to_both([message], target[:4], second, own=None, scale=1.0)
     assert not target.any()
 
 
-@pytest.mark.parametrize("held", [[], [0], [1, 3]])
+@pytest.mark.parametrize("own", [None, 0, 1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_what_messages_add_goes_on_with_momentum(dtype: str, held: list[int]) -> None:
+def test_momentum_repeats_a_part_of_the_sum_of_messages(dtype: str, own: int | None) -> None:
     """All values are multiples of 2^-12 and small, so every sum is exact whatever its order."""
     numel = 100_000  # several blocks
     rng = np.random.default_rng(11)
@@ -172,24 +170,24 @@ def test_what_messages_add_goes_on_with_momentum(dtype: str, held: list[int]) ->
         for threshold, one in zip((0.25, 0.5, 0.96875), updates, strict=False)
     ]
     messages.append(dense_message(updates[3]))
-    target, beside, velocity = (
+    target, second, velocity = (
         (rng.integers(-512, 512, numel) / 2.0**9).astype(dtype) for _ in range(3)
     )
     added = 0.25 * sum(gw.decode(message).astype(np.float64) for message in messages)
     goes = 0.5 * (velocity + added)
-    held_sum = sum((gw.decode(messages[number]).astype(np.float64) for number in held), 0.0)
-    expected = target + added + goes, beside + added + goes - held_sum, goes
-    parts = [[one[:70_001], one[70_001:]] for one in (target, velocity, beside)]
+    own_sum = 0.0 if own is None else gw.decode(messages[own]).astype(np.float64)
+    expected = target + added + goes, second + added + goes - own_sum, goes
+    parts = [[one[:70_001], one[70_001:]] for one in (target, velocity, second)]
     apply_with_momentum(
         messages,
         parts[0],
         parts[1],
         momentum=0.5,
         scale=0.25,
-        beside=parts[2],
-        held=[messages[number] for number in held],
+        second=parts[2],
+        own=own,
     )
-    for found, wanted in zip((target, beside, velocity), expected, strict=True):
+    for found, wanted in zip((target, second, velocity), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
 
 
@@ -197,26 +195,25 @@ def test_momentum_needs_no_second_target_and_refuses_what_does_not_fit() -> None
     message = gw.Encoder(4, threshold=1.0).encode(np.ones(4, np.float32))
     target, velocity = np.zeros(8, np.float32), np.zeros(4, np.float32)
 
-    def call(velocity: Any, beside: Any, momentum: float = 0.5) -> None:
+    def call(velocity: Any, second: Any, momentum: float = 0.5) -> None:
         apply_with_momentum(
             [message],
             target[:4],
             velocity,
             momentum=momentum,
             scale=1.0,
-            beside=beside,
-            held=[],
+            second=second,
         )
 
-    for velocities, beside, complaint in (
+    for velocities, second, complaint in (
         (np.zeros(4), [], "target and velocity must be arrays of the same sizes and dtypes"),
         (np.zeros(5, np.float32), [], "5"),
         (target[2:6], [], "overlaps"),
-        (velocity, np.zeros(4), "target and beside must be arrays of the same sizes and dtypes"),
+        (velocity, np.zeros(4), "target and second must be arrays of the same sizes and dtypes"),
         (velocity, velocity, "overlaps"),
     ):
         with pytest.raises(ValueError, match=complaint):
-            call(velocities, beside)
+            call(velocities, second)
     with pytest.raises(ValueError, match="not finite"):
         call(velocity, [], math.nan)
     assert not target.any()

@@ -20,8 +20,6 @@ const char* dtype_name(Dtype dtype) {
     return "none";
 }
 
-uint64_t itemsize(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
-
 Dtype numpy_dtype(const py::array& array, const std::string& name) {
     const py::dtype dtype = array.dtype();
     if (dtype.byteorder() != '>') {
@@ -101,7 +99,7 @@ HostArray from_buffer(py::handle object, const std::string& name) {
     else
         refuse_dtype(name, "format \"" + format + "\" (buffer protocol)");
     result.data = view->buf;
-    result.numel = static_cast<uint64_t>(view->len) / itemsize(result.dtype);
+    result.numel = static_cast<uint64_t>(view->len) / bytes_per_element(result.dtype);
     result.writable = !view->readonly;
     result.hold = view;
     return result;
@@ -164,7 +162,7 @@ HostArray from_dlpack_capsule(py::handle object, const py::object& capsule, cons
     }
     auto* managed = static_cast<DlpackManaged*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
     if (!managed) throw py::error_already_set();
-    // The old capsule cannot say "read-only"; JAX arrays are, and are recognised by having no item assignment.
+    // The old capsule has no read-only flag. JAX arrays are read-only and are recognised by their attribute `at`.
     HostArray result = from_dlpack_tensor(managed->tensor, !py::hasattr(object, "at"), name);
     PyCapsule_SetName(capsule.ptr(), "used_dltensor");
     result.hold = std::shared_ptr<void>(managed, [](void* p) {
@@ -174,7 +172,7 @@ HostArray from_dlpack_capsule(py::handle object, const py::object& capsule, cons
     return result;
 }
 
-uint64_t HostArray::bytes() const { return numel * itemsize(dtype); }
+uint64_t HostArray::bytes() const { return numel * bytes_per_element(dtype); }
 
 HostArrays::HostArrays(py::handle object, const char* role) : HostArrays(object, role, borrow) {}
 
@@ -182,8 +180,8 @@ HostArrays::HostArrays(py::handle object, const char* role, const Borrow& borrow
     : role_(role), sequence_(PyList_Check(object.ptr()) || PyTuple_Check(object.ptr())) {
     const auto add = [&](py::handle item, const std::string& name) {
         HostArray array = borrow(item, name);
-        if (array.numel > 0 && reinterpret_cast<uintptr_t>(array.data) % itemsize(array.dtype) != 0)
-            throw py::value_error(name + " is not aligned to its " + std::to_string(itemsize(array.dtype)) +
+        if (array.numel > 0 && reinterpret_cast<uintptr_t>(array.data) % bytes_per_element(array.dtype) != 0)
+            throw py::value_error(name + " is not aligned to its " + std::to_string(bytes_per_element(array.dtype)) +
                                   "-byte elements");
         arrays_.push_back(std::move(array));
     };
@@ -236,7 +234,7 @@ void HostArrays::require_targets() const {
                                  ", which would round most updates away; apply to float32 or float64 (a master copy)");
         if (!array.writable) throw py::value_error(name(i) + " is read-only, so nothing can be added to it");
     }
-    // Neighbours in order of address are the only ones that can overlap.
+    // Only neighbours in the order of addresses can overlap.
     std::vector<size_t> order(arrays_.size());
     for (size_t i = 0; i < order.size(); ++i) order[i] = i;
     std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return arrays_[a].data < arrays_[b].data; });

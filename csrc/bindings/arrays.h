@@ -1,7 +1,7 @@
 // Python arrays as plain pointers, without a copy: NumPy arrays, buffers and DLPack producers in host memory.
 //
-// What cannot be taken as it is gets refused: TypeError for a wrong dtype, ValueError for a wrong device, layout,
-// overlap or a read-only target. While a HostArrays lives, the memory behind it stays alive.
+// Arrays that would need a copy are refused: TypeError for a wrong dtype, ValueError for a wrong device, layout,
+// overlap or a read-only target. A HostArrays keeps the memory of its arrays alive.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -12,24 +12,24 @@
 #include <string>
 #include <vector>
 
-#include "../codec.h"
+#include "../common/arrays.h"
 
 namespace gradwire::bindings {
 
 namespace py = pybind11;
 
-// An array where it lies, in host memory or (device_arrays.h) a device's.
+// One array, in host memory or (device_arrays.h) in the memory of a device.
 struct HostArray {
     void* data = nullptr;
     uint64_t numel = 0;
     Dtype dtype = Dtype::kNone;
     bool writable = false;
-    std::shared_ptr<void> hold;  // keeps a borrowed buffer or DLPack tensor
+    std::shared_ptr<void> hold;  // keeps a borrowed buffer or DLPack tensor alive
 
     uint64_t bytes() const;
 };
 
-// One array or a list or tuple of arrays. `role` ("update", "target") begins every error.
+// One array, or a list or tuple of arrays. `role` ("update", "target") is the first word of every error.
 class HostArrays {
   public:
     HostArrays(py::handle object, const char* role);
@@ -55,14 +55,14 @@ class HostArrays {
     bool sequence_;
 };
 
-// What a reader of any sort of array needs.
+// Helpers for readers of all kinds of arrays.
 [[noreturn]] void refuse_dtype(const std::string& name, const std::string& dtype);
 [[noreturn]] void refuse_layout(const std::string& name);
 
-// Takes what DLPack's capsule holds; `object` lent it.
+// Take the tensor out of a DLPack capsule that `object` produced.
 HostArray from_dlpack_capsule(py::handle object, const py::object& capsule, const std::string& name);
 
-// Calls object.__dlpack__ for a capsule of version 1 where the producer knows it (only that one says "read-only");
+// Call object.__dlpack__, for a capsule of version 1 if the producer supports it: only version 1 has a read-only flag.
 // `stream` is passed on unless it is None.
 py::object dlpack_capsule(py::handle object, const py::object& stream, const std::string& name);
 

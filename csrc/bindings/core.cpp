@@ -1,11 +1,15 @@
-// The module gradwire._core. Inputs are checked first, then the GIL is released once, then plain C++ runs.
+// The module gradwire._core: check the inputs, release the GIL once, call the core.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <cmath>
 
-#include "../array_cursor.h"
+#include "../apply.h"
+#include "../common/scalars.h"
+#include "../cpu/kernels.h"
+#include "../dense.h"
+#include "../encoder.h"
 #include "arrays.h"
 #include "errors.h"
 #include "exclusive.h"
@@ -14,7 +18,7 @@
 namespace gradwire::bindings {
 namespace {
 
-// Checks that arrays are as large as others and of the same dtypes, and apart from them.
+// Check that arrays have the sizes and dtypes of others and do not overlap them.
 void require_alike(const HostArrays& arrays, const std::string& name, const std::vector<Array>& others,
                    const std::string& name_of_others) {
     arrays.require_targets();
@@ -32,7 +36,7 @@ class PyEncoder {
   public:
     PyEncoder(uint64_t numel, bool float64, unsigned threads)
         : encoder_(numel, float64 ? Dtype::kFloat64 : Dtype::kFloat32, threads) {
-        kernels();  // a forced instruction set that is not usable shows here
+        kernels();  // throws if GRADWIRE_ISA names an unusable instruction set
     }
 
     py::tuple encode(const py::object& update, double threshold, uint8_t flags, uint32_t key, uint32_t step,
@@ -46,11 +50,11 @@ class PyEncoder {
         options.sample_density = sample_density;
         Encoded encoded = with_update(
             update, [&](const std::vector<ConstArray>* arrays) { return encoder_.encode(arrays, options); });
-        py::object tail = py::none();
+        const SampledQuantiles& sampled = encoded.quantiles;
+        py::object quantiles = py::none();
         if (sample_density > 0)
-            tail = py::make_tuple(encoded.tail.now, encoded.tail.shuffled, encoded.tail.next, encoded.tail.same,
-                                  encoded.tail.agreement);
-        return py::make_tuple(Message(std::move(encoded.message)), encoded.skipped, tail);
+            quantiles = py::make_tuple(sampled.now, sampled.shuffled, sampled.next, sampled.same, sampled.agreement);
+        return py::make_tuple(Message(std::move(encoded.message)), encoded.skipped, quantiles);
     }
 
     py::tuple encode_dense(const py::object& update, const std::string& dtype, uint32_t key, uint32_t step,
@@ -125,7 +129,7 @@ class PyEncoder {
     std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
 };
 
-// An encode without an encoder: on a residual of the caller's, leaving out what is not finite.
+// Encode from the caller's residual, without an encoder; elements that are not finite are left out.
 Message encode_into(const py::object& residual, const py::object& update, double threshold, uint32_t key,
                     uint32_t step) {
     const HostArrays own(residual, "residual");
@@ -154,7 +158,7 @@ unsigned checked_threads(int64_t threads) {
     return static_cast<unsigned>(threads);
 }
 
-// Checks messages against the arrays that they are to be added to.
+// Check messages against their target arrays.
 std::vector<MessageView> views_for(const HostArrays& arrays, const std::vector<const Message*>& messages,
                                    double scale) {
     arrays.require_targets();
@@ -182,41 +186,42 @@ void apply_all(const std::vector<const Message*>& messages, const py::object& ta
     apply_messages(views, targets, scale, nullptr, count);
 }
 
-void apply_to_both(const std::vector<const Message*>& messages, const py::object& target, const py::object& beside,
+void apply_to_both(const std::vector<const Message*>& messages, const py::object& target, const py::object& second,
                    size_t own, double scale, int64_t threads) {
     const HostArrays arrays(target, "target");
-    const HostArrays others(beside, "beside");
+    const HostArrays others(second, "second");
     const std::vector<MessageView> views = views_for(arrays, messages, scale);
     views_for(others, messages, scale);
     const std::vector<Array> targets = arrays.targets();
-    require_alike(others, "beside", targets, "target");
-    const Beside second{others.targets(), own};
+    require_alike(others, "second", targets, "target");
+    const SecondTarget second_target{others.targets(), own};
     const unsigned count = checked_threads(threads);
     const py::gil_scoped_release release;
-    apply_messages(views, targets, scale, &second, count);
+    apply_messages(views, targets, scale, &second_target, count);
 }
 
 void apply_with_momentum_to(const std::vector<const Message*>& messages, const py::object& target,
-                            const py::object& velocity, double momentum, double scale, const py::object& beside,
-                            const std::vector<const Message*>& held, int64_t threads) {
+                            const py::object& velocity, double momentum, double scale, const py::object& second,
+                            size_t own, int64_t threads) {
     if (!std::isfinite(momentum)) throw py::value_error("momentum is not finite");
     const HostArrays arrays(target, "target");
     const HostArrays velocities(velocity, "velocity");
-    const HostArrays others(beside, "beside");
+    const HostArrays others(second, "second");
     const std::vector<MessageView> views = views_for(arrays, messages, scale);
     views_for(velocities, messages, scale);
     const std::vector<Array> targets = arrays.targets();
     require_alike(velocities, "velocity", targets, "target");
     const Momentum outer{velocities.targets(), momentum};
-    const Holding second{others.targets(), views_for(arrays, held, -1.0)};
-    if (!second.targets.empty()) {
+    const SecondTarget second_target{others.targets(), own};
+    const bool has_second = !second_target.targets.empty();
+    if (has_second) {
         views_for(others, messages, scale);
-        require_alike(others, "beside", targets, "target");
-        require_alike(others, "beside", outer.velocity, "velocity");
+        require_alike(others, "second", targets, "target");
+        require_alike(others, "second", outer.velocity, "velocity");
     }
     const unsigned count = checked_threads(threads);
     const py::gil_scoped_release release;
-    apply_with_momentum(views, targets, scale, outer, second, count);
+    apply_with_momentum(views, targets, scale, outer, has_second ? &second_target : nullptr, count);
 }
 
 void apply(const Message& message, const py::object& target, double scale, int64_t threads) {
@@ -247,7 +252,7 @@ Message dense(const py::object& values, const std::string& dtype, uint32_t key, 
                            : parts[0].dtype == Dtype::kFloat64 ? DenseType::kFloat64
                                                                : DenseType::kFloat32;
     const py::gil_scoped_release release;
-    return Message(code_dense(parts[0], type, key, step));
+    return Message(encode_dense(parts[0], type, key, step));
 }
 
 uint64_t max_message_bytes(uint64_t numel, bool dense, const std::string& dtype) {
@@ -273,10 +278,10 @@ void register_encoder(py::module_& module) {
 void register_apply(py::module_& module) {
     module.def("apply", &apply, py::arg("message"), py::arg("target"), py::arg("scale"), py::arg("threads"));
     module.def("apply_many", &apply_all, py::arg("messages"), py::arg("target"), py::arg("scale"), py::arg("threads"));
-    module.def("apply_to_both", &apply_to_both, py::arg("messages"), py::arg("target"), py::arg("beside"),
+    module.def("apply_to_both", &apply_to_both, py::arg("messages"), py::arg("target"), py::arg("second"),
                py::arg("own"), py::arg("scale"), py::arg("threads"));
     module.def("apply_with_momentum", &apply_with_momentum_to, py::arg("messages"), py::arg("target"),
-               py::arg("velocity"), py::arg("momentum"), py::arg("scale"), py::arg("beside"), py::arg("held"),
+               py::arg("velocity"), py::arg("momentum"), py::arg("scale"), py::arg("second"), py::arg("own"),
                py::arg("threads"));
     module.def("decode", &decode, py::arg("message"));
     module.def("dense", &dense, py::arg("values"), py::arg("dtype"), py::arg("key"), py::arg("step"));

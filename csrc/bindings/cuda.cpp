@@ -1,5 +1,5 @@
-// The module gradwire._cuda. Inputs are checked first, then the GIL is released once, then work is enqueued. Only what
-// says so waits for the device.
+// The module gradwire._cuda: check the inputs, release the GIL once, enqueue work. Only documented functions wait for
+// the device.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -7,9 +7,12 @@
 #include <cmath>
 #include <map>
 
-#include "../cuda/codec.h"
+#include "../common/error.h"
+#include "../common/scalars.h"
+#include "../cuda/apply.h"
+#include "../cuda/encoder.h"
 #include "../cuda/ranges.h"
-#include "../error.h"
+#include "../message.h"
 #include "device_arrays.h"
 #include "errors.h"
 #include "exclusive.h"
@@ -32,7 +35,7 @@ void translate_cuda(std::exception_ptr pointer) {
     }
 }
 
-// Why there is no usable device; empty where there is one. Leaves no error behind.
+// Return why there is no usable device, or an empty string. Clears the error of the runtime.
 std::string unusable() {
     int driver = 0, devices = 0;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
@@ -58,21 +61,19 @@ class PyMessage {
 
     MessageBuffer& buffer() const { return *buffer_; }
 
-    // Waits for the device and raises what became of the message.
+    // Wait for the device, and throw if the update or the message was refused.
     void check() const {
         {
             const py::gil_scoped_release release;
             buffer_->wait();
         }
         const cuda::MessageStatus& status = *buffer_->status;
-        if (status.refused)
-            throw NonFiniteUpdate(nonfinite_text(status.nonfinite, status.first_nonfinite), status.nonfinite,
-                                  status.first_nonfinite);
+        if (status.refused) throw NonFiniteUpdate(status.nonfinite, status.first_nonfinite);
         if (status.failure != 0)
             throw MessageError(std::string("the message was refused: ") + cuda::failure_text(status.failure));
     }
 
-    // The message in host memory: the pinned copy, or one made now.
+    // Return the message in host memory: the pinned copy, or a new copy.
     MessageView view() {
         check();
         if (buffer_->on_host) return read_message(buffer_->on_host, buffer_->capacity);
@@ -89,13 +90,6 @@ class PyMessage {
     }
 
   private:
-    static std::string nonfinite_text(uint64_t count, uint64_t first) {
-        return std::to_string(count) +
-               " elements of the update or its sum with the residual are not finite, the first at index " +
-               std::to_string(first) +
-               "; nothing was sent and the finite part is in the residual: mend the update, or use "
-               "on_nonfinite=\"skip\"";
-    }
     void copy_from_device() {
         const DeviceScope scope(buffer_->device);
         if (buffer_->capacity < kHeaderBytes)
@@ -115,7 +109,7 @@ class PyMessage {
     std::vector<uint8_t> copy_;
 };
 
-// A device buffer that the caller lends for messages: uint8, contiguous, 16-byte aligned.
+// A device buffer of the caller's for messages: uint8, contiguous, 16-byte aligned.
 struct LentBytes {
     uint8_t* data;
     uint64_t size;
@@ -146,7 +140,7 @@ class PyEncoder {
           encoder_(device, numel, float64 ? Dtype::kFloat64 : Dtype::kFloat32, policy_of(policy), threshold),
           pool_(std::make_shared<cuda::BufferPool>(device, capacity())) {}
 
-    // Enough for a ternary message.
+    // Return the size of a buffer for ternary messages.
     uint64_t capacity() const { return cuda::message_capacity(max_ternary_bytes(encoder_.numel())); }
 
     PyMessage encode(const py::object& update, uint32_t key, bool skip_nonfinite, const std::string& dense,
@@ -174,7 +168,7 @@ class PyEncoder {
         return PyMessage(buffer, out);
     }
 
-    // Waits for the device.
+    // Wait for the device.
     py::dict state() {
         const Exclusive exclusive(busy_);
         cuda::EncoderState state{};
@@ -205,7 +199,7 @@ class PyEncoder {
         encoder_.set_policy(policy_of(policy));
     }
 
-    // Both wait for the device: a caller's stream may write to the residual.
+    // Both functions wait for the device, because any stream may write to the residual.
     py::array residual_to_host() {
         const Exclusive exclusive(busy_);
         const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(encoder_.numel())};
@@ -263,11 +257,11 @@ class PyEncoder {
         CUDA_TRY(cudaDeviceSynchronize());
         CUDA_TRY(cudaMemcpy(to, from, encoder_.numel() * (float64_ ? 8 : 4), kind));
     }
-    // Memory of the caller's is looked up by its address, so that an encode inside of a graph allocates nothing.
+    // The caller's memory is looked up by its address, so that an encode inside a graph allocates nothing.
     std::shared_ptr<MessageBuffer> buffer_for(const py::object& out, uint64_t needed) {
         if (out.is_none()) {
-            if (needed == capacity()) return pool_->take();
-            return std::make_shared<cuda::BufferPool>(encoder_.device(), needed)->take();
+            if (needed == capacity()) return pool_->acquire();
+            return std::make_shared<cuda::BufferPool>(encoder_.device(), needed)->acquire();
         }
         const LentBytes lent = lent_bytes(out, "out");
         if (lent.device != encoder_.device())
@@ -290,7 +284,7 @@ class PyEncoder {
     std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
 };
 
-// Working memory for encodes without an encoder: one for each device, size, type and stream, kept.
+// The working memory of encode_into, kept for each device, size, dtype and stream.
 struct Borrowing {
     cuda::DeviceEncoder encoder;
     std::shared_ptr<MessageBuffer> buffer;
@@ -349,8 +343,8 @@ class Upload {
     cuda::StreamMemory memory_;
 };
 
-// Messages are this module's, whose device memory is read behind their last use, or anything with the buffer protocol
-// whose bytes have been checked on the host.
+// A message is a CudaMessage, which is read after its last use, or an object with the buffer protocol whose bytes have
+// been checked on the host.
 void apply_many(const py::list& messages, const py::object& target, double scale, int device, uintptr_t number) {
     const cudaStream_t stream = stream_of(number);
     const DeviceArrays arrays(target, "target", device, stream);
@@ -382,7 +376,7 @@ void apply_many(const py::list& messages, const py::object& target, double scale
     {
         const py::gil_scoped_release release;
         cuda::apply_on_device(device, refs, targets, scale, stream);
-        // Pinned host bytes are read when the stream gets there, and they belong to the caller.
+        // The copy of pinned host bytes, which belong to the caller, is asynchronous.
         if (from_host) CUDA_TRY(cudaStreamSynchronize(stream));
     }
     for (MessageBuffer* buffer : used) buffer->end_use(stream);
@@ -391,11 +385,11 @@ void apply_many(const py::list& messages, const py::object& target, double scale
 void register_message(py::module_& module) {
     const auto field = [](auto member) { return [member](PyMessage& m) { return m.view().header.*member; }; };
     py::class_<PyMessage>(module, "CudaMessage", py::buffer_protocol(),
-                          "A message in device memory. Whatever asks for its bytes or fields waits for the device, and "
-                          "raises what became of it.")
+                          "A message in device memory. Reading its bytes or fields waits for the device, and raises if "
+                          "the update or the message was refused.")
         .def_buffer(&PyMessage::bytes)
         .def_static("at", &message_at, py::arg("buffer"),
-                    "Return the message that an array of uint8 on a device holds; it is checked when it is applied.")
+                    "Return the message in an array of uint8 on a device; it is checked when it is applied.")
         .def("check", &PyMessage::check)
         .def_property_readonly("device", [](const PyMessage& m) { return m.buffer().device; })
         .def_property_readonly("memory",

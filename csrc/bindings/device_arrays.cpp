@@ -8,7 +8,7 @@
 namespace gradwire::bindings {
 namespace {
 
-// The int that Python's protocols use for a stream: 1 is the legacy default one, which CUDA itself calls 0.
+// Return the int for a stream in Python's protocols: 1 is the legacy default stream, which is 0 in CUDA.
 py::object stream_number(cudaStream_t stream) {
     const auto number = reinterpret_cast<uintptr_t>(stream);
     return py::int_(number == 0 ? 1 : number);
@@ -16,7 +16,7 @@ py::object stream_number(cudaStream_t stream) {
 
 bool is_on_cuda(int dlpack_type) { return dlpack_type == kDlpackCuda || dlpack_type == kDlpackCudaManaged; }
 
-// (type, id) of a DLPack producer; (0, 0) where the object is none.
+// Return (type, id) of a DLPack producer; (0, 0) for other objects.
 std::pair<int, int> dlpack_device_of(py::handle object) {
     if (!py::hasattr(object, "__dlpack_device__")) return {0, 0};
     return object.attr("__dlpack_device__")().cast<std::pair<int, int>>();
@@ -28,7 +28,7 @@ int device_of_pointer(const void* data) {
     return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged ? attributes.device : -1;
 }
 
-// Work on `stream` waits for what is on `producer` now.
+// Make `stream` wait for the present work on `producer`.
 void wait_for(cudaStream_t producer, cudaStream_t stream) {
     if (producer == stream) return;
     cudaEvent_t event = nullptr;
@@ -131,13 +131,13 @@ py::dict OwnArray::cuda_array_interface() const {
     interface["data"] = py::make_tuple(reinterpret_cast<uintptr_t>(data_), false);
     interface["strides"] = py::none();
     interface["version"] = 3;
-    interface["stream"] = py::none();  // whoever reads it orders its stream behind ours
+    interface["stream"] = py::none();  // the consumer orders its stream
     return interface;
 }
 
 std::string OwnArray::dtype() const { return (typestr_[1] == 'f' ? "float" : "uint") + std::to_string(8 * itemsize()); }
 
-// The capsule keeps the array (and with it its owner) until the consumer is done.
+// The capsule keeps the array and its owner alive until the consumer is done.
 py::capsule OwnArray::dlpack(const py::object& self) const {
     auto* lent = new Lent{};
     lent->shape[0] = static_cast<int64_t>(numel_);
@@ -153,7 +153,7 @@ py::capsule OwnArray::dlpack(const py::object& self) const {
         delete done;
     };
     return py::capsule(&lent->managed, "dltensor", [](PyObject* capsule) {
-        if (!PyCapsule_IsValid(capsule, "dltensor")) return;  // taken, and renamed by the taker
+        if (!PyCapsule_IsValid(capsule, "dltensor")) return;  // consumed, and renamed by the consumer
         auto* managed = static_cast<DlpackManaged*>(PyCapsule_GetPointer(capsule, "dltensor"));
         managed->deleter(managed);
     });
@@ -162,8 +162,8 @@ py::capsule OwnArray::dlpack(const py::object& self) const {
 void register_own_array(py::module_& module) {
     py::class_<OwnArray>(
         module, "DeviceArray",
-        "A flat array on a device, for CuPy, torch, JAX and Numba to take without a copy: DLPack and the "
-        "CUDA array interface.")
+        "A flat array on a device that CuPy, torch, JAX and Numba can use without a copy: DLPack and the CUDA "
+        "array interface.")
         .def_property_readonly("__cuda_array_interface__", &OwnArray::cuda_array_interface)
         .def(
             "__dlpack__",

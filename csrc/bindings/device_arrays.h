@@ -1,4 +1,4 @@
-// Arrays in a device's memory, without a copy, and what of ours others can see as such an array.
+// Arrays in device memory, without a copy, and memory of this library as arrays for other libraries.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,18 +7,17 @@
 
 namespace gradwire::bindings {
 
-// One array or a list or tuple of arrays on one device, lent through DLPack or the CUDA array interface. Work on
-// `stream` comes behind what the producer has enqueued: DLPack's producers see to that, the interface (version 3) names
-// its stream.
+// One array, or a list or tuple of arrays, on one device, through DLPack or the CUDA array interface. `stream` waits
+// for the producer's work: DLPack producers order it themselves, and version 3 of the interface names its stream.
 class DeviceArrays : public HostArrays {
   public:
     DeviceArrays(py::handle object, const char* role, int device, cudaStream_t stream);
 };
 
-// The device that an array, or the first of a sequence, lies on; -1 for anything that lies on none.
+// Return the device of an array, or of the first of a sequence; -1 if it is on none.
 int device_of(py::handle object);
 
-// A flat array of ours, which its owner keeps alive: float32, float64 or uint8.
+// A flat array of this library, kept alive by its owner: float32, float64 or uint8.
 class OwnArray {
   public:
     OwnArray(py::object owner, void* data, uint64_t numel, const char* typestr, int device)

@@ -1,4 +1,4 @@
-// The parts of the DLPack ABI that we read. Source: the DLPack specification, C API, versions 0.8 and 1.0.
+// The parts of the DLPack ABI that the bindings use. Source: the DLPack specification, C API, versions 0.8 and 1.0.
 #pragma once
 
 #include <cstdint>

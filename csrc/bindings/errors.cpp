@@ -2,7 +2,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include "../error.h"
+#include "../common/error.h"
 
 namespace gradwire::bindings {
 

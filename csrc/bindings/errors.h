@@ -1,4 +1,4 @@
-// The core's exceptions as the Python classes of the same name, for both modules.
+// The exceptions of the core as the Python classes of the same name, for both modules.
 #pragma once
 
 #include <exception>
@@ -8,7 +8,7 @@ namespace gradwire::bindings {
 // For pybind11::register_exception_translator.
 void translate(std::exception_ptr pointer);
 
-// Sets the Python exception gradwire.errors.<name>.
+// Set the Python exception gradwire.errors.<name>.
 void set_error(const char* name, const char* what);
 
 }  // namespace gradwire::bindings

@@ -1,4 +1,4 @@
-// Takes an encoder for one call; a second thread in it meanwhile is a mistake worth an error, not a corrupt residual.
+// Guards an encoder for the duration of a call: a second thread gets an exception instead of a corrupt residual.
 #pragma once
 
 #include <atomic>

@@ -6,7 +6,10 @@
 #include <cmath>
 #include <cstring>
 
-#include "../error.h"
+#include "../common/error.h"
+#include "../common/scalars.h"
+#include "../entry_list.h"
+#include "../ternary_encoder.h"
 
 namespace gradwire::bindings {
 namespace {
@@ -90,9 +93,8 @@ Message from_entries(const Positions& positions, const Signs& negative, uint64_t
         words.back().changed |= uint64_t{1} << (at % 64);
         words.back().negative |= uint64_t{negative.data()[i]} << (at % 64);
     }
-    std::vector<ChunkCoder> coders;
-    return Message(code_ternary(words.data(), words.size(), static_cast<uint64_t>(positions.size()),
-                                header_for(numel, threshold, key, step, shakeup), coders));
+    return Message(TernaryEncoder().encode(words.data(), words.size(), static_cast<uint64_t>(positions.size()),
+                                           header_for(numel, threshold, key, step, shakeup)));
 }
 
 py::tuple entries(const Message& message) {
@@ -134,23 +136,24 @@ void register_message(py::module_& module) {
     py::class_<Message>(
         module, "Message", py::buffer_protocol(),
         "One encoded update: self-describing bytes, owned or a view of the buffer they were parsed from.\n\n"
-        "bytes(message) copies them, memoryview(message) lends them, read-only.")
+        "bytes(message) copies the bytes, memoryview(message) is a read-only view of them.")
         .def_buffer(&buffer_of)
         .def_static(
             "parse", &parse, py::arg("buffer"),
-            "Return the one message that `buffer` holds, fully checked and without a copy.\n\n"
-            "Args:\n    buffer: contiguous bytes; kept alive, and not to be changed while the message lives.\n\n"
-            "Raises:\n    MessageError: the bytes are no valid message, or bytes follow it.")
+            "Return the single message in `buffer`, fully checked and without a copy.\n\n"
+            "Args:\n    buffer: contiguous bytes, which must not change while the message is in use; kept alive.\n\n"
+            "Raises:\n    MessageError: the bytes are not a valid message, or more bytes follow.")
         .def_static("from_entries", &from_entries, py::arg("positions"), py::arg("negative"), py::kw_only(),
                     py::arg("numel"), py::arg("threshold"), py::arg("key") = 0, py::arg("step") = 0,
                     py::arg("shakeup") = false,
                     "Return the ternary message that changes the given elements.\n\n"
-                    "Args:\n    positions: int64[count], rising.\n    negative: bool[count], true where minus.\n\n"
+                    "Args:\n    positions: int64[count], ascending.\n    negative: bool[count], true for minus.\n\n"
                     "Raises:\n    MessageError: the threshold is not a positive bfloat16 value.\n"
-                    "    ValueError: positions that do not rise or lie outside of [0, numel).")
+                    "    ValueError: positions are not ascending or outside [0, numel).")
         .def("entries", &entries,
-             "Return the changed elements of a ternary message: int64[count] positions, rising, and bool[count], true "
-             "where minus.")
+             "Return the changed elements of a ternary message: int64[count] positions, ascending, and bool[count], "
+             "true "
+             "for minus.")
         .def_property_readonly(
             "kind", [](const Message& m) { return kind_name(m.view()); },
             "\"sparse\", \"bitmap\" (every chunk is one) or \"dense\".")
@@ -160,7 +163,7 @@ void register_message(py::module_& module) {
         .def_property_readonly("count", field(&Header::count), "Elements changed.")
         .def_property_readonly(
             "threshold", [](const Message& m) { return m.view().threshold(); },
-            "What every changed element gets, plus or minus; 0.0 in a dense message.")
+            "The amount added to or subtracted from every changed element; 0.0 in a dense message.")
         .def_property_readonly(
             "is_shakeup", [](const Message& m) { return (m.view().header.flags & kFlagShakeUp) != 0; },
             "Whether this is a periodic message with a smaller threshold.")
@@ -177,13 +180,13 @@ void register_message(py::module_& module) {
         .def("__eq__", &same_bytes, py::is_operator())
         .def("__repr__", &represent)
         .def("__reduce__", [](const py::object& self) {
-            // pickle takes no function of pybind11's, such as Message.parse itself.
+            // pickle does not support functions of pybind11, such as Message.parse.
             const py::object parse =
                 py::module_::import("operator").attr("methodcaller")("parse", to_bytes(self.cast<const Message&>()));
             return py::make_tuple(parse, py::make_tuple(py::type::of(self)));
         });
     module.def("parse_many", &parse_many, py::arg("buffer"),
-               "Return the messages that `buffer` holds, one behind the other, as Message.parse does.");
+               "Return the messages in `buffer`, one after the other, checked as by Message.parse.");
 }
 
 }  // namespace gradwire::bindings

@@ -1,11 +1,11 @@
-// The Python class Message: bytes that it owns, or a view of somebody's buffer.
+// The Python class Message: owned bytes, or a view of a borrowed buffer.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 #include <memory>
 
-#include "../codec.h"
+#include "../message.h"
 
 namespace gradwire::bindings {
 

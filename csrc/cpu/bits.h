@@ -1,5 +1,5 @@
-// Bit tricks for one instruction set's translation unit. Include inside its anonymous namespace-using file only: all is
-// `static inline`, so that no copy compiled for a newer processor can be linked into code for an older one.
+// Bit operations for the translation unit of one instruction set. The functions are in an anonymous namespace, so that
+// no copy compiled for a newer processor can be linked into code for an older one.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ inline unsigned leading_zeros(uint64_t word) { return static_cast<unsigned>(__bu
 inline unsigned popcount(uint64_t word) { return static_cast<unsigned>(__builtin_popcountll(word)); }
 inline uint64_t low_bits(unsigned bits) { return bits >= 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1; }
 
-// The bits of `word` under `mask`, packed to the low end.
+// Return the bits of `word` under `mask`, packed to the low end.
 inline uint64_t gather_bits(uint64_t word, uint64_t mask) {
 #if defined(__BMI2__)
     return _pext_u64(word, mask);
@@ -28,7 +28,7 @@ inline uint64_t gather_bits(uint64_t word, uint64_t mask) {
 #endif
 }
 
-// The low bits of `word`, spread to the set bits of `mask`.
+// Return the low bits of `word`, spread to the set bits of `mask`.
 inline uint64_t scatter_bits(uint64_t word, uint64_t mask) {
 #if defined(__BMI2__)
     return _pdep_u64(word, mask);
@@ -40,7 +40,7 @@ inline uint64_t scatter_bits(uint64_t word, uint64_t mask) {
 #endif
 }
 
-// The lowest `count` set bits of `mask`.
+// Return the lowest `count` set bits of `mask`.
 inline uint64_t lowest_set(uint64_t mask, unsigned count) {
 #if defined(__BMI2__)
     return _pdep_u64(low_bits(count), mask);
@@ -51,19 +51,19 @@ inline uint64_t lowest_set(uint64_t mask, unsigned count) {
 #endif
 }
 
-// One more than the index of the last one among the first `bits` bits; 0 without any.
+// Return one more than the index of the last set bit among the first `bits` bits; 0 if none is set.
 inline uint64_t last_one(const uint64_t* words, uint64_t bits) {
     for (uint64_t i = (bits + 63) / 64; i-- > 0;)
         if (words[i] != 0) return i * 64 + 64 - leading_zeros(words[i]);
     return 0;
 }
 
-// Appends bit fields to zeroed or not yet written memory; up to 8 bytes beyond the last bit get written.
+// Appends bit fields to zeroed or unwritten memory. Up to 8 bytes beyond the last bit are written.
 class BitWriter {
   public:
     explicit BitWriter(uint64_t* words) : at_(reinterpret_cast<uint8_t*>(words)), begin_(at_) {}
 
-    // `value` has no bit set at or above `bits`, and bits <= 56.
+    // Append the low `bits` <= 56 bits of `value`, whose other bits are zero.
     void put(uint64_t value, unsigned bits) {
         pending_ |= value << fill_;
         fill_ += bits;
@@ -78,7 +78,7 @@ class BitWriter {
         put(value & low_bits(32), 32);
         put(value >> 32, bits - 32);
     }
-    // `zeros` zeros, then a one.
+    // Append `zeros` zeros, then a one.
     void put_unary(uint64_t zeros) {
         for (; zeros > 55; zeros -= 56) put(0, 56);
         put(uint64_t{1} << zeros, static_cast<unsigned>(zeros) + 1);
@@ -93,9 +93,9 @@ class BitWriter {
     unsigned fill_ = 0;
 };
 
-inline constexpr unsigned kWindow = 56;  // bits that BitSource::bits_at always gives
+inline constexpr unsigned kWindow = 56;  // fewer bits than BitSource::bits_at always returns
 
-// Reads bit fields from memory that is not padded and may change meanwhile: never beyond its end.
+// Reads bit fields from memory that is not padded and may change at any time; never reads beyond its end.
 struct BitSource {
     const uint8_t* bytes;
     uint64_t size;
@@ -108,9 +108,9 @@ struct BitSource {
             for (unsigned i = 0; byte + i < size; ++i) word |= uint64_t{bytes[byte + i]} << (8 * i);
         return word;
     }
-    // At least 57 bits from `bit` on; zeros beyond the end.
+    // Return at least 57 bits from `bit` on; zeros beyond the end.
     uint64_t bits_at(uint64_t bit) const { return word_at(bit >> 3) >> (bit & 7); }
-    // All 64 of them.
+    // Return 64 bits from `bit` on.
     uint64_t word_at_bit(uint64_t bit) const { return (bits_at(bit) & low_bits(56)) | bits_at(bit + 56) << 56; }
 };
 

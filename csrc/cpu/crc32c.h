@@ -54,7 +54,7 @@ struct Crc32cTable {
     }
 };
 
-// Eight bytes at a time from eight tables ("slicing by 8", Kounavis and Berry 2005).
+// Eight bytes at a time from eight tables. Source: Kounavis and Berry 2005, "slicing by 8".
 uint32_t crc32c(uint32_t crc, const uint8_t* bytes, uint64_t size) {
     static constexpr Crc32cTable kTable;
     for (; size >= 8; size -= 8, bytes += 8) {

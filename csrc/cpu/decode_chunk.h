@@ -1,18 +1,18 @@
-// Decoding kernels. Nothing here trusts that the bytes are those that were validated: every read stays inside the
-// stream and every write inside the target.
+// Decoding kernels. The bytes may have changed after validation, so every read stays inside the stream and every write
+// inside the target whatever the bytes are.
 //
-// The i-th listed element's quotient ends with the one at bit T of the chunk's quotients, so that the quotients up to
-// it sum up to T - i, and its position is ((T - i) << k) + (sum of the remainders up to it) + i.
+// The quotient of the i-th listed element ends with the one at bit T of the chunk's quotients. The quotients up to that
+// bit sum to T - i, so the element's position is ((T - i) << k) + (sum of the remainders up to element i) + i.
 #pragma once
 
+#include "../common/scalars.h"
 #include "bits.h"
 #include "kernels.h"
-#include "scalars.h"
 
 namespace gradwire {
 namespace {
 
-// Sums packed fields of up to 8 bits: counts each of their bits over a whole window at once.
+// Sum packed fields of up to 8 bits: count each of their bits over a whole window at once.
 inline uint64_t sum_narrow_fields(const BitSource& source, uint64_t bit, uint64_t windows, unsigned rice) {
     const unsigned per_window = kWindow / rice;
     uint64_t lowest = 0;  // the lowest bit of every field
@@ -25,7 +25,8 @@ inline uint64_t sum_narrow_fields(const BitSource& source, uint64_t bit, uint64_
     return sum;
 }
 
-// Wider fields: adds every second one in place, with the bits of its neighbour as room, 2^8 windows at a time.
+// Sum wider fields: add every second field in place, which may overflow into the bits of its neighbour, for up to 2^8
+// windows at a time.
 inline uint64_t sum_wide_fields(const BitSource& source, uint64_t bit, uint64_t windows, unsigned rice) {
     const unsigned per_window = kWindow / rice;
     uint64_t even_fields = 0;
@@ -76,7 +77,7 @@ inline Entry make_entry(uint64_t distance, uint64_t minus) {
     return (static_cast<Entry>(distance) & ~kEntryMinus) | static_cast<Entry>(minus << 31);
 }
 
-// Where listing stands inside a chunk: `i` listed elements read, their remainders' sum, the next quotient bit.
+// Progress inside a chunk: listed elements read, the sum of their remainders, the next quotient bit.
 struct ListState {
     uint64_t i;
     uint64_t sum;
@@ -86,11 +87,11 @@ struct ListState {
 #if defined(__AVX2__) && defined(__BMI2__)
 #define GRADWIRE_LISTS_BYTES 1
 
-// Up to this k the positions that one byte of quotients leads to fit into bytes themselves: 8 * 2^4 + 7 < 256.
+// Up to this k the positions in one byte of quotients fit into bytes: 8 * 2^4 + 7 < 256.
 inline constexpr unsigned kMostByteRice = 4;
 
 struct QuotientBytes {
-    uint64_t sums[256];  // byte j: quotients up to the byte's j-th one, within the byte
+    uint64_t sums[256];  // byte j of an entry: the quotients up to the j-th one, within the byte
     constexpr QuotientBytes() : sums() {
         for (unsigned byte = 0; byte < 256; ++byte) {
             unsigned ones = 0;
@@ -103,8 +104,9 @@ struct QuotientBytes {
     }
 };
 
-// Eight positions at a time, in the bytes of a word: quotients from a table, remainders summed up by a multiplication.
-// Ends where fewer than eight entries are wanted, or `stop` is near, or less than a byte of quotients is left.
+// List eight positions at a time, in the bytes of a word: quotients from a table, remainders summed by a
+// multiplication. End where fewer than eight entries are wanted, `stop` is near, or less than a byte of quotients is
+// left.
 inline void list_bytes(const BitSource& source, const Chunk& chunk, uint64_t first, uint64_t stop, uint64_t end,
                        Entry* out, ListState& state) {
     static constexpr QuotientBytes kQuotients;
@@ -135,10 +137,10 @@ inline void list_bytes(const BitSource& source, const Chunk& chunk, uint64_t fir
     }
 }
 
-// For wider remainders: four positions at a time, in the 16-bit lanes of a word. 56 << 10 plus four remainders fit.
+// Up to this k four positions fit into the 16-bit lanes of a word: 56 << 10 plus four remainders.
 inline constexpr unsigned kMostFourRice = 10;
 
-// Ends where fewer than four entries are wanted, lie in a window or lie before `stop`.
+// List four positions at a time. End where fewer than four entries are wanted, are in a window, or are before `stop`.
 inline void list_fours(const BitSource& source, const Chunk& chunk, uint64_t first, uint64_t stop, uint64_t end,
                        Entry* out, ListState& state) {
     constexpr uint64_t kEveryLane = 0x0001000100010001;
@@ -152,7 +154,7 @@ inline void list_fours(const BitSource& source, const Chunk& chunk, uint64_t fir
         uint64_t window = source.bits_at(chunk.quotient_bit + state.at) & low_bits(kWindow);
         uint64_t signs = source.bits_at(chunk.sign_bit + state.i);
         unsigned fours = popcount(window) / 4;
-        if (fours == 0) return;  // quotients far above the usual
+        if (fours == 0) return;  // unusually large quotients
         for (; fours > 0 && state.i + 4 <= end; --fours, signs >>= 4, state.i += 4) {
             uint64_t ones = trailing_zeros(window);
             for (unsigned lane = 1; lane < 4; ++lane) {
@@ -183,13 +185,13 @@ inline void list_fours(const BitSource& source, const Chunk& chunk, uint64_t fir
 #endif
 
 uint64_t list_entries(const uint8_t* stream, uint64_t stream_bytes, ChunkCursor& cursor, uint64_t first, uint64_t stop,
-                      Entry* out, uint64_t room) {
+                      Entry* out, uint64_t capacity) {
     const BitSource source{stream, stream_bytes};
     const Chunk& chunk = cursor.chunk;
     const unsigned rice = chunk.shape.rice;
     const uint64_t mask = low_bits(rice);
     const uint64_t begin = cursor.listed_done;
-    const uint64_t end = chunk.shape.listed - begin < room ? chunk.shape.listed : begin + room;
+    const uint64_t end = chunk.shape.listed - begin < capacity ? chunk.shape.listed : begin + capacity;
     ListState state{begin, cursor.remainder_sum, cursor.quotient_at};
 #if defined(GRADWIRE_LISTS_BYTES)
     if (rice >= 1 && rice <= kMostByteRice) list_bytes(source, chunk, first, stop, end, out, state);
@@ -217,7 +219,7 @@ uint64_t list_entries(const uint8_t* stream, uint64_t stream_bytes, ChunkCursor&
     return state.i - begin;
 }
 
-// By its bits: a branch on a sign is mispredicted every second time.
+// Set the sign by its bit, because a branch on a sign is mispredicted every second time.
 inline float with_sign(float quantum, Entry entry) {
     return bit_cast<float>(bit_cast<uint32_t>(quantum) ^ (entry & kEntryMinus));
 }
@@ -231,11 +233,10 @@ inline void add_entry(Entry entry, Target* target, uint64_t numel, Target quantu
     if (__builtin_expect(at < numel, 1)) target[at] += with_sign(quantum, entry);
 }
 
-// Bytes that must move: per entry 4 read, and the cache line of its target read and written.
+// Memory traffic per entry: 4 bytes read, and the cache line of its target read and written.
 template <class Target>
 void add_entries(const Entry* entries, uint64_t count, Target* target, uint64_t numel, Target quantum, bool scattered) {
-    // Into the second-level cache: the first has too few lines on their way at a time (2.0 against 3.4 ms for 16 x
-    // 16,777).
+    // Prefetch into the second-level cache: the first has too few lines in flight (2.0 against 3.4 ms for 16 x 16,777).
     if (scattered)
         for (uint64_t i = 0; i < count; ++i) {
             __builtin_prefetch(target + (entries[i + kPrefetchAhead] & ~kEntryMinus), 0, 1);

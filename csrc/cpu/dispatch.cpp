@@ -1,7 +1,7 @@
 #include <atomic>
 #include <cstdlib>
 
-#include "../error.h"
+#include "../common/error.h"
 #include "kernels.h"
 
 namespace gradwire {

@@ -1,4 +1,4 @@
-// Pass 2: the streams of one chunk, from the list of mask words. Written once, compiled for every instruction set.
+// Pass 2: the streams of one chunk, from the list of mask words. Compiled for every instruction set.
 #pragma once
 
 #include "bits.h"
@@ -8,7 +8,7 @@ namespace gradwire {
 namespace {
 
 uint64_t skip_changed(ListPlace& place, uint64_t changed) {
-    uint64_t wanted = changed + place.skip;  // counted from the begin of the word
+    uint64_t wanted = changed + place.skip;  // counted from the start of the word
     unsigned here = popcount(place.word->changed);
     while (here <= wanted) {
         wanted -= here;
@@ -23,7 +23,7 @@ uint64_t skip_changed(ListPlace& place, uint64_t changed) {
     return end;
 }
 
-// Calls f(base, changed, negative) for the chunk's listed words, cut to the chunk's own changed elements.
+// Call f(base, changed, negative) for the words of the chunk, with the changed elements of this chunk only.
 template <class F>
 inline void for_each_word(const ChunkSource& source, F f) {
     uint64_t left = source.shape.changed;
@@ -46,7 +46,7 @@ inline void write_signs(const ChunkSource& source, uint64_t* out) {
     signs.finish();
 }
 
-// The changed bits of the chunk, from its first element on. Returns the number of bits up to the last changed one.
+// Write the changed bits of the chunk, from its first element on. Return the number of bits up to the last changed one.
 inline uint64_t write_bitmap(const ChunkSource& source, uint64_t* out) {
     const uint64_t words = (source.shape.span + 63) / 64 + 1;
     std::memset(out, 0, words * 8);
@@ -65,16 +65,16 @@ inline uint64_t write_bitmap(const ChunkSource& source, uint64_t* out) {
     return bits;
 }
 
-// Rice codes, four distances to a write of each stream.
+// Writes Rice codes, four distances to a write of each stream.
 class RiceWriter {
   public:
     RiceWriter(const ChunkStreams& out, uint64_t begin, unsigned rice)
         : remainders_(out.remainders), quotients_(out.quotients), next_(begin), rice_(rice), mask_(low_bits(rice)) {}
 
-    // Lists the set bits of the word of elements `base` and on.
+    // List the set bits of the word that begins at element `base`.
     void list(uint64_t base, uint64_t bits) {
         const unsigned count = popcount(bits);
-        // Four at a time whether or not there are four: a loop that ends with the bits is mispredicted at every word.
+        // Always four at a time, because a loop that ends with the last bit is mispredicted at every word.
         for (unsigned i = 0; i < count; i += 4)
             for (unsigned lane = 0; lane < 4; ++lane, bits &= bits - 1)
                 positions_[held_ + i + lane] = base + trailing_zeros(bits | kNoneLeft);
@@ -83,7 +83,7 @@ class RiceWriter {
     }
     uint64_t finish() {
         write_fours();
-        for (unsigned i = 0; i < held_; ++i) write(take_distance(positions_[i]));
+        for (unsigned i = 0; i < held_; ++i) write(next_distance(positions_[i]));
         remainders_.finish();
         quotients_.finish();
         return quotients_.bits();
@@ -93,7 +93,7 @@ class RiceWriter {
     static constexpr unsigned kBatch = 256;
     static constexpr uint64_t kNoneLeft = uint64_t{1} << 63;  // keeps trailing_zeros defined
 
-    uint64_t take_distance(uint64_t position) {
+    uint64_t next_distance(uint64_t position) {
         const uint64_t distance = position - next_;
         next_ = position + 1;
         return distance;
@@ -134,11 +134,11 @@ class RiceWriter {
     uint64_t positions_[kBatch + 128];
 };
 
-// Up to kMostDenseRice most bytes of the bitmap hold a listed element or several, and a table codes a byte at once.
-// What a byte gives depends, besides its bits, on the gap before it modulo 2^k.
+// The code of one byte of a bitmap. Up to kMostDenseRice most bytes hold listed elements, so a table of bytes is faster
+// than a list of distances. The code depends on the byte and on the gap before it modulo 2^k.
 struct ByteCode {
     uint32_t remainders;
-    uint16_t quotients;  // a zero for every 2^k elements of gap that end here, a one for every listed element
+    uint16_t quotients;  // a zero for every 2^k elements of a gap, a one for every listed element
     uint8_t remainder_bits;
     uint8_t quotient_bits;
 };
@@ -167,7 +167,7 @@ struct ByteCodes {
     }
 };
 
-// Rice-codes a bitmap of `bits` bits.
+// Rice-encode a bitmap of `bits` bits.
 template <unsigned kRice>
 uint64_t write_dense_rice(const uint64_t* bitmap, uint64_t bits, const ChunkStreams& out) {
     static constexpr ByteCodes<kRice> kCodes;
@@ -215,7 +215,7 @@ inline uint64_t write_dense(const ChunkSource& source, const ChunkStreams& out) 
     const uint64_t written = source.shape.rice == 1   ? write_dense_rice<1>(out.bitmap, bits, out)
                              : source.shape.rice == 2 ? write_dense_rice<2>(out.bitmap, bits, out)
                                                       : write_dense_rice<3>(out.bitmap, bits, out);
-    return last_one(out.quotients, written);  // without the zeros of the gap behind the last listed element
+    return last_one(out.quotients, written);  // without the zeros of the gap after the last listed element
 }
 
 inline uint64_t write_changed(const ChunkSource& source, const ChunkStreams& out) {

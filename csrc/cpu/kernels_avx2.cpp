@@ -36,7 +36,7 @@ struct Lanes32 {
         const Vector sum = _mm256_blendv_ps(value, _mm256_add_ps(value, quantum), lanes_of(changed));
         return _mm256_blendv_ps(sum, _mm256_sub_ps(value, quantum), lanes_of(minus));
     }
-    static Vector take(Vector value, Vector passing, Vector threshold) {
+    static Vector extract(Vector value, Vector passing, Vector threshold) {
         const Vector quantum = _mm256_or_ps(_mm256_and_ps(value, _mm256_set1_ps(-0.0F)), threshold);
         return _mm256_blendv_ps(value, _mm256_sub_ps(value, quantum), passing);
     }
@@ -72,7 +72,7 @@ struct Lanes64 {
         const Vector sum = _mm256_blendv_pd(value, _mm256_add_pd(value, quantum), lanes_of(changed));
         return _mm256_blendv_pd(sum, _mm256_sub_pd(value, quantum), lanes_of(minus));
     }
-    static Vector take(Vector value, Vector passing, Vector threshold) {
+    static Vector extract(Vector value, Vector passing, Vector threshold) {
         const Vector quantum = _mm256_or_pd(_mm256_and_pd(value, _mm256_set1_pd(-0.0)), threshold);
         return _mm256_blendv_pd(value, _mm256_sub_pd(value, quantum), passing);
     }

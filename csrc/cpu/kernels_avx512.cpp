@@ -28,7 +28,7 @@ struct Lanes32 {
         const Vector sum = _mm512_mask_add_ps(value, static_cast<__mmask16>(changed), value, quantum);
         return _mm512_mask_sub_ps(sum, static_cast<__mmask16>(minus), value, quantum);
     }
-    static Vector take(Vector value, __mmask16 passing, Vector threshold) {
+    static Vector extract(Vector value, __mmask16 passing, Vector threshold) {
         // (value & sign bit) | threshold
         const __m512i quantum = _mm512_ternarylogic_epi32(_mm512_castps_si512(value), _mm512_set1_epi32(INT32_MIN),
                                                           _mm512_castps_si512(threshold), 0xea);
@@ -59,7 +59,7 @@ struct Lanes64 {
         const Vector sum = _mm512_mask_add_pd(value, static_cast<__mmask8>(changed), value, quantum);
         return _mm512_mask_sub_pd(sum, static_cast<__mmask8>(minus), value, quantum);
     }
-    static Vector take(Vector value, __mmask8 passing, Vector threshold) {
+    static Vector extract(Vector value, __mmask8 passing, Vector threshold) {
         const __m512i quantum = _mm512_ternarylogic_epi64(_mm512_castpd_si512(value), _mm512_set1_epi64(INT64_MIN),
                                                           _mm512_castpd_si512(threshold), 0xea);
         return _mm512_mask_sub_pd(value, passing, value, _mm512_castsi512_pd(quantum));

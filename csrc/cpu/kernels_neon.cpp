@@ -37,7 +37,7 @@ struct Lanes32 {
         const Vector sum = vbslq_f32(lanes_of(changed), vaddq_f32(value, quantum), value);
         return vbslq_f32(lanes_of(minus), vsubq_f32(value, quantum), sum);
     }
-    static Vector take(Vector value, uint32x4_t passing, Vector threshold) {
+    static Vector extract(Vector value, uint32x4_t passing, Vector threshold) {
         const Vector quantum = vbslq_f32(vdupq_n_u32(0x80000000U), value, threshold);
         return vbslq_f32(passing, vsubq_f32(value, quantum), value);
     }
@@ -73,7 +73,7 @@ struct Lanes64 {
         const Vector sum = vbslq_f64(lanes_of(changed), vaddq_f64(value, quantum), value);
         return vbslq_f64(lanes_of(minus), vsubq_f64(value, quantum), sum);
     }
-    static Vector take(Vector value, uint64x2_t passing, Vector threshold) {
+    static Vector extract(Vector value, uint64x2_t passing, Vector threshold) {
         const Vector quantum = vbslq_f64(vdupq_n_u64(0x8000000000000000U), value, threshold);
         return vbslq_f64(passing, vsubq_f64(value, quantum), value);
     }

@@ -1,4 +1,4 @@
-// Plain C++, one element at a time: runs everywhere and says most plainly what the other tables do faster.
+// Plain C++, one element at a time: runs on every processor and is the most readable of the tables.
 #include "table.h"
 
 namespace gradwire {
@@ -23,7 +23,7 @@ struct ScalarLanes {
     static Vector add_signed(Vector value, uint64_t changed, uint64_t minus, Vector quantum) {
         return changed & 1 ? value + (minus & 1 ? -quantum : quantum) : value;
     }
-    static Vector take(Vector value, bool passing, Vector threshold) {
+    static Vector extract(Vector value, bool passing, Vector threshold) {
         return passing ? value - (value < 0 ? -threshold : threshold) : value;
     }
 };

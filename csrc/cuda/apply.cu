@@ -1,19 +1,21 @@
-// The decoder's kernels and the order in which they run.
+// The kernels of the decoder and their order.
 //
 //   read    a block for each message: header, directory
-//   check   the messages' bytes once more: checksum, every chunk's streams
-//   apply   a block for each window of the target: every message in turn     the touched sectors, read and written
+//   check   all bytes of the messages: checksum, the streams of every chunk
+//   apply   a block for each window of the target: every message in order
 //
-// A message's chunks are decoded by every window that they reach into, whole; a chunk of 2^e changed elements is one or
-// two rounds of a block, so this is cheaper than to remember where to begin. The bytes that move are those of the
-// target.
+// A chunk is decoded completely in every window that it overlaps. A chunk of 2^e changed elements takes one or two
+// rounds of a block, so that storing where to begin would cost more. Memory traffic: the touched sectors of the target,
+// read and written.
+#include "apply.h"
+
 #include <algorithm>
 
-#include "codec.h"
 #include "crc_tables.cuh"
 #include "decode_chunk.h"
 #include "device_team.cuh"
 #include "launch.cuh"
+#include "plan.h"
 #include "ranges.h"
 
 namespace gradwire::cuda {
@@ -36,14 +38,14 @@ struct StatusTable {
     MessageStatus* statuses[kMostMessages];
 };
 
-// What the checks of one message sum up to.
+// The totals of the checks of one message.
 struct MessageChecks {
     uint32_t crc;
     uint32_t failure;
     uint32_t blocks_done;
 };
 
-// One call's memory: a record for each of its messages, and one word that stops all of them.
+// The memory of one call: a record for each message, and one word that stops all of them.
 struct Work {
     ReadMessage* messages;
     MessageChecks* checks;
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(kBlock, 2)
     }
 }
 
-// Enough windows to fill the device, none so small that decoding outweighs adding.
+// Return the size of a window: enough windows to fill the device, none so small that decoding dominates.
 uint64_t window_for(uint64_t numel, int device) {
     int processors = 0;
     CUDA_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
@@ -126,11 +128,10 @@ uint64_t window_for(uint64_t numel, int device) {
 }  // namespace
 
 void apply_on_device(int device, const std::vector<DeviceMessageRef>& messages, const std::vector<Array>& targets,
-                     double scale, Stream stream) {
+                     double scale, cudaStream_t stream) {
     if (messages.empty()) return;
     const DeviceScope scope(device);
-    uint64_t numel = 0;
-    for (const Array& target : targets) numel += target.numel;
+    const uint64_t numel = total_numel(targets);
     const auto count = static_cast<uint32_t>(messages.size());
     Work work{};
     work.entries_each = most_chunks(numel);

@@ -1,4 +1,4 @@
-// Bit tricks for host and device, and a writer of bits whose neighbours are written by other threads.
+// Bit operations for host and device, a writer for runs of bits next to those of other threads, and a bounded reader.
 #pragma once
 
 #include <cstdint>
@@ -32,13 +32,13 @@ GRADWIRE_HD inline unsigned highest_bit(uint64_t word) {
 }
 GRADWIRE_HD inline uint64_t low_bits(unsigned bits) { return bits >= 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1; }
 
-// The index of the `rank`-th set bit, counted from 0; there are more than `rank`.
+// Return the index of the `rank`-th set bit, counted from 0; more than `rank` bits are set.
 GRADWIRE_HD inline unsigned nth_bit(uint64_t word, unsigned rank) {
     for (; rank > 0; --rank) word &= word - 1;
     return lowest_bit(word);
 }
 
-// The low four bits of each of eight bytes, packed.
+// Pack the low four bits of each of eight bytes.
 GRADWIRE_HD inline uint32_t pack_nibbles(uint64_t bytes) {
     bytes &= 0x0f0f0f0f0f0f0f0fU;
     bytes = (bytes | bytes >> 4) & 0x00ff00ff00ff00ffU;
@@ -57,14 +57,14 @@ GRADWIRE_HD inline uint8_t* put_varint(uint8_t* to, uint64_t value) {
     return to;
 }
 
-// Writes a run of bits into words that are zero. A word that lies wholly inside the run is stored; the run's first and
-// last word may hold bits of other threads' runs and are OR-ed.
+// Writes a run of bits into words that are zero. Words inside the run are stored; the first and the last may hold bits
+// of other threads' runs and are OR-ed.
 class BitRunWriter {
   public:
     GRADWIRE_HD BitRunWriter(uint32_t* words, uint64_t bit)
         : word_(words + bit / 32), fill_(static_cast<unsigned>(bit % 32)), shared_(fill_ > 0) {}
 
-    // Up to 32 bits; those above `bits` are zero.
+    // Append up to 32 bits; those above `bits` are zero.
     GRADWIRE_HD void put(uint32_t value, unsigned bits) {
         pending_ |= uint64_t{value} << fill_;
         fill_ += bits;
@@ -112,8 +112,8 @@ class BitRunWriter {
     bool shared_;
 };
 
-// Reads bits of memory that ends after `size` bytes, begins anywhere and may not be what it was when it was checked:
-// never beyond its end, with zeros there.
+// Reads bits of memory at any alignment that may have changed since it was checked. Never reads beyond `size` bytes;
+// returns zeros there.
 struct ByteSource {
     const uint8_t* bytes;
     uint64_t size;
@@ -125,15 +125,15 @@ struct ByteSource {
             if (byte + i < size) word |= uint64_t{bytes[byte + i]} << (8 * i);
         return word;
     }
-    // At least 57 bits from `bit` on.
+    // Return at least 57 bits from `bit` on.
     GRADWIRE_HD uint64_t bits_at(uint64_t bit) const { return word_at(bit >> 3) >> (bit & 7); }
-    // All 64 of them.
+    // Return 64 bits from `bit` on.
     GRADWIRE_HD uint64_t word_at_bit(uint64_t bit) const {
         return (bits_at(bit) & low_bits(56)) | bits_at(bit + 56) << 56;
     }
 
   private:
-    // Four more bytes may be read behind the eight.
+    // Reads up to four bytes beyond the eight.
     GRADWIRE_HD static uint64_t whole_word_at(const uint8_t* at) {
 #if defined(__CUDA_ARCH__)
         const auto address = reinterpret_cast<uintptr_t>(at);

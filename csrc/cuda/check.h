@@ -1,4 +1,4 @@
-// Every call of the CUDA runtime goes through CUDA_TRY, which says what failed and where, and leaves no error behind.
+// CUDA_TRY for every call of the CUDA runtime: an exception with the call, its place and the error, which it clears.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,13 +15,13 @@ struct CudaError : std::runtime_error {
 
 inline void check_call(cudaError_t error, const char* call, const char* file, int line) {
     if (error == cudaSuccess) return;
-    cudaGetLastError();  // the runtime repeats an error until somebody asks for it
+    cudaGetLastError();  // clears the error
     const char* slash = std::strrchr(file, '/');
     throw CudaError(std::string(slash ? slash + 1 : file) + ":" + std::to_string(line) + ": " + call + ": " +
                     cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
 }
 
-// Makes a device the current one for a scope.
+// Makes a device the current one within a scope.
 class DeviceScope {
   public:
     explicit DeviceScope(int device);

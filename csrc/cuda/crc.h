@@ -1,8 +1,9 @@
-// CRC-32C in parallel. The remainder of a concatenation is the first part's, multiplied by x^(bits behind it), plus the
-// second's; so slices are summed up on their own, shifted to their places and XOR-ed.
-// Source: M. Adler's crc32_combine (zlib) for the idea; arithmetic modulo P in reflected order, where bit 31 is x^0.
+// CRC-32C in parallel. The remainder of a concatenation is that of the first part, times x^(bits of the second), plus
+// that of the second. The remainders of slices are computed separately, shifted to their places and XOR-ed. Source: M.
+// Adler's crc32_combine (zlib); arithmetic modulo P in reflected order, where bit 31 is x^0.
 #pragma once
 
+#include "../common/format.h"
 #include "bits.h"
 
 namespace gradwire::cuda {
@@ -19,7 +20,7 @@ GRADWIRE_HD inline constexpr uint32_t multiply_modulo(uint32_t a, uint32_t b) {
     return product;
 }
 
-// power[i] = x^(8 * 2^i): what shifts by 2^i bytes.
+// power[i] = x^(8 * 2^i) shifts by 2^i bytes.
 struct ShiftPowers {
     uint32_t power[56];
 };
@@ -30,7 +31,7 @@ constexpr ShiftPowers make_shift_powers() {
     return powers;
 }
 
-// Slicing by four, Kounavis and Berry 2005.
+// Source: Kounavis and Berry 2005, "slicing by 4".
 struct CrcTables {
     uint32_t entry[4][256];
 };
@@ -53,7 +54,7 @@ GRADWIRE_HD inline uint32_t shift_bytes(const ShiftPowers& powers, uint32_t crc,
     return crc;
 }
 
-// The remainder of `count` bytes from `from` on, the header's checksum taken as zero.
+// Return the remainder of `count` bytes from `from` on, with the header's checksum taken as zero.
 GRADWIRE_HD inline uint32_t crc_of_slice(const CrcTables& tables, const ByteSource& message, uint64_t from,
                                          uint64_t count) {
     uint32_t crc = 0;
@@ -68,7 +69,7 @@ GRADWIRE_HD inline uint32_t crc_of_slice(const CrcTables& tables, const ByteSour
     return crc;
 }
 
-// Team `block` of `blocks`: adds its whole slices to `*sum`, each shifted by the whole slices behind it.
+// Add the whole slices of team `block` of `blocks` to `*sum`, each shifted by the whole slices after it.
 template <class Team>
 GRADWIRE_TEAM void add_slices(Team& team, unsigned block, unsigned blocks, const CrcTables& tables,
                               const ShiftPowers& powers, const ByteSource& message, uint32_t* sum) {
@@ -88,7 +89,7 @@ GRADWIRE_TEAM void add_slices(Team& team, unsigned block, unsigned blocks, const
     });
 }
 
-// The checksum, from the sum of all whole slices; by one thread.
+// Return the checksum, from the sum of all whole slices; by one thread.
 GRADWIRE_HD inline uint32_t finish_crc(const CrcTables& tables, const ShiftPowers& powers, const ByteSource& message,
                                        uint32_t sum) {
     const uint64_t whole = message.size / kCrcSlice * kCrcSlice;

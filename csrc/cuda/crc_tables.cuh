@@ -1,4 +1,4 @@
-// What the checksum needs, in a block's shared memory: threads look up other entries at the same time, which constant
+// The tables of the checksum in shared memory: threads look up different entries at the same time, which constant
 // memory would serve one after the other.
 #pragma once
 
@@ -12,7 +12,7 @@ struct CrcWork {
 };
 __device__ const CrcWork kCrcWork = {make_crc_tables(), make_shift_powers()};
 
-// By a whole block, which waits for all of it.
+// Copy the tables, by a whole block; ends with a barrier.
 __device__ inline void load_crc_work(CrcWork& shared) {
     const auto* from = reinterpret_cast<const uint32_t*>(&kCrcWork);
     auto* to = reinterpret_cast<uint32_t*>(&shared);

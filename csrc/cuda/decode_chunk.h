@@ -1,18 +1,19 @@
-// Decoding a chunk, by one block: for its check, and for the elements it changes inside a window of the target.
+// The decoding of a chunk, by one block: to check it, and to add to the elements it changes inside a window of the
+// target.
 //
-// Each thread takes 32 quotient bits. The i-th listed element's quotient ends with the one at bit T, so its position is
-// ((T - i) << k) + (sum of the remainders up to it) + i; scans give i and that sum. Every read stays inside the message
-// and every write inside the window, also where the bytes are not those that were checked.
+// Each thread decodes 32 quotient bits. The quotient of the i-th listed element ends with the one at bit T, so the
+// element's position is ((T - i) << k) + (sum of the remainders up to element i) + i; scans give i and the sum. Every
+// read stays inside the message and every write inside the window, even if the bytes have changed since the check.
 #pragma once
 
 #include "read_message.h"
-#include "sources.h"
+#include "update_arrays.h"
 
 namespace gradwire::cuda {
 
 inline constexpr unsigned kQuotientBits = 32;  // per thread and round
 
-// A chunk's shape and streams, from its entry.
+// The shape and the streams of a chunk, from its entry.
 struct OpenChunk {
     ChunkShape shape;
     uint64_t begin;
@@ -44,16 +45,16 @@ struct OpenChunk {
     }
 };
 
-// What a round of kThreads * kQuotientBits bits begins with.
+// The totals before a round of kThreads * kQuotientBits bits.
 struct DecodedBefore {
     uint64_t at;          // quotient bits
     uint64_t listed;      // elements
     uint64_t remainders;  // their sum
-    uint64_t reach;       // one behind the last of them
+    uint64_t reach;       // one after the last of them
 };
 
-// Calls visit(i, position, reach before it) for every listed element, position counted from the chunk's begin, each
-// from some thread; stops once a round has ended beyond element `stop`. Returns what was there to decode.
+// Call visit(i, position, reach before it) for every listed element, from any thread; positions are counted from the
+// start of the chunk. Stop after the round that reaches element `stop`. Return the totals.
 template <class Team, class Visit>
 GRADWIRE_TEAM DecodedBefore decode_listed(Team& team, const ByteSource& stream, const OpenChunk& chunk, uint64_t stop,
                                           Visit visit) {
@@ -101,7 +102,7 @@ GRADWIRE_TEAM DecodedBefore decode_listed(Team& team, const ByteSource& stream, 
     return round;
 }
 
-// The rules on a chunk's streams, as validate_payload in message.cpp has them.
+// Check the streams of a chunk, as validate_payload in message.cpp does.
 template <class Team>
 GRADWIRE_TEAM uint32_t check_chunk(Team& team, const ByteSource& stream, const OpenChunk& chunk) {
     Local<Team, uint64_t> ones, used, sums;
@@ -125,20 +126,20 @@ GRADWIRE_TEAM uint32_t check_chunk(Team& team, const ByteSource& stream, const O
     const uint64_t unused = chunk.quotient_bits - all_used;
     if (unused >= 8 || (!chunk.last && unused > 0)) return kBadStream;
     const uint64_t quotients = all_used - shape.listed;
-    const uint64_t room = shape.span - shape.listed;
-    if (quotients > room >> shape.rice || (quotients << shape.rice) + remainders > room) return kBadStream;
+    const uint64_t unlisted = shape.span - shape.listed;
+    if (quotients > unlisted >> shape.rice || (quotients << shape.rice) + remainders > unlisted) return kBadStream;
     const uint64_t reached = (quotients << shape.rice) + remainders + shape.listed;
     if (!chunk.last && shape.listed > 0 && (reached == shape.span) == shape.inverted) return kBadStream;
     return kSound;
 }
 
-// The elements of a target that a block goes over, in the arrays of one launch.
+// The elements of the target that one block processes, in the arrays of one launch.
 class Window {
   public:
     GRADWIRE_HD Window(const ArrayTable& targets, uint64_t from, uint64_t to)
         : begin(from), end(to), targets_(targets), array_(targets.find(from)) {}
 
-    // The amount is rounded once, to the target's type. Outside of the window nothing happens.
+    // Add `amount`, rounded once to the target's type. Elements outside the window are ignored.
     GRADWIRE_HD void add(uint64_t element, double amount) const {
         if (element < begin || element >= end) return;
         unsigned array = array_;
@@ -159,7 +160,7 @@ class Window {
     const unsigned array_;
 };
 
-// Adds +-quantum to what the chunk changes inside the window.
+// Add +-quantum to the changed elements of a chunk inside the window.
 template <class Team>
 GRADWIRE_TEAM void apply_chunk(Team& team, const ByteSource& stream, const OpenChunk& chunk, float quantum,
                                const Window& window) {
@@ -176,7 +177,7 @@ GRADWIRE_TEAM void apply_chunk(Team& team, const ByteSource& stream, const OpenC
         });
         return;
     }
-    // What lies between two listed elements has changed.
+    // The elements between two listed ones have changed.
     const auto add_run = [&](uint64_t begin, uint64_t end, uint64_t listed, uint64_t first, uint64_t step) {
         for (uint64_t p = (begin > from ? begin : from) + first; p < (end < to ? end : to); p += step)
             add(p, p - listed);
@@ -198,7 +199,7 @@ GRADWIRE_HD void add_dense(const ByteSource& payload, uint64_t element, double s
     window.add(element, scale * to_scalar<double>(value));
 }
 
-// A dense message's values in the window, times `scale`.
+// Add the values of a dense message in the window, times `scale`.
 template <class Team>
 GRADWIRE_TEAM void apply_dense(Team& team, const ByteSource& payload, DenseType dtype, double scale,
                                const Window& window) {
@@ -212,7 +213,7 @@ GRADWIRE_TEAM void apply_dense(Team& team, const ByteSource& payload, DenseType 
     });
 }
 
-// One message on one window. Its chunks that do not reach into the window are passed over.
+// Apply one message to one window. Chunks outside the window are skipped.
 template <class Team>
 GRADWIRE_TEAM void apply_message(Team& team, const ByteSource& source, const ReadMessage& message,
                                  const ChunkEntry* entries, double scale, const Window& window) {

@@ -1,29 +1,18 @@
-// Dense messages on a device: the residual's values, raw.
+// Dense messages on a device: the values of the residual, raw.
 #pragma once
 
-#include "lay_out.h"
-#include "sources.h"
+#include "../common/format.h"
+#include "../common/scalars.h"
 
 namespace gradwire::cuda {
 
-// Nearest-even, but a finite value never to infinity, as code.cpp has it.
-template <class Value>
-GRADWIRE_HD uint16_t bfloat16_of(Value value) {
-    constexpr float kMost = 3.3895313892515355e38F;
-    const bool finite = is_finite(value);
-    if (finite && value > Value{kMost}) value = Value{kMost};
-    if (finite && value < Value{-kMost}) value = Value{-kMost};
-    const auto bits = bit_cast<uint32_t>(static_cast<float>(value));
-    if ((bits & 0x7fffffffU) > 0x7f800000U) return static_cast<uint16_t>((bits >> 16) | 0x40U);
-    return static_cast<uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
-}
-
-// Writes one value as the message's type says and takes it out of the residual; what bfloat16 rounds away stays.
+// Write one value in the type of the message and subtract it from the residual, which keeps the rounding error of
+// bfloat16.
 template <class Residual>
 GRADWIRE_HD void send_value(Residual* residual, uint64_t index, DenseType dtype, uint8_t* payload) {
     const Residual value = residual[index];
     if (dtype == DenseType::kBfloat16) {
-        const uint16_t bits = bfloat16_of(value);
+        const uint16_t bits = to_finite_bfloat16(value);
         reinterpret_cast<uint16_t*>(payload)[index] = bits;
         residual[index] = value + static_cast<Residual>(-1.0 * to_scalar<double>(Bfloat16{bits}));
     } else {

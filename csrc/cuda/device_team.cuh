@@ -1,4 +1,4 @@
-// The teams of team.h on a GPU: a phase runs once in every thread, then comes the barrier.
+// The teams of team.h on a GPU: every thread runs a phase once, then waits at the barrier.
 #pragma once
 
 #include "team.h"
@@ -15,7 +15,7 @@ struct ThreadLocal {
     __device__ const T& operator[](unsigned) const { return value; }
 };
 
-// Inclusive, over the lanes of a warp.
+// Inclusive scan over the lanes of a warp.
 template <class Op>
 __device__ uint64_t warp_scan(uint64_t value, Op op) {
     const unsigned lane = threadIdx.x % kWarpThreads;
@@ -45,7 +45,7 @@ class WarpTeam {
     }
 };
 
-// A block's working memory for scans.
+// The working memory of a block for scans.
 template <unsigned kThreads>
 struct BlockScratch {
     uint64_t sums[kThreads / kWarpThreads + 1];
@@ -65,8 +65,7 @@ class BlockTeam {
         f(threadIdx.x);
         __syncthreads();
     }
-    // Warps scan on their own, the first one scans their totals. Ends with a barrier, so that the scratch is free
-    // again.
+    // Each warp scans its lanes, and the first warp scans the totals. Ends with a barrier, so that the scratch is free.
     template <class Op>
     __device__ uint64_t exclusive_scan(Local<uint64_t>& values, uint64_t identity, Op op) {
         constexpr unsigned kWarps = kThreads / kWarpThreads;

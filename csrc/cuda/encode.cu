@@ -1,25 +1,25 @@
-// The encoder's kernels and the order in which they run. Every kernel is a few lines around an algorithm of the
-// headers.
+// The kernels of the encoder and their order. Each kernel is a few lines around an algorithm of the headers.
 //
-//   take       the data once: residual, masks                       12 bytes an element (float32)
-//   plan       one block: scans the groups' counts                   4 bytes for 16,384 elements
-//   size       a block for each chunk: its borders, its quotients    the listed words
-//   lay out    zeros, directory, header                              the message
+//   kernel     work                                                  memory traffic
+//   extract    pass 1 over the data: residual, masks                 12 bytes an element (float32)
+//   plan       one block: a scan of the groups' counts               4 bytes for 16,384 elements
+//   size       a block for each chunk: its borders and quotients     the listed words
+//   layout     zeros, directory, header                              the message
 //   write      a block for each chunk: its bits                      the listed words, the message
-//   clip       only with a clip, and at its turn                     the data
-//   seal       checksum, totals, the next step's threshold           the message
+//   clip       only in a step that clips                             the data
+//   seal       checksum, totals, threshold of the next step          the message
 //   publish    only with a pinned copy                               the message, over the bus
 #include <algorithm>
-#include <limits>
 
-#include "codec.h"
 #include "crc_tables.cuh"
 #include "dense.h"
 #include "device_team.cuh"
+#include "encoder.h"
+#include "extract_tile.h"
 #include "launch.cuh"
+#include "layout.h"
+#include "quantile_sample.h"
 #include "ranges.h"
-#include "tail_sample.h"
-#include "take_tile.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -27,9 +27,9 @@ namespace {
 constexpr unsigned kBlock = 256;
 constexpr unsigned kPlanBlock = 1024;
 constexpr unsigned kWarps = kBlock / kWarpThreads;
-static_assert(kWarps == kGroupTiles, "a block of warps takes a group of tiles");
+static_assert(kWarps == kGroupTiles, "a block of warps for each group of tiles");
 
-// Words of one encoder that only kernels touch.
+// Values of one encoder that only kernels use.
 struct Scratch {
     Plan plan;
     uint32_t crc;
@@ -38,7 +38,7 @@ struct Scratch {
 
 template <class Residual>
 __device__ Residual threshold_of(const EncoderState& state) {
-    return static_cast<Residual>(threshold_value(state.used));
+    return static_cast<Residual>(bfloat16_to_float(state.used));
 }
 
 template <class Residual>
@@ -46,11 +46,11 @@ __device__ Residual endless() {
     return static_cast<Residual>(__int_as_float(0x7f800000));
 }
 
-// A warp for each tile. Against an infinite threshold (`dense`) a finite value never passes: it only accumulates.
+// A warp for each tile. No finite value passes the infinite threshold of `dense`, which therefore only accumulates.
 template <class Residual, class Update>
 __global__ void __launch_bounds__(kBlock)
-    take_kernel(const __grid_constant__ ArrayTable updates, TakeTarget<Residual> to, const EncoderState* state,
-                uint64_t first_group, bool dense) {
+    extract_kernel(const __grid_constant__ ArrayTable updates, ExtractTarget<Residual> to, const EncoderState* state,
+                   uint64_t first_group, bool dense) {
     __shared__ TileShared tiles[kWarps];
     __shared__ uint32_t counts[kWarps];
     const unsigned warp_index = threadIdx.x / kWarpThreads;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kBlock)
     uint32_t count = 0;
     if (tile < to.masks.tile_count()) {
         WarpTeam warp;
-        count = take_tile<WarpTeam, Residual, Update>(warp, to, updates, threshold, tile, tiles[warp_index]);
+        count = extract_tile<WarpTeam, Residual, Update>(warp, to, updates, threshold, tile, tiles[warp_index]);
     }
     if (threadIdx.x % kWarpThreads == 0) counts[warp_index] = count;
     __syncthreads();
@@ -86,15 +86,15 @@ __global__ void __launch_bounds__(kBlock) size_kernel(Masks masks, const Scratch
     for (uint64_t i = blockIdx.x; i < plan.chunks; i += gridDim.x) size_chunk(block, masks, plan, i, records, find);
 }
 
-__global__ void __launch_bounds__(kBlock) lay_out_kernel(Masks masks, const EncoderState* state, uint32_t key,
-                                                         Scratch* scratch, ChunkRecord* records, uint32_t* message) {
+__global__ void __launch_bounds__(kBlock) layout_kernel(Masks masks, const EncoderState* state, uint32_t key,
+                                                        Scratch* scratch, ChunkRecord* records, uint32_t* message) {
     __shared__ BlockScratch<kBlock> sums;
     BlockTeam<kBlock> block(sums);
     const HeaderWords words{state->used, state->flags, key, static_cast<uint32_t>(state->step)};
-    lay_out_message(block, blockIdx.x, gridDim.x, masks, words, &scratch->plan, records, message);
+    layout_message(block, blockIdx.x, gridDim.x, masks, words, &scratch->plan, records, message);
 }
 
-// Where the update was not finite: gives back what was taken, instead.
+// Undoes pass 1 instead if the update was not finite.
 template <class Residual>
 __global__ void __launch_bounds__(kBlock, 3)
     write_kernel(Masks masks, Residual* residual, const EncoderState* state, const Scratch* scratch,
@@ -103,18 +103,18 @@ __global__ void __launch_bounds__(kBlock, 3)
     BlockTeam<kBlock> block(sums);
     const Plan plan = scratch->plan;
     for (uint64_t i = blockIdx.x; i < plan.chunks; i += gridDim.x) write_chunk(block, masks, plan, i, records, message);
-    if (!plan.gives_back) return;
+    if (!plan.restores) return;
     const Residual threshold = threshold_of<Residual>(*state);
     for (uint64_t tile = uint64_t{blockIdx.x} * kBlock + threadIdx.x; tile < masks.tile_count();
          tile += uint64_t{gridDim.x} * kBlock)
-        give_back_tile(masks, residual, threshold, tile);
+        restore_tile(masks, residual, threshold, tile);
 }
 
 template <class Residual>
 __global__ void __launch_bounds__(kBlock)
     clip_kernel(Residual* residual, uint64_t numel, double clip_limit, const Scratch* scratch, EncoderState* state) {
-    if (!state->clips || scratch->plan.gives_back) return;
-    const auto limit = static_cast<Residual>(clip_limit * static_cast<double>(threshold_value(state->rounded)));
+    if (!state->clips || scratch->plan.restores) return;
+    const auto limit = static_cast<Residual>(clip_limit * static_cast<double>(bfloat16_to_float(state->rounded)));
     for (uint64_t i = uint64_t{blockIdx.x} * kBlock + threadIdx.x; i < numel; i += uint64_t{gridDim.x} * kBlock) {
         const Residual value = residual[i];
         if (!(absolute(value) > limit)) continue;
@@ -125,12 +125,12 @@ __global__ void __launch_bounds__(kBlock)
     }
 }
 
-// A dense message but its checksum, or an empty one where the update was not finite.
+// Writes a dense message but its checksum, or an empty message if the update was not finite.
 template <class Residual>
 __global__ void __launch_bounds__(kBlock)
     values_kernel(Residual* residual, uint64_t numel, DenseType dtype, uint32_t key, const EncoderState* state,
                   Scratch* scratch, uint8_t* message) {
-    const bool refused = scratch->plan.gives_back;
+    const bool refused = scratch->plan.restores;
     if (!refused)
         for (uint64_t i = uint64_t{blockIdx.x} * kBlock + threadIdx.x; i < numel; i += uint64_t{gridDim.x} * kBlock)
             send_value(residual, i, dtype, message + kHeaderBytes);
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kBlock)
     scratch->plan.stream_bits = header.payload_bytes * 8;
 }
 
-// The last block to finish writes the checksum, the status and what the next step needs.
+// The last block to finish writes the checksum, the status and the state of the next step.
 __global__ void __launch_bounds__(kBlock) seal_kernel(uint8_t* message, uint64_t numel, Policy policy, bool follows,
                                                       Scratch* scratch, EncoderState* state, MessageStatus* status) {
     __shared__ BlockScratch<kBlock> sums;
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kBlock) seal_kernel(uint8_t* message, uint64_t
     __threadfence();
     const uint32_t crc = finish_crc(work.tables, work.powers, bytes, atomicXor(&scratch->crc, 0U));
     put_field(message + kCrcAt, crc);
-    const bool refused = scratch->plan.gives_back;
+    const bool refused = scratch->plan.restores;
     *status = {0, refused, state->nonfinite.count, state->nonfinite.first};
     if (!refused) finish_step(policy, *state, numel, scratch->plan.count, size, follows);
     clear_step(*state);
@@ -185,37 +185,37 @@ __global__ void __launch_bounds__(kBlock) publish_kernel(const uint4* message, c
         copy[i] = message[i];
 }
 
-// A thread for each group of the sample, one every `stride` elements, whose first element lies in [begin, end).
+// A thread for each sampled group, one every `stride` elements, whose first element is in [begin, end).
 template <class Residual>
 __global__ void __launch_bounds__(kBlock)
     sample_kernel(const __grid_constant__ ArrayTable updates, const Residual* residual, uint64_t begin, uint64_t end,
                   uint64_t numel, uint64_t stride, uint32_t* bins, EncoderState* state) {
     const uint64_t first = ((begin + stride - 1) / stride + uint64_t{blockIdx.x} * kBlock + threadIdx.x) * stride;
     if (first >= end) return;
-    sample_group(residual, updates, first, numel, threshold_of<Residual>(*state), bins, &state->tail);
+    sample_group(residual, updates, first, numel, threshold_of<Residual>(*state), bins, &state->sample);
 }
 
 // A block for each quantile.
 __global__ void __launch_bounds__(kBlock) quantile_kernel(uint32_t* bins, double density, EncoderState* state) {
     __shared__ BlockScratch<kBlock> sums;
     BlockTeam<kBlock> block(sums);
-    const double want = density * static_cast<double>(state->tail.elements);
-    find_quantile(block, bins + blockIdx.x * kTailBins, want, &state->tail.quantile[blockIdx.x]);
+    const double want = density * static_cast<double>(state->sample.elements);
+    find_quantile(block, bins + blockIdx.x * kBins, want, &state->sample.quantile[blockIdx.x]);
 }
 
 __global__ void begin_kernel(EncoderState* state, uint16_t threshold, uint32_t step) {
     state->used = state->rounded = threshold;
-    state->threshold = static_cast<double>(threshold_value(threshold));
+    state->threshold = static_cast<double>(bfloat16_to_float(threshold));
     state->step = step;
     state->flags = 0;
     state->nonfinite = {0, UINT64_MAX};
 }
 
-__global__ void clear_tail_kernel(EncoderState* state) { state->tail = TailWords{}; }
+__global__ void clear_sample_kernel(EncoderState* state) { state->sample = SampleTotals{}; }
 
 }  // namespace
 
-// One allocation, made once.
+// The memory of an encoder: one allocation.
 struct Workspace {
     DeviceMemory<uint8_t> memory;
     uint8_t* residual;
@@ -246,7 +246,7 @@ std::unique_ptr<Workspace> allocate_workspace(uint64_t numel, uint64_t residual_
     const uint64_t counts = reserve(groups * sizeof(uint32_t));
     const uint64_t firsts = reserve((groups + 1) * sizeof(uint64_t));
     const uint64_t records = reserve(most_chunks(numel) * sizeof(ChunkRecord));
-    const uint64_t bins = reserve(kTailQuantiles * kTailBins * sizeof(uint32_t));
+    const uint64_t bins = reserve(kSampleQuantiles * kBins * sizeof(uint32_t));
     work->memory = allocate_device(used);
     uint8_t* base = work->memory.get();
     work->residual = base + residual;
@@ -261,7 +261,7 @@ std::unique_ptr<Workspace> allocate_workspace(uint64_t numel, uint64_t residual_
     CUDA_TRY(cudaMemset(work->residual, 0, residual_bytes));
     CUDA_TRY(cudaMemset(work->state, 0, sizeof(EncoderState)));
     CUDA_TRY(cudaMemset(work->scratch, 0, sizeof(Scratch)));
-    CUDA_TRY(cudaMemset(work->bins, 0, kTailQuantiles * kTailBins * sizeof(uint32_t)));
+    CUDA_TRY(cudaMemset(work->bins, 0, kSampleQuantiles * kBins * sizeof(uint32_t)));
     return work;
 }
 
@@ -269,7 +269,7 @@ std::unique_ptr<Workspace> allocate_workspace(uint64_t numel, uint64_t residual_
 
 DeviceEncoder::DeviceEncoder(int device, uint64_t numel, Dtype dtype, const Policy& policy, double threshold)
     : device_(device), numel_(numel), dtype_(dtype), policy_(policy) {
-    allocate(numel * dtype_bytes(dtype));
+    allocate(numel * bytes_per_element(dtype));
     set_state(threshold, 0, 0);
 }
 
@@ -293,7 +293,7 @@ void* DeviceEncoder::residual() const { return work_->residual; }
 EncoderState DeviceEncoder::state() {
     const DeviceScope scope(device_);
     EncoderState state;
-    CUDA_TRY(cudaDeviceSynchronize());  // a copy would wait for the streams that wait for the default one only
+    CUDA_TRY(cudaDeviceSynchronize());  // a copy does not wait for non-blocking streams
     CUDA_TRY(cudaMemcpy(&state, work_->state, sizeof state, cudaMemcpyDeviceToHost));
     return state;
 }
@@ -315,35 +315,38 @@ unsigned DeviceEncoder::blocks_for(uint64_t work, unsigned per_processor) const 
 }
 
 template <class Residual>
-void DeviceEncoder::take(const std::vector<ConstArray>* update, bool dense, Stream stream) {
-    const TakeTarget<Residual> to{reinterpret_cast<Residual*>(work_->residual), work_->masks, &work_->state->nonfinite};
+void DeviceEncoder::extract(const std::vector<ConstArray>* update, bool dense, cudaStream_t stream) {
+    const ExtractTarget<Residual> to{reinterpret_cast<Residual*>(work_->residual), work_->masks,
+                                     &work_->state->nonfinite};
     const auto launch = [&](auto kernel, const ArrayTable& updates, uint64_t begin, uint64_t end) {
         const uint64_t blocks = (end - begin + kGroupElements - 1) / kGroupElements;
-        CUDA_LAUNCH("take", kernel, static_cast<unsigned>(blocks), kBlock, stream, updates, to, work_->state,
+        CUDA_LAUNCH("extract", kernel, static_cast<unsigned>(blocks), kBlock, stream, updates, to, work_->state,
                     begin / kGroupElements, dense);
     };
     if (numel_ == 0) return;
-    if (!update) return launch(take_kernel<Residual, Accumulated>, ArrayTable{}, 0, numel_);
+    if (!update) return launch(extract_kernel<Residual, Accumulated>, ArrayTable{}, 0, numel_);
     for (const ArrayRange& range : cut_ranges(*update, numel_, kGroupElements)) {
-        // Tiles of other types take the slower way, element by element.
+        // Tiles of other types are read element by element, which is slower.
         switch (static_cast<Dtype>(range.arrays.dtypes[0])) {
-            case Dtype::kFloat32: launch(take_kernel<Residual, float>, range.arrays, range.begin, range.end); break;
+            case Dtype::kFloat32: launch(extract_kernel<Residual, float>, range.arrays, range.begin, range.end); break;
             case Dtype::kFloat64:
                 if constexpr (sizeof(Residual) == 8)
-                    launch(take_kernel<Residual, double>, range.arrays, range.begin, range.end);
+                    launch(extract_kernel<Residual, double>, range.arrays, range.begin, range.end);
                 break;
-            case Dtype::kFloat16: launch(take_kernel<Residual, Half>, range.arrays, range.begin, range.end); break;
-            case Dtype::kBfloat16: launch(take_kernel<Residual, Bfloat16>, range.arrays, range.begin, range.end); break;
+            case Dtype::kFloat16: launch(extract_kernel<Residual, Half>, range.arrays, range.begin, range.end); break;
+            case Dtype::kBfloat16:
+                launch(extract_kernel<Residual, Bfloat16>, range.arrays, range.begin, range.end);
+                break;
             case Dtype::kNone: break;
         }
     }
 }
 
 template <class Residual>
-void DeviceEncoder::sample(const std::vector<ConstArray>* update, Stream stream) {
-    CUDA_LAUNCH("clear_tail", clear_tail_kernel, 1, 1, stream, work_->state);
+void DeviceEncoder::sample(const std::vector<ConstArray>* update, cudaStream_t stream) {
+    CUDA_LAUNCH("clear_sample", clear_sample_kernel, 1, 1, stream, work_->state);
     const auto* residual = reinterpret_cast<const Residual*>(work_->residual);
-    const uint64_t stride = tail_stride(numel_, policy_.density);
+    const uint64_t stride = sample_stride(numel_, policy_.density);
     const auto launch = [&](const ArrayTable& updates, uint64_t begin, uint64_t end) {
         const uint64_t groups = (end - begin) / stride + 1;
         CUDA_LAUNCH("sample", sample_kernel<Residual>, static_cast<unsigned>((groups + kBlock - 1) / kBlock), kBlock,
@@ -354,19 +357,19 @@ void DeviceEncoder::sample(const std::vector<ConstArray>* update, Stream stream)
             launch(range.arrays, range.begin, range.end);
     else
         launch(ArrayTable{}, 0, numel_);
-    CUDA_LAUNCH("quantile", quantile_kernel, kTailQuantiles, kBlock, stream, work_->bins, policy_.density,
+    CUDA_LAUNCH("quantile", quantile_kernel, kSampleQuantiles, kBlock, stream, work_->bins, policy_.density,
                 work_->state);
 }
 
 template <class Residual>
-void DeviceEncoder::code(uint32_t key, bool skip_nonfinite, MessageBuffer& to, Stream stream) {
+void DeviceEncoder::encode_ternary(uint32_t key, bool skip_nonfinite, MessageBuffer& to, cudaStream_t stream) {
     auto* residual = reinterpret_cast<Residual*>(work_->residual);
     auto* message = reinterpret_cast<uint32_t*>(to.on_device);
     const unsigned chunk_blocks = blocks_for(most_chunks(numel_), 6);
     CUDA_LAUNCH("plan", plan_kernel, 1, kPlanBlock, stream, work_->masks, work_->state, skip_nonfinite, work_->scratch);
     CUDA_LAUNCH("size", size_kernel, chunk_blocks, kBlock, stream, work_->masks, work_->scratch, work_->records);
-    CUDA_LAUNCH("lay_out", lay_out_kernel, blocks_for(to.capacity / 16384, 1), kBlock, stream, work_->masks,
-                work_->state, key, work_->scratch, work_->records, message);
+    CUDA_LAUNCH("layout", layout_kernel, blocks_for(to.capacity / 16384, 1), kBlock, stream, work_->masks, work_->state,
+                key, work_->scratch, work_->records, message);
     CUDA_LAUNCH("write", write_kernel<Residual>, chunk_blocks, kBlock, stream, work_->masks, residual, work_->state,
                 work_->scratch, work_->records, message);
     if (policy_.clip_every == 0) return;
@@ -375,7 +378,8 @@ void DeviceEncoder::code(uint32_t key, bool skip_nonfinite, MessageBuffer& to, S
 }
 
 template <class Residual>
-void DeviceEncoder::send_values(DenseType dtype, uint32_t key, bool skip_nonfinite, MessageBuffer& to, Stream stream) {
+void DeviceEncoder::send_values(DenseType dtype, uint32_t key, bool skip_nonfinite, MessageBuffer& to,
+                                cudaStream_t stream) {
     CUDA_LAUNCH("plan", plan_kernel, 1, kPlanBlock, stream, work_->masks, work_->state, skip_nonfinite, work_->scratch);
     CUDA_LAUNCH("values", values_kernel<Residual>, blocks_for(numel_ / kBlock, 8), kBlock, stream,
                 reinterpret_cast<Residual*>(work_->residual), numel_, dtype, key, work_->state, work_->scratch,
@@ -384,14 +388,14 @@ void DeviceEncoder::send_values(DenseType dtype, uint32_t key, bool skip_nonfini
 
 template <class Residual>
 void DeviceEncoder::encode_as(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
-                              MessageBuffer& to, Stream stream) {
+                              MessageBuffer& to, cudaStream_t stream) {
     const bool is_dense = dense != DenseType::kNone;
     if (!is_dense && policy_.rule == Rule::kTargetDensity && numel_ > 0) sample<Residual>(update, stream);
-    take<Residual>(update, is_dense, stream);
+    extract<Residual>(update, is_dense, stream);
     if (is_dense)
         send_values<Residual>(dense, key, skip_nonfinite, to, stream);
     else
-        code<Residual>(key, skip_nonfinite, to, stream);
+        encode_ternary<Residual>(key, skip_nonfinite, to, stream);
     CUDA_LAUNCH("seal", seal_kernel, blocks_for(to.capacity / (kBlock * kCrcSlice), 2), kBlock, stream, to.on_device,
                 numel_, policy_, !is_dense, work_->scratch, work_->state, to.status);
     if (!to.on_host) return;
@@ -400,7 +404,7 @@ void DeviceEncoder::encode_as(const std::vector<ConstArray>* update, uint32_t ke
 }
 
 void DeviceEncoder::encode(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
-                           MessageBuffer& to, Stream stream) {
+                           MessageBuffer& to, cudaStream_t stream) {
     const DeviceScope scope(device_);
     to.begin_use(stream);
     if (dtype_ == Dtype::kFloat64)
@@ -411,7 +415,7 @@ void DeviceEncoder::encode(const std::vector<ConstArray>* update, uint32_t key, 
 }
 
 void DeviceEncoder::encode_into(void* residual, const std::vector<ConstArray>& update, uint16_t threshold, uint32_t key,
-                                uint32_t step, MessageBuffer& to, Stream stream) {
+                                uint32_t step, MessageBuffer& to, cudaStream_t stream) {
     const DeviceScope scope(device_);
     CUDA_LAUNCH("begin", begin_kernel, 1, 1, stream, work_->state, threshold, step);
     work_->residual = static_cast<uint8_t*>(residual);

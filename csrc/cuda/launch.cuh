@@ -1,4 +1,4 @@
-// How kernels are started: their arguments are copied at once, they run when the stream gets there.
+// Kernel launches: the arguments are copied at once, and the kernel runs in the order of the stream.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,8 +1,8 @@
-// What pass 1 leaves for pass 2, in device memory: which elements changed, at most 2 bits of each.
+// The output of pass 1 in device memory: which elements changed, in at most 2 bits per element.
 //
-// Elements are cut into tiles of 32 words of 64 elements. A tile's words of which something changed lie one behind the
-// other from the tile's slot on, and a summary says which these are: at density 1e-3 a tile costs 40 bytes instead of
-// 512. A group of 8 tiles is what a block goes over; the groups' counts are scanned.
+// Elements are cut into tiles of 32 words of 64 elements. The changed words of a tile are stored one after the other in
+// the tile's slot, and a summary lists them: at density 1e-3 a tile takes 40 bytes instead of 512. A block processes a
+// group of 8 tiles; the counts of the groups are scanned.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ struct Masks {
     TileRecord* tiles;
     MaskPair* pairs;        // kTileWords slots for each tile
     uint32_t* group_count;  // changed elements of each group
-    uint64_t* group_first;  // and of all groups before it; one more than there are groups
+    uint64_t* group_first;  // changed elements of all groups before it, and of all groups at the end
 
     GRADWIRE_HD uint64_t tile_count() const { return (numel + kTileElements - 1) / kTileElements; }
     GRADWIRE_HD uint64_t group_total() const { return (numel + kGroupElements - 1) / kGroupElements; }
@@ -41,7 +41,7 @@ struct Masks {
     }
 };
 
-// Elements left out because they are not finite; one for an encode, cleared by the one before.
+// The elements of one encode that were left out because they are not finite.
 struct Nonfinite {
     uint64_t count;
     uint64_t first;  // UINT64_MAX where there are none

@@ -29,7 +29,7 @@ PinnedMemory<uint8_t> allocate_pinned(uint64_t bytes) {
 
 namespace {
 
-// Made when first asked for and kept to the end of the process.
+// Return the pool of the current device, which exists until the end of the process.
 cudaMemPool_t stream_pool() {
     static std::mutex mutex;
     static std::map<int, cudaMemPool_t> pools;
@@ -56,49 +56,49 @@ bool is_capturing(cudaStream_t stream) {
     return status != cudaStreamCaptureStatusNone;
 }
 
-// Tickets of one device that nobody holds. They live to the end of the process.
-struct TicketList {
+// The free slots of one device.
+struct SlotList {
     std::mutex mutex;
-    std::vector<std::unique_ptr<Ticket>> free;
+    std::vector<std::unique_ptr<StatusSlot>> free;
 };
 
-TicketList& tickets_of(int device) {
+SlotList& slots_of(int device) {
     static std::mutex mutex;
-    static auto& lists = *new std::map<int, TicketList>;  // outlives every message
+    static auto& lists = *new std::map<int, SlotList>;  // outlives every message
     const std::lock_guard<std::mutex> lock(mutex);
     return lists[device];
 }
 
-// One whose last use is over, or a new one.
-std::unique_ptr<Ticket> take_ticket(int device) {
-    TicketList& list = tickets_of(device);
+// Return a slot whose last use is over, or a new one.
+std::unique_ptr<StatusSlot> acquire_slot(int device) {
+    SlotList& list = slots_of(device);
     const std::lock_guard<std::mutex> lock(list.mutex);
-    for (std::unique_ptr<Ticket>& free : list.free) {
+    for (std::unique_ptr<StatusSlot>& free : list.free) {
         if (cudaEventQuery(free->used) != cudaSuccess) {
-            cudaGetLastError();  // "not ready" is no error of ours, but the runtime keeps it as one
+            cudaGetLastError();  // clears "not ready", which the runtime keeps as an error
             continue;
         }
         std::swap(free, list.free.back());
-        std::unique_ptr<Ticket> taken = std::move(list.free.back());
+        std::unique_ptr<StatusSlot> slot = std::move(list.free.back());
         list.free.pop_back();
-        *taken->status = {};
-        return taken;
+        *slot->status = {};
+        return slot;
     }
-    auto ticket = std::make_unique<Ticket>();
-    ticket->memory = allocate_pinned(sizeof(MessageStatus));
-    ticket->status = reinterpret_cast<MessageStatus*>(ticket->memory.get());
-    *ticket->status = {};
-    CUDA_TRY(cudaEventCreateWithFlags(&ticket->used, cudaEventDisableTiming));
-    return ticket;
+    auto slot = std::make_unique<StatusSlot>();
+    slot->memory = allocate_pinned(sizeof(MessageStatus));
+    slot->status = reinterpret_cast<MessageStatus*>(slot->memory.get());
+    *slot->status = {};
+    CUDA_TRY(cudaEventCreateWithFlags(&slot->used, cudaEventDisableTiming));
+    return slot;
 }
 
-// On the current device, which is `device`.
+// `device` is the current device.
 std::unique_ptr<MessageBuffer> make_buffer(int device) {
     auto buffer = std::make_unique<MessageBuffer>();
     buffer->device = device;
-    buffer->ticket = take_ticket(device);
-    buffer->status = buffer->ticket->status;
-    buffer->used = buffer->ticket->used;
+    buffer->slot = acquire_slot(device);
+    buffer->status = buffer->slot->status;
+    buffer->used = buffer->slot->used;
     return buffer;
 }
 
@@ -113,13 +113,13 @@ StreamMemory::~StreamMemory() {
 }
 
 MessageBuffer::~MessageBuffer() {
-    if (!ticket || captured) {  // a graph may be replayed and write the status again
-        static_cast<void>(ticket.release());
+    if (!slot || captured) {  // a graph may be replayed and write the status again
+        static_cast<void>(slot.release());
         return;
     }
-    TicketList& list = tickets_of(device);
+    SlotList& list = slots_of(device);
     const std::lock_guard<std::mutex> lock(list.mutex);
-    list.free.push_back(std::move(ticket));
+    list.free.push_back(std::move(slot));
 }
 
 void MessageBuffer::begin_use(cudaStream_t stream) {
@@ -149,7 +149,7 @@ std::shared_ptr<MessageBuffer> borrow_buffer(int device, uint8_t* on_device, uin
     return buffer;
 }
 
-std::shared_ptr<MessageBuffer> BufferPool::take() {
+std::shared_ptr<MessageBuffer> BufferPool::acquire() {
     std::unique_ptr<MessageBuffer> buffer;
     {
         const std::lock_guard<std::mutex> lock(mutex_);

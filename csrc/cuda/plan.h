@@ -1,5 +1,4 @@
-// Between the passes: the groups' counts are scanned, and a few words say what pass 2 has to do. All of it stays on the
-// device; the host knows none of these numbers.
+// The plan of pass 2, from a scan of the groups' counts. It stays on the device; the host needs none of its numbers.
 #pragma once
 
 #include "masks.h"
@@ -12,7 +11,7 @@ struct Plan {
     uint64_t directory_bytes;
     uint64_t stream_bits;
     uint32_t exponent;
-    uint32_t gives_back;  // 1: the update was not finite, so the message is empty and all that was taken goes back
+    uint32_t restores;  // 1: the update was not finite, so the message is empty and pass 1 is undone
 
     GRADWIRE_HD uint64_t payload_bytes() const { return directory_bytes + (stream_bits + 7) / 8; }
     GRADWIRE_HD uint64_t changed_in(uint64_t chunk) const {
@@ -22,7 +21,7 @@ struct Plan {
     }
 };
 
-// The most chunks that any message of `numel` elements has: 2^e is 2 to 4 times the square root of the count.
+// Return the most chunks of any message of `numel` elements: 2^e is about four times the square root of the count.
 GRADWIRE_HD inline constexpr uint64_t most_chunks(uint64_t numel) {
     const unsigned bits = bit_length(numel > 0 ? numel - 1 : 0);
     const uint64_t chunks = uint64_t{1} << ((bits + 1) / 2 > 2 ? (bits + 1) / 2 - 2 : 0);
@@ -31,7 +30,7 @@ GRADWIRE_HD inline constexpr uint64_t most_chunks(uint64_t numel) {
 
 inline constexpr unsigned kScanItems = 8;  // groups per thread and round
 
-// A team is a block, and there is one.
+// A team is a block, the only one.
 template <class Team>
 GRADWIRE_TEAM void plan_message(Team& team, const Masks& masks, const Nonfinite& nonfinite, bool skip_nonfinite,
                                 Plan* plan) {
@@ -61,11 +60,11 @@ GRADWIRE_TEAM void plan_message(Team& team, const Masks& masks, const Nonfinite&
     team.each([&](unsigned thread) {
         if (thread > 0) return;
         masks.group_first[groups] = before;
-        const bool gives_back = nonfinite.count > 0 && !skip_nonfinite;
-        const uint64_t count = gives_back ? 0 : before;
+        const bool restores = nonfinite.count > 0 && !skip_nonfinite;
+        const uint64_t count = restores ? 0 : before;
         const unsigned exponent = chunk_exponent(count);
         const uint64_t per_chunk = uint64_t{1} << exponent;
-        *plan = {count, (count + per_chunk - 1) / per_chunk, 0, 0, exponent, gives_back};
+        *plan = {count, (count + per_chunk - 1) / per_chunk, 0, 0, exponent, restores};
     });
 }
 

@@ -1,17 +1,18 @@
-// What an encoder on a device remembers from step to step, and how its threshold follows: gradwire/policy.py once more,
-// so that steps follow each other without the host.
+// The state of an encoder on a device and the policies of its threshold: gradwire/policy.py for the device, so that
+// steps follow each other without the host.
 #pragma once
 
 #include <cmath>
 
-#include "../cpu/scalars.h"
+#include "../common/format.h"
+#include "../common/scalars.h"
 #include "masks.h"
 
 namespace gradwire::cuda {
 
 enum class Rule : uint32_t { kFixed = 0, kAdaptive = 1, kStep = 2, kTargetDensity = 3 };
 
-// The numbers of a policy, of the shake-up and of the clip; 0 in `every` means never.
+// The numbers of a policy and of the schedules; 0 in `every` means never.
 struct Policy {
     Rule rule = Rule::kFixed;
     double minimum = 0;
@@ -28,8 +29,8 @@ struct Policy {
     double clip_limit = 0;
 };
 
-// Quantiles for kTargetDensity, as in tail.h.
-struct TailWords {
+// The sample of kTargetDensity (SampledQuantiles in quantile_sample.h).
+struct SampleTotals {
     double quantile[4];  // now, shuffled, next, same
     uint64_t elements, agreeing, opposing;
 };
@@ -39,13 +40,13 @@ struct EncoderState {
     uint64_t step;
     uint64_t changed_at;
     uint16_t rounded;  // the threshold, bfloat16
-    uint16_t used;     // what the next step compares with: the rounded one, or the shake-up's
+    uint16_t used;     // the threshold of the next message: the rounded one, or that of a shake-up
     uint8_t flags;     // of the next message
-    uint8_t clips;     // the next step clips
+    uint8_t clips;     // whether the next step clips
     Nonfinite nonfinite;
-    uint64_t clipped_now;  // by the step under way
+    uint64_t clipped_now;  // by the current step
     double clipped_sum_now;
-    TailWords tail;
+    SampleTotals sample;
     // totals
     uint64_t messages;
     uint64_t message_bytes;
@@ -57,9 +58,7 @@ struct EncoderState {
 
 inline constexpr double kLargestThreshold = 255.0 * 1329227995784915872903807060280344576.0;  // 255 * 2^120
 
-GRADWIRE_HD inline float threshold_value(uint16_t bits) { return bit_cast<float>(uint32_t{bits} << 16); }
-
-// Nearest-even from float64 in one step; `threshold` is positive, finite and neither too small nor too large.
+// Round float64 to bfloat16, to nearest-even, in one step. `threshold` is in the range of bfloat16.
 GRADWIRE_HD inline uint16_t round_threshold(double threshold) {
     int exponent = 0;
     std::frexp(threshold, &exponent);
@@ -68,15 +67,16 @@ GRADWIRE_HD inline uint16_t round_threshold(double threshold) {
     return static_cast<uint16_t>(bit_cast<uint32_t>(static_cast<float>(std::ldexp(quanta, exponent))) >> 16);
 }
 
-// As TargetDensity in policy.py: what repeats and yet was not sent is all of about one magnitude, just below the
+// As in policy.py: elements that repeat although none was sent all have about the same magnitude, just below the
 // prediction.
 constexpr double kRepeated = 0.99;
 constexpr double kBelowTies = 31.0 / 32.0;
 
-GRADWIRE_HD inline double predict_quantile(const TailWords& tail, double density) {
-    const double now = tail.quantile[0], shuffled = tail.quantile[1], next = tail.quantile[2], same = tail.quantile[3];
-    const uint64_t either = tail.agreeing + tail.opposing;
-    const double agreement = either > 0 ? static_cast<double>(tail.agreeing) / static_cast<double>(either) : 0.5;
+GRADWIRE_HD inline double predict_quantile(const SampleTotals& sample, double density) {
+    const double now = sample.quantile[0], shuffled = sample.quantile[1];
+    const double next = sample.quantile[2], same = sample.quantile[3];
+    const uint64_t either = sample.agreeing + sample.opposing;
+    const double agreement = either > 0 ? static_cast<double>(sample.agreeing) / static_cast<double>(either) : 0.5;
     const double independent = std::fmax(next + (now - shuffled), 0.25 * next);
     const double correlation = std::fmax(std::sin(3.141592653589793 * (agreement - 0.5)), 0.0);
     const double repeats = correlation * correlation;
@@ -99,14 +99,14 @@ GRADWIRE_HD inline double next_threshold(const Policy& policy, const EncoderStat
             break;
         }
         case Rule::kTargetDensity:
-            if (state.tail.elements > 0 && state.tail.quantile[2] > 0)
-                return std::fmin(std::fmax(predict_quantile(state.tail, density), policy.minimum), kLargestThreshold);
+            if (state.sample.elements > 0 && state.sample.quantile[2] > 0)
+                return std::fmin(std::fmax(predict_quantile(state.sample, density), policy.minimum), kLargestThreshold);
             break;
     }
     return threshold;
 }
 
-// What the next step will do.
+// Prepare the next step: its threshold, its flags, and whether it clips.
 GRADWIRE_HD inline void prepare_step(const Policy& policy, EncoderState& state) {
     state.rounded = state.used = round_threshold(state.threshold);
     state.flags = 0;
@@ -117,7 +117,7 @@ GRADWIRE_HD inline void prepare_step(const Policy& policy, EncoderState& state) 
     state.clips = policy.clip_every > 0 && (state.step + 1) % policy.clip_every == 0;
 }
 
-// The step is over; `count` elements were sent. `follows` is false for a dense message, which teaches nothing.
+// Finish a step that sent `count` elements. `follows` is false for a dense message, which does not feed the policy.
 GRADWIRE_HD inline void finish_step(const Policy& policy, EncoderState& state, uint64_t numel, uint64_t count,
                                     uint64_t message_bytes, bool follows) {
     if (follows && !(state.flags & kFlagShakeUp)) {

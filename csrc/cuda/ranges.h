@@ -1,15 +1,15 @@
-// Cuts a long list of arrays into launches, each with as many arrays as a kernel's arguments hold.
+// A long list of arrays, cut into launches with as many arrays as the arguments of a kernel hold.
 #pragma once
 
+#include <stdexcept>
+#include <string>
 #include <vector>
 
-#include "../codec.h"
-#include "../error.h"
-#include "sources.h"
+#include "update_arrays.h"
 
 namespace gradwire::cuda {
 
-// One launch: elements [begin, end), which begin on a multiple of `step`, and the arrays that hold them.
+// One launch: elements [begin, end), where `begin` is a multiple of `step`, and the arrays that hold them.
 struct ArrayRange {
     uint64_t begin;
     uint64_t end;
@@ -20,7 +20,7 @@ struct TooManyArrays : std::invalid_argument {
     using std::invalid_argument::invalid_argument;
 };
 
-// Throws TooManyArrays where some `step` elements lie in more arrays than one launch can take.
+// Throw TooManyArrays if some `step` elements are in more arrays than one launch can take.
 template <class AnyArray>
 std::vector<ArrayRange> cut_ranges(const std::vector<AnyArray>& arrays, uint64_t numel, uint64_t step) {
     std::vector<ArrayRange> ranges;

@@ -1,14 +1,15 @@
-// Decoding begins here: one block reads a message's header and its directory, and knows then where every chunk's
-// streams are. Nothing of the message is trusted; what breaks a rule of docs/message-format.md ends as a Failure, and
-// then no target changes.
+// The first step of decoding: one block reads the header and the directory of a message and finds the streams of every
+// chunk. The message is not trusted: whatever breaks a rule of docs/message-format.md gives a Failure, and no target
+// changes.
 #pragma once
 
-#include "../cpu/scalars.h"
-#include "code_chunk.h"
+#include "../common/format.h"
+#include "../common/scalars.h"
+#include "bits.h"
 
 namespace gradwire::cuda {
 
-// What was wrong with a message; the host makes a sentence of it.
+// Why a message is refused; failure_text gives the sentence.
 enum Failure : uint32_t {
     kSound = 0,
     kBadHeader = 1,
@@ -20,15 +21,15 @@ enum Failure : uint32_t {
     kBadScale = 7,
 };
 
-// A chunk as its decoders meet it; bits are counted from the begin of the stream.
+// A chunk as a decoder sees it; bits are counted from the start of the stream.
 struct ChunkEntry {
     uint64_t begin;
     uint64_t unchanged;
-    uint64_t quotients;  // what the directory says, the last chunk: nothing
+    uint64_t quotients;  // their sum from the directory; 0 for the last chunk
     uint64_t bit;
 };
 
-// A message whose header is sound.
+// A message whose header is valid.
 struct ReadMessage {
     uint32_t failure;
     Kind kind;
@@ -73,7 +74,7 @@ GRADWIRE_HD inline uint32_t check_dense(const uint8_t* bytes, uint16_t threshold
     return kSound;
 }
 
-// The header's fields, all of them checked but the checksum. `numel` is what the message is to be applied to.
+// Read and check all fields of the header but the checksum. `numel` is that of the target.
 GRADWIRE_HD inline ReadMessage read_header(const ByteSource& source, uint64_t numel) {
     ReadMessage message{};
     message.failure = kTruncated;
@@ -84,7 +85,7 @@ GRADWIRE_HD inline ReadMessage read_header(const ByteSource& source, uint64_t nu
     message.kind = static_cast<Kind>(bytes[kKindAt]);
     message.dtype = static_cast<DenseType>(bytes[kDtypeAt]);
     message.exponent = bytes[kExponentAt];
-    message.threshold = bit_cast<float>(uint32_t{threshold} << 16);
+    message.threshold = bfloat16_to_float(threshold);
     message.crc = get_field<uint32_t>(bytes + kCrcAt);
     message.count = get_field<uint64_t>(bytes + kCountAt);
     message.payload_bytes = get_field<uint64_t>(bytes + kPayloadBytesAt);
@@ -105,11 +106,11 @@ GRADWIRE_HD inline ReadMessage read_header(const ByteSource& source, uint64_t nu
     return message;
 }
 
-// The number that ends with byte `at`.
 struct Varint {
     uint64_t value;
     bool valid;
 };
+// Read the number that ends with byte `at`.
 GRADWIRE_HD inline Varint varint_ending_at(const uint8_t* bytes, uint64_t at) {
     uint64_t value = bytes[at];
     unsigned length = 1;
@@ -120,9 +121,9 @@ GRADWIRE_HD inline Varint varint_ending_at(const uint8_t* bytes, uint64_t at) {
     return {value, length == 1 || bytes[at] != 0};
 }
 
-// Whether the next number belongs to the same chunk is known only when this one is, which makes the directory a chain.
-// But each byte is a function on two states, "U comes next" and "Q comes next": bit s of the function is the state that
-// it leads to from state s. Functions are composed in any grouping, so a scan finds every byte's state.
+// Whether a number is a U or a Q depends on all numbers before it, which makes the directory sequential. But each byte
+// is a function on two states, "U comes next" and "Q comes next": bit s of the function is the next state after state
+// s. Composition of functions is associative, so a scan finds the state at every byte.
 inline constexpr uint64_t kStays = 0b10;
 struct Compose {
     GRADWIRE_HD uint64_t operator()(uint64_t first, uint64_t second) const {
@@ -135,11 +136,11 @@ GRADWIRE_HD inline bool has_quotients(uint64_t per_chunk, uint64_t unchanged) {
 }
 
 struct DirectoryShared {
-    uint64_t bytes;  // of the directory, once its end is met
+    uint64_t bytes;  // of the directory, once its end is found
     uint32_t failure;
 };
 
-// Fills entries[chunk].unchanged and .quotients of all chunks but the last; returns the directory's bytes.
+// Fill entries[chunk].unchanged and .quotients of all chunks but the last; return the size of the directory.
 template <class Team>
 GRADWIRE_TEAM uint64_t read_directory(Team& team, const uint8_t* payload, const ReadMessage& message,
                                       ChunkEntry* entries, DirectoryShared& shared) {
@@ -162,7 +163,7 @@ GRADWIRE_TEAM uint64_t read_directory(Team& team, const uint8_t* payload, const 
         team.each([&](unsigned thread) {
             const uint64_t at = base + thread;
             const bool ends = at < message.payload_bytes && payload[at] < 0x80;
-            steps[thread] = steps[thread] >> state & 1;  // from here on the byte's own state
+            steps[thread] = steps[thread] >> state & 1;  // from here on the state at this byte
             begins[thread] = ends && steps[thread] == 0;
         });
         const uint64_t begun = exclusive_sum(team, begins);
@@ -191,7 +192,7 @@ GRADWIRE_TEAM uint64_t read_directory(Team& team, const uint8_t* payload, const 
     return bytes;
 }
 
-// Places the chunks one behind the other, in elements and in bits; returns whether they fit.
+// Place the chunks one after the other, in elements and in bits; return whether they fit.
 template <class Team>
 GRADWIRE_TEAM bool place_chunks(Team& team, const ReadMessage& message, uint64_t numel, ChunkEntry* entries,
                                 DirectoryShared& shared) {
@@ -237,12 +238,12 @@ GRADWIRE_TEAM bool place_chunks(Team& team, const ReadMessage& message, uint64_t
     return sound;
 }
 
-// What every changed element gets.
+// Return the amount that is added to or subtracted from every changed element.
 GRADWIRE_HD inline float quantum_of(const ReadMessage& message, double scale) {
     return static_cast<float>(scale * static_cast<double>(message.threshold));
 }
 
-// A team is a block; one for each message. Writes `*to` and the message's chunks.
+// A team is a block, one for each message. Write `*to` and the message's chunks.
 template <class Team>
 GRADWIRE_TEAM void read_message(Team& team, const ByteSource& source, uint64_t numel, double scale, ReadMessage* to,
                                 ChunkEntry* entries, DirectoryShared& shared) {

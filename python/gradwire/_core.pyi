@@ -1,4 +1,4 @@
-"""The compiled core. Use it through ``gradwire``; arguments are documented there."""
+"""The compiled core, documented and used through ``gradwire``."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ class Message:
 
     @staticmethod
     def parse(buffer: Buffer) -> Message:
-        """Return the one message that ``buffer`` holds, fully checked, without a copy."""
+        """Return the single message in ``buffer``, fully checked, without a copy."""
     @staticmethod
     def from_entries(
         positions: NDArray[Any],
@@ -23,9 +23,9 @@ class Message:
         step: int = 0,
         shakeup: bool = False,
     ) -> Message:
-        """Return the ternary message that changes the given elements."""
+        """Return the ternary message that changes these elements."""
     def entries(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return int64[count] positions, rising, and bool[count], true where minus."""
+        """Return int64[count] positions, ascending, and bool[count], true for minus."""
     @property
     def kind(self) -> str: ...
     @property
@@ -52,7 +52,7 @@ def parse_many(buffer: Buffer) -> list[Message]: ...
 def apply(message: Message, target: Any, scale: float, threads: int) -> None: ...
 def apply_many(messages: list[Message], target: Any, scale: float, threads: int) -> None: ...
 def apply_to_both(
-    messages: list[Message], target: Any, beside: Any, own: int, scale: float, threads: int
+    messages: list[Message], target: Any, second: Any, own: int, scale: float, threads: int
 ) -> None: ...
 def apply_with_momentum(
     messages: list[Message],
@@ -60,8 +60,8 @@ def apply_with_momentum(
     velocity: Any,
     momentum: float,
     scale: float,
-    beside: Any,
-    held: list[Message],
+    second: Any,
+    own: int,
     threads: int,
 ) -> None: ...
 def decode(message: Message) -> NDArray[Any]: ...

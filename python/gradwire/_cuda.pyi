@@ -1,4 +1,4 @@
-"""The compiled CUDA backend. Use it through ``gradwire``; arguments are documented there."""
+"""The compiled CUDA backend, documented and used through ``gradwire``."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ class DeviceArray:
     def device(self) -> int: ...
 
 class CudaMessage:
-    """A message in device memory. What asks for its bytes or fields waits for the device."""
+    """A message in device memory. Reading its bytes or fields waits for the device."""
 
     @staticmethod
     def at(buffer: Any) -> CudaMessage:
-        """Return the message that an array of uint8 on a device holds; it is checked when it is applied."""
+        """Return the message in an array of uint8 on a device; it is checked when it is applied."""
     def check(self) -> None: ...
     @property
     def device(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Messages: one encoded update each, as self-describing bytes (``docs/message-format.md``)."""
+"""Applying, decoding and creating messages (``docs/message-format.md``)."""
 
 from __future__ import annotations
 
@@ -27,27 +27,26 @@ def apply(
 ) -> None:
     """Add a decoded message to ``target``: ``target += scale * decoded``.
 
-    Changed elements get plus or minus ``float32(scale * threshold)``, rounded once. The whole message is checked
-    before the first element changes.
+    Changed elements get plus or minus ``float32(scale * threshold)``, rounded once. The whole message is checked before
+    the first element changes.
 
-    On a CUDA device the work is enqueued. A message that lies there (``encode``'s on a device, or
-    ``CudaMessage.at``) is checked there too, without waiting: if it is refused the target stays as it was, and the
-    message says so when it is next looked at (``message.check()``). Any other message is copied to the device first,
-    and that is waited for.
+    On a CUDA device the work is enqueued. A message in device memory (from ``encode`` on a device, or ``cuda_message``)
+    is checked there without waiting: if it is refused, the target is unchanged and ``message.check()`` raises. Other
+    messages are copied to the device first, which waits for the copy.
 
     Args:
         message: the message.
-        target: float32 or float64 array, C-contiguous and writable, or a list or tuple of such arrays that
-            together have ``message.numel`` elements, all on the CPU or on one CUDA device; modified in place.
+        target: float32 or float64 array, C-contiguous and writable, or a list or tuple of such arrays that together
+            have ``message.numel`` elements, all on the CPU or on one CUDA device; modified in place.
         scale: finite factor.
         stream: on a CUDA device, see ``gradwire.arrays.stream_of``.
-        threads: on the CPU, most threads, each for a part of the target; the bits are the same at every number.
+        threads: on the CPU, the most threads, each for a part of the target; the bits do not depend on the number.
 
     Raises:
-        MessageError: the message's payload is inconsistent; the target is as it was.
-        TypeError: the target's dtype is neither float32 nor float64.
-        ValueError: wrong size, device or layout, a read-only target, arrays that overlap, a scale that is not
-            finite, or ``threads`` out of range.
+        MessageError: the payload is inconsistent; the target is unchanged.
+        TypeError: the target is neither float32 nor float64.
+        ValueError: wrong size, device or layout, a read-only target, overlapping arrays, a scale that is not finite, or
+            ``threads`` out of range.
 
     >>> import numpy as np, gradwire as gw
     >>> encoder = gw.Encoder(3, threshold=gw.FixedThreshold(0.5))
@@ -72,9 +71,9 @@ def apply_many(
     stream: Any = None,
     threads: int = 1,
 ) -> None:
-    """Add several messages to ``target`` in one pass over it, bit for bit as ``apply`` in the order of the list.
+    """Add several messages to ``target`` in one pass, bit for bit as ``apply`` in the order of the list.
 
-    Args, Raises: as ``apply``. All messages are checked before the first element changes.
+    Arguments and errors are those of ``apply``. All messages are checked before the first element changes.
     """
     device = device_of(target)
     if device < 0:
@@ -88,27 +87,28 @@ def apply_many(
 def apply_to_both(
     messages: list[Message],
     target: Any,
-    beside: Any,
+    second: Any,
     *,
     own: int | None,
     scale: float,
     threads: int = 1,
 ) -> None:
-    """Add several messages to two targets in one pass, each decoded once: ``apply_many`` to both.
+    """Add several messages to two targets in one pass, decoding each once.
 
     Args:
-        messages: as for ``apply_many``, in host memory.
+        messages: messages in host memory.
         target: as for ``apply``, on the CPU.
-        beside: arrays of the same sizes and dtypes; modified in place too.
-        own: place of the message that ``beside`` holds already, which adds (scale - 1) times itself there; None: none.
+        second: arrays of the same sizes and dtypes; modified in place too.
+        own: index of the message that ``second`` already contains, which is added to it with factor (scale - 1); or
+            None.
         scale: finite factor.
         threads: as for ``apply``.
 
     Raises:
-        MessageError, TypeError, ValueError: as ``apply_many``, for either.
+        MessageError, TypeError, ValueError: as for ``apply``.
     """
-    place = len(messages) if own is None else own
-    _core.apply_to_both(messages, target, beside, place, scale, threads)
+    index = len(messages) if own is None else own
+    _core.apply_to_both(messages, target, second, index, scale, threads)
 
 
 def apply_with_momentum(
@@ -118,45 +118,46 @@ def apply_with_momentum(
     *,
     momentum: float,
     scale: float,
-    beside: Any,
-    held: list[Message],
+    second: Any = (),
+    own: int | None = None,
     threads: int = 1,
 ) -> None:
-    """Add several messages and let what they add go on: Nesterov's momentum, in one pass.
+    """Add several messages with Nesterov momentum, in one pass.
 
     With added = scale * (sum of the messages): ``velocity = momentum * (velocity + added)``, then ``target += added +
-    velocity``, and ``beside`` likewise, less what it holds.
+    velocity``. A second target gets the same, less its own message.
 
     Args:
-        messages: as for ``apply_many``, in host memory.
+        messages: messages in host memory.
         target: as for ``apply``, on the CPU.
-        velocity: arrays of the same sizes and dtypes, zeros at first; modified in place too.
+        velocity: arrays of the same sizes and dtypes, initially zero; modified in place too.
         momentum: finite factor.
         scale: finite factor.
-        beside: more arrays like the target, or an empty list; modified in place too.
-        held: those of the messages that ``beside`` holds already, in full.
+        second: more arrays like the target, modified in place too, or an empty sequence.
+        own: index of the message that ``second`` already contains, or None.
         threads: as for ``apply``.
 
     Raises:
-        MessageError, TypeError, ValueError: as ``apply_many``, for any of the arrays.
+        MessageError, TypeError, ValueError: as for ``apply``.
     """
-    _core.apply_with_momentum(messages, target, velocity, momentum, scale, beside, held, threads)
+    index = len(messages) if own is None else own
+    _core.apply_with_momentum(messages, target, velocity, momentum, scale, second, index, threads)
 
 
 def decode(message: Message) -> NDArray[Any]:
-    """Return what the message adds: float32[numel], or float64[numel] for a dense float64 message.
+    """Return the decoded update: float32[numel], or float64[numel] of a dense float64 message.
 
     Raises:
-        MessageError: the message's payload is inconsistent.
+        MessageError: the payload is inconsistent.
     """
     return _core.decode(_on_host(message))
 
 
 def cuda_message(buffer: Any) -> Any:
-    """Return the message that begins an array on a CUDA device: what an all-gather brought, for ``apply``.
+    """Return the message at the start of an array on a CUDA device, for ``apply`` after an all-gather.
 
-    Nothing is read and nothing is waited for; the message is checked on the device when it is applied, and says what
-    was wrong when it is next looked at.
+    This neither reads the message nor waits for the device. ``apply`` checks the message on the device, and
+    ``message.check()`` raises if it was refused.
 
     Args:
         buffer: uint8, contiguous, kept alive; may be longer than the message.
@@ -164,19 +165,19 @@ def cuda_message(buffer: Any) -> Any:
     Raises:
         TypeError: not uint8.
         ValueError: not contiguous, or not on a CUDA device.
-        BackendUnavailable: there is no CUDA here.
+        BackendUnavailable: the CUDA backend is not usable here.
     """
     return cuda_core().CudaMessage.at(buffer)
 
 
 def dense_message(values: Any, *, key: int = 0, step: int = 0, bfloat16: bool = False) -> Message:
-    """Return the values of one array as a dense message: snapshots, and links too fast for coding to pay.
+    """Return the values of one array as a dense message.
 
     Args:
         values: float32 or float64 array of any shape, C-contiguous, on the CPU; copied.
-        key: group index, 0 to 2^32 - 1.
-        step: step number, 0 to 2^32 - 1.
-        bfloat16: round to bfloat16 (nearest-even), half or a quarter of the bytes.
+        key: index of the group, 0 to 2^32 - 1.
+        step: number of the step, 0 to 2^32 - 1.
+        bfloat16: round to bfloat16 (nearest-even), which takes half or a quarter of the bytes.
 
     Raises:
         TypeError: another dtype.
@@ -186,12 +187,12 @@ def dense_message(values: Any, *, key: int = 0, step: int = 0, bfloat16: bool = 
 
 
 def max_message_bytes(numel: int, dense: bool = False, dtype: str = "float32") -> int:
-    """Return the most bytes that a message of ``numel`` elements can have, whatever the data.
+    """Return the largest size in bytes of a message of ``numel`` elements, whatever the data.
 
     Args:
         numel: elements, at most 2^48.
-        dense: False: the ceiling of a ternary message, 48 + ceil(0.22 * numel). True: the size of a dense message.
-        dtype: of a dense message: "float32", "float64" or "bfloat16".
+        dense: False for the ceiling of a ternary message, 48 + ceil(0.22 * numel); True for a dense message.
+        dtype: dtype of a dense message: "float32", "float64" or "bfloat16".
 
     Raises:
         ValueError: ``numel`` or ``dtype`` is out of range.
@@ -207,9 +208,9 @@ def max_message_bytes(numel: int, dense: bool = False, dtype: str = "float32") -
 
 
 def _on_host(message: Any) -> Message:
-    """Return a message on a device as one of the CPU's: a view of its pinned copy, or a copy."""
+    """Return a message in host memory: the message itself, a view of its pinned copy, or a copy."""
     if isinstance(message, Message):
         return message
     if hasattr(message, "check"):
-        message.check()  # what became of it there; its buffer would only be refused, with a BufferError
+        message.check()  # raises the reason of a refusal; the buffer protocol would raise a BufferError
     return Message.parse(message)

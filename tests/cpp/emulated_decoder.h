@@ -17,7 +17,7 @@ class EmulatedDecoder {
         read_message(block_, source_, numel, scale, &message, entries_.get(), shared);
     }
 
-    // What was wrong with the message, or kSound.
+    // Return why the message is refused, or kSound.
     uint32_t failure(bool with_checksum = true) {
         using namespace gradwire::cuda;
         if (message.failure != kSound) return message.failure;
@@ -30,7 +30,7 @@ class EmulatedDecoder {
         return kSound;
     }
 
-    // Adds what falls on elements [begin, end) of the targets, whether or not the message is sound.
+    // Add to elements [begin, end) of the targets, whether or not the message is valid.
     void apply(const gradwire::cuda::ArrayTable& targets, uint64_t begin, uint64_t end) {
         const gradwire::cuda::Window window(targets, begin, end);
         apply_message(block_, source_, message, entries_.get(), scale_, window);

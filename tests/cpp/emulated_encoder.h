@@ -6,9 +6,9 @@
 #include <memory>
 
 #include "cuda/crc.h"
-#include "cuda/lay_out.h"
+#include "cuda/extract_tile.h"
+#include "cuda/layout.h"
 #include "cuda/ranges.h"
-#include "cuda/take_tile.h"
 #include "emulated_team.h"
 #include "support.h"
 
@@ -35,7 +35,7 @@ inline uint32_t emulated_crc(const uint8_t* bytes, uint64_t size, bool backwards
     return finish_crc(crc_tables(), shift_powers(), {bytes, size}, sum);
 }
 
-// Memory that ends where its heap block does.
+// Return memory filled with garbage, in a heap block of the same size.
 template <class T>
 std::unique_ptr<T[]> poisoned(uint64_t count) {
     std::unique_ptr<T[]> memory(new T[count]);
@@ -59,33 +59,33 @@ class EmulatedEncoder {
     }
 
     template <class Residual>
-    void take(Residual* residual, const std::vector<gradwire::ConstArray>* update, Residual threshold) {
+    void extract(Residual* residual, const std::vector<gradwire::ConstArray>* update, Residual threshold) {
         using namespace gradwire;
         nonfinite = {0, UINT64_MAX};
         if (!update) {
             cuda::ArrayTable none;
-            return take_range<Residual, cuda::Accumulated>(residual, none, threshold, 0, numel_);
+            return extract_range<Residual, cuda::Accumulated>(residual, none, threshold, 0, numel_);
         }
         for (const cuda::ArrayRange& range : cuda::cut_ranges(*update, numel_, cuda::kGroupElements)) {
             switch (static_cast<Dtype>(range.arrays.dtypes[0])) {
                 case Dtype::kFloat32:
-                    take_range<Residual, float>(residual, range.arrays, threshold, range.begin, range.end);
+                    extract_range<Residual, float>(residual, range.arrays, threshold, range.begin, range.end);
                     break;
                 case Dtype::kFloat64:
-                    take_range<Residual, double>(residual, range.arrays, threshold, range.begin, range.end);
+                    extract_range<Residual, double>(residual, range.arrays, threshold, range.begin, range.end);
                     break;
                 case Dtype::kFloat16:
-                    take_range<Residual, Half>(residual, range.arrays, threshold, range.begin, range.end);
+                    extract_range<Residual, Half>(residual, range.arrays, threshold, range.begin, range.end);
                     break;
                 case Dtype::kBfloat16:
-                    take_range<Residual, Bfloat16>(residual, range.arrays, threshold, range.begin, range.end);
+                    extract_range<Residual, Bfloat16>(residual, range.arrays, threshold, range.begin, range.end);
                     break;
                 case Dtype::kNone: break;
             }
         }
     }
 
-    Bytes code(const gradwire::cuda::HeaderWords& words, bool skip_nonfinite) {
+    Bytes encode(const gradwire::cuda::HeaderWords& words, bool skip_nonfinite) {
         using namespace gradwire::cuda;
         constexpr unsigned kBlocks = 3;
         Block block(backwards_);
@@ -94,11 +94,11 @@ class EmulatedEncoder {
         const auto records = poisoned<ChunkRecord>(plan.chunks);
         FindShared find;
         for (uint64_t i = 0; i < plan.chunks; ++i) size_chunk(block, masks_, plan, i, records.get(), find);
-        // What a kernel may write at most: whole words up to the message's end.
+        // Kernels may write whole words up to the end of the message.
         uint64_t capacity = (gradwire::max_ternary_bytes(numel_) + 3) / 4;
         auto message = poisoned<uint32_t>(capacity);
         for (unsigned i = kBlocks; i-- > 0;)
-            lay_out_message(block, i, kBlocks, masks_, words, &plan, records.get(), message.get());
+            layout_message(block, i, kBlocks, masks_, words, &plan, records.get(), message.get());
         for (uint64_t i = plan.chunks; i-- > 0;) write_chunk(block, masks_, plan, i, records.get(), message.get());
         auto* bytes = reinterpret_cast<uint8_t*>(message.get());
         const uint64_t size = gradwire::kHeaderBytes + plan.payload_bytes();
@@ -112,18 +112,18 @@ class EmulatedEncoder {
 
   private:
     template <class Residual, class Update>
-    void take_range(Residual* residual, const gradwire::cuda::ArrayTable& updates, Residual threshold, uint64_t begin,
-                    uint64_t end) {
+    void extract_range(Residual* residual, const gradwire::cuda::ArrayTable& updates, Residual threshold,
+                       uint64_t begin, uint64_t end) {
         using namespace gradwire::cuda;
         EmulatedTeam<32> warp(backwards_);
-        const TakeTarget<Residual> to{residual, masks_, &nonfinite};
+        const ExtractTarget<Residual> to{residual, masks_, &nonfinite};
         for (uint64_t group = begin / kGroupElements; group * kGroupElements < end; ++group) {
             group_count_[group] = 0;
             for (uint64_t tile = group * kGroupTiles; tile < std::min((group + 1) * kGroupTiles, masks_.tile_count());
                  ++tile) {
                 TileShared shared;
                 group_count_[group] +=
-                    take_tile<EmulatedTeam<32>, Residual, Update>(warp, to, updates, threshold, tile, shared);
+                    extract_tile<EmulatedTeam<32>, Residual, Update>(warp, to, updates, threshold, tile, shared);
             }
         }
     }

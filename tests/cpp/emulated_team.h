@@ -1,6 +1,5 @@
-// A team of threads on the CPU: each phase runs for one thread after the other, forwards or backwards. What a thread
-// reads in a phase that another one writes in the same phase then differs between the two orders, and the tests run
-// both.
+// A team of threads on the CPU: each phase runs for one thread after the other, forwards or backwards. A thread that
+// reads what another thread writes in the same phase gives different results in the two orders, and the tests run both.
 #pragma once
 
 #include <cstdint>

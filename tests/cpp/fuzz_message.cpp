@@ -1,5 +1,5 @@
-// libFuzzer target on the parser and the decoders. Every input is tried three times: as it is, with its checksum
-// mended, and with its header mended too, so that the payload gets past the first checks.
+// libFuzzer target on the parser and the decoders. Every input is tried three times: unchanged, with a correct
+// checksum, and with a plausible header as well, so that the payload is reached.
 //
 //   cmake --preset fuzz && cmake --build --preset fuzz
 //   mkdir corpus && cp tests/golden/*/*.bin corpus && build/fuzz/tests/cpp/fuzz_message -max_len=4096 corpus
@@ -20,7 +20,7 @@ void require(bool condition) {
     if (!condition) std::abort();
 }
 
-// A message that a decoder got through: every table and the plain encoder agree about it.
+// Check a valid message: every table and the plain encoder write the same bytes.
 void check_valid(const Bytes& bytes, const MessageView& message, uint64_t cut) {
     const Header& header = message.header;
     const bool fits = header.numel <= kLargestTarget;
@@ -49,21 +49,21 @@ class Sink {
         first_ = first;
         stop_ = stop;
     }
-    uint64_t room() const { return kRoom; }
+    uint64_t capacity() const { return kCapacity; }
     Entry* entries() { return entries_.data(); }
-    void take(uint64_t found) {
-        require(found <= kRoom);
+    void add_entries(uint64_t found) {
+        require(found <= kCapacity);
         kernels().add_entries_float(entries_.data(), found, target_.data() + first_, stop_ - first_, 1, found % 2 == 0);
     }
-    uint64_t bitmap(const BitRun& changed, const BitRun& minus, uint64_t first, uint64_t numel) {
+    uint64_t add_bitmap(const BitRun& changed, const BitRun& minus, uint64_t first, uint64_t numel) {
         require(first >= first_ && first <= stop_ && numel <= stop_ - first);
         return kernels().add_bitmap_float(changed, minus, target_.data() + first, numel, 1);
     }
 
   private:
-    static constexpr uint64_t kRoom = 16;
+    static constexpr uint64_t kCapacity = 16;
     std::vector<float> target_;
-    std::vector<Entry> entries_ = std::vector<Entry>(kRoom + kPrefetchAhead);
+    std::vector<Entry> entries_ = std::vector<Entry>(kCapacity + kPrefetchAhead);
     uint64_t first_ = 0;
     uint64_t stop_ = 0;
 };
@@ -84,7 +84,7 @@ void decode_blindly(const MessageView& message, uint64_t cut) {
     }
 }
 
-// Makes a header plausible, so that the payload gets all the attention.
+// Make the header plausible, so that decoding reaches the payload.
 void mend_header(Bytes& bytes) {
     const uint8_t first[8] = {'G', 'R', 'D', 'W', 1, 1, static_cast<uint8_t>(bytes[6] & 1), 0};
     std::copy(first, first + 8, bytes.begin());
@@ -127,7 +127,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     Bytes raw(data, data + size);
     for_every_table([&] { check_bytes(raw, size % 64); });
     if (size < kHeaderBytes) return 0;
-    // The same bytes with their checksum mended, then with the header mended too.
     Bytes mended = raw;
     mend_checksum(mended);
     for_every_table([&] { check_bytes(mended, size % 64); });

@@ -1,4 +1,4 @@
-// The messages in tests/golden, whose folder the build names.
+// The messages in tests/golden; the build defines the path of the folder.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace support {
 
-// Calls f(bytes) with each message in a folder of tests/golden; returns how many there were.
+// Call f(bytes) with each message in a folder of tests/golden; return their number.
 template <class F>
 unsigned for_every_golden(const char* folder, F f) {
     std::vector<std::filesystem::path> paths;

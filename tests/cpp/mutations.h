@@ -1,11 +1,11 @@
-// Messages of every sort, and what can happen to their bytes.
+// Messages of all kinds, and mutations of their bytes.
 #pragma once
 
 #include "patterns.h"
 
 namespace support {
 
-// Messages of every sort of chunk.
+// Return messages with all kinds of chunks.
 inline std::vector<Bytes> samples() {
     std::vector<Bytes> all;
     Random random(31);
@@ -22,7 +22,7 @@ inline void flip_bit(Bytes& bytes, uint64_t bit) {
     bytes[bit / 8] = static_cast<uint8_t>(bytes[bit / 8] ^ 1U << (bit % 8));
 }
 
-// Changes some bytes behind the header.
+// Change some bytes after the header.
 inline void scramble(Bytes& bytes, Random& random) {
     const uint64_t payload = bytes.size() - gradwire::kHeaderBytes;
     if (payload == 0) return;

@@ -1,4 +1,4 @@
-// Which elements change: random ones at any density, and the arrangements a coder could get wrong.
+// Patterns of changed elements: random ones at any density, and arrangements that are difficult to encode.
 #pragma once
 
 #include "support.h"
@@ -8,7 +8,7 @@ namespace patterns {
 using support::Entries;
 using support::Random;
 
-// Calls changes(i) for every element, in order.
+// Call changes(i) for every element, in order.
 template <class F>
 Entries choose(uint64_t numel, Random& random, F changes) {
     Entries entries;
@@ -22,7 +22,7 @@ inline Entries at_density(uint64_t numel, double density, Random& random) {
     return choose(numel, random, [&](uint64_t) { return random.chance(density); });
 }
 
-// Calls f(name, entries) for every pattern of about `numel` elements.
+// Call f(entries) for every pattern of about `numel` elements.
 template <class F>
 void for_every_pattern(uint64_t numel, Random& random, F f) {
     const auto try_one = [&](const char* name, const Entries& entries) {
@@ -57,16 +57,16 @@ void for_every_pattern(uint64_t numel, Random& random, F f) {
     periodic("runs of 257 far apart", 1777, 257, 5);
     periodic("just below the inverted polarity", 20, 12, 0);
     periodic("at the inverted polarity", 20, 13, 0);
-    // The worst that a chunk can cost: as many unchanged elements as its polarity allows, scattered.
+    // The most expensive chunks: as many unchanged elements as the polarity allows, scattered.
     try_one("at random near the inverted polarity", at_density(numel, 0.651, random));
     bool on = false;
     try_one("random runs", choose(numel, random, [&](uint64_t) { return on = random.chance(0.02) ? !on : on; }));
-    // Every second chunk's distances are much longer than the other's.
+    // The distances of every second chunk are much longer than those of the others.
     try_one("uneven", choose(numel, random,
                              [&](uint64_t i) { return i / 600 % 2 == 0 ? random.chance(0.8) : random.chance(0.01); }));
 }
 
-// Exactly `changed` elements, with distances up to `farthest`, and `behind` more elements.
+// Return exactly `changed` elements, with distances up to `farthest`, followed by `behind` more elements.
 inline Entries with_count(uint64_t changed, uint64_t farthest, uint64_t behind, Random& random) {
     Entries entries;
     uint64_t next = 0;

@@ -118,9 +118,8 @@ Bytes encode(const Entries& entries, gradwire::Header header, unsigned threads) 
         if (entries.minus[i]) words.back().negative |= bit;
     }
     words.shrink_to_fit();
-    std::vector<gradwire::ChunkCoder> coders;
     const gradwire::MessageBytes message =
-        gradwire::code_ternary(words.data(), words.size(), entries.positions.size(), header, coders, threads);
+        gradwire::TernaryEncoder().encode(words.data(), words.size(), entries.positions.size(), header, threads);
     return exactly(message.bytes.get(), message.size);
 }
 
@@ -211,8 +210,6 @@ void mend_checksum(Bytes& bytes) {
 }
 
 Bytes exactly(const uint8_t* bytes, uint64_t size) { return Bytes(bytes, bytes + size); }
-
-uint64_t bytes_per_element(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
 
 double value_at(const void* data, uint64_t index, Dtype dtype) {
     switch (dtype) {

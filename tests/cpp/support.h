@@ -1,5 +1,5 @@
-// What the tests share: random numbers, every table of kernels, updates of every dtype, and the message format said
-// once more in the plainest way, as an oracle.
+// Shared by the tests: random numbers, every table of kernels, updates of every dtype, and a plain implementation of
+// the message format as an oracle.
 #pragma once
 
 #include <cmath>
@@ -8,10 +8,13 @@
 #include <string>
 #include <vector>
 
+#include "apply.h"
 #include "check.h"
-#include "codec.h"
-#include "cpu/kernels.h"
-#include "error.h"
+#include "common/error.h"
+#include "common/scalars.h"
+#include "dense.h"
+#include "encoder.h"
+#include "entry_list.h"
 
 namespace support {
 
@@ -36,7 +39,7 @@ class Random {
     uint64_t state_;
 };
 
-// Calls f() with each table of kernels that this machine runs, and puts back the fastest.
+// Call f() with each table of kernels that this machine runs, and restore the fastest.
 template <class F>
 void for_every_table(F f) {
     const std::vector<std::string> names = gradwire::usable_isas();
@@ -63,38 +66,38 @@ inline bool operator==(const Entries& a, const Entries& b) {
     return a.numel == b.numel && a.positions == b.positions && a.minus == b.minus;
 }
 
-// A ternary header with everything that does not follow from the entries.
+// Return a ternary header with the fields that do not follow from the entries.
 gradwire::Header header_for(uint64_t numel, uint16_t threshold = 0x3f00, uint32_t key = 7, uint32_t step = 1000);
 
-// The codec's own way from entries to bytes, with the table in use.
+// Encode entries with the codec and the table in use.
 Bytes encode(const Entries& entries, gradwire::Header header, unsigned threads = 1);
 
-// The same bit by bit, straight from docs/message-format.md. With `zeros`, so many follow the quotients of each chunk
-// that has a Q, and are counted in it: another spelling, which must be refused.
+// Encode entries bit by bit, straight from docs/message-format.md. With `zeros`, append so many to the quotients of
+// each chunk that has a Q and count them in Q: another spelling of the message, which must be refused.
 Bytes encode_plainly(const Entries& entries, gradwire::Header header, unsigned zeros = 0);
 
-// The message that is all of `bytes`, fully validated.
+// Return the message that is all of `bytes`, fully validated.
 gradwire::MessageView parse(const Bytes& bytes);
 
 Entries list(const gradwire::MessageView& message);
 
-// Puts a correct checksum into the header of `bytes`.
+// Write a correct checksum into the header of `bytes`.
 void mend_checksum(Bytes& bytes);
 
-// Bytes that end where their heap block ends, so that AddressSanitizer sees the first one too many.
+// Copy bytes into a heap block of the same size, so that AddressSanitizer detects any access beyond.
 Bytes exactly(const uint8_t* bytes, uint64_t size);
 
 // --- updates ---
 
-uint64_t bytes_per_element(gradwire::Dtype dtype);
+using gradwire::bytes_per_element;
 
-// A value of `dtype` as a double, which holds all of them exactly.
+// Return a value of `dtype` as a double, which represents every dtype exactly.
 double value_at(const void* data, uint64_t index, gradwire::Dtype dtype);
 
-// Writes `value`, rounded towards zero.
+// Write `value`, rounded towards zero.
 void put_value(void* data, uint64_t index, gradwire::Dtype dtype, double value);
 
-// An array of an update that begins `offset` elements into its memory, so that it is aligned to its elements only.
+// An array of an update that begins `offset` elements into its memory, so that only its elements are aligned.
 class UpdateArray {
   public:
     UpdateArray(uint64_t numel, gradwire::Dtype dtype, uint64_t offset)
@@ -114,8 +117,8 @@ class UpdateArray {
     gradwire::Dtype dtype_;
 };
 
-// Numbers that pass 1 could get wrong: at, just below and just above the threshold, zeros of both signs, denormals,
-// large ones, and plain random ones; with `nonfinite` some infinities, NaNs and sums that overflow.
+// Return a difficult number for pass 1: at, just below or just above the threshold, a zero of either sign, denormal,
+// large, or random; with `nonfinite` sometimes infinite, NaN or so large that sums overflow.
 double tricky_value(Random& random, double threshold, bool nonfinite);
 
 }  // namespace support

@@ -1,5 +1,5 @@
 // Applying: many messages over many arrays are the messages one after the other, bit for bit.
-#include "../../csrc/decoder.h"
+#include "decoder.h"
 #include "patterns.h"
 
 using namespace gradwire;
@@ -48,7 +48,7 @@ struct Target {
 
 struct Sent {
     Bytes bytes;
-    std::vector<double> values;  // what it adds at scale 1, where that does not round
+    std::vector<double> values;  // the decoded values at scale 1, which are exact
 };
 
 Sent send(const Entries& entries, uint16_t threshold) {
@@ -66,20 +66,20 @@ Sent send_dense(uint64_t numel, DenseType dtype, Random& random) {
         values.set(i, static_cast<double>(random.below(256)) / 64 - 2);  // exact in every dtype
         sent.values.push_back(values[i]);
     }
-    const MessageBytes message = code_dense(values.view(), dtype, 1, 2);
+    const MessageBytes message = encode_dense(values.view(), dtype, 1, 2);
     sent.bytes = exactly(message.bytes.get(), message.size);
     return sent;
 }
 
-// What momentum makes of `added`, element by element, in three vectors of vectors.
+// Add with momentum, element by element.
 template <class Parts>
-void go_on_plainly(const Parts& added, double factor, Parts& velocity, Parts& target, Parts& beside) {
+void add_momentum_plainly(const Parts& added, double factor, Parts& velocity, Parts& target, Parts& second) {
     using Value = typename Parts::value_type::value_type;
     for (size_t part = 0; part < added.size(); ++part)
         for (size_t i = 0; i < added[part].size(); ++i) {
             velocity[part][i] = static_cast<Value>(factor) * (velocity[part][i] + added[part][i]);
             target[part][i] += added[part][i] + velocity[part][i];
-            beside[part][i] += added[part][i] + velocity[part][i];
+            second[part][i] += added[part][i] + velocity[part][i];
         }
 }
 
@@ -88,30 +88,39 @@ void check_momentum(const std::vector<Sent>& sent, uint64_t numel, uint64_t long
     std::vector<MessageView> views;
     for (const Sent& one : sent) views.push_back(parse(one.bytes));
     const auto make = [&] { return Target(numel, longest, mixed, 1); };
-    Target target = make(), velocity = make(), beside = make();
-    Target expected = make(), expected_velocity = make(), expected_beside = make(), added = make();
+    Target target = make(), velocity = make(), second = make();
+    Target expected = make(), expected_velocity = make(), expected_second = make(), added = make();
     for (auto& part : added.floats) std::fill(part.begin(), part.end(), 0.0F);
     for (auto& part : added.doubles) std::fill(part.begin(), part.end(), 0.0);
-    const std::vector<MessageView> held(views.begin(), views.begin() + std::min<size_t>(2, views.size()));
+    const size_t own = views.size() / 2;
 
-    apply_with_momentum(views, target.arrays, scale, {velocity.arrays, 0.75}, {beside.arrays, held});
+    const SecondTarget given{second.arrays, own};
+    apply_with_momentum(views, target.arrays, scale, {velocity.arrays, 0.75}, &given);
 
     for (const MessageView& view : views) apply_messages({view}, added.arrays, scale);
-    go_on_plainly(added.floats, 0.75, expected_velocity.floats, expected.floats, expected_beside.floats);
-    go_on_plainly(added.doubles, 0.75, expected_velocity.doubles, expected.doubles, expected_beside.doubles);
-    for (const MessageView& view : held) apply_messages({view}, expected_beside.arrays, -1.0);
+    add_momentum_plainly(added.floats, 0.75, expected_velocity.floats, expected.floats, expected_second.floats);
+    add_momentum_plainly(added.doubles, 0.75, expected_velocity.doubles, expected.doubles, expected_second.doubles);
+    Target whole_second = make();
+    whole_second.floats = expected_second.floats;
+    whole_second.doubles = expected_second.doubles;
+    apply_messages({views[own]}, expected_second.arrays, -1.0);
     CHECK(target == expected);
     CHECK(velocity == expected_velocity);
-    CHECK(beside == expected_beside);
+    CHECK(second == expected_second);
 
     Target alone = make(), another_velocity = make();
-    apply_with_momentum(views, alone.arrays, scale, {another_velocity.arrays, 0.75}, {{}, {}});
+    apply_with_momentum(views, alone.arrays, scale, {another_velocity.arrays, 0.75});
     CHECK(alone == expected);
-    Target in_parts = make(), its_velocity = make(), its_beside = make();
-    apply_with_momentum(views, in_parts.arrays, scale, {its_velocity.arrays, 0.75}, {its_beside.arrays, held}, 4);
+    Target in_parts = make(), its_velocity = make(), its_second = make();
+    const SecondTarget in_parts_too{its_second.arrays, own};
+    apply_with_momentum(views, in_parts.arrays, scale, {its_velocity.arrays, 0.75}, &in_parts_too, 4);
     CHECK(in_parts == expected);
     CHECK(its_velocity == expected_velocity);
-    CHECK(its_beside == expected_beside);
+    CHECK(its_second == expected_second);
+    Target holds_none = make(), third_velocity = make(), third = make();
+    const SecondTarget without_own{holds_none.arrays, views.size()};
+    apply_with_momentum(views, third.arrays, scale, {third_velocity.arrays, 0.75}, &without_own);
+    CHECK(holds_none == whole_second);
 }
 
 void check_messages(const std::vector<Sent>& sent, uint64_t numel, uint64_t longest, bool mixed, double scale) {
@@ -135,29 +144,29 @@ void check_messages(const std::vector<Sent>& sent, uint64_t numel, uint64_t long
     CHECK(in_parts == together);
     for (const size_t own : {size_t{0}, sent.size() / 2, sent.size()}) {
         Target first(numel, longest, mixed, 1);
-        Target beside(numel, longest, mixed, 1);
+        Target second(numel, longest, mixed, 1);
         Target expected(numel, longest, mixed, 1);
-        const Beside second{beside.arrays, own};
-        apply_messages(views, first.arrays, scale, &second, 2);
+        const SecondTarget given{second.arrays, own};
+        apply_messages(views, first.arrays, scale, &given, 2);
         for (size_t i = 0; i < views.size(); ++i)
             apply_messages({views[i]}, expected.arrays, i == own ? scale - 1.0 : scale);
         CHECK(first == together);
-        CHECK(beside == expected);
+        CHECK(second == expected);
     }
     check_momentum(sent, numel, longest, mixed, scale);
 }
 
-// Writes down what a decoder hands out.
+// A sink that records the output of a decoder.
 class Record {
   public:
     explicit Record(uint64_t first) : first_(first) {}
 
-    static uint64_t room() { return kRoom; }
+    static uint64_t capacity() { return kCapacity; }
     Entry* entries() { return entries_; }
-    void take(uint64_t found) {
+    void add_entries(uint64_t found) {
         for (uint64_t i = 0; i < found; ++i) add(first_ + (entries_[i] & ~kEntryMinus), entries_[i] >> 31);
     }
-    uint64_t bitmap(const BitRun& changed, const BitRun& signs, uint64_t first, uint64_t numel) {
+    uint64_t add_bitmap(const BitRun& changed, const BitRun& signs, uint64_t first, uint64_t numel) {
         uint64_t set = 0;
         for (uint64_t i = 0; i < numel; ++i)
             if (bit_of(changed, i)) add(first + i, bit_of(signs, set++));
@@ -168,7 +177,7 @@ class Record {
     std::vector<bool> minus;
 
   private:
-    // Behind a run's end there are zeros.
+    // Bits beyond the end of a run are zero.
     static bool bit_of(const BitRun& run, uint64_t i) {
         const uint64_t bit = run.bit + i;
         return bit / 8 < run.size && (run.bytes[bit / 8] >> (bit % 8) & 1);
@@ -177,8 +186,8 @@ class Record {
         positions.push_back(position);
         minus.push_back(is_minus);
     }
-    static constexpr uint64_t kRoom = 100;
-    Entry entries_[kRoom];
+    static constexpr uint64_t kCapacity = 100;
+    Entry entries_[kCapacity];
     uint64_t first_;
 };
 

@@ -1,4 +1,4 @@
-// The CUDA decoder's algorithms on emulated threads against the CPU's: what is accepted, and what a target becomes.
+// The CUDA decoder's algorithms on emulated threads against the CPU's: the verdict on messages, and the targets.
 #include "emulated_decoder.h"
 #include "golden.h"
 #include "mutations.h"
@@ -21,7 +21,7 @@ uint64_t numel_of(const Bytes& bytes) {
     return bytes.size() < kHeaderBytes ? 0 : cuda::get_field<uint64_t>(bytes.data() + kNumelAt);
 }
 
-// Not more than the tests have memory for.
+// Whether the tests have memory for the target.
 bool is_small(const Bytes& bytes) { return numel_of(bytes) <= uint64_t{1} << 22; }
 
 template <class Target>
@@ -33,7 +33,7 @@ std::vector<Target> some_target(uint64_t numel) {
     return target;
 }
 
-// Applies all messages to a target in several arrays, window by window, each message in turn.
+// Apply all messages to a target in several arrays, window by window, each message in order.
 template <class Target>
 void check_apply(const std::vector<Bytes>& messages, uint64_t numel, uint64_t window, double scale, bool backwards) {
     const check::Note notes[] = {{"numel", numel}, {"window", window}};
@@ -74,12 +74,12 @@ Bytes dense_message(uint64_t numel, DenseType type, uint64_t seed) {
     for (double& value : values) value = random.uniform() * 3 - 1;
     std::vector<float> narrow(values.begin(), values.end());
     const MessageBytes message = type == DenseType::kFloat64
-                                     ? code_dense({values.data(), numel, Dtype::kFloat64}, type, 1, 2)
-                                     : code_dense({narrow.data(), numel, Dtype::kFloat32}, type, 1, 2);
+                                     ? encode_dense({values.data(), numel, Dtype::kFloat64}, type, 1, 2)
+                                     : encode_dense({narrow.data(), numel, Dtype::kFloat32}, type, 1, 2);
     return exactly(message.bytes.get(), message.size);
 }
 
-// The emulated decoder's verdict equals the CPU's; whatever it is, decoding stays in bounds.
+// Check that the emulated decoder's verdict equals the CPU's, and that decoding stays in bounds.
 void check_verdict(const Bytes& bytes) {
     EmulatedDecoder decoder(bytes, numel_of(bytes), 1.0, false);
     const bool accepted = decoder.failure() == cuda::kSound;
@@ -167,7 +167,7 @@ CASE(dense_messages_of_any_type_are_applied_as_the_cpu_does) {
         }
 }
 
-CASE(the_golden_messages_are_accepted_and_the_golden_mistakes_refused) {
+CASE(the_valid_golden_messages_are_accepted_and_the_invalid_ones_refused) {
     const unsigned valid = for_every_golden("valid", [](const Bytes& bytes) {
         if (is_small(bytes)) check_verdict(bytes);
         if (is_small(bytes)) CHECK_EQUAL(EmulatedDecoder(bytes, numel_of(bytes), 1, true).failure(), 0U);
@@ -208,7 +208,7 @@ CASE(whatever_happens_to_the_bytes_the_verdict_is_the_cpu_s) {
         }
 }
 
-CASE(bytes_that_change_behind_the_check_lead_to_no_other_address) {
+CASE(bytes_that_change_after_the_check_lead_to_no_access_out_of_bounds) {
     Random random(78);
     for (const Bytes& sample : samples())
         for (unsigned i = 0; i < 20; ++i) {

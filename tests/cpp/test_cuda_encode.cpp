@@ -17,15 +17,15 @@ void in_both_orders(F f) {
 
 cuda::HeaderWords words_of(const Header& header) { return {header.threshold, header.flags, header.key, header.step}; }
 
-// Codes entries that are put into masks by way of a residual that holds nothing else.
+// Encode entries from a residual that holds nothing else.
 void check_entries(const Entries& entries, bool backwards) {
     const Header header = header_for(entries.numel);
     std::vector<float> residual(entries.numel, 0.25F);
     for (size_t i = 0; i < entries.positions.size(); ++i)
         residual[entries.positions[i]] = entries.minus[i] ? -0.5F : 0.5F;
     EmulatedEncoder encoder(entries.numel, backwards);
-    encoder.take(residual.data(), nullptr, 0.5F);
-    CHECK(encoder.code(words_of(header), false) == encode(entries, header));
+    encoder.extract(residual.data(), nullptr, 0.5F);
+    CHECK(encoder.encode(words_of(header), false) == encode(entries, header));
 }
 
 template <class Residual>
@@ -33,7 +33,7 @@ constexpr Dtype dtype_of() {
     return sizeof(Residual) == 8 ? Dtype::kFloat64 : Dtype::kFloat32;
 }
 
-// What the CPU and the emulated threads do to the same residual and update, both in memory of their own.
+// Compare the CPU and the emulated threads on copies of the same residual and update.
 template <class Residual>
 void check_update(const std::vector<UpdateArray>* arrays, uint64_t numel, uint16_t threshold, bool skip, uint64_t seed,
                   bool backwards) {
@@ -49,7 +49,7 @@ void check_update(const std::vector<UpdateArray>* arrays, uint64_t numel, uint16
         expected[i] = static_cast<Residual>(tricky_value(random, static_cast<double>(t), false));
         if (!std::isfinite(expected[i])) expected[i] = 0;
     }
-    // Sixteen bytes, as a residual on a device is aligned.
+    // Aligned to sixteen bytes, as a residual on a device.
     std::vector<Residual> memory(numel + 4);
     Residual* residual = memory.data();
     while (reinterpret_cast<uintptr_t>(residual) % 16 != 0) ++residual;
@@ -62,21 +62,21 @@ void check_update(const std::vector<UpdateArray>* arrays, uint64_t numel, uint16
     options.flags = kFlagShakeUp;
     options.skip_nonfinite = skip;
     EmulatedEncoder emulated(numel, backwards);
-    emulated.take(residual, update, t);
-    const Bytes bytes = emulated.code({threshold, options.flags, options.key, options.step}, skip);
+    emulated.extract(residual, update, t);
+    const Bytes bytes = emulated.encode({threshold, options.flags, options.key, options.step}, skip);
     try {
         const Encoded encoded = encoder.encode(update, options);
         CHECK_EQUAL(encoded.skipped, emulated.nonfinite.count);
         CHECK(exactly(encoded.message.bytes.get(), encoded.message.size) == bytes);
-        CHECK_EQUAL(emulated.plan.gives_back, 0U);
+        CHECK_EQUAL(emulated.plan.restores, 0U);
         CHECK(numel == 0 || std::memcmp(residual, expected, numel * sizeof(Residual)) == 0);
     } catch (const NonFiniteUpdate& error) {
         CHECK_EQUAL(error.count, emulated.nonfinite.count);
         CHECK_EQUAL(error.first_index, emulated.nonfinite.first);
-        CHECK_EQUAL(emulated.plan.gives_back, 1U);
+        CHECK_EQUAL(emulated.plan.restores, 1U);
         CHECK_EQUAL(parse(bytes).header.count, 0U);
         for (uint64_t tile = 0; tile < emulated.masks().tile_count(); ++tile)
-            cuda::give_back_tile(emulated.masks(), residual, t, tile);
+            cuda::restore_tile(emulated.masks(), residual, t, tile);
         CHECK(numel == 0 || std::memcmp(residual, expected, numel * sizeof(Residual)) == 0);
     }
 }
@@ -131,7 +131,7 @@ CASE(chunks_that_span_many_rounds_of_units_give_the_bytes_of_the_cpu) {
         check_entries(patterns::at_density(uint64_t{5} << 20, density, random), false);
     }
     Random random(10);
-    Entries ends;  // nothing between the first and the last of a chunk
+    Entries ends;  // the first and the last elements of a chunk only
     for (uint64_t i = 0; i < 300; ++i) ends.add(i < 255 ? i : 4000000 + i, random.chance(0.5));
     ends.numel = uint64_t{9} << 19;
     in_both_orders([&](bool backwards) { check_entries(ends, backwards); });
@@ -215,7 +215,7 @@ CASE(more_arrays_than_a_launch_takes_are_cut_into_launches_or_refused) {
     CHECK_THROWS(cuda::TooManyArrays, cuda::cut_ranges(tiny, 20000, cuda::kGroupElements));
 }
 
-CASE(nonfinite_elements_are_left_out_or_everything_is_given_back) {
+CASE(nonfinite_elements_are_left_out_or_nothing_is_extracted) {
     in_both_orders([](bool backwards) {
         for (const bool skip : {false, true})
             for (const uint64_t numel : Numbers{1, 64, 2048, 5000, 33000})

@@ -1,6 +1,6 @@
-// What follows a step on a device, on the CPU: the tail's quantiles, the next threshold, and dense messages.
+// The steps of a device, on the CPU: sampled quantiles, the next threshold, and dense messages.
 #include "cuda/dense.h"
-#include "cuda/tail_sample.h"
+#include "cuda/quantile_sample.h"
 #include "emulated_encoder.h"
 
 using namespace gradwire;
@@ -8,37 +8,37 @@ using namespace support;
 
 namespace {
 
-cuda::TailWords measure_emulated(const Encoder& encoder, const void* residual, const std::vector<ConstArray>* update,
-                                 double density, bool backwards) {
+cuda::SampleTotals measure_emulated(const Encoder& encoder, const void* residual, const std::vector<ConstArray>* update,
+                                    double density, bool backwards) {
     const uint64_t numel = encoder.numel();
-    std::vector<uint32_t> bins(kTailQuantiles * cuda::kTailBins);
-    cuda::TailWords tail{};
+    std::vector<uint32_t> bins(kSampleQuantiles * kBins);
+    cuda::SampleTotals sample{};
     std::vector<cuda::ArrayRange> ranges;
     if (update) ranges = cuda::cut_ranges(*update, numel, cuda::kGroupElements);
-    const uint64_t stride = tail_stride(numel, density);
+    const uint64_t stride = sample_stride(numel, density);
     for (uint64_t first = 0; first < numel; first += stride) {
         static const cuda::ArrayTable kNone{};
         const cuda::ArrayTable* arrays = &kNone;
         for (const cuda::ArrayRange& range : ranges)
             if (range.begin <= first && first < range.end) arrays = &range.arrays;
         if (encoder.dtype() == Dtype::kFloat64)
-            sample_group(static_cast<const double*>(residual), *arrays, first, numel, 0.5, bins.data(), &tail);
+            sample_group(static_cast<const double*>(residual), *arrays, first, numel, 0.5, bins.data(), &sample);
         else
-            sample_group(static_cast<const float*>(residual), *arrays, first, numel, 0.5F, bins.data(), &tail);
+            sample_group(static_cast<const float*>(residual), *arrays, first, numel, 0.5F, bins.data(), &sample);
     }
     Block block(backwards);
-    for (unsigned q = 0; q < kTailQuantiles; ++q)
-        cuda::find_quantile(block, bins.data() + q * cuda::kTailBins, density * static_cast<double>(tail.elements),
-                            &tail.quantile[q]);
+    for (unsigned q = 0; q < kSampleQuantiles; ++q)
+        cuda::find_quantile(block, bins.data() + q * kBins, density * static_cast<double>(sample.elements),
+                            &sample.quantile[q]);
     CHECK(bins == std::vector<uint32_t>(bins.size()));  // cleared for the next step
-    return tail;
+    return sample;
 }
 
 bool same(double a, double b) { return std::memcmp(&a, &b, sizeof a) == 0; }
 
 }  // namespace
 
-CASE(the_tail_has_the_quantiles_of_the_cpu) {
+CASE(the_sampled_quantiles_are_those_of_the_cpu) {
     for (const Dtype residual : {Dtype::kFloat32, Dtype::kFloat64})
         for (const Dtype dtype : {Dtype::kNone, Dtype::kFloat32, Dtype::kBfloat16})
             for (const uint64_t numel : Numbers{1, 8, 9, 16, 17, 24, 100, 4099, 300007, 1 << 20})
@@ -52,20 +52,20 @@ CASE(the_tail_has_the_quantiles_of_the_cpu) {
                     for (uint64_t i = 0; i < numel; ++i) update.set(i, tricky_value(random, 0.5, numel % 2 == 1));
                     const std::vector<ConstArray> views{update.view()};
                     const std::vector<ConstArray>* given = dtype == Dtype::kNone ? nullptr : &views;
-                    const cuda::TailWords tail =
+                    const cuda::SampleTotals sample =
                         measure_emulated(encoder, encoder.residual(), given, density, numel % 2 == 0);
                     EncodeOptions options;
                     options.threshold = 0x3f00;
                     options.skip_nonfinite = true;
                     options.sample_density = density;
-                    const Tail expected = encoder.encode(given, options).tail;
-                    CHECK(same(tail.quantile[0], expected.now));
-                    CHECK(same(tail.quantile[1], expected.shuffled));
-                    CHECK(same(tail.quantile[2], expected.next));
-                    CHECK(same(tail.quantile[3], expected.same));
-                    const uint64_t either = tail.agreeing + tail.opposing;
+                    const SampledQuantiles expected = encoder.encode(given, options).quantiles;
+                    CHECK(same(sample.quantile[0], expected.now));
+                    CHECK(same(sample.quantile[1], expected.shuffled));
+                    CHECK(same(sample.quantile[2], expected.next));
+                    CHECK(same(sample.quantile[3], expected.same));
+                    const uint64_t either = sample.agreeing + sample.opposing;
                     const double agreement =
-                        either > 0 ? static_cast<double>(tail.agreeing) / static_cast<double>(either) : 0.5;
+                        either > 0 ? static_cast<double>(sample.agreeing) / static_cast<double>(either) : 0.5;
                     CHECK(same(agreement, expected.agreement));
                 }
 }
@@ -119,18 +119,18 @@ CASE(thresholds_follow_their_rules) {
     policy = {};
     policy.rule = cuda::Rule::kTargetDensity;
     policy.minimum = 1e-8;
-    state.tail = {{0.5, 0.25, 0.25, 1.0}, 1000, 1, 1};  // signs agree as often as not: independent updates
+    state.sample = {{0.5, 0.25, 0.25, 1.0}, 1000, 1, 1};  // signs agree half of the time: independent updates
     CHECK_EQUAL(next_threshold(policy, state, 0.9), 0.5);
-    state.tail = {{0.5, 0.25, 0.25, 1.0}, 1000, 5, 0};  // they always agree: the same update again
+    state.sample = {{0.5, 0.25, 0.25, 1.0}, 1000, 5, 0};  // signs always agree: the update repeats
     CHECK_EQUAL(next_threshold(policy, state, 0.9), 1.0);
-    CHECK_EQUAL(next_threshold(policy, state, 0.0), 0.96875);  // nothing was sent: all have the same magnitude
-    state.tail.agreeing = 9, state.tail.opposing = 1;
+    CHECK_EQUAL(next_threshold(policy, state, 0.0), 0.96875);  // nothing was sent: all magnitudes are equal
+    state.sample.agreeing = 9, state.sample.opposing = 1;
     CHECK(next_threshold(policy, state, 0.0) == next_threshold(policy, state, 0.9));
-    state.tail.quantile[2] = 0;
+    state.sample.quantile[2] = 0;
     CHECK_EQUAL(next_threshold(policy, state, 0.9), state.threshold);
 }
 
-CASE(a_shake_up_and_a_clip_are_due_at_their_turn_and_teach_nothing) {
+CASE(shake_ups_and_clips_follow_their_schedules_and_do_not_feed_the_policy) {
     cuda::Policy policy;
     policy.rule = cuda::Rule::kAdaptive;
     policy.density_min = 0.5;
@@ -155,7 +155,7 @@ CASE(a_shake_up_and_a_clip_are_due_at_their_turn_and_teach_nothing) {
     CHECK_EQUAL(state.threshold, before);
 }
 
-CASE(dense_messages_take_out_of_the_residual_what_the_cpu_takes) {
+CASE(dense_messages_leave_the_residual_of_the_cpu) {
     const auto check_type = [](auto zero, DenseType type) {
         using Residual = decltype(zero);
         const uint64_t numel = 3000;

@@ -16,18 +16,18 @@ CASE(every_table_writes_the_golden_messages_again) {
                 return;
             }
             const bool wide = header.dtype == DenseType::kFloat64;
-            std::vector<double> values(header.numel);  // room for either
+            std::vector<double> values(header.numel);  // large enough for either type
             decode_dense(message, values.data());
             const Dtype dtype = wide ? Dtype::kFloat64 : Dtype::kFloat32;
             const MessageBytes again =
-                code_dense({values.data(), header.numel, dtype}, header.dtype, header.key, header.step);
+                encode_dense({values.data(), header.numel, dtype}, header.dtype, header.key, header.step);
             CHECK(exactly(again.bytes.get(), again.size) == bytes);
         });
         CHECK(files >= 30);
     });
 }
 
-CASE(every_table_refuses_the_golden_mistakes) {
+CASE(every_table_refuses_the_invalid_golden_messages) {
     for_every_table([] {
         const unsigned files =
             for_every_golden("invalid", [](const Bytes& bytes) { CHECK_THROWS(MessageError, parse(bytes)); });

@@ -1,4 +1,4 @@
-// Nothing but a canonical message is accepted, and nothing that happens to its bytes leads out of bounds.
+// Only canonical messages are accepted, and no change of their bytes leads to an access out of bounds.
 #include <functional>
 
 #include "decoder.h"
@@ -9,7 +9,7 @@ using namespace support;
 
 namespace {
 
-// What a mutation gave is either refused or a message in its own right, of which there is one spelling.
+// Check that mutated bytes are refused or are the one spelling of another message.
 void check_refused_or_canonical(const Bytes& bytes) {
     MessageView message;
     try {
@@ -20,7 +20,7 @@ void check_refused_or_canonical(const Bytes& bytes) {
     if (message.header.kind == Kind::kTernary) CHECK(encode_plainly(list(message), message.header) == bytes);
 }
 
-// A sink that keeps to its target, as apply_messages' does, and lets somebody else at the message meanwhile.
+// A sink that stays inside its target, as that of apply_messages, and calls `meanwhile` between the steps.
 class Sink {
   public:
     Sink(uint64_t numel, std::function<void()> meanwhile) : target_(numel), meanwhile_(std::move(meanwhile)) {
@@ -30,33 +30,33 @@ class Sink {
         first_ = first;
         stop_ = stop;
     }
-    uint64_t room() const { return kRoom; }
+    uint64_t capacity() const { return kCapacity; }
     Entry* entries() {
         meanwhile_();
         return entries_.data();
     }
-    void take(uint64_t found) {
-        CHECK(found <= kRoom);
+    void add_entries(uint64_t found) {
+        CHECK(found <= kCapacity);
         for (const bool scattered : {false, true})
             kernels().add_entries_float(entries_.data(), found, target_.data() + first_, stop_ - first_, 1, scattered);
         meanwhile_();
     }
-    uint64_t bitmap(const BitRun& changed, const BitRun& minus, uint64_t first, uint64_t numel) {
+    uint64_t add_bitmap(const BitRun& changed, const BitRun& minus, uint64_t first, uint64_t numel) {
         CHECK(first >= first_ && first <= stop_ && numel <= stop_ - first);
         meanwhile_();
         return kernels().add_bitmap_float(changed, minus, target_.data() + first, numel, 1);
     }
 
   private:
-    static constexpr uint64_t kRoom = 64;
+    static constexpr uint64_t kCapacity = 64;
     std::vector<float> target_;
     std::function<void()> meanwhile_;
-    std::vector<Entry> entries_ = std::vector<Entry>(kRoom + kPrefetchAhead);
+    std::vector<Entry> entries_ = std::vector<Entry>(kCapacity + kPrefetchAhead);
     uint64_t first_ = 0;
     uint64_t stop_ = 0;
 };
 
-// Decodes without validation: it ends, in bounds, by coming through or by throwing MessageError.
+// Decode without validation: end normally or by MessageError, without any access out of bounds.
 void decode_blindly(const MessageView& message, uint64_t window, const std::function<void()>& meanwhile) {
     const uint64_t numel = message.header.numel;
     try {
@@ -146,7 +146,7 @@ CASE(a_message_cut_anywhere_is_refused) {
     });
 }
 
-CASE(decoders_stay_in_bounds_on_bytes_that_nobody_validated) {
+CASE(decoders_stay_in_bounds_on_bytes_that_were_not_validated) {
     for_every_table([] {
         Random random(34);
         for (const Bytes& sample : samples())
@@ -189,15 +189,15 @@ CASE(listing_stays_in_bounds_on_kernels_alone) {
                 scramble(bytes, random);
                 for (const Chunk& stale : chunks) {
                     kernels().sum_chunk(reader.stream(), reader.stream_bytes(), stale);
-                    const uint64_t room = 1 + random.below(40);
-                    std::vector<Entry> out(room);
+                    const uint64_t capacity = 1 + random.below(40);
+                    std::vector<Entry> out(capacity);
                     ChunkCursor cursor;
                     cursor.chunk = stale;
                     for (unsigned calls = 0; !cursor.done; ++calls) {
                         const uint64_t found = kernels().list_entries(reader.stream(), reader.stream_bytes(), cursor, 0,
-                                                                      message.header.numel, out.data(), room);
-                        CHECK(found <= room);
-                        if (found < room) break;
+                                                                      message.header.numel, out.data(), capacity);
+                        CHECK(found <= capacity);
+                        if (found < capacity) break;
                         CHECK(calls < 2000);
                     }
                 }

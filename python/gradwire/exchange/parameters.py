@@ -278,8 +278,8 @@ class MomentumSum(PlainSum):
                 self._groups.select(self.velocity, index),
                 momentum=self._momentum,
                 scale=1.0 / divisor,
-                beside=[] if second is None else self._groups.select(second.params, index),
-                held=[] if second is None or second.own is None else [messages[second.own]],
+                second=() if second is None else self._groups.select(second.params, index),
+                own=None if second is None else second.own,
                 threads=encoder.threads,
             )
         return False

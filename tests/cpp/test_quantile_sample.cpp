@@ -1,4 +1,4 @@
-// The sample that TargetDensity steers by: the same numbers on every table, and the quantiles it claims to give.
+// The quantile sample of TargetDensity: the same numbers on every table, and correct quantiles.
 #include <algorithm>
 #include <functional>
 #include <limits>
@@ -10,7 +10,7 @@ using namespace support;
 
 namespace {
 
-Tail measure(Dtype residual, const UpdateArray* update, uint64_t numel, double density, uint64_t seed) {
+SampledQuantiles measure(Dtype residual, const UpdateArray* update, uint64_t numel, double density, uint64_t seed) {
     Random random(seed);
     Encoder encoder(numel, residual, 1);
     for (uint64_t i = 0; i < numel; ++i) put_value(encoder.residual(), i, residual, tricky_value(random, 0.5, false));
@@ -18,25 +18,25 @@ Tail measure(Dtype residual, const UpdateArray* update, uint64_t numel, double d
     options.threshold = 0x3f00;
     options.skip_nonfinite = true;
     options.sample_density = density;
-    if (!update) return encoder.encode(nullptr, options).tail;
+    if (!update) return encoder.encode(nullptr, options).quantiles;
     // In two arrays, so that a group lies across them.
     const uint64_t first = numel / 3;
     const uint8_t* data = static_cast<const uint8_t*>(update->data());
     const std::vector<ConstArray> views{
         {data, first, update->dtype()},
         {data + first * bytes_per_element(update->dtype()), numel - first, update->dtype()}};
-    return encoder.encode(&views, options).tail;
+    return encoder.encode(&views, options).quantiles;
 }
 
 bool same(double a, double b) { return std::memcmp(&a, &b, sizeof a) == 0; }
-bool same(const Tail& a, const Tail& b) {
+bool same(const SampledQuantiles& a, const SampledQuantiles& b) {
     return same(a.now, b.now) && same(a.shuffled, b.shuffled) && same(a.next, b.next) && same(a.same, b.same) &&
            same(a.agreement, b.agreement);
 }
 
 }  // namespace
 
-CASE(every_table_measures_the_same_tail) {
+CASE(every_table_samples_the_same_quantiles) {
     for (const Dtype residual : {Dtype::kFloat32, Dtype::kFloat64})
         for (const Dtype dtype : {Dtype::kNone, Dtype::kFloat32, Dtype::kFloat64, Dtype::kFloat16, Dtype::kBfloat16})
             for (const uint64_t numel : Numbers{0, 1, 7, 8, 9, 15, 16, 17, 24, 25, 100, 4099, 300007})
@@ -48,13 +48,13 @@ CASE(every_table_measures_the_same_tail) {
                     for (uint64_t i = 0; i < numel; ++i) update.set(i, tricky_value(random, 0.5, numel % 2 == 1));
                     const UpdateArray* given = dtype == Dtype::kNone ? nullptr : &update;
                     select_isa("scalar");
-                    const Tail expected = measure(residual, given, numel, density, numel + 1);
+                    const SampledQuantiles expected = measure(residual, given, numel, density, numel + 1);
                     for_every_table(
                         [&] { CHECK(same(measure(residual, given, numel, density, numel + 1), expected)); });
                 }
 }
 
-CASE(the_tail_is_the_quantile_of_the_magnitudes_about_to_be_compared) {
+CASE(the_quantile_is_that_of_the_magnitudes_about_to_be_compared) {
     const uint64_t numel = 4096;  // of so few all are in the sample
     Random random(3);
     UpdateArray update(numel, Dtype::kFloat32, 0);
@@ -71,10 +71,10 @@ CASE(the_tail_is_the_quantile_of_the_magnitudes_about_to_be_compared) {
             EncodeOptions options;
             options.threshold = 0x7f7f;
             options.sample_density = density;
-            const Tail tail = encoder.encode(&views, options).tail;
+            const SampledQuantiles quantiles = encoder.encode(&views, options).quantiles;
             const double exact = magnitudes[static_cast<size_t>(density * static_cast<double>(numel)) - 1];
             // Bins are 1/64 of an octave, 1.6 % at most.
-            CHECK(std::fabs(tail.now / exact - 1) < 0.02);
+            CHECK(std::fabs(quantiles.now / exact - 1) < 0.02);
         }
     });
 }

@@ -1,11 +1,12 @@
-// Pass 2 over one chunk, by one block: twice, first for its size, then for its bits.
+// Pass 2 over one chunk, by one block: first for the chunk's size, then for its bits.
 //
-// The words that the chunk spans are cut into units of 2^s words, s so that there are about as many units as threads:
-// where little changed a thread goes over many words of which few are listed, where much changed over one or two. What
-// a unit writes where follows from scans over the units: listed and changed elements before it, where the last listed
-// one before it lies, and the sum of the quotients before it. So a thread's bits are one run in each of three streams.
+// The words of the chunk are cut into units of 2^s words, with s such that there are about as many units as threads: a
+// thread processes many words of which few are listed, or one or two where much changed. Scans over the units give what
+// precedes each: the listed and changed elements, the last listed element, and the sum of the quotients. The bits of a
+// thread are therefore one run in each of the three streams.
 #pragma once
 
+#include "../common/format.h"
 #include "plan.h"
 
 namespace gradwire::cuda {
@@ -22,12 +23,12 @@ struct FindShared {
     uint64_t found[2];
 };
 
-// The index of the element behind the `rank`-th changed one, rank = 1 ... count. `shared` is free again afterwards.
+// Return the index of the element after the `rank`-th changed one, rank = 1 ... count. `shared` is free afterwards.
 template <class Team>
 GRADWIRE_TEAM uint64_t find_changed(Team& team, const Masks& masks, uint64_t rank, FindShared& shared) {
     static_assert(Team::kThreads == kGroupWords, "a thread for each word of a group");
-    // All threads search together: each round leaves one part in kThreads. Two places take turns, so that a slow thread
-    // still reads one while a fast one writes the other.
+    // All threads search together: each round keeps one part in kThreads. The rounds alternate between two results, so
+    // that a slow thread can still read one while a fast thread writes the other.
     uint64_t low = 0, stop = masks.group_total();
     unsigned round = 0;
     for (; stop - low > 1; ++round) {
@@ -65,7 +66,7 @@ GRADWIRE_TEAM uint64_t find_changed(Team& team, const Masks& masks, uint64_t ran
     return found;
 }
 
-// A part of a chunk: whole words, of which the chunk's first and last may belong to other chunks as well.
+// A part of a chunk: whole words. The first and last word of a chunk may belong to other chunks as well.
 struct Unit {
     uint64_t from_word, to_word;
 };
@@ -79,7 +80,7 @@ struct Units {
         while (shift < 8 && (stop_word - first_word) >> (shift + 1) >= threads) ++shift;
     }
     GRADWIRE_HD uint64_t count() const { return (stop_word - first_word + (uint64_t{1} << shift) - 1) >> shift; }
-    // Empty where there is no such unit.
+    // Return an empty unit beyond the last.
     GRADWIRE_HD Unit at(uint64_t index) const {
         const uint64_t from = first_word + (index << shift);
         const uint64_t to = from + (uint64_t{1} << shift);
@@ -87,7 +88,7 @@ struct Units {
     }
 };
 
-// A word of a chunk: bit 0 is element `at`, counted from the chunk's begin; a few words behind it are cut off.
+// A word of a chunk: bit 0 is element `at`, counted from the start of the chunk; the bits of other chunks are cleared.
 struct ChunkWord {
     uint64_t at;
     uint64_t listed;
@@ -107,7 +108,7 @@ GRADWIRE_HD inline ChunkWord chunk_word(uint64_t word, const MaskPair& pair, uin
     return {base + shift - begin, listed, changed, pair.negative >> shift};
 }
 
-// Calls f(ChunkWord) for the unit's words in which something is listed or changed, in order.
+// Call f(ChunkWord) for the words of the unit with listed or changed elements, in order.
 template <class F>
 GRADWIRE_HD void for_each_word(const Masks& masks, const Unit& unit, uint64_t begin, uint64_t end, bool inverted, F f) {
     for (uint64_t word = unit.from_word; word < unit.to_word;) {
@@ -127,7 +128,7 @@ GRADWIRE_HD void for_each_word(const Masks& masks, const Unit& unit, uint64_t be
     }
 }
 
-// Where a chunk's streams go; bits are counted from the begin of the message.
+// The places of a chunk's streams; bits are counted from the start of the message.
 struct ChunkTarget {
     uint32_t* words;
     uint64_t remainder_bit;
@@ -135,11 +136,11 @@ struct ChunkTarget {
     uint64_t quotient_bit;
 };
 
-// What lies before a unit, or before a round of units.
+// The totals before a unit, or before a round of units.
 struct UnitsBefore {
     uint64_t listed;
     uint64_t changed;
-    uint64_t reach;  // one behind the last listed element
+    uint64_t reach;  // one after the last listed element
     uint64_t quotients;
 };
 
@@ -188,10 +189,10 @@ GRADWIRE_HD inline void write_unit(const Masks& masks, const Unit& unit, uint64_
     quotients.finish();
 }
 
-// Returns the sum of the chunk's quotients; with `to`, writes its streams.
+// Return the sum of the chunk's quotients; with `to`, write its streams.
 template <class Team>
-GRADWIRE_TEAM uint64_t code_chunk(Team& team, const Masks& masks, uint64_t begin, uint64_t end, const ChunkShape& shape,
-                                  const ChunkTarget* to) {
+GRADWIRE_TEAM uint64_t encode_chunk(Team& team, const Masks& masks, uint64_t begin, uint64_t end,
+                                    const ChunkShape& shape, const ChunkTarget* to) {
     const Units units(begin, end, Team::kThreads);
     UnitsBefore round{0, 0, 0, 0};
     for (uint64_t first = 0; first < units.count(); first += Team::kThreads) {
@@ -234,7 +235,7 @@ GRADWIRE_TEAM uint64_t code_chunk(Team& team, const Masks& masks, uint64_t begin
     return round.quotients;
 }
 
-// Finds a chunk's borders and its sum of quotients.
+// Find the borders of a chunk and its sum of quotients.
 template <class Team>
 GRADWIRE_TEAM void size_chunk(Team& team, const Masks& masks, const Plan& plan, uint64_t index, ChunkRecord* records,
                               FindShared& shared) {
@@ -244,13 +245,13 @@ GRADWIRE_TEAM void size_chunk(Team& team, const Masks& masks, const Plan& plan, 
     const uint64_t begin = index == 0 ? 0 : find_changed(team, masks, before, shared);
     const uint64_t end = last ? masks.numel : find_changed(team, masks, before + changed, shared);
     const ChunkShape shape = chunk_shape(changed, end - begin - changed);
-    const uint64_t quotients = shape.listed > 0 ? code_chunk(team, masks, begin, end, shape, nullptr) : 0;
+    const uint64_t quotients = shape.listed > 0 ? encode_chunk(team, masks, begin, end, shape, nullptr) : 0;
     team.each([&](unsigned thread) {
         if (thread == 0) records[index] = {begin, end, quotients, 0, 0};
     });
 }
 
-// Writes a chunk's streams; `message` is zero where the stream goes.
+// Write the streams of a chunk; `message` is zero there.
 template <class Team>
 GRADWIRE_TEAM void write_chunk(Team& team, const Masks& masks, const Plan& plan, uint64_t index,
                                const ChunkRecord* records, uint32_t* message) {
@@ -260,7 +261,7 @@ GRADWIRE_TEAM void write_chunk(Team& team, const Masks& masks, const Plan& plan,
     const uint64_t bit = (kHeaderBytes + plan.directory_bytes) * 8 + record.bit;
     const uint64_t sign_bit = bit + shape.listed * shape.rice;
     const ChunkTarget to{message, bit, sign_bit, sign_bit + changed};
-    code_chunk(team, masks, record.begin, record.end, shape, &to);
+    encode_chunk(team, masks, record.begin, record.end, shape, &to);
 }
 
 }  // namespace gradwire::cuda

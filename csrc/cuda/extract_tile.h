@@ -1,18 +1,17 @@
 // Pass 1 over one tile, by one warp: residual += update; where |residual| >= threshold, residual -= +-threshold and the
-// element's bit is set. The same for every element as in cpu/take.h, to the bit.
+// element's bit is set. The results equal those of cpu/extract.h, bit for bit.
 //
-// Lane l takes elements 128 v + 4 l ... + 3 of the tile, v = 0 ... 15, so that each load of a warp is one run of
-// memory. Bytes that move per float32 element: 4 of the update read, 4 of the residual read and 4 written; of masks 16
-// for each word of 64 elements in which something changed. Nothing is waited for but the loads, of which a lane has 8
-// under way (128 bytes).
+// Lane l processes elements 128 v + 4 l ... + 3 of the tile, v = 0 ... 15, so that each load of a warp is one run of
+// memory. Memory traffic per float32 element: 4 bytes of the update read, 4 of the residual read and 4 written; masks
+// add 16 bytes for each word of 64 elements with a change. The warp waits only for its loads, of which a lane has 8 in
+// flight (128 bytes).
 #pragma once
 
-#include "sources.h"
+#include "update_arrays.h"
 
 namespace gradwire::cuda {
 
-// In place of the update's type where the caller has added it already: the residual is read once and written only where
-// something is taken.
+// The type of an update that the caller has already added: the residual is read once and written only where it changes.
 struct Accumulated {};
 
 template <class Update>
@@ -21,27 +20,27 @@ template <>
 inline constexpr bool kAdds<Accumulated> = false;
 
 struct TileShared {
-    // Byte i: what became of elements 4 i ... 4 i + 3; changed in the lower four bits, negative in the upper.
+    // Byte i describes elements 4 i ... 4 i + 3: changed in the lower four bits, negative in the upper.
     alignas(16) uint64_t fours[kTileElements / 32];
 };
 
 template <class Residual>
-struct TakeTarget {
+struct ExtractTarget {
     Residual* residual;
     Masks masks;
     Nonfinite* nonfinite;
 };
 
-// One element; returns bit 0: changed, bit 4: negative.
+// Extract from one element. Return bit 0: changed, bit 4: negative.
 template <class Residual>
-GRADWIRE_HD uint32_t take_element(Residual& sum, Residual threshold) {
+GRADWIRE_HD uint32_t extract_element(Residual& sum, Residual threshold) {
     const bool passes = absolute(sum) >= threshold;
     const bool negative = sum < 0;
     if (passes) sum -= negative ? -threshold : threshold;
     return static_cast<uint32_t>(passes) | static_cast<uint32_t>(passes && negative) << 4;
 }
 
-// A sum that is not finite is left out: the update is when the residual is sound, otherwise the residual.
+// Replace a sum that is not finite: keep the residual if it is finite, otherwise the update if that is.
 template <class Residual>
 GRADWIRE_HD Residual without_nonfinite(Residual before, Residual added, uint64_t index, Nonfinite* nonfinite) {
     atomic_add(&nonfinite->count, 1);
@@ -49,7 +48,7 @@ GRADWIRE_HD Residual without_nonfinite(Residual before, Residual added, uint64_t
     return is_finite(before) ? before : is_finite(added) ? added : Residual{0};
 }
 
-// The tile's part of the update, where all of the tile lies in one array of the type Update and on vectors' borders.
+// Return the tile's part of the update if it is in one array of type Update and aligned to vectors, otherwise null.
 template <class Update>
 GRADWIRE_HD const Update* find_whole_tile(const ArrayTable& updates, uint64_t first) {
     const unsigned i = updates.find(first);
@@ -59,11 +58,11 @@ GRADWIRE_HD const Update* find_whole_tile(const ArrayTable& updates, uint64_t fi
     return reinterpret_cast<uintptr_t>(at) % alignof(Four<Update>) == 0 ? at : nullptr;
 }
 
-// `at` is the tile's first element, `update` its update or, of Accumulated, anything.
+// `first` is the first element of the tile, `update` the tile's update; it is ignored for Accumulated.
 template <class Residual, class Update>
-GRADWIRE_HD void take_whole_tile(const TakeTarget<Residual>& to, const Update* update, Residual threshold,
-                                 uint64_t first, unsigned lane, uint8_t* fours) {
-    constexpr unsigned kVectors = sizeof(Residual) == 8 ? 2 : 4;  // under way at a time
+GRADWIRE_HD void extract_whole_tile(const ExtractTarget<Residual>& to, const Update* update, Residual threshold,
+                                    uint64_t first, unsigned lane, uint8_t* fours) {
+    constexpr unsigned kVectors = sizeof(Residual) == 8 ? 2 : 4;  // in flight at a time
     Residual* residual = to.residual + first;
     for (unsigned begin = 0; begin < kTileElements; begin += kVectors * 128) {
         const unsigned at = begin + 4 * lane;
@@ -105,7 +104,7 @@ GRADWIRE_HD void take_whole_tile(const TakeTarget<Residual>& to, const Update* u
                 }
             uint32_t four = 0;
             for (unsigned j = 0; j < 4; ++j) {
-                four |= take_element(value[j], threshold) << j;
+                four |= extract_element(value[j], threshold) << j;
                 sum[v].value[j] = value[j];
             }
             fours[(at + 128 * v) / 4] = static_cast<uint8_t>(four);
@@ -114,10 +113,10 @@ GRADWIRE_HD void take_whole_tile(const TakeTarget<Residual>& to, const Update* u
     }
 }
 
-// Any tile: across arrays, at any alignment, and cut by the end of the residual.
+// Any tile: in several arrays, at any alignment, or incomplete at the end of the residual.
 template <class Residual, class Update>
-GRADWIRE_HD void take_any_tile(const TakeTarget<Residual>& to, const ArrayTable& updates, Residual threshold,
-                               uint64_t first, unsigned lane, uint8_t* fours) {
+GRADWIRE_HD void extract_any_tile(const ExtractTarget<Residual>& to, const ArrayTable& updates, Residual threshold,
+                                  uint64_t first, unsigned lane, uint8_t* fours) {
     unsigned array = kAdds<Update> ? updates.find(first) : 0;
     for (unsigned at = 4 * lane; at < kTileElements; at += 128) {
         uint32_t four = 0;
@@ -135,7 +134,7 @@ GRADWIRE_HD void take_any_tile(const TakeTarget<Residual>& to, const ArrayTable&
             }
             const bool finite = is_finite(value);
             if (!finite) value = without_nonfinite(before, more, index, to.nonfinite);
-            const uint32_t bits = take_element(value, threshold);
+            const uint32_t bits = extract_element(value, threshold);
             four |= bits << j;
             if (kAdds<Update> || bits != 0 || !finite) to.residual[index] = value;
         }
@@ -143,7 +142,7 @@ GRADWIRE_HD void take_any_tile(const TakeTarget<Residual>& to, const ArrayTable&
     }
 }
 
-// Word `lane` of the tile, put together from sixteen fours.
+// Return word `lane` of the tile, from its sixteen bytes.
 GRADWIRE_HD inline MaskPair mask_word(const TileShared& shared, unsigned lane) {
     const uint64_t low = shared.fours[2 * lane];
     const uint64_t high = shared.fours[2 * lane + 1];
@@ -151,10 +150,10 @@ GRADWIRE_HD inline MaskPair mask_word(const TileShared& shared, unsigned lane) {
             pack_nibbles(low >> 4) | uint64_t{pack_nibbles(high >> 4)} << 32};
 }
 
-// A team is a warp. Returns the tile's changed elements. `updates` covers the tile, or is not looked at.
+// A team is a warp. Return the number of changed elements of the tile. `updates` covers the tile unless it is ignored.
 template <class Team, class Residual, class Update>
-GRADWIRE_TEAM uint32_t take_tile(Team& team, const TakeTarget<Residual>& to, const ArrayTable& updates,
-                                 Residual threshold, uint64_t tile, TileShared& shared) {
+GRADWIRE_TEAM uint32_t extract_tile(Team& team, const ExtractTarget<Residual>& to, const ArrayTable& updates,
+                                    Residual threshold, uint64_t tile, TileShared& shared) {
     static_assert(Team::kThreads == kTileWords, "a lane for each word");
     const uint64_t first = tile * kTileElements;
     const bool full = first + kTileElements <= to.masks.numel;
@@ -162,11 +161,11 @@ GRADWIRE_TEAM uint32_t take_tile(Team& team, const TakeTarget<Residual>& to, con
     team.each([&](unsigned lane) {
         if constexpr (kAdds<Update>) {
             const Update* update = full ? find_whole_tile<Update>(updates, first) : nullptr;
-            if (update) return take_whole_tile(to, update, threshold, first, lane, fours);
+            if (update) return extract_whole_tile(to, update, threshold, first, lane, fours);
         } else {
-            if (full) return take_whole_tile<Residual, Update>(to, nullptr, threshold, first, lane, fours);
+            if (full) return extract_whole_tile<Residual, Update>(to, nullptr, threshold, first, lane, fours);
         }
-        take_any_tile<Residual, Update>(to, updates, threshold, first, lane, fours);
+        extract_any_tile<Residual, Update>(to, updates, threshold, first, lane, fours);
     });
     Local<Team, uint64_t> counts;
     Local<Team, bool> listed;
@@ -186,9 +185,9 @@ GRADWIRE_TEAM uint32_t take_tile(Team& team, const TakeTarget<Residual>& to, con
     return count;
 }
 
-// Undoes pass 1 on a tile, word by word of those that are listed.
+// Undo pass 1 on a tile.
 template <class Residual>
-GRADWIRE_HD void give_back_tile(const Masks& masks, Residual* residual, Residual threshold, uint64_t tile) {
+GRADWIRE_HD void restore_tile(const Masks& masks, Residual* residual, Residual threshold, uint64_t tile) {
     const uint32_t summary = masks.tiles[tile].summary;
     for (uint64_t words = summary; words != 0; words &= words - 1) {
         const unsigned word = lowest_bit(words);

@@ -1,16 +1,12 @@
-// The sample that TargetDensity steers by, measured on a device: the same groups, bins and quantiles as in tail.cpp.
-// The CPU looks for a window of bins first; here all bins are counted, which gives the same quantiles.
+// The quantile sample of TargetDensity on a device, with the groups, bins and quantiles of the CPU. The CPU counts a
+// window of bins; here all bins are counted, which gives the same quantiles.
 #pragma once
 
-#include "../cpu/tail_group.h"
-#include "../tail.h"
+#include "../common/sample_group.h"
 #include "policy.h"
-#include "sources.h"
+#include "update_arrays.h"
 
 namespace gradwire::cuda {
-
-inline constexpr unsigned kTailShift = 17;  // 64 bins to the octave
-inline constexpr unsigned kTailBins = kTailInfinity >> kTailShift;
 
 GRADWIRE_HD inline void count_one(uint32_t* bin) {
 #if defined(__CUDA_ARCH__)
@@ -20,13 +16,13 @@ GRADWIRE_HD inline void count_one(uint32_t* bin) {
 #endif
 }
 
-// One group of neighbours, by one thread. `bins` are kTailQuantiles times kTailBins; `updates` may be empty.
+// Measure one group, by one thread. `bins` are kSampleQuantiles times kBins; `updates` may be empty.
 template <class Residual>
 GRADWIRE_HD void sample_group(const Residual* residual, const ArrayTable& updates, uint64_t first, uint64_t numel,
-                              Residual threshold, uint32_t* bins, TailWords* tail) {
-    const uint64_t count = numel - first < kTailGroup ? numel - first : kTailGroup;
-    Residual before[kTailGroup] = {};
-    Residual added[kTailGroup] = {};
+                              Residual threshold, uint32_t* bins, SampleTotals* sample) {
+    const uint64_t count = numel - first < kSampleGroup ? numel - first : kSampleGroup;
+    Residual before[kSampleGroup] = {};
+    Residual added[kSampleGroup] = {};
     unsigned array = updates.count > 0 ? updates.find(first) : 0;
     for (uint64_t i = 0; i < count; ++i) {
         before[i] = residual[first + i];
@@ -35,30 +31,24 @@ GRADWIRE_HD void sample_group(const Residual* residual, const ArrayTable& update
         added[i] = value_of<Residual>(updates.arrays[array].data, first + i - updates.first_of(array),
                                       static_cast<Dtype>(updates.dtypes[array]));
     }
-    TailGroup group;
-    const uint32_t cuts[kTailQuantiles] = {1, 1, 1, 1};
+    SampleGroup group;
+    const uint32_t cuts[kSampleQuantiles] = {1, 1, 1, 1};
     measure_group(before, added, count, threshold, updates.count > 0, cuts, &group);
-    for (unsigned q = 0; q < kTailQuantiles; ++q)
+    for (unsigned q = 0; q < kSampleQuantiles; ++q)
         for (uint64_t i = 0; i < count; ++i)
-            if (group.exceeding[q] >> i & 1) count_one(bins + q * kTailBins + (group.bits[q][i] >> kTailShift));
-    atomic_add(&tail->elements, count);
-    atomic_add(&tail->agreeing, group.agreeing);
-    atomic_add(&tail->opposing, group.opposing);
+            if (group.exceeding[q] >> i & 1) count_one(bins + q * kBins + (group.bits[q][i] >> kBinShift));
+    atomic_add(&sample->elements, count);
+    atomic_add(&sample->agreeing, group.agreeing);
+    atomic_add(&sample->opposing, group.opposing);
 }
 
-GRADWIRE_HD inline double bin_edge(unsigned bin) {
-    const uint32_t bits = bin << kTailShift;
-    return bit_cast<float>(bits < kTailInfinity ? bits : kTailInfinity - 1);
-}
-
-// One quantile by one block, from its bins, which are cleared for the next step. Bins are counted from the highest
-// down.
+// Find one quantile, by one block, from its bins, highest bin first. Clear the bins for the next step.
 template <class Team>
 GRADWIRE_TEAM void find_quantile(Team& team, uint32_t* bins, double want, double* quantile) {
     team.each([&](unsigned thread) {
         if (thread == 0) *quantile = bin_edge(0);
     });
-    constexpr unsigned kRounds = (kTailBins + Team::kThreads - 1) / Team::kThreads;
+    constexpr unsigned kRounds = (kBins + Team::kThreads - 1) / Team::kThreads;
     uint64_t above = 0;
     bool found = false;
     for (unsigned round = 0; round < kRounds; ++round) {
@@ -66,16 +56,16 @@ GRADWIRE_TEAM void find_quantile(Team& team, uint32_t* bins, double want, double
         team.each([&](unsigned thread) {
             const unsigned from_top = round * Team::kThreads + thread;
             before[thread] = own[thread] = 0;
-            if (from_top >= kTailBins) return;
-            before[thread] = own[thread] = bins[kTailBins - 1 - from_top];
-            bins[kTailBins - 1 - from_top] = 0;
+            if (from_top >= kBins) return;
+            before[thread] = own[thread] = bins[kBins - 1 - from_top];
+            bins[kBins - 1 - from_top] = 0;
         });
         const uint64_t all = exclusive_sum(team, before);
         if (!found) {
-            // Where fewer than `want` have any magnitude the lowest bin that holds one gives its lower edge.
+            // If fewer than `want` elements are counted, the quantile is the lower edge of the lowest bin in use.
             Local<Team, uint64_t> lowest;
             team.each([&](unsigned thread) {
-                const unsigned bin = kTailBins - 1 - (round * Team::kThreads + thread);
+                const unsigned bin = kBins - 1 - (round * Team::kThreads + thread);
                 const uint64_t higher = above + before[thread];
                 lowest[thread] = own[thread] > 0 ? UINT64_MAX - bin : 0;
                 if (own[thread] == 0 || static_cast<double>(higher) >= want ||

@@ -1,4 +1,4 @@
-#include "chunk_coder.h"
+#include "chunk_encoder.h"
 
 namespace gradwire {
 namespace {
@@ -29,15 +29,15 @@ void append_bits(uint8_t* to, uint64_t at, const uint64_t* from, uint64_t bits) 
     std::memcpy(out, &carry, 8);
 }
 
-void ChunkCoder::clear() {
+void ChunkEncoder::clear() {
     bit_count_ = 0;
     directory_.clear();
 }
 
-void ChunkCoder::code(const ChunkSource& source, bool last) {
+void ChunkEncoder::encode(const ChunkSource& source, bool last) {
     const ChunkShape& shape = source.shape;
     const uint64_t most_quotients = shape.listed + ((shape.span - shape.listed) >> shape.rice);
-    // A write may reach 8 bytes beyond its last bit, and the zeros behind the last listed element are written at first.
+    // A write may reach 8 bytes beyond its last bit, and kernels write the zeros after the last listed element first.
     const ChunkStreams streams{remainders_.reserve(words_for(shape.listed * shape.rice) + 2),
                                signs_.reserve(words_for(shape.changed) + 2),
                                quotients_.reserve(words_for(most_quotients) + 4),
@@ -54,7 +54,7 @@ void ChunkCoder::code(const ChunkSource& source, bool last) {
     if (shape.rice > 0) append_varint(directory_, quotient_bits - shape.listed);
 }
 
-void ChunkCoder::append(const uint64_t* from, uint64_t bits) {
+void ChunkEncoder::append(const uint64_t* from, uint64_t bits) {
     if (bits == 0) return;
     append_bits(reinterpret_cast<uint8_t*>(stream_.get()), bit_count_, from, bits);
     bit_count_ += bits;

@@ -1,54 +1,47 @@
-#include "tail.h"
+#include "quantile_sample.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 
 #include "array_cursor.h"
+#include "cpu/kernels.h"
 
 namespace gradwire {
 namespace {
 
-constexpr double kExceeding = 640;  // wanted in the sample; a third is left where the stride is just above 1
-constexpr double kSampledMin = 4096;
-constexpr double kSampledMax = uint64_t{1} << 18;
-constexpr unsigned kFineShift = 17;    // 64 bins to the octave: the upper 15 bits of a float32
-constexpr unsigned kCoarseShift = 19;  // 16 bins to the octave
-constexpr unsigned kAllBins = kTailInfinity >> kFineShift;
+constexpr unsigned kCoarseShift = 19;   // 16 bins to the octave
 constexpr unsigned kWindowBins = 2048;  // 32 octaves
-constexpr uint64_t kCoarseEvery = 16;   // groups, of those that are sampled, that the first look takes
+constexpr uint64_t kCoarseEvery = 16;   // sampled groups for each one of the coarse histogram
 
-// Goes over the sampled groups.
 template <class Residual>
-class Sample {
+class SampledGroups {
   public:
-    Sample(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update, Residual threshold,
-           double density)
+    SampledGroups(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update, Residual threshold,
+                  double density)
         : residual_(residual),
           numel_(numel),
           update_(update),
           threshold_(threshold),
-          stride_(tail_stride(numel, density)) {}
+          stride_(sample_stride(numel, density)) {}
 
-    // The quantiles that differ: without an update all four ask the same of the same values.
-    size_t quantiles() const { return update_ ? kTailQuantiles : 1; }
+    // Return the number of quantiles that differ: without an update all four are the same.
+    size_t quantiles() const { return update_ ? kSampleQuantiles : 1; }
 
-    // Calls visit(group, elements) for every `every`-th of them, with what is at least the `cuts`.
+    // Call visit(group, elements) for every `every`-th group; elements below the `cuts` are not marked as exceeding.
     template <class Visit>
-    void for_each(uint64_t every, const uint32_t (&cuts)[kTailQuantiles], Visit visit) const {
+    void for_each(uint64_t every, const uint32_t (&cuts)[kSampleQuantiles], Visit visit) const {
         const auto measure = measure_function(Residual{});
         const auto measure_alone = measure_alone_function(Residual{});
         const uint64_t stride = stride_ * every;
         static const std::vector<ConstArray> kNothing;
         ArrayCursor updates(update_ ? *update_ : kNothing, 0);
-        TailGroup group{};
+        SampleGroup group{};
         for (uint64_t first = 0; first < numel_; first += stride) {
-            const uint64_t count = std::min(kTailGroup, numel_ - first);
+            const uint64_t count = std::min(kSampleGroup, numel_ - first);
             const Residual* before = residual_ + first;
-            Residual copies[2][kTailGroup];
-            if (count < kTailGroup) before = copy_of(before, count, copies[0]);
+            Residual copies[2][kSampleGroup];
+            if (count < kSampleGroup) before = copy_of(before, count, copies[0]);
             if (update_) {
-                const Residual* added = take_from(updates, count, copies[1]);
+                const Residual* added = next_updates(updates, count, copies[1]);
                 updates.advance(stride - count);
                 measure(before, added, count, threshold_, true, cuts, &group);
             } else {
@@ -60,15 +53,15 @@ class Sample {
 
   private:
     static const Residual* copy_of(const Residual* values, uint64_t count, Residual* copy) {
-        std::fill(std::copy_n(values, count, copy), copy + kTailGroup, Residual{0});
+        std::fill(std::copy_n(values, count, copy), copy + kSampleGroup, Residual{0});
         return copy;
     }
-    static const Residual* take_from(ArrayCursor& updates, uint64_t count, Residual* copy) {
-        if (const Residual* values = updates.in_place<Residual>(kTailGroup)) {
+    static const Residual* next_updates(ArrayCursor& updates, uint64_t count, Residual* copy) {
+        if (const Residual* values = updates.in_place<Residual>(kSampleGroup)) {
             updates.advance(count);
             return values;
         }
-        std::fill_n(copy, kTailGroup, Residual{0});
+        std::fill_n(copy, kSampleGroup, Residual{0});
         updates.gather(count, copy);
         return copy;
     }
@@ -86,21 +79,22 @@ class Sample {
     uint64_t stride_;
 };
 
-// Counts magnitudes in bins of their bits' upper part, in a window of bins. Zero and non-finite ones are never counted.
+// Counts magnitudes by the upper part of their bits, in a window of bins. Zero and non-finite magnitudes are not
+// counted.
 class Histogram {
   public:
-    void begin_at(unsigned shift, unsigned lowest_bin, unsigned most_bins) {
+    void begin_at(unsigned shift, unsigned lowest_bin, unsigned bins_max) {
         shift_ = shift;
         lowest_ = highest_ = lowest_bin;
-        bins_.assign(std::min(most_bins, (kTailInfinity >> shift) - lowest_bin), 0);
+        bins_.assign(std::min(bins_max, (kInfinityBits >> shift) - lowest_bin), 0);
         beyond_ = false;
     }
-    // The least that is counted.
+    // Return the least bits that are counted.
     uint32_t cut() const { return std::max(1U, lowest_ << shift_); }
-    void add(const uint32_t (&bits)[kTailGroup], uint32_t exceeding) {
+    void add(const uint32_t (&bits)[kSampleGroup], uint32_t exceeding) {
         for (; exceeding != 0; exceeding &= exceeding - 1) add_one(bits[__builtin_ctz(exceeding)] >> shift_);
     }
-    // Finds the bin that holds the element of rank `want` from above, and how many lie above that bin.
+    // Find the bin that holds the element of rank `want` from above, and the number of elements above that bin.
     bool find(double want, unsigned& bin, uint64_t& above) const {
         above = 0;
         for (bin = highest_ + 1; bin-- > lowest_;) {
@@ -111,7 +105,7 @@ class Histogram {
         return false;
     }
     uint64_t inside(unsigned bin) const { return bin - lowest_ < bins_.size() ? bins_[bin - lowest_] : 0; }
-    // The lowest bin with anything in it, or 0.
+    // Return the lowest bin that is not empty, or 0.
     unsigned lowest_filled() const {
         for (unsigned bin = lowest_; bin <= highest_; ++bin)
             if (inside(bin) > 0) return bin;
@@ -130,16 +124,14 @@ class Histogram {
         highest_ = std::max(highest_, bin);
     }
     std::vector<uint32_t> bins_;
-    unsigned shift_ = kFineShift;
+    unsigned shift_ = kBinShift;
     unsigned lowest_ = 0;
     unsigned highest_ = 0;
     bool beyond_ = false;
 };
 
-double bin_edge(unsigned bin) { return bit_cast<float>(std::min(bin << kFineShift, kTailInfinity - 1)); }
-
-// About the magnitude that `want` elements reach or exceed: linear inside a bin. False where the window was too small
-// to tell.
+// Find about the magnitude that `want` elements reach or exceed, linearly inside a bin. Return false if the window was
+// too small.
 bool find_quantile(const Histogram& histogram, double want, double& quantile) {
     unsigned bin;
     uint64_t above;
@@ -157,18 +149,18 @@ bool find_quantile(const Histogram& histogram, double want, double& quantile) {
 
 using Histograms = std::vector<Histogram>;  // one for each quantile that differs
 
-struct Counted {
+struct Counts {
     uint64_t elements = 0;
     uint64_t agreeing = 0;
     uint64_t opposing = 0;
 };
 
 template <class Residual>
-Counted count(const Sample<Residual>& sample, uint64_t every, Histograms& histograms) {
-    uint32_t cuts[kTailQuantiles];
+Counts count(const SampledGroups<Residual>& sample, uint64_t every, Histograms& histograms) {
+    uint32_t cuts[kSampleQuantiles];
     for (size_t q = 0; q < histograms.size(); ++q) cuts[q] = histograms[q].cut();
-    Counted counted;
-    sample.for_each(every, cuts, [&](const TailGroup& group, uint64_t elements) {
+    Counts counted;
+    sample.for_each(every, cuts, [&](const SampleGroup& group, uint64_t elements) {
         counted.elements += elements;
         counted.agreeing += group.agreeing;
         counted.opposing += group.opposing;
@@ -177,56 +169,53 @@ Counted count(const Sample<Residual>& sample, uint64_t every, Histograms& histog
     return counted;
 }
 
-// A first look at a few groups says from where on to count: only the tail is wanted, and most magnitudes are below.
+// Choose the windows by a coarse histogram of a few groups: only the largest magnitudes matter, and most are below.
 template <class Residual>
-void choose_windows(const Sample<Residual>& sample, double density, Histograms& histograms) {
-    for (Histogram& histogram : histograms) histogram.begin_at(kCoarseShift, 0, kAllBins);
-    const Counted counted = count(sample, kCoarseEvery, histograms);
+void choose_windows(const SampledGroups<Residual>& sample, double density, Histograms& histograms) {
+    for (Histogram& histogram : histograms) histogram.begin_at(kCoarseShift, 0, kBins);
+    const Counts counted = count(sample, kCoarseEvery, histograms);
     for (Histogram& histogram : histograms) {
         unsigned bin;
         uint64_t above;
         const bool found = histogram.find(1.5 * density * static_cast<double>(counted.elements) + 8, bin, above);
-        histogram.begin_at(kFineShift, found ? bin << (kCoarseShift - kFineShift) : 0, found ? kWindowBins : kAllBins);
+        histogram.begin_at(kBinShift, found ? bin << (kCoarseShift - kBinShift) : 0, found ? kWindowBins : kBins);
     }
 }
 
-// Measures in the given windows; false where one was too small.
+// Measure in the given windows; return false if one was too small.
 template <class Residual>
-bool measure(const Sample<Residual>& sample, double density, Histograms& histograms, Tail& tail) {
-    const Counted counted = count(sample, 1, histograms);
+bool measure(const SampledGroups<Residual>& sample, double density, Histograms& histograms,
+             SampledQuantiles& quantiles) {
+    const Counts counted = count(sample, 1, histograms);
     const double want = density * static_cast<double>(counted.elements);
     const uint64_t either = counted.agreeing + counted.opposing;
-    tail.agreement = either > 0 ? static_cast<double>(counted.agreeing) / static_cast<double>(either) : 0.5;
-    double* const found[kTailQuantiles] = {&tail.now, &tail.shuffled, &tail.next, &tail.same};
+    quantiles.agreement = either > 0 ? static_cast<double>(counted.agreeing) / static_cast<double>(either) : 0.5;
+    double* const found[kSampleQuantiles] = {&quantiles.now, &quantiles.shuffled, &quantiles.next, &quantiles.same};
     for (size_t q = 0; q < histograms.size(); ++q)
         if (!find_quantile(histograms[q], want, *found[q])) return false;
-    for (size_t q = histograms.size(); q < kTailQuantiles; ++q) *found[q] = tail.now;
+    for (size_t q = histograms.size(); q < kSampleQuantiles; ++q) *found[q] = quantiles.now;
     return true;
 }
 
 }  // namespace
 
-uint64_t tail_stride(uint64_t numel, double density) {
-    const double wanted = std::ceil(std::min(std::max(kExceeding / density, kSampledMin), kSampledMax));
-    const auto sampled = static_cast<uint64_t>(wanted);
-    return ((numel + sampled - 1) / sampled | 1) * kTailGroup;
-}
-
 template <class Residual>
-Tail measure_tail(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update, Residual threshold,
-                  double density) {
-    Tail tail;
-    if (numel == 0) return tail;
-    const Sample<Residual> sample(residual, numel, update, threshold, density);
+SampledQuantiles sample_quantiles(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update,
+                                  Residual threshold, double density) {
+    SampledQuantiles quantiles;
+    if (numel == 0) return quantiles;
+    const SampledGroups<Residual> sample(residual, numel, update, threshold, density);
     Histograms histograms(sample.quantiles());
     choose_windows(sample, density, histograms);
-    if (measure(sample, density, histograms, tail)) return tail;
-    for (Histogram& histogram : histograms) histogram.begin_at(kFineShift, 0, kAllBins);
-    measure(sample, density, histograms, tail);
-    return tail;
+    if (measure(sample, density, histograms, quantiles)) return quantiles;
+    for (Histogram& histogram : histograms) histogram.begin_at(kBinShift, 0, kBins);
+    measure(sample, density, histograms, quantiles);
+    return quantiles;
 }
 
-template Tail measure_tail<float>(const float*, uint64_t, const std::vector<ConstArray>*, float, double);
-template Tail measure_tail<double>(const double*, uint64_t, const std::vector<ConstArray>*, double, double);
+template SampledQuantiles sample_quantiles<float>(const float*, uint64_t, const std::vector<ConstArray>*, float,
+                                                  double);
+template SampledQuantiles sample_quantiles<double>(const double*, uint64_t, const std::vector<ConstArray>*, double,
+                                                   double);
 
 }  // namespace gradwire

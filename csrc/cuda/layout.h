@@ -1,11 +1,12 @@
-// Between size and bits: where each chunk's bits begin, the directory, the header, and zeros where bits will go.
+// The layout of a message: the first bit of each chunk, the directory, the header, and zeros where bits will be
+// written.
 #pragma once
 
-#include "code_chunk.h"
+#include "encode_chunk.h"
 
 namespace gradwire::cuda {
 
-// What of a header does not follow from the data.
+// The fields of a header that do not follow from the data.
 struct HeaderWords {
     uint16_t threshold;
     uint8_t flags;
@@ -18,7 +19,7 @@ GRADWIRE_HD void put_field(uint8_t* bytes, T value) {
     for (unsigned i = 0; i < sizeof value; ++i) bytes[i] = static_cast<uint8_t>(uint64_t{value} >> (8 * i));
 }
 
-// All but the checksum, which is left zero.
+// Write all fields but the checksum, which is left zero.
 GRADWIRE_HD inline void put_header(uint8_t* bytes, const Header& header) {
     for (unsigned i = 0; i < kHeaderBytes; ++i) bytes[i] = 0;
     put_field(bytes + kMagicAt, kMagic);
@@ -43,29 +44,29 @@ GRADWIRE_HD inline uint64_t chunk_bits(const ChunkShape& shape, uint64_t quotien
     return shape.listed * shape.rice + shape.changed + shape.listed + quotients;
 }
 
-// Every one of `blocks` teams scans the chunks (there are few) and clears its share of the message; the first one also
-// notes where the chunks go and writes what lies before the stream. Words up to the message's end are cleared whole.
+// Each of `blocks` teams scans the chunks, which are few, and clears its share of the message in whole words. The first
+// team also records the places of the chunks and writes the header and the directory.
 template <class Team>
-GRADWIRE_TEAM void lay_out_message(Team& team, unsigned block, unsigned blocks, const Masks& masks,
-                                   const HeaderWords& words, Plan* plan, ChunkRecord* records, uint32_t* message) {
-    const Plan known = *plan;
+GRADWIRE_TEAM void layout_message(Team& team, unsigned block, unsigned blocks, const Masks& masks,
+                                  const HeaderWords& words, Plan* plan, ChunkRecord* records, uint32_t* message) {
+    const Plan before = *plan;
     uint64_t bits = 0, directory = 0;
-    for (uint64_t base = 0; base < known.chunks; base += Team::kThreads) {
+    for (uint64_t base = 0; base < before.chunks; base += Team::kThreads) {
         Local<Team, uint64_t> own_bits, own_bytes;
         team.each([&](unsigned thread) {
             const uint64_t index = base + thread;
             own_bits[thread] = own_bytes[thread] = 0;
-            if (index >= known.chunks) return;
-            const ChunkShape shape = shape_of(records[index], known.changed_in(index));
+            if (index >= before.chunks) return;
+            const ChunkShape shape = shape_of(records[index], before.changed_in(index));
             own_bits[thread] = chunk_bits(shape, records[index].quotients);
-            if (index + 1 == known.chunks) return;
+            if (index + 1 == before.chunks) return;
             own_bytes[thread] = varint_bytes(shape.span - shape.changed);
             if (shape.rice > 0) own_bytes[thread] += varint_bytes(records[index].quotients);
         });
         const uint64_t all_bits = exclusive_sum(team, own_bits);
         const uint64_t all_bytes = exclusive_sum(team, own_bytes);
         team.each([&](unsigned thread) {
-            if (block > 0 || base + thread >= known.chunks) return;
+            if (block > 0 || base + thread >= before.chunks) return;
             records[base + thread].bit = bits + own_bits[thread];
             records[base + thread].directory_byte = directory + own_bytes[thread];
         });
@@ -85,8 +86,8 @@ GRADWIRE_TEAM void lay_out_message(Team& team, unsigned block, unsigned blocks, 
     if (block > 0) return;
     auto* bytes = reinterpret_cast<uint8_t*>(message);
     team.each([&](unsigned thread) {
-        for (uint64_t index = thread; index + 1 < known.chunks; index += Team::kThreads) {
-            const ChunkShape shape = shape_of(records[index], known.changed_in(index));
+        for (uint64_t index = thread; index + 1 < before.chunks; index += Team::kThreads) {
+            const ChunkShape shape = shape_of(records[index], before.changed_in(index));
             uint8_t* to = bytes + kHeaderBytes + records[index].directory_byte;
             to = put_varint(to, shape.span - shape.changed);
             if (shape.rice > 0) put_varint(to, records[index].quotients);
@@ -96,12 +97,12 @@ GRADWIRE_TEAM void lay_out_message(Team& team, unsigned block, unsigned blocks, 
         plan->stream_bits = bits;
         Header header;
         header.flags = words.flags;
-        header.exponent = static_cast<uint8_t>(known.exponent);
+        header.exponent = static_cast<uint8_t>(before.exponent);
         header.threshold = words.threshold;
         header.key = words.key;
         header.step = words.step;
         header.numel = masks.numel;
-        header.count = known.count;
+        header.count = before.count;
         header.payload_bytes = payload_bytes;
         put_header(bytes, header);
     });

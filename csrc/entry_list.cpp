@@ -1,7 +1,7 @@
-// A ternary message as a list of changed elements, for converters and tools.
-#include "codec.h"
+#include "entry_list.h"
+
+#include "common/error.h"
 #include "decoder.h"
-#include "error.h"
 
 namespace gradwire {
 namespace {
@@ -14,13 +14,13 @@ class EntryList {
     void set_first(uint64_t first) { first_ = first; }
     uint64_t found() const { return found_; }
 
-    // What a Decoder asks of a sink.
-    uint64_t room() const { return kRoom; }
+    // The interface of a decoder's sink.
+    uint64_t capacity() const { return kCapacity; }
     Entry* entries() { return entries_; }
-    void take(uint64_t found) {
+    void add_entries(uint64_t found) {
         for (uint64_t i = 0; i < found; ++i) add(first_ + (entries_[i] & ~kEntryMinus), entries_[i] & kEntryMinus);
     }
-    uint64_t bitmap(const BitRun& changed, const BitRun& minus, uint64_t first, uint64_t numel) {
+    uint64_t add_bitmap(const BitRun& changed, const BitRun& minus, uint64_t first, uint64_t numel) {
         uint64_t set = 0;
         for (uint64_t i = 0; i < numel; ++i)
             if (bit(changed, i)) add(first + i, bit(minus, set++));
@@ -28,7 +28,7 @@ class EntryList {
     }
 
   private:
-    static constexpr uint64_t kRoom = 1024;
+    static constexpr uint64_t kCapacity = 1024;
 
     static bool bit(const BitRun& run, uint64_t i) {
         const uint64_t at = run.bit + i;
@@ -44,7 +44,7 @@ class EntryList {
     uint64_t count_;
     uint64_t found_ = 0;
     uint64_t first_ = 0;
-    Entry entries_[kRoom];
+    Entry entries_[kCapacity];
 };
 
 }  // namespace

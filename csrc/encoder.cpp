@@ -1,16 +1,15 @@
-// Pass 1 (residual, comparison, list of mask words) and what surrounds it. code.cpp has pass 2, apply.cpp decoding.
-#include "codec.h"
+// Pass 1 around the kernels: arrays, threads and non-finite values.
+#include "encoder.h"
 
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <new>
-#include <string>
 
+#include "apply.h"
 #include "array_cursor.h"
-#include "error.h"
+#include "common/error.h"
+#include "dense.h"
 #include "parallel.h"
-#include "tail.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -19,7 +18,7 @@
 namespace gradwire {
 namespace {
 
-constexpr uint64_t kWordsPerThread = 4096;  // 2^18 elements: less does not repay a thread's start
+constexpr uint64_t kWordsPerThread = 4096;  // 2^18 elements: fewer do not repay the start of a thread
 constexpr uint64_t kHugePage = uint64_t{2} << 20;
 
 template <class Residual>
@@ -27,23 +26,19 @@ struct KernelOf;
 template <>
 struct KernelOf<float> {
     static constexpr Dtype kOwn = Dtype::kFloat32;
-    static TakeFunction<float> take(Dtype update) { return kernels().take_float[static_cast<unsigned>(update)]; }
+    static ExtractFunction<float> extract(Dtype update) {
+        return kernels().extract_float[static_cast<unsigned>(update)];
+    }
 };
 template <>
 struct KernelOf<double> {
     static constexpr Dtype kOwn = Dtype::kFloat64;
-    static TakeFunction<double> take(Dtype update) { return kernels().take_double[static_cast<unsigned>(update)]; }
+    static ExtractFunction<double> extract(Dtype update) {
+        return kernels().extract_double[static_cast<unsigned>(update)];
+    }
 };
 
-std::string nonfinite_text(const Taken& taken) {
-    return std::to_string(taken.nonfinite) +
-           " elements of the update or its sum with the residual are not finite, the first at index " +
-           std::to_string(taken.first_nonfinite) +
-           "; nothing was sent and the finite part is in the residual: mend the update, or use on_nonfinite=\"skip\"";
-}
-
-}  // namespace
-
+// Return zero-filled memory, aligned to 64 bytes, in huge pages where the system has them.
 Memory<uint8_t> allocate_zeroed(uint64_t bytes) {
     const uint64_t alignment = bytes >= 2 * kHugePage ? kHugePage : 64;
     const uint64_t rounded = std::max(alignment, (bytes + alignment - 1) / alignment * alignment);
@@ -55,6 +50,8 @@ Memory<uint8_t> allocate_zeroed(uint64_t bytes) {
     std::memset(memory, 0, rounded);
     return Memory<uint8_t>(memory);
 }
+
+}  // namespace
 
 Encoder::Encoder(uint64_t numel, Dtype dtype, unsigned threads)
     : numel_(numel),
@@ -78,11 +75,11 @@ unsigned Encoder::for_words(F f) const {
     return threads;
 }
 
-// Whole words go to the kernel where they lie; a word that lies across two arrays, or the last one that is not full, is
-// put together in a buffer first.
+// The kernel reads whole words in place. A word in two arrays, or an incomplete last word, is gathered in a buffer
+// first.
 template <class Residual>
-void Encoder::take_range(const std::vector<ConstArray>* update, Residual threshold, uint64_t from_word,
-                         uint64_t to_word, MaskWord* out, Taken* taken) {
+void Encoder::extract_range(const std::vector<ConstArray>* update, Residual threshold, uint64_t from_word,
+                            uint64_t to_word, MaskWord* out, Extracted* extracted) {
     auto* residual = static_cast<Residual*>(residual_);
     const uint64_t end = std::min(to_word * 64, numel_);
     static const std::vector<ConstArray> kNothing;
@@ -91,8 +88,8 @@ void Encoder::take_range(const std::vector<ConstArray>* update, Residual thresho
     while (at < end) {
         const uint64_t whole = (update ? std::min(cursor.left(), end - at) : end - at) / 64;
         if (whole > 0) {
-            KernelOf<Residual>::take(update ? cursor.dtype() : Dtype::kNone)(
-                residual + at, update ? cursor.data() : nullptr, whole, threshold, at / 64, out, taken);
+            KernelOf<Residual>::extract(update ? cursor.dtype() : Dtype::kNone)(
+                residual + at, update ? cursor.data() : nullptr, whole, threshold, at / 64, out, extracted);
             if (update) cursor.advance(whole * 64);
             at += whole * 64;
             continue;
@@ -102,28 +99,28 @@ void Encoder::take_range(const std::vector<ConstArray>* update, Residual thresho
         Residual updates[64] = {};
         std::memcpy(values, residual + at, some * sizeof(Residual));
         if (update) cursor.gather(some, updates);
-        KernelOf<Residual>::take(update ? KernelOf<Residual>::kOwn : Dtype::kNone)(values, updates, 1, threshold,
-                                                                                   at / 64, out, taken);
+        KernelOf<Residual>::extract(update ? KernelOf<Residual>::kOwn : Dtype::kNone)(values, updates, 1, threshold,
+                                                                                      at / 64, out, extracted);
         std::memcpy(residual + at, values, some * sizeof(Residual));
         at += some;
     }
 }
 
 template <class Residual>
-Taken Encoder::take(const std::vector<ConstArray>* update, Residual threshold) {
+Extracted Encoder::extract(const std::vector<ConstArray>* update, Residual threshold) {
     struct Part {
         MaskWord* list = nullptr;
-        Taken taken;
+        Extracted extracted;
     };
     MaskWord* list = list_.reserve((numel_ + 63) / 64);
     std::vector<Part> parts(threads_);
     const unsigned count = for_words([&](unsigned i, uint64_t from_word, uint64_t to_word) {
         parts[i].list = list + from_word;
-        take_range(update, threshold, from_word, to_word, parts[i].list, &parts[i].taken);
+        extract_range(update, threshold, from_word, to_word, parts[i].list, &parts[i].extracted);
     });
-    Taken all = parts[0].taken;
+    Extracted all = parts[0].extracted;
     for (unsigned i = 1; i < count; ++i) {
-        const Taken& one = parts[i].taken;
+        const Extracted& one = parts[i].extracted;
         std::memmove(list + all.words, parts[i].list, one.words * sizeof(MaskWord));
         all.words += one.words;
         all.count += one.count;
@@ -133,12 +130,12 @@ Taken Encoder::take(const std::vector<ConstArray>* update, Residual threshold) {
     return all;
 }
 
-// Undoes `take`. Every element is taken and given back, not only those before the bad one, so that the residual does
-// not depend on the order in which threads went over it.
+// Undo `extract`. Extraction goes on after the first non-finite element and all of it is undone, so that the residual
+// does not depend on the order of the threads.
 template <class Residual>
-void Encoder::give_back(const Taken& taken, Residual threshold) {
+void Encoder::restore(const Extracted& extracted, Residual threshold) {
     auto* residual = static_cast<Residual*>(residual_);
-    for (const MaskWord* word = list_.get(); word < list_.get() + taken.words; ++word)
+    for (const MaskWord* word = list_.get(); word < list_.get() + extracted.words; ++word)
         for (uint64_t bits = word->changed; bits != 0; bits &= bits - 1) {
             const unsigned i = static_cast<unsigned>(__builtin_ctzll(bits));
             residual[word->index * 64 + i] += word->negative >> i & 1 ? -threshold : threshold;
@@ -150,14 +147,14 @@ Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOp
     const auto threshold = static_cast<Residual>(bfloat16_to_float(options.threshold));
     Encoded encoded;
     if (options.sample_density > 0)
-        encoded.tail =
-            measure_tail(static_cast<const Residual*>(residual_), numel_, update, threshold, options.sample_density);
-    const Taken taken = take<Residual>(update, threshold);
-    if (taken.nonfinite > 0 && !options.skip_nonfinite) {
-        give_back(taken, threshold);
-        throw NonFiniteUpdate(nonfinite_text(taken), taken.nonfinite, taken.first_nonfinite);
+        encoded.quantiles = sample_quantiles(static_cast<const Residual*>(residual_), numel_, update, threshold,
+                                             options.sample_density);
+    const Extracted extracted = extract<Residual>(update, threshold);
+    if (extracted.nonfinite > 0 && !options.skip_nonfinite) {
+        restore(extracted, threshold);
+        throw NonFiniteUpdate(extracted.nonfinite, extracted.first_nonfinite);
     }
-    encoded.skipped = taken.nonfinite;
+    encoded.skipped = extracted.nonfinite;
     Header header;
     header.flags = options.flags;
     header.threshold = options.threshold;
@@ -165,7 +162,7 @@ Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOp
     header.step = options.step;
     header.numel = numel_;
     encoded.message =
-        code_ternary(list_.get(), taken.words, taken.count, header, coders_, threads_for(taken.words * 4));
+        ternary_.encode(list_.get(), extracted.words, extracted.count, header, threads_for(extracted.words * 4));
     return encoded;
 }
 
@@ -174,14 +171,14 @@ Encoded Encoder::encode(const std::vector<ConstArray>* update, const EncodeOptio
 }
 
 Encoded Encoder::encode_dense(const std::vector<ConstArray>* update, DenseType dtype, const EncodeOptions& options) {
-    // Against an infinite threshold a finite value never passes: pass 1 only accumulates and looks for non-finite ones.
-    const Taken taken = dtype_ == Dtype::kFloat64 ? take(update, std::numeric_limits<double>::infinity())
-                                                  : take(update, std::numeric_limits<float>::infinity());
-    if (taken.nonfinite > 0 && !options.skip_nonfinite)
-        throw NonFiniteUpdate(nonfinite_text(taken), taken.nonfinite, taken.first_nonfinite);
+    // No finite value passes an infinite threshold, so pass 1 only accumulates and finds the non-finite values.
+    const Extracted extracted = dtype_ == Dtype::kFloat64 ? extract(update, std::numeric_limits<double>::infinity())
+                                                          : extract(update, std::numeric_limits<float>::infinity());
+    if (extracted.nonfinite > 0 && !options.skip_nonfinite)
+        throw NonFiniteUpdate(extracted.nonfinite, extracted.first_nonfinite);
     Encoded encoded;
-    encoded.skipped = taken.nonfinite;
-    encoded.message = code_dense({residual_, numel_, dtype_}, dtype, options.key, options.step);
+    encoded.skipped = extracted.nonfinite;
+    encoded.message = gradwire::encode_dense({residual_, numel_, dtype_}, dtype, options.key, options.step);
     apply_messages({encoded.message.view()}, {{residual_, numel_, dtype_}}, -1.0, nullptr, threads_);
     return encoded;
 }

@@ -1,10 +1,10 @@
-// The arrays of an update or of a target as a kernel's argument: elements of one flat range, in order.
+// The arrays of an update or a target as the argument of a kernel: elements of one flat range, in order.
 #pragma once
 
 #include <cstdint>
 
-#include "../cpu/kernels.h"
-#include "../cpu/scalars.h"
+#include "../common/arrays.h"
+#include "../common/scalars.h"
 #include "masks.h"
 
 namespace gradwire::cuda {
@@ -12,8 +12,8 @@ namespace gradwire::cuda {
 inline constexpr unsigned kMostArrays = 160;  // of one launch; 4 KiB of arguments is what every driver takes
 
 struct ArrayRef {
-    void* data;    // its own first element
-    uint64_t end;  // index of the flat element behind its last
+    void* data;    // the array's first element
+    uint64_t end;  // flat index of the element after its last
 };
 
 struct ArrayTable {
@@ -23,7 +23,7 @@ struct ArrayTable {
     uint8_t dtypes[kMostArrays];
 
     GRADWIRE_HD uint64_t first_of(unsigned i) const { return i == 0 ? begin : arrays[i - 1].end; }
-    // The array that holds the element; there is one.
+    // Return the array that holds the element, which must exist.
     GRADWIRE_HD unsigned find(uint64_t element) const {
         unsigned low = 0;
         for (unsigned high = count; high - low > 1;) {
@@ -38,10 +38,6 @@ struct ArrayTable {
     }
 };
 static_assert(sizeof(ArrayTable) <= 4000, "fits beside a kernel's other arguments");
-
-GRADWIRE_HD inline uint64_t dtype_bytes(Dtype dtype) {
-    return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
-}
 
 template <class To>
 GRADWIRE_HD To value_of(const void* data, uint64_t index, Dtype dtype) {
@@ -74,7 +70,8 @@ struct DtypeOf<Bfloat16> {
     static constexpr Dtype kDtype = Dtype::kBfloat16;
 };
 
-// Four neighbours, loaded and stored together: 16 bytes of float32, 8 of the half types, twice 16 of float64.
+// Four neighbouring elements, loaded and stored together: 16 bytes of float32, 8 of the half types, twice 16 of
+// float64.
 template <class T>
 struct alignas(sizeof(T) * 4 > 16 ? 16 : sizeof(T) * 4) Four {
     T value[4];

@@ -1,4 +1,4 @@
-// Pass 2 and back: every table writes the bytes that docs/message-format.md asks for, and reads its own.
+// Pass 2 and back: every table writes the bytes that docs/message-format.md specifies, and reads them.
 #include "patterns.h"
 
 using namespace gradwire;

@@ -1,10 +1,11 @@
-// Single values of the update dtypes. Anonymous namespace for the reason given in bits.h.
+// Single values of the update dtypes, and rounding to bfloat16. The functions are in an anonymous namespace, because
+// this header is compiled for several instruction sets.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "../message.h"
+#include "host_device.h"
 
 namespace gradwire {
 namespace {
@@ -25,12 +26,13 @@ GRADWIRE_HD inline To bit_cast(From from) {
 }
 
 GRADWIRE_HD inline float to_float(float value) { return value; }
-GRADWIRE_HD inline float to_float(Bfloat16 value) { return bit_cast<float>(uint32_t{value.bits} << 16); }
+GRADWIRE_HD inline float bfloat16_to_float(uint16_t bits) { return bit_cast<float>(uint32_t{bits} << 16); }
+GRADWIRE_HD inline float to_float(Bfloat16 value) { return bfloat16_to_float(value.bits); }
 GRADWIRE_HD inline float to_float(Half value) {
     const uint32_t sign = uint32_t{value.bits & 0x8000U} << 16;
     const uint32_t magnitude = value.bits & 0x7fffU;
     if (magnitude >= 0x7c00) return bit_cast<float>(sign | 0x7f800000U | (magnitude & 0x3ffU) << 13);
-    // 2^112 moves half's exponent bias to float's; it also normalises subnormals, exactly.
+    // The product with 2^112 moves half's exponent bias to float's and normalises subnormals, exactly.
     const float scaled = bit_cast<float>(magnitude << 13) * 5.192296858534828e33F;
     return bit_cast<float>(sign | bit_cast<uint32_t>(scaled));
 }
@@ -58,6 +60,23 @@ GRADWIRE_HD inline bool is_finite(double value) {
 }
 GRADWIRE_HD inline float absolute(float value) { return __builtin_fabsf(value); }
 GRADWIRE_HD inline double absolute(double value) { return __builtin_fabs(value); }
+
+// Round to the nearest bfloat16, ties to even; NaN stays NaN.
+GRADWIRE_HD inline uint16_t float_to_bfloat16(float value) {
+    const auto bits = bit_cast<uint32_t>(value);
+    if ((bits & 0x7fffffffU) > 0x7f800000U) return static_cast<uint16_t>((bits >> 16) | 0x40U);
+    return static_cast<uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
+}
+
+// The same, but round no finite value to infinity: a dense message is as finite as its source.
+template <class Value>
+GRADWIRE_HD inline uint16_t to_finite_bfloat16(Value value) {
+    constexpr float kMost = 3.3895313892515355e38F;
+    const bool finite = is_finite(value);
+    if (finite && value > Value{kMost}) value = Value{kMost};
+    if (finite && value < Value{-kMost}) value = Value{-kMost};
+    return float_to_bfloat16(static_cast<float>(value));
+}
 
 }  // namespace
 }  // namespace gradwire

@@ -1,4 +1,4 @@
-// Pass 1: every table against an oracle that takes one element at a time.
+// Pass 1: every table against an oracle that processes one element at a time.
 #include <limits>
 #include <memory>
 
@@ -19,10 +19,10 @@ struct Expected {
     uint64_t first_nonfinite = UINT64_MAX;
 };
 
-// `update` may be null: it has been added already.
+// `update` is null if it has already been added.
 template <class Residual>
-Expected<Residual> take_plainly(const std::vector<Residual>& residual, const std::vector<double>* update,
-                                Residual threshold) {
+Expected<Residual> extract_plainly(const std::vector<Residual>& residual, const std::vector<double>* update,
+                                   Residual threshold) {
     Expected<Residual> expected;
     expected.residual = residual;
     expected.entries.numel = residual.size();
@@ -102,7 +102,7 @@ std::vector<Residual> random_residual(Random& random, uint64_t numel, double thr
 template <class Residual>
 void check_encoder(const std::vector<Residual>& residual, const Update* update, const Situation& at) {
     const auto threshold = static_cast<Residual>(bfloat16_to_float(at.threshold));
-    Expected<Residual> expected = take_plainly(residual, update ? &update->values : nullptr, threshold);
+    Expected<Residual> expected = extract_plainly(residual, update ? &update->values : nullptr, threshold);
     const Bytes bytes = encode_plainly(expected.entries, header_for(at.numel, at.threshold));
     const std::vector<ConstArray>* views = update ? &update->views : nullptr;
     EncodeOptions options;
@@ -168,9 +168,9 @@ void check_many_arrays(const Situation& at, uint64_t longest, uint64_t seed) {
     check_encoder<Residual>(residual, &update, at);
 }
 
-// Straight into a kernel, with a residual that is aligned to its elements only and ends where its memory ends.
+// Check a kernel directly, with a residual of which only the elements are aligned, at the end of its memory.
 template <class Residual>
-void check_kernel(TakeFunction<Residual> take, Dtype dtype, uint64_t words, uint64_t seed) {
+void check_kernel(ExtractFunction<Residual> extract, Dtype dtype, uint64_t words, uint64_t seed) {
     Random random(seed);
     const uint64_t numel = words * 64;
     const Residual threshold = 0.5;
@@ -179,21 +179,21 @@ void check_kernel(TakeFunction<Residual> take, Dtype dtype, uint64_t words, uint
     Update update;
     update.append(numel, dtype == Dtype::kNone ? Dtype::kFloat32 : dtype, random, 0.5, seed % 2 == 1);
     const bool accumulated = dtype == Dtype::kNone;
-    const auto expected = take_plainly(residual, accumulated ? nullptr : &update.values, threshold);
+    const auto expected = extract_plainly(residual, accumulated ? nullptr : &update.values, threshold);
     std::vector<Residual> memory(offset, Residual{0});
     memory.insert(memory.end(), residual.begin(), residual.end());
     memory.shrink_to_fit();
     std::vector<MaskWord> list(words);
-    Taken taken;
-    take(memory.data() + offset, accumulated ? nullptr : update.views[0].data, words, threshold, 1000, list.data(),
-         &taken);
+    Extracted extracted;
+    extract(memory.data() + offset, accumulated ? nullptr : update.views[0].data, words, threshold, 1000, list.data(),
+            &extracted);
     CHECK(same_bits(memory.data() + offset, expected.residual));
-    CHECK_EQUAL(taken.count, expected.entries.positions.size());
-    CHECK_EQUAL(taken.nonfinite, expected.nonfinite);
-    if (expected.nonfinite > 0) CHECK_EQUAL(taken.first_nonfinite, expected.first_nonfinite + 64000);
+    CHECK_EQUAL(extracted.count, expected.entries.positions.size());
+    CHECK_EQUAL(extracted.nonfinite, expected.nonfinite);
+    if (expected.nonfinite > 0) CHECK_EQUAL(extracted.first_nonfinite, expected.first_nonfinite + 64000);
     Entries found;
     found.numel = numel;
-    for (uint64_t w = 0; w < taken.words; ++w) {
+    for (uint64_t w = 0; w < extracted.words; ++w) {
         CHECK(list[w].changed != 0);
         CHECK_EQUAL(list[w].negative & ~list[w].changed, 0U);
         for (unsigned i = 0; i < 64; ++i)
@@ -218,9 +218,9 @@ CASE(a_kernel_equals_the_oracle_at_any_alignment) {
             for (uint64_t seed = 1; seed < 9; ++seed)
                 for (unsigned dtype = 0; dtype < kDtypes; ++dtype) {
                     const check::Note notes[] = {{"words", words}, {"seed", seed}, {"update dtype", dtype}};
-                    if (kernels().take_float[dtype])
-                        check_kernel<float>(kernels().take_float[dtype], Dtype(dtype), words, seed);
-                    check_kernel<double>(kernels().take_double[dtype], Dtype(dtype), words, seed);
+                    if (kernels().extract_float[dtype])
+                        check_kernel<float>(kernels().extract_float[dtype], Dtype(dtype), words, seed);
+                    check_kernel<double>(kernels().extract_double[dtype], Dtype(dtype), words, seed);
                 }
     });
 }
@@ -248,7 +248,7 @@ CASE(large_updates_equal_the_oracle_at_any_threshold) {
     });
 }
 
-CASE(nonfinite_elements_are_left_out_or_everything_is_given_back) {
+CASE(nonfinite_elements_are_left_out_or_nothing_is_extracted) {
     for_every_table([] {
         for_every_pair([](auto residual, Dtype dtype) {
             using Residual = decltype(residual);
@@ -328,7 +328,7 @@ CASE(each_half_and_bfloat16_is_converted_exactly) {
     });
 }
 
-CASE(encoding_again_without_an_update_sends_what_is_left) {
+CASE(encoding_without_an_update_sends_the_rest) {
     for_every_table([] {
         std::vector<float> update(100, 1.75F);
         const std::vector<ConstArray> views{{update.data(), update.size(), Dtype::kFloat32}};
@@ -343,7 +343,7 @@ CASE(encoding_again_without_an_update_sends_what_is_left) {
     });
 }
 
-CASE(a_dense_message_takes_everything_it_can_hold) {
+CASE(a_dense_message_sends_the_whole_residual) {
     for_every_table([] {
         Random random(5);
         Update update;
@@ -361,7 +361,7 @@ CASE(a_dense_message_takes_everything_it_can_hold) {
     });
 }
 
-CASE(clipping_cuts_to_the_limit_and_says_what_it_removed) {
+CASE(clipping_limits_the_residual_and_reports_the_removed_sum) {
     Encoder encoder(3000, Dtype::kFloat32, 1);
     auto* residual = static_cast<float*>(encoder.residual());
     residual[0] = 2;

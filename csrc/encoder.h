@@ -1,0 +1,81 @@
+// The encoder on host memory: a residual, and the messages that are extracted from it.
+#pragma once
+
+#include <vector>
+
+#include "common/arrays.h"
+#include "cpu/kernels.h"
+#include "quantile_sample.h"
+#include "ternary_encoder.h"
+
+namespace gradwire {
+
+struct EncodeOptions {
+    uint16_t threshold = 0;  // bfloat16 bits
+    uint8_t flags = 0;
+    uint32_t key = 0;
+    uint32_t step = 0;
+    bool skip_nonfinite = false;
+    double sample_density = 0;  // > 0: sample the quantiles of this density
+};
+
+struct Encoded {
+    MessageBytes message;
+    uint64_t skipped = 0;  // non-finite elements left out
+    SampledQuantiles quantiles;
+};
+
+struct Clipped {
+    uint64_t count = 0;
+    double sum = 0;  // signed sum of what was removed
+};
+
+// Used by one thread at a time.
+class Encoder {
+  public:
+    Encoder(uint64_t numel, Dtype dtype, unsigned threads);
+    // Encode from a residual that the caller owns.
+    Encoder(void* residual, uint64_t numel, Dtype dtype, unsigned threads);
+
+    // residual += update (unless `update` is null); extract +-threshold from the elements that reach it, as a ternary
+    // message. A non-finite element without `skip_nonfinite` throws NonFiniteUpdate and extracts nothing.
+    Encoded encode(const std::vector<ConstArray>* update, const EncodeOptions& options);
+
+    // The same, but send the whole residual, as a dense message of `dtype`.
+    Encoded encode_dense(const std::vector<ConstArray>* update, DenseType dtype, const EncodeOptions& options);
+
+    // residual = now - before: arrays of the same sizes and dtypes, float32 or float64.
+    void hold_difference(const std::vector<ConstArray>& now, const std::vector<ConstArray>& before);
+
+    // Limit the residual to [-limit, limit].
+    Clipped clip(double limit);
+
+    void* residual() { return residual_; }
+    uint64_t numel() const { return numel_; }
+    Dtype dtype() const { return dtype_; }
+
+  private:
+    template <class Residual>
+    Extracted extract(const std::vector<ConstArray>* update, Residual threshold);
+    template <class Residual>
+    void extract_range(const std::vector<ConstArray>* update, Residual threshold, uint64_t from_word, uint64_t to_word,
+                       MaskWord* out, Extracted* extracted);
+    template <class Residual>
+    Encoded encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options);
+    template <class Residual>
+    void restore(const Extracted& extracted, Residual threshold);
+    unsigned threads_for(uint64_t words) const;
+    // Call f(part, first word, end word) for parts of all words, one for each thread; return the number of parts.
+    template <class F>
+    unsigned for_words(F f) const;
+
+    uint64_t numel_;
+    Dtype dtype_;
+    unsigned threads_;
+    Memory<uint8_t> own_;
+    void* residual_;
+    Buffer<MaskWord> list_;  // the result of pass 1; the memory is reused
+    TernaryEncoder ternary_;
+};
+
+}  // namespace gradwire

@@ -1,0 +1,25 @@
+// The quantile sample of TargetDensity; docs/algorithm.md derives it.
+#pragma once
+
+#include <vector>
+
+#include "common/arrays.h"
+
+namespace gradwire {
+
+// The quantiles that TargetDensity predicts from; `Tail` in python/gradwire/policy.py describes each.
+struct SampledQuantiles {
+    double now = 0;
+    double shuffled = 0;
+    double next = 0;
+    double same = 0;
+    double agreement = 0.5;
+};
+
+// Sample the magnitudes that this step is about to compare with the threshold and those that the next step would
+// compare. Reads at most 2^18 elements of `residual` and `update` (null if already added) and writes nothing.
+template <class Residual>
+SampledQuantiles sample_quantiles(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update,
+                                  Residual threshold, double density);
+
+}  // namespace gradwire

@@ -1,0 +1,23 @@
+// Pass 2: from the list of mask words to the bytes of a ternary message.
+#pragma once
+
+#include <vector>
+
+#include "chunk_encoder.h"
+#include "message.h"
+
+namespace gradwire {
+
+// Reuses its working memory from message to message.
+class TernaryEncoder {
+  public:
+    // Encode a list of mask words with `changed` changed elements. `header` needs flags, threshold, key, step and
+    // numel.
+    MessageBytes encode(const MaskWord* words, uint64_t word_count, uint64_t changed, Header header,
+                        unsigned threads = 1);
+
+  private:
+    std::vector<ChunkEncoder> encoders_;  // one for each thread
+};
+
+}  // namespace gradwire
