@@ -12,7 +12,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.arrays import cuda_problem, device_of, stream_of
-from gradwire.cuda import _policy_words
+from gradwire.cuda import _policy_fields
 
 from .cuda_arrays import as_tensor, on_device, pair, residual_of, step_both, torch, update_of
 
@@ -81,15 +81,15 @@ def test_streams_are_taken_in_every_form() -> None:
     ids=lambda one: type(one).__name__,
 )
 def test_a_device_is_told_the_numbers_of_a_policy(policy: Any, rule: int, fields: Any) -> None:
-    assert _policy_words(policy, None, None) == {"rule": rule, **fields}
-    both = _policy_words(policy, gw.ShakeUp(every=10, divisor=2.0), gw.ResidualClip(3.0, every=4))
+    assert _policy_fields(policy, None, None) == {"rule": rule, **fields}
+    both = _policy_fields(policy, gw.ShakeUp(every=10, divisor=2.0), gw.ResidualClip(3.0, every=4))
     habits = {"shakeup_every": 10, "shakeup_divisor": 2.0, "clip_every": 4, "clip_limit": 3.0}
     assert both == {"rule": rule, **fields, **habits}
 
 
 def test_a_policy_of_the_caller_s_own_is_refused_on_a_device() -> None:
     with pytest.raises(ValueError, match="one of gradwire's"):
-        _policy_words(object(), None, None)  # type: ignore[arg-type]
+        _policy_fields(object(), None, None)  # type: ignore[arg-type]
 
 
 def test_arrays_on_the_cpu_lie_on_no_device() -> None:

@@ -1,6 +1,6 @@
-"""Send only the part of each update that matters now, and keep the rest for later.
+"""Exchange training updates between machines: send the large elements of each update now and the rest later.
 
-The codec is here at once; what needs more than NumPy (``Node``, ``Exchange``) is imported when first asked for.
+The codec is imported at once; names that need more than NumPy (``Node``, ``Exchange``) are imported at first use.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ try:
     importlib.import_module("gradwire._core")
 except ImportError as error:
     raise ImportError(
-        f"gradwire's compiled core does not load ({error}): install gradwire for this Python (in a checkout: "
+        f"the compiled core of gradwire does not load ({error}): install gradwire for this Python (in a checkout: "
         "pip install .), and do not import it from its source folder"
     ) from error
 
+from . import cuda  # noqa: F401  (makes Encoder(device="cuda") known)
 from .codec import Encoder, EncoderStats, backends
 from .errors import (
     BackendUnavailable,
@@ -99,29 +100,22 @@ __all__ = [
     "parse_many",
 ]
 
-_FROM_EXCHANGE = (
-    "Exchange",
-    "ExchangeStats",
-    "Groups",
-    "Joined",
-    "LocalTeam",
-    "StepResult",
-)
-_LAZY = {
-    "Node": "gradwire.transport",
-    "Peer": "gradwire.transport",
-    **dict.fromkeys(_FROM_EXCHANGE, "gradwire.exchange"),
-}
-_ROOMS = ("dl4j", "exchange", "reference", "torch", "transport")
+_EXCHANGE = ("Exchange", "ExchangeStats", "Groups", "Joined", "LocalTeam", "StepResult")
+_LAZY = {"Node": "transport", "Peer": "transport", **dict.fromkeys(_EXCHANGE, "exchange")}
+_MODULES = ("dl4j", "exchange", "reference", "torch", "transport")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    if name in _ROOMS:
+        return getattr(importlib.import_module(f"gradwire.{_LAZY[name]}"), name)
+    if name in _MODULES:
         return importlib.import_module(f"gradwire.{name}")
     if name == "__version__":
         from importlib.metadata import version
 
         return version("gradwire")
     raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

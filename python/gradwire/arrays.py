@@ -1,4 +1,4 @@
-"""Where arrays lie: on the CPU or on a CUDA device, and the stream that work on them belongs to."""
+"""The devices and streams of arrays, and the availability of the CUDA backend."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _DLPACK_CUDA = (2, 13)
 
 @lru_cache(maxsize=1)
 def cuda_problem() -> str:
-    """Return why the CUDA backend cannot be used here; empty where it can.
+    """Return why the CUDA backend is not usable here, or an empty string.
 
-    Asks the driver once; what was missing then stays missing for the process.
+    The answer of the driver is kept for the life of the process.
     """
     try:
         core = importlib.import_module("gradwire._cuda")
@@ -39,7 +39,7 @@ def cuda_core() -> Any:
     """Return the module ``gradwire._cuda``.
 
     Raises:
-        BackendUnavailable: it is not in this build, or there is no driver or GPU.
+        BackendUnavailable: this build has no such module, or there is no driver or GPU.
     """
     problem = cuda_problem()
     if problem:
@@ -48,7 +48,7 @@ def cuda_core() -> Any:
 
 
 def device_of(arrays: Any) -> int:
-    """Return the number of the CUDA device that an array, or the first of a sequence, lies on; -1: on none."""
+    """Return the number of the CUDA device of an array, or of the first of a sequence; -1 for the CPU."""
     if isinstance(arrays, np.ndarray):
         return -1
     if isinstance(arrays, (list, tuple)):
@@ -62,18 +62,17 @@ def device_of(arrays: Any) -> int:
 
 
 def stream_of(stream: Any, arrays: Any, device: int) -> int:
-    """Return the handle of the stream to work on.
+    """Return the handle of the stream for work on some arrays.
 
     Args:
-        stream: an int (0 and 1 are the legacy default stream, 2 the per-thread one), a ``torch.cuda.Stream``, a
-            ``cupy.cuda.Stream``, anything with ``__cuda_stream__``; or None: the current stream of the library that
-            the arrays belong to, so that its own work before and after is in order, and the default stream for
-            arrays of others.
+        stream: an int (0 and 1 are the legacy default stream, 2 the per-thread default stream), a
+            ``torch.cuda.Stream``, a ``cupy.cuda.Stream``, or an object with ``__cuda_stream__``. None stands for the
+            current stream of torch or CuPy if the arrays are theirs, otherwise for the default stream.
         arrays: one array or a sequence of arrays; may be None.
         device: the number of their device.
 
     Raises:
-        TypeError: ``stream`` is none of these.
+        TypeError: ``stream`` is of another type.
     """
     if stream is None:
         return _current_stream(arrays, device)

@@ -1,9 +1,9 @@
-"""The encoder: a residual, a threshold that follows its policy, and the messages that come of them."""
+"""The encoder on the CPU: a residual, a threshold that follows its policy, and the messages made of them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -33,15 +33,15 @@ _FLAG_SHAKEUP = 1
 
 @dataclass(frozen=True)
 class EncoderStats:
-    """Totals since the encoder was made or its state was loaded.
+    """Totals since the encoder was created.
 
     Attributes:
-        messages: messages encoded.
-        message_bytes: their bytes.
-        sent_count: changed elements in them (dense: all elements).
-        nonfinite_count: elements left out because NaN, infinity or an overflowing sum was met.
-        clipped_count: elements that clipping cut.
-        clipped_sum: signed sum of what clipping removed.
+        messages: encoded messages.
+        message_bytes: bytes of these messages.
+        sent_count: changed elements in these messages; all elements of a dense message.
+        nonfinite_count: elements left out because of NaN, infinity or an overflowing sum.
+        clipped_count: elements that clipping changed.
+        clipped_sum: signed sum of the amounts that clipping removed.
     """
 
     messages: int = 0
@@ -53,31 +53,31 @@ class EncoderStats:
 
 
 class Encoder:
-    """Accumulates updates in a residual and encodes the part that matters now.
+    """Accumulate updates in a residual and encode the part that is large enough to send.
 
-    ``encode(update)`` adds the update to the residual, takes plus or minus one threshold out of every element whose
-    magnitude reaches it, and returns those elements as a message. What was not sent stays in the residual: nothing is
-    lost, only delayed.
+    ``encode(update)`` adds the update to the residual, subtracts plus or minus one threshold from every element whose
+    magnitude reaches the threshold, and returns these elements as a message. The rest stays in the residual for later
+    messages, so nothing is lost.
 
-    One encoder serves one group of parameters and one thread at a time.
+    An encoder serves one group of parameters and one thread at a time.
 
     Args:
         numel: elements of the update, 0 to 2^48.
-        threshold: policy of the threshold, or a number for a fixed one.
-        shakeup: periodic messages with a smaller threshold, or None.
-        clip: periodic clipping of the residual, or None.
+        threshold: a threshold policy, or a number for a fixed threshold. The default is ``AdaptiveThreshold()``.
+        shakeup: schedule of messages with a smaller threshold, or None.
+        clip: schedule of clipping of the residual, or None.
         dtype: "float32" or "float64", of the residual.
-        device: "cpu", or "cuda" or "cuda:<number>": then the encoder is a ``gradwire.cuda.CudaEncoder``, which works
-            on arrays on that device.
-        key: index of the group, carried by every message, 0 to 2^32 - 1.
-        on_nonfinite: what NaN and infinity in an update do: "raise" (nothing is sent, the finite part stays in the
-            residual) or "skip" (the message goes out without them). Either way they never enter the residual.
-        threads: most threads for one encode, and for adding messages where an `Exchange` does it; bytes and parameters
-            are the same at every number.
+        device: "cpu", or "cuda" or "cuda:<number>" for a ``gradwire.cuda.CudaEncoder``, which works on arrays on that
+            device.
+        key: index of the group, stored in every message, 0 to 2^32 - 1.
+        on_nonfinite: for NaN and infinity in an update: "raise" sends nothing and keeps the finite part in the
+            residual, "skip" sends the message without these elements. In both cases they never enter the residual.
+        threads: most threads for one encode, and for adding messages in an `Exchange`. Bytes and parameters do not
+            depend on the number.
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: an argument of the wrong kind.
+        TypeError: an argument is of the wrong kind.
         BackendUnavailable: the device, or the instruction set that GRADWIRE_ISA names, is not usable here.
         MemoryError: the residual does not fit.
 
@@ -91,19 +91,20 @@ class Encoder:
     """
 
     __signature__: ClassVar[inspect.Signature]
+    _by_device: ClassVar[dict[str, type[Encoder]]] = {}
+    _devices: ClassVar[re.Pattern[str]] = re.compile("cpu")
 
-    def __init_subclass__(cls) -> None:
-        """Let ``inspect`` and ``help`` show the parameters of ``__init__``: those of ``__new__`` are any."""
-        cls.__signature__ = _parameters_of(cls.__init__)
+    def __init_subclass__(cls, device: str = "") -> None:
+        """Register a subclass as the encoder of a kind of device."""
+        cls.__signature__ = _signature_of(cls)
+        if device:
+            Encoder._by_device[device] = cls
 
     def __new__(cls, *arguments: Any, **options: Any) -> Encoder:
-        """Make an encoder of the device's kind."""
-        device = options.get("device", arguments[5] if len(arguments) > 5 else "cpu")
-        if cls is Encoder and device != "cpu":
-            from .cuda import CudaEncoder
-
-            return object.__new__(CudaEncoder)
-        return object.__new__(cls)
+        """Create an encoder of the device's kind."""
+        device = str(options.get("device", arguments[5] if len(arguments) > 5 else "cpu"))
+        kind = Encoder._by_device.get(device.partition(":")[0], cls) if cls is Encoder else cls
+        return object.__new__(kind)
 
     def __init__(
         self,
@@ -117,42 +118,6 @@ class Encoder:
         on_nonfinite: Literal["raise", "skip"] = "raise",
         threads: int = 1,
     ) -> None:
-        self._describe(numel, threshold, shakeup, clip, dtype, device, key, on_nonfinite, threads)
-        try:
-            core = _core.Encoder(numel, self.dtype == "float64", threads)
-        except MemoryError:
-            nbytes = numel * np.dtype(self.dtype).itemsize
-            raise MemoryError(
-                f"a residual of {numel} {self.dtype} elements takes {nbytes} bytes, which this machine does not have"
-            ) from None
-        self._begin(core)
-
-    def _begin(self, core: _core.Encoder) -> None:
-        """Begin at step 0 with what holds the residual."""
-        self._core = core
-        self._residual: NDArray[Any] = core.residual
-        self._step = 0
-        self._changed_at = 0
-        self._sample_density = self.policy.sample_density or 0.0
-        self._set_threshold(self.policy.initial)
-        # Running totals, of which a frozen EncoderStats is made when somebody asks.
-        self._messages = self._message_bytes = self._sent_count = 0
-        self._nonfinite_count = self._clipped_count = 0
-        self._clipped_sum = 0.0
-
-    def _describe(
-        self,
-        numel: int,
-        threshold: ThresholdPolicy | float | None,
-        shakeup: ShakeUp | None,
-        clip: ResidualClip | None,
-        dtype: Any,
-        device: str,
-        key: int,
-        on_nonfinite: Literal["raise", "skip"],
-        threads: int,
-    ) -> None:
-        """Check the arguments and keep them."""
         if threshold is None:
             threshold = AdaptiveThreshold()
         elif isinstance(threshold, (int, float, np.integer, np.floating)):
@@ -167,9 +132,15 @@ class Encoder:
         check_range("threads", threads, 1, 1024)
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f'on_nonfinite must be "raise" or "skip", got {on_nonfinite!r}')
+        if not self._devices.fullmatch(str(device)):
+            raise ValueError(f'device must be "cpu", "cuda" or "cuda:<number>", got {device!r}')
         self.numel = numel
         self.key = key
-        self.dtype = _residual_dtype(dtype)
+        self.dtype = np.dtype(dtype).name
+        if self.dtype not in ("float32", "float64"):
+            raise ValueError(
+                f'dtype of the residual must be "float32" or "float64", got {self.dtype!r}'
+            )
         self.device = device
         self.policy = threshold
         self.shakeup = shakeup
@@ -177,10 +148,31 @@ class Encoder:
         self.on_nonfinite = on_nonfinite
         self.threads = threads
         self._skip = on_nonfinite == "skip"
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Allocate a residual of zeros and begin at step 0."""
+        try:
+            self._core = _core.Encoder(self.numel, self.dtype == "float64", self.threads)
+        except MemoryError:
+            nbytes = self.numel * np.dtype(self.dtype).itemsize
+            raise MemoryError(
+                f"a residual of {self.numel} {self.dtype} elements takes {nbytes} bytes, "
+                "which this machine does not have"
+            ) from None
+        self._residual: NDArray[Any] = self._core.residual
+        self._step = 0
+        self._changed_at = 0
+        self._sample_density = self.policy.sample_density or 0.0
+        self._set_threshold(self.policy.initial)
+        # Totals of EncoderStats, which is frozen and created on request only.
+        self._messages = self._message_bytes = self._sent_count = 0
+        self._nonfinite_count = self._clipped_count = 0
+        self._clipped_sum = 0.0
 
     @property
     def residual(self) -> NDArray[Any]:
-        """What was not sent yet: a writable view of float32[numel] or float64[numel], the same memory for life."""
+        """The part not sent yet: a writable view of float32[numel] or float64[numel], always of the same memory."""
         return self._residual
 
     @property
@@ -190,17 +182,17 @@ class Encoder:
 
     @property
     def step(self) -> int:
-        """Number of the next message."""
+        """The number of the next message."""
         return self._step
 
     @property
     def _wire_step(self) -> int:
-        """The step's number as messages carry it."""
+        """The number of the step in a message."""
         return self._step & _STEP_MASK
 
     @property
     def stats(self) -> EncoderStats:
-        """Totals so far."""
+        """The totals so far."""
         return EncoderStats(
             self._messages,
             self._message_bytes,
@@ -211,23 +203,24 @@ class Encoder:
         )
 
     def encode(self, update: Any = None, *, dense: bool | Literal["bfloat16"] = False) -> Message:
-        """Add ``update`` to the residual and return what is sent of it now.
+        """Add ``update`` to the residual and encode the elements that reach the threshold.
 
         Args:
             update: array of float32, float16 or bfloat16 (float64 too if the residual is float64), C-contiguous, on the
                 CPU, of any shape; or a list or tuple of such arrays that together have ``numel`` elements. Not
-                modified, not copied. None: the caller has already added it to ``residual``, a third of the traffic.
-            dense: True sends everything that is left as a dense message instead, in the residual's dtype; "bfloat16"
-                does in bfloat16, and what the rounding leaves stays in the residual.
+                modified, not copied. None for an update that the caller has already added to ``residual``, which takes
+                a third of the memory traffic.
+            dense: True sends the whole residual as a dense message of the residual's dtype instead; "bfloat16" sends it
+                in bfloat16 and keeps the rounding error in the residual.
 
         Returns:
             The message. It owns its bytes.
 
         Raises:
             NonFiniteUpdate: see ``on_nonfinite``; ``step`` does not advance and nothing was sent.
-            TypeError: a dtype that the residual cannot take exactly.
+            TypeError: the residual cannot represent the dtype of the update exactly.
             ValueError: wrong size, device or layout, memory shared with the residual, or another ``dense``.
-            RuntimeError: another thread is in this encoder.
+            RuntimeError: another thread uses this encoder.
         """
         if dense:
             return self._encode_dense(update, dense)
@@ -247,7 +240,7 @@ class Encoder:
             try:
                 self._follow_policy(message.density, tail)
             except BaseException:
-                # A policy that fails must not cost an update: what was taken goes back.
+                # An error of the policy must not lose the update: put the message back into the residual.
                 apply(message, self._residual)
                 raise
         if self.clip is not None and self.clip.is_due(step):
@@ -258,26 +251,26 @@ class Encoder:
         return message
 
     def hold_difference(self, now: Any, before: Any) -> None:
-        """Let the residual be what some arrays differ from others: ``residual = now - before``.
+        """Set the residual to the difference of two sequences of arrays: ``residual = now - before``.
 
-        For parameters that hold the residual, before ``encode()`` without an update.
+        For parameters that contain the residual, before ``encode()`` without an update.
 
         Args:
-            now: float32 or float64 arrays as ``apply`` takes them; not modified.
-            before: of the same sizes and dtypes; not modified.
+            now: float32 or float64 arrays as for ``apply``; not modified.
+            before: arrays of the same sizes and dtypes; not modified.
 
         Raises:
-            TypeError, ValueError: they are no such arrays, not alike, or share memory with the residual.
-            RuntimeError: another thread is in this encoder.
+            TypeError, ValueError: wrong dtypes, sizes or layouts, or memory shared with the residual.
+            RuntimeError: another thread uses this encoder.
         """
         self._core.hold_difference(now, before)
 
     def set_policy(self, policy: ThresholdPolicy, threshold: float | None = None) -> None:
-        """Follow another policy from the next step on; the threshold stays as it is unless one is given.
+        """Change the policy from the next step on, and the threshold if one is given.
 
         Raises:
             ValueError: ``threshold`` is not a threshold.
-            TypeError: ``policy`` is none.
+            TypeError: ``policy`` is not a threshold policy.
         """
         _check_kind("policy", policy, "next_threshold", "a threshold policy")
         if threshold is not None:
@@ -287,32 +280,34 @@ class Encoder:
         self._changed_at = self._step
 
     def flush(self, dtype: Literal["bfloat16"] | None = None) -> Message:
-        """Return everything that is left as one dense message; the residual keeps only what rounding leaves.
+        """Return the whole residual as one dense message; the residual keeps only the rounding error.
 
         Raises:
-            NonFiniteUpdate: as ``encode``.
+            NonFiniteUpdate: as for ``encode``.
             ValueError: ``dtype`` is not "bfloat16".
         """
         return self._encode_dense(None, True if dtype is None else dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of everything that the next message depends on, as host arrays and plain numbers.
+        """Return a copy of the state that the next message depends on, as host arrays and plain numbers.
 
-        The policies are not part of it: they hold no state.
+        The policies are not part of the state, because they are immutable.
         """
         return EncoderState(
             self._residual.copy(), self._threshold, self._step, self._changed_at
         ).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, bit for bit; the residual is copied into the encoder's own memory.
+        """Continue from ``state``, bit for bit; the residual is copied into the encoder's memory.
 
         Raises:
-            ValueError: the state is of another format, size or dtype; nothing has changed then.
+            ValueError: the state has another format, size or dtype; the encoder is unchanged.
         """
         found = EncoderState.of(state, self.numel, self.dtype)
         self._residual[...] = found.residual
-        self._continue_from(found)
+        self._set_threshold(found.threshold)
+        self._step = found.step
+        self._changed_at = found.changed_at
 
     def __repr__(self) -> str:
         return (
@@ -320,14 +315,8 @@ class Encoder:
             f"threshold={self._threshold:.4g}>"
         )
 
-    def _continue_from(self, state: EncoderState) -> None:
-        """Take over all of a state but the residual."""
-        self._set_threshold(state.threshold)
-        self._step = state.step
-        self._changed_at = state.changed_at
-
     def _set_threshold(self, threshold: float) -> None:
-        self._rounded = round_threshold(threshold)  # refuses first
+        self._rounded = round_threshold(threshold)  # raises before anything changes
         self._threshold = threshold
 
     def _follow_policy(
@@ -363,17 +352,17 @@ class Encoder:
         self._nonfinite_count += skipped
 
 
-def _parameters_of(method: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature that a method has for its callers."""
-    signature = inspect.signature(method)
+def _signature_of(encoder: type[Encoder]) -> inspect.Signature:
+    """Return the signature of ``__init__`` without self, for ``inspect`` and ``help``: that of ``__new__`` is any."""
+    signature = inspect.signature(encoder.__init__)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-Encoder.__signature__ = _parameters_of(Encoder.__init__)
+Encoder.__signature__ = _signature_of(Encoder)
 
 
 def dense_dtype(dense: bool | str) -> str:
-    """Return what a dense message rounds to, as the core names it: "" where it keeps the residual's dtype.
+    """Return the core's name of the dtype of a dense message: "" for the dtype of the residual.
 
     Raises:
         ValueError: ``dense`` is neither True nor "bfloat16".
@@ -388,7 +377,7 @@ def dense_dtype(dense: bool | str) -> str:
 
 
 def backends() -> list[str]:
-    """Return the names of the backends that this machine can use, slowest first.
+    """Return the names of the backends that are usable on this machine, slowest first.
 
     >>> "scalar" in backends()
     True
@@ -399,12 +388,3 @@ def backends() -> list[str]:
 def _check_kind(name: str, value: Any, attribute: str, what: str) -> None:
     if isinstance(value, type) or not hasattr(value, attribute):
         raise TypeError(f"{name} must be {what}, got {value!r}")
-
-
-def _residual_dtype(dtype: Any) -> Literal["float32", "float64"]:
-    name = np.dtype(dtype).name
-    if name == "float32":
-        return "float32"
-    if name == "float64":
-        return "float64"
-    raise ValueError(f'dtype of the residual must be "float32" or "float64", got {name!r}')

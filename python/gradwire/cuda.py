@@ -1,7 +1,8 @@
-"""The encoder on a CUDA device: residual, threshold and step live there, so that no step waits for the host."""
+"""The encoder on a CUDA device: its state is in device memory, so that no step waits for the host."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Literal
 
 from .arrays import cuda_core, stream_of
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaEncoder"]
 
-# csrc/cuda/policy.h: the number of each Rule, and those fields of its policy that have the same names there.
+# The number of each Rule in csrc/cuda/policy.h, and the fields of its policy that have the same names there.
 _RULES: dict[type, tuple[int, tuple[str, ...]]] = {
     FixedThreshold: (0, ()),
     AdaptiveThreshold: (1, ("minimum", "density_min", "density_max", "decay")),
@@ -32,42 +33,32 @@ _RULES: dict[type, tuple[int, tuple[str, ...]]] = {
 }
 
 
-class CudaEncoder(Encoder):
-    """An encoder whose residual is in a device's memory; made by ``Encoder(..., device="cuda")``.
+class CudaEncoder(Encoder, device="cuda"):
+    """An encoder whose residual is in device memory, created by ``Encoder(..., device="cuda")``.
 
-    What differs from one on the CPU: ``encode`` only enqueues work, so NaN and infinity are reported when the message
-    is first looked at; ``threshold``, ``step`` and ``stats`` wait for the device; the policy is one of gradwire's,
-    since it runs there.
+    Differences from an encoder on the CPU: ``encode`` only enqueues work, so NaN and infinity are reported when the
+    message is first read; ``threshold``, ``step`` and ``stats`` wait for the device; the policy must be one of
+    gradwire's, because it runs on the device.
     """
 
-    def __init__(
-        self,
-        numel: int,
-        threshold: ThresholdPolicy | float | None = None,
-        shakeup: ShakeUp | None = None,
-        clip: ResidualClip | None = None,
-        dtype: Any = "float32",
-        device: str = "cuda",
-        key: int = 0,
-        on_nonfinite: Literal["raise", "skip"] = "raise",
-        threads: int = 1,
-    ) -> None:
-        self._describe(numel, threshold, shakeup, clip, dtype, device, key, on_nonfinite, threads)
-        self._number = device_number(device)
+    _devices = re.compile(r"cuda(:\d+)?")
+
+    def _allocate(self) -> None:
+        self._number = int(str(self.device).partition(":")[2] or 0)
         self._device_core = cuda_core().Encoder(
             self._number,
-            numel,
+            self.numel,
             self.dtype == "float64",
-            _policy_words(self.policy, shakeup, clip),
+            _policy_fields(self.policy, self.shakeup, self.clip),
             self.policy.initial,
         )
 
     @property
     def residual(self) -> Any:
-        """What was not sent yet: float32[numel] or float64[numel] on the device, the same memory for life.
+        """The part not sent yet: float32[numel] or float64[numel] on the device, always the same memory.
 
-        ``torch.as_tensor(encoder.residual, device="cuda")``, ``cupy.asarray`` and ``jax.dlpack.from_dlpack`` take it
-        without a copy.
+        ``torch.as_tensor(encoder.residual, device="cuda")``, ``cupy.asarray`` and ``jax.dlpack.from_dlpack`` use the
+        memory without a copy.
         """
         residual: DeviceArray = self._device_core.residual
         return residual
@@ -79,12 +70,12 @@ class CudaEncoder(Encoder):
 
     @property
     def step(self) -> int:
-        """Number of the next message; waits for the device."""
+        """The number of the next message; waits for the device."""
         return int(self._state()["step"])
 
     @property
     def stats(self) -> EncoderStats:
-        """Totals so far; waits for the device."""
+        """The totals so far; waits for the device."""
         state = self._state()
         for name in ("threshold", "step", "changed_at"):
             del state[name]
@@ -92,10 +83,10 @@ class CudaEncoder(Encoder):
 
     @property
     def message_bytes_max(self) -> int:
-        """Bytes that ``out`` must have: the ceiling of a message, in whole vectors of 16."""
+        """The least size of ``out`` in bytes: the ceiling of a message, in whole vectors of 16."""
         return int(self._device_core.capacity)
 
-    def encode(  # type: ignore[override]  # what it returns answers to the same names as a Message
+    def encode(  # type: ignore[override]  # a CudaMessage has the attributes of a Message
         self,
         update: Any = None,
         *,
@@ -103,29 +94,29 @@ class CudaEncoder(Encoder):
         out: Any = None,
         stream: Any = None,
     ) -> CudaMessage:
-        """Add ``update`` to the residual and enqueue what is sent of it now. Never waits for the device.
+        """Add ``update`` to the residual and enqueue the encoding. Never waits for the device.
 
         Args:
             update: array of float32, float16 or bfloat16 (float64 too if the residual is float64) on this device,
                 C-contiguous, of any shape; or a list or tuple of such arrays that together have ``numel`` elements. Not
-                modified, not copied. None: the caller has already added it to ``residual``.
+                modified, not copied. None for an update that the caller has already added to ``residual``.
             dense: as on the CPU.
-            out: array of uint8 on this device for the message, ``message_bytes_max`` bytes or more (dense: 48 and the
-                values, in whole vectors of 16), beginning at a multiple of 16. Its first 48 bytes are the header, in
-                which bytes 40 to 47 say how many follow. The caller's memory: a later encode with the same ``out``
-                overwrites the message. None: memory of the message's own, with a copy in pinned host memory.
-            stream: see ``gradwire.arrays.stream_of``. Calls on different streams must be put in order by the caller.
-                Inside of a graph capture ``out`` must be memory that was passed before the capture began.
+            out: array of uint8 on this device for the message: at least ``message_bytes_max`` bytes (for a dense
+                message 48 and the values, in whole vectors of 16), aligned to 16. The first 48 bytes are the header,
+                whose bytes 40 to 47 are the number of bytes that follow. A later encode with the same ``out``
+                overwrites the message. None for memory owned by the message, with a copy in pinned host memory.
+            stream: see ``gradwire.arrays.stream_of``. The caller must order calls on different streams. Inside a graph
+                capture ``out`` must have been used in an encode before the capture began.
 
         Returns:
-            The message. Its bytes and fields are there when the device is done; asking for them waits, and raises
-            ``NonFiniteUpdate`` where the update was not finite (then nothing was sent and the step did not advance).
+            The message. Reading its bytes or fields waits for the device, and raises ``NonFiniteUpdate`` if the update
+            was not finite; then nothing was sent and the step did not advance.
 
         Raises:
-            TypeError: a dtype that the residual cannot take exactly.
+            TypeError: the residual cannot represent the dtype of the update exactly.
             ValueError: wrong size, device or layout, or memory shared with the residual.
             CudaError: a CUDA call failed.
-            RuntimeError: another thread is in this encoder.
+            RuntimeError: another thread uses this encoder.
         """
         message: CudaMessage = self._device_core.encode(
             update,
@@ -140,26 +131,26 @@ class CudaEncoder(Encoder):
     def flush(  # type: ignore[override]
         self, dtype: Literal["bfloat16"] | None = None
     ) -> CudaMessage:
-        """Return everything that is left as one dense message; the residual keeps only what rounding leaves."""
+        """Return the whole residual as one dense message; the residual keeps only the rounding error."""
         return self.encode(None, dense=True if dtype is None else dtype)
 
     def set_policy(self, policy: ThresholdPolicy, threshold: float | None = None) -> None:
-        """Follow another policy from the next step on; waits for the device.
+        """Change the policy from the next step on, and the threshold if one is given; waits for the device.
 
         Raises:
             ValueError: ``threshold`` is not a threshold, or the policy is not one of gradwire's.
         """
-        words = _policy_words(policy, self.shakeup, self.clip)
+        fields = _policy_fields(policy, self.shakeup, self.clip)
         if threshold is not None:
             round_threshold(threshold)
         state = self._state()
-        self._device_core.set_policy(words)
+        self._device_core.set_policy(fields)
         self.policy = policy
         kept = state["threshold"] if threshold is None else threshold
         self._device_core.set_state(kept, state["step"], state["step"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an encoder on the CPU would, as host arrays: either loads the other's. Waits for the device."""
+        """Return the state as on the CPU, with host arrays: it can be loaded on either side. Waits for the device."""
         state = self._state()
         return EncoderState(
             self._device_core.residual_to_host(),
@@ -172,7 +163,7 @@ class CudaEncoder(Encoder):
         """Continue from ``state``, bit for bit. Waits for the device.
 
         Raises:
-            ValueError: the state is of another format, size or dtype; nothing has changed then.
+            ValueError: the state has another format, size or dtype; the encoder is unchanged.
         """
         found = EncoderState.of(state, self.numel, self.dtype)
         self._device_core.residual_from_host(found.residual)
@@ -185,34 +176,22 @@ class CudaEncoder(Encoder):
         return dict(self._device_core.state())
 
 
-def device_number(device: str) -> int:
-    """Return 1 for "cuda:1" and 0 for "cuda".
-
-    Raises:
-        ValueError: it is neither.
-    """
-    name, colon, number = str(device).partition(":")
-    if name != "cuda" or (colon and not number.isdigit()):
-        raise ValueError(f'device must be "cpu", "cuda" or "cuda:<number>", got {device!r}')
-    return int(number) if number else 0
-
-
-def _policy_words(
+def _policy_fields(
     policy: ThresholdPolicy, shakeup: ShakeUp | None, clip: ResidualClip | None
 ) -> dict[str, Any]:
-    """Return the numbers of csrc/cuda/policy.h's Policy."""
-    known = next((one for kind, one in _RULES.items() if isinstance(policy, kind)), None)
+    """Return the fields of Policy in csrc/cuda/policy.h."""
+    known = next((rule for kind, rule in _RULES.items() if isinstance(policy, kind)), None)
     if known is None:
         raise ValueError(
             f"a policy on a device must be one of gradwire's, which run there, not {policy!r}"
         )
     rule, names = known
-    words: dict[str, Any] = {"rule": rule, "minimum": policy.initial}  # a fixed one stays there
-    words |= {name: getattr(policy, name) for name in names}
+    fields: dict[str, Any] = {"rule": rule, "minimum": policy.initial}  # of a fixed threshold
+    fields |= {name: getattr(policy, name) for name in names}
     if shakeup is not None:
-        # Never below this, so that no step on the device can be without a threshold.
-        round_threshold(words["minimum"] / shakeup.divisor)
-        words |= {"shakeup_every": shakeup.every, "shakeup_divisor": shakeup.divisor}
+        # No threshold on the device falls below this one, so check here that it can be rounded.
+        round_threshold(fields["minimum"] / shakeup.divisor)
+        fields |= {"shakeup_every": shakeup.every, "shakeup_divisor": shakeup.divisor}
     if clip is not None:
-        words |= {"clip_every": clip.every, "clip_limit": clip.limit}
-    return words
+        fields |= {"clip_every": clip.every, "clip_limit": clip.limit}
+    return fields

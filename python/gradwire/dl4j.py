@@ -1,11 +1,10 @@
-"""Deeplearning4j's messages, bit for bit: for migration, comparison and mixed clusters.
+"""Messages of Deeplearning4j, bit for bit, for migration, comparison and mixed clusters.
 
-A message is an int32 array: ``[count, N, float32 bits of tau, form, payload...]``. Form 0
-(threshold) lists signed one-based indexes. Form 1 (bitmap) holds a value bit and a sign bit for
-each element, 16 elements to a word, and states N as its count.
+A message is an int32 array: ``[count, N, float32 bits of tau, form, payload...]``. Form 0 (threshold) lists signed
+one-based indexes. Form 1 (bitmap) has a value bit and a sign bit for each element, 16 elements a word, and count N.
 
-Source: eclipse/deeplearning4j at 9d83f7cf, ``encode_threshold``, ``decode_threshold``,
-``encode_bitmap`` and ``decode_bitmap`` of libnd4j (CPU, one thread), studied and written anew.
+Source: eclipse/deeplearning4j at 9d83f7cf, ``encode_threshold``, ``decode_threshold``, ``encode_bitmap`` and
+``decode_bitmap`` of libnd4j (CPU, one thread), studied and written anew.
 """
 
 from __future__ import annotations
@@ -42,25 +41,22 @@ Flags = NDArray[np.bool_]
 
 
 def encode_threshold(updates: NDArray[Any], tau: float, boundary: int | None = None) -> Int32:
-    """Encode the elements of at least tau, and take tau out of them.
+    """Encode the elements whose magnitude is at least tau, and subtract tau from them.
 
-    NaN never passes; an infinity passes and stays. Fewer than two passing elements send nothing:
-    the message is a header with count 0 and ``updates`` keep their values.
+    NaN is never sent; an infinity is sent and stays. If fewer than two elements pass, nothing is sent: the message is a
+    header with count 0, and ``updates`` is unchanged.
 
     Args:
-        updates: float16, bfloat16, float32 or float64, contiguous, N <= 2^31 - 1 elements; modified
-            in place.
-        tau: the threshold, rounded to float32 for the message and to the dtype of ``updates`` for
-            the arithmetic.
-        boundary: the most entries allowed; the first in index order are taken. None for no limit.
+        updates: float16, bfloat16, float32 or float64, contiguous, N <= 2^31 - 1 elements; modified in place.
+        tau: the threshold, rounded to float32 for the message and to the dtype of ``updates`` for the arithmetic.
+        boundary: the most entries, lowest indexes first; None for no limit.
 
     Returns:
         int32[4 + count], entries in ascending order of their index.
 
     Raises:
         TypeError: ``updates`` is not an array of one of the four dtypes.
-        ValueError: ``updates`` is not contiguous, not writable or too long; tau or boundary is out
-            of range.
+        ValueError: ``updates`` is not contiguous, not writable or too long; tau or boundary is out of range.
 
     >>> updates = np.array([0.75, -0.5, 0.25], np.float32)
     >>> encode_threshold(updates, 0.5)[4:].tolist(), updates.tolist()
@@ -94,8 +90,8 @@ def decode_threshold(message: Int32, target: NDArray[Any]) -> None:
         target: float16, bfloat16, float32 or float64, contiguous, N elements; modified in place.
 
     Raises:
-        MessageError: the message is inconsistent or made for another number of elements, or an
-            entry is zero or out of range; ``target`` is unchanged.
+        MessageError: the message is inconsistent or has another number of elements, or an entry is zero or out of
+            range; ``target`` is unchanged.
         TypeError: ``message`` is not int32, or ``target`` not an array of one of the four dtypes.
         ValueError: ``target`` is not contiguous or not writable.
     """
@@ -111,20 +107,18 @@ def decode_threshold(message: Int32, target: NDArray[Any]) -> None:
 
 
 def encode_bitmap(updates: NDArray[Any], tau: float) -> Int32:
-    """Encode every element in two bits, and take what the bits say out of ``updates``.
+    """Encode every element in two bits, and subtract the encoded values from ``updates``.
 
-    At least tau: the value bit, and the sign bit where negative. Negative and at least tau/2: the
-    sign bit alone, which stands for -tau/2. Positive elements between tau/2 and tau are not sent:
-    this is Deeplearning4j's rule.
+    A magnitude of at least tau sets the value bit, and the sign bit if the element is negative. A negative element of
+    magnitude at least tau/2 sets the sign bit alone, which stands for -tau/2. Positive elements between tau/2 and tau
+    are not sent. This is the rule of Deeplearning4j.
 
     Args:
-        updates: float16, bfloat16, float32 or float64, contiguous, N <= 2^31 - 1 elements; modified
-            in place.
-        tau: the threshold, rounded to float32 for the message and to the dtype of ``updates`` for
-            the arithmetic.
+        updates: float16, bfloat16, float32 or float64, contiguous, N <= 2^31 - 1 elements; modified in place.
+        tau: the threshold, rounded to float32 for the message and to the dtype of ``updates`` for the arithmetic.
 
     Returns:
-        int32[N // 16 + 5]; the last word is unused and zero when N is a multiple of 16.
+        int32[N // 16 + 5]; the last word is unused and zero if N is a multiple of 16.
 
     Raises:
         TypeError: ``updates`` is not an array of one of the four dtypes.
@@ -157,8 +151,7 @@ def decode_bitmap(message: Int32, target: NDArray[Any]) -> None:
         target: float16, bfloat16, float32 or float64, contiguous, N elements; modified in place.
 
     Raises:
-        MessageError: the message is inconsistent or made for another number of elements; ``target``
-            is unchanged.
+        MessageError: the message is inconsistent or has another number of elements; ``target`` is unchanged.
         TypeError: ``message`` is not int32, or ``target`` not an array of one of the four dtypes.
         ValueError: ``target`` is not contiguous or not writable.
     """
@@ -192,15 +185,13 @@ def to_dl4j(message: Message) -> Int32:
 
 
 def from_dl4j(message: Int32, *, key: int = 0, step: int = 0) -> list[Message]:
-    """Convert a Deeplearning4j message of either form to ours.
+    """Convert a Deeplearning4j message of either form to a message of gradwire.
 
     Returns:
-        One message, or two when a bitmap has half-threshold symbols: the second one holds these,
-        with tau/2.
+        One message, or two if a bitmap has half-threshold symbols: the second message contains these, with tau/2.
 
     Raises:
-        MessageError: the message is inconsistent, names an element twice, or its tau is not a
-            bfloat16 value.
+        MessageError: the message is inconsistent, lists an element twice, or its tau is not a bfloat16 value.
         TypeError: ``message`` is not int32.
     """
     numel = _stated_numel(message)
@@ -215,7 +206,7 @@ def from_dl4j(message: Int32, *, key: int = 0, step: int = 0) -> list[Message]:
         entries = entries[np.argsort(np.abs(entries), kind="stable")]
         positions = np.abs(entries) - 1
         if np.any(positions[1:] == positions[:-1]):
-            raise MessageError("the message names an element twice, which one of ours cannot say")
+            raise MessageError("the message lists an element twice, which gradwire's format cannot")
         parts = [(tau, positions, entries < 0)]
     for threshold, _, _ in parts:
         _require_bfloat16(threshold)
@@ -232,7 +223,7 @@ def _flat_view(name: str, array: NDArray[Any]) -> NDArray[Any]:
         kind = getattr(array, "dtype", type(array).__name__)
         raise TypeError(f"{name} must be a NumPy array of {', '.join(_DTYPES)}, got {kind}")
     if not array.flags.c_contiguous or not array.flags.writeable:
-        raise ValueError(f"{name} must be contiguous and writable, it is changed in place")
+        raise ValueError(f"{name} must be contiguous and writable, because it is modified in place")
     if array.size > MAX_NUMEL:
         raise ValueError(f"Deeplearning4j counts to 2^31 - 1 elements, {name} has {array.size}")
     return array.reshape(-1)
@@ -322,4 +313,4 @@ def _require_bfloat16(tau: float) -> None:
     except ValueError:
         exact = False
     if not exact:
-        raise MessageError(f"tau {tau!r} is not a bfloat16 value, as ours must be")
+        raise MessageError(f"tau {tau!r} is not a bfloat16 value, as gradwire's format requires")

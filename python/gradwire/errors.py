@@ -1,7 +1,4 @@
-"""Every exception that gradwire raises on purpose.
-
-``TypeError`` and ``ValueError`` are raised for arguments of the wrong dtype or shape, as everywhere in Python.
-"""
+"""The exceptions of gradwire, beside ``TypeError`` and ``ValueError`` for unsuitable arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class GradwireError(Exception):
 
 
 class MessageError(GradwireError, ValueError):
-    """Bytes that are not a valid message, or a message that does not fit where it is applied."""
+    """Bytes that are not a valid message, or a message that does not fit its target."""
 
 
 class NonFiniteUpdate(GradwireError):
@@ -45,15 +42,15 @@ class NonFiniteUpdate(GradwireError):
 
 
 class Mismatch(GradwireError):
-    """Nodes that train different things want to train together; the message names both sides."""
+    """Nodes with different models or options try to train together; the message names the difference."""
 
 
 class Diverged(GradwireError):
-    """This node's parameters are not what the others hold; ``Exchange.resync`` takes theirs."""
+    """The parameters of this node differ from those of the others; ``Exchange.resync`` copies theirs."""
 
 
 class BackendUnavailable(GradwireError):
-    """A backend or device that this machine or this build does not have."""
+    """A backend or device that this machine or this build lacks."""
 
 
 class CudaError(GradwireError):
@@ -61,11 +58,11 @@ class CudaError(GradwireError):
 
 
 class TransportError(GradwireError):
-    """Base of the transport's errors."""
+    """Base of the errors of the transport."""
 
 
 class WouldBlock(TransportError):
-    """No room to send now: wait for acknowledgements, or accumulate into the residual."""
+    """The send buffer is full: wait for acknowledgements, or accumulate into the residual."""
 
 
 class NotConnected(TransportError):
@@ -77,8 +74,8 @@ class Closed(TransportError):
 
 
 class TooLarge(TransportError):
-    """A message larger than the node's configured maximum."""
+    """A message is larger than the configured maximum of the node."""
 
 
 class PeerLost(TransportError):
-    """A peer went down before it had acknowledged everything."""
+    """A peer was lost before it had acknowledged everything."""

@@ -1,10 +1,10 @@
-"""How the threshold follows the density, and two habits: shake-up messages and clipping.
+"""Threshold policies, and the schedules of shake-up messages and clipping.
 
-Policies are small frozen values without hidden state. The encoder owns what changes from step to
-step (the threshold, the step, the step of its last change) and hands it in.
+Policies and schedules are frozen and have no hidden state. The encoder owns the values that change from step to step
+(the threshold, the step, the step of its last change) and passes them as arguments.
 """
 
-# ruff: noqa: ARG002  (every rule has the one signature that the encoder calls)
+# ruff: noqa: ARG002  (all policies have the signature that the encoder calls)
 
 from __future__ import annotations
 
@@ -27,31 +27,28 @@ __all__ = [
 # bfloat16: 8 significant bits, and the smallest subnormal is 2^-133.
 _SIGNIFICANT_BITS = 8
 _SMALLEST_EXPONENT = -133
-# From here on the nearest value would be 2^128, which is infinity.
+# From here on the nearest value is 2^128, which is infinity.
 _TOO_LARGE = 255.5 * 2.0**120
-# The largest bfloat16 value: rising rules stop here, so that the next rounding cannot refuse the
-# state.
+# The largest bfloat16 value: policies stop here, so that their threshold can always be rounded.
 _MAX_THRESHOLD = 255.0 * 2.0**120
-# Magnitudes that differ by less than a sampled quantile and its rounding can resolve (3 %) pass a predicted threshold
-# all or, as a rule, not at all. From this agreement on updates repeat so nearly that it would be so for ever.
+# A sampled quantile does not separate magnitudes within 3 % of each other: they pass the predicted threshold together
+# or, usually, not at all. From this agreement in sign on updates repeat so exactly that they would never pass.
 _REPEATED = 0.99
 _BELOW_TIES = 31.0 / 32.0
 
 
 class Tail(NamedTuple):
-    """Four magnitudes, each exceeded by the target density's share of the sampled elements.
+    """Four sampled quantiles, each exceeded by the target density's share of the sampled elements.
 
-    With r the residual, u the update, i an element and j another one near it:
+    With residual r, update u, an element i and another element j near it:
 
     Attributes:
-        now: of |r_before(i) + u(i)|, what this step compared with its threshold.
-        shuffled: of |r_before(i) + u(j)|, the same without the correlation of an element with its
-            own update.
-        next: of |r_after(i) + u(j)|, what the next step would compare if its update were
-            independent of this one.
-        same: of |r_after(i) + u(i)|, what it would compare if its update were this one again.
-        agreement: share of the elements, of those where neither is zero, whose residual had the
-            sign of their update; 0.5 where there are none.
+        now: of |r_before(i) + u(i)|, the magnitudes that this step compared with its threshold.
+        shuffled: of |r_before(i) + u(j)|, the same without the correlation between an element and its update.
+        next: of |r_after(i) + u(j)|, the magnitudes of the next step if its update is independent of this one.
+        same: of |r_after(i) + u(i)|, the magnitudes of the next step if it has the same update.
+        agreement: share of elements whose residual and update have the same sign, of those where neither is zero; 0.5
+            if there are none.
     """
 
     now: float
@@ -62,26 +59,26 @@ class Tail(NamedTuple):
 
 
 class ThresholdPolicy(Protocol):
-    """What the encoder asks of a threshold policy."""
+    """The interface of a threshold policy."""
 
     @property
     def initial(self) -> float:
-        """Threshold of the first step, unrounded."""
+        """The threshold of the first step, not rounded."""
 
     @property
     def sample_density(self) -> float | None:
-        """The density whose quantiles (``Tail``) the encoder shall sample, or None for none."""
+        """The density whose quantiles (``Tail``) the encoder samples, or None."""
 
     def next_threshold(
         self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
     ) -> float:
-        """Return the unrounded threshold of the next step.
+        """Return the threshold of the next step, not rounded.
 
         Args:
-            threshold: the unrounded threshold of this step.
+            threshold: the threshold of this step, not rounded.
             density: changed elements of this step / numel.
-            steps_since_change: steps, this one included, since the threshold last changed.
-            tail: quantiles sampled in this step, None where none were.
+            steps_since_change: steps since the threshold last changed, this one included.
+            tail: quantiles sampled in this step, or None.
         """
 
 
@@ -93,9 +90,7 @@ def round_threshold(threshold: float) -> float:
     """
     if not 0.0 < threshold < math.inf:
         raise ValueError(f"a threshold must be positive and finite, got {threshold!r}")
-    exponent = math.frexp(threshold)[1] - _SIGNIFICANT_BITS
-    if exponent < _SMALLEST_EXPONENT:
-        exponent = _SMALLEST_EXPONENT
+    exponent = max(math.frexp(threshold)[1] - _SIGNIFICANT_BITS, _SMALLEST_EXPONENT)
     quanta = round(math.ldexp(threshold, -exponent))
     if quanta == 0 or threshold >= _TOO_LARGE:
         raise ValueError(
@@ -130,7 +125,7 @@ class FixedThreshold:
     def next_threshold(
         self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
     ) -> float:
-        """Return the threshold as it is."""
+        """Return the same threshold."""
         return threshold
 
 
@@ -178,14 +173,13 @@ class AdaptiveThreshold:
 
 @dataclass(frozen=True)
 class StepThreshold:
-    """Subtract ``step`` when too little is sent, at most once in ``delay`` steps, and never go up.
+    """Subtract ``step`` when the density is below ``trigger``, at most once in ``delay`` steps.
 
     >>> policy = StepThreshold(initial=0.5, minimum=0.25, step=0.125, delay=2)
     >>> policy.next_threshold(0.5, 0.0, 2, None)
     0.375
 
-    Source: Deeplearning4j 0.9.1, ``EncodingHandler``, as documented (its code could step only
-    once).
+    Source: Deeplearning4j 0.9.1, ``EncodingHandler``, as documented (its code could step only once).
 
     Raises:
         ValueError: a value is out of its range.
@@ -210,7 +204,7 @@ class StepThreshold:
     def next_threshold(
         self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
     ) -> float:
-        """Return the threshold minus ``step`` where the rule allows it."""
+        """Return the threshold, less ``step`` if the rule allows it."""
         lower = threshold - self.step
         if density < self.trigger and steps_since_change >= self.delay and lower >= self.minimum:
             return lower
@@ -219,11 +213,10 @@ class StepThreshold:
 
 @dataclass(frozen=True)
 class TargetDensity:
-    """Aim at a density: predict the next step's quantile from a sample of this step.
+    """Aim at a density: predict the quantile of the next step from a sample of this step.
 
-    From a threshold wrong by any factor it is near the target after one or two steps, because the
-    prediction does not start from the old threshold at all. A group with fewer than ``1 / density``
-    elements sends about one element a step, the least that can be aimed at.
+    The prediction does not depend on the old threshold, so the density is near the target after one or two steps from
+    any threshold. A group with fewer than ``1 / density`` elements sends about one element a step.
 
     >>> tail = Tail(now=0.5, shuffled=0.25, next=0.25, same=1.0, agreement=0.5)
     >>> TargetDensity(1e-3).next_threshold(1e-4, 0.9, 1, tail)
@@ -246,30 +239,27 @@ class TargetDensity:
 
     @property
     def sample_density(self) -> float:
-        """The density aimed at."""
+        """The target density."""
         return self.density
 
     def next_threshold(
         self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
     ) -> float:
-        """Return the quantile to expect, between updates that are independent and that repeat.
+        """Return the predicted quantile, between those for independent and for repeated updates.
 
-        For independent ones it is next + (now - shuffled); the difference is what correlation
-        between an element's residual and its own update adds. It can be negative and larger than
-        ``next`` after a change of sign of the updates; a quarter of ``next`` bounds it from below.
-        For updates that repeat it is ``same``. How far they do is the squared correlation that the
-        agreement in sign tells (for Gaussian values its arcsine law). Without a sample, or when
-        every sampled element is zero, there is nothing to learn and the threshold stays. Where
-        updates repeat and yet nothing was sent, all magnitudes are about the same (Adam's first
-        steps): a threshold just below the prediction sends them.
+        For independent updates the quantile is next + (now - shuffled). The difference is the effect of the correlation
+        between an element's residual and its update. After a change of sign of the updates it can be below -next, so a
+        quarter of ``next`` bounds the sum. For repeated updates the quantile is ``same``. The weight of the two is the
+        squared correlation, which follows from the agreement in sign (for Gaussian values by the arcsine law). Without
+        a sample, or if every sampled element is zero, the threshold stays. If updates repeat and nothing was sent, all
+        magnitudes are about equal (as in Adam's first steps), and a threshold just below the prediction sends them.
         """
         if tail is None or tail.next <= 0.0:
             return threshold
         independent = max(tail.next + (tail.now - tail.shuffled), 0.25 * tail.next)
         repeats = max(math.sin(math.pi * (tail.agreement - 0.5)), 0.0) ** 2
-        predicted = math.hypot(
-            math.sqrt(1.0 - repeats) * independent, math.sqrt(repeats) * tail.same
-        )
+        weighted = math.sqrt(1.0 - repeats) * independent, math.sqrt(repeats) * tail.same
+        predicted = math.hypot(*weighted)
         if density == 0.0 and tail.agreement >= _REPEATED:
             predicted *= _BELOW_TIES
         return min(max(predicted, self.minimum), _MAX_THRESHOLD)
@@ -277,7 +267,7 @@ class TargetDensity:
 
 @dataclass(frozen=True)
 class ShakeUp:
-    """Every ``every``-th message uses the threshold divided by ``divisor``.
+    """The schedule of shake-ups: every ``every``-th message uses the threshold divided by ``divisor``.
 
     >>> ShakeUp(every=3).is_due(step=2)
     True
@@ -301,7 +291,7 @@ class ShakeUp:
 
 @dataclass(frozen=True)
 class ResidualClip:
-    """Every ``every``-th step clips the residual, after encoding, to ``limit`` thresholds.
+    """The schedule of clipping: every ``every``-th step limits the residual to ``limit`` thresholds after encoding.
 
     >>> ResidualClip(limit=5.0, every=5).is_due(step=4)
     True

@@ -1,4 +1,4 @@
-"""States: what checkpoints hold, and how one that does not fit is refused before anything changes."""
+"""The states in checkpoints, and checks that refuse an unsuitable state before anything changes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ def check_format(state: dict[str, Any], known: int, what: str = "state") -> None
     """Refuse a state of another format.
 
     Args:
-        state: as ``state_dict`` returned it, here or elsewhere.
-        known: the format that is read here.
-        what: it is, for the message.
+        state: a dict from ``state_dict``, possibly of another version.
+        known: the format that this version reads.
+        what: the name of the state in the error.
 
     Raises:
-        ValueError: it has another one, or none.
+        ValueError: the state has another format, or none.
     """
     if state.get("format") != known:
         raise ValueError(f"{what} has format {state.get('format')!r}, this gradwire reads {known}")
 
 
 def check_range(name: str, value: int, least: int, most: int) -> None:
-    """Refuse what is no int from ``least`` to ``most``.
+    """Refuse a value that is not an int from ``least`` to ``most``.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError: the value is not an int.
+        ValueError: the value is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an int, got {value!r}")
@@ -44,11 +45,11 @@ def check_range(name: str, value: int, least: int, most: int) -> None:
 
 @dataclass(frozen=True)
 class EncoderState:
-    """Everything that an encoder's next message depends on, wherever the encoder is.
+    """The state that an encoder's next message depends on, for every device.
 
     Attributes:
         residual: float32[numel] or float64[numel], contiguous, in host memory.
-        threshold: the policy's, not yet rounded.
+        threshold: the policy's threshold, not rounded.
         step: number of the next message.
         changed_at: step at which the threshold last changed.
     """
@@ -59,7 +60,7 @@ class EncoderState:
     changed_at: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as host arrays and plain numbers."""
+        """Return the state as host arrays and plain numbers."""
         return {
             "format": _ENCODER_FORMAT,
             "numel": self.residual.size,
@@ -72,27 +73,25 @@ class EncoderState:
 
     @staticmethod
     def of(state: dict[str, Any], numel: int, dtype: str) -> EncoderState:
-        """Return the state that a dict holds, checked to be of an encoder like this.
+        """Return the state in a dict, after checking that it fits an encoder of this size and dtype.
 
         Raises:
-            ValueError: it is of another format, size or dtype, or no encoder's.
+            ValueError: another format, size or dtype, or not the state of an encoder.
         """
         check_format(state, _ENCODER_FORMAT)
         missing = {"residual", "threshold", "step", "changed_at"} - state.keys()
         if missing:
-            raise ValueError(f"state lacks {', '.join(sorted(missing))}: it is no encoder's")
+            raise ValueError(
+                f"state lacks {', '.join(sorted(missing))}: it is not that of an encoder"
+            )
         residual = np.asarray(state["residual"])
         if residual.shape != (numel,) or str(residual.dtype) != dtype:
             raise ValueError(
                 f"state is of {residual.dtype}{list(residual.shape)}, "
                 f"this encoder of {dtype}[{numel}]"
             )
-        found = EncoderState(
-            np.ascontiguousarray(residual),
-            float(state["threshold"]),
-            int(state["step"]),
-            int(state["changed_at"]),
-        )
-        round_threshold(found.threshold)
-        check_range("step", found.step, 0, 2**63)
-        return found
+        threshold, step = float(state["threshold"]), int(state["step"])
+        round_threshold(threshold)
+        check_range("step", step, 0, 2**63)
+        changed_at = int(state["changed_at"])
+        return EncoderState(np.ascontiguousarray(residual), threshold, step, changed_at)
