@@ -66,7 +66,7 @@ def same_verdict(data: bytes) -> bool:
 def sealed(what: Changes, payload: bytes | None = None, **fields: int) -> bytes:
     """Return the message of some changes with another payload and other header fields, sealed."""
     data = reference.encode_ternary(what.positions, what.negative, numel=what.numel, threshold=0.5)
-    header, _ = reference.Header.unpack(data)
+    header = reference.Header.unpack(data)
     payload = data[reference.HEADER_BYTES :] if payload is None else payload
     everything = {"payload_bytes": len(payload), **fields}
     return reference.seal(replace(header, **everything), payload)
@@ -102,7 +102,7 @@ def test_a_changed_header_is_judged_alike(
 def test_changed_sizes_are_judged_alike(
     what: Changes, numel: int, count: int, payload_bytes: int
 ) -> None:
-    header, _ = reference.Header.unpack(sealed(what))
+    header = reference.Header.unpack(sealed(what))
     fields = {
         "numel": max(0, header.numel + numel) % 2**64,
         "count": max(0, header.count + count) % 2**64,

@@ -55,8 +55,8 @@ class Powers:
 @pytest.mark.parametrize("policy", [gw.FixedThreshold(2.0**-6), Powers()], ids=["fixed", "moving"])
 def test_what_was_put_in_is_sent_or_left_exactly(policy: ThresholdPolicy, dtype: str) -> None:
     numel = 5_003
-    habits = {"shakeup": gw.ShakeUp(every=6, divisor=4.0), "dtype": dtype}
-    encoder = gw.Encoder(numel, policy, **habits)  # type: ignore[arg-type]
+    options = {"shakeup": gw.ShakeUp(every=6, divisor=4.0), "dtype": dtype}
+    encoder = gw.Encoder(numel, policy, **options)  # type: ignore[arg-type]
     rng = np.random.default_rng(61)
     put_in, sent = np.zeros(numel), np.zeros(numel)
     kinds = set()
@@ -75,7 +75,7 @@ def test_what_was_put_in_is_sent_or_left_exactly(policy: ThresholdPolicy, dtype:
             continue
         if step % 8 == 6:  # a checkpoint, and another encoder goes on
             state = encoder.state_dict()
-            encoder = gw.Encoder(numel, policy, **habits)  # type: ignore[arg-type]
+            encoder = gw.Encoder(numel, policy, **options)  # type: ignore[arg-type]
             encoder.load_state_dict(state)
         message = encoder.encode(update, dense="bfloat16" if step % 16 == 9 else False)
         kinds.add(message.kind)

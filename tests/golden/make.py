@@ -55,7 +55,7 @@ def ternary(
         "threshold": threshold,
         "key": header.get("key", 0),
         "step": header.get("step", 0),
-        "shakeup": header.get("shakeup", False),
+        "shakeup": bool(header.get("flags", 0)),
         "chunks": chunks,
         "entries_one_based": signed_entries(entries),
     }
@@ -121,7 +121,7 @@ def valid_messages() -> dict[str, tuple[bytes, Any]]:
         "many-chunks-all-changed": ternary(700, everything(700, 7)),
         "many-bitmap-chunks": ternary(1_500, scattered(1_500, 0.45, 8)),
         "larger-chunks": ternary(60_000, scattered(60_000, 0.15, 9)),
-        "shakeup": ternary(500, scattered(500, 0.1, 10), shakeup=True),
+        "shakeup": ternary(500, scattered(500, 0.1, 10), flags=1),
         "maximal-key-and-step": ternary(9, at(1, -2, 9), key=2**32 - 1, step=2**32 - 1),
         "smallest-threshold": ternary(9, at(5), threshold=2.0**-133),
         "largest-threshold": ternary(9, at(-5), threshold=255.0 * 2.0**120),
@@ -155,7 +155,7 @@ class Parts:
     @staticmethod
     def of(data: bytes, directory_bytes: int = 0) -> Parts:
         """Take a valid message apart."""
-        header, _ = reference.Header.unpack(data)
+        header = reference.Header.unpack(data)
         payload = data[reference.HEADER_BYTES :]
         stream = np.frombuffer(payload[directory_bytes:], np.uint8)
         return Parts(header, payload[:directory_bytes], np.unpackbits(stream, bitorder="little"))
