@@ -158,6 +158,9 @@ class Consistency:
     """Takes part in the comparison of replicas between two steps.
 
     Asynchronous replicas are compared only if their sums are exact.
+
+    Attributes:
+        digests: of this node and of the others.
     """
 
     def __init__(self, options: Options, membership: Membership, replica: Replica) -> None:
@@ -166,27 +169,18 @@ class Consistency:
         self._replica = replica
         ahead = 1 if options.is_sync else options.max_staleness + 2
         every_s = options.digest_s if options.is_sync or options.exact else 0.0
-        self._digests = Digests(membership.me, every_s, ahead)
-
-    @property
-    def agreed(self) -> int:
-        """Number of comparisons without a difference."""
-        return self._digests.agreed
-
-    def reset(self) -> None:
-        """Forget all cuts and digests: this node has another replica's parameters now."""
-        self._digests.reset()
+        self.digests = Digests(membership.me, every_s, ahead)
 
     def add_notes(self, params: Any) -> None:
         """Add the notes of applied updates, and compute a digest where a cut is reached."""
         membership = self._membership
         for peer, note in membership.heard:
-            self._digests.add_remote(peer, note)
+            self.digests.add_remote(peer, note)
         membership.heard.clear()
         reached = self._replica.step
         if not self._is_sync:
             reached = min([reached, *membership.positions.values()])
-        self._digests.digest_step(reached, lambda cut: self._digest_at(cut, params))
+        self.digests.digest_step(reached, lambda cut: self._digest_at(cut, params))
 
     def compare(self, params: Any) -> None:
         """Add notes, compare digests, and prepare this node's next note.
@@ -198,12 +192,12 @@ class Consistency:
         self.add_notes(params)
         if membership.outgoing is None:
             step = self._replica.step
-            cut = self._digests.announce_cut(step) if membership.is_first else None
-            digest = self._digests.outgoing()
+            cut = self.digests.announce_cut(step) if membership.is_first else None
+            digest = self.digests.outgoing()
             if cut is not None or digest is not None:
                 membership.outgoing = Note(cut=cut, digest=digest)
         if membership.phase is Phase.IN:
-            self._digests.check_verdict(membership.peers)
+            self.digests.check_verdict(membership.peers)
 
     def _digest_at(self, cut: int, params: Any) -> str | None:
         """Return contributors and digest of the state at a cut; None where the state is unknown."""

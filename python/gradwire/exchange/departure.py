@@ -33,13 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Departure:
-    """Reports departed members, agrees with the others on their last updates, and removes them.
-
-    Args:
-        membership: of this node.
-        router: gets the handlers of reports and relayed messages.
-        is_sync: whether the members advance step by step together.
-    """
+    """Reports departed members, agrees with the others on their last updates, and removes them."""
 
     def __init__(self, membership: Membership, router: Router, *, is_sync: bool) -> None:
         self._membership = membership
@@ -97,7 +91,7 @@ class Departure:
         if not mismatched or membership.phase is not Phase.IN:
             return
         if len(mismatched) == len(membership.peers):
-            raise Mismatch("; ".join(membership.mismatches()))
+            raise Mismatch(membership.mismatches())
         self.suspect(mismatched, "has other arrays")
 
     def rejoin(self, why: str) -> None:
@@ -178,7 +172,9 @@ class Departure:
         self._agree(votes=votes)
         if votes:
             self._relay()
-        elif membership.phase is Phase.READY and self._lacks_updates:
+        elif membership.phase is Phase.READY and any(
+            held < membership.finals.get(peer, 0) for peer, held in membership.departing.items()
+        ):
             self.rejoin("a member went and left this node without its last update")
         self.remove_departed()
 
@@ -193,11 +189,6 @@ class Departure:
         for peer in unsettled:
             held = [report[peer] for report in reports]
             membership.finals[peer] = max(held, default=membership.departing[peer])
-
-    @property
-    def _lacks_updates(self) -> bool:
-        finals = self._membership.finals
-        return any(held < finals.get(peer, 0) for peer, held in self._membership.departing.items())
 
     def _relay(self) -> None:
         """Relay updates of departed members that others lack, if this node is the first that has them."""

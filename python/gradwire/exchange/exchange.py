@@ -28,7 +28,7 @@ from .parameters import (
     views,
     writable_views,
 )
-from .protocol import Phase, RunSignature
+from .protocol import VERSIONS, Phase
 from .results import ExchangeStats, Joined, StepResult
 from .step import Step
 
@@ -132,7 +132,12 @@ class Exchange:
         )
         self._membership = membership = Membership(
             node.peer,
-            RunSignature({"groups": groups.signature(), **options.signature()}),
+            {
+                "versions": VERSIONS,
+                "params": None,
+                "groups": [[one.key, one.numel, one.dtype] for one in groups.encoders],
+                **options.signature(),
+            },
             step=replica.step,
             keeps=options.kept_updates,
         )
@@ -171,7 +176,9 @@ class Exchange:
     @property
     def stats(self) -> ExchangeStats:
         """Totals so far."""
-        return replace(self._stats, members=len(self.members), digests=self._consistency.agreed)
+        return replace(
+            self._stats, members=len(self.members), digests=self._consistency.digests.agreed
+        )
 
     @property
     def _has_begun(self) -> bool:
@@ -342,7 +349,7 @@ class Exchange:
         self.wait_for_peers()
         self._join.ensure_member(params, self._optimizer_state)
         self._join.poll(timeout_s)
-        arrived = [messages for _, messages in self._membership.take_all_messages()]
+        arrived = [messages for _, messages in self._membership.take_updates()]
         self._departure.remove_departed()
         if arrived:
             self._replica.apply(arrived, params, nodes=len(self.members) + 1, has_moved=True)
@@ -367,7 +374,7 @@ class Exchange:
 
     def _announce_params(self, params: Any) -> None:
         """Check the parameters and tell the others their dtypes and shapes, once."""
-        if self._membership.signature.entries["params"] is None:
+        if self._membership.signature["params"] is None:
             self._groups.check_params(params)
             self._join.announce_params(described(params))
 

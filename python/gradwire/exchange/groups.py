@@ -156,10 +156,6 @@ class Groups:
     def __len__(self) -> int:
         return len(self.groups)
 
-    def signature(self) -> list[list[Any]]:
-        """Return key, size and dtype of every group, as JSON values."""
-        return [[one.key, one.numel, one.dtype] for one in self.encoders]
-
     def select(self, arrays: Any, index: int) -> Any:
         """Return those of the model's arrays that belong to one group."""
         tensors = self.groups[index].tensors
@@ -248,20 +244,18 @@ class Groups:
         Raises:
             NonFiniteUpdate: as ``Encoder.encode``; the messages of the other groups are back in their residuals.
         """
-        encoded: list[Any] = []
-        try:
-            for index, group in enumerate(self.groups):
-                part = None if update is None else self.select(update, index)
-                if refresh is not None:
-                    refresh(index)
-                dense = _DENSE["dense" if group.is_dense and codec == "threshold" else codec]
-                if not dense:
-                    learn_first_threshold(group.encoder, part)
-                encoded.append(group.encoder.encode(part, dense=dense))
-            return [_on_host(message) for message in encoded]
-        except BaseException:
-            self._undo(encoded)
-            raise
+
+        def encode_group(index: int) -> Any:
+            group = self.groups[index]
+            part = None if update is None else self.select(update, index)
+            if refresh is not None:
+                refresh(index)
+            dense = _DENSE["dense" if group.is_dense and codec == "threshold" else codec]
+            if not dense:
+                learn_first_threshold(group.encoder, part)
+            return group.encoder.encode(part, dense=dense)
+
+        return self._encode_all(encode_group)
 
     def flush(self) -> list[Message]:
         """Return everything that is left in the residuals, as dense messages.
@@ -269,20 +263,19 @@ class Groups:
         Raises:
             NonFiniteUpdate: as ``encode``.
         """
+        return self._encode_all(lambda index: self.encoders[index].flush())
+
+    def _encode_all(self, encode_group: Callable[[int], Any]) -> list[Message]:
         encoded: list[Any] = []
         try:
-            for encoder in self.encoders:
-                encoded.append(encoder.flush())
+            for index in range(len(self.groups)):
+                encoded.append(encode_group(index))
             return [_on_host(message) for message in encoded]
         except BaseException:
-            self._undo(encoded)
+            for encoder, message in zip(self.encoders, encoded, strict=False):
+                with suppress(NonFiniteUpdate):  # a message that a device refused has taken nothing
+                    apply(_on_host(message), encoder.residual)
             raise
-
-    def _undo(self, encoded: Sequence[Any]) -> None:
-        """Put the messages of the first groups back; those that a device refused have taken nothing."""
-        for encoder, message in zip(self.encoders, encoded, strict=False):
-            with suppress(NonFiniteUpdate):
-                apply(_on_host(message), encoder.residual)
 
     def put_back(self, messages: Sequence[Message], factor: float = 1.0) -> None:
         """Add unsent messages, times a factor, to their residuals."""

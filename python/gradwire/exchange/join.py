@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from ..errors import Mismatch
@@ -13,7 +14,7 @@ from .consistency import Consistency
 from .departure import Departure
 from .membership import Membership, Router, by_run
 from .options import Options
-from .parameters import Replica, copies, kinds, put, writable_views
+from .parameters import Replica, copies, described, put, writable_views
 from .protocol import Hello, Kind, NodeRun, Note, Phase, decode_steps, encode_steps, run_of
 from .snapshot import Donor, Incoming, Snapshot
 
@@ -28,13 +29,7 @@ _INTRODUCTION_S = 2.0
 class Join:
     """Makes this node a member, and serves the nodes that come later.
 
-    Args:
-        options: of the exchange.
-        membership: of this node.
-        router: gets the handlers of introductions, requests and snapshots.
-        departure: of members.
-        replica: replaced by a member's when this node joins late.
-        consistency: reset then.
+    When this node joins late, ``replica`` is replaced by a member's, and ``consistency`` reset.
     """
 
     def __init__(
@@ -90,22 +85,19 @@ class Join:
             poll_s = clock.POLL_S
             self._try_to_start(expected)
             if membership.phase is Phase.NEW and clock.now_s() >= deadline_s:
-                mismatches = "".join(f"; {text}" for text in membership.mismatches())
-                raise TimeoutError(
-                    f"{len(membership.fitting())} of {expected} peers are ready within {timeout_s:g} s{mismatches}"
-                )
+                ready = f"{len(membership.fitting())} of {expected} peers are ready within {timeout_s:g} s"
+                raise TimeoutError("; ".join([ready, *filter(None, [membership.mismatches()])]))
 
     def _try_to_start(self, expected: int) -> None:
         membership = self._membership
-        good, mismatches = membership.fitting(), membership.mismatches()
-        inside = membership.fitting(Phase.IN)
+        good, inside = membership.fitting(), membership.fitting(Phase.IN)
         naming = next((one for one in inside.values() if membership.run in one.members), None)
         if naming is not None:
             self._start_with_named(naming)
         elif inside:
             membership.phase = Phase.JOINING
-        elif mismatches and not good and len(mismatches) >= expected:
-            raise Mismatch("; ".join(mismatches))
+        elif membership.mismatched and not good and len(membership.mismatched) >= expected:
+            raise Mismatch(membership.mismatches())
         elif not self._is_any_silent():
             initial = membership.fitting(Phase.NEW)
             if len(initial) >= expected:
@@ -191,18 +183,16 @@ class Join:
     def _add_unknown_member(self, peer: Peer, hello: Hello, *, was_outside: bool) -> None:
         """Handle a member that this node does not know: a newcomer, or a member of a group that had split off."""
         membership = self._membership
-        if membership.run in hello.members and not was_outside:
-            self._departure.report(
-                to=peer
-            )  # it does not know that the others have gone on without it
-            return
+        names_this_node = membership.run in hello.members
         own_group = {membership.run, *map(run_of, membership.peers)}
+        if names_this_node and not was_outside:
+            # The others have gone on without the sender, which does not know it yet.
+            self._departure.report(to=peer)
+            return
         if was_outside and not self._options.is_sync and not own_group.isdisjoint(hello.members):
             membership.admit(peer, hello.first)
             return
-        if (
-            membership.run in hello.members
-        ):  # synchronous newcomers are admitted at the end of a step
+        if names_this_node:  # synchronous newcomers are admitted at the end of a step
             return
         # The training that began earlier goes on, of equally old ones the larger: an incarnation is a start time.
         peers = membership.peers
@@ -298,7 +288,10 @@ class Join:
         deadline_s = clock.now_s() + self._options.timeout_s
         while membership.phase is not Phase.IN:
             if membership.phase is Phase.JOINING:
-                self._check_any_fits()
+                if not membership.fitting() and any(
+                    membership.hellos[peer].phase is Phase.IN for peer in membership.mismatched
+                ):
+                    raise Mismatch(membership.mismatches())
                 self._join_with_snapshot(params, optimizer_state)
             self.poll(clock.POLL_S)
             while membership.is_ready_for(self._replica.step):
@@ -310,16 +303,10 @@ class Join:
                     f"from {len(membership.fitting(Phase.IN))} members that it sees"
                 )
 
-    def _check_any_fits(self) -> None:
-        membership = self._membership
-        has_begun = any(membership.hellos[peer].phase is Phase.IN for peer in membership.mismatched)
-        if has_begun and not membership.fitting():
-            raise Mismatch("; ".join(membership.mismatches()))
-
     def _follow_step(self, params: Any) -> None:
         """Apply a step of the members, without an update of this node's own."""
-        taken = self._membership.take_step_messages(self._replica.step)
-        taken.sort(key=lambda one: one[0])
+        taken = self._membership.take_updates(self._replica.step)
+        taken.sort(key=itemgetter(0))
         payloads = [messages for _, messages in taken]
         self._replica.apply(payloads, params, nodes=len(payloads))
         self.finish_step([peer for peer, _ in taken])
@@ -339,7 +326,10 @@ class Join:
                 snapshot.step = max(snapshot.step, self._replica.step) + 1
             self._check_fits(snapshot, params, optimizer_state)
             if self._follow(snapshot):
-                self._load(snapshot, final, params, optimizer_state)
+                # Local changes, and own updates that nobody applied, stay in the residual.
+                self._replica.absorb_local_changes(params)
+                self._replica.take_back_unapplied(final)
+                self._load(snapshot, params, optimizer_state)
 
     def _ask(self, members: Mapping[Peer, Hello]) -> None:
         """Ask a member for a snapshot, another one each time, if all members that it names are connected."""
@@ -362,8 +352,8 @@ class Join:
 
     def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
         own = self._replica.state_layout(params, is_exact=snapshot.exact is not None)
-        theirs = kinds(snapshot.arrays)
-        own_state = kinds(writable_views(optimizer_state))
+        theirs = described(snapshot.arrays)
+        own_state = described(writable_views(optimizer_state))
         if own != theirs[: snapshot.params] or own_state != theirs[snapshot.params :]:
             raise Mismatch(
                 f"this node ({self._membership.me.address}) has parameters {own} and an optimiser's state {own_state}, "
@@ -374,7 +364,9 @@ class Join:
         """Adopt the members of a snapshot; return False if not all their later updates arrive here."""
         membership = self._membership
         known = by_run(membership.others)
-        positions = {known[run]: at for run, at in snapshot.positions.items() if run in known}
+        if not snapshot.positions.keys() <= known.keys():
+            return False
+        positions = {known[run]: at for run, at in snapshot.positions.items()}
         if not self._options.is_sync:
             # Nodes that joined after the donor took the snapshot, and of which it did not know.
             for peer, hello in membership.fitting(Phase.IN).items():
@@ -382,9 +374,7 @@ class Join:
                 if not is_stale and not snapshot.positions.keys().isdisjoint(hello.members):
                     positions.setdefault(peer, hello.first)
         firsts = [(membership.first_of(peer), at) for peer, at in positions.items()]
-        if len(positions) < len(snapshot.positions) or any(
-            first is None or first > at for first, at in firsts
-        ):
+        if any(first is None or first > at for first, at in firsts):
             return False
         membership.origin = snapshot.origin
         finals = {Peer(*run, "unknown"): at for run, at in snapshot.finals.items()}
@@ -396,28 +386,11 @@ class Join:
             self._router.announce(Phase.IN)
         return True
 
-    def _load(
-        self,
-        snapshot: Snapshot,
-        final: int | None,
-        params: Any,
-        optimizer_state: Sequence[Any],
-    ) -> None:
-        """Replace this node's state by a snapshot; local changes and updates that nobody applied stay in the residual.
-
-        Args:
-            snapshot: to load.
-            final: first update of this node that nobody applied; None: this node was no member before.
-            params: the caller's.
-            optimizer_state: the caller's.
-        """
-        replica = self._replica
-        replica.absorb_local_changes(params)
-        replica.take_back_unapplied(final)
-        replica.import_state(snapshot.arrays[: snapshot.params], snapshot.exact, params)
+    def _load(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
+        self._replica.import_state(snapshot.arrays[: snapshot.params], snapshot.exact, params)
         put(writable_views(optimizer_state), snapshot.arrays[snapshot.params :])
-        replica.step = snapshot.step
-        self._consistency.reset()
+        self._replica.step = snapshot.step
+        self._consistency.digests.reset()
 
 
 def _named_by_all(notes: list[Note | None]) -> set[NodeRun]:

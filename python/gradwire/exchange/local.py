@@ -9,13 +9,10 @@ from __future__ import annotations
 import math
 import multiprocessing
 import operator
-import os
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.shared_memory import SharedMemory
 from typing import Any, TypeVar
 
 import numpy as np
@@ -97,8 +94,8 @@ class LocalTeam:
         self.timeout_s = timeout_s
         self._layout = [(array.dtype.str, array.shape) for array in initial]
         self._barrier = (context or multiprocessing).Barrier(workers)
-        self._memory = SharedMemory(create=True, size=_MAIL_BYTES + 2 * self._span())
-        self._owner = os.getpid()
+        size = _MAIL_BYTES + 2 * self._span()
+        self._memory: Any = (context or multiprocessing).RawArray("B", size)
         self._map_arrays()
         put(self.params, initial)
 
@@ -111,27 +108,26 @@ class LocalTeam:
 
     def _map_arrays(self) -> None:
         """Set the arrays to their places in the shared memory."""
+        self._bytes: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
         self.params = self._arrays(_MAIL_BYTES)
         self.total = self._arrays(_MAIL_BYTES + self._span())
 
     def _arrays(self, start: int) -> Arrays:
         found: Arrays = []
         for dtype, shape in self._layout:
-            array: NDArray[Any] = np.ndarray(shape, dtype, self._memory.buf, start)
+            array: NDArray[Any] = np.ndarray(shape, dtype, self._bytes, start)
             found.append(array)
             start += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs to attach to the same memory."""
-        kept = ("workers", "reduction", "timeout_s", "_layout", "_barrier")
-        return {**{name: getattr(self, name) for name in kept}, "memory": self._memory.name}
+        """Return everything but the arrays, which a spawned process finds in the same memory."""
+        arrays = ("params", "total", "_bytes")
+        return {name: value for name, value in self.__dict__.items() if name not in arrays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Attach to the memory of the process that made the team."""
-        self._memory = SharedMemory(name=state.pop("memory"))
         self.__dict__.update(state)
-        self._owner = 0
         self._map_arrays()
 
     def lead(self, exchange: Exchange) -> LocalExchange:
@@ -167,28 +163,18 @@ class LocalTeam:
         if len(data) > _MAIL_BYTES - 8:
             short = GradwireError(str(outcome)[:500])
             data = pickle.dumps(replace(outcome, result=None, error=short, members=()))
-        self._mailbox[:8] = len(data).to_bytes(8, "little")
-        self._mailbox[8 : 8 + len(data)] = data
+        self._bytes[:8].view(np.uint64)[0] = len(data)
+        self._bytes[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
 
     def read_outcome(self) -> _Outcome:
         """Return the leader's outcome, which ``post_outcome`` of this team wrote, never another machine."""
-        box = self._mailbox
-        found: _Outcome = pickle.loads(box[8 : 8 + int.from_bytes(box[:8], "little")])  # noqa: S301
+        size = int(self._bytes[:8].view(np.uint64)[0])
+        found: _Outcome = pickle.loads(self._bytes[8 : 8 + size].tobytes())  # noqa: S301
         return found
 
-    @property
-    def _mailbox(self) -> memoryview:
-        buffer: Any = self._memory.buf
-        return memoryview(buffer)[:_MAIL_BYTES]
-
     def close(self) -> None:
-        """Release the memory; the process that made the team calls this last."""
+        """Release the arrays; the memory goes with the last worker."""
         self.params, self.total = [], []
-        with suppress(BufferError):  # a view is still in use: the memory goes with the process
-            self._memory.close()
-        if self._owner == os.getpid():  # not in a forked child
-            self._owner = 0
-            self._memory.unlink()
 
     def __enter__(self) -> LocalTeam:
         """Return the team."""

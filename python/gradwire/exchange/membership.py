@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MessageError, NotConnected, WouldBlock
 from ..message import Message
@@ -19,7 +20,7 @@ from .protocol import (
     NodeRun,
     Note,
     Phase,
-    RunSignature,
+    difference_of,
     run_of,
     tag_of,
 )
@@ -130,7 +131,7 @@ class Membership:
 
     Args:
         me: this node.
-        signature: of this node's run.
+        signature: this node's run signature.
         step: number of this node's first step.
         keeps: applied updates of every member that are kept, for peers that miss some when their sender dies.
 
@@ -139,7 +140,7 @@ class Membership:
         origin: the node that began the training.
         next_step: the first step whose update this node has not published.
         first_step: of this node as a member.
-        members: the update streams of the other members, including departed ones with updates still to apply.
+        members: the update streams of the other members, by node id; of departed ones until all updates are applied.
         others: the update streams of nodes that are not members.
         past: the update streams of departed members.
         broken: members whose connection ended.
@@ -147,13 +148,14 @@ class Membership:
         finals: for those on which the members have agreed, the first update that nobody applies.
         reported: the nodes that this node's last report names.
         hellos: the latest introduction of every connected node.
-        mismatched: the nodes among them that train something else.
+        mismatched: the nodes among them that train something else, and how they differ.
         heard: notes of applied updates, for the comparison of replicas.
         outgoing: what the comparison adds to this node's next note.
         own_note: step and note of this node's last update that had one.
+        lost, joined, ignored: members and number of messages for the next step's result.
     """
 
-    def __init__(self, me: Peer, signature: RunSignature, *, step: int, keeps: int) -> None:
+    def __init__(self, me: Peer, signature: dict[str, Any], *, step: int, keeps: int) -> None:
         self.me = me
         self.run = run_of(me)
         self.signature = signature
@@ -169,14 +171,14 @@ class Membership:
         self.finals: dict[Peer, int] = {}
         self.reported: set[Peer] = set()
         self.hellos: dict[Peer, Hello] = {}
-        self.mismatched: set[Peer] = set()
+        self.mismatched: dict[Peer, str] = {}
         self.heard: list[tuple[Peer, Note]] = []
         self.outgoing: Note | None = None
         self.own_note: tuple[int, Note] | None = None
-        self._events: tuple[list[Peer], list[Peer]] = [], []
-        self._ignored = 0
+        self.lost: list[Peer] = []
+        self.joined: list[Peer] = []
+        self.ignored = 0
         self._keeps = keeps
-        self._sorted: tuple[Peer, ...] = ()  # the members
         self._oldest_cut = 0  # from here on every applied update is known one by one
 
     # ---- members -----------------------------------------------------------------------------------------------------
@@ -184,9 +186,7 @@ class Membership:
     @property
     def peers(self) -> tuple[Peer, ...]:
         """The other members that are not gone, by node id."""
-        if not self.departing:
-            return self._sorted
-        return tuple(peer for peer in self._sorted if peer not in self.departing)
+        return tuple(peer for peer in self.members if peer not in self.departing)
 
     @property
     def is_first(self) -> bool:
@@ -210,8 +210,7 @@ class Membership:
         if stream.first is not None and stream.first > at:
             raise self.wrong_step(peer, stream.first)
         stream.start_at(at)
-        self.members[peer] = stream
-        self._sorted = tuple(sorted(self.members))
+        self.members = dict(sorted({**self.members, peer: stream}.items()))
         if self.past.pop(peer, None) is not None:
             self._oldest_cut = max(self._oldest_cut, at)
         self.departing.pop(peer, None)
@@ -219,10 +218,10 @@ class Membership:
         self.reported.discard(peer)
 
     def admit(self, peer: Peer, at: int) -> None:
-        """Make a newcomer a member from its update ``at`` on, and report the event."""
+        """Make a newcomer a member from its update ``at`` on, for the next step's result too."""
         _LOG.info("%s comes in with step %d", peer.address, at)
         self.add_member(peer, at)
-        self._events[1].append(peer)
+        self.joined.append(peer)
 
     def follow_snapshot(
         self, positions: dict[Peer, int], finals: dict[Peer, int], step: int
@@ -241,11 +240,10 @@ class Membership:
             self.add_member(peer, at)
 
     def remove_member(self, peer: Peer) -> None:
-        """Remove a departed member, and report the event."""
+        """Remove a departed member, for the next step's result too."""
         self.past[peer] = self.members.pop(peer)
-        self._sorted = tuple(sorted(self.members))
         self.broken.discard(peer)
-        self._events[0].append(peer)
+        self.lost.append(peer)
 
     def forget_members(self) -> None:
         """Stop being a member; the updates of the others continue to arrive."""
@@ -253,7 +251,6 @@ class Membership:
             is_complete = peer not in self.departing and peer not in self.broken
             self.others.setdefault(peer, stream if is_complete else self.new_stream())
         self.members.clear()
-        self._sorted = ()
         self.broken.clear()
         self.departing.clear()
         self.finals.clear()
@@ -272,10 +269,9 @@ class Membership:
 
     def drain_events(self) -> tuple[tuple[Peer, ...], tuple[Peer, ...], int]:
         """Return the members that went and came, and the number of ignored messages, since the last call."""
-        lost, joined = map(tuple, self._events)
-        ignored = self._ignored
-        self._events, self._ignored = ([], []), 0
-        return lost, joined, ignored
+        events = tuple(self.lost), tuple(self.joined), self.ignored
+        self.lost, self.joined, self.ignored = [], [], 0
+        return events
 
     # ---- introductions -----------------------------------------------------------------------------------------------
 
@@ -285,7 +281,7 @@ class Membership:
         if self.phase is Phase.IN:
             members = {self.run, *map(run_of, self.peers)}
         return Hello(
-            self.signature.entries,
+            self.signature,
             self.phase,
             self.next_step,
             tuple(sorted(members)),
@@ -307,9 +303,9 @@ class Membership:
 
     def set_params(self, described: list[list[object]]) -> bool:
         """Add the dtypes and shapes of the parameters to the signature; return whether that is a change."""
-        if self.signature.entries["params"] == described:
+        if self.signature["params"] == described:
             return False
-        self.signature.entries["params"] = described
+        self.signature["params"] = described
         for peer, hello in self.hellos.items():
             if self._compare_signature(peer, hello) and peer not in self.members:
                 self.others.setdefault(peer, self.new_stream())
@@ -323,27 +319,24 @@ class Membership:
             if peer not in self.mismatched and phase in (None, hello.phase)
         }
 
-    def mismatches(self) -> list[str]:
+    def mismatches(self) -> str:
         """Describe every connected node that trains something else."""
-        return [self._mismatch(peer) for peer in sorted(self.mismatched)]
+        return "; ".join(text for _, text in sorted(self.mismatched.items()))
 
     def _compare_signature(self, peer: Peer, hello: Hello) -> bool:
-        is_fit = not self.signature.differing(hello.signature)
-        if is_fit:
-            self.mismatched.discard(peer)
-        elif peer not in self.mismatched:
-            self.mismatched.add(peer)
-            _LOG.warning("%s; its messages are ignored", self._mismatch(peer))
-        return is_fit
-
-    def _mismatch(self, peer: Peer) -> str:
-        difference = self.signature.difference(self.hellos[peer].signature)
-        return f"{peer.address} and this node ({self.me.address}) do not fit: {difference}"
+        before = self.mismatched.pop(peer, None)
+        difference = difference_of(hello.signature, self.signature)
+        if difference:
+            text = f"{peer.address} and this node ({self.me.address}) do not fit: {difference}"
+            self.mismatched[peer] = text
+            if before is None:
+                _LOG.warning("%s; its messages are ignored", text)
+        return not difference
 
     def forget_connection(self, peer: Peer) -> None:
         """Forget a connection that has ended: the next one begins with an introduction."""
         self.hellos.pop(peer, None)
-        self.mismatched.discard(peer)
+        self.mismatched.pop(peer, None)
         self.others.pop(peer, None)
         if peer in self.members:
             self.broken.add(peer)
@@ -378,7 +371,7 @@ class Membership:
         return None if stream is None else stream.first
 
     def contributors_at(self, cut: int) -> str:
-        """Return a name for the set of nodes that contributed to the state at a cut, as far as this node knows."""
+        """Return a name for the set of nodes that contributed to the state at a cut, as this node sees them."""
         runs = [run_of(peer) for peer, stream in self.members.items() if stream.begun < cut]
         if self.first_step < cut:
             runs.append(self.run)
@@ -396,10 +389,6 @@ class Membership:
             return self.others[peer]
         return None if peer in self.departing else self.members.get(peer)
 
-    def ignore_message(self) -> None:
-        """Count a message that is not for this exchange."""
-        self._ignored += 1
-
     def wrong_step(self, peer: Peer, step: int) -> MessageError:
         """Return the error for an update that cannot be the next one of its sender."""
         return MessageError(
@@ -407,27 +396,16 @@ class Membership:
             "with the same checkpoint on all nodes"
         )
 
-    def take_step_messages(self, step: int) -> Updates:
-        """Return and forget the members' messages of ``step``."""
-        return [
-            (peer, self._take_messages(peer, stream))
-            for peer, stream in self.members.items()
-            if step in stream
-        ]
-
-    def take_all_messages(self) -> Updates:
-        """Return and forget all messages that have arrived, every member's in order."""
+    def take_updates(self, last: float = math.inf) -> Updates:
+        """Return and forget the updates that have arrived, every member's in order, up to step ``last``."""
         taken = []
         for peer, stream in self.members.items():
-            while stream.position in stream:
-                taken.append((peer, self._take_messages(peer, stream)))
+            while stream.position in stream and stream.position <= last:
+                note = stream.notes.get(stream.position)
+                if note is not None:
+                    self.heard.append((peer, note))
+                taken.append((peer, stream.take_messages()))
         return taken
-
-    def _take_messages(self, peer: Peer, stream: UpdateStream) -> list[Message]:
-        note = stream.notes.get(stream.position)
-        if note is not None:
-            self.heard.append((peer, note))
-        return stream.take_messages()
 
     def applied_since(self, step: int) -> list[memoryview] | None:
         """Return the applied payloads of all updates from ``step`` on; None if some are no longer kept."""
@@ -454,7 +432,6 @@ class Router:
         parse: returns the messages of an update; raises `MessageError` if they are not this exchange's.
 
     Attributes:
-        node: as given.
         handlers: by kind: called with sender, number and payload. Updates and notes are handled here.
     """
 
@@ -557,8 +534,7 @@ class Router:
             handler(peer, number, payload)
             return
         if peer in membership.mismatched:
-            if kind == Kind.UPDATE:
-                membership.ignore_message()
+            membership.ignored += kind == Kind.UPDATE
             return
         try:
             handler(peer, number, payload)
@@ -573,7 +549,7 @@ class Router:
         if stream is None and membership.phase is not Phase.IN:
             _LOG.debug("step %d from %s came before its introduction", step, peer.address)
         elif stream is None:
-            membership.ignore_message()
+            membership.ignored += 1
             _LOG.warning("step %d from %s ignored: it is not a member", step, peer.address)
         elif stream.accepts(step):
             stream.add_update(self.parse(peer, step, payload), payload)

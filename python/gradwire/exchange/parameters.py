@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,7 +28,6 @@ __all__ = [
     "described",
     "difference",
     "is_sum_exact",
-    "kinds",
     "put",
     "views",
     "writable_views",
@@ -83,28 +82,19 @@ def _as_list(arrays: Any) -> list[Any]:
 
 
 def _view(array: Any) -> NDArray[Any]:
-    if isinstance(array, np.ndarray):
-        return array
     if getattr(array, "requires_grad", False):
         raise ValueError(
             "a tensor that requires grad does not lend its memory: pass tensor.detach()"
         )
-    if hasattr(array, "numpy"):
-        return np.asarray(array.numpy())
     if hasattr(array, "__array_interface__"):
         return np.asarray(array)
     try:
-        return np.asarray(memoryview(array))
+        return np.asarray(array.numpy() if hasattr(array, "numpy") else memoryview(array))
     except (TypeError, BufferError):  # the second is JAX's for bfloat16
         raise TypeError(
             f"{type(array).__name__} is not an array that NumPy can view in place; "
             "pass arrays in host memory"
         ) from None
-
-
-def kinds(arrays: Arrays) -> list[tuple[str, tuple[int, ...]]]:
-    """Return dtype and shape of each array."""
-    return [(array.dtype.str, array.shape) for array in arrays]
 
 
 def described(arrays: Any) -> list[list[Any]]:
@@ -150,6 +140,7 @@ def difference(minuend: Sequence[NDArray[Any]], subtrahend: Sequence[NDArray[Any
 # ---- sums of messages ------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Exactness:
     """Whether a growing sum of messages in float64 is provably free of rounding, in any order.
 
@@ -157,36 +148,25 @@ class Exactness:
     than float64's 53 bits above the smallest of those bits. Dense messages hold arbitrary values and prove nothing.
     """
 
-    def __init__(
-        self, last_bit: float = math.inf, largest: float = 0.0, has_dense: bool = False
-    ) -> None:
-        self.last_bit = last_bit
-        self.largest = largest  # bound on every element of the sum
-        self.has_dense = has_dense
-
-    def as_tuple(self) -> tuple[float, float, bool]:
-        """Return the arguments that make an equal object."""
-        return self.last_bit, self.largest, self.has_dense
+    last_bit: float = math.inf
+    largest: float = 0.0  # bound on every element of the sum
+    has_dense: bool = False
 
     def add_messages(self, messages: Iterable[Message]) -> None:
         """Extend the sum."""
         for message in messages:
-            if not message.count:
-                continue
-            if message.kind == "dense":
+            if message.count and message.kind == "dense":
                 self.has_dense = True
-                continue
-            threshold = message.threshold
-            self.largest += threshold
-            exponent = math.frexp(threshold)[1] - _THRESHOLD_BITS
-            self.last_bit = min(self.last_bit, math.ldexp(1.0, exponent))
+            elif message.count:
+                self.largest += message.threshold
+                exponent = math.frexp(message.threshold)[1] - _THRESHOLD_BITS
+                self.last_bit = min(self.last_bit, math.ldexp(1.0, exponent))
 
     @property
     def is_proven(self) -> bool:
         """Whether no addition so far has rounded."""
-        if self.has_dense:
-            return False
-        return self.largest <= math.ldexp(self.last_bit, _FLOAT64_BITS) or self.largest == 0.0
+        is_small = self.largest <= math.ldexp(self.last_bit, _FLOAT64_BITS)
+        return not self.has_dense and (is_small or self.largest == 0.0)
 
 
 def is_sum_exact(messages: Sequence[Message]) -> bool:
@@ -332,19 +312,14 @@ class ExactSum(PlainSum):
 
     def write_params(self, params: Any) -> None:
         """Set ``params`` to initial + sum / divisor."""
-        for param, initial, total in zip(
-            writable_views(params), self.initial, self.total, strict=True
-        ):
-            self._write(param.reshape(-1), initial.reshape(-1), total.reshape(-1))
-
-    def _write(self, param: NDArray[Any], initial: NDArray[Any], total: NDArray[Any]) -> None:
-        scratch = np.empty(min(_BLOCK, total.size), np.float64)
-        for start in range(0, total.size, _BLOCK):
-            stop = min(start + _BLOCK, total.size)
-            block = scratch[: stop - start]
-            np.divide(total[start:stop], self.divisor or 1, out=block)
-            np.add(block, initial[start:stop], out=block)
-            param[start:stop] = block
+        scratch = np.empty(_BLOCK, np.float64)
+        for arrays in zip(writable_views(params), self.initial, self.total, strict=True):
+            param, initial, total = (array.reshape(-1) for array in arrays)
+            for start in range(0, total.size, _BLOCK):
+                part = slice(start, min(start + _BLOCK, total.size))
+                block = scratch[: part.stop - start]
+                np.divide(total[part], self.divisor or 1, out=block)
+                param[part] = np.add(block, initial[part], out=block)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state, as host arrays and plain numbers."""
@@ -352,7 +327,7 @@ class ExactSum(PlainSum):
             "initial": copies(self.initial),
             "total": copies(self.total),
             "divisor": self.divisor,
-            "exactness": self.exactness.as_tuple(),
+            "exactness": astuple(self.exactness),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -611,7 +586,7 @@ class Replica:
         """
         total = self.total
         if isinstance(total, ExactSum) and total.initial:
-            exact = {"divisor": total.divisor, "exactness": total.exactness.as_tuple()}
+            exact = {"divisor": total.divisor, "exactness": astuple(total.exactness)}
             return [*total.initial, *total.total], exact
         shared = self.shared or writable_views(params)
         if isinstance(total, MomentumSum):
@@ -619,11 +594,11 @@ class Replica:
             return [*shared, *total.velocity], None
         return shared, None
 
-    def state_layout(self, params: Any, *, is_exact: bool) -> list[tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape of every array that ``export_state`` returns."""
-        own = kinds(writable_views(params))
+    def state_layout(self, params: Any, *, is_exact: bool) -> list[list[Any]]:
+        """Return [dtype, shape] of every array that ``export_state`` returns."""
+        own = described(writable_views(params))
         if is_exact:
-            return [*own, *(("<f8", shape) for _, shape in own)]
+            return [*own, *(["float64", shape] for _, shape in own)]
         return own * 2 if isinstance(self.total, MomentumSum) else own
 
     def import_state(self, arrays: Arrays, exact: dict[str, Any] | None, params: Any) -> None:

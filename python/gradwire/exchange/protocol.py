@@ -24,8 +24,8 @@ __all__ = [
     "NodeRun",
     "Note",
     "Phase",
-    "RunSignature",
     "decode_steps",
+    "difference_of",
     "encode_steps",
     "pack_relay",
     "run_of",
@@ -85,7 +85,7 @@ class Hello:
     """A node's introduction.
 
     Attributes:
-        signature: the entries of the sender's `RunSignature`.
+        signature: the sender's run signature.
         phase: of the sender.
         step: number of the sender's next update.
         members: all members, the sender included; empty unless the sender is a member.
@@ -211,36 +211,22 @@ def _decoded(payload: memoryview, read: Callable[[Any], _Document]) -> _Document
 # ---- run signatures --------------------------------------------------------------------------------------------------
 
 
-class RunSignature:
-    """Everything that has to be the same on all nodes, by name, as JSON values.
+def difference_of(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Describe how two run signatures differ; empty if they do not.
 
-    The parameters' dtypes and shapes are known only when the caller passes them in; unknown ones match any others.
-
-    Args:
-        entries: by name.
+    A run signature is everything that has to be the same on all nodes, by name, as JSON values. Between different
+    versions nothing else is compared. The parameters' dtypes and shapes are None before the caller passes them in; None
+    matches any others.
     """
-
-    def __init__(self, entries: Mapping[str, Any]) -> None:
-        self.entries: dict[str, Any] = {"versions": VERSIONS, "params": None, **entries}
-
-    def differing(self, theirs: Mapping[str, Any]) -> list[str]:
-        """Return the names of the entries that differ; between different versions only "versions"."""
-        own = self.entries
-        if own["versions"] != theirs.get("versions"):
-            return ["versions"]
-        return [
-            name
-            for name in sorted({*own, *theirs})
-            if own.get(name) != theirs.get(name)
-            and not (name == "params" and None in (own[name], theirs.get(name)))
-        ]
-
-    def difference(self, theirs: Mapping[str, Any]) -> str:
-        """Describe how another node's signature differs."""
-        return ", ".join(
-            _described(name, theirs.get(name), self.entries.get(name))
-            for name in self.differing(theirs)
-        )
+    names = sorted({*own, *theirs})
+    if own["versions"] != theirs.get("versions"):
+        names = ["versions"]
+    pairs = [(name, theirs.get(name), own.get(name)) for name in names]
+    return ", ".join(
+        _described(name, there, here)
+        for name, there, here in pairs
+        if there != here and not (name == "params" and None in (there, here))
+    )
 
 
 def _described(name: str, there: Any, here: Any) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from ..errors import TooLarge, WouldBlock
@@ -29,16 +31,7 @@ class LeftBehind(Exception):
 
 
 class Step:
-    """Takes the steps that send a message.
-
-    Args:
-        options: of the exchange.
-        replica: to which the steps add.
-        membership: whose messages are waited for.
-        router: sends the messages.
-        departure: of stragglers.
-        join: receives messages, and lets this node join again where the others have gone on without it.
-    """
+    """Takes the steps that send a message."""
 
     def __init__(
         self,
@@ -242,11 +235,9 @@ class Step:
         self._wait_for_members(own)
         arrived_s = clock.now_s()
         own.wait_s += arrived_s - begin_s
-        others = (
-            membership.take_step_messages(own.step) if is_sync else membership.take_all_messages()
-        )
+        others = membership.take_updates(own.step if is_sync else math.inf)
         in_order: Updates = [*others, (membership.me, own.messages)]
-        in_order.sort(key=_by_node_id)
+        in_order.sort(key=itemgetter(0))
         is_exact = replica.apply(
             [messages for _, messages in in_order],
             params,
@@ -281,7 +272,3 @@ class Step:
         )
         replica.finish_step(own)
         return result
-
-
-def _by_node_id(one: tuple[Peer, list[Message]]) -> tuple[int, int]:
-    return one[0].id, one[0].incarnation
