@@ -396,9 +396,9 @@ def test_a_member_lost_while_others_wait_for_it_is_dropped(
 
 
 def test_a_late_comer_is_ignored_and_counted(scripted: Callable[..., ScriptedNode]) -> None:
-    member, stranger = peer(10), peer(20)
+    member, other = peer(10), peer(20)
     node = scripted(peers=(member,))
-    node.rounds = [[arrival(stranger, 0, 0.0, 0.5), arrival(member, 0, 0.5, 0.0)]]
+    node.rounds = [[arrival(other, 0, 0.0, 0.5), arrival(member, 0, 0.5, 0.0)]]
     params = zeros(2)
     result = gw.Exchange(encoder(2), node, reduction="sum").step(update(0.0, 0.0), params)
     assert (result.ignored, result.received) == (1, 1)

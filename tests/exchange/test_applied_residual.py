@@ -80,7 +80,7 @@ def test_parameters_are_the_shared_ones_and_the_residual(options: Any, moves: bo
 
 @pytest.mark.parametrize("moves", [False, True], ids=["step", "step_moved"])
 def test_a_node_alone_trains_as_without_compression(moves: bool) -> None:
-    """Nothing acts late at home: the gradients of each step see all updates before it."""
+    """The gradients of each step see all updates before it."""
 
     def gradient(params: NDArray[np.float32]) -> NDArray[np.float32]:
         return params - np.linspace(-1.0, 1.0, NUMEL, dtype=np.float32)

@@ -145,8 +145,8 @@ def test_a_late_node_misses_nothing_and_applies_nothing_twice(
     late = [one for one in trainers if one.joined is not None and one.joined.is_late]
     assert {one.node.peer.id for one in late} <= {10, 40}
     assert late
-    founder = trainers[0]
-    assert {gone.id for result in founder.results for gone in result.joined} >= {
+    initial_member = trainers[0]
+    assert {gone.id for result in initial_member.results for gone in result.joined} >= {
         one.node.peer.id for one in late
     }
 

@@ -61,7 +61,7 @@ def waits_and_steps(node: FakeNode, params: Any) -> str:
     ],
     ids=["dtype", "shape", "number"],
 )
-def test_founders_whose_parameters_are_not_alike_do_not_begin(
+def test_initial_members_whose_parameters_are_not_alike_do_not_begin(
     seed: int, work: Work, other: Any
 ) -> None:
     with cluster(seed) as world:
@@ -256,7 +256,7 @@ def test_a_member_that_sends_messages_of_another_model_is_named_with_this_node()
 
 @pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("late", [1, 2])
-def test_founders_that_begin_at_different_steps_all_hear_of_it_at_once(
+def test_initial_members_that_begin_at_different_steps_all_hear_of_it_at_once(
     seed: int, late: int
 ) -> None:
     def begin(node: FakeNode) -> str:

@@ -117,8 +117,6 @@ class Departure:
             if membership.phase is Phase.IN:
                 self._router.announce(Phase.IN)
 
-    # ---- reports -----------------------------------------------------------------------------------------------------
-
     def report(self, to: Peer | None = None) -> None:
         """Tell all members, or one, which members are gone and how many of their updates this node has."""
         if self._membership.phase is Phase.IN:
@@ -160,8 +158,6 @@ class Departure:
             elif has_news:
                 self.report()
         self._settle()
-
-    # ---- agreement ---------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Agree where all reports are in, relay what others lack, and remove members with nothing left to apply."""

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
 
+from ..codec import Encoder
 from ..errors import NonFiniteUpdate
 from . import checkpoint
 from .consistency import Consistency
 from .departure import Departure
-from .groups import Codec, Groups
+from .groups import Codec, Group, Groups
 from .join import Join
 from .membership import Membership, Router
 from .options import Options, Reduction
@@ -33,7 +34,6 @@ from .results import ExchangeStats, Joined, StepResult
 from .step import Step
 
 if TYPE_CHECKING:
-    from ..codec import Encoder
     from ..transport import Node, Peer
 
 __all__ = ["Exchange"]
@@ -117,7 +117,9 @@ class Exchange:
             digest_s=digest_s,
         )
         self._node = node
-        self._groups = groups = Groups.around(enc)
+        if not isinstance(enc, (Encoder, Groups)):
+            raise TypeError(f"enc must be an Encoder or Groups, got {enc!r}")
+        self._groups = groups = enc if isinstance(enc, Groups) else Groups([Group(enc)])
         total = PlainSum(groups)
         if options.exact:
             total = ExactSum(groups)
@@ -180,10 +182,6 @@ class Exchange:
             self._stats, members=len(self.members), digests=self._consistency.digests.agreed
         )
 
-    @property
-    def _has_begun(self) -> bool:
-        return self._membership.phase is not Phase.NEW
-
     def shared(self, params: Any) -> list[NDArray[Any]]:
         """Return a copy of the parameters that all nodes share: without local steps, without the residual.
 
@@ -203,7 +201,7 @@ class Exchange:
             TimeoutError: fewer than ``min_peers`` appeared within ``timeout_s``.
             Mismatch: the others train something else, or begin at another step.
         """
-        if not self._has_begun:
+        if self._membership.phase is Phase.NEW:
             expected = self._options.min_peers
             if expected is None:
                 expected = max(len(self._node.seeds), len(self._node.peers))
@@ -230,7 +228,7 @@ class Exchange:
         self._groups.check_params(params)
         writable_views(optimizer_state)  # refuses now rather than in the middle of training
         self._replica.copy_shared(params)
-        if not self._has_begun:
+        if self._membership.phase is Phase.NEW:
             self._replica.add_loaded_residual(params)
         self._join.announce_params(described(params))
         self.wait_for_peers()
@@ -430,6 +428,6 @@ class Exchange:
             ValueError: the state is of another format, model or kind of exchange.
             RuntimeError: this exchange has begun.
         """
-        if self._has_begun:
+        if self._membership.phase is not Phase.NEW:
             raise RuntimeError("this exchange has begun: load the state into a new one")
         checkpoint.load_state(state, self._replica)

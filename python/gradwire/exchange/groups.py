@@ -67,8 +67,8 @@ class Groups:
 
     >>> import numpy as np, gradwire as gw
     >>> model = [np.zeros((64, 64), np.float32), np.zeros(64, np.float32)]
-    >>> len(gw.Groups.of(model, threshold=gw.TargetDensity(1e-3)))
-    2
+    >>> [(group.encoder.numel, group.is_dense) for group in gw.Groups.of(model).groups]
+    [(4096, False), (64, True)]
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -109,11 +109,6 @@ class Groups:
 
         Raises:
             ValueError: ``thresholds`` names no group, or ``size_exponent`` is negative.
-
-        >>> import numpy as np, gradwire as gw
-        >>> model = [np.zeros((64, 64), np.float32), np.zeros(64, np.float32)]
-        >>> [(group.encoder.numel, group.is_dense) for group in gw.Groups.of(model).groups]
-        [(4096, False), (64, True)]
         """
         check_size_exponent(size_exponent)
         shapes = [tuple(one.shape) for one in params]
@@ -141,17 +136,6 @@ class Groups:
             encoder = Encoder(numel, threshold, key=len(coded), **encoder_options)
             groups.append(Group(encoder, tuple(dense), is_dense=True))
         return Groups(groups)
-
-    @staticmethod
-    def around(encoder: Encoder | Groups) -> Groups:
-        """Return groups as they are, and a single encoder as the only group.
-
-        Raises:
-            TypeError: neither.
-        """
-        if not isinstance(encoder, (Encoder, Groups)):
-            raise TypeError(f"enc must be an Encoder or Groups, got {encoder!r}")
-        return encoder if isinstance(encoder, Groups) else Groups([Group(encoder)])
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -300,11 +284,6 @@ class Groups:
                     f"updates of group {encoder.key} have {encoder.numel}"
                 )
         return messages
-
-    def density(self, messages: Sequence[Message]) -> float:
-        """Return changed elements / elements of one step's messages."""
-        changed = sum(message.count for message in messages)
-        return changed / self.numel if self.numel else 0.0
 
 
 def _on_host(message: Any) -> Message:

@@ -16,7 +16,7 @@ from .membership import Membership, Router, by_run
 from .options import Options
 from .parameters import Replica, copies, described, put, writable_views
 from .protocol import Hello, Kind, NodeRun, Note, Phase, decode_steps, encode_steps, run_of
-from .snapshot import Donor, Incoming, Snapshot
+from .snapshot import Donor, Snapshot
 
 __all__ = ["Join"]
 
@@ -48,7 +48,8 @@ class Join:
         self._replica = replica
         self._consistency = consistency
         self._donor = Donor(router.node)
-        self._incoming: Incoming | None = None
+        self._asked: tuple[Peer, int] | None = None  # donor and number of the request
+        self._incoming: Snapshot | None = None
         self._requests = 0
         self._silent_until_s: float | None = None
         router.handlers[Kind.HELLO] = self._add_hello
@@ -155,8 +156,8 @@ class Join:
     def _add_hello(self, peer: Peer, _: int, payload: memoryview) -> None:
         membership = self._membership
         hello, before = membership.add_hello(peer, payload)
-        if self._incoming is not None and self._incoming.donor == peer and before is None:
-            self._incoming = None  # its connection is new: the rest of the snapshot will not arrive
+        if self._asked is not None and self._asked[0] == peer and before is None:
+            self._asked = None  # its connection is new: the rest of the snapshot will not arrive
         if peer in membership.mismatched:
             self._departure.suspect_mismatched()
             return
@@ -315,12 +316,11 @@ class Join:
 
     def _join_with_snapshot(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Ask for a snapshot, or load the one that has arrived."""
-        incoming, members = self._incoming, self._membership.fitting(Phase.IN)
-        if incoming is None or incoming.donor not in members:
+        snapshot, members = self._incoming, self._membership.fitting(Phase.IN)
+        if self._asked is None or self._asked[0] not in members:
             self._ask(members)
-        elif incoming.is_complete and incoming.snapshot is not None:
-            self._incoming = None
-            snapshot = incoming.snapshot
+        elif snapshot is not None and not snapshot.missing:
+            self._asked = None
             final = snapshot.finals.get(self._membership.run)
             if not self._options.is_sync:
                 snapshot.step = max(snapshot.step, self._replica.step) + 1
@@ -342,13 +342,16 @@ class Join:
         donor = able[(me.id + self._requests) % len(able)]
         firsts = {run_of(peer): self._membership.first_of(peer) for peer in members}
         fresh: dict[NodeRun, int] = {run: at for run, at in firsts.items() if at is not None}
-        self._incoming = Incoming(self._requests, donor)
+        self._asked, self._incoming = (donor, self._requests), None
         self._router.send(Kind.REQUEST, self._requests, encode_steps(fresh), to=donor)
 
     def _add_part(self, peer: Peer, number: int, payload: memoryview) -> None:
-        incoming = self._incoming
-        if incoming is not None and (incoming.donor, incoming.number) == (peer, number):
-            incoming.add_part(payload)
+        if self._asked != (peer, number):
+            return
+        if self._incoming is None:
+            self._incoming = Snapshot.from_header(payload)
+        else:
+            self._incoming.add_part(payload)
 
     def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
         own = self._replica.state_layout(params, is_exact=snapshot.exact is not None)

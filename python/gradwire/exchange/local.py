@@ -6,7 +6,6 @@ not grow with its workers.
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import operator
 import pickle
@@ -94,23 +93,17 @@ class LocalTeam:
         self.timeout_s = timeout_s
         self._layout = [(array.dtype.str, array.shape) for array in initial]
         self._barrier = (context or multiprocessing).Barrier(workers)
-        size = _MAIL_BYTES + 2 * self._span()
+        self._span = sum(array.nbytes + _ALIGNMENT for array in initial)
+        size = _MAIL_BYTES + 2 * self._span
         self._memory: Any = (context or multiprocessing).RawArray("B", size)
         self._map_arrays()
         put(self.params, initial)
-
-    def _span(self) -> int:
-        """Return the bytes of all arrays, each aligned."""
-        sizes: list[int] = [
-            math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in self._layout
-        ]
-        return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes) + _ALIGNMENT
 
     def _map_arrays(self) -> None:
         """Set the arrays to their places in the shared memory."""
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
         self.params = self._arrays(_MAIL_BYTES)
-        self.total = self._arrays(_MAIL_BYTES + self._span())
+        self.total = self._arrays(_MAIL_BYTES + self._span)
 
     def _arrays(self, start: int) -> Arrays:
         found: Arrays = []

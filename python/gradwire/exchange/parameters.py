@@ -377,20 +377,14 @@ class Replica:
     encoded messages as well, in full. Encoding then does not modify the parameters, and applying messages changes only
     the elements those messages contain.
 
-    Args:
+    Attributes:
         groups: encoders and residuals.
         total: adds messages to the shared parameters.
-        is_mean: whether the sum of the messages is divided by the number of nodes.
-        applies_residual: whether the caller's parameters hold the residual.
-        keeps: messages of finished steps that are kept, for peers that do not have them yet.
-
-    Attributes:
-        groups, total: as given.
         shared: one array for each of the caller's; empty without local steps and ``apply_residual``.
         local_steps: steps since the last exchange.
         step: number of the next step, or of the unfinished one.
         pending: the messages of an unfinished step.
-        sent: the messages of the last finished steps.
+        sent: the messages of the last finished steps, which peers may not have yet.
     """
 
     def __init__(

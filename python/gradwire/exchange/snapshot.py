@@ -19,7 +19,7 @@ from .protocol import Kind, NodeRun, run_of, tag_of
 if TYPE_CHECKING:
     from ..transport import Node
 
-__all__ = ["Donor", "Incoming", "Snapshot"]
+__all__ = ["Donor", "Snapshot"]
 
 # Small enough to let updates pass in between, large enough to cost nothing.
 _PART_BYTES = 1 << 20
@@ -38,6 +38,7 @@ class Snapshot:
         params: number of the former.
         origin: the node that began the training.
         exact: divisor and exactness of an exact sum, or None.
+        missing: the arrays' bytes that have not arrived, for a snapshot in transit.
     """
 
     step: int
@@ -47,6 +48,7 @@ class Snapshot:
     params: int
     origin: NodeRun
     exact: dict[str, Any] | None = None
+    missing: deque[memoryview] = field(default_factory=deque)
 
     def header(self) -> bytes:
         """Return everything but the arrays' values."""
@@ -73,17 +75,32 @@ class Snapshot:
             found = json.loads(bytes(payload))
             if len(found["arrays"]) > _ARRAYS_MAX:
                 raise ValueError(f"{len(found['arrays'])} arrays")
+            arrays = [_empty(dtype, shape) for dtype, shape in found["arrays"]]
             return Snapshot(
                 int(found["step"]),
                 {(int(node), int(run)): int(step) for node, run, step in found["positions"]},
                 {(int(node), int(run)): int(step) for node, run, step in found["finals"]},
-                [_empty(dtype, shape) for dtype, shape in found["arrays"]],
+                arrays,
                 int(found["params"]),
                 (int(found["origin"][0]), int(found["origin"][1])),
                 found["exact"],
+                deque(_bytes_of(array) for array in arrays if array.nbytes),
             )
         except (ValueError, TypeError, LookupError, MemoryError) as error:
             raise MessageError(f"a snapshot whose header cannot be read: {error!r}") from error
+
+    def add_part(self, part: memoryview) -> None:
+        """Add the next part that has arrived.
+
+        Raises:
+            MessageError: the part does not fit.
+        """
+        if not self.missing or len(part) > len(self.missing[0]):
+            raise MessageError("a part of a snapshot that does not fit")
+        place = self.missing.popleft()
+        place[: len(part)] = part
+        if len(part) < len(place):
+            self.missing.appendleft(place[len(part) :])
 
     def parts(self) -> list[memoryview]:
         """Return the header and the arrays' bytes, in parts of bounded size."""
@@ -102,44 +119,6 @@ def _empty(dtype: str, shape: list[int]) -> NDArray[Any]:
     if dtype not in ("<f4", "<f8"):
         raise ValueError(f"an array of {dtype}")
     return np.empty([int(size) for size in shape], dtype)
-
-
-@dataclass
-class Incoming:
-    """A snapshot in transit.
-
-    Attributes:
-        number: of the request.
-        donor: the member that was asked.
-        snapshot: None before the header has arrived.
-    """
-
-    number: int
-    donor: Peer
-    snapshot: Snapshot | None = None
-    _missing: deque[memoryview] = field(default_factory=deque)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all parts have arrived."""
-        return self.snapshot is not None and not self._missing
-
-    def add_part(self, part: memoryview) -> None:
-        """Add the next part.
-
-        Raises:
-            MessageError: the part does not fit.
-        """
-        if self.snapshot is None:
-            self.snapshot = Snapshot.from_header(part)
-            self._missing += [_bytes_of(array) for array in self.snapshot.arrays if array.nbytes]
-            return
-        if not self._missing or len(part) > len(self._missing[0]):
-            raise MessageError("a part of a snapshot that does not fit")
-        place = self._missing.popleft()
-        place[: len(part)] = part
-        if len(part) < len(place):
-            self._missing.appendleft(place[len(part) :])
 
 
 class Donor:

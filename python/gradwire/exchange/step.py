@@ -71,7 +71,10 @@ class Step:
         messages = replica.groups.encode(update, codec, refresh)
         own = self._hold(messages, params, begin_s, has_moved=has_moved)
         if self._options.overlap:
-            self._publish_without_waiting(own)
+            begin_s = clock.now_s()
+            self._publish(own)
+            self._join.poll(0.0)
+            own.wait_s += clock.now_s() - begin_s
             return None
         again = partial(replica.groups.encode, None, codec)
         return self._finish_or_repeat(own, again, params, optimizer_state)
@@ -123,8 +126,6 @@ class Step:
         replica.pending = own
         return own
 
-    # ---- waiting -----------------------------------------------------------------------------------------------------
-
     def _wait_for_room(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Receive until the node has room for one more message and no member is too far behind.
 
@@ -163,13 +164,6 @@ class Step:
         """Return how many steps this node is ahead of the slowest member."""
         slowest = self._membership.slowest
         return 0 if slowest is None else max(0, self._replica.step - slowest)
-
-    def _publish_without_waiting(self, own: OwnUpdate) -> None:
-        """Hand a message over if there is room, and handle the messages that have arrived."""
-        begin_s = clock.now_s()
-        self._publish(own)
-        self._join.poll(0.0)
-        own.wait_s += clock.now_s() - begin_s
 
     def _publish(self, own: OwnUpdate) -> None:
         """Hand a message over unless that is done; without room it stays for the next try.
@@ -226,8 +220,6 @@ class Step:
             "the next call goes on with it"
         )
 
-    # ---- the end of a step -------------------------------------------------------------------------------------------
-
     def _finish(self, own: OwnUpdate, params: Any, *, has_moved: bool) -> StepResult:
         """Hand over the pending message, wait for the others' and apply all of them, by node id."""
         membership, replica, is_sync = self._membership, self._replica, self._is_sync
@@ -254,7 +246,7 @@ class Step:
         result = StepResult(
             step=own.step,
             sent_bytes=own.nbytes,
-            density=replica.groups.density(own.messages),
+            density=sum(one.count for one in own.messages) / max(replica.groups.numel, 1),
             threshold=first.threshold,
             is_shakeup=first.is_shakeup,
             received=len(others),
