@@ -1,107 +1,100 @@
-"""``gradwire doctor``: checks a machine, and the link to another one, and says what to do about what it finds."""
+"""``gradwire doctor``: checks of a machine and of the link to another one, with the command that helps."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 DEFAULT_PORT = 40123
-SECONDS = 3.0
-SECONDS_LONGEST = 60.0
+SECONDS, SECONDS_MAX = 3.0, 60.0
 
 DESCRIPTION = """\
-Check this machine: instruction sets, encryption, secret, address, port, socket buffers, offloads, clocks. With a peer,
-also whether it can be reached with the same secret; and if `gradwire doctor --serve` runs there, the MTU, round trips,
-goodput, losses, and what TCP does on the same link. Needs no privileges. Exit status 0 when all works, 1 when
-something fails. The secret comes from GRADWIRE_SECRET and is never shown.
+Check this machine: instruction set, encryption, secret, address, port, socket buffers, offloads, clock; with a peer,
+where `gradwire doctor --serve` runs, also round trips, goodput and losses of the link. Needs no privileges. The exit
+status is 1 when something fails. The secret comes from GRADWIRE_SECRET or GRADWIRE_SECRET_FILE and is never shown.
 """
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
-        "doctor",
-        help="check this machine, and the link to another one",
-        description=DESCRIPTION,
+        "doctor", help="check this machine, and the link to another one", description=DESCRIPTION
     )
     parser.add_argument("peer", nargs="?", metavar="host:port", help="another machine to test")
-    parser.add_argument(
-        "--serve", action="store_true", help="let doctors on other machines test the link to here"
-    )
-    parser.add_argument(
-        "--bind",
-        metavar="host:port",
-        help=f"what a node would bind; 0.0.0.0:0 by default, with --serve 0.0.0.0:{DEFAULT_PORT}",
-    )
+    serve = "let doctors on other machines test the link to here"
+    bind = f"a node's address; 0.0.0.0:0 by default, with --serve 0.0.0.0:{DEFAULT_PORT}"
+    seconds = f"of each measurement, up to {SECONDS_MAX:.0f} (default: {SECONDS:.0f})"
+    parser.add_argument("--serve", action="store_true", help=serve)
+    parser.add_argument("--bind", metavar="host:port", help=bind)
     parser.add_argument("--mask", help="take the address in this network, such as 10.1.1.0/24")
-    parser.add_argument(
-        "--seconds",
-        type=_seconds,
-        default=SECONDS,
-        help=f"of each measurement, up to {SECONDS_LONGEST:.0f} (default: {SECONDS:.0f})",
-    )
+    parser.add_argument("--seconds", type=_seconds, default=SECONDS, help=seconds)
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, print, and return the exit status."""
-    # The transport brings cryptography along; the other commands do not wait for it.
-    from gradwire.transport import parse_secret
+    # Imported here because the transport loads cryptography, which the other commands do not need.
+    from . import link, machine
 
-    from . import gather, report, verdicts, visit
-
-    if arguments.serve and (arguments.peer or arguments.json):
+    peer, mask = arguments.peer, arguments.mask
+    if arguments.serve and (peer or arguments.json):
         print("gradwire doctor: --serve goes without a peer and without --json", file=sys.stderr)
         return 2
-    bind = arguments.bind or _bind(arguments.peer, serve=arguments.serve)
+    wildcard = "[::]" if (peer or "").startswith("[") else "0.0.0.0"  # noqa: S104
+    bind = arguments.bind or f"{wildcard}:{DEFAULT_PORT if arguments.serve else 0}"
+    needs_secret = bool(arguments.serve or peer)
     try:
-        machine = gather.look(bind, arguments.mask, arguments.peer)
+        found = machine.check(bind, mask, peer, needs_secret=needs_secret)
+        checks = _printed(found, quiet=arguments.json)
     except ValueError as error:
         print(f"gradwire doctor: {error}", file=sys.stderr)
         return 2
-    needs_secret = bool(arguments.serve or arguments.peer)
-    checks = _shown(verdicts.judge_machine(machine, needs_secret=needs_secret), arguments)
-    link = None
-    if needs_secret and report.is_well(checks):
-        secret = parse_secret(None)
+    measured = None
+    if needs_secret and _works(checks):
         if arguments.serve:
-            print(report.conclusion(checks))
-            return visit.serve(bind, arguments.mask, secret)
-        found = visit.visit(bind, arguments.mask, secret, arguments.peer, arguments.seconds)
-        link = found.link
-        if link is not None and not arguments.json:
-            print("\n".join(report.link_table(link)))
-        checks += _shown(visit.judge(found, machine, arguments.peer), arguments)
+            print(_conclusion(checks))
+            return link.serve(bind, mask)
+        tested, measured = link.check(peer, arguments.seconds, bind, mask)
+        checks += _printed(tested, quiet=arguments.json)
     if arguments.json:
-        print(report.as_json(machine, link, checks))
+        content = {"checks": [*map(asdict, checks)], "link": measured and asdict(measured)}
+        print(json.dumps({"ok": _works(checks), **content}, indent=1))
     else:
-        print(report.conclusion(checks))
-    return 0 if report.is_well(checks) else 1
+        print(_conclusion(checks))
+    return 0 if _works(checks) else 1
 
 
-def _shown(checks: Iterable[Any], arguments: argparse.Namespace) -> list[Any]:
-    """Print each verdict as soon as it is there, unless JSON is wanted."""
-    from .report import lines_of
-
-    found = []
+def _printed(checks: Iterable[Any], *, quiet: bool) -> list[Any]:
+    """Print each check as soon as it is done, and return all of them."""
+    done = []
     for check in checks:
-        found.append(check)
-        if not arguments.json:
-            print("\n".join(lines_of(check)), flush=True)
-    return found
+        done.append(check)
+        if not quiet:
+            print(f"{check.verdict:5} {check.name + ':':24} {check.says}", flush=True)
+            for help_ in check.helps:
+                print(f"{'':30} > {help_}", flush=True)
+    return done
 
 
-def _bind(peer: str | None, *, serve: bool) -> str:
-    if peer is not None and peer.startswith("["):
-        return "[::]:0"
-    return f"0.0.0.0:{DEFAULT_PORT if serve else 0}"
+def _works(checks: Iterable[Any]) -> bool:
+    return all(check.verdict != "FAIL" for check in checks)
+
+
+def _conclusion(checks: Iterable[Any]) -> str:
+    for verdict, words in (("FAIL", "does not work"), ("slow", "works; costs speed")):
+        names = [check.name for check in checks if check.verdict == verdict]
+        if names:
+            return f"{words}: {', '.join(names)}"
+    return "all is well"
 
 
 def _seconds(text: str) -> float:
     seconds = float(text)
-    if not 0.0 < seconds <= SECONDS_LONGEST:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most {SECONDS_LONGEST:.0f}")
+    if not 0.0 < seconds <= SECONDS_MAX:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most {SECONDS_MAX:.0f}")
     return seconds

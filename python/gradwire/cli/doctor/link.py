@@ -1,303 +1,315 @@
-"""The test of a link: one doctor asks, the other answers, both are ordinary nodes.
+"""A test of the link between two machines: one doctor serves, the other measures, both with ordinary nodes.
 
-Messages are told apart by their tags: questions and answers are JSON, pings come back as they are, bulk is counted.
-Only who knows the secret can ask, and what an answerer does for one question is bounded in time.
+Tags tell messages apart: questions and answers are JSON, pings come back unchanged, bulk is dropped. Only a peer with
+the secret can ask, and the work for one question is bounded in time.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
+import signal
+import socket
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from gradwire.errors import TransportError
-from gradwire.transport import Node, Peer, Received, Stats, Ticket
-from gradwire.transport.driver import interface_mtu
+from gradwire.transport import Node, Peer, Received, Ticket, parse_secret
+from gradwire.transport.addressing import resolve
 from gradwire.transport.model import parse_address
+from gradwire.transport.secret import fingerprint
 
-from . import gather, tcp
-from .facts import Flow, Link
+from .machine import Check, slow_if
 
 ASK, TELL, PING, BULK = 1, 2, 3, 4
-BULK_BYTES: Final = 1 << 20
-PING_BYTES: Final = 1_024
-IN_FLIGHT: Final = 4
-PINGS_MIN, PINGS_MAX = 20, 2_000
-SECONDS_MAX: Final = 60.0
-QUESTION_BYTES_MAX: Final = 1_024
-ANSWER_S: Final = 10.0
-TURN_S: Final = 0.5
+BULK_BYTES, PING_BYTES, QUESTION_BYTES_MAX = 1 << 20, 1_024, 256
+IN_FLIGHT, PINGS_MIN, PINGS_MAX = 4, 20, 2_000
+SECONDS_MAX, CONNECT_S, ANSWER_S, STALL_S = 60.0, 3.0, 10.0, 30.0
+CLOCKS_APART_MAX_S, RESENT_SHARE_MAX, TAIL_MIN_S, TAIL_MAX = 60.0, 0.02, 0.01, 20.0
 
 
 class LinkError(Exception):
-    """The other doctor is gone, silent, or something else altogether; the message says which."""
+    """The test could not be completed; the message says why."""
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What it took one end to send for a while."""
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """One direction: goodput, the share of the datagrams sent again, and datagrams dropped by the receiver's kernel."""
 
-    seconds: float
-    nbytes: int
-    datagrams: int
-    resent_datagrams: int
-    cpu_s: float
+    bytes_per_s: float
+    resent_share: float
+    kernel_drops: int = 0
 
 
-def send_bulk(
-    node: Node, peer: Peer, seconds: float, take: Callable[[Sequence[Received]], None]
-) -> Sent:
-    """Send messages of 1 MB, a few at a time, until all are acknowledged; ``take`` gets what comes meanwhile.
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The result of a test.
+
+    Attributes:
+        peer: "host:port" of the serving doctor.
+        round_trip_p50_s: median round trip of a message of 1 KB.
+        round_trip_p99_s: its 99th percentile.
+        out: to the peer.
+        back: from the peer.
+        clock_ahead_s: wall clock minus the peer's.
+        has_gso: whether several datagrams leave with one call.
+    """
+
+    peer: str
+    round_trip_p50_s: float
+    round_trip_p99_s: float
+    out: Flow
+    back: Flow
+    clock_ahead_s: float
+    has_gso: bool
+
+
+def doctors_secret(secret: bytes) -> bytes:
+    """Return the secret that doctors use, derived from the cluster's, so that no node of the cluster connects."""
+    return hmac.digest(secret, b"gradwire doctor 1", "sha256")
+
+
+class End:
+    """One end of the test: a node, and the messages that arrived while it sent bulk."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self._inbox: deque[Received] = deque()
+
+    def messages(self, timeout_s: float) -> Iterator[Received]:
+        """Yield the messages that have arrived, bulk excepted."""
+        self._receive(0.0 if self._inbox else timeout_s)
+        while self._inbox:
+            yield self._inbox.popleft()
+
+    def _receive(self, timeout_s: float) -> None:
+        self._inbox.extend(one for one in self.node.receive(timeout_s) if one.tag != BULK)
+
+    def send_bulk(self, peer: Peer, seconds: float) -> dict[str, Any]:
+        """Send messages of 1 MB until all are acknowledged, and return fields of a `Flow`."""
+        payload, sent = os.urandom(BULK_BYTES), 0
+        tickets: deque[Ticket] = deque()
+        before, started_s = self.node.stats(), time.monotonic()
+        progress_s = started_s
+        while tickets or time.monotonic() - started_s < seconds:
+            while len(tickets) < IN_FLIGHT and time.monotonic() - started_s < seconds:
+                tickets.append(self.node.publish(payload, BULK, to=peer))
+                sent += 1
+            self._receive(0.001)
+            while tickets and tickets[0].is_done:
+                progress_s = time.monotonic()
+                if tickets.popleft().failed:
+                    raise LinkError(f"{peer.address} was lost during the test")
+            if time.monotonic() - progress_s > STALL_S:
+                raise LinkError(f"{peer.address} has acknowledged nothing for {STALL_S:.0f} s")
+        after, elapsed_s = self.node.stats(), time.monotonic() - started_s
+        datagrams = after.datagrams_sent - before.datagrams_sent
+        resent = after.retransmitted_fragments - before.retransmitted_fragments
+        rate = sent * BULK_BYTES / elapsed_s
+        return {"bytes_per_s": rate, "resent_share": resent / max(1, datagrams)}
+
+
+# ---- the side that answers ------------------------------------------------------------------------------------------
+
+
+def answer(end: End, timeout_s: float = 0.5) -> None:
+    """Answer the messages that have arrived."""
+    for peer, tag, payload in end.messages(timeout_s):
+        try:
+            if tag == PING:
+                end.node.publish(payload, PING, to=peer)
+            elif tag == ASK:
+                end.node.publish(json.dumps(_answer(end, peer, payload)).encode(), TELL, to=peer)
+        except TransportError as error:  # the peer has left
+            print(f"{peer.address}: {error}", flush=True)
+
+
+def _answer(end: End, peer: Peer, question: memoryview) -> dict[str, Any]:
+    try:
+        if len(question) > QUESTION_BYTES_MAX:
+            raise ValueError(f"{len(question)} bytes are too many")
+        asked = json.loads(bytes(question))
+        what, seconds = asked["do"], float(asked["seconds"])
+        if not 0.0 <= seconds <= SECONDS_MAX:
+            raise ValueError(f"{seconds} s; at most {SECONDS_MAX:.0f}")
+        if what == "state":
+            return {"wall_s": time.time(), "kernel_drops": end.node.stats().kernel_drops}
+        if what == "send":
+            print(f"sending to {peer.address} for {seconds:g} s", flush=True)
+            return end.send_bulk(peer, seconds)
+        raise ValueError(what)
+    except LinkError as error:
+        return {"error": str(error)}
+    except (ValueError, KeyError, TypeError) as error:
+        return {"error": f"a question that this version does not know ({error!r})"}
+
+
+def serve(bind: str, mask: str | None) -> int:
+    """Answer other doctors until interrupted, and return the exit status."""
+    with Node(bind, secret=doctors_secret(parse_secret(None)), network_mask=mask) as node:
+        end, port = End(node), node.address.rpartition(":")[2]
+        there = f"on another machine: gradwire doctor HOST:{port}"
+        print(f"serving at {node.address}; {there}", flush=True)
+        # A handler, because an exception at any place could be swallowed there.
+        stop = threading.Event()
+        signal.signal(signal.SIGINT, lambda *_: stop.set())
+        while not stop.is_set():
+            answer(end)
+    print("done", flush=True)
+    return 0
+
+
+# ---- the side that measures -----------------------------------------------------------------------------------------
+
+
+def measure(
+    target: str, seconds: float = 3.0, bind: str = "0.0.0.0:0", mask: str | None = None
+) -> Link:
+    """Measure rate and latency to "host:port", where ``gradwire doctor --serve`` runs with the same secret.
+
+    ``seconds`` is the time of each measurement: round trips, to the peer, from the peer.
 
     Raises:
-        LinkError: the peer was lost, or acknowledged nothing for too long.
+        ValueError: an address or the secret of the environment cannot be used.
+        TimeoutError: no doctor with the same secret answers.
+        LinkError: the peer was lost or does not answer any more.
     """
-    payload, nbytes = os.urandom(BULK_BYTES), 0
-    tickets: deque[Ticket] = deque()
-    before, cpu_s, started_s = node.stats(), time.process_time(), time.monotonic()
-    progress_s = started_s
-    while tickets or time.monotonic() - started_s < seconds:
-        while len(tickets) < IN_FLIGHT and time.monotonic() - started_s < seconds:
-            tickets.append(node.publish(payload, BULK, to=peer))
-            nbytes += BULK_BYTES
-        take(node.receive(timeout_s=0.001))
-        while tickets and tickets[0].is_done:
-            if tickets.popleft().failed:
-                raise LinkError(f"{peer.address} was lost in the middle of the test")
-            progress_s = time.monotonic()
-        if time.monotonic() - progress_s > ANSWER_S:
-            raise LinkError(f"{peer.address} has acknowledged nothing for {ANSWER_S:.0f} s")
-    after = node.stats()
-    return Sent(
-        seconds=time.monotonic() - started_s,
-        nbytes=nbytes,
-        datagrams=after.datagrams_sent - before.datagrams_sent,
-        resent_datagrams=after.retransmitted_fragments - before.retransmitted_fragments,
-        cpu_s=time.process_time() - cpu_s,
+    key = doctors_secret(parse_secret(None))
+    with Node(bind, [target], secret=key, network_mask=mask) as node:
+        [peer, *_] = node.wait_for_peers(1, CONNECT_S)
+        try:
+            return measure_peer(End(node), peer, target, seconds)
+        except TransportError as error:
+            raise LinkError(str(error)) from error
+
+
+def measure_peer(end: End, peer: Peer, target: str, seconds: float) -> Link:
+    """Measure the link to a connected peer, which answers."""
+    asked_s = time.time()
+    state = ask(end, peer, "state")
+    ahead_s = (asked_s + time.time()) / 2.0 - float(state["wall_s"])
+    trips_s = sorted(_round_trips(end, peer, seconds))
+    sent = end.send_bulk(peer, seconds)
+    sent["kernel_drops"] = ask(end, peer, "state")["kernel_drops"] - state["kernel_drops"]
+    drops = end.node.stats().kernel_drops
+    came = ask(end, peer, "send", seconds)
+    stats = end.node.stats()
+    return Link(
+        peer=target,
+        round_trip_p50_s=trips_s[len(trips_s) // 2],
+        round_trip_p99_s=trips_s[len(trips_s) * 99 // 100],
+        out=Flow(**sent),
+        back=Flow(**came, kernel_drops=stats.kernel_drops - drops),
+        clock_ahead_s=ahead_s,
+        has_gso=stats.socket.has_gso,
     )
 
 
-class Tally:
-    """Counts the bulk that comes from each peer."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._bytes: dict[Peer, int] = {}
-        self._drops = 0
-        self._cpu_s = 0.0
-
-    def reset(self, peer: Peer) -> None:
-        """Begin anew for a peer."""
-        self._bytes[peer] = 0
-        self._drops = self._node.stats().kernel_drops
-        self._cpu_s = time.process_time()
-
-    def take(self, messages: Sequence[Received]) -> list[Received]:
-        """Count the bulk; return the rest."""
-        rest = []
-        for message in messages:
-            if message.tag == BULK:
-                self._bytes[message.peer] = self._bytes.get(message.peer, 0) + len(message.payload)
-            else:
-                rest.append(message)
-        return rest
-
-    def report(self, peer: Peer) -> dict[str, Any]:
-        """Return what came since `reset`."""
-        return {
-            "bytes": self._bytes.get(peer, 0),
-            "kernel_drops": self._node.stats().kernel_drops - self._drops,
-            "cpu_s": time.process_time() - self._cpu_s,
-        }
+def _round_trips(end: End, peer: Peer, seconds: float) -> list[float]:
+    payload, end_s = os.urandom(PING_BYTES), time.monotonic() + seconds
+    found: list[float] = []
+    while len(found) < PINGS_MIN or (len(found) < PINGS_MAX and time.monotonic() < end_s):
+        started_s = time.monotonic()
+        end.node.publish(payload, PING, to=peer)
+        _wait_for(end, peer, PING, ANSWER_S)
+        found.append(time.monotonic() - started_s)
+    return found
 
 
-# ---- the side that answers --------------------------------------------------------------------------------------
+def ask(end: End, peer: Peer, what: str, seconds: float = 0.0) -> dict[str, Any]:
+    """Return the peer's answer to a question."""
+    end.node.publish(json.dumps({"do": what, "seconds": seconds}).encode(), ASK, to=peer)
+    told: dict[str, Any] = json.loads(bytes(_wait_for(end, peer, TELL, seconds + 2 * ANSWER_S)))
+    if "error" in told:
+        raise LinkError(f"{peer.address}: {told['error']}")
+    return told
 
 
-class Answerer:
-    """Does for other doctors what they ask.
+def _wait_for(end: End, peer: Peer, tag: int, timeout_s: float) -> memoryview:
+    """Return the next message of the peer with this tag."""
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        for sender, found, payload in end.messages(timeout_s=0.1):
+            if (sender, found) == (peer, tag):
+                return payload
+        if peer not in end.node.peers:
+            raise LinkError(f"{peer.address} was lost during the test")
+    raise LinkError(f"{peer.address} has not answered for {timeout_s:.0f} s")
 
-    Args:
-        node: that they connect to.
-        host: local address that it is bound to.
-        say: is told what happens.
-    """
 
-    def __init__(self, node: Node, host: str, say: Callable[[str], None]) -> None:
-        self._node = node
-        self._host = host
-        self._say = say
-        self._tally = Tally(node)
-        self._waiting: deque[Received] = deque()
+# ---- verdicts -------------------------------------------------------------------------------------------------------
 
-    def turn(self, timeout_s: float = TURN_S) -> None:
-        """Answer what has come, waiting so long for something."""
-        self._waiting.extend(self._tally.take(self._node.receive(timeout_s)))
-        while self._waiting:
-            message = self._waiting.popleft()
-            try:
-                self._serve(message)
-            except (
-                TransportError
-            ) as error:  # the peer has left, or takes nothing: the next one is served
-                self._say(f"{message.peer.address}: {error}")
 
-    def _serve(self, message: Received) -> None:
-        peer, tag, payload = message
-        if tag == PING:
-            self._node.publish(payload, PING, to=peer)
-        elif tag == ASK:
-            answer = self._answer(peer, payload)
-            self._node.publish(json.dumps(answer).encode(), TELL, to=peer)
+def check(
+    target: str, seconds: float, bind: str, mask: str | None
+) -> tuple[list[Check], Link | None]:
+    """Measure the link and return the checks, and the measurement if there is one."""
+    try:
+        link = measure(target, seconds, bind, mask)
+    except ValueError as error:
+        helps = (f"getent hosts {target.rpartition(':')[0]}",)
+        return [Check("peer", "FAIL", str(error), helps)], None
+    except TimeoutError:
+        return [_silent(target, is_refused=is_refused(target, bind))], None
+    except LinkError as error:
+        return [Check("link", "FAIL", str(error))], None
+    return [Check("peer", "ok", f"{target} has the same secret"), *judge(link)], link
 
-    def _answer(self, peer: Peer, question: memoryview) -> dict[str, Any]:
-        if len(question) > QUESTION_BYTES_MAX:
-            return {"error": f"a question of {len(question)} bytes is too long"}
+
+def _silent(target: str, *, is_refused: bool) -> Check:
+    own, port = fingerprint(parse_secret(None)), target.rpartition(":")[2]
+    serve_there = f"gradwire doctor --serve --bind 0.0.0.0:{port}   # there, with no node running"
+    if is_refused:
+        return Check("peer", "FAIL", f"no program listens on UDP port {port} there", (serve_there,))
+    says = f"{target} does not answer: no doctor serves there, another secret, or a firewall"
+    compare = f"compare the fingerprint of the secret there with the one of this machine: {own}"
+    helps = (serve_there, compare, f"sudo ufw allow {port}/udp   # there")
+    return Check("peer", "FAIL", says, helps)
+
+
+def is_refused(target: str, bind: str) -> bool:
+    """Return whether the system reports that no program listens at an address."""
+    address = resolve(target, like=parse_address(bind))
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.settimeout(0.5)
+        probe.connect(address)
+        probe.send(b"\0")
         try:
-            asked = json.loads(bytes(question))
-            return self._do(peer, asked["do"], float(asked.get("seconds", 0.0)))
-        except (LinkError, OSError) as error:
-            return {"error": str(error)}
-        except (ValueError, KeyError, TypeError) as error:
-            return {"error": f"a question that this version does not know ({error!r})"}
-
-    def _do(self, peer: Peer, what: str, seconds: float) -> dict[str, Any]:
-        if not 0.0 <= seconds <= SECONDS_MAX:
-            raise ValueError(f"{seconds} s; at most {SECONDS_MAX}")
-        if what == "hello":
-            self._say(f"{peer.address} tests the link")
-            name, mbit = gather.interface_towards(peer.address)
-            return {"wall_s": time.time(), "interface": name, "mbit": mbit}
-        if what == "reset":
-            self._tally.reset(peer)
-            return {}
-        if what == "count":
-            return self._tally.report(peer)
-        if what == "send":
-            return self._send(peer, seconds)
-        if what in ("tcp out", "tcp back"):
-            port, token = tcp.serve_once(self._host, seconds, sends=what == "tcp back")
-            return {"port": port, "token": token.hex()}
-        raise ValueError(what)
-
-    def _send(self, peer: Peer, seconds: float) -> dict[str, Any]:
-        def keep(messages: Sequence[Received]) -> None:
-            self._waiting.extend(self._tally.take(messages))
-
-        sent = send_bulk(self._node, peer, seconds, keep)
-        self._say(f"sent {sent.nbytes / 1e6:.0f} MB to {peer.address}")
-        return vars(sent)
+            probe.recv(1)
+        except ConnectionRefusedError:
+            return True
+    return False
 
 
-# ---- the side that asks -----------------------------------------------------------------------------------------
-
-
-class Asker:
-    """Tests the link to one peer.
-
-    Args:
-        node: connected to the peer.
-        peer: who runs `Answerer`.
-        seconds: of each direction.
-    """
-
-    def __init__(self, node: Node, peer: Peer, seconds: float) -> None:
-        self._node = node
-        self._peer = peer
-        self._seconds = min(seconds, SECONDS_MAX)
-        self._tally = Tally(node)
-
-    def greet(self) -> tuple[float, int | None]:
-        """Return how far our wall clock is ahead, and the nominal Mbit/s of the peer's interface."""
-        before_s = time.time()
-        told = self._ask("hello")
-        ahead_s = (before_s + time.time()) / 2.0 - float(told["wall_s"])
-        return ahead_s, told["mbit"]
-
-    def examine(self, target: str, peer_mbit: int | None) -> Link:
-        """Run the whole test.
-
-        Raises:
-            LinkError: the peer was lost or does not answer.
-        """
-        trips_s = self._round_trips()
-        out, back = self._out(), self._back()
-        stats = self._node.stats()
-        return Link(
-            peer=target,
-            round_trips_s=tuple(sorted(trips_s)),
-            out=out,
-            back=back,
-            path_bytes=self._path_bytes(stats),
-            route_mtu=interface_mtu(parse_address(self._peer.address)),
-            peer_mbit=peer_mbit,
-            has_gso=stats.socket.has_gso,
-        )
-
-    def _path_bytes(self, stats: Stats) -> int:
-        return next(path.path_mtu_bytes for path in stats.peers if path.peer == self._peer)
-
-    def _round_trips(self) -> list[float]:
-        payload = os.urandom(PING_BYTES)
-        found: list[float] = []
-        end_s = time.monotonic() + self._seconds
-        while len(found) < PINGS_MIN or (len(found) < PINGS_MAX and time.monotonic() < end_s):
-            started_s = time.monotonic()
-            self._node.publish(payload, PING, to=self._peer)
-            answer = self._wait_for(PING, ANSWER_S)
-            found.append(time.monotonic() - started_s)
-            if answer != payload:
-                raise LinkError(f"{self._peer.address} answers a ping with other bytes")
-        return found
-
-    def _out(self) -> Flow:
-        self._ask("reset")
-        sent = send_bulk(self._node, self._peer, self._seconds, lambda _: None)
-        return self._flow(sent, self._ask("count"), self._tcp_rate("tcp out"))
-
-    def _back(self) -> Flow:
-        self._tally.reset(self._peer)
-        told = self._ask("send", self._seconds)
-        return self._flow(Sent(**told), self._tally.report(self._peer), self._tcp_rate("tcp back"))
-
-    def _flow(self, sent: Sent, came: dict[str, Any], tcp_bytes_per_s: float | None) -> Flow:
-        return Flow(
-            seconds=sent.seconds,
-            sent_bytes=sent.nbytes,
-            received_bytes=came["bytes"],
-            datagrams=sent.datagrams,
-            resent_datagrams=sent.resent_datagrams,
-            kernel_drops=came["kernel_drops"],
-            sender_cpu=sent.cpu_s / sent.seconds,
-            receiver_cpu=came["cpu_s"] / sent.seconds,
-            tcp_bytes_per_s=tcp_bytes_per_s,
-        )
-
-    def _tcp_rate(self, what: str) -> float | None:
-        told = self._ask(what, self._seconds)
-        host = parse_address(self._peer.address)[0]
-        token = bytes.fromhex(told["token"])
-        return tcp.rate((host, told["port"]), token, self._seconds, sends=what == "tcp out")
-
-    def _ask(self, what: str, seconds: float = 0.0) -> dict[str, Any]:
-        question = json.dumps({"do": what, "seconds": seconds}).encode()
-        self._node.publish(question, ASK, to=self._peer)
-        told: dict[str, Any] = json.loads(bytes(self._wait_for(TELL, seconds + 2 * ANSWER_S)))
-        if "error" in told:
-            raise LinkError(f"{self._peer.address}: {told['error']}")
-        return told
-
-    def _wait_for(self, tag: int, timeout_s: float) -> memoryview:
-        """Return the next message of the peer with this tag; count the bulk that comes before it."""
-        end_s = time.monotonic() + timeout_s
-        while time.monotonic() < end_s:
-            for message in self._tally.take(self._node.receive(timeout_s=0.1)):
-                if message.tag == tag and message.peer == self._peer:
-                    return message.payload
-            if self._peer not in self._node.peers:
-                raise LinkError(f"{self._peer.address} was lost in the middle of the test")
-        raise LinkError(f"{self._peer.address} has not answered for {timeout_s:.0f} s")
+def judge(link: Link) -> Iterator[Check]:
+    """Yield the checks of a measured link."""
+    apart_s, middle_s, tail_s = (
+        abs(link.clock_ahead_s),
+        link.round_trip_p50_s,
+        link.round_trip_p99_s,
+    )
+    interface = f"INTERFACE   # that of: ip route get {link.peer.rpartition(':')[0]}"
+    says = f"{apart_s:.3g} s {'ahead of' if link.clock_ahead_s > 0 else 'behind'} the peer's"
+    help_ = "sudo timedatectl set-ntp true   # on both machines"
+    yield slow_if(apart_s > CLOCKS_APART_MAX_S, "wall clocks", says, help_)
+    says = f"1 KB there and back: p50 {middle_s * 1e3:.3g} ms, p99 {tail_s * 1e3:.3g} ms"
+    help_ = "losses, other load on either machine, power saving, wifi"
+    yield slow_if(tail_s > max(TAIL_MIN_S, TAIL_MAX * middle_s), "round trip", says, help_)
+    says = "several datagrams" if link.has_gso else "one datagram"
+    help_ = f"sudo ethtool -K tx on {interface}"
+    yield slow_if(not link.has_gso, "GSO on the link", f"{says} leave with one call", help_)
+    for name, flow in (("to the peer", link.out), ("from the peer", link.back)):
+        says = f"{flow.resent_share:.2%} of the datagrams sent again, {flow.kernel_drops} dropped by the kernel"
+        help_ = f"ethtool -S {interface}"
+        if flow.kernel_drops:
+            help_ = "gradwire doctor   # on the receiving machine: larger socket buffers"
+        yield slow_if(flow.resent_share > RESENT_SHARE_MAX, f"loss {name}", says, help_)
+        rate = f"{flow.bytes_per_s / 1e6:,.1f} MB/s in messages of 1 MB"
+        yield Check(f"goodput {name}", "ok", rate)

@@ -1,0 +1,185 @@
+"""Checks of one machine. They need no privileges and no peer."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+import gradwire as gw
+from gradwire import _core
+from gradwire.transport import Node, SocketStats, generate_secret, parse_secret
+from gradwire.transport.addressing import choose_address, deciding_rule, local_address
+from gradwire.transport.model import Address, format_address, parse_address
+from gradwire.transport.secret import environment_secret, fingerprint
+
+BUFFER_BYTES: Final = 4 << 20  # what a node asks for
+RECORD_BYTES, RECORDS = 62_000, 50
+AES_SLOW_BYTES_PER_S: Final = 1e9
+WALL_CLOCK_MIN_S: Final = 1_700_000_000.0
+REMEDY: Final = (
+    'export GRADWIRE_SECRET="$(gradwire secret)"   # once; then the same on every machine'
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        name: what was checked.
+        verdict: "ok"; "slow" if it works and costs speed; "FAIL" if it does not work; "n/a" if it does not apply.
+        says: the finding.
+        helps: commands that help.
+    """
+
+    name: str
+    verdict: Literal["ok", "slow", "FAIL", "n/a"]
+    says: str
+    helps: tuple[str, ...] = ()
+
+
+def slow_if(is_slow: bool, name: str, says: str, *helps: str) -> Check:
+    """Return a check that costs speed, with what helps, or one that is well."""
+    return Check(name, "slow", says, helps) if is_slow else Check(name, "ok", says)
+
+
+def check(bind: str, mask: str | None, peer: str | None, *, needs_secret: bool) -> Iterator[Check]:
+    """Yield the checks of a node that is to bind an address, and to reach a peer if there is one.
+
+    Raises:
+        ValueError: ``bind`` or ``peer`` is not an address.
+    """
+    for text in filter(None, (bind, peer)):
+        parse_address(text)
+    try:
+        yield check_instruction_set(_core.isa(), gw.backends())
+    except gw.BackendUnavailable as error:
+        yield Check("instruction set", "FAIL", str(error), ("unset GRADWIRE_ISA",))
+    yield check_encryption(max(aes_bytes_per_s() for _ in range(5)))
+    yield check_secret(needs_it=needs_secret)
+    yield from check_binding(bind, mask, peer)
+    yield from check_socket(socket_stats(), sys.platform)
+    yield check_clock(time.time())
+
+
+def check_instruction_set(name: str, usable: Sequence[str]) -> Check:
+    """Check the instruction set in use against the usable ones."""
+    is_slow, says = name == "scalar" and len(usable) > 1, f"{name}; usable: {', '.join(usable)}"
+    return slow_if(is_slow, "instruction set", says, "unset GRADWIRE_ISA")
+
+
+def check_encryption(bytes_per_s: float) -> Check:
+    """Check the speed of AES-128-GCM."""
+    says = f"AES-128-GCM at {bytes_per_s / 1e9:.2f} GB/s"
+    help_ = "grep -m1 -o -w aes /proc/cpuinfo   # does the processor have AES instructions?"
+    return slow_if(bytes_per_s < AES_SLOW_BYTES_PER_S, "encryption", says, help_)
+
+
+def aes_bytes_per_s() -> float:
+    """Return the speed of encrypting records, by processor time so that other load does not count."""
+    aead, plain, started_s = AESGCM(bytes(16)), bytes(RECORD_BYTES), time.process_time()
+    for number in range(RECORDS):
+        aead.encrypt(number.to_bytes(12, "little"), plain, None)
+    return RECORDS * RECORD_BYTES / (time.process_time() - started_s)
+
+
+def check_secret(*, needs_it: bool) -> Check:
+    """Check the secret of the environment, without showing it."""
+    try:
+        secret = environment_secret()
+        if secret is None:
+            says = "neither GRADWIRE_SECRET nor GRADWIRE_SECRET_FILE is set"
+            return Check("secret", "FAIL" if needs_it else "n/a", says, (REMEDY,))
+        says = f"fingerprint {fingerprint(parse_secret(secret))}, the same on every machine"
+    except ValueError as error:
+        return Check("secret", "FAIL", str(error), (REMEDY,))
+    return Check("secret", "ok", says)
+
+
+def check_binding(bind: str, mask: str | None, peer: str | None) -> Iterator[Check]:
+    """Check which address a node takes, and whether it can bind the port."""
+    asked = parse_address(bind)
+    rule = deciding_rule(asked, mask)
+    try:
+        chosen = choose_address(asked, mask)
+    except ValueError as error:
+        helps = "ip -brief address", "give another --mask, or --bind with one of these addresses"
+        yield Check("address", "FAIL", str(error), helps)
+        return
+    route = f"on the route to {peer}" if peer else "for other machines give --mask or GRADWIRE_IP"
+    why = {
+        "bind": f"given by --bind {bind}",
+        "mask": f"the one address inside {mask}",
+        "variable": f"GRADWIRE_IP is {os.environ.get('GRADWIRE_IP')}",
+        "route": route,
+    }[rule]
+    host = format_address(local_address(chosen, [peer] if peer else [])).rpartition(":")[0]
+    yield Check("address", "ok", f"{host}: {why}")
+    yield check_port(chosen)
+
+
+def check_port(address: Address) -> Check:
+    """Check whether a node can bind an address."""
+    text, port = format_address(address), address[1]
+    try:
+        with Node(text, secret=generate_secret()):
+            return Check("port", "ok", f"UDP {text} can be bound")
+    except OSError as error:
+        users = f"sudo ss -ulpn 'sport = :{port}'   # macOS: lsof -nP -iUDP:{port}"
+        helps = {
+            errno.EADDRINUSE: (users,),
+            errno.EADDRNOTAVAIL: ("ip -brief address   # macOS: ifconfig",),
+            errno.EACCES: ("choose a port above 1023",),
+        }
+        says = f"UDP {text}: {error.strerror}"
+        return Check("port", "FAIL", says, helps.get(error.errno or 0, ()))
+
+
+def socket_stats() -> SocketStats:
+    """Return what the system gives a node's socket, after one message over loopback."""
+    secret = generate_secret()
+    with (
+        Node("127.0.0.1:0", secret=secret) as one,
+        Node("127.0.0.1:0", [one.address], secret=secret) as two,
+    ):
+        two.wait_for_peers(1, timeout_s=10.0)
+        two.publish(bytes(1 << 20))
+        two.drain(timeout_s=10.0)
+        return two.stats().socket
+
+
+def check_socket(stats: SocketStats, platform: str) -> Iterator[Check]:
+    """Check the buffers of a socket, and whether many datagrams move with one call."""
+    double = 2 if platform == "linux" else 1  # Linux reports twice what it grants
+    granted = {
+        "rmem_max": stats.receive_buffer_bytes // double,
+        "wmem_max": stats.send_buffer_bytes // double,
+    }
+    says = "receive {} KiB, send {} KiB".format(*(nbytes >> 10 for nbytes in granted.values()))
+    short = [f"net.core.{name}={BUFFER_BYTES}" for name in granted if granted[name] < BUFFER_BYTES]
+    says += f" of {BUFFER_BYTES >> 10} KiB: bursts will be dropped" if short else ""
+    settings = " ".join(short) if platform == "linux" else f"kern.ipc.maxsockbuf={2 * BUFFER_BYTES}"
+    help_ = f"sudo sysctl -w {settings}   # to keep it, in a file of /etc/sysctl.d"
+    yield slow_if(bool(short), "socket buffers", says, help_)
+    if platform != "linux":
+        yield Check("GSO, GRO", "n/a", "only Linux has them")
+        return
+    missing = ["GSO"] * (not stats.has_gso) + ["GRO"] * (not stats.has_gro)
+    says = f"no {' and '.join(missing)}: one call per datagram" if missing else "both in use"
+    help_ = "uname -r   # Linux 5.0 and later have both"
+    yield slow_if(bool(missing), "GSO, GRO", says, help_)
+
+
+def check_clock(wall_s: float) -> Check:
+    """Check that the wall clock is plausible."""
+    if wall_s >= WALL_CLOCK_MIN_S:
+        return Check("clock", "ok", "plausible")
+    says = "years late: a node that restarts would not count as newer than its earlier run"
+    return Check("clock", "FAIL", says, ("sudo timedatectl set-ntp true",))
