@@ -43,7 +43,7 @@ class ScriptedNode:
         self.rounds: list[list[Arrival]] = []
         self.published: list[tuple[bytes, int]] = []
         self.refusals: list[Exception] = []
-        self.room: Callable[[], bool] = lambda: True
+        self.space: Callable[[], bool] = lambda: True
         self.on_receive: Callable[[], None] = lambda: None
         self.greetings: list[Arrival] = []
 
@@ -57,7 +57,7 @@ class ScriptedNode:
 
     def has_room(self, nbytes: int) -> bool:
         assert nbytes > 0
-        return self.room()
+        return self.space()
 
     def publish(self, buffer: Any, tag: int = 0, to: Peer | None = None) -> Any:
         if tag // TAG_NUMBERS == Kind.HELLO and to is not None:
@@ -427,11 +427,11 @@ def test_without_room_the_step_waits_before_it_encodes(
     node, enc, params = scripted(), encoder(2), zeros(2)
     steps_seen = []
 
-    def room() -> bool:
+    def space() -> bool:
         steps_seen.append(enc.step)
         return len(steps_seen) > 3
 
-    node.room = room
+    node.space = space
     gw.Exchange(enc, node).step(update(0.5, 0.25), params)
     assert steps_seen == [0, 0, 0, 0]
     assert (enc.step, params.tolist(), enc.residual.tolist()) == (1, [0.5, 0.0], [0.0, 0.25])
@@ -441,7 +441,7 @@ def test_without_room_until_the_timeout_the_update_is_not_taken(
     scripted: Callable[..., ScriptedNode],
 ) -> None:
     node, enc = scripted(), encoder(2)
-    node.room = lambda: False
+    node.space = lambda: False
     share = gw.Exchange(enc, node, timeout_s=2.0)
     with pytest.raises(gw.WouldBlock, match="update was not taken"):
         share.step(update(0.5, 0.25), zeros(2))

@@ -9,7 +9,7 @@ __all__ = ["POLL_S", "ROOM_POLL_S", "now_s"]
 # Longest wait for messages before a loop checks the connected peers and the clock again.
 POLL_S = 0.05
 
-# The same without room to send: acknowledgements arrive within a round trip.
+# The same without space to send: acknowledgements arrive within a round trip.
 ROOM_POLL_S = 0.001
 
 now_s = time.perf_counter

@@ -275,9 +275,9 @@ class Exchange:
 
         Raises:
             NonFiniteUpdate: as ``Encoder.encode``; the step has not begun, the others wait for it.
-            WouldBlock: there was no room to send, or this node was too far ahead of another, for ``timeout_s``; the
+            WouldBlock: there was no space to send, or this node was too far ahead of another, for ``timeout_s``; the
                 update was not taken.
-            TimeoutError: a connected member sent no message for this step within ``timeout_s``, or there was no room
+            TimeoutError: a connected member sent no message for this step within ``timeout_s``, or there was no space
                 for the message after all. The update was taken; the next call finishes the step.
             MessageError: a member sent bytes that are no message, or a message of another step or size; ``params`` is
                 unchanged.

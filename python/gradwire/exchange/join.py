@@ -57,7 +57,7 @@ class Join:
         router.handlers[Kind.SNAPSHOT] = self._add_part
 
     def poll(self, timeout_s: float) -> None:
-        """Send what there is room for, receive for up to ``timeout_s``, and find lost members."""
+        """Send as much as there is space for, receive for up to ``timeout_s``, and find lost members."""
         self._donor.send_parts()
         lost = self._router.receive(timeout_s)
         if lost:

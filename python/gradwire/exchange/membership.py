@@ -452,7 +452,7 @@ class Router:
     # ---- sending -----------------------------------------------------------------------------------------------------
 
     def send(self, kind: Kind, number: int, payload: bytes, to: Peer | None = None) -> None:
-        """Queue a control message for all peers or for one, and send as much as there is room for."""
+        """Queue a control message for all peers or for one, and send as much as there is space for."""
         # At once if possible: the caller may go off to compute while others wait for the message.
         self._waiting.append((tag_of(kind, number), payload, to))
         self.flush()
@@ -480,7 +480,7 @@ class Router:
         self.introduce()
 
     def publish_update(self, step: int, payload: Message | bytes) -> Ticket | None:
-        """Send this node's update and, before it, its note; return None without room, for another try.
+        """Send this node's update and, before it, its note; return None without space, for another try.
 
         Raises:
             TooLarge: the transport refuses the size; nothing was sent.

@@ -413,7 +413,7 @@ class Replica:
 
     @property
     def oldest_sent(self) -> OwnUpdate | None:
-        """The oldest of the kept messages; None while there is room for more."""
+        """The oldest of the kept messages; None while there is space for more."""
         return self.sent[0] if len(self.sent) == self.sent.maxlen else None
 
     def finish_step(self, own: OwnUpdate) -> None:

@@ -90,7 +90,7 @@ class ExchangeStats:
         members: other members now.
         digests: comparisons of all members' replicas that found no difference.
         encode_s: time spent encoding.
-        wait_s: time spent waiting for room and for the others.
+        wait_s: time spent waiting for space to send and for the others.
         apply_s: time spent adding to the parameters.
     """
 

@@ -122,7 +122,7 @@ def _empty(dtype: str, shape: list[int]) -> NDArray[Any]:
 
 
 class Donor:
-    """Answers newcomers' requests: waits for a suitable step, and sends the snapshot as there is room."""
+    """Answers newcomers' requests: waits for a suitable step, and sends the snapshot as there is space."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -172,11 +172,11 @@ class Donor:
         self._requests.clear()
 
     def send_parts(self) -> None:
-        """Send as many parts as there is room for."""
+        """Send as many parts as there is space for."""
         while self._outgoing:
             peer, number, part = self._outgoing[0]
             try:
-                # Half of the room is left for updates.
+                # Half of the space is left for updates.
                 if not self._node.has_room(2 * len(part)):
                     return
                 self._node.publish(part, tag=tag_of(Kind.SNAPSHOT, number), to=peer)

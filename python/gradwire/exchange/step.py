@@ -1,4 +1,4 @@
-"""One step: wait for room, encode, publish, wait for the members' messages, apply."""
+"""One step: wait for space to send, encode, publish, wait for the members' messages, apply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .results import StepResult
 
 __all__ = ["Step"]
 
-# Room that a step asks for before encoding: the largest possible message, but at most this, which every node has.
+# Space that a step asks for before encoding: the largest possible message, but at most this, which every node has.
 _ROOM_BYTES_MAX = 16 << 20
 
 
@@ -127,7 +127,7 @@ class Step:
         return own
 
     def _wait_for_room(self, params: Any, optimizer_state: Sequence[Any]) -> None:
-        """Receive until the node has room for one more message and no member is too far behind.
+        """Receive until the node has space for one more message and no member is too far behind.
 
         Raises:
             WouldBlock: after ``timeout_s``.
@@ -150,7 +150,7 @@ class Step:
     def _obstacle(self) -> str | None:
         """Return what keeps this node from sending one more update, None if nothing does."""
         if not self._router.node.has_room(self._room_bytes):
-            return "no room to send it: a peer does not take its messages"
+            return "no space to send it: a peer does not take its messages"
         if self._is_sync:
             return None
         if self._staleness() > self._options.max_staleness:
@@ -166,7 +166,7 @@ class Step:
         return 0 if slowest is None else max(0, self._replica.step - slowest)
 
     def _publish(self, own: OwnUpdate) -> None:
-        """Hand a message over unless that is done; without room it stays for the next try.
+        """Hand a message over unless that is done; without space it stays for the next try.
 
         Raises:
             TooLarge: the transport refuses the size; the message is back in the residual.
@@ -186,7 +186,7 @@ class Step:
 
         Raises:
             LeftBehind: the members do not wait for this node.
-            TimeoutError: a member sent nothing in time, or there was no room.
+            TimeoutError: a member sent nothing in time, or there was no space.
             TooLarge: the transport refuses the size; the message is back in the residual.
         """
         membership, timeout_s = self._membership, self._options.timeout_s
@@ -211,7 +211,7 @@ class Step:
             poll_s = clock.ROOM_POLL_S if own.ticket is None else clock.POLL_S
 
     def _timed_out(self, own: OwnUpdate, missing: frozenset[Peer]) -> TimeoutError:
-        what = "no room to send it: a peer does not take its messages"
+        what = "no space to send it: a peer does not take its messages"
         if own.ticket is not None:
             names = ", ".join(peer.address for peer in sorted(missing))
             what = f"no message from {names}, though connected"
