@@ -391,8 +391,10 @@ def test_a_member_lost_while_others_wait_for_it_is_dropped(
             node.peers = ()
 
     node.on_receive = lose_it_after_a_while
-    result = gw.Exchange(encoder(2), node, timeout_s=5.0).step(update(0.0, 0.5), zeros(2))
+    params = zeros(2)
+    result = gw.Exchange(encoder(2), node, timeout_s=5.0).step(update(0.0, 0.5), params)
     assert (result.lost, result.applied) == ((goes,), 1)
+    assert params.tolist() == [0.0, 0.5], "the mean is over the live nodes"
 
 
 def test_a_late_comer_is_ignored_and_counted(scripted: Callable[..., ScriptedNode]) -> None:

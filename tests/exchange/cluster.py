@@ -22,7 +22,7 @@ from gradwire import Exchange
 from gradwire.errors import NotConnected, TooLarge, WouldBlock
 from gradwire.exchange import clock
 from gradwire.exchange.protocol import TAG_NUMBERS
-from gradwire.transport import Peer, PeerJoined, PeerLost, Received, Ticket
+from gradwire.transport import Peer, PeerJoined, PeerLost, Received
 
 TURNS_MAX = 100_000
 
@@ -31,10 +31,24 @@ class Killed(BaseException):
     """The worker's node was killed: it ends as a killed process does, without a word."""
 
 
+class FakeTicket:
+    """Follows one published message; an exchange asks only whether every recipient has answered."""
+
+    def __init__(self, recipients: frozenset[Peer]) -> None:
+        self._pending = set(recipients)
+
+    @property
+    def is_done(self) -> bool:
+        return not self._pending
+
+    def settle(self, peer: Peer) -> None:
+        self._pending.discard(peer)
+
+
 class _Packet(NamedTuple):
     tag: int
     payload: memoryview
-    ticket: Ticket
+    ticket: FakeTicket
 
 
 class FakeNode:
@@ -72,7 +86,7 @@ class FakeNode:
         assert nbytes >= 0
         return not self.is_full
 
-    def publish(self, buffer: Any, tag: int = 0, to: Peer | None = None) -> Ticket:
+    def publish(self, buffer: Any, tag: int = 0, to: Peer | None = None) -> FakeTicket:
         if to is not None and to not in self.connected:
             raise NotConnected(f"{to} is not connected")
         if self.is_full:
@@ -81,7 +95,7 @@ class FakeNode:
         payload = memoryview(bytes(buffer))
         if tag < TAG_NUMBERS:
             self.updates[tag] = bytes(payload)
-        ticket = Ticket(tag, len(payload), recipients)
+        ticket = FakeTicket(recipients)
         for peer in sorted(recipients):
             self.cluster.link(self.peer, peer).append(_Packet(tag, payload, ticket))
         return ticket
@@ -260,7 +274,7 @@ class Cluster:
         node = next(each for each in self.nodes if each.peer == receiver)
         if node.is_dead or node.is_closed:
             if isinstance(one, _Packet):
-                one.ticket.settle(receiver, delivered=False)
+                one.ticket.settle(receiver)
             return
         if isinstance(one, PeerJoined):
             node.connected.add(sender)
@@ -270,7 +284,7 @@ class Cluster:
             node.happened.append(one)
         else:
             node.inbox.append(Received(sender, one.tag, one.payload))
-            one.ticket.settle(receiver, delivered=True)
+            one.ticket.settle(receiver)
 
     def _break(self, sender: Peer, receiver: Peer) -> None:
         self._lose(sender, receiver, keeps=self.random.randint(0, len(self.link(sender, receiver))))
@@ -282,7 +296,7 @@ class Cluster:
         while len(queue) > keeps:
             one = queue.pop()
             if isinstance(one, _Packet):
-                one.ticket.settle(receiver, delivered=False)
+                one.ticket.settle(receiver)
 
 
 @contextmanager
@@ -327,7 +341,7 @@ def refuse_updates(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a node's updates be larger than its limit."""
     publish = node.publish
 
-    def refuse(buffer: Any, tag: int = 0, to: Peer | None = None) -> Ticket:
+    def refuse(buffer: Any, tag: int = 0, to: Peer | None = None) -> FakeTicket:
         if tag < TAG_NUMBERS:
             raise TooLarge("limit")
         return publish(buffer, tag, to)
