@@ -98,9 +98,6 @@ def times(benchmark: BenchmarkFixture) -> Times:
     return measure
 
 
-# ---- encode ---------------------------------------------------------------------------------------------------------
-
-
 @sizes
 @pytest.mark.parametrize("density", [*TARGETS, *OTHER_DENSITIES])
 def test_encode(times: Times, report: Report, log2: int, density: float) -> None:
@@ -273,26 +270,6 @@ def test_apply_many(
     where = ("time", f"apply_many of 16 messages at {density:g}", f"2^{log2}")
     target = goal and Target("<=", goal)
     report.add([ratio(where, ours, add, target=target, floor=floor), ratio(where, ours, single)])
-
-
-@pytest.mark.parametrize("name", ["flush", "parse", "decode", "float16", "float64", "tensors"])
-def test_other_calls(benchmark: BenchmarkFixture, name: str) -> None:
-    """Absolute times only."""
-    state = SteadyState.make(2**SMALL_LOG2, 1e-2, SEED)
-    encoder, update = make_encoder(state), state.update
-    message = encoder.encode(update)
-    calls: dict[str, tuple[Any, ...]] = {
-        "flush": (encoder.flush,),
-        "parse": (gw.Message.parse, bytes(message)),
-        "decode": (gw.decode, message),
-        "float16": (encoder.encode, update.astype("float16")),
-        "float64": (make_encoder(state, dtype="float64").encode, update),
-        "tensors": (encoder.encode, np.array_split(update, 61)),
-    }
-    result = benchmark(*calls[name])
-    if name != "flush":
-        decoded = result if name == "decode" else gw.decode(result)
-        np.testing.assert_array_equal(decoded, update)
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------

@@ -161,10 +161,8 @@ class Bench:
             sectors.append(int(touched.sum()))
             del case
         target = torch.zeros(self.numel, device="cuda")
-        for what, count, predicted in (
-            ("apply, 0.001", 1, 0.15),
-            ("apply_many of 16, 0.001", 16, 0.45),
-        ):
+        for count, predicted in ((1, 0.15), (16, 0.45)):
+            what = f"apply_many of {count}, 0.001"
             seconds = median_s(lambda count=count: gw.apply_many(messages[:count], target))
             self.add_share(what, 2 * SECTOR_BYTES * sectors[count - 1], seconds, 0.40, predicted)
 

@@ -8,12 +8,11 @@ methods train the same model with the same optimiser, batches and initial parame
     python benchmarks/bench_training.py --results results --report --json training.json
     python benchmarks/bench_training.py --smoke                    # four steps of each method on loopback
 
-Two kinds of runs. **Curves**: every method and seed takes all steps, behind no limit, for the losses. **Timings**: one
-seed of every method at every link runs to the target, or until its budget of seconds is spent, for the time of its
-steps; run them on a quiet machine. The losses of a synchronous method do not depend on the link, so its time to the
-target is the sum of the measured times of the steps that the seed's curve needs; steps that were not measured count as
-the mean of the later half of those that were, and the figure is marked as composed. The losses of an asynchronous
-method do depend on the link: its timings run to the target, with every seed.
+**Curves**: every method and seed takes all steps, behind no limit, for the losses. **Timings**: one seed of every
+method at every link runs to the target, or until its budget of seconds is spent, for the time of its steps; on a quiet
+machine. A synchronous method's losses do not depend on the link, so its time to the target is the sum of the times of
+the steps that the seed's curve needs; steps that were not timed count as the mean of the later half of the others
+("composed"). An asynchronous method's losses do depend on the link: its timings run to the target, with every seed.
 """
 
 from __future__ import annotations
@@ -64,18 +63,9 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """One training.
+    """One training; without a limit of the link where ``link_mbit`` is 0.
 
-    Attributes:
-        task: its name.
-        method: its name.
-        link_mbit: rate of every node's link; 0: no limit.
-        seed: of parameters and batches.
-        steps: at most.
-        budget_s: at most, unless the run is for its curve.
-        is_curve: whether it continues beyond the target.
-        evaluate_every: steps between evaluations.
-        density: target of gradwire's thresholds.
+    A run for its curve continues beyond the target and the budget.
     """
 
     task: str
@@ -116,9 +106,9 @@ def execute_all(runs: list[Run], folder: Path) -> None:
     missing = [run for run in runs if not (folder / f"{run.name}.json").exists()]
     print(f"{len(runs) - len(missing)} of {len(runs)} runs are there already", flush=True)
     for link_mbit, group in itertools.groupby(missing, key=lambda run: run.link_mbit):
-        with network(NODES, link_mbit) as built:
+        with network(NODES, link_mbit) as (hosts, prefixes):
             for run in group:
-                execute([run], folder, built.addresses, built.prefixes)
+                execute([run], folder, hosts, prefixes)
 
 
 def execute(runs: list[Run], folder: Path, hosts: list[str], prefixes: list[list[str]]) -> None:
@@ -256,9 +246,6 @@ def targets(task: str, method: str, results: Results) -> Iterator[tuple[str, str
         # Waiting for slower nodes counts, which share the processors.
         figure = statistics.mean(one["totals"]["spent_s"] / one["seconds"] for one in timed)
         yield "share of a step in gradwire, 100 Mbit/s", "", figure, Target("<=", 0.1)
-
-
-# ---- the command ----------------------------------------------------------------------------------------------------
 
 
 def main() -> None:

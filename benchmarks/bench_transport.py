@@ -94,7 +94,7 @@ class Samples:
 
 def goodput(settings: Settings, report: Report, checkouts: Checkouts) -> Iterator[Row]:
     """Yield goodput relative to raw sockets and to QUIC."""
-    samples, has_qh3 = Samples(), is_installed("qh3", "qh3", report)
+    samples, has_qh3 = Samples(), is_installed("qh3", report)
     for _ in range(settings.rounds):
         samples.add("raw GSO/GRO", raw_transfer(settings.seconds))
         for name, checkout in checkouts.items():
@@ -113,18 +113,14 @@ def goodput(settings: Settings, report: Report, checkouts: Checkouts) -> Iterato
 
 def all_to_all(settings: Settings, report: Report, checkouts: Checkouts) -> Iterator[Row]:
     """Yield the time of a step relative to other libraries."""
-    peers = {
-        name: mesh
-        for name, (mesh, module, _) in PEERS.items()
-        if is_installed(module, name, report)
-    }
+    peers = [name for name, (_, module, _) in PEERS.items() if is_installed(module, report)]
     for count in settings.processes:
         samples, size = Samples(), (count, STEP_BYTES, settings.steps)
         for _ in range(settings.rounds):
             for name, checkout in checkouts.items():
                 samples.add(name, *step_times(gradwire_mesh, *size, checkout))
-            for name, mesh in peers.items():
-                samples.add(name, *step_times(mesh, *size))
+            for name in peers:
+                samples.add(name, *step_times(PEERS[name][0], *size))
         what = f"step of {STEP_BYTES // 1000} kB all to all, {count} processes"
         targets = {name: target for name, (_, _, target) in PEERS.items()}
         yield from samples.milliseconds(what, checkouts)
@@ -176,9 +172,9 @@ GROUPS = {
 }
 
 
-def is_installed(module: str, name: str, report: Report) -> bool:
+def is_installed(module: str, report: Report) -> bool:
     if importlib.util.find_spec(module) is None:
-        report.skip(name, f"{module} is not installed")
+        report.skip(module, "not installed")
         return False
     return True
 

@@ -19,10 +19,8 @@ def children(
 ) -> Iterator[list[Connection]]:
     """Run each (function, *arguments) as ``function(pipe, *arguments)`` and yield the other ends of the pipes.
 
-    Args:
-        calls: functions of modules that do not import gradwire at their top; picklable arguments.
-        checkout: root of the source tree that gradwire and its tests' helpers are imported from; None for this one.
-        namespaces: network namespace that each process enters.
+    The functions belong to modules that do not import gradwire at their top, because ``checkout`` is the root of the
+    source tree that gradwire and its tests' helpers are imported from; ``namespaces`` are entered, one by each process.
     """
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []

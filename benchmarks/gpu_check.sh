@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command and under ten minutes, without a network: build, tests, compute-sanitizer,
-# the table of benchmarks/bench_cuda.py. Needs Python with NumPy, torch, pybind11, scikit-build-core and pytest, CMake, ninja
-# and nvcc; CuPy and Triton are compared with where they are installed.
+# Everything that needs a GPU, in under ten minutes and without a network: build, tests, compute-sanitizer, bench_cuda.py.
+# Needs Python with NumPy, torch, pybind11, scikit-build-core and pytest, CMake, ninja and nvcc; CuPy and Triton are
+# references where they are installed. Every part runs even if one before it failed.
 #
 #   benchmarks/gpu_check.sh [folder for the results, default: gpu-check]
-#
-# Every part runs even where one before it failed, so that one visit to a machine tells all; the exit status is 1 then.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 results=${1:-gpu-check}
@@ -20,8 +18,7 @@ unset GRADWIRE_ISA
 declare -a summary=()
 failures=0
 
-# part NAME SECONDS FUNCTION...: runs it, with its output in a file of its own. What it calls through `limited` ends after so
-# many seconds.
+# part NAME SECONDS FUNCTION...: runs it, with its output in a file; what it calls through `limited` ends after so long.
 part() {
     local name=$1 limit=$2 began=$SECONDS status=0
     shift 2

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal
 
@@ -155,13 +155,7 @@ def table(rows: Sequence[Row]) -> str:
 
 @dataclass
 class Report:
-    """All rows of one run, what was left out, and the machine.
-
-    Attributes:
-        benchmark: its name.
-        parameters: of the run.
-        void: why no figure of this run counts, as in a smoke test; empty if they do.
-    """
+    """All rows of one run and what was left out; ``void`` says why no figure counts, as in a smoke test."""
 
     benchmark: str
     parameters: dict[str, Any]
@@ -214,7 +208,7 @@ def machine() -> dict[str, Any]:
         "instruction set": _core.isa(),
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
-        **{name: found for name in VERSIONS if (found := _version(name))},
+        **{one.name: one.version for one in distributions() if one.name in VERSIONS},
         "commit": done.stdout.strip() or "unknown",
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
@@ -227,10 +221,3 @@ def last_level_cache_bytes() -> int:
     files = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = [path.read_text().strip() for path in files]
     return max([32 << 20, *(int(size[:-1]) << 10 for size in sizes if size.endswith("K"))])
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""

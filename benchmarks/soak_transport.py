@@ -44,9 +44,6 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "13107
 EMPTY = ("send_log_bytes", "receive_queue_bytes", "malformed_datagrams", "rejected_records")
 
 
-# ---- one node -------------------------------------------------------------------------------------------------------
-
-
 def message_of(sender: Peer, tag: int) -> memoryview:
     """Return the bytes of this message: 0 B to 8 MB, small ones as often as large ones."""
     draw = random.Random(f"{sender.id}/{sender.incarnation}/{tag}")

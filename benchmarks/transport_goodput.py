@@ -31,20 +31,9 @@ BURST_BYTES, SEGMENT_BYTES = 63_000, 1_400
 UDP_SEGMENT, UDP_GRO = 103, 104  # linux/udp.h
 
 
-# ---- gradwire -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Transfer:
-    """What it took to send messages; times are per message.
-
-    Attributes:
-        message_s: from the first `publish` until everything is acknowledged.
-        sender_cpu_s: processor time of the sending process.
-        receiver_cpu_s: processor time of the receiving process.
-        lost: datagrams that did not arrive.
-        resent: datagrams sent again.
-    """
+    """What it took to send messages: seconds per message, and datagrams that were lost and sent again."""
 
     message_s: float
     sender_cpu_s: float
@@ -236,11 +225,10 @@ class Qh3:
         return time.perf_counter() + self._skipped_s
 
 
-def write_certificate(folder: str) -> tuple[str, str]:
+def write_certificate(folder: str) -> list[str]:
     """Write a self-signed certificate and its key, and return both paths."""
-    paths = f"{folder}/certificate.pem", f"{folder}/key.pem"
-    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
-    names = ["-subj", "/CN=localhost", "-out", paths[0], "-keyout", paths[1]]
-    command = ["openssl", "req", "-x509", *kind, *names]
+    paths = [f"{folder}/certificate.pem", f"{folder}/key.pem"]
+    kind = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+    command = ["openssl", "req", "-x509", *kind.split(), "-out", paths[0], "-keyout", paths[1]]
     subprocess.run(command, check=True, capture_output=True)
     return paths

@@ -17,51 +17,46 @@ from transport_goodput import MESSAGE_BYTES, transfer
 
 RESENT, LOSSLESS = Target("<=", 1.2), Target(">=", 0.85)
 FAST, LONG = 12.5e6, "100 Mbit/s, 40 ms round trip, 1 % loss"
-# The simulated links, and the share of the rate to be used.
-SIMULATED: dict[str, tuple[dict[str, float], float]] = {
-    "100 Mbit/s, 1 ms round trip": (
-        {"delay_s": 0.0005, "rate_bytes_per_s": FAST, "queue_bytes": 125_000},
-        0.92,
-    ),
-    LONG: ({"delay_s": 0.02, "loss": 0.01, "rate_bytes_per_s": FAST, "queue_bytes": 500_000}, 0.8),
-    "10 Mbit/s, 30 ms, queue of 25 packets": (
-        {"delay_s": 0.015, "rate_bytes_per_s": 1.25e6, "queue_bytes": 35_000},
-        0.8,
-    ),
+# The simulated links: one-way delay, loss, bytes per second, queue in bytes; and the share of the rate to be used.
+SIMULATED = {
+    "100 Mbit/s, 1 ms round trip": ((0.0005, 0.0, FAST, 125_000), 0.92),
+    LONG: ((0.02, 0.01, FAST, 500_000), 0.8),
+    "10 Mbit/s, 30 ms, queue of 25 packets": ((0.015, 0.0, 1.25e6, 35_000), 0.8),
 }
-GIGABIT = {"delay_s": 0.0005, "rate_bytes_per_s": 125e6, "queue_bytes": 250_000}
+GIGABIT = [(0.0005, loss, 125e6, 250_000) for loss in (0.0, 0.01)]
 
 Checkouts = Mapping[str, Path | None]
 Shares = tuple[float, float]  # of the link's rate that is used; datagrams sent again over lost
 
 
-def simulate(pipe: Connection, links: Sequence[dict[str, Any]], messages: int) -> None:
+def simulate(pipe: Connection, links: Sequence[Any], messages: int) -> None:
     """Send messages over each simulated link in turn, and report the shares."""
     from transport.simulator import Link, Simulator
 
-    for options in links:
-        back = {name: options[name] for name in ("delay_s", "loss") if name in options}
-        simulator = Simulator(1, Link(delay_s=options["delay_s"]))
+    for delay_s, loss, rate, queue_bytes in links:
+        simulator = Simulator(1, Link(delay_s))
         one, two = simulator.mesh(2)
-        there = simulator.links[one.address, two.address] = Link(**options)
-        simulator.links[two.address, one.address] = Link(**back)
+        there = Link(delay_s, loss=loss, rate_bytes_per_s=rate, queue_bytes=queue_bytes)
+        simulator.links[one.address, two.address] = there
+        simulator.links[two.address, one.address] = Link(delay_s, loss=loss)
         started_s = simulator.now_s
         tickets = [simulator.publish(one, bytes(MESSAGE_BYTES)) for _ in range(messages)]
         simulator.run_until(lambda tickets=tickets: all(one.is_done for one in tickets), 600.0)
-        rate = messages * MESSAGE_BYTES / (simulator.now_s - started_s)
+        used = messages * MESSAGE_BYTES / (simulator.now_s - started_s) / rate
         again = one.endpoint.stats().retransmitted_bytes
-        pipe.send((rate / options["rate_bytes_per_s"], again / max(1, there.lost_bytes)))
+        pipe.send((used, again / max(1, there.lost_bytes)))
 
 
 def simulated_rows(messages: int, checkouts: Checkouts) -> Iterator[Row]:
     """Yield what messages make of simulated links; the simulator is seeded, so one run is enough."""
-    links = [link for link, _ in SIMULATED.values()] + [GIGABIT, GIGABIT | {"loss": 0.01}]
+    links = [link for link, _ in SIMULATED.values()] + GIGABIT
     for column, checkout in checkouts.items():
         with children((simulate, links, messages), checkout=checkout) as (pipe,):
             for name, (_, goal) in SIMULATED.items():
                 yield from _rows(f"simulated: {name}", column, [pipe.recv()], goal)
             (clean, _), (lossy, _) = pipe.recv(), pipe.recv()
-        yield _lossy_row("simulated: 1 Gbit/s, 1 % loss", column, [lossy / clean])
+        link = "simulated: 1 Gbit/s, 1 % loss"
+        yield _row(link, column, [lossy / clean], "without loss", LOSSLESS)
 
 
 def cable_shares(rate_mbit: int, loss: float, messages: int, checkout: Path | None) -> Shares:
@@ -94,9 +89,7 @@ def proxy_shares(messages: int, checkout: Path | None) -> Shares:
 
 def socket_rows(messages: int, rounds: int, checkouts: Checkouts, *, cables: bool) -> Iterator[Row]:
     """Yield what real sockets make of links; in every round all checkouts use all links in turn."""
-    slow, fast, lossy = (
-        f"cable: {name}" for name in ("100 Mbit/s", "1 Gbit/s", "1 Gbit/s, 1 % loss")
-    )
+    slow, fast, lossy = "cable: 100 Mbit/s", "cable: 1 Gbit/s", "cable: 1 Gbit/s, 1 % loss"
     ways = {f"proxy: {LONG}": lambda tree: proxy_shares(-(-messages // 2), tree)}
     if cables:
         ways[slow] = lambda tree: cable_shares(100, 0.0, messages, tree)
@@ -112,24 +105,20 @@ def socket_rows(messages: int, rounds: int, checkouts: Checkouts, *, cables: boo
         yield from _rows(link, column, shares, goals.get(link))
         if link == lossy:
             pairs = zip(shares, found[fast, column], strict=True)
-            yield _lossy_row(link, column, [one[0] / other[0] for one, other in pairs])
+            ratios = [one[0] / other[0] for one, other in pairs]
+            yield _row(link, column, ratios, "without loss", LOSSLESS)
 
 
 def _rows(link: str, column: str, shares: Sequence[Shares], goal: float | None) -> Iterator[Row]:
-    """Yield the best and the median: other work on the machine can only lower a share."""
     used, resent = zip(*shares, strict=True)
-    target = Target(">=", goal) if goal else None
-    yield _row(link, column, (max(used), statistics.median(used)), "its rate", target)
+    yield _row(link, column, used, "its rate", Target(">=", goal) if goal else None)
     if any(resent):
-        figures = min(resent), statistics.median(resent)
-        yield _row(f"{link}: sent again", column, figures, "lost", RESENT)
-
-
-def _lossy_row(link: str, column: str, shares: Sequence[float]) -> Row:
-    return _row(link, column, (max(shares), statistics.median(shares)), "without loss", LOSSLESS)
+        yield _row(f"{link}: sent again", column, resent, "lost", RESENT)
 
 
 def _row(
-    link: str, column: str, figures: tuple[float, float], reference: str, target: Target | None
+    link: str, column: str, values: Sequence[float], reference: str, target: Target | None
 ) -> Row:
+    """Return the best and the median: other work on the machine makes every figure worse."""
+    figures = max(values) if target is not RESENT else min(values), statistics.median(values)
     return Row("transport-links", link, column, *figures, reference=reference, target=target)

@@ -26,16 +26,7 @@ POWERSGD_START = 2
 
 
 class Method:
-    """One node's part of a training.
-
-    Args:
-        task: what is trained.
-        seed: of the initial parameters.
-        addresses: "host:port" of all nodes, by rank.
-        rank: of this node.
-        density: target of gradwire's thresholds.
-        steps: of the whole training: the learning rate rises, and falls to zero at its end.
-    """
+    """One node's part of a training of ``steps`` steps; ``density`` is the target of gradwire's thresholds."""
 
     uses_gloo = True
 

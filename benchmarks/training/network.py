@@ -14,7 +14,6 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 DEVICE = "v0"
 BURST_BYTES, QUEUE_MS, QUEUE_BYTES_MIN = 131_072, 50, 65_536
@@ -24,22 +23,12 @@ class Refused(Exception):
     """The kernel cannot build a network; the message says which command failed, and why."""
 
 
-@dataclass(frozen=True)
-class Network:
-    """The nodes, by number.
-
-    Attributes:
-        addresses: IP address of each node.
-        prefixes: command that runs another command on each node.
-    """
-
-    addresses: list[str]
-    prefixes: list[list[str]]
-
-
 @contextlib.contextmanager
-def network(nodes: int, rate_mbit: int) -> Iterator[Network]:
+def network(nodes: int, rate_mbit: int) -> Iterator[tuple[list[str], list[list[str]]]]:
     """Build a network, and remove it at the end; a rate of 0 limits nothing.
+
+    Yields:
+        The IP address of each node, and the command that runs another command on each node.
 
     Raises:
         Refused: a command failed.
@@ -63,7 +52,7 @@ def network(nodes: int, rate_mbit: int) -> Iterator[Network]:
             if rate_mbit:
                 _limit(space, DEVICE, rate_mbit)
                 _limit(switch, port, rate_mbit)
-        yield Network(addresses, [["ip", "netns", "exec", space] for space in spaces])
+        yield addresses, [["ip", "netns", "exec", space] for space in spaces]
     finally:
         for space in (switch, *spaces):
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)

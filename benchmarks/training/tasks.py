@@ -17,23 +17,16 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Task:
-    """A model, its data and its recipe.
+    """A model, its data and its recipe."""
 
-    Attributes:
-        held_out: the batch of the validation loss.
-        learning_rate: of SGD with a momentum of 0.9.
-        target: the validation loss to reach.
-        clip_norm: largest norm of the gradient.
-        node_clip_norm: largest norm of one node's gradient, where the nodes' updates are averaged.
-        outer_momentum: of the shared parameters, where nodes take a few steps alone.
-    """
-
-    held_out: Batch
-    learning_rate: float
-    target: float
-    clip_norm: float
-    node_clip_norm: float
-    outer_momentum: float
+    held_out: Batch  # of the validation loss
+    learning_rate: float  # of SGD with a momentum of 0.9
+    target: float  # validation loss to reach
+    clip_norm: float  # largest norm of the gradient
+    node_clip_norm: (
+        float  # largest norm of one node's gradient, where the nodes' updates are averaged
+    )
+    outer_momentum: float  # of the shared parameters, where nodes take a few steps alone
 
     def model(self) -> nn.Module:
         """Return a new model; seed torch first."""
