@@ -173,7 +173,8 @@ GROUPS = {
 
 
 def is_installed(module: str, report: Report) -> bool:
-    if importlib.util.find_spec(module) is None:
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:  # tests/torch, which is on the path, is not PyTorch
         report.skip(module, "not installed")
         return False
     return True
