@@ -22,11 +22,6 @@ constexpr uint64_t kChangedPerThread = uint64_t{1} << 14;  // fewer do not repay
 constexpr uint64_t kNumelPerThread = uint64_t{1} << 16;    // where every element is changed
 constexpr uint64_t kSparse = 32;                           // elements per changed one from which memory is prefetched
 
-AddEntriesFunction<float> entries_kernel(float) { return kernels().add_entries_float; }
-AddEntriesFunction<double> entries_kernel(double) { return kernels().add_entries_double; }
-AddBitmapFunction<float> bitmap_kernel(float) { return kernels().add_bitmap_float; }
-AddBitmapFunction<double> bitmap_kernel(double) { return kernels().add_bitmap_double; }
-
 // A block of a target, and of the second target if there is one.
 template <class Target>
 struct Block {
@@ -56,14 +51,14 @@ class Adder {
         if (runs_.empty() || !same) runs_.push_back({used_, quanta_});
     }
     void flush() {
+        const auto add_entries = value_kernels<Target>().add_entries;
         for (size_t i = 0; i < runs_.size(); ++i) {
             const uint64_t end = i + 1 < runs_.size() ? runs_[i + 1].begin : used_;
             const Entry* entries = entries_.data() + runs_[i].begin;
             const Quanta& quanta = runs_[i].quanta;
-            entries_kernel(Target{})(entries, end - runs_[i].begin, block_.target, numel_, quanta.target, scattered_);
+            add_entries(entries, end - runs_[i].begin, block_.target, numel_, quanta.target, scattered_);
             if (block_.second)
-                entries_kernel(Target{})(entries, end - runs_[i].begin, block_.second, numel_, quanta.second,
-                                         scattered_);
+                add_entries(entries, end - runs_[i].begin, block_.second, numel_, quanta.second, scattered_);
         }
         used_ = 0;
         runs_.assign(1, {0, quanta_});
@@ -78,9 +73,10 @@ class Adder {
     void add_entries(uint64_t found) { used_ += found; }
     uint64_t add_bitmap(const BitRun& changed, const BitRun& minus, uint64_t first, uint64_t numel) {
         flush();  // earlier messages first
+        const auto add_bits = value_kernels<Target>().add_bitmap;
         const uint64_t offset = first - first_;
-        if (block_.second) bitmap_kernel(Target{})(changed, minus, block_.second + offset, numel, quanta_.second);
-        return bitmap_kernel(Target{})(changed, minus, block_.target + offset, numel, quanta_.target);
+        if (block_.second) add_bits(changed, minus, block_.second + offset, numel, quanta_.second);
+        return add_bits(changed, minus, block_.target + offset, numel, quanta_.target);
     }
 
   private:
@@ -280,10 +276,9 @@ void apply_messages(const std::vector<MessageView>& messages, const std::vector<
         Cursors cursors = starting_at(all, begin);
         for_parts(targets, begin, end, [&](size_t i, uint64_t offset, uint64_t first, uint64_t count) {
             const Array* other = second ? &second->targets[i] : nullptr;
-            if (targets[i].dtype == Dtype::kFloat64)
-                apply_to(cursors, block_of<double>(targets[i], other, offset), first, count, block, scattered);
-            else
-                apply_to(cursors, block_of<float>(targets[i], other, offset), first, count, block, scattered);
+            with_value_of(targets[i].dtype, [&](auto zero) {
+                apply_to(cursors, block_of<decltype(zero)>(targets[i], other, offset), first, count, block, scattered);
+            });
         });
     });
 }
@@ -300,13 +295,12 @@ void apply_with_momentum(const std::vector<MessageView>& messages, const std::ve
         Cursors own_cursors = starting_at(all_own, begin);
         for_parts(targets, begin, end, [&](size_t i, uint64_t offset, uint64_t first, uint64_t count) {
             const Array* other = second ? &second->targets[i] : nullptr;
-            void* velocity = momentum.velocity[i].data;
-            if (targets[i].dtype == Dtype::kFloat64)
-                apply_with(cursors, own_cursors, block_of<double>(targets[i], other, offset),
-                           static_cast<double*>(velocity) + offset, first, count, momentum.factor);
-            else
-                apply_with(cursors, own_cursors, block_of<float>(targets[i], other, offset),
-                           static_cast<float*>(velocity) + offset, first, count, static_cast<float>(momentum.factor));
+            with_value_of(targets[i].dtype, [&](auto zero) {
+                using Target = decltype(zero);
+                apply_with(cursors, own_cursors, block_of<Target>(targets[i], other, offset),
+                           static_cast<Target*>(momentum.velocity[i].data) + offset, first, count,
+                           static_cast<Target>(momentum.factor));
+            });
         });
     });
 }

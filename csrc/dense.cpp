@@ -36,10 +36,7 @@ MessageBytes encode_dense(const ConstArray& values, DenseType dtype, uint32_t ke
     header.payload_bytes = values.numel * bytes_per_value(dtype);
     MessageBytes message = allocate_message(header);
     uint8_t* payload = message.bytes.get() + kHeaderBytes;
-    if (values.dtype == Dtype::kFloat64)
-        put_values<double>(values, dtype, payload);
-    else
-        put_values<float>(values, dtype, payload);
+    with_value_of(values.dtype, [&](auto zero) { put_values<decltype(zero)>(values, dtype, payload); });
     seal_message(message);
     return message;
 }

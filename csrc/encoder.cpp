@@ -21,23 +21,6 @@ namespace {
 constexpr uint64_t kWordsPerThread = 4096;  // 2^18 elements: fewer do not repay the start of a thread
 constexpr uint64_t kHugePage = uint64_t{2} << 20;
 
-template <class Residual>
-struct KernelOf;
-template <>
-struct KernelOf<float> {
-    static constexpr Dtype kOwn = Dtype::kFloat32;
-    static ExtractFunction<float> extract(Dtype update) {
-        return kernels().extract_float[static_cast<unsigned>(update)];
-    }
-};
-template <>
-struct KernelOf<double> {
-    static constexpr Dtype kOwn = Dtype::kFloat64;
-    static ExtractFunction<double> extract(Dtype update) {
-        return kernels().extract_double[static_cast<unsigned>(update)];
-    }
-};
-
 // Return zero-filled memory, aligned to 64 bytes, in huge pages where the system has them.
 Memory<uint8_t> allocate_zeroed(uint64_t bytes) {
     const uint64_t alignment = bytes >= 2 * kHugePage ? kHugePage : 64;
@@ -84,12 +67,13 @@ void Encoder::extract_range(const std::vector<ConstArray>* update, Residual thre
     const uint64_t end = std::min(to_word * 64, numel_);
     static const std::vector<ConstArray> kNothing;
     ArrayCursor cursor(update ? *update : kNothing, from_word * 64);
+    const auto extract = [](Dtype dtype) { return value_kernels<Residual>().extract[static_cast<unsigned>(dtype)]; };
     uint64_t at = from_word * 64;
     while (at < end) {
         const uint64_t whole = (update ? std::min(cursor.left(), end - at) : end - at) / 64;
         if (whole > 0) {
-            KernelOf<Residual>::extract(update ? cursor.dtype() : Dtype::kNone)(
-                residual + at, update ? cursor.data() : nullptr, whole, threshold, at / 64, out, extracted);
+            extract(update ? cursor.dtype() : Dtype::kNone)(residual + at, update ? cursor.data() : nullptr, whole,
+                                                            threshold, at / 64, out, extracted);
             if (update) cursor.advance(whole * 64);
             at += whole * 64;
             continue;
@@ -99,8 +83,7 @@ void Encoder::extract_range(const std::vector<ConstArray>* update, Residual thre
         Residual updates[64] = {};
         std::memcpy(values, residual + at, some * sizeof(Residual));
         if (update) cursor.gather(some, updates);
-        KernelOf<Residual>::extract(update ? KernelOf<Residual>::kOwn : Dtype::kNone)(values, updates, 1, threshold,
-                                                                                      at / 64, out, extracted);
+        extract(update ? kDtypeOf<Residual> : Dtype::kNone)(values, updates, 1, threshold, at / 64, out, extracted);
         std::memcpy(residual + at, values, some * sizeof(Residual));
         at += some;
     }
@@ -167,13 +150,13 @@ Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOp
 }
 
 Encoded Encoder::encode(const std::vector<ConstArray>* update, const EncodeOptions& options) {
-    return dtype_ == Dtype::kFloat64 ? encode_as<double>(update, options) : encode_as<float>(update, options);
+    return with_value_of(dtype_, [&](auto zero) { return encode_as<decltype(zero)>(update, options); });
 }
 
 Encoded Encoder::encode_dense(const std::vector<ConstArray>* update, DenseType dtype, const EncodeOptions& options) {
     // No finite value passes an infinite threshold, so pass 1 only accumulates and finds the non-finite values.
-    const Extracted extracted = dtype_ == Dtype::kFloat64 ? extract(update, std::numeric_limits<double>::infinity())
-                                                          : extract(update, std::numeric_limits<float>::infinity());
+    const Extracted extracted = with_value_of(
+        dtype_, [&](auto zero) { return extract(update, std::numeric_limits<decltype(zero)>::infinity()); });
     if (extracted.nonfinite > 0 && !options.skip_nonfinite)
         throw NonFiniteUpdate(extracted.nonfinite, extracted.first_nonfinite);
     Encoded encoded;
@@ -231,18 +214,18 @@ Clipped clip_values(Residual* values, uint64_t numel, Residual limit) {
 
 void Encoder::hold_difference(const std::vector<ConstArray>& now, const std::vector<ConstArray>& before) {
     for_words([&](unsigned, uint64_t from_word, uint64_t to_word) {
-        const uint64_t begin = from_word * 64;
-        const uint64_t end = std::min(to_word * 64, numel_);
-        if (dtype_ == Dtype::kFloat64)
-            hold_range(now, before, begin, end, static_cast<double*>(residual_));
-        else
-            hold_range(now, before, begin, end, static_cast<float*>(residual_));
+        with_value_of(dtype_, [&](auto zero) {
+            hold_range(now, before, from_word * 64, std::min(to_word * 64, numel_),
+                       static_cast<decltype(zero)*>(residual_));
+        });
     });
 }
 
 Clipped Encoder::clip(double limit) {
-    if (dtype_ == Dtype::kFloat64) return clip_values(static_cast<double*>(residual_), numel_, limit);
-    return clip_values(static_cast<float*>(residual_), numel_, static_cast<float>(limit));
+    return with_value_of(dtype_, [&](auto zero) {
+        using Residual = decltype(zero);
+        return clip_values(static_cast<Residual*>(residual_), numel_, static_cast<Residual>(limit));
+    });
 }
 
 }  // namespace gradwire

@@ -10,40 +10,12 @@
 namespace gradwire {
 namespace {
 
-template <class T>
-T get(const uint8_t* bytes) {
-    T value;
-    std::memcpy(&value, bytes, sizeof value);
-    return value;
-}
-
-template <class T>
-void put(uint8_t* bytes, T value) {
-    std::memcpy(bytes, &value, sizeof value);
-}
-
 // Throw MessageError with the parts as its text.
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
     std::ostringstream sentence;
     (sentence << ... << parts);
     throw MessageError(sentence.str());
-}
-
-Header read_fields(const uint8_t* bytes) {
-    Header header;
-    header.kind = static_cast<Kind>(bytes[kKindAt]);
-    header.flags = bytes[kFlagsAt];
-    header.exponent = bytes[kExponentAt];
-    header.dtype = static_cast<DenseType>(bytes[kDtypeAt]);
-    header.threshold = get<uint16_t>(bytes + kThresholdAt);
-    header.key = get<uint32_t>(bytes + kKeyAt);
-    header.step = get<uint32_t>(bytes + kStepAt);
-    header.crc = get<uint32_t>(bytes + kCrcAt);
-    header.numel = get<uint64_t>(bytes + kNumelAt);
-    header.count = get<uint64_t>(bytes + kCountAt);
-    header.payload_bytes = get<uint64_t>(bytes + kPayloadBytesAt);
-    return header;
 }
 
 void check_ternary(const Header& h) {
@@ -89,7 +61,7 @@ void check_chunk(const Chunk& chunk, const uint8_t* stream, uint64_t stream_byte
 uint32_t message_crc(const uint8_t* header, const uint8_t* payload, uint64_t payload_bytes) {
     uint8_t copy[kHeaderBytes];
     std::memcpy(copy, header, kHeaderBytes);
-    put<uint32_t>(copy + kCrcAt, 0);
+    put_field(copy + kCrcAt, uint32_t{0});
     const auto crc32c = kernels().crc32c;
     return ~crc32c(crc32c(~uint32_t{0}, copy, kHeaderBytes), payload, payload_bytes);
 }
@@ -167,12 +139,12 @@ bool ChunkReader::next(Chunk& chunk) {
 
 MessageView read_message(const uint8_t* bytes, uint64_t available) {
     if (available < kHeaderBytes) fail("length is ", available, ", must be at least the header's 48 bytes");
-    if (get<uint32_t>(bytes) != kMagic)
-        fail("magic is ", get<uint32_t>(bytes), ", not \"GRDW\": not a gradwire message");
+    if (get_field<uint32_t>(bytes) != kMagic)
+        fail("magic is ", get_field<uint32_t>(bytes), ", not \"GRDW\": not a gradwire message");
     if (bytes[kVersionAt] != kVersion)
         fail("version is ", +bytes[kVersionAt], ", this gradwire reads only 1: upgrade the older of the two sides");
     if (bytes[kReservedAt] != 0) fail("reserved byte is ", +bytes[kReservedAt], ", must be 0");
-    const Header header = read_fields(bytes);
+    const Header header = get_header(bytes);
     if (header.numel > kMaxNumel) fail("numel is ", header.numel, ", must be at most 2^48");
     if (header.kind == Kind::kTernary)
         check_ternary(header);
@@ -219,22 +191,9 @@ MessageBytes allocate_message(const Header& header) {
 }
 
 void seal_message(MessageBytes& message) {
-    const Header& header = message.header;
     uint8_t* bytes = message.bytes.get();
-    std::memset(bytes, 0, kHeaderBytes);
-    put<uint32_t>(bytes + kMagicAt, kMagic);
-    bytes[kVersionAt] = kVersion;
-    bytes[kKindAt] = static_cast<uint8_t>(header.kind);
-    bytes[kFlagsAt] = header.flags;
-    bytes[kExponentAt] = header.exponent;
-    put<uint16_t>(bytes + kThresholdAt, header.threshold);
-    bytes[kDtypeAt] = static_cast<uint8_t>(header.dtype);
-    put<uint32_t>(bytes + kKeyAt, header.key);
-    put<uint32_t>(bytes + kStepAt, header.step);
-    put<uint64_t>(bytes + kNumelAt, header.numel);
-    put<uint64_t>(bytes + kCountAt, header.count);
-    put<uint64_t>(bytes + kPayloadBytesAt, header.payload_bytes);
-    put<uint32_t>(bytes + kCrcAt, message_crc(bytes, bytes + kHeaderBytes, header.payload_bytes));
+    put_header(bytes, message.header);
+    put_field(bytes + kCrcAt, message_crc(bytes, bytes + kHeaderBytes, message.header.payload_bytes));
 }
 
 }  // namespace gradwire

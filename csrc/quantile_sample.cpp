@@ -29,8 +29,7 @@ class SampledGroups {
     // Call visit(group, elements) for every `every`-th group; elements below the `cuts` are not marked as exceeding.
     template <class Visit>
     void for_each(uint64_t every, const uint32_t (&cuts)[kSampleQuantiles], Visit visit) const {
-        const auto measure = measure_function(Residual{});
-        const auto measure_alone = measure_alone_function(Residual{});
+        const ValueKernels<Residual>& kernels = value_kernels<Residual>();
         const uint64_t stride = stride_ * every;
         static const std::vector<ConstArray> kNothing;
         ArrayCursor updates(update_ ? *update_ : kNothing, 0);
@@ -43,9 +42,9 @@ class SampledGroups {
             if (update_) {
                 const Residual* added = next_updates(updates, count, copies[1]);
                 updates.advance(stride - count);
-                measure(before, added, count, threshold_, true, cuts, &group);
+                kernels.measure_group(before, added, count, threshold_, true, cuts, &group);
             } else {
-                measure_alone(before, count, cuts[0], &group);
+                kernels.measure_residuals(before, count, cuts[0], &group);
             }
             visit(group, count);
         }
@@ -65,13 +64,6 @@ class SampledGroups {
         updates.gather(count, copy);
         return copy;
     }
-    static MeasureGroupFunction<float> measure_function(float) { return kernels().measure_group_float; }
-    static MeasureGroupFunction<double> measure_function(double) { return kernels().measure_group_double; }
-    static MeasureResidualsFunction<float> measure_alone_function(float) { return kernels().measure_residuals_float; }
-    static MeasureResidualsFunction<double> measure_alone_function(double) {
-        return kernels().measure_residuals_double;
-    }
-
     const Residual* residual_;
     uint64_t numel_;
     const std::vector<ConstArray>* update_;

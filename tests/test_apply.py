@@ -138,7 +138,7 @@ def test_bits_are_the_same_at_every_number_of_threads(dtype: str, threads: int) 
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1025, 2.0, "two"])
-def test_a_number_of_threads_that_is_none_is_refused(threads: Any) -> None:
+def test_a_wrong_number_of_threads_is_refused(threads: Any) -> None:
     message = gw.Encoder(4, threshold=1.0).encode(np.ones(4, np.float32))
     with pytest.raises((TypeError, ValueError), match="threads"):
         gw.apply(message, np.zeros(4, np.float32), threads=threads)
@@ -191,7 +191,7 @@ def test_momentum_repeats_a_part_of_the_sum_of_messages(dtype: str, own: int | N
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_momentum_needs_no_second_target_and_refuses_what_does_not_fit() -> None:
+def test_momentum_needs_no_second_target_and_refuses_unsuitable_arrays() -> None:
     message = gw.Encoder(4, threshold=1.0).encode(np.ones(4, np.float32))
     target, velocity = np.zeros(8, np.float32), np.zeros(4, np.float32)
 

@@ -12,7 +12,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.arrays import cuda_problem, device_of, stream_of
-from gradwire.cuda import _policy_fields
+from gradwire.cuda import _policy_words
 
 from .cuda_arrays import as_tensor, on_device, pair, residual_of, step_both, torch, update_of
 
@@ -39,7 +39,7 @@ def test_without_a_gpu_the_reason_is_named() -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda:x", "cuda:-1", "tpu", "", 5])
-def test_a_device_that_is_none_is_refused(device: Any) -> None:
+def test_an_unknown_device_is_refused(device: Any) -> None:
     with pytest.raises(ValueError, match="device must be"):
         gw.Encoder(4, device=device)
 
@@ -80,19 +80,19 @@ def test_streams_are_taken_in_every_form() -> None:
     ],
     ids=lambda one: type(one).__name__,
 )
-def test_a_device_is_told_the_numbers_of_a_policy(policy: Any, rule: int, fields: Any) -> None:
-    assert _policy_fields(policy, None, None) == {"rule": rule, **fields}
-    both = _policy_fields(policy, gw.ShakeUp(every=10, divisor=2.0), gw.ResidualClip(3.0, every=4))
-    habits = {"shakeup_every": 10, "shakeup_divisor": 2.0, "clip_every": 4, "clip_limit": 3.0}
-    assert both == {"rule": rule, **fields, **habits}
+def test_a_policy_is_passed_to_the_device_as_numbers(policy: Any, rule: int, fields: Any) -> None:
+    assert _policy_words(policy, None, None) == {"rule": rule, **fields}
+    both = _policy_words(policy, gw.ShakeUp(every=10, divisor=2.0), gw.ResidualClip(3.0, every=4))
+    schedules = {"shakeup_every": 10, "shakeup_divisor": 2.0, "clip_every": 4, "clip_limit": 3.0}
+    assert both == {"rule": rule, **fields, **schedules}
 
 
 def test_a_policy_of_the_caller_s_own_is_refused_on_a_device() -> None:
     with pytest.raises(ValueError, match="one of gradwire's"):
-        _policy_fields(object(), None, None)  # type: ignore[arg-type]
+        _policy_words(object(), None, None)  # type: ignore[arg-type]
 
 
-def test_arrays_on_the_cpu_lie_on_no_device() -> None:
+def test_arrays_on_the_cpu_have_no_cuda_device() -> None:
     array = np.zeros(3, np.float32)
     assert (
         device_of(array) == device_of([array]) == device_of([]) == device_of(memoryview(b"")) == -1
@@ -132,7 +132,7 @@ def test_cupy_jax_and_plain_interfaces_are_taken_without_a_copy() -> None:
 
 
 @pytest.mark.cuda
-def test_work_comes_behind_the_stream_that_an_array_names() -> None:
+def test_work_waits_for_the_stream_that_an_array_names() -> None:
     producer, consumer = torch().cuda.Stream(), torch().cuda.Stream()
     tensor = torch().zeros(NUMEL, device="cuda")
     source = update().cuda()
@@ -146,7 +146,7 @@ def test_work_comes_behind_the_stream_that_an_array_names() -> None:
 
 
 @pytest.mark.cuda
-def test_what_cannot_be_taken_is_refused_by_name() -> None:
+def test_unsuitable_arrays_are_refused_by_name() -> None:
     encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
     good = on_device(update())
     wide = torch().zeros(2 * NUMEL, device="cuda")
@@ -189,7 +189,7 @@ def test_the_residual_is_shared_memory_for_torch_and_cupy() -> None:
 
 
 @pytest.mark.cuda
-def test_a_message_in_the_caller_s_memory_says_its_length() -> None:
+def test_a_message_in_the_caller_s_memory_has_its_length_in_the_header() -> None:
     encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
     out = torch().full((encoder.message_bytes_max + 64,), 0xA5, dtype=torch().uint8, device="cuda")
     message = encoder.encode(on_device(update()), out=out)
@@ -289,7 +289,7 @@ def test_a_message_on_the_device_is_applied_there_and_on_the_cpu() -> None:
 
 
 @pytest.mark.cuda
-def test_bytes_of_the_host_belong_to_the_caller_again_when_apply_returns() -> None:
+def test_host_bytes_may_change_once_apply_returns() -> None:
     data = bytearray(expected_bytes())
     target = torch().zeros(NUMEL, device="cuda")
     gw.apply(gw.Message.parse(data), target)
@@ -340,7 +340,7 @@ def golden(folder: str) -> list[tuple[str, bytes, int]]:
 
 
 @pytest.mark.cuda
-def test_golden_messages_are_applied_and_golden_mistakes_refused() -> None:
+def test_valid_golden_messages_are_applied_and_invalid_ones_refused() -> None:
     valid, invalid = golden("valid"), golden("invalid")
     assert len(valid) >= 25
     assert len(invalid) >= 35
@@ -412,7 +412,7 @@ def test_two_encoders_on_two_streams_do_not_disturb_each_other() -> None:
 
 
 @pytest.mark.cuda
-def test_what_the_host_asks_an_encoder_waits_for_work_on_any_stream() -> None:
+def test_reading_an_encoder_waits_for_work_on_any_stream() -> None:
     cpu, encoder = pair(NUMEL, threshold=1.0)
     tensor = on_device(update())
     torch().cuda.synchronize()
@@ -487,7 +487,7 @@ def test_steps_captured_in_a_graph_follow_each_other(policy: Any) -> None:
 
 
 @pytest.mark.cuda
-def test_an_error_names_file_line_and_call_and_leaves_nothing_behind() -> None:
+def test_an_error_names_file_line_and_call_and_is_cleared() -> None:
     with pytest.raises(
         gw.CudaError, match=r"memory\.cpp:\d+: cudaMalloc.*: cudaErrorMemoryAllocation"
     ):
@@ -502,7 +502,7 @@ def test_an_error_names_file_line_and_call_and_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.cuda
-def test_freed_memory_is_not_read_by_work_under_way() -> None:
+def test_freed_memory_is_not_read_by_pending_work() -> None:
     encoder = gw.Encoder(NUMEL, threshold=1.0, device="cuda")
     messages = []
     for seed in range(20):

@@ -101,7 +101,7 @@ def test_more_tensors_than_one_launch_takes_are_one_update_too() -> None:
     assert bytes(cuda.encode([on_device(p) for p in parts])) == bytes(cpu.encode(parts))
 
 
-def test_what_the_caller_accumulates_in_the_residual_is_sent() -> None:
+def test_values_that_the_caller_accumulates_in_the_residual_are_sent() -> None:
     for numel in (100, 2048, 1 << 20):
         cpu, cuda = pair(numel, threshold=1.0)
         update = update_of(numel, "float32", 0.01, numel)
@@ -181,7 +181,7 @@ def test_nonfinite_values_are_left_out_or_nothing_is_sent() -> None:
         step_both((cpu, cuda), update_of(numel, "float32", 0.1, 1))
 
 
-def test_what_is_refused_can_be_applied_and_changes_nothing() -> None:
+def test_applying_a_refused_message_changes_nothing() -> None:
     encoder = gw.Encoder(100, threshold=1.0, device="cuda")
     message = encoder.encode(torch().full((100,), float("nan"), device="cuda"))
     target = torch().ones(100, device="cuda")

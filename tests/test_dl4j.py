@@ -317,7 +317,7 @@ def test_an_element_named_twice_is_refused_by_the_converter() -> None:
         dl4j.from_dl4j(message)
 
 
-def test_what_deeplearning4j_cannot_say_is_refused() -> None:
+def test_messages_without_a_deeplearning4j_form_are_refused() -> None:
     huge = gw.Message.from_entries(
         np.array([2**31]), np.array([True]), numel=2**31 + 1, threshold=0.5
     )

@@ -349,7 +349,7 @@ def test_the_residual_is_the_same_aligned_memory_for_life() -> None:
     assert (residual == 1.25).all()
 
 
-def test_message_attributes_say_what_was_encoded() -> None:
+def test_message_attributes_describe_the_update() -> None:
     encoder = gw.Encoder(200, 0.3, key=4, shakeup=gw.ShakeUp(every=2, divisor=2.0))
     first = encoder.encode(np.eye(1, 200, 7, dtype=np.float32))
     second = encoder.encode(np.zeros((10, 20), np.float32))
@@ -362,7 +362,7 @@ def test_message_attributes_say_what_was_encoded() -> None:
     assert second.step == 1
 
 
-def test_a_dense_step_sends_the_update_and_what_was_left() -> None:
+def test_a_dense_step_sends_the_update_and_the_residual() -> None:
     encoder = gw.Encoder(5, 1.0)
     encoder.encode(np.full(5, 0.75, np.float32))
     message = encoder.encode(np.arange(5, dtype=np.float32), dense=True)
@@ -678,7 +678,7 @@ def test_the_encoder_shows_its_parameters() -> None:
         ({"clip": gw.ShakeUp()}, "clip must be a ResidualClip"),
     ],
 )
-def test_an_encoder_refuses_what_is_no_policy_when_it_is_made(
+def test_an_encoder_refuses_wrong_policies_when_it_is_created(
     options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(TypeError, match=words):
@@ -720,7 +720,9 @@ def test_a_state_that_lacks_something_is_refused_whole() -> None:
 @pytest.mark.parametrize(
     ("dtype", "residual"), [("float32", "float32"), ("float64", "float64"), ("float64", "float32")]
 )
-def test_a_residual_may_be_what_arrays_differ_by(dtype: str, residual: str, threads: int) -> None:
+def test_the_residual_can_be_set_to_a_difference_of_arrays(
+    dtype: str, residual: str, threads: int
+) -> None:
     rng = np.random.default_rng(31)
     numel = 600_005
     now, before = rng.standard_normal((2, numel)).astype(dtype)

@@ -50,7 +50,7 @@ def test_an_array_is_never_changed_because_jax_relies_on_it() -> None:
     assert not target.any()
 
 
-def test_what_is_being_traced_is_refused() -> None:
+def test_traced_arrays_are_refused() -> None:
     encoder = gw.Encoder(4, 0.5)
     with pytest.raises((TypeError, ValueError, AttributeError)):
         jax.jit(lambda array: encoder.encode(array).nbytes)(jax.numpy.ones(4))

@@ -53,7 +53,7 @@ class Powers:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("policy", [gw.FixedThreshold(2.0**-6), Powers()], ids=["fixed", "moving"])
-def test_what_was_put_in_is_sent_or_left_exactly(policy: ThresholdPolicy, dtype: str) -> None:
+def test_updates_are_sent_or_in_the_residual_exactly(policy: ThresholdPolicy, dtype: str) -> None:
     numel = 5_003
     options = {"shakeup": gw.ShakeUp(every=6, divisor=4.0), "dtype": dtype}
     encoder = gw.Encoder(numel, policy, **options)  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_no_switch_of_the_coding_loses_an_element(density: float) -> None:
     assert np.count_nonzero(sent) == np.count_nonzero(update)
 
 
-def test_what_clipping_removes_is_reported() -> None:
+def test_the_sum_that_clipping_removes_is_reported() -> None:
     encoder = gw.Encoder(4_000, 2.0**-6, clip=gw.ResidualClip(limit=2.0, every=3))
     rng = np.random.default_rng(63)
     put_in, sent = np.zeros(4_000), np.zeros(4_000)
@@ -274,7 +274,7 @@ def test_thresholds_have_eight_significant_bits() -> None:
     st.sampled_from(["float32", "float64"]),
     st.integers(0, 2**32 - 1),
 )
-def test_the_residual_is_finite_whatever_comes(
+def test_the_residual_is_finite_after_any_update(
     numel: int, mode: str, dtype: str, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)

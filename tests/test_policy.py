@@ -69,7 +69,7 @@ def test_a_threshold_is_rounded_once_to_the_nearest_bfloat16(value: float) -> No
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, -1e-3, math.inf, -math.inf, math.nan])
-def test_what_is_no_threshold_is_refused(value: float) -> None:
+def test_wrong_thresholds_are_refused(value: float) -> None:
     with pytest.raises(ValueError, match="positive and finite"):
         round_threshold(value)
     with pytest.raises(ValueError, match="positive and finite"):

@@ -236,7 +236,7 @@ def test_a_value_of_exactly_the_threshold_is_sent() -> None:
     assert encoder.residual.tolist() == [0.0, 0.0, below, -below]
 
 
-def test_what_the_caller_added_itself_is_sent_by_an_encode_without_update() -> None:
+def test_an_encode_without_update_sends_values_that_the_caller_added() -> None:
     ours, theirs = (
         ReferenceEncoder(50, FixedThreshold(1.0)),
         ReferenceEncoder(50, FixedThreshold(1.0)),

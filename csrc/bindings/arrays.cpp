@@ -218,12 +218,14 @@ void HostArrays::require_numel(uint64_t expected) const {
                               std::to_string(expected));
 }
 
-void HostArrays::require_updates(Dtype residual) const {
+void HostArrays::require_update(const void* residual, uint64_t residual_numel, Dtype dtype) const {
+    require_numel(residual_numel);
     for (size_t i = 0; i < arrays_.size(); ++i)
-        if (arrays_[i].dtype == Dtype::kFloat64 && residual == Dtype::kFloat32)
+        if (arrays_[i].dtype == Dtype::kFloat64 && dtype == Dtype::kFloat32)
             throw py::type_error(name(i) +
                                  " is float64, but the encoder's residual is float32: it would be rounded; "
                                  "use Encoder(..., dtype=\"float64\") or pass float32");
+    require_apart(residual, residual_numel * bytes_per_element(dtype), "the residual");
 }
 
 void HostArrays::require_targets() const {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../common/arrays.h"
+#include "../common/format.h"
 
 namespace gradwire::bindings {
 
@@ -38,7 +39,8 @@ class HostArrays {
     uint64_t bytes() const;
     void require_numel(uint64_t numel) const;
     void require_targets() const;
-    void require_updates(Dtype residual) const;
+    // Check that the arrays are an update for a residual.
+    void require_update(const void* residual, uint64_t numel, Dtype dtype) const;
     void require_apart(const void* data, uint64_t bytes, const char* what) const;
 
     std::vector<ConstArray> updates() const;
@@ -54,6 +56,13 @@ class HostArrays {
     const char* role_;
     bool sequence_;
 };
+
+// Return the type of a dense message of float32 or float64 values; `name` is "bfloat16" or that of the values' own
+// type.
+inline DenseType dense_type(const std::string& name, Dtype values) {
+    if (name == "bfloat16") return DenseType::kBfloat16;
+    return values == Dtype::kFloat64 ? DenseType::kFloat64 : DenseType::kFloat32;
+}
 
 // Helpers for readers of all kinds of arrays.
 [[noreturn]] void refuse_dtype(const std::string& name, const std::string& dtype);

@@ -63,9 +63,7 @@ class PyEncoder {
         options.key = key;
         options.step = step;
         options.skip_nonfinite = skip_nonfinite;
-        const DenseType type = dtype == "bfloat16"                   ? DenseType::kBfloat16
-                               : encoder_.dtype() == Dtype::kFloat64 ? DenseType::kFloat64
-                                                                     : DenseType::kFloat32;
+        const DenseType type = dense_type(dtype, encoder_.dtype());
         Encoded encoded = with_update(update, [&](const std::vector<ConstArray>* arrays) {
             return encoder_.encode_dense(arrays, type, options);
         });
@@ -80,7 +78,7 @@ class PyEncoder {
         for (const HostArrays* arrays : {&ours, &theirs}) {
             arrays->require_numel(encoder_.numel());
             arrays->require_apart(encoder_.residual(), encoder_.numel() * bytes_per_element(encoder_.dtype()),
-                                  "the encoder's residual");
+                                  "the residual");
         }
         const std::vector<ConstArray> minuend = ours.updates();
         const std::vector<ConstArray> subtrahend = theirs.updates();
@@ -115,10 +113,7 @@ class PyEncoder {
             return f(nullptr);
         }
         const HostArrays arrays(update, "update");
-        arrays.require_numel(encoder_.numel());
-        arrays.require_updates(encoder_.dtype());
-        arrays.require_apart(encoder_.residual(), encoder_.numel() * bytes_per_element(encoder_.dtype()),
-                             "the encoder's residual");
+        arrays.require_update(encoder_.residual(), encoder_.numel(), encoder_.dtype());
         const std::vector<ConstArray> updates = arrays.updates();
         const Exclusive exclusive(busy_);
         const py::gil_scoped_release release;
@@ -137,9 +132,7 @@ Message encode_into(const py::object& residual, const py::object& update, double
     const std::vector<Array> target = own.targets();
     if (target.size() != 1) throw py::value_error("residual must be one array");
     const HostArrays arrays(update, "update");
-    arrays.require_numel(target[0].numel);
-    arrays.require_updates(target[0].dtype);
-    arrays.require_apart(target[0].data, own.bytes(), "the residual");
+    arrays.require_update(target[0].data, target[0].numel, target[0].dtype);
     const std::vector<ConstArray> updates = arrays.updates();
     EncodeOptions options;
     options.threshold = float_to_bfloat16(static_cast<float>(threshold));
@@ -248,9 +241,7 @@ Message dense(const py::object& values, const std::string& dtype, uint32_t key, 
     const std::vector<ConstArray> parts = arrays.updates();
     if (parts.size() != 1 || (parts[0].dtype != Dtype::kFloat32 && parts[0].dtype != Dtype::kFloat64))
         throw py::type_error("values must be one float32 or float64 array");
-    const DenseType type = dtype == "bfloat16"                 ? DenseType::kBfloat16
-                           : parts[0].dtype == Dtype::kFloat64 ? DenseType::kFloat64
-                                                               : DenseType::kFloat32;
+    const DenseType type = dense_type(dtype, parts[0].dtype);
     const py::gil_scoped_release release;
     return Message(encode_dense(parts[0], type, key, step));
 }

@@ -16,6 +16,7 @@
 #include "device_arrays.h"
 #include "errors.h"
 #include "exclusive.h"
+#include "message_fields.h"
 
 namespace gradwire::bindings {
 namespace {
@@ -146,7 +147,7 @@ class PyEncoder {
     PyMessage encode(const py::object& update, uint32_t key, bool skip_nonfinite, const std::string& dense,
                      const py::object& out, uintptr_t stream_number) {
         const cudaStream_t stream = stream_of(stream_number);
-        const DenseType type = dense_type(dense);
+        const DenseType type = dense.empty() ? DenseType::kNone : dense_type(dense, encoder_.dtype());
         const uint64_t needed = type == DenseType::kNone
                                     ? capacity()
                                     : cuda::message_capacity(kHeaderBytes + encoder_.numel() * bytes_per_value(type));
@@ -154,9 +155,7 @@ class PyEncoder {
         std::unique_ptr<DeviceArrays> arrays;
         if (!update.is_none()) {
             arrays = std::make_unique<DeviceArrays>(update, "update", encoder_.device(), stream);
-            arrays->require_numel(encoder_.numel());
-            arrays->require_updates(encoder_.dtype());
-            arrays->require_apart(encoder_.residual(), encoder_.numel() * (float64_ ? 8 : 4), "the encoder's residual");
+            arrays->require_update(encoder_.residual(), encoder_.numel(), encoder_.dtype());
             updates = arrays->updates();
         }
         const Exclusive exclusive(busy_);
@@ -247,11 +246,6 @@ class PyEncoder {
         read("clip_limit", policy.clip_limit);
         return policy;
     }
-    DenseType dense_type(const std::string& dense) const {
-        if (dense.empty()) return DenseType::kNone;
-        if (dense == "bfloat16") return DenseType::kBfloat16;
-        return float64_ ? DenseType::kFloat64 : DenseType::kFloat32;
-    }
     void copy(void* to, const void* from, cudaMemcpyKind kind) const {
         const DeviceScope scope(encoder_.device());
         CUDA_TRY(cudaDeviceSynchronize());
@@ -312,9 +306,7 @@ void encode_into(const py::object& residual, const py::object& update, double th
     if (target.size() != 1 || reinterpret_cast<uintptr_t>(target[0].data) % 16 != 0)
         throw py::value_error("residual must be one array that begins at a multiple of 16 bytes");
     const DeviceArrays arrays(update, "update", lent.device, stream);
-    arrays.require_numel(target[0].numel);
-    arrays.require_updates(target[0].dtype);
-    arrays.require_apart(target[0].data, own.bytes(), "the residual");
+    arrays.require_update(target[0].data, target[0].numel, target[0].dtype);
     const uint64_t needed = cuda::message_capacity(max_ternary_bytes(target[0].numel));
     if (lent.size < needed || reinterpret_cast<uintptr_t>(lent.data) % 16 != 0)
         throw py::value_error("out must have at least " + std::to_string(needed) +
@@ -383,37 +375,19 @@ void apply_many(const py::list& messages, const py::object& target, double scale
 }
 
 void register_message(py::module_& module) {
-    const auto field = [](auto member) { return [member](PyMessage& m) { return m.view().header.*member; }; };
-    py::class_<PyMessage>(module, "CudaMessage", py::buffer_protocol(),
-                          "A message in device memory. Reading its bytes or fields waits for the device, and raises if "
-                          "the update or the message was refused.")
-        .def_buffer(&PyMessage::bytes)
+    py::class_<PyMessage> message(
+        module, "CudaMessage", py::buffer_protocol(),
+        "A message in device memory. Reading its bytes or fields waits for the device, and raises if "
+        "the update or the message was refused.");
+    define_fields(message);
+    message.def_buffer(&PyMessage::bytes)
         .def_static("at", &message_at, py::arg("buffer"),
                     "Return the message in an array of uint8 on a device; it is checked when it is applied.")
         .def("check", &PyMessage::check)
         .def_property_readonly("device", [](const PyMessage& m) { return m.buffer().device; })
-        .def_property_readonly("memory",
-                               [](const py::object& self) {
-                                   MessageBuffer& b = self.cast<PyMessage&>().buffer();
-                                   return OwnArray(self, b.on_device, b.capacity, "|u1", b.device);
-                               })
-        .def_property_readonly("kind", [](PyMessage& m) { return kind_name(m.view()); })
-        .def_property_readonly("key", field(&Header::key))
-        .def_property_readonly("step", field(&Header::step))
-        .def_property_readonly("numel", field(&Header::numel))
-        .def_property_readonly("count", field(&Header::count))
-        .def_property_readonly("threshold", [](PyMessage& m) { return m.view().threshold(); })
-        .def_property_readonly("is_shakeup", [](PyMessage& m) { return (m.view().header.flags & kFlagShakeUp) != 0; })
-        .def_property_readonly("density",
-                               [](PyMessage& m) {
-                                   const Header h = m.view().header;
-                                   return h.numel > 0 ? static_cast<double>(h.count) / static_cast<double>(h.numel)
-                                                      : 0.0;
-                               })
-        .def_property_readonly("nbytes", [](PyMessage& m) { return m.view().nbytes(); })
-        .def("__bytes__", [](PyMessage& m) {
-            const MessageView view = m.view();
-            return py::bytes(reinterpret_cast<const char*>(view.payload - kHeaderBytes), view.nbytes());
+        .def_property_readonly("memory", [](const py::object& self) {
+            MessageBuffer& b = self.cast<PyMessage&>().buffer();
+            return OwnArray(self, b.on_device, b.capacity, "|u1", b.device);
         });
 }
 

@@ -10,6 +10,7 @@
 #include "../common/scalars.h"
 #include "../entry_list.h"
 #include "../ternary_encoder.h"
+#include "message_fields.h"
 
 namespace gradwire::bindings {
 namespace {
@@ -132,12 +133,12 @@ Message::Message(MessageBytes own) : own_(std::move(own)), view_(own_.view()) {}
 Message::Message(MessageView view, std::shared_ptr<Py_buffer> borrowed) : borrowed_(std::move(borrowed)), view_(view) {}
 
 void register_message(py::module_& module) {
-    const auto field = [](auto member) { return [member](const Message& m) { return m.view().header.*member; }; };
-    py::class_<Message>(
+    py::class_<Message> message(
         module, "Message", py::buffer_protocol(),
         "One encoded update: self-describing bytes, owned or a view of the buffer they were parsed from.\n\n"
-        "bytes(message) copies the bytes, memoryview(message) is a read-only view of them.")
-        .def_buffer(&buffer_of)
+        "bytes(message) copies the bytes, memoryview(message) is a read-only view of them.");
+    define_fields(message);
+    message.def_buffer(&buffer_of)
         .def_static(
             "parse", &parse, py::arg("buffer"),
             "Return the single message in `buffer`, fully checked and without a copy.\n\n"
@@ -152,31 +153,7 @@ void register_message(py::module_& module) {
                     "    ValueError: positions are not ascending or outside [0, numel).")
         .def("entries", &entries,
              "Return the changed elements of a ternary message: int64[count] positions, ascending, and bool[count], "
-             "true "
-             "for minus.")
-        .def_property_readonly(
-            "kind", [](const Message& m) { return kind_name(m.view()); },
-            "\"sparse\", \"bitmap\" (every chunk is one) or \"dense\".")
-        .def_property_readonly("key", field(&Header::key), "Index of the group of parameters.")
-        .def_property_readonly("step", field(&Header::step), "The encoder's step, modulo 2^32.")
-        .def_property_readonly("numel", field(&Header::numel), "Elements in the update.")
-        .def_property_readonly("count", field(&Header::count), "Elements changed.")
-        .def_property_readonly(
-            "threshold", [](const Message& m) { return m.view().threshold(); },
-            "The amount added to or subtracted from every changed element; 0.0 in a dense message.")
-        .def_property_readonly(
-            "is_shakeup", [](const Message& m) { return (m.view().header.flags & kFlagShakeUp) != 0; },
-            "Whether this is a periodic message with a smaller threshold.")
-        .def_property_readonly(
-            "density",
-            [](const Message& m) {
-                const Header& h = m.view().header;
-                return h.numel > 0 ? static_cast<double>(h.count) / static_cast<double>(h.numel) : 0.0;
-            },
-            "count / numel; 0.0 without elements.")
-        .def_property_readonly(
-            "nbytes", [](const Message& m) { return m.view().nbytes(); }, "Bytes, the header's 48 included.")
-        .def("__bytes__", &to_bytes)
+             "true for minus.")
         .def("__eq__", &same_bytes, py::is_operator())
         .def("__repr__", &represent)
         .def("__reduce__", [](const py::object& self) {

@@ -16,6 +16,15 @@ GRADWIRE_HD static inline constexpr uint64_t bytes_per_element(Dtype dtype) {
     return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
 }
 
+// Call f with a zero of the type of `dtype`, which is kFloat32 or kFloat64.
+template <class F>
+auto with_value_of(Dtype dtype, F f) {
+    return dtype == Dtype::kFloat64 ? f(double{}) : f(float{});
+}
+
+template <class Value>
+inline constexpr Dtype kDtypeOf = sizeof(Value) == 8 ? Dtype::kFloat64 : Dtype::kFloat32;
+
 // One array of an update: `numel` contiguous elements.
 struct ConstArray {
     const void* data;

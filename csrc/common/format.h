@@ -53,6 +53,52 @@ struct Header {
     uint64_t payload_bytes = 0;
 };
 
+template <class T>
+GRADWIRE_HD static inline T get_field(const uint8_t* bytes) {
+    uint64_t value = 0;
+    for (unsigned i = 0; i < sizeof(T); ++i) value |= uint64_t{bytes[i]} << (8 * i);
+    return static_cast<T>(value);
+}
+
+template <class T>
+GRADWIRE_HD static inline void put_field(uint8_t* bytes, T value) {
+    for (unsigned i = 0; i < sizeof value; ++i) bytes[i] = static_cast<uint8_t>(uint64_t{value} >> (8 * i));
+}
+
+// Read all fields; nothing is checked.
+GRADWIRE_HD static inline Header get_header(const uint8_t* bytes) {
+    Header header;
+    header.kind = static_cast<Kind>(bytes[kKindAt]);
+    header.flags = bytes[kFlagsAt];
+    header.exponent = bytes[kExponentAt];
+    header.dtype = static_cast<DenseType>(bytes[kDtypeAt]);
+    header.threshold = get_field<uint16_t>(bytes + kThresholdAt);
+    header.key = get_field<uint32_t>(bytes + kKeyAt);
+    header.step = get_field<uint32_t>(bytes + kStepAt);
+    header.crc = get_field<uint32_t>(bytes + kCrcAt);
+    header.numel = get_field<uint64_t>(bytes + kNumelAt);
+    header.count = get_field<uint64_t>(bytes + kCountAt);
+    header.payload_bytes = get_field<uint64_t>(bytes + kPayloadBytesAt);
+    return header;
+}
+
+// Write all fields but the checksum, which is left zero.
+GRADWIRE_HD static inline void put_header(uint8_t* bytes, const Header& header) {
+    for (unsigned i = 0; i < kHeaderBytes; ++i) bytes[i] = 0;
+    put_field(bytes + kMagicAt, kMagic);
+    bytes[kVersionAt] = kVersion;
+    bytes[kKindAt] = static_cast<uint8_t>(header.kind);
+    bytes[kFlagsAt] = header.flags;
+    bytes[kExponentAt] = header.exponent;
+    put_field(bytes + kThresholdAt, header.threshold);
+    bytes[kDtypeAt] = static_cast<uint8_t>(header.dtype);
+    put_field(bytes + kKeyAt, header.key);
+    put_field(bytes + kStepAt, header.step);
+    put_field(bytes + kNumelAt, header.numel);
+    put_field(bytes + kCountAt, header.count);
+    put_field(bytes + kPayloadBytesAt, header.payload_bytes);
+}
+
 GRADWIRE_HD static inline constexpr unsigned bit_length(uint64_t value) {
     unsigned length = 0;
     for (unsigned half = 32; half > 0; half /= 2) {

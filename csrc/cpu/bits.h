@@ -8,13 +8,10 @@
 #include <immintrin.h>
 #endif
 
+#include "../common/bits.h"
+
 namespace gradwire {
 namespace {
-
-inline unsigned trailing_zeros(uint64_t word) { return static_cast<unsigned>(__builtin_ctzll(word)); }
-inline unsigned leading_zeros(uint64_t word) { return static_cast<unsigned>(__builtin_clzll(word)); }
-inline unsigned popcount(uint64_t word) { return static_cast<unsigned>(__builtin_popcountll(word)); }
-inline uint64_t low_bits(unsigned bits) { return bits >= 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1; }
 
 // Return the bits of `word` under `mask`, packed to the low end.
 inline uint64_t gather_bits(uint64_t word, uint64_t mask) {

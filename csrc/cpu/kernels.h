@@ -115,22 +115,24 @@ using MeasureResidualsFunction = void (*)(const Residual* before, uint64_t count
 
 using Crc32cFunction = uint32_t (*)(uint32_t crc, const uint8_t* bytes, uint64_t size);
 
+// The kernels of one type of residuals and targets.
+template <class Value>
+struct ValueKernels {
+    ExtractFunction<Value> extract[kDtypes];  // by the update's Dtype; null where the pair is not supported
+    AddEntriesFunction<Value> add_entries;
+    AddBitmapFunction<Value> add_bitmap;
+    MeasureGroupFunction<Value> measure_group;
+    MeasureResidualsFunction<Value> measure_residuals;
+};
+
 struct Kernels {
     const char* name;
-    ExtractFunction<float> extract_float[kDtypes];  // by the update's Dtype; null where the pair is not supported
-    ExtractFunction<double> extract_double[kDtypes];
+    ValueKernels<float> float32;
+    ValueKernels<double> float64;
     SkipChangedFunction skip_changed;
     EncodeChunkFunction encode_chunk;
     SumChunkFunction sum_chunk;
     ListEntriesFunction list_entries;
-    AddEntriesFunction<float> add_entries_float;
-    AddEntriesFunction<double> add_entries_double;
-    AddBitmapFunction<float> add_bitmap_float;
-    AddBitmapFunction<double> add_bitmap_double;
-    MeasureGroupFunction<float> measure_group_float;
-    MeasureGroupFunction<double> measure_group_double;
-    MeasureResidualsFunction<float> measure_residuals_float;
-    MeasureResidualsFunction<double> measure_residuals_double;
     Crc32cFunction crc32c;
 };
 
@@ -146,6 +148,14 @@ extern const Kernels kNeonKernels;
 // Return the table in use: the one that GRADWIRE_ISA names, otherwise the fastest that this processor runs. Throw
 // BackendUnavailable if GRADWIRE_ISA names another.
 const Kernels& kernels();
+
+template <class Value>
+const ValueKernels<Value>& value_kernels() {
+    if constexpr (sizeof(Value) == 8)
+        return kernels().float64;
+    else
+        return kernels().float32;
+}
 
 // Return the names of the tables that this processor runs, slowest first.
 std::vector<std::string> usable_isas();

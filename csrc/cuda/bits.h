@@ -1,41 +1,18 @@
-// Bit operations for host and device, a writer for runs of bits next to those of other threads, and a bounded reader.
+// More bit operations, a writer for runs of bits next to those of other threads, and a bounded reader.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
+#include "../common/bits.h"
 #include "team.h"
 
 namespace gradwire::cuda {
 
-GRADWIRE_HD inline unsigned popcount(uint64_t word) {
-#if defined(__CUDA_ARCH__)
-    return static_cast<unsigned>(__popcll(static_cast<long long>(word)));
-#else
-    return static_cast<unsigned>(__builtin_popcountll(word));
-#endif
-}
-// `word` is not 0.
-GRADWIRE_HD inline unsigned lowest_bit(uint64_t word) {
-#if defined(__CUDA_ARCH__)
-    return static_cast<unsigned>(__ffsll(static_cast<long long>(word))) - 1;
-#else
-    return static_cast<unsigned>(__builtin_ctzll(word));
-#endif
-}
-GRADWIRE_HD inline unsigned highest_bit(uint64_t word) {
-#if defined(__CUDA_ARCH__)
-    return 63U - static_cast<unsigned>(__clzll(static_cast<long long>(word)));
-#else
-    return 63U - static_cast<unsigned>(__builtin_clzll(word));
-#endif
-}
-GRADWIRE_HD inline uint64_t low_bits(unsigned bits) { return bits >= 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1; }
-
 // Return the index of the `rank`-th set bit, counted from 0; more than `rank` bits are set.
 GRADWIRE_HD inline unsigned nth_bit(uint64_t word, unsigned rank) {
     for (; rank > 0; --rank) word &= word - 1;
-    return lowest_bit(word);
+    return trailing_zeros(word);
 }
 
 // Pack the low four bits of each of eight bytes.

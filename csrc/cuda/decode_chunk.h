@@ -81,7 +81,7 @@ GRADWIRE_TEAM DecodedBefore decode_listed(Team& team, const ByteSource& stream, 
             for (uint64_t bits = chunk.quotients_at(stream, at); bits != 0 && i < chunk.shape.listed;
                  bits &= bits - 1, ++i) {
                 sum += chunk.remainder_at(stream, i);
-                f(i, ((at + lowest_bit(bits) - i) << rice) + sum + i);
+                f(i, ((at + trailing_zeros(bits) - i) << rice) + sum + i);
             }
         };
         team.each([&](unsigned thread) {
@@ -112,7 +112,7 @@ GRADWIRE_TEAM uint32_t check_chunk(Team& team, const ByteSource& stream, const O
              at += uint64_t{Team::kThreads} * kQuotientBits) {
             const uint32_t bits = chunk.quotients_at(stream, at);
             ones[thread] += popcount(bits);
-            if (bits != 0) used[thread] = at + highest_bit(bits) + 1;
+            if (bits != 0) used[thread] = at + 64 - leading_zeros(bits);
         }
         if (chunk.shape.rice > 0)
             for (uint64_t i = thread; i < chunk.shape.listed; i += Team::kThreads)

@@ -120,7 +120,7 @@ GRADWIRE_HD void for_each_word(const Masks& masks, const Unit& unit, uint64_t be
         uint64_t wanted = low_bits(to) & ~low_bits(from);
         if (!inverted) wanted &= summary;
         for (; wanted != 0; wanted &= wanted - 1) {
-            const unsigned i = lowest_bit(wanted);
+            const unsigned i = trailing_zeros(wanted);
             const MaskPair pair = summary >> i & 1 ? masks.listed(tile, summary, i) : MaskPair{0, 0};
             f(chunk_word(tile * kTileWords + i, pair, begin, end, inverted));
         }
@@ -149,7 +149,7 @@ GRADWIRE_HD inline uint64_t sum_quotients(const Masks& masks, const Unit& unit, 
     uint64_t sum = 0;
     for_each_word(masks, unit, begin, end, shape.inverted, [&](const ChunkWord& word) {
         for (uint64_t bits = word.listed; bits != 0; bits &= bits - 1) {
-            const uint64_t position = word.at + lowest_bit(bits);
+            const uint64_t position = word.at + trailing_zeros(bits);
             sum += (position - reach) >> shape.rice;
             reach = position + 1;
         }
@@ -167,17 +167,17 @@ GRADWIRE_HD inline void write_unit(const Masks& masks, const Unit& unit, uint64_
         uint64_t negative = 0;
         unsigned changed = 0;
         for (uint64_t bits = word.changed; bits != 0; bits &= bits - 1, ++changed)
-            negative |= (word.negative >> lowest_bit(bits) & 1) << changed;
+            negative |= (word.negative >> trailing_zeros(bits) & 1) << changed;
         if (changed > 0) signs.put_long(negative, changed);
         if (word.listed == 0) return;
         if (shape.rice == 0) {  // the quotients are the bitmap
             if (word.at > reach) quotients.skip(word.at - reach);
-            quotients.put_long(word.listed, highest_bit(word.listed) + 1);
-            reach = word.at + highest_bit(word.listed) + 1;
+            quotients.put_long(word.listed, 64 - leading_zeros(word.listed));
+            reach = word.at + 64 - leading_zeros(word.listed);
             return;
         }
         for (uint64_t bits = word.listed; bits != 0; bits &= bits - 1) {
-            const uint64_t position = word.at + lowest_bit(bits);
+            const uint64_t position = word.at + trailing_zeros(bits);
             const uint64_t distance = position - reach;
             reach = position + 1;
             remainders.put_long(distance & low_bits(shape.rice), shape.rice);
@@ -202,7 +202,7 @@ GRADWIRE_TEAM uint64_t encode_chunk(Team& team, const Masks& masks, uint64_t beg
             for_each_word(masks, units.at(first + thread), begin, end, shape.inverted, [&](const ChunkWord& word) {
                 listed[thread] += popcount(word.listed);
                 changed[thread] += popcount(word.changed);
-                if (word.listed != 0) reach[thread] = word.at + highest_bit(word.listed) + 1;
+                if (word.listed != 0) reach[thread] = word.at + 64 - leading_zeros(word.listed);
             });
         });
         const uint64_t all_listed = exclusive_sum(team, listed);

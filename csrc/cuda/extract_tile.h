@@ -190,10 +190,10 @@ template <class Residual>
 GRADWIRE_HD void restore_tile(const Masks& masks, Residual* residual, Residual threshold, uint64_t tile) {
     const uint32_t summary = masks.tiles[tile].summary;
     for (uint64_t words = summary; words != 0; words &= words - 1) {
-        const unsigned word = lowest_bit(words);
+        const unsigned word = trailing_zeros(words);
         const MaskPair pair = masks.listed(tile, summary, word);
         for (uint64_t bits = pair.changed; bits != 0; bits &= bits - 1) {
-            const unsigned i = lowest_bit(bits);
+            const unsigned i = trailing_zeros(bits);
             residual[tile * kTileElements + word * kWordElements + i] +=
                 pair.negative >> i & 1 ? -threshold : threshold;
         }

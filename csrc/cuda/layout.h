@@ -14,28 +14,6 @@ struct HeaderWords {
     uint32_t step;
 };
 
-template <class T>
-GRADWIRE_HD void put_field(uint8_t* bytes, T value) {
-    for (unsigned i = 0; i < sizeof value; ++i) bytes[i] = static_cast<uint8_t>(uint64_t{value} >> (8 * i));
-}
-
-// Write all fields but the checksum, which is left zero.
-GRADWIRE_HD inline void put_header(uint8_t* bytes, const Header& header) {
-    for (unsigned i = 0; i < kHeaderBytes; ++i) bytes[i] = 0;
-    put_field(bytes + kMagicAt, kMagic);
-    bytes[kVersionAt] = kVersion;
-    bytes[kKindAt] = static_cast<uint8_t>(header.kind);
-    bytes[kFlagsAt] = header.flags;
-    bytes[kExponentAt] = header.exponent;
-    put_field(bytes + kThresholdAt, header.threshold);
-    bytes[kDtypeAt] = static_cast<uint8_t>(header.dtype);
-    put_field(bytes + kKeyAt, header.key);
-    put_field(bytes + kStepAt, header.step);
-    put_field(bytes + kNumelAt, header.numel);
-    put_field(bytes + kCountAt, header.count);
-    put_field(bytes + kPayloadBytesAt, header.payload_bytes);
-}
-
 GRADWIRE_HD inline ChunkShape shape_of(const ChunkRecord& record, uint64_t changed) {
     return chunk_shape(changed, record.end - record.begin - changed);
 }

@@ -156,10 +156,7 @@ class Encoder:
             self._core = _core.Encoder(self.numel, self.dtype == "float64", self.threads)
         except MemoryError:
             nbytes = self.numel * np.dtype(self.dtype).itemsize
-            raise MemoryError(
-                f"a residual of {self.numel} {self.dtype} elements takes {nbytes} bytes, "
-                "which this machine does not have"
-            ) from None
+            raise MemoryError(f"a residual of {nbytes} bytes does not fit into memory") from None
         self._residual: NDArray[Any] = self._core.residual
         self._step = 0
         self._changed_at = 0
@@ -184,11 +181,6 @@ class Encoder:
     def step(self) -> int:
         """The number of the next message."""
         return self._step
-
-    @property
-    def _wire_step(self) -> int:
-        """The number of the step in a message."""
-        return self._step & _STEP_MASK
 
     @property
     def stats(self) -> EncoderStats:
@@ -222,23 +214,27 @@ class Encoder:
             ValueError: wrong size, device or layout, memory shared with the residual, or another ``dense``.
             RuntimeError: another thread uses this encoder.
         """
+        step, rounded = self._step, self._rounded
+        number = step & _STEP_MASK
         if dense:
-            return self._encode_dense(update, dense)
-        step = self._step
-        rounded = self._rounded
+            message, skipped = self._core.encode_dense(
+                update, dense_dtype(dense), self.key, number, self._skip
+            )
+            self._finish(message, skipped)
+            return message
         shakeup = self.shakeup if self.shakeup is not None and self.shakeup.is_due(step) else None
         message, skipped, tail = self._core.encode(
             update,
             round_threshold(self._threshold / shakeup.divisor) if shakeup else rounded,
             _FLAG_SHAKEUP if shakeup else 0,
             self.key,
-            self._wire_step,
+            number,
             self._skip,
             self._sample_density,
         )
         if shakeup is None:
             try:
-                self._follow_policy(message.density, tail)
+                self._follow_policy(message.density, None if tail is None else Tail(*tail))
             except BaseException:
                 # An error of the policy must not lose the update: put the message back into the residual.
                 apply(message, self._residual)
@@ -286,7 +282,7 @@ class Encoder:
             NonFiniteUpdate: as for ``encode``.
             ValueError: ``dtype`` is not "bfloat16".
         """
-        return self._encode_dense(None, True if dtype is None else dtype)
+        return self.encode(dense=True if dtype is None else dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state that the next message depends on, as host arrays and plain numbers.
@@ -319,30 +315,12 @@ class Encoder:
         self._rounded = round_threshold(threshold)  # raises before anything changes
         self._threshold = threshold
 
-    def _follow_policy(
-        self, density: float, tail: tuple[float, float, float, float, float] | None
-    ) -> None:
-        before = self._threshold
-        after = self.policy.next_threshold(
-            before,
-            density,
-            self._step + 1 - self._changed_at,
-            None if tail is None else Tail(*tail),
-        )
-        if after != before:
+    def _follow_policy(self, density: float, tail: Tail | None) -> None:
+        since = self._step + 1 - self._changed_at
+        after = self.policy.next_threshold(self._threshold, density, since, tail)
+        if after != self._threshold:
             self._set_threshold(after)
             self._changed_at = self._step + 1
-
-    def _encode_dense(self, update: Any, dense: bool | str) -> Message:
-        message, skipped = self._core.encode_dense(
-            update,
-            dense_dtype(dense),
-            self.key,
-            self._wire_step,
-            self._skip,
-        )
-        self._finish(message, skipped)
-        return message
 
     def _finish(self, message: Message, skipped: int) -> None:
         self._step += 1

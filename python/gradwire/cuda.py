@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from .arrays import cuda_core, stream_of
@@ -49,7 +50,7 @@ class CudaEncoder(Encoder, device="cuda"):
             self._number,
             self.numel,
             self.dtype == "float64",
-            _policy_fields(self.policy, self.shakeup, self.clip),
+            _policy_words(self.policy, self.shakeup, self.clip),
             self.policy.initial,
         )
 
@@ -77,9 +78,7 @@ class CudaEncoder(Encoder, device="cuda"):
     def stats(self) -> EncoderStats:
         """The totals so far; waits for the device."""
         state = self._state()
-        for name in ("threshold", "step", "changed_at"):
-            del state[name]
-        return EncoderStats(**state)
+        return EncoderStats(*(state[field.name] for field in fields(EncoderStats)))
 
     @property
     def message_bytes_max(self) -> int:
@@ -140,11 +139,11 @@ class CudaEncoder(Encoder, device="cuda"):
         Raises:
             ValueError: ``threshold`` is not a threshold, or the policy is not one of gradwire's.
         """
-        fields = _policy_fields(policy, self.shakeup, self.clip)
+        words = _policy_words(policy, self.shakeup, self.clip)
         if threshold is not None:
             round_threshold(threshold)
         state = self._state()
-        self._device_core.set_policy(fields)
+        self._device_core.set_policy(words)
         self.policy = policy
         kept = state["threshold"] if threshold is None else threshold
         self._device_core.set_state(kept, state["step"], state["step"])
@@ -176,7 +175,7 @@ class CudaEncoder(Encoder, device="cuda"):
         return dict(self._device_core.state())
 
 
-def _policy_fields(
+def _policy_words(
     policy: ThresholdPolicy, shakeup: ShakeUp | None, clip: ResidualClip | None
 ) -> dict[str, Any]:
     """Return the fields of Policy in csrc/cuda/policy.h."""
@@ -186,12 +185,12 @@ def _policy_fields(
             f"a policy on a device must be one of gradwire's, which run there, not {policy!r}"
         )
     rule, names = known
-    fields: dict[str, Any] = {"rule": rule, "minimum": policy.initial}  # of a fixed threshold
-    fields |= {name: getattr(policy, name) for name in names}
+    words: dict[str, Any] = {"rule": rule, "minimum": policy.initial}  # of a fixed threshold
+    words |= {name: getattr(policy, name) for name in names}
     if shakeup is not None:
         # No threshold on the device falls below this one, so check here that it can be rounded.
-        round_threshold(fields["minimum"] / shakeup.divisor)
-        fields |= {"shakeup_every": shakeup.every, "shakeup_divisor": shakeup.divisor}
+        round_threshold(words["minimum"] / shakeup.divisor)
+        words |= {"shakeup_every": shakeup.every, "shakeup_divisor": shakeup.divisor}
     if clip is not None:
-        fields |= {"clip_every": clip.every, "clip_limit": clip.limit}
-    return fields
+        words |= {"clip_every": clip.every, "clip_limit": clip.limit}
+    return words

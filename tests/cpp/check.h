@@ -1,5 +1,5 @@
-// A test framework small enough to read: cases that register themselves, checks that say what they saw, notes that say
-// where. An executable runs all its cases, or those whose names contain one of its arguments.
+// A small test framework: self-registering cases, checks that report the values, and notes that report the position in
+// loops. An executable runs all its cases, or those whose names contain one of its arguments.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Failure : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// What the loops around a check are at; printed only when it fails, and free of allocations until then.
+// A variable of a loop around a check, printed only if the check fails; no allocation before that.
 class Note {
   public:
     Note(const char* name, uint64_t value) : Note(name, value, nullptr) {}

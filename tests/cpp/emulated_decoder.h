@@ -12,7 +12,7 @@ class EmulatedDecoder {
         : source_{bytes.data(), bytes.size()},
           scale_(scale),
           block_(backwards),
-          entries_(poisoned<gradwire::cuda::ChunkEntry>(gradwire::cuda::most_chunks(numel))) {
+          entries_(garbage_filled<gradwire::cuda::ChunkEntry>(gradwire::cuda::most_chunks(numel))) {
         gradwire::cuda::DirectoryShared shared;
         read_message(block_, source_, numel, scale, &message, entries_.get(), shared);
     }

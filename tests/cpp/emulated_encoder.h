@@ -37,7 +37,7 @@ inline uint32_t emulated_crc(const uint8_t* bytes, uint64_t size, bool backwards
 
 // Return memory filled with garbage, in a heap block of the same size.
 template <class T>
-std::unique_ptr<T[]> poisoned(uint64_t count) {
+std::unique_ptr<T[]> garbage_filled(uint64_t count) {
     std::unique_ptr<T[]> memory(new T[count]);
     std::memset(static_cast<void*>(memory.get()), 0xa5, count * sizeof(T));
     return memory;
@@ -48,10 +48,10 @@ class EmulatedEncoder {
     EmulatedEncoder(uint64_t numel, bool backwards) : numel_(numel), backwards_(backwards) {
         using namespace gradwire::cuda;
         masks_.numel = numel;
-        tiles_ = poisoned<TileRecord>(masks_.tile_count());
-        pairs_ = poisoned<MaskPair>(masks_.tile_count() * kTileWords);
-        group_count_ = poisoned<uint32_t>(masks_.group_total());
-        group_first_ = poisoned<uint64_t>(masks_.group_total() + 1);
+        tiles_ = garbage_filled<TileRecord>(masks_.tile_count());
+        pairs_ = garbage_filled<MaskPair>(masks_.tile_count() * kTileWords);
+        group_count_ = garbage_filled<uint32_t>(masks_.group_total());
+        group_first_ = garbage_filled<uint64_t>(masks_.group_total() + 1);
         masks_.tiles = tiles_.get();
         masks_.pairs = pairs_.get();
         masks_.group_count = group_count_.get();
@@ -91,18 +91,18 @@ class EmulatedEncoder {
         Block block(backwards_);
         plan_message(block, masks_, nonfinite, skip_nonfinite, &plan);
         CHECK(plan.chunks <= most_chunks(numel_));
-        const auto records = poisoned<ChunkRecord>(plan.chunks);
+        const auto records = garbage_filled<ChunkRecord>(plan.chunks);
         FindShared find;
         for (uint64_t i = 0; i < plan.chunks; ++i) size_chunk(block, masks_, plan, i, records.get(), find);
         // Kernels may write whole words up to the end of the message.
         uint64_t capacity = (gradwire::max_ternary_bytes(numel_) + 3) / 4;
-        auto message = poisoned<uint32_t>(capacity);
+        auto message = garbage_filled<uint32_t>(capacity);
         for (unsigned i = kBlocks; i-- > 0;)
             layout_message(block, i, kBlocks, masks_, words, &plan, records.get(), message.get());
         for (uint64_t i = plan.chunks; i-- > 0;) write_chunk(block, masks_, plan, i, records.get(), message.get());
         auto* bytes = reinterpret_cast<uint8_t*>(message.get());
         const uint64_t size = gradwire::kHeaderBytes + plan.payload_bytes();
-        put_field(bytes + gradwire::kCrcAt, emulated_crc(bytes, size, backwards_));
+        gradwire::put_field(bytes + gradwire::kCrcAt, emulated_crc(bytes, size, backwards_));
         return Bytes(bytes, bytes + size);
     }
 

@@ -53,11 +53,12 @@ class Sink {
     Entry* entries() { return entries_.data(); }
     void add_entries(uint64_t found) {
         require(found <= kCapacity);
-        kernels().add_entries_float(entries_.data(), found, target_.data() + first_, stop_ - first_, 1, found % 2 == 0);
+        kernels().float32.add_entries(entries_.data(), found, target_.data() + first_, stop_ - first_, 1,
+                                      found % 2 == 0);
     }
     uint64_t add_bitmap(const BitRun& changed, const BitRun& minus, uint64_t first, uint64_t numel) {
         require(first >= first_ && first <= stop_ && numel <= stop_ - first);
-        return kernels().add_bitmap_float(changed, minus, target_.data() + first, numel, 1);
+        return kernels().float32.add_bitmap(changed, minus, target_.data() + first, numel, 1);
     }
 
   private:

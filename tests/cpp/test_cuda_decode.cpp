@@ -18,7 +18,7 @@ bool cpu_accepts(const Bytes& bytes) {
 }
 
 uint64_t numel_of(const Bytes& bytes) {
-    return bytes.size() < kHeaderBytes ? 0 : cuda::get_field<uint64_t>(bytes.data() + kNumelAt);
+    return bytes.size() < kHeaderBytes ? 0 : get_field<uint64_t>(bytes.data() + kNumelAt);
 }
 
 // Whether the tests have memory for the target.

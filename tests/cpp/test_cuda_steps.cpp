@@ -177,7 +177,7 @@ CASE(dense_messages_leave_the_residual_of_the_cpu) {
         Header header = encoded.message.header;
         header.crc = 0;
         Bytes head(kHeaderBytes);
-        cuda::put_header(head.data(), header);
+        put_header(head.data(), header);
         for (unsigned i = 0; i < 4; ++i) head[kCrcAt + i] = encoded.message.bytes[kCrcAt + i];
         CHECK(std::memcmp(head.data(), encoded.message.bytes.get(), kHeaderBytes) == 0);
     };

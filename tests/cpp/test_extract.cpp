@@ -218,9 +218,9 @@ CASE(a_kernel_equals_the_oracle_at_any_alignment) {
             for (uint64_t seed = 1; seed < 9; ++seed)
                 for (unsigned dtype = 0; dtype < kDtypes; ++dtype) {
                     const check::Note notes[] = {{"words", words}, {"seed", seed}, {"update dtype", dtype}};
-                    if (kernels().extract_float[dtype])
-                        check_kernel<float>(kernels().extract_float[dtype], Dtype(dtype), words, seed);
-                    check_kernel<double>(kernels().extract_double[dtype], Dtype(dtype), words, seed);
+                    if (kernels().float32.extract[dtype])
+                        check_kernel<float>(kernels().float32.extract[dtype], Dtype(dtype), words, seed);
+                    check_kernel<double>(kernels().float64.extract[dtype], Dtype(dtype), words, seed);
                 }
     });
 }

@@ -38,13 +38,14 @@ class Sink {
     void add_entries(uint64_t found) {
         CHECK(found <= kCapacity);
         for (const bool scattered : {false, true})
-            kernels().add_entries_float(entries_.data(), found, target_.data() + first_, stop_ - first_, 1, scattered);
+            kernels().float32.add_entries(entries_.data(), found, target_.data() + first_, stop_ - first_, 1,
+                                          scattered);
         meanwhile_();
     }
     uint64_t add_bitmap(const BitRun& changed, const BitRun& minus, uint64_t first, uint64_t numel) {
         CHECK(first >= first_ && first <= stop_ && numel <= stop_ - first);
         meanwhile_();
-        return kernels().add_bitmap_float(changed, minus, target_.data() + first, numel, 1);
+        return kernels().float32.add_bitmap(changed, minus, target_.data() + first, numel, 1);
     }
 
   private:

@@ -1,7 +1,7 @@
-"""Arrays on the emulated device that answer to as much of torch as the GPU tests ask for.
+"""Arrays on the emulated device, with the part of torch's interface that the GPU tests use.
 
-The memory is the emulated runtime's and so are the streams: an operation is enqueued on the current stream, and what
-the host reads it waits for.
+Memory and streams belong to the emulated runtime: operations are enqueued on the current stream, and reading an array
+waits for them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ INTERFACE_TYPES = {
 
 
 class Runtime:
-    """The emulated CUDA runtime, which lives in the module; errors are raised by name."""
+    """The emulated CUDA runtime in the module; errors are raised by name."""
 
     def __init__(self, module: Path) -> None:
         self._library = ctypes.CDLL(str(module))
@@ -55,18 +55,18 @@ class Runtime:
             raise RuntimeError(f"{name}: {self._library.cudaGetErrorName(error).decode()}")
 
     def make(self, name: str, *arguments: Any) -> int:
-        """Call a function that gives out a pointer, and return that."""
+        """Call a function with a pointer as its result, and return the pointer."""
         made = ctypes.c_void_p()
         self.call(name, ctypes.byref(made), *arguments)
         assert made.value is not None
         return made.value
 
     def waits(self) -> int:
-        """How often the host has waited for the device."""
+        """Return how often the host has waited for the device."""
         return int(self._library.emulatedWaits())
 
     def enqueue(self, work: Callable[[], object], stream: int) -> None:
-        """Have ``work`` done when the stream gets there."""
+        """Enqueue ``work`` on a stream."""
         is_captured = ctypes.c_int()
         self.call("cudaStreamIsCapturing", ctypes.c_void_p(stream), ctypes.byref(is_captured))
         number = next(self._numbers) * (-1 if is_captured.value else 1)
@@ -75,12 +75,12 @@ class Runtime:
 
     def _run_work(self, word: int) -> None:
         number = ctypes.c_int64(word).value
-        # A graph may run its work again; what else is done lets go of what it was done with.
+        # A graph may run its work again; other work is released after it has run.
         (self._work[number] if number < 0 else self._work.pop(number))()
 
 
 class Stream:
-    """A stream of the emulated device; None: the default one."""
+    """A stream of the emulated device; None creates a new one."""
 
     def __init__(self, handle: int | None = None) -> None:
         self.cuda_stream = (
@@ -91,7 +91,7 @@ class Stream:
         RUNTIME.call("cudaStreamSynchronize", ctypes.c_void_p(self.cuda_stream))
 
     def query(self) -> bool:
-        """Whether all of it is done, as torch's: by an event."""
+        """Return whether all work is done, by an event as in torch."""
         event = Event()
         event.record(self)
         return event.query()
@@ -108,7 +108,7 @@ class Event:
         RUNTIME.call("cudaEventRecord", self._handle, ctypes.c_void_p(on))
 
     def wait(self, stream: Stream) -> None:
-        """Have the stream wait for it."""
+        """Make the stream wait for the event."""
         RUNTIME.call("cudaStreamWaitEvent", ctypes.c_void_p(stream.cuda_stream), self._handle, 0)
 
     def query(self) -> bool:
@@ -130,25 +130,25 @@ def current() -> int:
 
 
 def current_stream(device: int = 0) -> Stream:
-    """Return it as an object."""
+    """Return the current stream as an object."""
     assert device == 0
     return Stream(current())
 
 
 @contextmanager
 def stream_context(stream: Stream) -> Iterator[None]:
-    """Enqueue what is done inside on this stream."""
+    """Enqueue the operations inside on this stream."""
     CURRENT.append(stream.cuda_stream)
     yield
     CURRENT.pop()
 
 
-# Addresses, by size and by the stream that they were made for.
+# Free addresses by size and stream.
 FREE_MEMORY: dict[tuple[int, int], list[int]] = defaultdict(list)
 
 
 class Memory:
-    """A piece of device memory. As torch does, it is used again as soon as no tensor has it, whatever is under way."""
+    """A piece of device memory. As in torch, it is reused once no tensor refers to it, even if work is pending."""
 
     def __init__(self, nbytes: int) -> None:
         free = FREE_MEMORY[nbytes, current()]
@@ -159,11 +159,11 @@ class Memory:
 class Tensor:
     """An array on the emulated device."""
 
-    __module__ = "torch"  # by which gradwire asks for the current stream
+    __module__ = "torch"  # makes gradwire use torch's current stream
 
     def __init__(self, memory: Any, view: torch.Tensor) -> None:
         self._memory = memory
-        self._view = view  # nobody but work on a stream may look through it
+        self._view = view  # only work on a stream may read it
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -229,7 +229,7 @@ class Tensor:
         return self.cpu().sum()
 
     def _do(self, work: Callable[..., object], *operands: Any) -> Tensor:
-        """Enqueue work on this array; that it is under way keeps no memory of the device from being used again."""
+        """Enqueue work on this array; pending work does not keep device memory from being reused."""
         RUNTIME.enqueue(partial(work, self._view, *map(host_of, operands)), current())
         return self
 
@@ -264,7 +264,7 @@ class Tensor:
 
 
 def host_of(value: Any) -> Any:
-    """Return what a tensor on the device shows to work on a stream, and anything else as it is."""
+    """Return the view of a tensor on the device for work on a stream; return other values unchanged."""
     return value._view if isinstance(value, Tensor) else value
 
 
@@ -292,7 +292,7 @@ def upload(tensor: torch.Tensor) -> Tensor:
 
 
 def as_tensor(array: Any, device: str = "cuda") -> Tensor:
-    """Return a tensor of the memory of one of gradwire's arrays."""
+    """Return a tensor that shares the memory of an array of gradwire."""
     assert device == "cuda"
     interface = array.__cuda_array_interface__
     dtype = {typestr: dtype for dtype, typestr in INTERFACE_TYPES.items()}[interface["typestr"]]
@@ -301,7 +301,7 @@ def as_tensor(array: Any, device: str = "cuda") -> Tensor:
 
 
 def cat(parts: list[Tensor]) -> Tensor:
-    """Return one tensor of all parts."""
+    """Return the concatenation of tensors."""
     result = empty(sum(part.numel() for part in parts), dtype=parts[0].dtype)
     begin = 0
     for part in parts:
@@ -338,7 +338,7 @@ def synchronize() -> None:
 
 
 def install(module: Path, seed: int) -> None:
-    """Let gradwire find the emulated module where it looks for the compiled one."""
+    """Install the emulated module in the place of the compiled one."""
     global RUNTIME
     name = "gradwire._cuda"
     loader = importlib.machinery.ExtensionFileLoader(name, str(module))

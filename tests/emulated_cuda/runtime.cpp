@@ -1,6 +1,6 @@
-// Streams as queues of work that is done as late as allowed: when the host waits for it, or for something behind it.
-// With a seed other than 0 some of it is done early as well, by lot. So the host sees nothing that it has not waited
-// for but by luck, as with a device. Memory ends at a page that nobody may touch, and begins as garbage.
+// Streams are queues of work that runs as late as allowed: when the host waits for it or for later work. With a seed
+// other than 0 some work runs early, at random. As on a device, the host sees results without waiting only by chance.
+// Memory ends at a protected page and is initially garbage.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ struct EmulatedGraph {
 };
 struct Queued {
     Work work;
-    bool is_slow = false;  // never done early
+    bool is_slow = false;  // never runs early
 };
 struct EmulatedStream {
     std::deque<Queued> queue;
@@ -49,7 +49,7 @@ constexpr uint8_t kGarbage = 0xcb;
 
 struct Allocation {
     uint8_t* pages;
-    size_t bytes;  // with the page behind
+    size_t bytes;  // with the protected page
     cudaMemoryType type;
     int device;
 };
@@ -67,7 +67,7 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 
 cudaError_t fail(cudaError_t error) { return last_error = error; }
 
-// 0, 1 and 2 are the default stream; others that this one would wait for are not made.
+// 0, 1 and 2 are the default stream. All other streams are non-blocking, so the default stream does not wait for them.
 EmulatedStream& stream_of(cudaStream_t stream) {
     return reinterpret_cast<uintptr_t>(stream) <= 2 ? *streams[0] : *stream;
 }
@@ -81,7 +81,7 @@ void advance(EmulatedStream& stream, uint64_t position) {
     }
 }
 
-// In turns of some work each: one stream knows nothing of another.
+// Run the streams in random turns, because they are independent of each other.
 void advance_all() {
     for (;;) {
         std::vector<EmulatedStream*> busy;
@@ -256,14 +256,14 @@ cudaError_t cudaMallocFromPoolAsync(void** memory, size_t bytes, cudaMemPool_t, 
     const Lock lock(mutex);
     const cudaError_t error = allocate(memory, bytes, cudaMemoryTypeDevice);
     if (error != cudaSuccess) return error;
-    // As with memory that another use has left: it is nobody's before the stream gets here.
+    // The memory may still be in use by earlier work, so it becomes garbage in the order of the stream.
     enqueue(stream_of(stream), [begin = *memory, bytes] { std::memset(begin, kGarbage, bytes); });
     return cudaSuccess;
 }
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
     const Lock lock(mutex);
     EmulatedStream& on = stream_of(stream);
-    if (!on.captures) enqueue(on, [=] { release(memory); });  // a graph keeps what it has allocated
+    if (!on.captures) enqueue(on, [=] { release(memory); });  // a graph keeps its allocations
     return cudaSuccess;
 }
 

@@ -1,4 +1,4 @@
-"""What only the emulated device shows: how often the host waits, several devices, and that its own checks work."""
+"""Tests for the emulated device only: how often the host waits, several devices, and the checks of the device."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_the_device_of_the_arrays_decides() -> None:
     assert encoder.step == 1
 
 
-def test_an_encode_on_memory_of_the_caller_s_gives_the_same_bytes() -> None:
-    """What `gradwire.torch`'s operator calls, whose own tests need torch on a GPU."""
+def test_an_encode_on_the_caller_s_memory_gives_the_same_bytes() -> None:
+    """The call of `gradwire.torch`'s operator, whose own tests need torch on a GPU."""
     cpu = gw.Encoder(NUMEL, threshold=1.0, key=5)
     residual = torch().zeros(NUMEL, device="cuda")
     out = torch().empty(
@@ -107,7 +107,7 @@ def test_an_encode_on_memory_of_the_caller_s_gives_the_same_bytes() -> None:
     np.testing.assert_array_equal(residual.cpu().numpy(), cpu.residual)
 
 
-def test_work_is_not_done_before_somebody_waits() -> None:
+def test_work_does_not_run_before_the_host_waits() -> None:
     tensor = torch().zeros(4, device="cuda")
     torch().cuda.synchronize()
     stream = torch().cuda.Stream()
@@ -119,7 +119,7 @@ def test_work_is_not_done_before_somebody_waits() -> None:
     assert tensor.tolist() == [3.0] * 4
 
 
-def test_what_would_break_a_capture_fails_in_it() -> None:
+def test_calls_that_would_break_a_capture_fail_in_it() -> None:
     graph = torch().cuda.CUDAGraph()
     with (
         torch().cuda.graph(graph),

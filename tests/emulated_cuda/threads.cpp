@@ -1,6 +1,5 @@
-// The threads of a block as coroutines on one processor. They take turns at barriers only, and who comes next is drawn
-// by lot: what lacks a barrier gives other bytes with another seed, and threads that wait at different barriers are
-// found out.
+// The threads of a block as coroutines on one processor. They switch at barriers only, in random order: a missing
+// barrier gives other bytes with another seed, and threads that wait at different barriers are detected.
 #include "threads.h"
 
 #include <csetjmp>
@@ -25,7 +24,7 @@ constexpr size_t kStackBytes = 128 << 10;
 struct Group {
     unsigned alive = 0;
     unsigned waiting = 0;
-    uint64_t turn = 0;  // counts the barriers that all have reached
+    uint64_t turn = 0;  // number of barriers that all threads have reached
 };
 
 struct Thread {
@@ -46,7 +45,7 @@ struct Warp : Group {
     uint64_t words[kWarp] = {};
 };
 
-// One at a time; the memory is kept.
+// The block that runs; its memory is reused.
 struct Block {
     std::vector<std::unique_ptr<Thread>> threads;
     std::vector<Warp> warps;
@@ -75,10 +74,10 @@ void wait_for(Group& group) {
 
 void leave(Group& group) {
     --group.alive;
-    if (group.waiting > 0) arrive(group);  // who has returned is not waited for
+    if (group.waiting > 0) arrive(group);  // a barrier does not wait for returned threads
 }
 
-// Of one block after the other: to begin a coroutine takes longer than most of them run.
+// Runs one block after the other, because starting a coroutine takes longer than most of them run.
 [[noreturn]] void run_thread() {
     for (;;) {
         (*block.kernel)();
@@ -129,7 +128,8 @@ void run_block() {
     const unsigned count = block.count;
     for (bool moved = true; moved;) {
         moved = false;
-        // Another order in each round, without a draw for each thread: an odd stride meets all of a power of two.
+        // A new order in each round without a random number for each thread: an odd stride visits all of a power of
+        // two.
         const auto first = static_cast<unsigned>(draw(count)), stride = static_cast<unsigned>(draw(count)) | 1;
         for (unsigned i = 0; i < count; ++i) {
             const unsigned index = (first + i * stride) & (count - 1);

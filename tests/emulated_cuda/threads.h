@@ -7,10 +7,10 @@
 
 namespace emulated {
 
-// Runs a kernel to its end: a call of `kernel` for every thread.
+// Run a kernel to its end: call `kernel` for every thread.
 void run_grid(dim3 blocks, dim3 threads, const std::function<void()>& kernel);
 
-// A number below `end`, and where such numbers begin.
+// Return a random number below `end`; set the seed.
 uint64_t draw(uint64_t end);
 void seed(uint64_t number);
 

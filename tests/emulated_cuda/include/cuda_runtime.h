@@ -1,4 +1,4 @@
-// What nvcc knows without an include: CUDA C++ as far as gradwire's kernels use it, for a C++ compiler.
+// The built-in declarations of nvcc that gradwire's kernels use, for a C++ compiler.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -29,10 +29,10 @@ extern dim3 blockDim, gridDim;
 
 namespace emulated {
 
-// Of the calling thread, with the others of its block or warp (threads.cpp).
+// Barriers of the calling thread with its block or warp (threads.cpp).
 void block_barrier();
 void warp_barrier();
-// Puts a word where the other lanes see it, and returns all 32 once all have.
+// Publish a word to the other lanes, and return the words of all 32 lanes.
 const uint64_t* warp_exchange(uint64_t word);
 
 cudaError_t launch(dim3 blocks, dim3 threads, cudaStream_t stream, std::function<void()> kernel);
@@ -44,7 +44,7 @@ T warp_read(T value, unsigned lane) {
     std::memcpy(&word, &value, sizeof value);
     const uint64_t* words = warp_exchange(word);
     std::memcpy(&value, &words[lane], sizeof value);
-    warp_barrier();  // before anybody puts the next word there
+    warp_barrier();  // before any lane publishes its next word
     return value;
 }
 
@@ -85,7 +85,7 @@ T __shfl_up_sync(unsigned, T value, unsigned distance) {
     return emulated::warp_read(value, lane < distance ? lane : lane - distance);
 }
 
-// Threads take turns at barriers only, so nothing comes between the reading and the writing.
+// Threads switch at barriers only, so reading and writing are atomic.
 template <class T, class Operand>
 T atomicAdd(T* word, Operand value) {
     const T before = *word;

@@ -86,12 +86,12 @@ EMULATED_API cudaError_t cudaEventDestroy(cudaEvent_t event);
 EMULATED_API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
 EMULATED_API cudaError_t cudaStreamBeginCapture(cudaStream_t stream, int mode);
 EMULATED_API cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
-// Stands for instantiation and launch.
+// Replaces instantiation and launch.
 EMULATED_API cudaError_t emulatedGraphLaunch(cudaGraph_t graph, cudaStream_t stream);
 
-// Work that takes long: what is behind it is done only when somebody waits for it.
+// Enqueue slow work: later work runs only when the host waits for it.
 EMULATED_API cudaError_t emulatedSleep(cudaStream_t stream);
 
-// How often the host has waited for the device; and the order in which threads run and streams get on from now on.
+// Return how often the host has waited for the device; set the random order of threads and streams.
 EMULATED_API uint64_t emulatedWaits();
 EMULATED_API cudaError_t emulatedSeed(uint64_t seed);
