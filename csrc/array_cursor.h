@@ -30,7 +30,9 @@ void convert(const ConstArray& from, uint64_t first, uint64_t count, To* to) {
 
 class ArrayCursor {
   public:
-    ArrayCursor(const std::vector<ConstArray>& arrays, uint64_t element) : arrays_(arrays), offset_(element) {
+    // `arrays` may be null, for a position that is never read.
+    ArrayCursor(const std::vector<ConstArray>* arrays, uint64_t element)
+        : arrays_(arrays ? arrays->data() : nullptr), count_(arrays ? arrays->size() : 0), offset_(element) {
         skip_empty();
     }
     uint64_t left() const { return arrays_[index_].numel - offset_; }
@@ -46,8 +48,7 @@ class ArrayCursor {
     // arrays.
     template <class To>
     const To* in_place(uint64_t count) const {
-        constexpr Dtype kType = sizeof(To) == 8 ? Dtype::kFloat64 : Dtype::kFloat32;
-        const bool fits = index_ < arrays_.size() && dtype() == kType && left() >= count;
+        const bool fits = index_ < count_ && dtype() == kDtypeOf<To> && left() >= count;
         return fits ? static_cast<const To*>(data()) : nullptr;
     }
     // Copy the next `count` elements, from one array or several.
@@ -64,9 +65,10 @@ class ArrayCursor {
 
   private:
     void skip_empty() {
-        while (index_ < arrays_.size() && offset_ >= arrays_[index_].numel) offset_ -= arrays_[index_++].numel;
+        while (index_ < count_ && offset_ >= arrays_[index_].numel) offset_ -= arrays_[index_++].numel;
     }
-    const std::vector<ConstArray>& arrays_;
+    const ConstArray* arrays_;
+    size_t count_;
     size_t index_ = 0;
     uint64_t offset_;
 };

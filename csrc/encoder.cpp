@@ -65,8 +65,7 @@ void Encoder::extract_range(const std::vector<ConstArray>* update, Residual thre
                             uint64_t to_word, MaskWord* out, Extracted* extracted) {
     auto* residual = static_cast<Residual*>(residual_);
     const uint64_t end = std::min(to_word * 64, numel_);
-    static const std::vector<ConstArray> kNothing;
-    ArrayCursor cursor(update ? *update : kNothing, from_word * 64);
+    ArrayCursor cursor(update, from_word * 64);
     const auto extract = [](Dtype dtype) { return value_kernels<Residual>().extract[static_cast<unsigned>(dtype)]; };
     uint64_t at = from_word * 64;
     while (at < end) {
@@ -178,8 +177,8 @@ void subtract(const void* now, const void* before, uint64_t count, Residual* out
 template <class Residual>
 void hold_range(const std::vector<ConstArray>& now, const std::vector<ConstArray>& before, uint64_t begin, uint64_t end,
                 Residual* residual) {
-    ArrayCursor ours(now, begin);
-    ArrayCursor theirs(before, begin);
+    ArrayCursor ours(&now, begin);
+    ArrayCursor theirs(&before, begin);
     while (begin < end) {
         const uint64_t some = std::min({ours.left(), theirs.left(), end - begin});
         const auto function = ours.dtype() == Dtype::kFloat64 ? subtract<Residual, double> : subtract<Residual, float>;

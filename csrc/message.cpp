@@ -18,6 +18,23 @@ template <class... Parts>
     throw MessageError(sentence.str());
 }
 
+// Read all fields; nothing is checked.
+Header get_header(const uint8_t* bytes) {
+    Header header;
+    header.kind = static_cast<Kind>(bytes[kKindAt]);
+    header.flags = bytes[kFlagsAt];
+    header.exponent = bytes[kExponentAt];
+    header.dtype = static_cast<DenseType>(bytes[kDtypeAt]);
+    header.threshold = get_field<uint16_t>(bytes + kThresholdAt);
+    header.key = get_field<uint32_t>(bytes + kKeyAt);
+    header.step = get_field<uint32_t>(bytes + kStepAt);
+    header.crc = get_field<uint32_t>(bytes + kCrcAt);
+    header.numel = get_field<uint64_t>(bytes + kNumelAt);
+    header.count = get_field<uint64_t>(bytes + kCountAt);
+    header.payload_bytes = get_field<uint64_t>(bytes + kPayloadBytesAt);
+    return header;
+}
+
 void check_ternary(const Header& h) {
     if (h.flags > kFlagShakeUp) fail("flags are ", +h.flags, ", must be 0 or 1: this version has no other flag");
     if (h.threshold == 0 || h.threshold >= 0x7f80)

@@ -31,8 +31,7 @@ class SampledGroups {
     void for_each(uint64_t every, const uint32_t (&cuts)[kSampleQuantiles], Visit visit) const {
         const ValueKernels<Residual>& kernels = value_kernels<Residual>();
         const uint64_t stride = stride_ * every;
-        static const std::vector<ConstArray> kNothing;
-        ArrayCursor updates(update_ ? *update_ : kNothing, 0);
+        ArrayCursor updates(update_, 0);
         SampleGroup group{};
         for (uint64_t first = 0; first < numel_; first += stride) {
             const uint64_t count = std::min(kSampleGroup, numel_ - first);

@@ -217,10 +217,6 @@ void apply_with_momentum_to(const std::vector<const Message*>& messages, const p
     apply_with_momentum(views, targets, scale, outer, has_second ? &second_target : nullptr, count);
 }
 
-void apply(const Message& message, const py::object& target, double scale, int64_t threads) {
-    apply_all({&message}, target, scale, threads);
-}
-
 py::array decode(const Message& message) {
     const Header& header = message.view().header;
     const bool float64 = header.dtype == DenseType::kFloat64;
@@ -267,7 +263,6 @@ void register_encoder(py::module_& module) {
 }
 
 void register_apply(py::module_& module) {
-    module.def("apply", &apply, py::arg("message"), py::arg("target"), py::arg("scale"), py::arg("threads"));
     module.def("apply_many", &apply_all, py::arg("messages"), py::arg("target"), py::arg("scale"), py::arg("threads"));
     module.def("apply_to_both", &apply_to_both, py::arg("messages"), py::arg("target"), py::arg("second"),
                py::arg("own"), py::arg("scale"), py::arg("threads"));

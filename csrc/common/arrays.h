@@ -23,7 +23,11 @@ auto with_value_of(Dtype dtype, F f) {
 }
 
 template <class Value>
-inline constexpr Dtype kDtypeOf = sizeof(Value) == 8 ? Dtype::kFloat64 : Dtype::kFloat32;
+inline constexpr Dtype kDtypeOf = Dtype::kNone;
+template <>
+inline constexpr Dtype kDtypeOf<float> = Dtype::kFloat32;
+template <>
+inline constexpr Dtype kDtypeOf<double> = Dtype::kFloat64;
 
 // One array of an update: `numel` contiguous elements.
 struct ConstArray {

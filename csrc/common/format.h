@@ -65,23 +65,6 @@ GRADWIRE_HD static inline void put_field(uint8_t* bytes, T value) {
     for (unsigned i = 0; i < sizeof value; ++i) bytes[i] = static_cast<uint8_t>(uint64_t{value} >> (8 * i));
 }
 
-// Read all fields; nothing is checked.
-GRADWIRE_HD static inline Header get_header(const uint8_t* bytes) {
-    Header header;
-    header.kind = static_cast<Kind>(bytes[kKindAt]);
-    header.flags = bytes[kFlagsAt];
-    header.exponent = bytes[kExponentAt];
-    header.dtype = static_cast<DenseType>(bytes[kDtypeAt]);
-    header.threshold = get_field<uint16_t>(bytes + kThresholdAt);
-    header.key = get_field<uint32_t>(bytes + kKeyAt);
-    header.step = get_field<uint32_t>(bytes + kStepAt);
-    header.crc = get_field<uint32_t>(bytes + kCrcAt);
-    header.numel = get_field<uint64_t>(bytes + kNumelAt);
-    header.count = get_field<uint64_t>(bytes + kCountAt);
-    header.payload_bytes = get_field<uint64_t>(bytes + kPayloadBytesAt);
-    return header;
-}
-
 // Write all fields but the checksum, which is left zero.
 GRADWIRE_HD static inline void put_header(uint8_t* bytes, const Header& header) {
     for (unsigned i = 0; i < kHeaderBytes; ++i) bytes[i] = 0;

@@ -7,6 +7,8 @@
 #include <nmmintrin.h>
 #elif defined(__ARM_FEATURE_CRC32)
 #include <arm_acle.h>
+#else
+#include "../common/crc_tables.h"
 #endif
 
 namespace gradwire {
@@ -41,22 +43,8 @@ uint32_t crc32c(uint32_t crc, const uint8_t* bytes, uint64_t size) {
 
 #else
 
-struct Crc32cTable {
-    uint32_t entry[8][256];
-    constexpr Crc32cTable() : entry() {
-        for (uint32_t i = 0; i < 256; ++i) {
-            uint32_t crc = i;
-            for (int bit = 0; bit < 8; ++bit) crc = crc & 1 ? (crc >> 1) ^ 0x82f63b78U : crc >> 1;
-            entry[0][i] = crc;
-        }
-        for (uint32_t i = 0; i < 256; ++i)
-            for (int t = 1; t < 8; ++t) entry[t][i] = (entry[t - 1][i] >> 8) ^ entry[0][entry[t - 1][i] & 255];
-    }
-};
-
-// Eight bytes at a time from eight tables. Source: Kounavis and Berry 2005, "slicing by 8".
 uint32_t crc32c(uint32_t crc, const uint8_t* bytes, uint64_t size) {
-    static constexpr Crc32cTable kTable;
+    static constexpr CrcTables<8> kTable = make_crc_tables<8>();
     for (; size >= 8; size -= 8, bytes += 8) {
         uint64_t word;
         std::memcpy(&word, bytes, 8);

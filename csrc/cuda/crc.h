@@ -3,12 +3,14 @@
 // Adler's crc32_combine (zlib); arithmetic modulo P in reflected order, where bit 31 is x^0.
 #pragma once
 
+#include "../common/crc_tables.h"
 #include "../common/format.h"
 #include "bits.h"
 
 namespace gradwire::cuda {
 
-inline constexpr uint32_t kCrcPolynomial = 0x82f63b78U;
+using Crc4Tables = CrcTables<4>;
+
 inline constexpr uint64_t kCrcSlice = 256;  // bytes
 
 GRADWIRE_HD inline constexpr uint32_t multiply_modulo(uint32_t a, uint32_t b) {
@@ -31,23 +33,6 @@ constexpr ShiftPowers make_shift_powers() {
     return powers;
 }
 
-// Source: Kounavis and Berry 2005, "slicing by 4".
-struct CrcTables {
-    uint32_t entry[4][256];
-};
-constexpr CrcTables make_crc_tables() {
-    CrcTables tables{};
-    for (uint32_t i = 0; i < 256; ++i) {
-        uint32_t crc = i;
-        for (int bit = 0; bit < 8; ++bit) crc = crc & 1 ? (crc >> 1) ^ kCrcPolynomial : crc >> 1;
-        tables.entry[0][i] = crc;
-    }
-    for (uint32_t i = 0; i < 256; ++i)
-        for (int t = 1; t < 4; ++t)
-            tables.entry[t][i] = (tables.entry[t - 1][i] >> 8) ^ tables.entry[0][tables.entry[t - 1][i] & 255];
-    return tables;
-}
-
 GRADWIRE_HD inline uint32_t shift_bytes(const ShiftPowers& powers, uint32_t crc, uint64_t bytes) {
     for (unsigned i = 0; bytes != 0; ++i, bytes >>= 1)
         if (bytes & 1) crc = multiply_modulo(powers.power[i], crc);
@@ -55,7 +40,7 @@ GRADWIRE_HD inline uint32_t shift_bytes(const ShiftPowers& powers, uint32_t crc,
 }
 
 // Return the remainder of `count` bytes from `from` on, with the header's checksum taken as zero.
-GRADWIRE_HD inline uint32_t crc_of_slice(const CrcTables& tables, const ByteSource& message, uint64_t from,
+GRADWIRE_HD inline uint32_t crc_of_slice(const Crc4Tables& tables, const ByteSource& message, uint64_t from,
                                          uint64_t count) {
     uint32_t crc = 0;
     uint64_t i = 0;
@@ -71,7 +56,7 @@ GRADWIRE_HD inline uint32_t crc_of_slice(const CrcTables& tables, const ByteSour
 
 // Add the whole slices of team `block` of `blocks` to `*sum`, each shifted by the whole slices after it.
 template <class Team>
-GRADWIRE_TEAM void add_slices(Team& team, unsigned block, unsigned blocks, const CrcTables& tables,
+GRADWIRE_TEAM void add_slices(Team& team, unsigned block, unsigned blocks, const Crc4Tables& tables,
                               const ShiftPowers& powers, const ByteSource& message, uint32_t* sum) {
     const uint64_t slices = message.size / kCrcSlice;
     Local<Team, uint64_t> own;
@@ -90,7 +75,7 @@ GRADWIRE_TEAM void add_slices(Team& team, unsigned block, unsigned blocks, const
 }
 
 // Return the checksum, from the sum of all whole slices; by one thread.
-GRADWIRE_HD inline uint32_t finish_crc(const CrcTables& tables, const ShiftPowers& powers, const ByteSource& message,
+GRADWIRE_HD inline uint32_t finish_crc(const Crc4Tables& tables, const ShiftPowers& powers, const ByteSource& message,
                                        uint32_t sum) {
     const uint64_t whole = message.size / kCrcSlice * kCrcSlice;
     const uint32_t slices = shift_bytes(powers, sum, message.size - whole);

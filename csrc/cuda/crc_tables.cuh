@@ -7,10 +7,10 @@
 namespace gradwire::cuda {
 
 struct CrcWork {
-    CrcTables tables;
+    Crc4Tables tables;
     ShiftPowers powers;
 };
-__device__ const CrcWork kCrcWork = {make_crc_tables(), make_shift_powers()};
+__device__ const CrcWork kCrcWork = {make_crc_tables<4>(), make_shift_powers()};
 
 // Copy the tables, by a whole block; ends with a barrier.
 __device__ inline void load_crc_work(CrcWork& shared) {

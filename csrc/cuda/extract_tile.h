@@ -52,7 +52,7 @@ GRADWIRE_HD Residual without_nonfinite(Residual before, Residual added, uint64_t
 template <class Update>
 GRADWIRE_HD const Update* find_whole_tile(const ArrayTable& updates, uint64_t first) {
     const unsigned i = updates.find(first);
-    if (static_cast<Dtype>(updates.dtypes[i]) != DtypeOf<Update>::kDtype) return nullptr;
+    if (static_cast<Dtype>(updates.dtypes[i]) != kDtypeOf<Update>) return nullptr;
     if (updates.arrays[i].end < first + kTileElements) return nullptr;
     const Update* at = static_cast<const Update*>(updates.arrays[i].data) + (first - updates.first_of(i));
     return reinterpret_cast<uintptr_t>(at) % alignof(Four<Update>) == 0 ? at : nullptr;

@@ -49,19 +49,21 @@ struct ReadMessage {
     GRADWIRE_HD uint64_t stream_bits() const { return (payload_bytes - directory_bytes) * 8; }
 };
 
-GRADWIRE_HD inline uint32_t check_ternary(const Header& h) {
-    if (h.flags > kFlagShakeUp || h.dtype != DenseType::kNone) return kBadHeader;
-    if (h.threshold == 0 || h.threshold >= 0x7f80) return kBadHeader;
-    if (h.count > h.numel || h.exponent != chunk_exponent(h.count)) return kBadHeader;
-    if (h.count == 0 && h.payload_bytes > 0) return kBadHeader;
-    if (h.count > 8 * h.payload_bytes) return kTruncated;  // a bit for each sign
+GRADWIRE_HD inline uint32_t check_ternary(const uint8_t* bytes, uint16_t threshold, const ReadMessage& message,
+                                          uint64_t numel) {
+    if (bytes[kFlagsAt] > kFlagShakeUp || bytes[kDtypeAt] != 0) return kBadHeader;
+    if (threshold == 0 || threshold >= 0x7f80) return kBadHeader;
+    if (message.count > numel || message.exponent != chunk_exponent(message.count)) return kBadHeader;
+    if (message.count == 0 && message.payload_bytes > 0) return kBadHeader;
+    if (message.count > 8 * message.payload_bytes) return kTruncated;  // a bit for each sign
     return kSound;
 }
 
-GRADWIRE_HD inline uint32_t check_dense(const Header& h) {
-    if (h.flags != 0 || h.threshold != 0 || h.exponent != 0) return kBadHeader;
-    const uint64_t value_bytes = bytes_per_value(h.dtype);
-    if (value_bytes == 0 || h.count != h.numel || h.payload_bytes != h.numel * value_bytes) return kBadHeader;
+GRADWIRE_HD inline uint32_t check_dense(const uint8_t* bytes, uint16_t threshold, const ReadMessage& message,
+                                        uint64_t numel) {
+    if (bytes[kFlagsAt] != 0 || threshold != 0 || message.exponent != 0) return kBadHeader;
+    const uint64_t value_bytes = bytes_per_value(message.dtype);
+    if (value_bytes == 0 || message.count != numel || message.payload_bytes != numel * value_bytes) return kBadHeader;
     return kSound;
 }
 
@@ -72,25 +74,26 @@ GRADWIRE_HD inline ReadMessage read_header(const ByteSource& source, uint64_t nu
     if (source.size < kHeaderBytes) return message;
     uint8_t bytes[kHeaderBytes];
     for (unsigned i = 0; i < kHeaderBytes; ++i) bytes[i] = source.bytes[i];
-    const Header header = get_header(bytes);
-    message.kind = header.kind;
-    message.dtype = header.dtype;
-    message.exponent = header.exponent;
-    message.threshold = bfloat16_to_float(header.threshold);
-    message.crc = header.crc;
-    message.count = header.count;
-    message.payload_bytes = header.payload_bytes;
+    const auto threshold = get_field<uint16_t>(bytes + kThresholdAt);
+    message.kind = static_cast<Kind>(bytes[kKindAt]);
+    message.dtype = static_cast<DenseType>(bytes[kDtypeAt]);
+    message.exponent = bytes[kExponentAt];
+    message.threshold = bfloat16_to_float(threshold);
+    message.crc = get_field<uint32_t>(bytes + kCrcAt);
+    message.count = get_field<uint64_t>(bytes + kCountAt);
+    message.payload_bytes = get_field<uint64_t>(bytes + kPayloadBytesAt);
     message.failure = kBadHeader;
     if (get_field<uint32_t>(bytes) != kMagic || bytes[kVersionAt] != kVersion || bytes[kReservedAt] != 0)
         return message;
-    if (header.numel > kMaxNumel) return message;
+    const auto own_numel = get_field<uint64_t>(bytes + kNumelAt);
+    if (own_numel > kMaxNumel) return message;
     message.failure = kBadNumel;
-    if (header.numel != numel) return message;
+    if (own_numel != numel) return message;
     message.failure = kTruncated;
-    if (header.payload_bytes > source.size - kHeaderBytes) return message;
-    message.failure = header.kind == Kind::kTernary ? check_ternary(header)
-                      : header.kind == Kind::kDense ? check_dense(header)
-                                                    : uint32_t{kBadHeader};
+    if (message.payload_bytes > source.size - kHeaderBytes) return message;
+    message.failure = message.kind == Kind::kTernary ? check_ternary(bytes, threshold, message, numel)
+                      : message.kind == Kind::kDense ? check_dense(bytes, threshold, message, numel)
+                                                     : uint32_t{kBadHeader};
     if (message.failure == kSound && message.kind == Kind::kTernary)
         message.chunks = (message.count + (uint64_t{1} << message.exponent) - 1) >> message.exponent;
     return message;

@@ -51,24 +51,18 @@ GRADWIRE_HD To value_of(const void* data, uint64_t index, Dtype dtype) {
     return To{0};
 }
 
-template <class T>
-struct DtypeOf;
+}  // namespace gradwire::cuda
+
+namespace gradwire {
+
 template <>
-struct DtypeOf<float> {
-    static constexpr Dtype kDtype = Dtype::kFloat32;
-};
+inline constexpr Dtype kDtypeOf<Half> = Dtype::kFloat16;
 template <>
-struct DtypeOf<double> {
-    static constexpr Dtype kDtype = Dtype::kFloat64;
-};
-template <>
-struct DtypeOf<Half> {
-    static constexpr Dtype kDtype = Dtype::kFloat16;
-};
-template <>
-struct DtypeOf<Bfloat16> {
-    static constexpr Dtype kDtype = Dtype::kBfloat16;
-};
+inline constexpr Dtype kDtypeOf<Bfloat16> = Dtype::kBfloat16;
+
+}  // namespace gradwire
+
+namespace gradwire::cuda {
 
 // Four neighbouring elements, loaded and stored together: 16 bytes of float32, 8 of the half types, twice 16 of
 // float64.

@@ -55,12 +55,7 @@ def apply(
     >>> params.tolist()
     [0.5, 0.0, -0.5]
     """
-    device = device_of(target)
-    if device < 0:
-        _core.apply(_on_host(message), target, scale, threads)
-    else:
-        number = stream_of(stream, target, device)
-        cuda_core().apply_many([message], target, scale, device, number)
+    apply_many([message], target, scale, stream=stream, threads=threads)
 
 
 def apply_many(

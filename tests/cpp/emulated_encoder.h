@@ -14,8 +14,8 @@
 
 namespace support {
 
-inline const gradwire::cuda::CrcTables& crc_tables() {
-    static constexpr gradwire::cuda::CrcTables kTables = gradwire::cuda::make_crc_tables();
+inline const gradwire::cuda::Crc4Tables& crc_tables() {
+    static constexpr gradwire::cuda::Crc4Tables kTables = gradwire::make_crc_tables<4>();
     return kTables;
 }
 inline const gradwire::cuda::ShiftPowers& shift_powers() {
