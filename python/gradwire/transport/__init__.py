@@ -1,15 +1,16 @@
-"""Messages between nodes over UDP: whole, once, in order, authenticated, and bounded in memory.
+"""Messages between nodes over UDP: complete, once, in order, authenticated, and bounded in memory.
 
-The layers, from the bottom: `wire` (bytes), `crypto` (keys), `records` (sealed and framed pieces of messages),
-`round_trips`, `overflow` and `recovery` (how long answers take, how much queues hold, how fast to send), `outbound` and
-`inbound` (one direction of one peer), `session` (one peer, all states), `endpoint` (one node without a socket),
-`driver` (the socket and the clock), `node` (the public face).
+The layers, from the bottom: `wire` (bytes), `crypto` (keys), `records` (sealed pieces of messages and the log that keeps
+them), `congestion` (round trips and rates), `sender` and `receiver` (the two directions of one peer), `session` (one
+peer, all states), `handshake` and `discovery` (how peers are accepted and found), `endpoint` (one node without a
+socket), `driver` (the socket and the clock), `node` (the public interface).
 """
 
 from __future__ import annotations
 
-from .coalesce import Backlogged
-from .model import (
+from .node import Node
+from .secret import generate_secret, parse_secret
+from .types import (
     Event,
     Limits,
     Peer,
@@ -21,11 +22,8 @@ from .model import (
     Stats,
     Ticket,
 )
-from .node import Node
-from .secret import generate_secret, parse_secret
 
 __all__ = [
-    "Backlogged",
     "Event",
     "Limits",
     "Node",

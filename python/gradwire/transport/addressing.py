@@ -1,4 +1,4 @@
-"""Which local address a node uses, and where its peers are.
+"""The choice of a node's local address, and the resolution of its peers' addresses.
 
 The order is: explicit bind, network mask, the variable GRADWIRE_IP, the route to the first peer.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from .model import Address, parse_address
+from .types import Address, parse_address
 
 Rule: TypeAlias = Literal["bind", "mask", "variable", "route"]
 
@@ -25,7 +25,7 @@ IPV6_TABLE: Final = "/proc/net/if_inet6"
 
 
 def deciding_rule(bind: Address, network_mask: str | None) -> Rule:
-    """Return what decides on the address to bind."""
+    """Return the rule that decides on the address to bind."""
     if bind[0] not in WILDCARDS:
         return "bind"
     if network_mask is not None:
@@ -34,10 +34,11 @@ def deciding_rule(bind: Address, network_mask: str | None) -> Rule:
 
 
 def choose_address(bind: Address, network_mask: str | None) -> Address:
-    """Return the address to bind: a wildcard host is replaced by what the mask or GRADWIRE_IP says.
+    """Return the address to bind: the mask or GRADWIRE_IP replaces a wildcard host.
 
     Raises:
-        ValueError: no local address is in the network, or several are; or what decides is no network or no address.
+        ValueError: no local address is in the network, or several are; or the mask is no network, or GRADWIRE_IP no
+            address.
     """
     host, port = bind
     rule = deciding_rule(bind, network_mask)
@@ -81,7 +82,7 @@ def pick_by_mask(network_mask: str, candidates: Iterable[str]) -> str:
 
 
 def local_addresses() -> list[str]:
-    """Return the addresses of this machine's interfaces (on Linux all of them; elsewhere those its host name has)."""
+    """Return the addresses of this machine's interfaces (elsewhere than on Linux: of its host name)."""
     found: list[str] = []
     for path, parse in ((IPV4_TABLE, parse_fib_trie), (IPV6_TABLE, parse_if_inet6)):
         table = Path(path)
@@ -99,7 +100,7 @@ def parse_fib_trie(text: str) -> list[str]:
 
 
 def parse_if_inet6(text: str) -> list[str]:
-    """Return the IPv6 addresses in the kernel's table, without link-local ones, which need a scope."""
+    """Return the IPv6 addresses in the kernel's table, without link-local addresses, which need a scope."""
     addresses = [
         str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])))
         for line in text.splitlines()
@@ -125,6 +126,14 @@ def local_address(bound: Address, peers: Sequence[str]) -> Address:
         except (OSError, ValueError):
             continue
     return loopback, port
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether the host is a loopback address of this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def resolve(text: str, like: Address) -> Address:

@@ -1,4 +1,4 @@
-"""Keys and ciphers: the Noise handshake, control channels and sender keys.
+"""Keys and ciphers: the Noise handshake, mac1, control channels and sender keys.
 
 Source: The Noise Protocol Framework, revision 34, sections 5, 7.4 and 9 (pattern NNpsk0); RFC 6479 for the replay
 window.
@@ -10,153 +10,29 @@ import hashlib
 import hmac
 import os
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from .wire import MARK_BYTES, TAG_BYTES
-
-__all__ = [
-    "AuthenticationError",
-    "ControlChannel",
-    "Handshake",
-    "Marker",
-    "SenderKey",
-]
+from .wire import MAC1_BYTES, TAG_BYTES
 
 PROTOCOL_NAME: Final = b"Noise_NNpsk0_25519_AESGCM_SHA256"
 PUBLIC_KEY_BYTES: Final = 32
 REPLAY_WINDOW: Final = 1_024
+# Records of 62 kB sealed under one AES-GCM key: 2^34 blocks, for which an attacker's advantage stays below 2^-60
+# (RFC 8446, section 5.5, with the bounds it cites).
+EPOCH_BITS: Final = 22
+KEY_BYTES: Final = 16
+IV_BYTES: Final = 12
+NEXT_KEY_LABEL: Final = b"gradwire transport next sender key"
 
 Entropy = Callable[[int], bytes]
 
 
 class AuthenticationError(Exception):
-    """A tag did not verify, or a counter was seen before; the datagram is dropped."""
-
-
-class Aead(Protocol):
-    """What records (into given memory) and control datagrams (small, so a copy costs nothing) need."""
-
-    def seal(self, nonce: bytes, plaintext: bytes, associated: bytes) -> bytes:
-        """Return ciphertext and tag."""
-
-    def open(self, nonce: bytes, ciphertext: memoryview, associated: bytes) -> bytes:
-        """Return the plaintext.
-
-        Raises:
-            AuthenticationError: the tag does not verify.
-        """
-
-    def seal_into(
-        self, nonce: bytes, plaintext: memoryview, associated: bytes, out: memoryview
-    ) -> None:
-        """Write ciphertext and tag (``len(plaintext) + 16`` bytes) into ``out``."""
-
-    def open_into(
-        self, nonce: bytes, ciphertext: memoryview, associated: bytes, out: memoryview
-    ) -> None:
-        """Write the plaintext (``len(ciphertext) - 16`` bytes) into ``out``.
-
-        Raises:
-            AuthenticationError: the tag does not verify.
-        """
-
-
-class AesGcm:
-    """AES-GCM; uses the copy-free calls of ``cryptography`` >= 47 where they exist."""
-
-    def __init__(self, key: bytes) -> None:
-        self._aead = AESGCM(key)
-        self.seal = self._aead.encrypt
-        self._encrypt_into = getattr(self._aead, "encrypt_into", None)
-        self._decrypt_into = getattr(self._aead, "decrypt_into", None)
-        self.seal_into = self._encrypt_into or self._seal_and_copy
-
-    @property
-    def seals_in_place(self) -> bool:
-        """Whether this ``cryptography`` has the copy-free calls."""
-        return self._encrypt_into is not None
-
-    def open(self, nonce: bytes, ciphertext: memoryview, associated: bytes) -> bytes:
-        """See `Aead.open`."""
-        try:
-            return self._aead.decrypt(nonce, ciphertext, associated)
-        except InvalidTag as error:
-            raise AuthenticationError("the tag does not verify") from error
-
-    def _seal_and_copy(
-        self, nonce: bytes, plaintext: memoryview, associated: bytes, out: memoryview
-    ) -> None:
-        out[:] = self._aead.encrypt(nonce, plaintext, associated)
-
-    def open_into(
-        self, nonce: bytes, ciphertext: memoryview, associated: bytes, out: memoryview
-    ) -> None:
-        """See `Aead.open_into`."""
-        if self._decrypt_into is None:
-            out[:] = self.open(nonce, ciphertext, associated)
-            return
-        try:
-            self._decrypt_into(nonce, ciphertext, associated, out)
-        except InvalidTag as error:
-            raise AuthenticationError("the tag does not verify") from error
-
-
-class Plain:
-    """No encryption and no authentication: only behind ``insecure=True``, to measure what they cost."""
-
-    TAG: Final = bytes(TAG_BYTES)
-
-    def seal(
-        self,
-        nonce: bytes,  # noqa: ARG002 - the interface of Aead
-        plaintext: bytes,
-        associated: bytes,  # noqa: ARG002
-    ) -> bytes:
-        """Return the plaintext and a tag of zeros."""
-        return plaintext + self.TAG
-
-    def open(
-        self,
-        nonce: bytes,  # noqa: ARG002
-        ciphertext: memoryview,
-        associated: bytes,  # noqa: ARG002
-    ) -> bytes:
-        """Return the plaintext; any tag but zeros is refused."""
-        if ciphertext[-TAG_BYTES:] != self.TAG:
-            raise AuthenticationError("the tag does not verify")
-        return bytes(ciphertext[:-TAG_BYTES])
-
-    def seal_into(
-        self,
-        nonce: bytes,  # noqa: ARG002
-        plaintext: memoryview,
-        associated: bytes,  # noqa: ARG002
-        out: memoryview,
-    ) -> None:
-        """Copy the plaintext and append a tag of zeros."""
-        out[: len(plaintext)] = plaintext
-        out[len(plaintext) :] = self.TAG
-
-    def open_into(
-        self,
-        nonce: bytes,  # noqa: ARG002
-        ciphertext: memoryview,
-        associated: bytes,  # noqa: ARG002
-        out: memoryview,
-    ) -> None:
-        """Copy the plaintext; any tag but zeros is refused."""
-        if ciphertext[-TAG_BYTES:] != self.TAG:
-            raise AuthenticationError("the tag does not verify")
-        out[:] = ciphertext[:-TAG_BYTES]
-
-
-def make_aead(key: bytes, *, insecure: bool) -> Aead:
-    """Return the cipher for ``key``."""
-    return Plain() if insecure else AesGcm(key)
+    """A tag did not verify, or a counter was repeated; the datagram is dropped."""
 
 
 def _hkdf(chaining_key: bytes, material: bytes, outputs: int) -> list[bytes]:
@@ -167,47 +43,45 @@ def _hkdf(chaining_key: bytes, material: bytes, outputs: int) -> list[bytes]:
     return result
 
 
-class Marker:
-    """Ends handshake datagrams with a mark that only who knows the secret can make.
+class Mac1:
+    """The code that ends handshake datagrams, which only holders of the cluster secret can compute.
 
-    One hash tells a stranger's datagram, before any decryption and any Diffie-Hellman. The mark proves knowledge of the
-    secret and nothing else: a recorded datagram keeps its mark.
+    One hash rejects another cluster's datagram before any decryption and any Diffie-Hellman. The code proves knowledge
+    of the secret and nothing else: a recorded datagram keeps its code.
 
     Source: mac1 of WireGuard (Donenfeld 2017, section 5.4.4), with the secret in place of a public key.
 
     Args:
         secret: the 32-byte cluster secret.
-        insecure: whether the node neither encrypts nor authenticates; such nodes have marks of their own.
     """
 
-    def __init__(self, secret: bytes, *, insecure: bool = False) -> None:
+    def __init__(self, secret: bytes) -> None:
         # One step of HKDF-Expand: the secret itself is a key for the handshake only.
-        label = b"gradwire transport 1 mark" + (b" insecure" if insecure else b"")
-        key = hmac.digest(secret, label + b"\x01", "sha256")
-        self._keyed = hashlib.blake2b(key=key, digest_size=MARK_BYTES)
+        key = hmac.digest(secret, b"gradwire transport 2 mac1\x01", "sha256")
+        self._keyed = hashlib.blake2b(key=key, digest_size=MAC1_BYTES)
 
-    def mark(self, datagram: bytes) -> bytes:
-        """Return the datagram with its mark."""
-        return datagram + self._mark_of(datagram)
+    def sign(self, datagram: bytes) -> bytes:
+        """Return the datagram with its code appended."""
+        return datagram + self._digest(datagram)
 
-    def is_marked(self, datagram: bytes) -> bool:
-        """Whether the datagram ends with its mark."""
+    def verify(self, datagram: bytes) -> bool:
+        """Return whether the datagram ends with its code."""
         return hmac.compare_digest(
-            datagram[-MARK_BYTES:], self._mark_of(memoryview(datagram)[:-MARK_BYTES])
+            datagram[-MAC1_BYTES:], self._digest(memoryview(datagram)[:-MAC1_BYTES])
         )
 
-    def _mark_of(self, data: bytes | memoryview) -> bytes:
-        hash_ = self._keyed.copy()
-        hash_.update(data)
-        return hash_.digest()
+    def _digest(self, data: bytes | memoryview) -> bytes:
+        keyed = self._keyed.copy()
+        keyed.update(data)
+        return keyed.digest()
 
 
 class Handshake:
     """One run of Noise_NNpsk0_25519_AESGCM_SHA256, as initiator or responder.
 
-    The first message is sealed under the cluster secret, so a stranger's is dropped before any state or any
-    Diffie-Hellman; the second adds the ephemeral exchange, so recorded traffic stays secret when the secret leaks
-    later.
+    The first message is sealed under the cluster secret, so a message made with another secret is dropped before any
+    state or any Diffie-Hellman. The second adds the ephemeral exchange, so recorded traffic stays secret when the
+    cluster secret leaks later.
 
     Args:
         secret: the 32-byte cluster secret.
@@ -228,7 +102,7 @@ class Handshake:
 
     @property
     def hash(self) -> bytes:
-        """The handshake hash: both sides have the same after the second message."""
+        """The handshake hash, the same on both sides after the second message."""
         return self._hash
 
     def write_init(self, payload: bytes) -> bytes:
@@ -239,7 +113,7 @@ class Handshake:
         """Return the payload of the initiator's message.
 
         Raises:
-            AuthenticationError: the sender does not know the secret, or the message was changed.
+            AuthenticationError: made with another secret, or changed on the way.
         """
         return self._decrypt_and_hash(self._read_ephemeral(message))
 
@@ -252,18 +126,16 @@ class Handshake:
     def read_response(self, message: bytes) -> bytes:
         """Return the payload of the responder's message.
 
-        Raises:
-            AuthenticationError: not an answer to our message by someone who knows the secret.
-        """
-        rest = self._read_ephemeral(message)
-        self._mix_key(self._shared())
-        return self._decrypt_and_hash(rest)
+        A forgery leaves the handshake unchanged, so the true response can still arrive.
 
-    def attempt_response(self, message: bytes) -> bytes:
-        """Like `read_response`, but a forgery leaves the handshake as it was, so the true answer can still come."""
+        Raises:
+            AuthenticationError: not a response to our message by a holder of the secret.
+        """
         saved = (self._chaining_key, self._hash, self._key, self._nonce, self._remote)
         try:
-            return self.read_response(message)
+            rest = self._read_ephemeral(message)
+            self._mix_key(self._shared())
+            return self._decrypt_and_hash(rest)
         except AuthenticationError:
             self._chaining_key, self._hash, self._key, self._nonce, self._remote = saved
             raise
@@ -274,7 +146,7 @@ class Handshake:
         return first, second
 
     def _write_ephemeral(self) -> bytes:
-        # Made only now, so that refusing a stranger's first message costs no curve arithmetic.
+        # Made only now, so that refusing an INIT costs no curve arithmetic.
         self._ephemeral = X25519PrivateKey.from_private_bytes(self._entropy(PUBLIC_KEY_BYTES))
         public = self._ephemeral.public_key().public_bytes_raw()
         self._mix_hash(public)
@@ -333,12 +205,12 @@ def noise_nonce(counter: int) -> bytes:
 class ControlChannel:
     """One session's two control keys, its own counter, and the window of counters already seen.
 
-    Datagrams may be lost and reordered, so the counter travels in the header; each is accepted once.
+    Datagrams may be lost and reordered, so the counter travels in the header; each counter is accepted once.
     """
 
-    def __init__(self, send_key: bytes, receive_key: bytes, *, insecure: bool = False) -> None:
-        self._send = make_aead(send_key, insecure=insecure)
-        self._receive = make_aead(receive_key, insecure=insecure)
+    def __init__(self, send_key: bytes, receive_key: bytes) -> None:
+        self._send = AESGCM(send_key)
+        self._receive = AESGCM(receive_key)
         self._counter = 0
         self._highest = -1
         self._seen = 0
@@ -354,8 +226,8 @@ class ControlChannel:
         return self._counter - 1
 
     def seal(self, counter: int, header: bytes, plaintext: bytes) -> bytes:
-        """Return header, ciphertext and tag: a whole datagram."""
-        return header + self._send.seal(noise_nonce(counter), plaintext, header)
+        """Return header, ciphertext and tag: a complete datagram."""
+        return header + self._send.encrypt(noise_nonce(counter), plaintext, header)
 
     def open(self, counter: int, header: bytes, ciphertext: memoryview) -> bytes:
         """Return the plaintext of a datagram that was not seen before.
@@ -364,8 +236,11 @@ class ControlChannel:
             AuthenticationError: forged, changed, repeated, or older than the window.
         """
         if counter <= self._highest - REPLAY_WINDOW or self._is_seen(counter):
-            raise AuthenticationError("a control datagram came again")
-        plaintext = self._receive.open(noise_nonce(counter), ciphertext, header)
+            raise AuthenticationError("a control datagram was repeated")
+        try:
+            plaintext = self._receive.decrypt(noise_nonce(counter), ciphertext, header)
+        except InvalidTag as error:
+            raise AuthenticationError("the tag does not verify") from error
         self._mark_seen(counter)
         return plaintext
 
@@ -374,7 +249,7 @@ class ControlChannel:
 
     def _mark_seen(self, counter: int) -> None:
         if counter > self._highest:
-            # A jump past the whole window empties it; the shift is capped so that a huge jump costs nothing.
+            # A jump past the window empties it; the shift is capped so that a huge jump costs nothing.
             shift = min(counter - self._highest, REPLAY_WINDOW)
             self._seen = (self._seen << shift | 1) & ((1 << REPLAY_WINDOW) - 1)
             self._highest = counter
@@ -382,44 +257,94 @@ class ControlChannel:
             self._seen |= 1 << (self._highest - counter)
 
 
-class SenderKey:
-    """The key under which one node seals its records for all its peers during one epoch.
+class KeyChain:
+    """The keys under which one node seals its records for all its peers.
 
-    The nonce is the IV xor the record number: record numbers never repeat within a process, and key and IV are fresh in
-    every process and epoch.
+    Every 2^22 records a new epoch begins. Its key follows from the last one by a one-way function, so nobody has to
+    announce it, and a node that joins later cannot read earlier epochs. The nonce is the IV xor the record number:
+    record numbers never repeat within a process, and the first key and IV are fresh in every process.
+
+    Args:
+        key: 16 bytes, of epoch ``epoch``.
+        iv: 12 bytes.
+        first_record: a record of the epoch that the key is for.
     """
 
-    KEY_BYTES: Final = 16
-    IV_BYTES: Final = 12
-
-    def __init__(self, epoch: int, key: bytes, iv: bytes, *, insecure: bool = False) -> None:
-        self.epoch = epoch
-        self.key = key
-        self.iv = iv
-        self._iv_number = int.from_bytes(iv, "big")
-        self._aead = make_aead(key, insecure=insecure)
+    def __init__(self, key: bytes, iv: bytes, first_record: int) -> None:
+        self._newest = first_record >> EPOCH_BITS
+        self._epochs = {self._newest: _EpochKey(key, iv)}
 
     @classmethod
-    def generate(cls, epoch: int, entropy: Entropy, *, insecure: bool = False) -> SenderKey:
-        """Return a fresh key."""
-        return cls(epoch, entropy(cls.KEY_BYTES), entropy(cls.IV_BYTES), insecure=insecure)
+    def generate(cls, first_record: int, entropy: Entropy) -> KeyChain:
+        """Return a chain that begins with a fresh key, in the epoch of ``first_record``."""
+        return cls(entropy(KEY_BYTES), entropy(IV_BYTES), first_record)
+
+    def key_of(self, record: int) -> tuple[bytes, bytes]:
+        """Return (key, iv) of a record's epoch.
+
+        Raises:
+            AuthenticationError: the epoch is too old or not reached yet.
+        """
+        epoch_key = self._epoch_key(record)
+        return epoch_key.key, epoch_key.iv
 
     def seal_into(
         self, record: int, plaintext: memoryview, associated: bytes, out: memoryview
     ) -> None:
         """Seal one record; ``out`` has 16 bytes more than ``plaintext``."""
-        self._aead.seal_into(
-            (self._iv_number ^ record).to_bytes(12, "big"), plaintext, associated, out
-        )
+        epoch_key = self._epoch_key(record)
+        nonce = (epoch_key.iv_number ^ record).to_bytes(IV_BYTES, "big")
+        epoch_key.encrypt_into(nonce, plaintext, associated, out)
 
     def open_into(
         self, record: int, ciphertext: memoryview, associated: bytes, out: memoryview
     ) -> None:
-        """Open one record.
+        """Open one record; ``out`` has 16 bytes less than ``ciphertext``.
 
         Raises:
-            AuthenticationError: the tag does not verify.
+            AuthenticationError: the tag does not verify, or the epoch is too old or not reached yet.
         """
-        self._aead.open_into(
-            (self._iv_number ^ record).to_bytes(12, "big"), ciphertext, associated, out
-        )
+        epoch_key = self._epoch_key(record)
+        nonce = (epoch_key.iv_number ^ record).to_bytes(IV_BYTES, "big")
+        try:
+            epoch_key.decrypt_into(nonce, ciphertext, associated, out)
+        except InvalidTag as error:
+            raise AuthenticationError("the tag does not verify") from error
+
+    def _epoch_key(self, record: int) -> _EpochKey:
+        epoch = record >> EPOCH_BITS
+        found = self._epochs.get(epoch)
+        if found is None:
+            if epoch != self._newest + 1:
+                raise AuthenticationError(f"no key for epoch {epoch}, the newest is {self._newest}")
+            found = self._epochs[epoch] = self._epochs[self._newest].next()
+            self._epochs.pop(epoch - 2, None)
+            self._newest = epoch
+        return found
+
+
+class _EpochKey:
+    """AES-GCM under the key of one epoch; uses the copy-free calls of ``cryptography`` >= 47 where they exist."""
+
+    def __init__(self, key: bytes, iv: bytes) -> None:
+        self.key = key
+        self.iv = iv
+        self.iv_number = int.from_bytes(iv, "big")
+        self._aead = AESGCM(key)
+        self.encrypt_into = getattr(self._aead, "encrypt_into", self._encrypt_and_copy)
+        self.decrypt_into = getattr(self._aead, "decrypt_into", self._decrypt_and_copy)
+
+    def next(self) -> _EpochKey:
+        """Return the key of the next epoch."""
+        material = hmac.digest(self.key, NEXT_KEY_LABEL + self.iv, "sha256")
+        return _EpochKey(material[:KEY_BYTES], material[KEY_BYTES : KEY_BYTES + IV_BYTES])
+
+    def _encrypt_and_copy(
+        self, nonce: bytes, plaintext: memoryview, associated: bytes, out: memoryview
+    ) -> None:
+        out[:] = self._aead.encrypt(nonce, plaintext, associated)
+
+    def _decrypt_and_copy(
+        self, nonce: bytes, ciphertext: memoryview, associated: bytes, out: memoryview
+    ) -> None:
+        out[:] = self._aead.decrypt(nonce, ciphertext, associated)

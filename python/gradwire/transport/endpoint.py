@@ -1,7 +1,8 @@
-"""One node without its socket: its sessions, the send log they share, and the rounds of sending.
+"""One node without its socket: its sessions, the send log they share, and the routing of datagrams.
 
-Sans-IO: `Endpoint.receive` takes datagrams, `Endpoint.poll` returns what to send, `Endpoint.next_timeout_s` says when
-to call `poll` again, and `take_messages` and `take_events` hand over what happened. Time is always an argument.
+Sans-IO: `Endpoint.receive` takes datagrams, `Endpoint.poll` returns the datagrams to send, `Endpoint.next_timeout_s`
+returns when to call `poll` again, and `take_messages` and `take_events` hand over messages and events. Time is always
+an argument.
 """
 
 from __future__ import annotations
@@ -9,22 +10,18 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
 from ..errors import Closed, NotConnected, TooLarge, WouldBlock
-from .agenda import Agenda
-from .crypto import Entropy, Marker, SenderKey
-from .doorway import Doorway
-from .fanout import Fanout
-from .inbound import ReceiveBudget
-from .intake import Intake
-from .introductions import Introductions
-from .laggards import Laggards
-from .membership import Membership
-from .model import (
+from .crypto import AuthenticationError, Entropy, KeyChain, Mac1
+from .discovery import GOSSIP_S, Discovery, members_frames
+from .handshake import IncomingHandshakes
+from .receiver import ReceiveBudget
+from .records import Sealer, SendLog
+from .session import REASON_GIVEN_UP, Session, State
+from .types import (
     Address,
-    Counters,
     Event,
     Limits,
     Peer,
@@ -34,37 +31,36 @@ from .model import (
     Stats,
     Ticket,
     Transmit,
+    format_address,
     parse_address,
 )
-from .own_records import OwnRecords
-from .path_mtu import PathMtu, ceiling_bytes, is_loopback
-from .records import Outgoing
-from .session import CREDIT_FLOOR_RECORDS, REASON_GIVEN_UP, Session, State
-from .tally import add_counters, take_stock
 from .wire import (
+    CONTROL,
+    DATA,
+    HEADER,
     HEADER_BYTES,
-    Heard,
-    Relay,
-    Relaying,
-    Shared,
+    INIT,
+    RECORD_BYTES_MAX,
+    RECORD_NUMBER_BITS,
+    RECORD_NUMBER_MAX,
+    RESPONSE,
+    TAG_BYTES,
+    WireError,
+    run_length,
 )
 
 logger = logging.getLogger(__name__)
 
-EVENTS_MAX = 1_024
-ACTIVE_S = 1.0
-CREDIT_CHECK_S = 0.1
-SLEEP_S = 1.0
-NODES_MAX = 1 << 16
-NEVER_S = float("inf")
-
-
-def _nothing() -> None:
-    """Do nothing."""
+EVENTS_MAX: Final = 1_024
+ACTIVE_S: Final = 1.0
+HOUSEKEEPING_S: Final = 0.1
+SLEEP_S: Final = 1.0
+CREDIT_FLOOR_RECORDS: Final = 4
+NEVER_S: Final = float("inf")
 
 
 class Endpoint:
-    """The whole protocol of one node.
+    """The protocol of one node.
 
     Args:
         secret: the 32-byte cluster secret.
@@ -74,14 +70,16 @@ class Endpoint:
         limits: bounds and timers.
         advertise: "host:port" at which others can reach the node, or empty.
         entropy: source of random bytes; a simulator passes a seeded one.
-        insecure: neither encrypt nor authenticate (benchmarks only).
-        multicast: address of the group that data records may be sent to; it must be that of all nodes.
         on_lag: "block" (a peer that stops acknowledging fills the send log, and `publish` raises `WouldBlock`) or
-            "evict" (it is dropped after ``lag_s``) or "coalesce" (``laggards`` gives back what waits for it and takes
-            what is to be sent instead).
-        interface_mtu: returns the MTU of the interface to an address, None where that is unknown.
-        socket_buffer_bytes: of the socket's receive buffer, and so of those of other nodes on this machine; 0: unknown.
+            "evict" (the peer is dropped after ``limits.lag_s``).
         first_record: number of the first record; only tests change it.
+
+    Attributes:
+        counters: the running counters of `stats`.
+        log: records that some peer has not acknowledged.
+        sessions: all sessions, by index.
+        by_node: established sessions, by the peer's node id.
+        by_stream: sessions by the address and the stream of their records.
     """
 
     def __init__(
@@ -94,72 +92,41 @@ class Endpoint:
         limits: Limits | None = None,
         advertise: str = "",
         entropy: Entropy = os.urandom,
-        insecure: bool = False,
-        multicast: Address | None = None,
         on_lag: str = "block",
-        interface_mtu: Callable[[Address], int | None] = lambda _: None,
-        socket_buffer_bytes: int = 0,
         first_record: int = 0,
     ) -> None:
         self.limits = limits or Limits()
         self.secret = secret
+        self.mac1 = Mac1(secret)
         self.node_id = node_id
         self.incarnation = incarnation
         self.advertise = advertise
         self.entropy = entropy
-        self.insecure = insecure
-        self.marker = Marker(secret, insecure=insecure)
-        self._started_at_s = now_s
-        self._evicts = on_lag == "evict"
-        self.laggards = Laggards(self) if on_lag == "coalesce" else None
-        self.counters = Counters()
+        self.counters = Stats()
         self.budget = ReceiveBudget(self.limits.receive_bytes)
-        self.stream = int.from_bytes(entropy(4), "little") & ~1
-        self.membership = Membership()
+        self.stream = int.from_bytes(entropy(4), "little")
+        self.keys = KeyChain.generate(first_record, entropy)
+        self.log = SendLog(self.limits.send_log_bytes, first_record)
+        self.sealer = Sealer(self.keys, self.stream, self.limits.datagram_bytes)
+        self.discovery = Discovery()
         self.sessions: dict[int, Session] = {}
-        self.agenda = Agenda()
-        shape = self.limits
-        if self.laggards is not None:
-            if multicast is not None:
-                raise ValueError(
-                    'on_lag="coalesce" does not go with multicast: a slow peer hears what waits for it'
-                )
-            # For the same reason nobody relays: what a relay has been given may reach a peer at any time.
-            shape = replace(self.limits, mesh_nodes_max=NODES_MAX)
-        self.own = OwnRecords(
-            self.sessions,
-            self.limits,
-            self.stream,
-            entropy,
-            insecure=insecure,
-            first_record=first_record,
-            carried_from=shape.mesh_nodes_max if multicast is None else 1,
-            now_s=now_s,
-        )
-        self.log = self.own.log
-        self._interface_mtu = interface_mtu
-        self.socket_buffer_bytes = socket_buffer_bytes
-        self.fanout = Fanout(
-            node_id,
-            shape,
-            self.log,
-            self.counters,
-            self.stream,
-            lambda: self.own.sealer.key,
-            multicast,
-        )
-        self.doorway = Doorway(self)
         self.by_node: dict[int, Session] = {}
-        self.intake = Intake(self)
+        self.by_stream: dict[tuple[Address, int], Session] = {}
+        self.handshakes = IncomingHandshakes(self)
+        self.is_closing = False
+        self._evicts = on_lag == "evict"
         self._messages: deque[Received] = deque()
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
-        self._farewells: list[Transmit] = []
-        self.is_closing = False
-        self._ticked_at_s = self._expected_at_s = now_s
-        self._credit_at_s = now_s
+        self._final_datagrams: list[Transmit] = []
+        self._next_message = 0
+        self._is_release_due = False
+        self._started_at_s = now_s
+        self._polled_at_s = self._expected_at_s = now_s
+        self._housekeeping_at_s = now_s
+        self._gossip_at_s = now_s + GOSSIP_S
+        self._gossip_turn = 0
+        self._connect_at_s = 0.0
         self._turn = 0
-        self._knock_at_s = 0.0
-        self._introductions = Introductions(now_s)
 
     # ---- the caller's side --------------------------------------------------------------------------------------
 
@@ -169,18 +136,20 @@ class Endpoint:
         return tuple(sorted(session.identity for session in self._up_sessions()))
 
     def connect(self, address: Address) -> None:
-        """Want a connection to this address from now on."""
-        self.membership.add(address)
-        self._knock_at_s = 0.0
+        """Connect to this address, and reconnect whenever the connection is lost."""
+        self.discovery.add(address)
+        self._connect_at_s = 0.0
 
-    def publish(
-        self,
-        payload: memoryview,
-        tag: int,
-        to: Peer | None,
-        now_s: float,
-        on_records: Callable[[], None] = _nothing,
-    ) -> Ticket:
+    def unanswered(self) -> list[Address]:
+        """Return the addresses given to `connect` from which no peer is connected."""
+        addresses = {session.address for session in self._up_sessions()}
+        return self.discovery.unanswered(addresses, set(self.by_node))
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether `publish` would take a message of this size now."""
+        return self.log.used_bytes + self.sealer.wire_bytes(nbytes) <= self.log.limit_bytes
+
+    def publish(self, payload: memoryview, tag: int, to: Peer | None, now_s: float) -> Ticket:
         """Seal a message and queue it for all connected peers, or for one.
 
         Args:
@@ -188,14 +157,12 @@ class Endpoint:
             tag: a number for the receivers.
             to: one connected peer, or None for all.
             now_s: current time.
-            on_records: called after each few sealed records, so that they can be sent from here: as many as fit a
-                quarter of a socket's buffer.
 
         Raises:
             Closed: the node is closing.
             TooLarge: larger than ``message_bytes_max``.
             NotConnected: ``to`` is not connected.
-            WouldBlock: the send log has no room for it now.
+            WouldBlock: the send log has no space for the message now.
         """
         if self.is_closing:
             raise Closed("the node is closed; nothing can be published any more")
@@ -204,45 +171,28 @@ class Endpoint:
                 f"a message of {len(payload)} bytes is larger than message_bytes_max ({self.limits.message_bytes_max})"
             )
         recipients = self._recipients(to)
-        peers = frozenset(session.identity for session in recipients)
-        ticket = Ticket(tag, len(payload), peers)
+        ticket = Ticket(tag, len(payload), frozenset(session.identity for session in recipients))
         if not recipients:
             return ticket
         if not self.has_room(len(payload)):
             raise WouldBlock(
-                f"the send log holds {self.log.used_bytes} of {self.own.room_bytes} bytes, "
-                f"no room for {len(payload)} more: "
-                "wait for acknowledgements, or let the residual accumulate"
+                f"the send log holds {self.log.used_bytes} of {self.log.limit_bytes} bytes, too many to add "
+                f"{len(payload)}: wait for acknowledgements, or let the residual accumulate"
             )
-        last_record = self.log.head + self.own.sealer.numbers_of(len(payload)) - 1
+        first = self.log.head
+        last = first + self.sealer.records_of(len(payload)) - 1
         for session in recipients:
-            session.note_published(last_record, ticket, now_s)
+            session.note_published(last, ticket, now_s)
         indices = frozenset(session.index for session in recipients)
-        message = Outgoing(indices, last_record, is_shared=to is None)
-        number = self.own.take_message_numbers(1)
-        # Encryption drives the interpreter out of the processor's cache, so it takes turns with the rest seldom; and a
-        # peer that gets much at a time acknowledges it at once. Its socket's buffer is taken to be as large as ours.
-        together_bytes = self.socket_buffer_bytes // 4
-        waiting_bytes, keep = 0, self.log.append
-        for record in self.own.sealer.seal_message(self.log.head, message, number, tag, payload):
-            keep(record)
-            waiting_bytes += record.nbytes
-            if waiting_bytes >= together_bytes:
-                waiting_bytes = 0
-                on_records()
-        if waiting_bytes:
-            on_records()
-        # Also those that skip these records, or they would keep the log.
+        for record in self.sealer.seal_message(first, indices, self._next_message, tag, payload):
+            self.log.append(record)
+        self._next_message += 1
+        # Every session: those that are no recipients skip the records, or would keep them in the log.
         for session in self._up_sessions():
-            session.look_at_log()
+            session.touch()
         self.counters.messages_sent += 1
         self.counters.payload_bytes_sent += len(payload) * len(recipients)
-        self.own.maybe_rotate(now_s)
         return ticket
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether `publish` would take a message of this size now."""
-        return self.own.has_room(nbytes)
 
     def _recipients(self, to: Peer | None) -> list[Session]:
         if to is None:
@@ -256,7 +206,7 @@ class Endpoint:
         return [session]
 
     def take_messages(self, now_s: float) -> list[Received]:
-        """Return and forget the messages received, oldest first; frees their room for the senders."""
+        """Return and forget the messages received, oldest first, and release their share of the receive budget."""
         if not self._messages:
             return []
         messages = list(self._messages)
@@ -269,7 +219,7 @@ class Endpoint:
         return messages
 
     def take_events(self) -> list[Event]:
-        """Return and forget what happened to peers, oldest first."""
+        """Return and forget the events of peers, oldest first."""
         events = list(self._events)
         self._events.clear()
         return events
@@ -283,83 +233,170 @@ class Endpoint:
     def is_drained(self) -> bool:
         """Whether every connected peer has acknowledged everything."""
         return all(
-            session.state is not State.UP or session.outbound is None or session.outbound.is_idle
-            for session in self.sessions.values()
+            session.sender is None or session.sender.is_idle for session in self._up_sessions()
         )
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` has run its course."""
+        """Whether every session has ended after `close`."""
         return self.is_closing and not any(
             session.is_established for session in self.sessions.values()
         )
 
     def stop_publishing(self) -> None:
-        """Refuse new messages and new peers; what is queued still goes out."""
+        """Refuse new messages and new peers; queued messages are still sent."""
         self.is_closing = True
 
     def close(self, now_s: float) -> None:
-        """Say goodbye to every peer; what they have not acknowledged fails."""
+        """Send a CLOSE to every peer; messages that a peer has not acknowledged fail."""
         self.is_closing = True
-        self.fanout.stop()
         for session in list(self.sessions.values()):
             session.close(now_s)
 
     def finish(self, now_s: float) -> None:
-        """Stop waiting for answers to the goodbyes; what is not acknowledged fails."""
+        """Stop waiting for the answers to CLOSE."""
         for session in list(self.sessions.values()):
             session.finish(now_s)
 
     def undelivered(self) -> list[tuple[Peer, Ticket]]:
-        """Return what is published and not acknowledged, per peer."""
+        """Return the messages that are published and not acknowledged, per peer."""
         return [
             (session.identity, ticket)
             for session in self._up_sessions()
             for _, ticket in session.pending
         ]
 
+    def stats(self) -> Stats:
+        """Return a snapshot of the counters and of each path."""
+        paths = tuple(
+            session.path_stats(session.sender)
+            for session in self._up_sessions()
+            if session.sender is not None
+        )
+        known = [path.srtt_s for path in paths if path.srtt_s > 0.0]
+        stats = replace(
+            self.counters,
+            send_log_bytes=self.log.used_bytes,
+            receive_queue_bytes=self.budget.used_bytes,
+            srtt_s=sum(known) / len(known) if known else 0.0,
+            peers=paths,
+        )
+        for session in self.sessions.values():
+            session.add_counters(stats)
+        return stats
+
     # ---- datagrams in -------------------------------------------------------------------------------------------
 
     def receive(self, data: memoryview, segment_bytes: int, address: Address, now_s: float) -> None:
-        """See `Intake.receive`."""
-        self.intake.receive(data, segment_bytes, address, now_s)
+        """Process datagrams from one address, back to back, all but the last of ``segment_bytes``.
 
-    def receive_group(
-        self, data: memoryview, segment_bytes: int, address: Address, now_s: float
-    ) -> None:
-        """See `Intake.receive_group`."""
-        self.intake.receive_group(data, segment_bytes, address, now_s)
+        Never raises, whatever the bytes are: malformed, forged and stray datagrams are counted and dropped.
+        """
+        total_bytes = len(data)
+        counters = self.counters
+        if not total_bytes:
+            counters.datagrams_received += 1
+            counters.malformed_datagrams += 1
+            return
+        counters.udp_bytes_received += total_bytes
+        counters.datagrams_received += -(-total_bytes // segment_bytes)
+        position = 0
+        while position < total_bytes:
+            end = min(position + segment_bytes, total_bytes)
+            if end - position < HEADER_BYTES:
+                counters.malformed_datagrams += 1
+            elif data[position] == DATA:
+                end = self._receive_data(data, position, segment_bytes, address, now_s)
+            else:
+                self._receive_other(data[position:end], address, now_s)
+            position = end
+
+    def _receive_data(
+        self, data: memoryview, position: int, segment_bytes: int, address: Address, now_s: float
+    ) -> int:
+        """Process the neighbouring fragments of one record that begin here; return where they end."""
+        _, _, first, fragments, stream, number = HEADER.unpack_from(data, position)
+        session = self.by_stream.get((address, stream))
+        if session is None:
+            self.counters.stray_datagrams += 1
+            return min(position + segment_bytes, len(data))
+        most = min(-(-(len(data) - position) // segment_bytes), fragments - first)
+        count = run_length(data, position, segment_bytes, first, most) if most > 1 else 1
+        end = min(position + count * segment_bytes, len(data))
+        fragment_bytes = number >> RECORD_NUMBER_BITS
+        # A short last datagram may stand alone; otherwise the header has to agree with the size on the wire.
+        is_valid = count == 1 or fragment_bytes + HEADER_BYTES == segment_bytes
+        record = number & RECORD_NUMBER_MAX
+        if not is_valid or not session.on_fragments(
+            record, fragments, fragment_bytes, first, data[position:end], now_s
+        ):
+            self.counters.malformed_datagrams += count
+        return end
+
+    def _receive_other(self, datagram: memoryview, address: Address, now_s: float) -> None:
+        kind = datagram[0]
+        try:
+            if kind == CONTROL:
+                self._receive_control(datagram, address, now_s)
+            elif kind == INIT:
+                self.handshakes.on_init(bytes(datagram), address, now_s)
+            elif kind == RESPONSE:
+                self._receive_response(bytes(datagram), address, now_s)
+            else:
+                self.handshakes.rejected.note_version(kind, address, now_s)
+                self.counters.malformed_datagrams += 1
+        except WireError:
+            self.counters.malformed_datagrams += 1
+        except AuthenticationError:
+            self.counters.unauthenticated_datagrams += 1
+
+    def _receive_control(self, datagram: memoryview, address: Address, now_s: float) -> None:
+        if len(datagram) < HEADER_BYTES + TAG_BYTES:
+            raise WireError("a control datagram without a tag")
+        header = bytes(datagram[:HEADER_BYTES])
+        _, _, _, _, index, counter = HEADER.unpack(header)
+        session = self.sessions.get(index)
+        if session is None:
+            self.counters.stray_datagrams += 1
+            return
+        session.on_control(counter, header, datagram[HEADER_BYTES:], address, now_s)
+        self._is_release_due = True
+
+    def _receive_response(self, datagram: bytes, address: Address, now_s: float) -> None:
+        _, _, _, _, index, _ = HEADER.unpack_from(datagram)
+        session = self.sessions.get(index)
+        if session is None or session.address != address:
+            self.counters.stray_datagrams += 1
+            return
+        session.on_response(datagram, now_s)
 
     # ---- datagrams out ------------------------------------------------------------------------------------------
 
     def poll(self, now_s: float) -> list[Transmit]:
-        """Return what is to be sent now; call again at once while it returns something."""
+        """Return the datagrams to send now; call again at once while it returns any."""
         self._notice_sleep(now_s)
-        if self.own.is_release_due:
-            self.own.release(now_s)
-        if now_s >= self._knock_at_s:
-            self._knock(now_s)
-        if now_s >= self._credit_at_s:
-            self._credit_at_s = now_s + CREDIT_CHECK_S
-            self._check_lag(now_s)
-            self._introductions.gossip(self._up_sessions(), now_s)
-        indices = self.agenda.take_due(now_s)
-        due = [self.sessions[index] for index in indices if index in self.sessions]
-        if len(due) == 1:
-            out = due[0].poll(now_s)
-        elif due:
-            out = self._poll_in_turns(due, now_s)
-        else:
-            out = []
-        if self._farewells:
-            out, self._farewells = self._farewells + out, []
-        if self.fanout.is_needed or self.fanout.wake_at_s <= now_s:
-            out.extend(self.fanout.poll(now_s))
-        self._count(out)
+        if self._is_release_due:
+            self._release_log()
+        if now_s >= self._connect_at_s:
+            self._start_handshakes(now_s)
+        if now_s >= self._housekeeping_at_s:
+            self._housekeeping_at_s = now_s + HOUSEKEEPING_S
+            self._check_peers(now_s)
+            self._gossip(now_s)
+        due = [session for session in self.sessions.values() if session.wake_at_s <= now_s]
+        out = self._poll_sessions(due, now_s)
+        if self._final_datagrams:
+            out, self._final_datagrams = self._final_datagrams + out, []
+        for transmit in out:
+            nbytes = transmit.nbytes
+            self.counters.udp_bytes_sent += nbytes
+            self.counters.datagrams_sent += -(-nbytes // transmit.segment_bytes)
         return out
 
-    def _poll_in_turns(self, due: list[Session], now_s: float) -> list[Transmit]:
+    def _poll_sessions(self, due: list[Session], now_s: float) -> list[Transmit]:
         """Start with another session each time, so that none is always last in the socket's queue."""
+        if len(due) <= 1:
+            return due[0].poll(now_s) if due else []
         self._turn = (self._turn + 1) % len(due)
         queues = [session.poll(now_s) for session in due[self._turn :] + due[: self._turn]]
         out: list[Transmit] = []
@@ -368,127 +405,93 @@ class Endpoint:
             out.extend(queue.pop(0) for queue in queues)
         return out
 
-    def poll_data(self, now_s: float) -> list[Transmit]:
-        """Return the data that may leave at once, and nothing else; `poll` has the timers and the control."""
-        out: list[Transmit] = []
-        for session in self.sessions.values():
-            session.poll_data(now_s, out)
-        if self.fanout.is_needed:
-            out.extend(self.fanout.poll(now_s))
-        self._count(out)
-        return out
-
-    def _count(self, transmits: list[Transmit]) -> None:
-        sent_bytes = datagrams = 0
-        for transmit in transmits:
-            nbytes = transmit.nbytes
-            sent_bytes += nbytes
-            datagrams += -(-nbytes // (transmit.segment_bytes or nbytes))
-        self.counters.udp_bytes_sent += sent_bytes
-        self.counters.datagrams_sent += datagrams
-
     def next_timeout_s(self, now_s: float) -> float | None:
         """Return the time at which to call `poll` next; None when only a datagram or the caller can change things."""
-        if self._farewells:
+        if self._final_datagrams:
             return now_s
-        at_s = min(self.agenda.next_at_s(), self._knock_at_s, self.fanout.wake_at_s)
+        at_s = min((session.wake_at_s for session in self.sessions.values()), default=NEVER_S)
+        at_s = min(at_s, self._connect_at_s)
         self._expected_at_s = at_s
         return None if at_s == NEVER_S else max(at_s, 0.0)
 
-    @property
-    def is_patient(self) -> bool:
-        """Whether nobody notices if what comes is taken a millisecond later.
-
-        All peers are so far away that this is little, and some message is coming that will go on coming.
-        """
-        is_midway = False
-        for session in self.sessions.values():
-            if session.is_established:
-                if not session.rtt.is_far:
-                    return False
-                is_midway = is_midway or session.is_midway
-        return is_midway
-
     def _notice_sleep(self, now_s: float) -> None:
-        """After a long pause of this process the silence was ours, not the peers'."""
-        slept_s = now_s - max(self._ticked_at_s, self._expected_at_s)
-        self._ticked_at_s = self._expected_at_s = now_s
+        """Do not blame the peers for the silence of a long pause of this process."""
+        slept_s = now_s - max(self._polled_at_s, self._expected_at_s)
+        self._polled_at_s = self._expected_at_s = now_s
         if slept_s > SLEEP_S:
             for session in self.sessions.values():
                 session.heard_at_s = min(now_s, session.heard_at_s + slept_s)
                 session.progress_at_s = min(now_s, session.progress_at_s + slept_s)
 
-    def _knock(self, now_s: float) -> None:
-        self._knock_at_s = NEVER_S
+    def _start_handshakes(self, now_s: float) -> None:
+        self._connect_at_s = NEVER_S
         if self.is_closing:
             return
-        for address in self.membership.due(now_s, *self._connected()):
+        for address in self.discovery.due(now_s, *self._connected()):
             session = Session(self, self.new_index(), address, now_s)
             session.start_initiator(now_s)
             self.sessions[session.index] = session
-            self.intake.note_addresses()
-        next_at_s = self.membership.next_at_s(*self._connected())
-        self._knock_at_s = NEVER_S if next_at_s is None else next_at_s
+        self._connect_at_s = self.discovery.next_at_s(*self._connected())
 
     def _connected(self) -> tuple[set[Address], set[int]]:
-        """Return where and at whom not to knock; who has only knocked here may be a recording in another's name."""
-        addresses = set(self.intake.addresses)
-        addresses.update(
-            session.target for session in self.sessions.values() if session.target is not None
-        )
+        """Return the addresses and node ids that need no INIT. A half-open session's peer may be a recording."""
+        addresses = set()
+        for session in self.sessions.values():
+            if session.state is not State.RESPONDED:
+                addresses.add(session.address)
+            if session.target is not None:
+                addresses.add(session.target)
         return addresses, set(self.by_node)
 
-    def unanswered(self) -> list[Address]:
-        """Return the addresses that the caller named and nobody has answered from."""
-        return self.membership.unanswered(
-            {session.address for session in self._up_sessions()}, set(self.by_node)
-        )
-
-    def _check_lag(self, now_s: float) -> None:
-        self.own.fit_framing(now_s)
+    def _check_peers(self, now_s: float) -> None:
+        """Renew the credit of every peer, and evict lagging peers if asked for."""
         for session in self._up_sessions():
             session.resume(now_s)
             if self._evicts and session.is_lagging(now_s):
                 session.give_up("lagging", REASON_GIVEN_UP, now_s)
-        if self.laggards is not None:
-            self.laggards.check(now_s)
 
-    # ---- what the laggards ask for (laggards.Owner) -------------------------------------------------------------
+    def _gossip(self, now_s: float) -> None:
+        """Repeat the other peers' addresses to one peer after the other: an earlier frame may have been lost."""
+        if now_s < self._gossip_at_s:
+            return
+        self._gossip_at_s = now_s + GOSSIP_S
+        sessions = self._up_sessions()
+        if len(sessions) > 1:
+            self._gossip_turn = (self._gossip_turn + 1) % len(sessions)
+            self._introduce_others(sessions[self._gossip_turn], sessions)
 
-    def up_sessions(self) -> list[Session]:
-        """See `laggards.Owner`."""
-        return self._up_sessions()
+    def _introduce_others(self, session: Session, sessions: list[Session]) -> None:
+        addresses = [
+            other.advertised or format_address(other.address)
+            for other in sessions
+            if other is not session
+        ]
+        for frame in members_frames(addresses):
+            session.send_frame(frame)
 
-    def on_withdrawn(self, now_s: float) -> None:
-        """See `laggards.Owner`."""
-        self.own.release(now_s)
-
-    # ---- what sessions ask for and report (context.Context) -----------------------------------------------------
+    # ---- what sessions and incoming handshakes use (session.Context, handshake.Owner) ---------------------------
 
     def wall_ms(self, now_s: float) -> int:
-        """See `context.Context`; a jump of the clock after the start goes unnoticed."""
+        """See `session.Context`; a jump of the clock after the start goes unnoticed."""
         return (self.incarnation + int((now_s - self._started_at_s) * 1e3)) & (2**64 - 1)
 
-    def sender_keys(self) -> tuple[SenderKey, ...]:
-        """See `context.Context`."""
-        return self.own.sender_keys()
-
     def window_records(self) -> int:
-        """See `context.Context`."""
-        cutoff_s = self._ticked_at_s - ACTIVE_S
-        active = sum(1 for session in self.sessions.values() if session.data_heard_at_s > cutoff_s)
-        return max(CREDIT_FLOOR_RECORDS, self.limits.window_bytes // 65_536 // max(1, active))
+        """See `session.Context`."""
+        cutoff_s = self._polled_at_s - ACTIVE_S
+        active = sum(session.data_heard_at_s > cutoff_s for session in self.sessions.values())
+        window = self.limits.window_bytes // RECORD_BYTES_MAX // max(1, active)
+        return max(CREDIT_FLOOR_RECORDS, window)
 
     def on_identified(self, session: Session, now_s: float) -> bool:
-        """See `context.Context`."""
+        """See `session.Context`."""
         peer = session.identity
-        self.doorway.forget(session)
+        self.handshakes.forget(session)
         if peer.id == self.node_id:
             if session.target is not None:
-                self.membership.on_own(session.target, now_s)
+                self.discovery.on_own(session.target, now_s)
             return False
         if session.target is not None:
-            self.membership.on_identified(session.target, peer.id)
+            self.discovery.on_identified(session.target, peer.id)
         if self.is_closing:
             return False
         known = self.by_node.get(peer.id)
@@ -506,147 +509,93 @@ class Endpoint:
             elif other.state is State.INIT_SENT:
                 self.drop(other)
         self.by_node[peer.id] = session
-        self.intake.note_addresses()
         return True
 
     def on_stream(self, session: Session) -> None:
-        """See `context.Context`."""
-        self.intake.note_stream(session, session.address)
-        self.fanout.on_stream(session)
+        """See `session.Context`."""
+        if session.stream is not None:
+            self.by_stream[session.address, session.stream] = session
 
-    def on_up(self, session: Session, now_s: float) -> None:
-        """See `context.Context`."""
+    def on_up(self, session: Session, now_s: float) -> None:  # noqa: ARG002 - see `session.Context`
+        """See `session.Context`."""
         logger.info("connected to %s", session.identity)
-        self.own.fit_framing(now_s)
         self._events.append(PeerJoined(session.identity))
         sessions = self._up_sessions()
-        if len(sessions) < self.limits.mesh_nodes_max:  # in a tree a node sends to few of them
-            for each in sessions:
-                if each.outbound is not None:
-                    each.outbound.rate.share_link(len(sessions))
-        self.fanout.on_up(session)
-        self._introductions.introduce(session, sessions)
+        for each in sessions:
+            if each.sender is not None:
+                each.sender.rate.share_link(len(sessions))
+        self._introduce_others(session, sessions)
 
-    def on_moved(self, session: Session, address: Address, now_s: float) -> None:
-        """See `context.Context`."""
-        self.intake.note_stream(session, address)
-        is_another_path = session.address[0] != address[0]
+    def on_moved(self, session: Session, address: Address) -> None:
+        """See `session.Context`."""
+        self._forget_stream(session)
         session.address = address
-        if is_another_path and session.path is not None:
-            session.watch_path(now_s)
-        self.intake.note_addresses()
+        self.on_stream(session)
 
     def on_members(self, addresses: tuple[str, ...]) -> None:
-        """See `context.Context`."""
+        """See `session.Context`."""
         for text in addresses:
             try:
-                self.membership.add(parse_address(text), is_learned=True)
-                self._knock_at_s = 0.0
+                self.discovery.add(parse_address(text), is_learned=True)
+                self._connect_at_s = 0.0
             except ValueError:
                 self.counters.malformed_datagrams += 1
 
-    def on_fanout(self, session: Session, frame: Relay | Relaying | Shared | Heard) -> None:
-        """See `context.Context`."""
-        match frame:
-            case Relay():
-                self.fanout.on_relay(session, frame)
-            case Relaying():
-                self.fanout.on_relaying(session, frame)
-            case Shared():
-                self.fanout.on_shared(session, frame)
-            case Heard():
-                self.fanout.on_heard(session, frame)
-
     def deliver(self, session: Session, tag: int, payload: memoryview) -> None:
-        """See `context.Context`."""
+        """See `session.Context`."""
         self.counters.messages_received += 1
         self.counters.payload_bytes_received += len(payload)
         self._messages.append(Received(session.identity, tag, payload))
 
     def on_down(self, session: Session, reason: str, now_s: float) -> None:
-        """See `context.Context`."""
-        add_counters(self.counters, session)
+        """See `session.Context`."""
+        session.add_counters(self.counters)
         if session.target is not None and session.peer is None:
-            self.membership.on_no_answer(session.target, now_s)
-        self._farewells.extend(session.last_words(now_s))
+            self.discovery.on_no_answer(session.target, now_s)
+        self._final_datagrams.extend(session.final_datagrams(now_s))
         self.drop(session)
-        self.membership.on_lost(session.address, now_s)
+        self.discovery.on_lost(session.address, now_s)
         if session.target is not None:
-            self.membership.on_lost(session.target, now_s)
+            self.discovery.on_lost(session.target, now_s)
         if session.was_up and session.peer is not None:
             undelivered = session.fail_pending()
             logger.info(
                 "%s is gone (%s), %d messages undelivered", session.peer, reason, len(undelivered)
             )
             self._events.append(PeerLost(session.peer, reason, undelivered))
-            self.own.is_rotation_due = True  # who has left must not understand what comes
-        self.own.release(now_s)
-
-    def on_poisoned(self, session: Session, now_s: float) -> None:
-        """See `context.Context`."""
-        if self.own.on_poisoned(session, now_s):
-            self.recut()
-
-    def watch_path(self, address: Address, now_s: float) -> PathMtu | None:
-        """See `context.Context`."""
-        if is_loopback(address[0]):
-            return None
-        largest_bytes = self.limits.fragment_bytes_max + HEADER_BYTES
-
-        def ceiling() -> int:
-            return min(largest_bytes, ceiling_bytes(address[0], self._interface_mtu(address)))
-
-        return PathMtu(self.limits.fragment_bytes + HEADER_BYTES, ceiling, now_s)
-
-    def on_path_size(self, session: Session, now_s: float) -> None:
-        """See `context.Context`."""
-        if session.path is not None and self.own.on_path_size(
-            session, session.path.size_bytes, now_s
-        ):
-            self.recut()
-
-    def on_too_large(self, address: Address, nbytes: int, now_s: float) -> None:
-        """The system refused to send a datagram of this size to an address."""
-        for session in self._up_sessions():
-            if session.address == address and session.path is not None:
-                session.path.on_too_large(nbytes, now_s)
-                session.touch()
-
-    def recut(self) -> None:
-        """Cut anew what some peer may lack, and have every peer skip the old records."""
-        head = self.log.head
-        self.counters.recut_records += self.own.recut()
-        self.fanout.restart_at(head)
-
-    # ---- housekeeping -------------------------------------------------------------------------------------------
+        self._release_log()
 
     def drop(self, session: Session) -> None:
-        """Forget a session, whatever its state."""
+        """See `handshake.Owner`."""
         session.state = State.DOWN
-        self._knock_at_s = 0.0
+        self._connect_at_s = 0.0
         self.sessions.pop(session.index, None)
-        self.agenda.drop(session.index)
-        self.fanout.on_down(session)
-        self.doorway.forget(session)
+        self.handshakes.forget(session)
         if session.peer is not None and self.by_node.get(session.peer.id) is session:
             del self.by_node[session.peer.id]
-        self.intake.forget_stream(session)
-        self.intake.note_addresses()
-
-    def _up_sessions(self) -> list[Session]:
-        return [session for session in self.sessions.values() if session.state is State.UP]
+        self._forget_stream(session)
 
     def new_index(self) -> int:
-        """Return a number for another session, which nobody can guess."""
+        """See `handshake.Owner`."""
         while True:
             index = int.from_bytes(self.entropy(4), "little")
             if index not in self.sessions:
                 return index
 
-    def rotate_key(self, now_s: float) -> None:
-        """Have a new sender key made, announced, and used as soon as every peer has confirmed it."""
-        self.own.rotate_key(now_s)
+    def _forget_stream(self, session: Session) -> None:
+        key = (session.address, session.stream or 0)
+        if self.by_stream.get(key) is session:
+            del self.by_stream[key]
 
-    def stats(self) -> Stats:
-        """Return a snapshot of the counters and of each path."""
-        return take_stock(self.counters, self.sessions, self.fanout, self.log, self.budget)
+    def _up_sessions(self) -> list[Session]:
+        return [session for session in self.sessions.values() if session.state is State.UP]
+
+    def _release_log(self) -> None:
+        """Drop the records that every peer has acknowledged."""
+        self._is_release_due = False
+        waiting = (
+            session.sender.cumulative
+            for session in self.sessions.values()
+            if session.sender is not None
+        )
+        self.log.release_below(min(waiting, default=self.log.head))

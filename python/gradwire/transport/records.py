@@ -1,123 +1,62 @@
 """Sealed records, and the bounded log that keeps them.
 
-A record is the unit of encryption and of acknowledgement; it leaves in up to four bursts, one system call each, and
-takes up a record number for each of them. It is sealed and framed once, whatever the number of peers; retransmissions
-send slices of the same bytes.
+A record is the unit of encryption and of acknowledgement, has one record number, and leaves with one system call. A
+message is cut into records, and each record is encrypted and framed once, whatever the number of peers.
+Retransmissions send slices of the same bytes.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Final
 
-from .model import Calls
-from .wire import HEADER_BYTES, fragments_per_burst, record_span
+import numpy as np
+from numpy.typing import NDArray
 
-_Other = TypeVar("_Other")
+from .crypto import KeyChain
+from .wire import (
+    DATA,
+    FRAGMENTS_MAX,
+    HEADER,
+    HEADER_BYTES,
+    RECORD_META,
+    RECORD_META_BYTES,
+    RECORD_NUMBER_BITS,
+    TAG_BYTES,
+    fragments_per_record,
+)
 
-
-class Outgoing:
-    """One published message on its way: for whom, and where in the log it ends.
-
-    Attributes:
-        recipients: sessions (by local index) that it was published to.
-        last_record: number of its last record.
-        is_shared: whether it is for every peer connected at the time, so that one may forward it to another. What is
-            not says so in its header, by an odd stream number.
-    """
-
-    __slots__ = ("is_shared", "last_record", "recipients")
-
-    def __init__(
-        self, recipients: frozenset[int], last_record: int, *, is_shared: bool = False
-    ) -> None:
-        self.recipients = recipients
-        self.last_record = last_record
-        self.is_shared = is_shared
+FRAGMENT_INDICES: Final = np.arange(FRAGMENTS_MAX, dtype=np.uint8)
 
 
-class Burst:
-    """Datagrams of one record to send to one peer with as few system calls as possible; not to be changed.
-
-    Attributes:
-        calls: what each system call sends.
-        segment_bytes: of each datagram but the last.
-        nbytes: of all.
-    """
-
-    __slots__ = ("calls", "nbytes", "segment_bytes")
-
-    def __init__(self, calls: Calls, segment_bytes: int, nbytes: int) -> None:
-        self.calls = calls
-        self.segment_bytes = segment_bytes
-        self.nbytes = nbytes
-
-
-def joined(items: list[Burst | _Other]) -> list[Burst | _Other]:
-    """Return the same in as few bursts as possible; only the last datagram of each may be short."""
-    result: list[Burst | _Other] = []
-    last: Burst | None = None
-    for item in items:
-        if not isinstance(item, Burst):
-            last = None
-            result.append(item)
-        elif (
-            last is not None
-            and item.segment_bytes == last.segment_bytes
-            and last.nbytes % last.segment_bytes == 0
-        ):
-            last.calls = [*last.calls, *item.calls]
-            last.nbytes += item.nbytes
-        else:
-            last = Burst(item.calls, item.segment_bytes, item.nbytes)
-            result.append(last)
-    return result
-
-
-class Record(Burst):
+class Record:
     """One sealed record, framed: ``fragments`` datagrams back to back, all but the last of ``segment_bytes``.
 
-    As a burst it is all of them, the same object for every peer.
-
     Attributes:
-        number: the first of its record numbers.
-        span: how many it takes up, one per burst.
-        burst_fragments: datagrams in each burst but the last.
+        number: the record number.
+        wire: the datagrams.
+        nbytes: size of all datagrams.
         full: a bit for each fragment.
-        message: that it belongs to.
+        recipients: sessions (by local index) that the record's message was published to.
     """
 
-    __slots__ = ("burst_fragments", "fragments", "full", "message", "number", "span", "wire")
+    __slots__ = ("fragments", "full", "nbytes", "number", "recipients", "segment_bytes", "wire")
 
     def __init__(
-        self, number: int, wire: memoryview, fragments: int, segment_bytes: int, message: Outgoing
+        self,
+        number: int,
+        wire: memoryview,
+        fragments: int,
+        segment_bytes: int,
+        recipients: frozenset[int],
     ) -> None:
         self.number = number
         self.wire = wire
         self.nbytes = len(wire)
         self.fragments = fragments
         self.segment_bytes = segment_bytes
-        self.message = message
-        self.full, self.burst_fragments, self.span, cuts = _shape(fragments, segment_bytes)
-        self.calls = tuple(zip(map(wire.__getitem__, cuts)))
-
-    @property
-    def epoch(self) -> int:
-        """Low 8 bits of the epoch of the key that sealed it."""
-        return self.wire[1]
-
-    @property
-    def datagram_bytes(self) -> int:
-        """Size of its largest datagram."""
-        return min(self.segment_bytes, len(self.wire))
-
-    def fragments_above(self, size_bytes: int) -> int:
-        """Return the bits of the fragments whose datagrams are larger than this."""
-        if self.segment_bytes <= size_bytes:
-            return 0
-        last_bytes = self.nbytes - (self.fragments - 1) * self.segment_bytes
-        return self.full if last_bytes > size_bytes else self.full >> 1
+        self.full = (1 << fragments) - 1
+        self.recipients = recipients
 
     def bytes_of(self, mask: int) -> int:
         """Return the size on the wire of the fragments whose bits are set."""
@@ -130,54 +69,10 @@ class Record(Burst):
 
     def slices(self, mask: int) -> list[memoryview]:
         """Return the datagrams whose bits are set, neighbours as one slice; only the last may be short."""
-        result = []
-        for first, count in runs(mask):
-            result.append(
-                self.wire[first * self.segment_bytes : (first + count) * self.segment_bytes]
-            )
-        return result
-
-    def burst(self, mask: int) -> Burst:
-        """Return the datagrams whose bits are set."""
         if mask == self.full:
-            return self
-        calls = calls_of(self.slices(mask), self.segment_bytes)
-        return Burst(calls, self.segment_bytes, self.bytes_of(mask))
-
-    def part_of(self, mask: int, room_bytes: int) -> int:
-        """Return the bits of ``mask`` to send next, at least one, as far as they fit: whole bursts, where one does."""
-        count = max(1, room_bytes // self.segment_bytes)
-        if count > self.burst_fragments:
-            count -= count % self.burst_fragments
-        return lowest_bits(mask, count)
-
-
-@functools.lru_cache(maxsize=256)
-def _shape(fragments: int, segment_bytes: int) -> tuple[int, int, int, list[slice]]:
-    """Return a bit for each fragment, the datagrams of a burst, how many bursts, and where each is."""
-    fragment_bytes = segment_bytes - HEADER_BYTES
-    burst_fragments = fragments_per_burst(fragment_bytes)
-    span = record_span(fragments, fragment_bytes)
-    step = burst_fragments * segment_bytes
-    cuts = [slice(at, at + step) for at in range(0, span * step, step)]
-    return (1 << fragments) - 1, burst_fragments, span, cuts
-
-
-def calls_of(slices: list[memoryview], segment_bytes: int) -> Calls:
-    """Return which of these whole datagrams each system call sends: as many as one may, in order."""
-    most_bytes = segment_bytes * fragments_per_burst(segment_bytes - HEADER_BYTES)
-    calls: list[list[memoryview]] = [[]]
-    room = most_bytes
-    for piece in slices:
-        rest = piece
-        while len(rest) > room:
-            if room:
-                calls[-1].append(rest[:room])
-            calls.append([])
-            rest, room = rest[room:], most_bytes
-        calls[-1].append(rest)
-        room -= len(rest)
-    return calls
+            return [self.wire]
+        size = self.segment_bytes
+        return [self.wire[first * size : (first + count) * size] for first, count in runs(mask)]
 
 
 def runs(mask: int) -> Iterator[tuple[int, int]]:
@@ -195,42 +90,29 @@ def runs(mask: int) -> Iterator[tuple[int, int]]:
 
 def lowest_bits(mask: int, count: int) -> int:
     """Return ``mask`` reduced to its ``count`` lowest set bits."""
-    if mask.bit_count() <= count:
-        return mask
-    gap = (mask & -mask).bit_length() - 1
-    low = ((1 << count) - 1) << gap
-    if mask & low == low:  # the common case: they are neighbours
-        return low
-    rest = mask
-    for _ in range(count):
-        rest &= rest - 1
-    return mask & ~rest
+    excess = mask.bit_count() - count
+    for _ in range(excess):
+        mask ^= 1 << (mask.bit_length() - 1)
+    return mask
 
 
 class SendLog:
     """The records that some peer has not acknowledged yet, bounded in bytes.
 
     Attributes:
-        head: number that the next record will get.
+        head: number of the next record.
         base: every record below this number has been released.
         used_bytes: bytes held.
-        get: returns the record of a number, None if nobody needs it any more.
+        get: returns the record of a number, None if every peer has it.
     """
 
     def __init__(self, limit_bytes: int, first_record: int = 0) -> None:
         self.limit_bytes = limit_bytes
         self.head = first_record
-        self.used_bytes = 0
         self.base = first_record
+        self.used_bytes = 0
         self._records: dict[int, Record] = {}
-        self.get = self._records.get  # asked once per record and peer
-
-    def __getitem__(self, number: int) -> Record:
-        return self._records[number]
-
-    def __iter__(self) -> Iterator[Record]:
-        """Return an iterator over the records, in order of their numbers."""
-        return iter([self._records[number] for number in sorted(self._records)])
+        self.get = self._records.get  # called once per record and peer
 
     def __len__(self) -> int:
         return len(self._records)
@@ -239,34 +121,92 @@ class SendLog:
         """Keep a record; its number must be ``head``."""
         self._records[record.number] = record
         self.used_bytes += record.nbytes
-        self.head = record.number + record.span
-
-    def set_aside(self, count: int) -> int:
-        """Keep the next ``count`` numbers for records that `put` brings later, and return the first."""
-        self.head += count
-        return self.head - count
-
-    def put(self, record: Record) -> None:
-        """Keep a record whose number was set aside."""
-        self._records[record.number] = record
-        self.used_bytes += record.nbytes
-
-    def drop(self, number: int) -> None:
-        """Forget one record: whoever has not got it skips it."""
-        record = self._records.pop(number, None)
-        if record is not None:
-            self.used_bytes -= record.nbytes
+        self.head += 1
 
     def release_below(self, number: int) -> None:
-        """Forget the records below ``number``: everybody has them or will never get them."""
-        released, take = self.base, self._records.pop
-        nbytes = 0
-        while released < number:
-            record = take(released, None)
-            if record is None:
-                released += 1
-            else:
-                nbytes += record.nbytes
-                released += record.span
-        self.used_bytes -= nbytes
+        """Drop the records below ``number``: every peer has them or will never get them."""
+        for released in range(self.base, number):
+            record = self._records.pop(released, None)
+            if record is not None:
+                self.used_bytes -= record.nbytes
         self.base = max(self.base, number)
+
+
+class Sealer:
+    """Turns messages into framed records under the node's keys.
+
+    Args:
+        keys: the node's sender keys.
+        stream: number of the node's stream, in the header of every record.
+        datagram_bytes: size of a full datagram, the header included.
+    """
+
+    def __init__(self, keys: KeyChain, stream: int, datagram_bytes: int) -> None:
+        self.keys = keys
+        self._stream = stream
+        self._segment_bytes = datagram_bytes
+        self._fragment_bytes = datagram_bytes - HEADER_BYTES
+        fragments = fragments_per_record(datagram_bytes)
+        self._chunk_bytes = fragments * self._fragment_bytes - TAG_BYTES - RECORD_META_BYTES
+        # Scratch memory for the plaintext and the sealed bytes of one record.
+        self._plain = memoryview(bytearray(fragments * self._fragment_bytes))
+        self._sealed = np.empty((fragments, self._fragment_bytes), dtype=np.uint8)
+        self._sealed_view = memoryview(self._sealed.reshape(-1))  # type: ignore[arg-type]
+
+    def records_of(self, message_bytes: int) -> int:
+        """Return the number of records of a message."""
+        return max(1, -(-message_bytes // self._chunk_bytes))
+
+    def wire_bytes(self, message_bytes: int) -> int:
+        """Return the bytes that a message takes in the log."""
+        full, rest = divmod(message_bytes, self._chunk_bytes)
+        total = full * self._record_bytes(self._chunk_bytes)
+        return total if full and not rest else total + self._record_bytes(rest)
+
+    def _record_bytes(self, chunk_bytes: int) -> int:
+        sealed_bytes = RECORD_META_BYTES + chunk_bytes + TAG_BYTES
+        return sealed_bytes + -(-sealed_bytes // self._fragment_bytes) * HEADER_BYTES
+
+    def seal_message(
+        self, number: int, recipients: frozenset[int], message: int, tag: int, payload: memoryview
+    ) -> Iterator[Record]:
+        """Yield the records of a message, in order; the first has the record number ``number``."""
+        total_bytes = len(payload)
+        for offset in range(0, max(1, total_bytes), self._chunk_bytes):
+            chunk = payload[offset : offset + self._chunk_bytes]
+            meta = RECORD_META.pack(message, tag, total_bytes, offset)
+            yield self._seal(number, recipients, meta, chunk)
+            number += 1
+
+    def _seal(
+        self, number: int, recipients: frozenset[int], meta: bytes, chunk: memoryview
+    ) -> Record:
+        plain_bytes = RECORD_META_BYTES + len(chunk)
+        sealed_bytes = plain_bytes + TAG_BYTES
+        fragments = -(-sealed_bytes // self._fragment_bytes)
+        field = self._fragment_bytes << RECORD_NUMBER_BITS | number
+        header = HEADER.pack(DATA, 0, 0, fragments, self._stream, field)
+        plain = self._plain[:plain_bytes]
+        plain[:RECORD_META_BYTES] = meta
+        plain[RECORD_META_BYTES:] = chunk
+        self.keys.seal_into(number, plain, header, self._sealed_view[:sealed_bytes])
+        wire = np.empty(sealed_bytes + fragments * HEADER_BYTES, dtype=np.uint8)
+        self._frame(wire, header, fragments, sealed_bytes)
+        view = memoryview(wire)  # type: ignore[arg-type]
+        return Record(number, view, fragments, self._segment_bytes, recipients)
+
+    def _frame(
+        self, wire: NDArray[np.uint8], header: bytes, fragments: int, sealed_bytes: int
+    ) -> None:
+        """Spread the sealed bytes over datagrams with headers, in two strided copies instead of 52 slices."""
+        full = sealed_bytes // self._fragment_bytes
+        first_header = np.frombuffer(header, dtype=np.uint8)
+        grid = wire[: full * self._segment_bytes].reshape(full, self._segment_bytes)
+        grid[:, :HEADER_BYTES] = first_header
+        grid[:, 2] = FRAGMENT_INDICES[:full]
+        grid[:, HEADER_BYTES:] = self._sealed[:full]
+        if full < fragments:
+            tail = wire[full * self._segment_bytes :]
+            tail[:HEADER_BYTES] = first_header
+            tail[2] = full
+            tail[HEADER_BYTES:] = self._sealed[full, : len(tail) - HEADER_BYTES]

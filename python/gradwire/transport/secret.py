@@ -1,4 +1,4 @@
-"""The cluster secret: 32 random bytes, given as they are, in hex, in base64, or in a file."""
+"""The cluster secret: 32 random bytes, given raw, in hex, in base64, or in a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def generate_secret() -> str:
 
 
 def fingerprint(secret: bytes) -> str:
-    """Return eight hex digits that are the same wherever the secret is, and say nothing about it."""
+    """Return eight hex digits that identify the secret without revealing it."""
     return hmac.digest(secret, FINGERPRINT_LABEL, "sha256")[:4].hex()
 
 
@@ -95,7 +95,7 @@ def _decode(text: str, name: str) -> bytes:
 
 
 def _read(path: Path) -> bytes | str:
-    """Return what is in the file: 32 bytes as they are, anything else as text."""
+    """Return the content of the file: 32 bytes unchanged, anything else as text."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode

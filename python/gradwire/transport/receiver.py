@@ -1,0 +1,455 @@
+"""One peer's incoming records: fragments to records, records in order to messages, acknowledgements and credit.
+
+Bounded on both sides: the peer may send only as far as it was granted credit, and a message takes its complete size out
+of the node's receive budget before its first byte is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from .congestion import ACK_DELAY_MAX_S, RttEstimator, ack_delay_s
+from .crypto import AuthenticationError, KeyChain
+from .wire import (
+    ACK_PARTIAL_BYTES_MAX,
+    ACK_PARTIALS_MAX,
+    ACK_WINDOW_RECORDS,
+    DATA,
+    FRAGMENT_BYTES_MAX,
+    FRAGMENT_BYTES_MIN,
+    FRAGMENTS_MAX,
+    HEADER,
+    HEADER_BYTES,
+    RECORD_BYTES_MAX,
+    RECORD_META,
+    RECORD_META_BYTES,
+    RECORD_NUMBER_BITS,
+    RECORD_NUMBER_MAX,
+    TAG_BYTES,
+    Ack,
+    partial_bytes,
+)
+
+ACK_DELAY_S: Final = 0.0005
+BULK_BYTES: Final = 100_000  # more than the first burst of a message; nobody waits for an ACK then
+ACK_EVERY_BYTES: Final = 300_000  # one ACK per record would cost more than the data
+RARE_S: Final = 0.002  # after such a pause no more data is coming to be acknowledged together
+SKIPS_MAX: Final = 64
+
+Deliver = Callable[[int, memoryview], None]
+
+
+class ProtocolError(Exception):
+    """An authenticated peer broke the protocol; the session ends."""
+
+
+class ReceiveBudget:
+    """Bytes of messages that are in assembly or wait for the caller, over all peers.
+
+    Attributes:
+        used_bytes: bytes taken and not given back.
+        has_waiting: some message waits for room.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.has_waiting = False
+
+    def take(self, nbytes: int) -> bool:
+        """Reserve bytes for a message; return False when the message has to wait."""
+        if self.used_bytes and self.used_bytes + nbytes > self.limit_bytes:
+            self.has_waiting = True
+            return False
+        self.used_bytes += nbytes
+        return True
+
+    def give_back(self, nbytes: int) -> None:
+        """Release bytes: the message was handed over or given up."""
+        self.used_bytes -= nbytes
+
+
+class Partial:
+    """The fragments of one incomplete record that have arrived.
+
+    Attributes:
+        got: a bit for each of them.
+    """
+
+    __slots__ = ("_buffer", "_sealed_bytes", "fragment_bytes", "fragments", "got")
+
+    def __init__(self, fragments: int, fragment_bytes: int) -> None:
+        self.fragments = fragments
+        self.fragment_bytes = fragment_bytes
+        self.got = 0
+        self._buffer = np.empty((fragments, fragment_bytes), dtype=np.uint8)
+        self._sealed_bytes = 0
+
+    def add_fragments(self, first: int, count: int, batch: memoryview) -> bool:
+        """Store neighbouring fragments, headers included in ``batch``; return whether all have arrived now."""
+        segment = self.fragment_bytes + HEADER_BYTES
+        full = len(batch) // segment
+        framed = np.frombuffer(batch, np.uint8)
+        if full:
+            rows = framed[: full * segment].reshape(full, segment)
+            self._buffer[first : first + full] = rows[:, HEADER_BYTES:]
+        if full < count:
+            tail = framed[full * segment + HEADER_BYTES :]
+            self._buffer[first + full, : len(tail)] = tail
+        if first + count == self.fragments:
+            self._sealed_bytes = first * self.fragment_bytes + len(batch) - count * HEADER_BYTES
+        self.got |= ((1 << count) - 1) << first
+        return self.got == (1 << self.fragments) - 1
+
+    @property
+    def sealed(self) -> memoryview:
+        """The sealed bytes of the record, once all fragments have arrived."""
+        return memoryview(self._buffer.reshape(-1))[: self._sealed_bytes]  # type: ignore[arg-type]
+
+
+class _Assembly:
+    """A message of several records, filled in order."""
+
+    __slots__ = ("filled", "number", "payload", "tag")
+
+    def __init__(self, number: int, tag: int, message_bytes: int) -> None:
+        self.number = number
+        self.tag = tag
+        self.payload = memoryview(np.empty(message_bytes, dtype=np.uint8))  # type: ignore[arg-type]
+        self.filled = 0
+
+
+class Receiver:
+    """Reassembles one peer's messages and delivers them complete, once and in order.
+
+    Attributes:
+        cumulative: every record below this number is complete.
+        limit: the first record number for which no credit has been granted.
+        ack_at_s: when an acknowledgement is due; None when nothing is to be acknowledged.
+        duplicate_fragments: data datagrams that had come before.
+        rejected_records: records whose tag did not verify.
+        is_stalled: a message waits for room in the budget.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        keys: KeyChain,
+        budget: ReceiveBudget,
+        deliver: Deliver,
+        message_bytes_max: int,
+        rtt: RttEstimator,
+    ) -> None:
+        self._keys = keys
+        self._budget = budget
+        self._deliver = deliver
+        self._message_bytes_max = message_bytes_max
+        self._rtt = rtt
+        self.cumulative = start
+        self.limit = start
+        self.ack_at_s: float | None = None
+        self.duplicate_fragments = 0
+        self.rejected_records = 0
+        self.is_stalled = False
+        self._consumed = start
+        self._window = 0
+        self._partials: dict[int, Partial] = {}
+        self._complete: dict[int, memoryview] = {}
+        self._skips: list[tuple[int, int]] = []
+        self._assembly: _Assembly | None = None
+        self._unacknowledged_bytes = 0
+        self._ack_delay_s = self._midway_delay_s = ACK_DELAY_S
+        self._last_arrival_s = 0.0
+        self._frontier = (start, 0)  # record and fragment that come next if nothing is lost
+
+    def grant_credit(self, window_records: int, now_s: float) -> None:
+        """Let the peer send ``window_records`` beyond the consumed records; credit is never withdrawn."""
+        self._window = min(window_records, ACK_WINDOW_RECORDS)
+        limit = min(self._consumed + self._window, RECORD_NUMBER_MAX)
+        # Every grant costs a datagram, so small grants wait for an acknowledgement that is sent anyway.
+        if limit - self.limit > self._window // 4:
+            self.acknowledge_by(now_s)
+        self.limit = max(self.limit, limit)
+
+    def acknowledge_by(self, at_s: float) -> None:
+        """Have an acknowledgement sent at this time or earlier."""
+        self.ack_at_s = at_s if self.ack_at_s is None else min(self.ack_at_s, at_s)
+
+    def accepts(self, record: int) -> bool:
+        """Return whether fragments of this record are still needed and were granted credit."""
+        return (
+            self.cumulative <= record < self.limit
+            and record not in self._complete
+            and not any(first <= record < end for first, end in self._skips)
+        )
+
+    # ---- fragments to records -----------------------------------------------------------------------------------
+
+    def on_fragments(
+        self,
+        stream: int,
+        record: int,
+        fragments: int,
+        fragment_bytes: int,
+        first: int,
+        batch: memoryview,
+        now_s: float,
+    ) -> bool:
+        """Take neighbouring fragments of one record.
+
+        Args:
+            stream: the sender's stream, part of the authenticated header.
+            record: the record's number.
+            fragments: number of fragments of the record.
+            fragment_bytes: sealed bytes in each but the last.
+            first: index of the first fragment in the batch.
+            batch: the datagrams back to back, headers included, all but the last of the same size.
+            now_s: current time.
+
+        Returns:
+            False if the fragments cannot belong to a valid record.
+        """
+        count = -(-len(batch) // (fragment_bytes + HEADER_BYTES))
+        if not _is_plausible(fragments, fragment_bytes, first, count, len(batch)):
+            return False
+        is_rare = now_s - self._last_arrival_s > RARE_S
+        self._last_arrival_s = now_s
+        if not self.accepts(record):
+            # The acknowledgement of an earlier copy was lost, or the sender has no credit: tell the sender at once.
+            self.duplicate_fragments += count
+            self.acknowledge_by(now_s)
+            return True
+        self._unacknowledged_bytes += len(batch)
+        partial = self._partials.get(record)
+        if partial is None or (partial.fragments, partial.fragment_bytes) != (
+            fragments,
+            fragment_bytes,
+        ):
+            # One of two contradicting shapes is forged. The newer one replaces the older, so that a forgery that came
+            # first cannot block the record for ever.
+            partial = self._partials[record] = Partial(fragments, fragment_bytes)
+        self.duplicate_fragments += (partial.got >> first & ((1 << count) - 1)).bit_count()
+        is_complete = partial.add_fragments(first, count, batch)
+        if is_complete:
+            del self._partials[record]
+            field = fragment_bytes << RECORD_NUMBER_BITS | record
+            self._open(record, HEADER.pack(DATA, 0, 0, fragments, stream, field), partial, now_s)
+        is_ahead = (record, first) > self._frontier
+        next_one = (record, first + count) if first + count < fragments else (record + 1, 0)
+        self._frontier = max(self._frontier, next_one)
+        self._schedule_ack(record, is_ahead, is_rare, now_s)
+        if is_rare and is_complete and self._assembly is None:
+            self.acknowledge_by(now_s)
+        return True
+
+    def _open(self, record: int, header: bytes, partial: Partial, now_s: float) -> None:
+        """Decrypt a complete record, and consume every record that is next in order."""
+        sealed = partial.sealed
+        plain_bytes = len(sealed) - TAG_BYTES
+        if plain_bytes < RECORD_META_BYTES:
+            self.rejected_records += 1
+            return
+        plain = memoryview(np.empty(plain_bytes, dtype=np.uint8))  # type: ignore[arg-type]
+        try:
+            self._keys.open_into(record, sealed, header, plain)
+        except AuthenticationError:
+            self.rejected_records += 1
+            self.acknowledge_by(now_s)
+            return
+        self._complete[record] = plain.toreadonly()
+        self._advance()
+        self.consume()
+
+    def skip(self, first: int, count: int, now_s: float) -> None:
+        """Count records as complete that are meant for other nodes."""
+        end = first + count
+        if end > self.cumulative and (first, end) not in self._skips:
+            # Neighbouring skips become one. The skip that everything else waits for is taken even if there are many.
+            near = [skip for skip in self._skips if skip[0] <= end and first <= skip[1]]
+            others = [skip for skip in self._skips if skip not in near]
+            if len(others) >= (SKIPS_MAX if first > self.cumulative else 2 * SKIPS_MAX):
+                return  # the sender will repeat it
+            near.append((first, end))
+            self._skips = [*others, (min(skip[0] for skip in near), max(skip[1] for skip in near))]
+            self._advance()
+            self.consume()
+        self.acknowledge_by(now_s + ACK_DELAY_S)
+
+    def _advance(self) -> None:
+        """Move `cumulative` over complete and skipped records."""
+        before = self.cumulative
+        has_moved = True
+        while has_moved:
+            has_moved = False
+            while self.cumulative in self._complete:
+                self.cumulative += 1
+            for first, end in self._skips:
+                if first <= self.cumulative < end:
+                    self.cumulative = end
+                    has_moved = True
+        if self._partials and self.cumulative > before:
+            for record in [record for record in self._partials if record < self.cumulative]:
+                del self._partials[record]
+
+    # ---- records to messages ------------------------------------------------------------------------------------
+
+    def consume(self) -> None:
+        """Turn complete records into messages, in order, as far as the budget allows.
+
+        Raises:
+            ProtocolError: the records do not form messages.
+        """
+        self.is_stalled = False
+        while self._consumed < self.cumulative:
+            plain = self._complete.get(self._consumed)
+            if plain is None:
+                self._consume_skip()
+            elif self._take_record(plain):
+                del self._complete[self._consumed]
+                self._consumed += 1
+            else:
+                self.is_stalled = True
+                return
+
+    def _consume_skip(self) -> None:
+        end = max(end for first, end in self._skips if first <= self._consumed < end)
+        for record in [record for record in self._complete if self._consumed < record < end]:
+            del self._complete[record]
+        self._consumed = end
+        self._skips = [skip for skip in self._skips if skip[1] > end]
+
+    def _take_record(self, plain: memoryview) -> bool:
+        """Add a record to its message; return False if the message has to wait for room."""
+        number, tag, message_bytes, offset = RECORD_META.unpack_from(plain)
+        chunk = plain[RECORD_META_BYTES:]
+        assembly = self._assembly
+        if offset == 0 and (assembly is None or assembly.number != number):
+            return self._begin_message(number, tag, message_bytes, chunk)
+        if assembly is None or assembly.number != number or offset != assembly.filled:
+            raise ProtocolError(
+                f"a record of message {number} at offset {offset} does not continue anything"
+            )
+        self._fill(assembly, chunk)
+        return True
+
+    def _begin_message(self, number: int, tag: int, message_bytes: int, chunk: memoryview) -> bool:
+        if message_bytes > self._message_bytes_max or len(chunk) > message_bytes:
+            raise ProtocolError(
+                f"message {number} of {message_bytes} bytes is larger than {self._message_bytes_max}"
+            )
+        self._drop_assembly()
+        if not self._budget.take(message_bytes):
+            return False
+        if len(chunk) == message_bytes:
+            self._deliver(tag, chunk)
+            return True
+        self._assembly = _Assembly(number, tag, message_bytes)
+        self._fill(self._assembly, chunk)
+        return True
+
+    def _fill(self, assembly: _Assembly, chunk: memoryview) -> None:
+        end = assembly.filled + len(chunk)
+        if end > len(assembly.payload) or not chunk:
+            raise ProtocolError(f"message {assembly.number} has more bytes than it announced")
+        assembly.payload[assembly.filled : end] = chunk
+        assembly.filled = end
+        if end == len(assembly.payload):
+            self._assembly = None
+            self._unacknowledged_bytes = ACK_EVERY_BYTES  # the sender may be waiting for this
+            self._deliver(assembly.tag, assembly.payload.toreadonly())
+
+    def _drop_assembly(self) -> None:
+        if self._assembly is not None:
+            self._budget.give_back(len(self._assembly.payload))
+            self._assembly = None
+
+    # ---- acknowledgements ---------------------------------------------------------------------------------------
+
+    def _schedule_ack(self, record: int, is_ahead: bool, is_rare: bool, now_s: float) -> None:
+        """Schedule the acknowledgement of a batch.
+
+        Args:
+            record: the batch's record.
+            is_ahead: the batch begins beyond the frontier, and so leaves a gap.
+            is_rare: nothing had arrived for a while.
+            now_s: current time.
+        """
+        # In the middle of a record an acknowledgement costs the sender more to process.
+        most_bytes = ACK_EVERY_BYTES if record < self.cumulative else 2 * ACK_EVERY_BYTES
+        if self._unacknowledged_bytes >= most_bytes or (is_ahead and self._has_gap(record)):
+            self.acknowledge_by(now_s)
+        else:
+            self.acknowledge_by(now_s + self._delay_s(is_rare))
+
+    def _delay_s(self, is_rare: bool) -> float:
+        """Return the ACK delay: short at the start of a burst and the end of a message, longer in between."""
+        is_midway = self._assembly is not None or bool(self._partials)
+        return self._midway_delay_s if is_midway and not is_rare else self._ack_delay_s
+
+    def _has_gap(self, record: int) -> bool:
+        """Return whether fragments are missing before this record, or inside the next one."""
+        if record > self.cumulative:
+            return True
+        partial = self._partials.get(self.cumulative)
+        return partial is not None and partial.got & (partial.got + 1) != 0
+
+    def make_ack(self, now_s: float) -> Ack:
+        """Return the acknowledgement to send now, with all the credit there is."""
+        self.ack_at_s = None
+        is_bulk = self._unacknowledged_bytes >= BULK_BYTES
+        self._ack_delay_s = ACK_DELAY_MAX_S if is_bulk else ACK_DELAY_S
+        self._midway_delay_s = ack_delay_s(self._rtt.shortest_s, self._ack_delay_s)
+        self._unacknowledged_bytes = 0
+        self.limit = max(self.limit, min(self._consumed + self._window, RECORD_NUMBER_MAX))
+        partials = []
+        room = ACK_PARTIAL_BYTES_MAX
+        for number in sorted(self._partials)[:ACK_PARTIALS_MAX]:
+            got = self._partials[number].got
+            room -= partial_bytes(got)
+            if room < 0:
+                break
+            partials.append((number, got))
+        return Ack(
+            self.cumulative,
+            self.limit,
+            min(int(max(0.0, now_s - self._last_arrival_s) * 1e6), 1_000_000),
+            self._complete_bitmap(self.cumulative),
+            tuple(partials),
+            len(partials) < len(self._partials),
+        )
+
+    def _complete_bitmap(self, base: int) -> int:
+        complete = 0
+        for record in self._complete:
+            if record > base:
+                complete |= 1 << (record - base)
+        for first, end in self._skips:
+            if first > base and first - base < ACK_WINDOW_RECORDS:
+                last = min(end, base + ACK_WINDOW_RECORDS)
+                complete |= ((1 << (last - first)) - 1) << (first - base)
+        return complete
+
+    def abandon(self) -> None:
+        """Give back the budget of unfinished messages: the peer is gone."""
+        self._drop_assembly()
+        self._partials.clear()
+        self._complete.clear()
+
+
+def _is_plausible(
+    fragments: int, fragment_bytes: int, first: int, count: int, batch_bytes: int
+) -> bool:
+    """Return whether a record may have this shape and the batch fits into it; only its last datagram may be short."""
+    if not (
+        FRAGMENT_BYTES_MIN <= fragment_bytes <= FRAGMENT_BYTES_MAX
+        and 1 <= fragments <= FRAGMENTS_MAX
+        and fragments * (fragment_bytes + HEADER_BYTES) <= RECORD_BYTES_MAX
+        and first + count <= fragments
+        and batch_bytes > HEADER_BYTES
+    ):
+        return False
+    is_full = batch_bytes == count * (fragment_bytes + HEADER_BYTES)
+    return is_full or first + count == fragments
