@@ -1,4 +1,4 @@
-"""What the scenarios share: a transfer over one link, and links that lose chosen datagrams."""
+"""Helpers of the scenarios: a transfer over one link, and links that lose chosen datagrams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Drop = Callable[[int, bytes], bool]
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a transfer took."""
+    """The hosts of a transfer and the time it took."""
 
     sender: Host
     receiver: Host
@@ -23,12 +23,12 @@ class Transfer:
 
     @property
     def resent_bytes(self) -> int:
-        """Bytes of data that were sent more than once."""
+        """Return the data bytes sent more than once."""
         return self.sender.endpoint.stats().retransmitted_bytes
 
 
-def teach_round_trips(simulator: Simulator, host: Host, pause_s: float = 0.02) -> None:
-    """Publish fifty small messages, one after the other: round trips to estimate from."""
+def measure_round_trips(simulator: Simulator, host: Host, pause_s: float = 0.02) -> None:
+    """Publish fifty small messages, one after the other, so that the endpoint has round trips to estimate from."""
     for index in range(50):
         simulator.publish(host, b"x", index)
         simulator.run_for(pause_s)
@@ -37,7 +37,7 @@ def teach_round_trips(simulator: Simulator, host: Host, pause_s: float = 0.02) -
 def transfer(
     link: Link, nbytes: int, *, seed: int = 1, back: Link | None = None, limit_s: float = 300.0
 ) -> Transfer:
-    """Send ``nbytes`` in 1 MB messages over the link, and check that each arrives once, whole and in order."""
+    """Send ``nbytes`` in 1 MB messages over the link, and check that each arrives once, complete and in order."""
     simulator = Simulator(seed, Link(delay_s=link.delay_s))
     one, two = simulator.mesh(2)
     simulator.links[one.address, two.address] = link
@@ -54,7 +54,7 @@ def transfer(
 
 
 def data_fragments(wanted: Callable[[int, int, int], bool]) -> Drop:
-    """Lose the first copy of the data datagrams that (record, fragment, fragments) says."""
+    """Lose the first copy of every data datagram for which ``wanted(record, fragment, fragments)`` is true."""
     seen: set[tuple[int, int]] = set()
 
     def drop(_: int, datagram: bytes) -> bool:

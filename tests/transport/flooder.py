@@ -1,4 +1,4 @@
-"""Throws datagrams at a port as fast as it can: garbage of every kind, and what it is given to repeat.
+"""A program that sends datagrams to a port as fast as it can: garbage of every kind, and recorded datagrams.
 
 python flooder.py HOST PORT SECONDS DATAGRAMS      (in hex, 256 bytes each)
 """
@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 
-KINDS = (0x11, 0x12, 0x13, 0x14, 0x00, 0xFF)
+KINDS = (0x21, 0x22, 0x23, 0x24, 0x00, 0xFF)
 REPEATED_BYTES = 256
 UDP_SEGMENT = 103
 SOCKETS = 4
@@ -25,7 +25,7 @@ def garbage(generator: random.Random) -> list[bytes]:
 
 
 def bursts(generator: random.Random) -> list[bytes]:
-    """Return what one system call sends as 45 datagrams."""
+    """Return bursts of 45 datagrams, each sent with one system call."""
     return [
         b"".join(bytes([kind]) + generator.randbytes(1_399) for _ in range(45)) for kind in KINDS
     ]

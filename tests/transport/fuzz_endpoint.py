@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of the transport with atheris; the targets are in `hostile.py`.
 
-Run from the directory ``tests``; what fails is written to a file, which repeats it when given as an argument::
+Run from the directory ``tests``. A failing input is written to a file; given as an argument, the file repeats it::
 
     python -m transport.fuzz_endpoint -max_total_time=60 corpus/
     python -m transport.fuzz_endpoint crash-0123456789
@@ -22,13 +22,13 @@ SEEDS = 40
 
 
 def one_input(data: bytes) -> None:
-    """Take the bytes as frames and as a script."""
+    """Run the bytes as frames and as a script."""
     hostile.parse(data)
     hostile.storm(data)
 
 
 def write_seeds(corpus: Path) -> None:
-    """Give the fuzzer something to start from: random scripts reach every operation at once."""
+    """Write random scripts to start from, which reach every operation at once."""
     corpus.mkdir(parents=True, exist_ok=True)
     if any(corpus.iterdir()):
         return
@@ -38,11 +38,11 @@ def write_seeds(corpus: Path) -> None:
 
 
 def main() -> None:
-    """Hand over to libFuzzer; its options begin with a dash."""
+    """Start libFuzzer; its options begin with a dash."""
     for argument in sys.argv[1:]:
         if not argument.startswith("-") and not Path(argument).is_file():
             write_seeds(Path(argument))
-    logging.disable()  # what a hostile peer makes a node say would fill the screen
+    logging.disable()  # a hostile peer causes many warnings
     atheris.Setup(sys.argv, one_input)
     atheris.Fuzz()
 

@@ -1,13 +1,13 @@
-"""A peer that does everything wrong: what hypothesis and the fuzzer both do to an endpoint.
+"""A misbehaving peer: the attacks that hypothesis and the fuzzer run against an endpoint.
 
-Any byte string is a script of deliveries to one node: garbage from strangers, captured datagrams changed or repeated,
-and what only a member can send: control frames, records and handshakes with any content, sealed with true keys (as
-msquic's recvfuzz does: change first, then encrypt again). Whatever the script, `storm` requires that
+Any byte string is a script of deliveries to one node: garbage from unknown addresses, captured datagrams changed or
+repeated, and attacks that only a member can make: control frames, records and handshakes with any content, sealed with
+valid keys (as msquic's recvfuzz does: change first, then encrypt again). Whatever the script, `storm` requires that
 
 - no call of any endpoint raises,
 - nothing grows beyond its bound,
 - the node and an honest peer still exchange messages, and
-- the misbehaving peer, started anew, is taken in again.
+- the misbehaving peer is accepted again after a restart.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import contextlib
 import random
 
 from gradwire.errors import WouldBlock
-from gradwire.transport.crypto import Handshake
-from gradwire.transport.model import Limits
+from gradwire.transport.crypto import AuthenticationError, Handshake, KeyChain
 from gradwire.transport.session import INTRODUCTION_BYTES, Session, prologue
+from gradwire.transport.types import Limits
 from gradwire.transport.wire import (
     ACK_WINDOW_RECORDS,
     CONTROL,
@@ -38,9 +38,7 @@ from gradwire.transport.wire import (
     Key,
     KeyAck,
     Members,
-    Padding,
     Ping,
-    Poison,
     Pong,
     Skip,
     WireError,
@@ -57,11 +55,11 @@ LIMITS = Limits(
 OPERATIONS_MAX = 48
 CAPTURES_MAX = 64
 SERVICE_S = 15.0
-STRANGER = ("stranger", 7)
+UNKNOWN = ("unknown", 7)
 
 
 class Script:
-    """Reads choices out of bytes; past the end every choice is 0."""
+    """Choices read from bytes; past the end every choice is 0."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -99,7 +97,7 @@ class Script:
 
 
 def parse(data: bytes) -> None:
-    """Every byte string is frames that survive encoding, or a `WireError`; the same for introductions."""
+    """Check that bytes parse to frames that survive encoding, or raise `WireError`; the same for introductions."""
     with contextlib.suppress(WireError):
         frames = decode_frames(data)
         assert decode_frames(b"".join(map(encode_frame, frames))) == frames
@@ -109,7 +107,7 @@ def parse(data: bytes) -> None:
 
 
 class Storm:
-    """Three connected nodes: ``bad`` sends what the script says to ``target``; ``good`` minds its own business."""
+    """Three connected nodes: ``bad`` runs the script against ``target``; ``good`` behaves well."""
 
     def __init__(self, data: bytes) -> None:
         self.script = Script(data)
@@ -135,7 +133,7 @@ class Storm:
             self._control,
             self._record,
             self._record,
-            self._knock,
+            self._init,
             self._traffic,
             self._time,
             self._time,
@@ -149,17 +147,17 @@ class Storm:
         self._check_service(self.good, b"good")
         self._restart()
 
-    # ---- what is delivered --------------------------------------------------------------------------------------
+    # ---- deliveries ---------------------------------------------------------------------------------------------
 
     def _deliver(self, data: bytes, segment_bytes: int = 0, *, source: int = 0) -> None:
         if data:
-            address = (self.bad.address, STRANGER, self.good.address)[source % 3]
+            address = (self.bad.address, UNKNOWN, self.good.address)[source % 3]
             self.target.endpoint.receive(
                 memoryview(data), segment_bytes or len(data), address, self.simulator.now_s
             )
 
     def _session(self) -> Session | None:
-        """Return the misbehaving node's end of its session, as long as it has one with keys."""
+        """Return the misbehaving node's end of its session, if the session has keys."""
         for session in self.bad.endpoint.sessions.values():
             if session.address == self.target.address and session._channel is not None:
                 return session
@@ -206,7 +204,7 @@ class Storm:
     def _frame(self) -> Frame:
         script = self.script
         log = self.target.endpoint.log
-        match script.below(14):
+        match script.below(12):
             case 0 | 1 | 2:
                 return self._ack()
             case 3:
@@ -214,16 +212,15 @@ class Storm:
             case 4:
                 return Pong(script.near(1))
             case 5:
-                key = self.bad.endpoint.sender_keys()[0]
+                key, iv = self.bad.endpoint.sealer.keys.key_of(self.bad.endpoint.log.head)
                 return Key(
-                    script.near(key.epoch, 8),
                     script.near(self.bad.endpoint.stream, 32),
                     script.near(log.head, 48),
-                    key.key if script.below(2) else script.take(16).ljust(16),
-                    key.iv if script.below(2) else script.take(12).ljust(12),
+                    key if script.below(2) else script.take(16).ljust(16),
+                    iv if script.below(2) else script.take(12).ljust(12),
                 )
             case 6:
-                return KeyAck(script.near(0, 8))
+                return KeyAck()
             case 7 | 8:
                 first = min(script.near(self.bad.endpoint.log.head, 48), RECORD_NUMBER_MAX - 1)
                 return Skip(first, min(1 + script.number(47), RECORD_NUMBER_MAX - first))
@@ -231,10 +228,6 @@ class Storm:
                 return Close(script.below(256))
             case 10:
                 return CloseAck()
-            case 11:
-                return Poison()
-            case 12:
-                return Padding(1 + script.number(9))
             case _:
                 texts = ("10.0.0.1:5", "nonsense", ":", "[::1]:70000", "10.0.0.1:0", "h0:1")
                 count = script.below(33)
@@ -251,52 +244,51 @@ class Storm:
             script.number(32),
             script.number() << script.below(ACK_WINDOW_RECORDS - 64),
             tuple((cumulative + delta, script.number()) for delta in deltas),
-            script.number(16),
             bool(deltas) and script.below(2) == 1,
         )
 
     def _record(self) -> None:
-        """Seal a record with any meta data and any shape, and deliver any of its fragments."""
+        """Seal a record with any metadata and any shape, and deliver any of its fragments."""
         script = self.script
         endpoint = self.bad.endpoint
         number = min(script.near(endpoint.log.head, 48), RECORD_NUMBER_MAX)
         chunk = script.blob(40) * (1 + script.below(120))
         meta = RECORD_META.pack(
-            script.near(endpoint.own.message_number),
+            script.near(len(self.bad.tickets)),
             script.number(),
             script.near(len(chunk), 32),
             script.near(0, 32),
         )
         plain = (meta + chunk)[: script.number(16) if script.below(8) == 0 else None]
-        size = (256, 1_384, script.number(16) or 1)[script.below(3)]
+        size = (256, 1_184, script.number(16) or 1)[script.below(3)]
         fragments = min(255, -(-(len(plain) + TAG_BYTES) // size))
         if script.below(8) == 0:
             fragments = script.below(256)
-        key = endpoint.sender_keys()[0]
         fields = (fragments, endpoint.stream, size << 48 | number)
-        header = HEADER.pack(DATA, key.epoch & 255, 0, *fields)
+        header = HEADER.pack(DATA, 0, 0, *fields)
         sealed = bytearray(len(plain) + TAG_BYTES)
-        key.seal_into(number, memoryview(plain), header, memoryview(sealed))
+        head = endpoint.log.head
+        keys = KeyChain(*endpoint.sealer.keys.key_of(head), head)
+        with contextlib.suppress(AuthenticationError):  # the record is in an epoch far away
+            keys.seal_into(number, memoryview(plain), header, memoryview(sealed))
         order = list(range(min(64, -(-len(sealed) // size))))
         random.Random(script.below(8)).shuffle(order)
         for index in order[: len(order) - script.below(2)]:
-            head = HEADER.pack(DATA, key.epoch & 255, index, *fields)
+            head = HEADER.pack(DATA, 0, index, *fields)
             self._deliver(head + sealed[index * size : (index + 1) * size])
 
-    def _knock(self) -> None:
-        """Knock as a member that says anything about itself, but not that it is the honest one."""
+    def _init(self) -> None:
+        """Send an INIT as a member that claims any identity but the honest node's."""
         script = self.script
         index = script.number(32)
         header = HEADER.pack(INIT, 0, 0, 0, index, script.near(1_000))
-        handshake = Handshake(
-            SECRET, prologue(header, insecure=False), self.simulator.random.randbytes
-        )
+        handshake = Handshake(SECRET, prologue(header), self.simulator.random.randbytes)
         nodes = (self.bad.endpoint.node_id, self.target.endpoint.node_id, 1 + script.number(16))
         introduction = Introduction(nodes[script.below(3)], script.near(2), index, "10.0.0.9:9")
         plaintext = introduction.encode(INTRODUCTION_BYTES)
         if script.below(4) == 0:
             plaintext = script.blob(INTRODUCTION_BYTES).ljust(INTRODUCTION_BYTES, b"\xff")
-        datagram = self.target.endpoint.marker.mark(header + handshake.write_init(plaintext))
+        datagram = self.target.endpoint.mac1.sign(header + handshake.write_init(plaintext))
         self._deliver(datagram, source=script.below(2))
 
     def _traffic(self) -> None:
@@ -309,18 +301,18 @@ class Storm:
     def _time(self) -> None:
         self.simulator.run_for((0.0005, 0.002, 0.03, 1.1)[self.script.below(4)])
 
-    # ---- what must hold -----------------------------------------------------------------------------------------
+    # ---- checks -------------------------------------------------------------------------------------------------
 
     def _check_service(self, host: Host, text: bytes) -> None:
-        """Messages go both ways between this host and the target, reconnecting if need be."""
+        """Check that messages go both ways between this host and the target, reconnecting if need be."""
         simulator, target = self.simulator, self.target
 
-        def know_each_other() -> bool:
+        def are_connected() -> bool:
             return any(peer.id == target.endpoint.node_id for peer in host.endpoint.peers) and any(
                 peer.id == host.endpoint.node_id for peer in target.endpoint.peers
             )
 
-        simulator.run_until(know_each_other, SERVICE_S)
+        simulator.run_until(are_connected, SERVICE_S)
         simulator.publish(host, text)
         simulator.publish(target, text)
         simulator.run_until(lambda: text in target.payloads and text in host.payloads, SERVICE_S)
@@ -335,5 +327,5 @@ class Storm:
 
 
 def storm(data: bytes) -> None:
-    """Run a script; see the module."""
+    """Run a script; the module's docstring has the requirements."""
     Storm(data).run()

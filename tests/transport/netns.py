@@ -1,13 +1,13 @@
-"""Two hosts and a cable in network namespaces of the kernel: real devices, a real bottleneck, real losses.
+"""Two hosts and a cable in network namespaces of the kernel, with a real bottleneck and real losses.
 
 Each host is a namespace with one device. Both are plugged into a switch, a third namespace with two bridges and a
 cable between them::
 
     host a  v0 --- bridge a  =====cable=====  bridge b --- v0  host b
 
-Each end of the cable sends at a limited rate out of a bounded queue (tbf). What leaves the cable loses datagrams at
-random, and the kernel counts them (nftables, in the bridges). Bursts are cut into datagrams at the cable, so a loss is
-one datagram, not a burst; as a network card would, the devices of the hosts put them together again (GRO).
+Each end of the cable sends at a limited rate out of a bounded queue (tbf). Datagrams that leave the cable are lost at
+random, and the kernel counts the losses (nftables, in the bridges). The cable segments bursts, so one datagram is lost
+at a time; the devices of the hosts join datagrams again (GRO), as a network card does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 HOSTS = ("a", "b")
 DEVICE = "v0"
-# A burst of 64 KB passes the shaper as a whole: a timer for each datagram would cost more than all the rest.
+# Lets a burst of 64 KB pass the shaper at once: a timer for each datagram would cost more than all the rest.
 BUCKET_BYTES = 131_072
 LOSS_PARTS = 1_000
 ETHTOOL_SET_TSO, ETHTOOL_SET_GRO = 0x1F, 0x2C
@@ -42,13 +42,13 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Cable:
-    """What is between the hosts, the same in both directions.
+    """The path between the hosts, the same in both directions.
 
     Attributes:
-        rate_mbit: rate in Mbit/s, of everything from the Ethernet header on.
+        rate_mbit: rate in Mbit/s, Ethernet headers included.
         loss: share of the UDP datagrams that are lost, in steps of a thousandth.
-        queue_ms: how much waits before it when it is busy; what does not fit is lost as well.
-        mtu: largest IP packet that passes, to begin with; the devices of the hosts take as much.
+        queue_ms: size of the queue in milliseconds of the rate; datagrams that do not fit are lost.
+        mtu: size of the largest IP packet that passes, also through the devices of the hosts.
     """
 
     rate_mbit: int
@@ -58,7 +58,7 @@ class Cable:
 
 
 class Refused(Exception):
-    """The kernel does not do what a network needs; the message says which command failed, and why."""
+    """The kernel refused a command; the message has the command and the reason."""
 
 
 class Network:
@@ -78,21 +78,16 @@ class Network:
         self._add_namespaces()
         for host in HOSTS:
             self._plug_in(host, cable.mtu)
-        self._lay(cable)
+        self._add_cable(cable)
         for host in HOSTS:
-            self._let_group(host)
+            self._switch_on_gro(host)
 
     def within(self, host: str) -> list[str]:
-        """Return what to put before a command that is to run on a host."""
+        """Return the prefix of a command that is to run on a host."""
         return ["ip", "netns", "exec", self._namespace(host)]
 
-    def shrink(self, mtu: int) -> None:
-        """Let the cable silently lose every larger packet from now on: no ICMP tells the hosts."""
-        for host in HOSTS:
-            _run("ip", "-n", self._switch, "link", "set", f"x{host}", "mtu", str(mtu))
-
-    def cut(self, target: str) -> int:
-        """Return how many datagrams towards a host the cable has lost at random."""
+    def lost(self, target: str) -> int:
+        """Return the number of datagrams towards a host that the cable has lost at random."""
         counters = json.loads(self._in_switch("nft", "-j", "list", "counters"))["nftables"]
         found: int = next(
             entry["counter"]["packets"]
@@ -102,14 +97,14 @@ class Network:
         return found
 
     def overflows(self, target: str) -> int:
-        """Return how often the queue towards a host had no room: for a datagram, or for a whole burst of them."""
+        """Return how often the queue towards a host was full, for a datagram or for a burst."""
         other = next(host for host in HOSTS if host != target)
         queues = json.loads(self._in_switch("tc", "-j", "-s", "qdisc", "show", "dev", f"x{other}"))
         dropped: int = next(queue["drops"] for queue in queues if queue["kind"] == "tbf")
         return dropped
 
     def remove(self) -> None:
-        """Take everything down again; what was never there is no matter."""
+        """Take everything down again, also after an incomplete `build`."""
         for namespace in (*map(self._namespace, HOSTS), self._switch):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
 
@@ -139,7 +134,7 @@ class Network:
         _run("ip", "-n", space, "addr", "add", f"{self.addresses[host]}/24", "dev", DEVICE)
         _run("ip", "-n", space, "link", "set", DEVICE, "up")
 
-    def _lay(self, cable: Cable) -> None:
+    def _add_cable(self, cable: Cable) -> None:
         switch = self._switch
         mtu = str(cable.mtu)
         _run(
@@ -166,8 +161,8 @@ class Network:
         chain = f"chain cable {{\ntype filter hook forward priority 0; policy accept;\n{rules}}}"
         self._in_switch("nft", "-f", "-", text=f"table bridge cable {{\n{counters}{chain}\n}}\n")
 
-    def _let_group(self, host: str) -> None:
-        """Have the host's device group datagrams; veth does so only where the other end does not group them itself."""
+    def _switch_on_gro(self, host: str) -> None:
+        """Switch GRO on at the host's device; veth joins datagrams only if the other end does not segment in hardware."""
         for space, device, command, value in (
             (self._switch, f"p{host}", ETHTOOL_SET_TSO, 0),
             (self._namespace(host), DEVICE, ETHTOOL_SET_GRO, 1),
@@ -180,7 +175,7 @@ class Network:
 
 @contextlib.contextmanager
 def network(cable: Cable) -> Iterator[Network]:
-    """Build two hosts and a cable, and take them down again whatever happens."""
+    """Build two hosts and a cable, and take them down again in any case."""
     built = Network(f"gradwire-{os.getpid()}-{next(_numbers)}")
     try:
         built.build(cable)
@@ -201,7 +196,7 @@ def missing() -> str | None:
         return f"{' and '.join(absent)} not installed (iproute2, nftables)"
     try:
         with network(Cable(rate_mbit=100, loss=0.001)) as built:
-            built.cut("a")
+            built.lost("a")
             built.overflows("a")
     except Refused as error:
         return str(error)

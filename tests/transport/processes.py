@@ -1,7 +1,7 @@
-"""Nodes in processes of their own, told what to do over a pipe: they can be killed, stopped, and put elsewhere.
+"""Nodes in separate processes, commanded over a pipe, which can be killed, stopped, and put into network namespaces.
 
-Run as a program, this file is one such node: it reads commands as lines of JSON, and answers each with one line. Run as
-a module, it gives the tests `PeerProcess`, which starts and commands such a program.
+Run as a program, this file is one such node: it reads commands as lines of JSON and answers each with one line. As a
+module, it provides `PeerProcess`, which starts and commands the program.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ GRACE_S = 30.0
 MARGIN_S = 5.0
 TIMED = ("wait", "send", "receive", "close")
 IN_FLIGHT_MAX = 8
-BUSY = 2.5
 SHIFTS = 65_521  # the largest prime of 16 bits
 PATTERN_BYTES = 4 << 20
 Json = dict[str, Any]
 
 
 def payload_of(sender: int, tag: int, nbytes: int) -> memoryview:
-    """Return the bytes that this message must have, whoever asks: cheap to make and to compare, and always others."""
+    """Return the bytes of a message, which depend on its sender, tag and size and are cheap to make and to compare."""
     shift = (sender + 7_919 * tag) % SHIFTS
     return _pattern(-(-(SHIFTS + nbytes) // PATTERN_BYTES))[shift : shift + nbytes]
 
@@ -47,23 +46,14 @@ def _pattern(blocks: int) -> memoryview:
     return memoryview(random.Random(1).randbytes(PATTERN_BYTES) * blocks)
 
 
-def skip_if_busy(what: str) -> None:
-    """Skip the rest of a test that missed a rate if others use the machine; called after everything else held."""
-    load, processors = os.getloadavg()[0], os.cpu_count() or 1
-    if load > BUSY * processors:
-        import pytest  # this file also runs as a program, which needs none
-
-        pytest.skip(f"{what}, but a load of {load:.1f} on {processors} processors tells nothing")
-
-
 class PeerProcess:
-    """A node in a process of its own.
+    """A node in a separate process.
 
     Args:
-        peers: addresses that the node is to know.
-        bind: where it listens.
-        limits: those that differ from the default.
-        within: what to put before the command, such as ``ip netns exec NAME``.
+        peers: addresses of other nodes.
+        bind: address at which the node listens.
+        limits: limits that differ from the default.
+        within: prefix of the command, such as ``ip netns exec NAME``.
         options: further arguments of `Node`.
     """
 
@@ -92,13 +82,13 @@ class PeerProcess:
             raise
 
     def tell(self, do: str, **arguments: object) -> None:
-        """Give a command; `answer` has to follow."""
+        """Send a command; `answer` has to follow."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
         self._process.stdin.flush()
 
     def answer(self, timeout_s: float = GRACE_S) -> Json:
-        """Return the answer to the oldest command that has none yet."""
+        """Return the answer to the oldest unanswered command."""
         out = self._process.stdout
         assert out is not None
         ready, _, _ = select.select([out], [], [], timeout_s)
@@ -110,7 +100,7 @@ class PeerProcess:
         return answer
 
     def ask(self, do: str, *, timeout_s: float = GRACE_S, **arguments: object) -> Json:
-        """Give a command that may take so long, and wait for its answer."""
+        """Send a command and wait for its answer."""
         self.tell(do, **arguments, **({"timeout_s": timeout_s} if do in TIMED else {}))
         return self.answer(timeout_s + MARGIN_S)
 
@@ -119,11 +109,9 @@ class PeerProcess:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End the process at once, as `kill -9` does, and wait until it is gone."""
+        """End the process at once, as `kill -9` does, and wait for its end."""
         self._process.kill()
-        self._process.send_signal(
-            signal.SIGCONT
-        )  # a stopped one dies as well, but only its parent may reap it
+        self._process.send_signal(signal.SIGCONT)  # a stopped process has to run in order to end
         self._process.wait(timeout=GRACE_S)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -140,7 +128,7 @@ class PeerProcess:
 
 
 class Commands:
-    """What a node in a process can be told to do."""
+    """The commands of a node in a separate process."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -149,7 +137,7 @@ class Commands:
         self._bytes = 0
 
     def wait(self, peers: int, timeout_s: float = GRACE_S) -> Json:
-        """Wait until so many peers are connected."""
+        """Wait until this many peers are connected."""
         return {"peers": [peer.id for peer in self._node.wait_for_peers(peers, timeout_s)]}
 
     def send(self, messages: int, nbytes: int, first: int = 0, timeout_s: float = GRACE_S) -> Json:
@@ -178,7 +166,7 @@ class Commands:
                 self._take(0.002)
 
     def receive(self, messages: int, timeout_s: float = GRACE_S) -> Json:
-        """Wait until so many messages have come since the start; each is compared to what it must be."""
+        """Wait until this many messages have come since the start, and check their bytes."""
         end_s = time.monotonic() + timeout_s
         while sum(map(len, self._received.values())) < messages and time.monotonic() < end_s:
             self._take(0.05)
@@ -199,12 +187,10 @@ class Commands:
 
     def stats(self) -> Json:
         """Return the counters."""
-        counters = asdict(self._node.stats())
-        paths = {str(path["peer"]["id"]): path["path_mtu_bytes"] for path in counters.pop("peers")}
-        return {"stats": counters, "path_mtu_bytes": paths, "processor_s": time.process_time()}
+        return {"stats": asdict(self._node.stats()), "processor_s": time.process_time()}
 
     def events(self) -> Json:
-        """Return who was lost and why, with the tags of what they did not get."""
+        """Return the lost peers with the reasons and the tags of the undelivered messages."""
         lost = [event for event in self._node.events() if isinstance(event, PeerLost)]
         return {
             "lost": [
@@ -214,7 +200,7 @@ class Commands:
         }
 
     def close(self, timeout_s: float = GRACE_S) -> Json:
-        """Close the node; say how many messages were not acknowledged."""
+        """Close the node; return the number of unacknowledged messages."""
         return {"undelivered": len(self._node.close(timeout_s))}
 
 
@@ -224,14 +210,14 @@ def main() -> None:
     options["limits"] = Limits(**options["limits"])
     node = Node(options.pop("bind"), options.pop("peers"), secret=SECRET, **options)
     commands = Commands(node)
-    payload_of(node.id, 0, PATTERN_BYTES)  # made before it counts
+    payload_of(node.id, 0, PATTERN_BYTES)  # fill the cache before anything is timed
     sys.stdout.write(json.dumps({"address": node.address, "id": node.id}) + "\n")
     sys.stdout.flush()
     for line in sys.stdin:
         arguments = json.loads(line)
         try:
             answer = getattr(commands, arguments.pop("do"))(**arguments)
-        except Exception as error:  # the test is to see it, not this program's standard error
+        except Exception as error:  # for the test to raise
             answer = {"error": repr(error)}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

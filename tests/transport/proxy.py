@@ -1,9 +1,9 @@
-"""A middlebox in a process of its own: it delays, loses, shuffles, doubles, breaks and shapes what real sockets send.
+"""A middlebox in a separate process that delays, loses, reorders, repeats, corrupts and shapes the datagrams of sockets.
 
-It stands between clients and one server. For the server each client has a port of the middlebox, as behind a NAT; and
-as there, the port may change from one moment to the next, and what is sent to the old one is lost.
+The middlebox is between clients and one server. The server sees each client at a port of the middlebox, as behind a
+NAT. The port may change at any moment; datagrams sent to the old port are lost.
 
-Run as a program, this file is the middlebox; as a module, it gives the tests `Proxy`, which starts such a program.
+Run as a program, this file is the middlebox; as a module, it provides `Proxy`, which starts the program.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from typing import Any
 RECEIVES_MAX = 64
 BUFFER_BYTES = 4 << 20
 IDLE_S = 0.5
-LATE_S = 0.0002  # what is due so soon goes out at once: a timer would wake us later than that
+LATE_S = 0.0002  # a datagram due so soon is sent at once: a timer would fire later
 START_S = 20.0
 Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """What happens to datagrams, the same in both directions; the chances are for each datagram.
+    """The troubles of a path, the same in both directions; probabilities are per datagram.
 
     Attributes:
         delay_s: one-way delay.
-        rate_bytes_per_s: rate of the path, 0 for no bound; what does not fit its queue is lost.
-        queue_bytes: size of that queue.
-        loss: chance to be lost.
-        reorder: chance to be held back by up to 10 ms.
-        duplicate: chance to come twice, the second time up to 10 ms later.
-        corrupt: chance that one bit is flipped.
-        truncate: chance to lose its end.
+        rate_bytes_per_s: rate of the path, 0 for no bound; datagrams that do not fit the queue are lost.
+        queue_bytes: size of the queue.
+        loss: probability of loss.
+        reorder: probability of being held back by up to 10 ms.
+        duplicate: probability of arriving twice, the second time up to 10 ms later.
+        corrupt: probability that one bit is flipped.
+        truncate: probability of being cut short.
         rebind_first_s: when the clients' ports change for the first time; 0 for never.
-        rebind_every_s: how often from then on.
-        seed: of everything random.
+        rebind_every_s: interval of the changes from then on.
+        seed: seed of everything random.
     """
 
     delay_s: float = 0.0
@@ -75,7 +75,7 @@ class Proxy:
         self.address: str = self._read()["address"]
 
     def stop(self) -> dict[str, int]:
-        """Stop it and return what it has done to how many datagrams."""
+        """Stop the middlebox and return the number of datagrams for each kind of trouble."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         counts = self._read()
@@ -104,7 +104,7 @@ class Proxy:
 
 
 class Direction:
-    """One direction of the path: what happens to each datagram, and when it comes out."""
+    """One direction of the path."""
 
     def __init__(self, name: str, trouble: Trouble, counts: Counter[str]) -> None:
         self._name = name
@@ -114,7 +114,7 @@ class Direction:
         self._busy_until_s = 0.0
 
     def carry(self, datagram: bytes, now_s: float) -> Iterator[tuple[float, bytes]]:
-        """Yield when which bytes come out."""
+        """Yield (time, bytes) of each datagram that leaves the path."""
         trouble = self._trouble
         if self._happens("loss", trouble.loss):
             self._counts[f"lost_{self._name}"] += 1
@@ -165,7 +165,7 @@ class Middlebox:
 
     @property
     def address(self) -> str:
-        """Where clients find it."""
+        """The address for clients."""
         host, port = self._inside.getsockname()[:2]
         return f"[{host}]:{port}" if self._family == socket.AF_INET6 else f"{host}:{port}"
 
@@ -196,7 +196,7 @@ class Middlebox:
         return opened
 
     def _rebind(self) -> None:
-        """Every client gets another port; what the server still sends to the old one is lost."""
+        """Give every client another port; datagrams to the old ports are lost."""
         for client, outside in self._outside.items():
             outside.close()
             self._outside[client] = self._open()
@@ -229,7 +229,7 @@ class Middlebox:
         until_s = time.monotonic() + LATE_S
         while self._due and self._due[0][0] <= until_s:
             _, _, out, target, datagram = heapq.heappop(self._due)
-            # A port given up, a full buffer, nobody there: lost, as on any path.
+            # An abandoned port, a full buffer, no listener: the datagram is lost, as on any path.
             with contextlib.suppress(OSError):
                 out.sendto(datagram, target)
 

@@ -12,35 +12,31 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gradwire.transport.coalesce import Backlog, Coalesce, ask
 from gradwire.transport.endpoint import Endpoint
-from gradwire.transport.model import Address, Limits, Peer, PeerLost, Ticket, Transmit
-from gradwire.transport.wire import DATA
+from gradwire.transport.types import Address, Limits, Peer, PeerLost, Ticket, Transmit
 
 SECRET = bytes(range(32))
 STEP_GRAIN_S = 1e-6
-BATCH_BYTES = 200_000
+BATCH_BYTES = 65_000  # what one receive call returns with GRO
 IDLE_POLLS_MAX = 50
 
 
 @dataclass
 class Link:
-    """How datagrams from one host to another fare.
+    """The path of datagrams from one host to another.
 
     Attributes:
         delay_s: one-way delay.
-        jitter_s: mean of an exponentially distributed addition, which reorders.
+        jitter_s: mean of an exponentially distributed extra delay, which reorders.
         loss: probability that a datagram is lost.
-        duplicate: probability that it comes twice.
-        corrupt: probability that one of its bits is flipped (as if the UDP checksum did not exist).
-        poisoned: somebody changes the last datagram of every record of several datagrams.
-        reorder: probability that it is held back by 5 to 10 ms.
-        rate_bytes_per_s: of the bottleneck; 0 is unlimited.
-        queue_bytes: of the bottleneck; what does not fit is lost.
-        burst_loss: if set, (probability of entering, of leaving) a state in which everything is lost.
-        drop: if set, called with (number of the datagram, its bytes); True loses it.
-        blocked: nothing passes.
-        mtu_bytes: larger IP packets (28 bytes more than the datagram) are lost; 0 is unlimited.
+        duplicate: probability that a datagram arrives twice.
+        corrupt: probability that one bit of a datagram is flipped (as if the UDP checksum did not exist).
+        reorder: probability that a datagram is held back by 5 to 10 ms.
+        rate_bytes_per_s: rate of the bottleneck; 0 is unlimited.
+        queue_bytes: queue of the bottleneck; datagrams that do not fit are lost.
+        burst_loss: if set, the probabilities of entering and of leaving a state in which everything is lost.
+        drop: if set, called with the number of the datagram and its bytes; True loses the datagram.
+        blocked: everything is lost.
     """
 
     delay_s: float = 0.0005
@@ -48,14 +44,12 @@ class Link:
     loss: float = 0.0
     duplicate: float = 0.0
     corrupt: float = 0.0
-    poisoned: bool = False
     reorder: float = 0.0
     rate_bytes_per_s: float = 0.0
     queue_bytes: int = 1 << 20
     burst_loss: tuple[float, float] | None = None
     drop: Callable[[int, bytes], bool] | None = None
     blocked: bool = False
-    mtu_bytes: int = 0
     count: int = 0
     lost_bytes: int = 0
     passed_bytes: int = 0
@@ -65,7 +59,7 @@ class Link:
 
 @dataclass
 class Host:
-    """One simulated node: its endpoint and what its application saw."""
+    """One simulated node: its endpoint, and everything its application received."""
 
     name: str
     address: Address
@@ -79,9 +73,7 @@ class Host:
     incarnation: int = 1
     due_s: float | None = 0.0
     idle_polls: int = 0
-    inbox: list[tuple[bytes, int, Address, bool]] = field(default_factory=list)
-    coalesce: Coalesce | None = None
-    coalesce_s: float = 0.0  # how long the hook takes
+    inbox: list[tuple[bytes, int, Address]] = field(default_factory=list)
 
     @property
     def payloads(self) -> list[bytes]:
@@ -98,9 +90,9 @@ class Simulator:
     """Hosts, links and a clock.
 
     Args:
-        seed: of everything random.
+        seed: seed of everything random.
         link: the default for every pair of hosts.
-        batches: what arrives at the same time is handed over as GRO and the driver do it, not one by one.
+        batches: deliver datagrams that arrive at the same time in batches, as GRO does, instead of one by one.
     """
 
     def __init__(self, seed: int, link: Link | None = None, *, batches: bool = False) -> None:
@@ -111,8 +103,7 @@ class Simulator:
         self.default = link or Link()
         self.links: dict[tuple[Address, Address], Link] = {}
         self.hosts: dict[Address, Host] = {}
-        self.groups: dict[Address, set[Address]] = {}
-        self._queue: list[tuple[float, int, Address, Address, bytes, bool]] = []
+        self._queue: list[tuple[float, int, Address, Address, bytes]] = []
         self._sequence = itertools.count()
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
 
@@ -154,7 +145,7 @@ class Simulator:
         return hosts
 
     def link(self, source: Host, target: Host) -> Link:
-        """Return the link from one host to another, its own from now on."""
+        """Return the link from one host to another, separate from the default from now on."""
         key = (source.address, target.address)
         if key not in self.links:
             self.links[key] = Link(
@@ -168,25 +159,12 @@ class Simulator:
         heapq.heappush(self._calls, (at_s, next(self._sequence), action))
 
     def crash(self, host: Host) -> None:
-        """Stop a host for good, without a word."""
+        """Stop a host for good; its peers are not told."""
         host.alive = False
 
-    def publish(
-        self,
-        host: Host,
-        payload: bytes,
-        tag: int = 0,
-        to: Peer | None = None,
-        *,
-        while_sealing: bool = False,
-    ) -> Ticket:
-        """Publish a message and send what may be sent, on request as a node does it: first while it is being sealed."""
-
-        def on_records() -> None:
-            if while_sealing and host.alive and not host.paused:
-                self._send_all(host, host.endpoint.poll_data(self.now_s))
-
-        ticket = host.endpoint.publish(memoryview(payload), tag, to, self.now_s, on_records)
+    def publish(self, host: Host, payload: bytes, tag: int = 0, to: Peer | None = None) -> Ticket:
+        """Publish a message and send whatever may be sent at once, as a node does."""
+        ticket = host.endpoint.publish(memoryview(payload), tag, to, self.now_s)
         host.tickets.append(ticket)
         self._flush(host)
         return ticket
@@ -196,7 +174,7 @@ class Simulator:
     def run_until(self, done: Callable[[], bool], limit_s: float) -> None:
         """Advance until ``done``; fail if it takes longer than ``limit_s`` of simulated time."""
         end_s = self.now_s + limit_s
-        self._look_at_all()
+        self._poll_all()
         while not done():
             if not self._step(end_s):
                 raise AssertionError(
@@ -206,12 +184,12 @@ class Simulator:
     def run_for(self, duration_s: float) -> None:
         """Advance by this much."""
         end_s = self.now_s + duration_s
-        self._look_at_all()
+        self._poll_all()
         while self._step(end_s):
             pass
 
-    def _look_at_all(self) -> None:
-        """Have every host polled next: somebody may have called its endpoint directly."""
+    def _poll_all(self) -> None:
+        """Poll every host next: a test may have called an endpoint directly."""
         for host in self.hosts.values():
             host.due_s = self.now_s
 
@@ -223,14 +201,13 @@ class Simulator:
         self.now_s = max(self.now_s, at_s)
         while self._calls and self._calls[0][0] <= self.now_s:
             heapq.heappop(self._calls)[2]()
-            self._look_at_all()
+            self._poll_all()
         touched = set()
         while self._queue and self._queue[0][0] <= self.now_s:
-            _, _, source, target, datagram, is_group = heapq.heappop(self._queue)
+            _, _, source, target, datagram = heapq.heappop(self._queue)
             touched.add(target)
-            way = (source, target, is_group)
-            batch = self._neighbours(way, datagram) if self.batches else datagram
-            self._arrive(source, target, batch, is_group, len(datagram))
+            batch = self._batch(source, target, datagram) if self.batches else datagram
+            self._arrive(source, target, batch, len(datagram))
         for address in list(self.hosts):
             host = self.hosts[address]
             due = None if address in touched else self._due_s(host)
@@ -238,12 +215,12 @@ class Simulator:
                 self._flush(host)
         return True
 
-    def _neighbours(self, way: tuple[Address, Address, bool], datagram: bytes) -> bytes:
-        """Return the datagram with those behind it that one batch may have: of its size, only the last shorter."""
+    def _batch(self, source: Address, target: Address, datagram: bytes) -> bytes:
+        """Return the datagram and its successors that GRO would join: of the same size, only the last one shorter."""
         size, batch = len(datagram), [datagram]
         while self._queue and len(batch[-1]) == size and size * len(batch) < BATCH_BYTES:
-            at_s, _, source, target, following, is_group = self._queue[0]
-            if at_s > self.now_s or (source, target, is_group) != way:
+            at_s, _, next_source, next_target, following = self._queue[0]
+            if at_s > self.now_s or (next_source, next_target) != (source, target):
                 break
             if not 0 < len(following) <= size:
                 break
@@ -258,32 +235,24 @@ class Simulator:
         return min(times) if times else None
 
     def _due_s(self, host: Host) -> float | None:
-        """Return when the host's timers want it to be polled, as it said when it was polled last."""
+        """Return when the host is to be polled, as its endpoint said after the last poll."""
         return host.due_s if host.alive and not host.paused else None
 
-    def _arrive(
-        self, source: Address, target: Address, data: bytes, is_group: bool, size: int
-    ) -> None:
+    def _arrive(self, source: Address, target: Address, data: bytes, size: int) -> None:
         host = self.hosts.get(target)
         if host is None or not host.alive:
             return
         if host.paused:
             if sum(len(kept) for kept, *_ in host.inbox) < 1 << 20:  # the socket's receive buffer
-                host.inbox.append((data, size, source, is_group))
+                host.inbox.append((data, size, source))
             return
-        self._hand_over(host, data, size, source, is_group)
-
-    def _hand_over(
-        self, host: Host, data: bytes, size: int, source: Address, is_group: bool
-    ) -> None:
-        receive = host.endpoint.receive_group if is_group else host.endpoint.receive
-        receive(memoryview(data), size, source, self.now_s)
+        host.endpoint.receive(memoryview(data), size, source, self.now_s)
 
     def resume(self, host: Host) -> None:
-        """Wake a paused host: its socket buffer is still there."""
+        """Wake a paused host, which then reads its socket buffer."""
         host.paused = False
-        for waiting in host.inbox:
-            self._hand_over(host, *waiting)
+        for data, size, source in host.inbox:
+            host.endpoint.receive(memoryview(data), size, source, self.now_s)
         host.inbox.clear()
         self._flush(host)
 
@@ -295,10 +264,6 @@ class Simulator:
                 host.received.append((peer, tag, bytes(payload)))
         host.events.extend(host.endpoint.take_events())
         transmits = host.endpoint.poll(self.now_s)
-        laggards = host.endpoint.laggards
-        if laggards is not None and laggards.has_backlog:
-            for backlog in laggards.take_backlogs(self.now_s):
-                self.call_at(self.now_s + host.coalesce_s, lambda b=backlog: self._merge(host, b))
         self._note_poll(host, bool(transmits))
         self._send_all(host, transmits)
         host.events.extend(host.endpoint.take_events())
@@ -310,14 +275,8 @@ class Simulator:
             for start in range(0, len(data), step):
                 self.send(host.address, transmit.address, data[start : start + step])
 
-    def _merge(self, host: Host, backlog: Backlog) -> None:
-        """Ask the host's hook, as a thread of its node would."""
-        substitutes = None if host.coalesce is None else ask(host.coalesce, backlog)
-        if host.endpoint.laggards is not None:
-            host.endpoint.laggards.substitute(backlog, substitutes, self.now_s)
-
     def _note_poll(self, host: Host, sent: bool) -> None:
-        """A core that wants to be called again and again without sending anything would burn a processor."""
+        """Fail if the endpoint asks to be polled again and again without sending anything."""
         due_s = host.endpoint.next_timeout_s(self.now_s)
         host.idle_polls = (
             host.idle_polls + 1 if not sent and due_s is not None and due_s <= self.now_s else 0
@@ -326,14 +285,8 @@ class Simulator:
             raise AssertionError(f"seed {self.seed}: {host.name} spins")
         host.due_s = None if due_s is None else max(due_s, self.now_s + STEP_GRAIN_S)
 
-    def send(
-        self, source: Address, target: Address, datagram: bytes, *, is_group: bool = False
-    ) -> None:
-        """Put one datagram on the network; one to a multicast group goes to each of its members."""
-        if target in self.groups:
-            for member in sorted(self.groups[target] - {source}):
-                self.send(source, member, datagram, is_group=True)
-            return
+    def send(self, source: Address, target: Address, datagram: bytes) -> None:
+        """Put one datagram on the network."""
         link = self.links.get((source, target), self.default)
         link.count += 1
         if self._is_lost(link, datagram):
@@ -348,22 +301,11 @@ class Simulator:
                 at_s += self.random.expovariate(1 / link.jitter_s)
             if link.reorder and self.random.random() < link.reorder:
                 at_s += self.random.uniform(0.005, 0.010)
-            heapq.heappush(
-                self._queue,
-                (
-                    at_s,
-                    next(self._sequence),
-                    source,
-                    target,
-                    self._corrupt(link, datagram),
-                    is_group,
-                ),
-            )
+            arriving = self._corrupt(link, datagram)
+            heapq.heappush(self._queue, (at_s, next(self._sequence), source, target, arriving))
 
     def _is_lost(self, link: Link, datagram: bytes) -> bool:
         if link.blocked or (link.drop is not None and link.drop(link.count, datagram)):
-            return True
-        if link.mtu_bytes and len(datagram) + 28 > link.mtu_bytes:
             return True
         if link.burst_loss is not None:
             enter, leave = link.burst_loss
@@ -384,8 +326,6 @@ class Simulator:
         return False
 
     def _corrupt(self, link: Link, datagram: bytes) -> bytes:
-        if link.poisoned and datagram[0] == DATA and datagram[2] == datagram[3] - 1 > 0:
-            return datagram[:-1] + bytes([datagram[-1] ^ 1])
         if not link.corrupt or self.random.random() >= link.corrupt:
             return datagram
         broken = bytearray(datagram)

@@ -1,7 +1,7 @@
-"""Hosts that are each behind one slow link to a switch, as in an office or at home, and take steps together.
+"""Hosts around a switch, each behind one slow link, that exchange messages in steps.
 
-What a host sends to all others shares its own link, and so does what all others send to it. Each direction of a link
-is a token bucket with a queue before it, as `benchmarks/training/network.py` has the kernel do it.
+A host sends to all others through its own link, and receives from all others through it. Each direction of a link is a
+token bucket with a queue, as `benchmarks/training/network.py` configures the kernel.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ import functools
 import heapq
 from dataclasses import dataclass
 
-from gradwire.transport.model import Address
+from gradwire.transport.types import Address
 
 from .simulator import Host, Link, Simulator
 
 FRAME_BYTES = 42  # Ethernet, IP and UDP
 SWITCH = "switch"
-START_SPREAD_S = 0.002  # hosts do not begin a step at the very same time
+START_SPREAD_S = 0.002  # hosts begin a step at slightly different times
 
 
 @dataclass
 class Bucket:
-    """One direction of a link: tokens come at a rate, some may be saved up, and what finds none waits.
+    """One direction of a link: a token bucket with a queue.
 
     Attributes:
-        rate_bytes_per_s: at which tokens come.
-        burst_bytes: tokens that may be saved up, so much leaves at once after a pause.
-        queue_bytes: of what waits; what does not fit is lost.
-        passed_bytes: what has left or will leave.
-        lost_bytes: what did not fit.
-        full_at_s: when all tokens are saved up again.
+        rate_bytes_per_s: rate at which tokens arrive.
+        burst_bytes: size of the bucket; so many bytes leave at once after a pause.
+        queue_bytes: size of the queue; datagrams that do not fit are lost.
+        passed_bytes: bytes that have left or will leave.
+        lost_bytes: bytes of the datagrams that did not fit.
+        full_at_s: when the bucket is full again.
     """
 
     rate_bytes_per_s: float
@@ -40,7 +40,7 @@ class Bucket:
     full_at_s: float = 0.0
 
     def leaves_at_s(self, nbytes: int, now_s: float) -> float | None:
-        """Take so many bytes; return when they have left, or None if they are lost."""
+        """Queue this many bytes; return when they have left, or None if they are lost."""
         saved_s = self.burst_bytes / self.rate_bytes_per_s
         waiting_bytes = (self.full_at_s - saved_s - now_s) * self.rate_bytes_per_s
         if max(0.0, waiting_bytes) + nbytes > self.queue_bytes:
@@ -55,9 +55,9 @@ class Switched(Simulator):
     """Hosts around a switch.
 
     Args:
-        seed: of everything random.
-        bucket: what both directions of every link are like.
-        delay_s: from one host to another when nothing waits.
+        seed: seed of everything random.
+        bucket: both directions of every link are like this one.
+        delay_s: delay from one host to another with empty queues.
     """
 
     def __init__(self, seed: int, bucket: Bucket, delay_s: float = 0.0001) -> None:
@@ -68,7 +68,7 @@ class Switched(Simulator):
 
     @property
     def lost_bytes(self) -> int:
-        """What found no room in any queue, headers included."""
+        """Return the bytes lost in all queues, headers included."""
         return sum(bucket.lost_bytes for bucket in (*self.up.values(), *self.down.values()))
 
     def _bucket(self, buckets: dict[Address, Bucket], address: Address) -> Bucket:
@@ -77,42 +77,33 @@ class Switched(Simulator):
             buckets[address] = Bucket(like.rate_bytes_per_s, like.burst_bytes, like.queue_bytes)
         return buckets[address]
 
-    def send(
-        self, source: Address, target: Address, datagram: bytes, *, is_group: bool = False
-    ) -> None:
+    def send(self, source: Address, target: Address, datagram: bytes) -> None:
         """Put one datagram on the sender's link."""
         up = self._bucket(self.up, source)
         left_at_s = up.leaves_at_s(len(datagram) + FRAME_BYTES, self.now_s)
         if left_at_s is not None:
-            self._put(left_at_s, source, (SWITCH, *target), datagram, is_group)
+            self._put(left_at_s, source, (SWITCH, *target), datagram)
 
-    def _arrive(
-        self, source: Address, target: Address, data: bytes, is_group: bool, size: int
-    ) -> None:
+    def _arrive(self, source: Address, target: Address, data: bytes, size: int) -> None:
         if target[0] != SWITCH:
-            super()._arrive(source, target, data, is_group, size)
+            super()._arrive(source, target, data, size)
             return
         target = target[1:]
         down = self._bucket(self.down, target)
         left_at_s = down.leaves_at_s(len(data) + FRAME_BYTES, self.now_s)
         if left_at_s is not None:
-            self._put(left_at_s + self.default.delay_s, source, target, data, is_group)
+            self._put(left_at_s + self.default.delay_s, source, target, data)
 
-    def _put(
-        self, at_s: float, source: Address, target: Address, datagram: bytes, is_group: bool
-    ) -> None:
-        heapq.heappush(
-            self._queue, (at_s, next(self._sequence), source, target, datagram, is_group)
-        )
+    def _put(self, at_s: float, source: Address, target: Address, datagram: bytes) -> None:
+        heapq.heappush(self._queue, (at_s, next(self._sequence), source, target, datagram))
 
 
 def steps_s(
     simulator: Switched, hosts: list[Host], nbytes: int, steps: int, pause_s: float = 0.1
 ) -> list[float]:
-    """Have every host send a message to all others, again and again; return how long each step took.
+    """Have every host send a message to all others, step after step; return the duration of each step.
 
-    A step begins, a little later with some hosts than with others, when all have had everything of the one before and
-    have paused.
+    The next step begins after a pause once every host has received everything; hosts begin slightly apart.
     """
     times = []
     others = len(hosts) - 1
@@ -134,5 +125,5 @@ def steps_s(
 
 
 def floor_s(nbytes: int, others: int, rate_bytes_per_s: float) -> float:
-    """Return how long the bytes of one step take on each link, with 4 % for headers."""
-    return 1.04 * nbytes * others / rate_bytes_per_s
+    """Return how long the bytes of one step take on each link, with 6 % for headers."""
+    return 1.06 * nbytes * others / rate_bytes_per_s

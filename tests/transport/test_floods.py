@@ -1,7 +1,7 @@
-"""Floods: strangers, replays and garbage at a hundred thousand datagrams per second, while service goes on.
+"""Floods of garbage, replays and INIT datagrams at a hundred thousand per second, while the service continues.
 
-What an attacker may have: every handshake datagram of the past, any source address, a faster way to the victim than the
-true sender. What he lacks is the secret.
+The attacker may have every handshake datagram of the past, any source address, and a faster path to the victim than the
+true sender. The attacker does not have the secret.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import random
 import pytest
 
 from gradwire.transport.crypto import Handshake
-from gradwire.transport.membership import HALF_OPEN_MAX, TIMELY_S
-from gradwire.transport.session import ANSWER_INTERVAL_S
+from gradwire.transport.handshake import HALF_OPEN_MAX, TIMELY_S
+from gradwire.transport.session import RESPONSE_INTERVAL_S
 from gradwire.transport.wire import CONTROL, DATA, INIT, INIT_BYTES, RESPONSE
 
 from .simulator import Host, Link, Simulator
@@ -23,8 +23,8 @@ YESTERDAY_MS = TODAY_MS - 86_400_000
 FLOOD_PER_MS = 100
 
 
-def knock_of(simulator: Simulator, node_id: int, **options: object) -> bytes:
-    """Return the first datagram of some node that once knocked somewhere."""
+def init_of(simulator: Simulator, node_id: int, **options: object) -> bytes:
+    """Return the INIT of a node that once started a handshake somewhere."""
     host = simulator.add("elsewhere", node_id=node_id, port=node_id, **options)  # type: ignore[arg-type]
     host.endpoint.connect(("nowhere", 1))
     [transmit] = host.endpoint.poll(simulator.now_s)
@@ -37,7 +37,7 @@ def address_of(number: int) -> tuple[str, int]:
 
 
 def flood(simulator: Simulator, target: Host, datagrams: list[bytes], duration_s: float) -> None:
-    """From now on, 100 of the datagrams in turn every millisecond, each from another address."""
+    """Deliver 100 of the datagrams in turn every millisecond, each from another address."""
     end_s = simulator.now_s + duration_s
     numbers = itertools.count()
 
@@ -52,7 +52,7 @@ def flood(simulator: Simulator, target: Host, datagrams: list[bytes], duration_s
 
 
 def cluster(seed: int) -> tuple[Simulator, Host, Host, list[bytes]]:
-    """Two connected nodes, and the messages that one is about to send to the other for a second."""
+    """Return two connected nodes, and the messages that one will send to the other for a second."""
     simulator = Simulator(seed, Link(delay_s=0.001))
     one, two = simulator.mesh(2, incarnation=TODAY_MS)
     payloads = [simulator.random.randbytes(20_000) for _ in range(100)]
@@ -64,23 +64,23 @@ def cluster(seed: int) -> tuple[Simulator, Host, Host, list[bytes]]:
     return simulator, one, two, payloads
 
 
-def recorded_knocks(simulator: Simulator, count: int, **options: object) -> list[bytes]:
-    return [knock_of(simulator, 1_000 + number, **options) for number in range(count)]
+def recorded_inits(simulator: Simulator, count: int, **options: object) -> list[bytes]:
+    return [init_of(simulator, 1_000 + number, **options) for number in range(count)]
 
 
 @pytest.mark.parametrize("kind", ["wrong secret", "garbage", "of yesterday", "of today"])
-def test_a_hundred_thousand_knocks_per_second_keep_nobody_out_and_disturb_nobody(kind: str) -> None:
+def test_a_hundred_thousand_inits_per_second_exclude_nobody_and_disturb_nobody(kind: str) -> None:
     simulator, one, two, payloads = cluster(1)
     match kind:
         case "wrong secret":
-            knocks = recorded_knocks(simulator, 500, secret=bytes(range(1, 33)))
+            inits = recorded_inits(simulator, 500, secret=bytes(range(1, 33)))
         case "garbage":
-            knocks = [bytes([INIT]) + simulator.random.randbytes(255) for _ in range(500)]
+            inits = [bytes([INIT]) + simulator.random.randbytes(255) for _ in range(500)]
         case "of yesterday":
-            knocks = recorded_knocks(simulator, 2_000, incarnation=YESTERDAY_MS)
+            inits = recorded_inits(simulator, 2_000, incarnation=YESTERDAY_MS)
         case "of today":  # few can have been recorded within two minutes
-            knocks = recorded_knocks(simulator, 100, incarnation=TODAY_MS)
-    flood(simulator, two, knocks, duration_s=1.0)
+            inits = recorded_inits(simulator, 100, incarnation=TODAY_MS)
+    flood(simulator, two, inits, duration_s=1.0)
     joiner = simulator.add("joiner", incarnation=TODAY_MS)
     simulator.run_for(0.5)  # the flood has spent every token that it can
     joiner.endpoint.connect(two.address)
@@ -105,22 +105,22 @@ def test_the_clocks_of_two_nodes_may_differ_by_a_year_in_quiet_times() -> None:
     simulator.run_until(lambda: bool(one.endpoint.peers and two.endpoint.peers), 1.0)
 
 
-def test_a_stranger_s_knock_costs_no_decryption_and_no_curve(
+def test_an_init_made_with_another_secret_costs_no_decryption_and_no_curve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     simulator, _, two, _ = cluster(3)
-    knocks = recorded_knocks(simulator, 20, secret=bytes(range(1, 33)))
+    inits = recorded_inits(simulator, 20, secret=bytes(range(1, 33)))
 
     def refuse(*_: object) -> bytes:
-        raise AssertionError("a stranger reached the handshake")
+        raise AssertionError("the datagram reached the handshake")
 
     monkeypatch.setattr(Handshake, "read_init", refuse)
-    for number, knock in enumerate(knocks):
-        two.endpoint.receive(memoryview(knock), INIT_BYTES, address_of(number), simulator.now_s)
+    for number, init in enumerate(inits):
+        two.endpoint.receive(memoryview(init), INIT_BYTES, address_of(number), simulator.now_s)
     assert two.endpoint.stats().unauthenticated_datagrams == 20
-    knock = knock_of(simulator, 5)
+    init = init_of(simulator, 5)
     with pytest.raises(AssertionError, match="reached the handshake"):
-        two.endpoint.receive(memoryview(knock), INIT_BYTES, address_of(5), simulator.now_s)
+        two.endpoint.receive(memoryview(init), INIT_BYTES, address_of(5), simulator.now_s)
 
 
 def test_a_forged_answer_costs_no_curve_and_the_true_one_still_counts(
@@ -147,16 +147,16 @@ def test_a_forged_answer_costs_no_curve_and_the_true_one_still_counts(
     assert one.endpoint.stats().unauthenticated_datagrams > 100
 
 
-def test_a_full_table_of_half_open_handshakes_keeps_nobody_out() -> None:
+def test_a_full_table_of_half_open_handshakes_excludes_nobody() -> None:
     simulator, _, two, _ = cluster(5)
-    knocks = recorded_knocks(simulator, 1_000, incarnation=YESTERDAY_MS)
+    inits = recorded_inits(simulator, 1_000, incarnation=YESTERDAY_MS)
     received = 0
-    for number, knock in enumerate(knocks):  # at the rate of the gate, so that each opens one
-        two.endpoint.receive(memoryview(knock), INIT_BYTES, address_of(number), simulator.now_s)
-        received += len(knock)
+    for number, init in enumerate(inits):  # at the rate of the gate, so that each opens one
+        two.endpoint.receive(memoryview(init), INIT_BYTES, address_of(number), simulator.now_s)
+        received += len(init)
         simulator.run_for(0.005)
         if number == 600:
-            assert len(two.endpoint.doorway.half_open) == HALF_OPEN_MAX
+            assert len(two.endpoint.handshakes.half_open) == HALF_OPEN_MAX
             joiner = simulator.add("joiner", incarnation=TODAY_MS)
             joiner.endpoint.connect(two.address)
     assert joiner.endpoint.peers
@@ -167,28 +167,28 @@ def test_a_full_table_of_half_open_handshakes_keeps_nobody_out() -> None:
     )
     assert sent <= received
     simulator.run_for(11.0)
-    assert len(two.endpoint.doorway.half_open) == 0
+    assert len(two.endpoint.handshakes.half_open) == 0
 
 
 def test_a_half_open_handshake_is_answered_twenty_times_a_second_at_most() -> None:
     simulator, _, two, _ = cluster(6)
     simulator.run_for(2.0)
-    knock = knock_of(simulator, 7)
+    init = init_of(simulator, 7)
     before = two.endpoint.stats().control_bytes_sent
     answers: list[bytes] = []
     simulator.default.drop = lambda _, datagram: bool(
         datagram[0] == RESPONSE and answers.append(datagram)
     )
-    flood(simulator, two, [knock], duration_s=1.0)
+    flood(simulator, two, [init], duration_s=1.0)
     simulator.run_for(1.0)
-    assert 2 <= len(answers) <= 1.0 / ANSWER_INTERVAL_S + 1
+    assert 2 <= len(answers) <= 1.0 / RESPONSE_INTERVAL_S + 1
     assert len(set(answers)) == 1
     assert len(answers[0]) <= INIT_BYTES
     assert two.endpoint.stats().control_bytes_sent - before < 20_000
-    assert len(two.endpoint.doorway.half_open) == 1
+    assert len(two.endpoint.handshakes.half_open) == 1
 
 
-def test_who_delivers_a_knock_before_its_sender_keeps_him_out_for_one_repetition_only() -> None:
+def test_an_attacker_who_delivers_an_init_first_delays_its_sender_by_one_repetition() -> None:
     simulator = Simulator(8, Link(delay_s=0.01))
     one, two = simulator.add("one"), simulator.add("two")
 
@@ -207,30 +207,30 @@ def test_who_delivers_a_knock_before_its_sender_keeps_him_out_for_one_repetition
     simulator.run_until(lambda: bool(one.payloads), 0.1)
 
 
-def test_a_recorded_knock_in_the_name_of_a_seed_does_not_stop_our_own() -> None:
+def test_a_recorded_init_from_the_address_of_a_seed_does_not_stop_our_own() -> None:
     simulator = Simulator(9, Link(delay_s=0.01))
     two = simulator.add("two", node_id=5)
     seed = ("seed", 1)
     two.endpoint.connect(seed)
     simulator.run_for(0.05)
-    knock = knock_of(simulator, 900)  # a larger id, whose knock counts when both knock
-    two.endpoint.receive(memoryview(knock), INIT_BYTES, seed, simulator.now_s)
+    init = init_of(simulator, 900)  # a larger id, which wins a simultaneous handshake
+    two.endpoint.receive(memoryview(init), INIT_BYTES, seed, simulator.now_s)
     simulator.run_for(0.3)
     simulator.add("seed", node_id=900)
     simulator.run_until(lambda: bool(two.endpoint.peers), 2.1)
 
 
-def test_recorded_knocks_in_the_name_of_a_seed_do_not_keep_us_from_knocking_there() -> None:
+def test_recorded_inits_from_the_address_of_a_seed_do_not_keep_us_from_connecting() -> None:
     simulator = Simulator(15)
     two = simulator.add("two", node_id=5)
     seed = ("seed", 1)
     two.endpoint.connect(seed)
-    knocks = recorded_knocks(simulator, 60)
-    for number, knock in enumerate(knocks):
+    inits = recorded_inits(simulator, 60)
+    for number, init in enumerate(inits):
         simulator.call_at(
             simulator.now_s + 0.5 * number,
-            lambda knock=knock: two.endpoint.receive(
-                memoryview(knock), INIT_BYTES, seed, simulator.now_s
+            lambda init=init: two.endpoint.receive(
+                memoryview(init), INIT_BYTES, seed, simulator.now_s
             ),
         )
     simulator.run_for(13.0)  # beyond the end of the first attempt
@@ -238,7 +238,7 @@ def test_recorded_knocks_in_the_name_of_a_seed_do_not_keep_us_from_knocking_ther
     simulator.run_until(lambda: bool(two.endpoint.peers), 2.1)
 
 
-def test_who_throws_our_knocks_back_at_us_keeps_us_from_a_seed_for_a_minute_only() -> None:
+def test_an_attacker_who_returns_our_inits_keeps_us_from_a_seed_for_a_minute_only() -> None:
     simulator = Simulator(13)
     one, two = simulator.add("one"), simulator.add("two")
 
@@ -253,11 +253,11 @@ def test_who_throws_our_knocks_back_at_us_keeps_us_from_a_seed_for_a_minute_only
     assert link.count == 1
     link.drop = None
     simulator.run_until(lambda: bool(one.endpoint.peers), 31.0)
-    assert one.endpoint.membership.seeds() == [two.address]
+    assert one.endpoint.discovery.seeds() == [two.address]
 
 
 @pytest.mark.parametrize("incarnation", [1, 2**63])
-def test_a_node_whose_clock_went_back_is_taken_in_again(incarnation: int) -> None:
+def test_a_node_whose_clock_went_back_is_accepted_again(incarnation: int) -> None:
     simulator = Simulator(14)
     one = simulator.add("one", node_id=2)
     two = simulator.add("two", node_id=1, incarnation=2**63 + 5)
@@ -271,11 +271,11 @@ def test_a_node_whose_clock_went_back_is_taken_in_again(incarnation: int) -> Non
 
 
 @pytest.mark.parametrize("first", [0, DATA, RESPONSE, 0xFF])
-def test_a_stranger_s_batch_is_dropped_as_a_whole(first: int) -> None:
+def test_a_batch_from_an_unknown_address_is_dropped_at_once(first: int) -> None:
     simulator, _, two, _ = cluster(10)
     before = two.endpoint.stats()
     batch = memoryview(b"".join([bytes([first]) + bytes(1_399)] * 44) + bytes([first]))
-    two.endpoint.receive(batch, 1_400, ("stranger", 1), simulator.now_s)
+    two.endpoint.receive(batch, 1_400, ("unknown", 1), simulator.now_s)
     after = two.endpoint.stats()
     assert after.stray_datagrams - before.stray_datagrams == 45
     assert after.datagrams_received - before.datagrams_received == 45
@@ -286,7 +286,7 @@ def test_a_stranger_s_batch_is_dropped_as_a_whole(first: int) -> None:
 def test_garbage_of_every_kind_is_counted_and_dropped(where: str) -> None:
     simulator, one, two, payloads = cluster(11)
     generator = random.Random(11)
-    source = one.address if where == "address of a peer" else ("stranger", 1)
+    source = one.address if where == "address of a peer" else ("unknown", 1)
     before = two.endpoint.stats()
     for _ in range(300):
         kind = generator.choice((DATA, CONTROL, INIT, RESPONSE, 0, 0x21, 0xFF))
@@ -303,7 +303,7 @@ def test_garbage_of_every_kind_is_counted_and_dropped(where: str) -> None:
     simulator.run_until(lambda: two.payloads == payloads, 3.0)
 
 
-def test_what_an_age_is_worth_does_not_depend_on_the_time_since_the_start() -> None:
+def test_the_age_of_an_init_does_not_depend_on_the_uptime_of_the_node() -> None:
     simulator = Simulator(12)
     old = simulator.add("old", incarnation=TODAY_MS)
     simulator.run_for(10 * TIMELY_S)

@@ -22,7 +22,7 @@ from gradwire.errors import Closed, TransportError, WouldBlock
 from gradwire.transport import Limits, Node, Peer, PeerJoined, PeerLost, Received
 from gradwire.transport.watchers import Watchers
 
-from .ruled_sender import RuledSender
+from .ruled_sender import RuledSocket
 
 SECRET = bytes(range(32))
 
@@ -518,7 +518,7 @@ def test_a_lost_datagram_is_missed_in_time_though_nobody_was_woken(pair: tuple[N
     for _ in range(5):
         one.publish(b"x")
         assert one.drain(timeout_s=1.0)
-    lost = RuledSender(one._driver, lambda call, *_: errno.ENOBUFS if call == 1 else 0)
+    lost = RuledSocket(one._driver, lambda call, *_: errno.ENOBUFS if call == 1 else 0)
     ticket = one.publish(b"y")
     end_s = time.monotonic() + 1.0
     while not ticket.is_done and time.monotonic() < end_s:
@@ -535,7 +535,7 @@ def refuse(node: Node, refusal: int | None, full_every: int) -> None:
             return errno.EAGAIN
         return refusal if has_several and refusal is not None else 0
 
-    RuledSender(node._driver, rule)
+    RuledSocket(node._driver, rule)
 
 
 @pytest.mark.parametrize("refusal", [errno.EIO, errno.EINVAL, errno.EMSGSIZE])

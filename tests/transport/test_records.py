@@ -3,48 +3,47 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.transport.crypto import SenderKey
-from gradwire.transport.records import (
-    Burst,
-    Outgoing,
-    Record,
-    SendLog,
-    joined,
-    lowest_bits,
-    runs,
-)
-from gradwire.transport.sealer import Sealer, chunk_bytes_max
+from gradwire.transport.crypto import KeyChain
+from gradwire.transport.records import Record, Sealer, SendLog, lowest_bits, runs
 from gradwire.transport.wire import (
-    BURST_BYTES_MAX,
-    BURST_FRAGMENTS_MAX,
-    FRAGMENT_BYTES_MAX,
-    FRAGMENT_BYTES_MIN,
+    DATA,
+    DATAGRAM_BYTES_MAX,
+    DATAGRAM_BYTES_MIN,
     FRAGMENTS_MAX,
     HEADER,
-    NUMBER_BYTES,
-    RECORD_BURSTS_MAX,
+    RECORD_BYTES_MAX,
     RECORD_META,
     fragments_per_record,
 )
 
-KEY = SenderKey.generate(3, random.Random(1).randbytes)
+FULL_CHUNK_BYTES = 61_528  # in 52 datagrams of 1,200 bytes
+SIZES = [DATAGRAM_BYTES_MIN, 1_200, 1_472, 8_972, DATAGRAM_BYTES_MAX]
 
 
-def seal(chunk: bytes, number: int = 7, fragment_bytes: int = 1_384) -> Record:
-    sealer = Sealer(KEY, 99, fragment_bytes)
-    return sealer.seal(number, Outgoing(frozenset({1}), 0), 5, 11, len(chunk), 0, memoryview(chunk))
+def keys() -> KeyChain:
+    return KeyChain.generate(0, random.Random(1).randbytes)
 
 
-FULL = seal(bytes(chunk_bytes_max(1_384)))
+def seal(payload: bytes, number: int = 7, datagram_bytes: int = 1_200) -> list[Record]:
+    sealer = Sealer(keys(), 99, datagram_bytes)
+    return list(sealer.seal_message(number, frozenset({1}), 5, 11, memoryview(payload)))
 
 
-@given(st.integers(0, 2**255 - 1))
+def opened(record: Record, chain: KeyChain) -> tuple[tuple[int, ...], bytes]:
+    """Return metadata and chunk of a record, opened from its datagrams."""
+    datagrams = [record.slices(1 << index)[0] for index in range(record.fragments)]
+    sealed = b"".join(datagram[16:] for datagram in datagrams)
+    plain = bytearray(len(sealed) - 16)
+    chain.open_into(record.number, memoryview(sealed), bytes(datagrams[0][:16]), memoryview(plain))
+    return RECORD_META.unpack_from(plain), bytes(plain[RECORD_META.size :])
+
+
+@given(st.integers(0, 2**FRAGMENTS_MAX - 1))
 def test_runs_cover_exactly_the_set_bits(mask: int) -> None:
     found = 0
     for first, count in runs(mask):
@@ -55,8 +54,9 @@ def test_runs_cover_exactly_the_set_bits(mask: int) -> None:
 
 
 @given(
-    st.integers(0, 2**255 - 1) | st.integers(1, 200).map(lambda n: ((1 << n) - 1) << 20),
-    st.integers(1, 64),
+    st.integers(0, 2**FRAGMENTS_MAX - 1)
+    | st.integers(1, FRAGMENTS_MAX).map(lambda n: ((1 << n) - 1) << 20),
+    st.integers(1, FRAGMENTS_MAX),
 )
 def test_the_lowest_bits_are_the_lowest(mask: int, count: int) -> None:
     low = lowest_bits(mask, count)
@@ -65,122 +65,77 @@ def test_the_lowest_bits_are_the_lowest(mask: int, count: int) -> None:
     assert low == 0 or mask & ((1 << low.bit_length()) - 1) == low
 
 
-@pytest.mark.parametrize(
-    "fragment_bytes", [FRAGMENT_BYTES_MIN, 1_184, 1_384, 8_956, FRAGMENT_BYTES_MAX]
-)
-def test_a_full_record_is_whole_bursts_and_takes_up_a_number_for_each(fragment_bytes: int) -> None:
-    record = seal(bytes(chunk_bytes_max(fragment_bytes)), fragment_bytes=fragment_bytes)
-    assert record.fragments == fragments_per_record(fragment_bytes) <= FRAGMENTS_MAX
-    assert len(record.wire) == record.fragments * record.segment_bytes
-    bursts = [burst for [burst] in record.calls]
-    assert record.span == len(bursts) <= RECORD_BURSTS_MAX
-    assert len({len(burst) for burst in bursts}) == 1
-    assert len(bursts[0]) <= BURST_BYTES_MAX <= NUMBER_BYTES
-    assert len(bursts[0]) // record.segment_bytes <= BURST_FRAGMENTS_MAX
-    assert b"".join(bursts) == record.wire
+@pytest.mark.parametrize("datagram_bytes", SIZES)
+def test_a_full_record_fills_its_datagrams_and_one_system_call(datagram_bytes: int) -> None:
+    record = seal(bytes(200_000), datagram_bytes=datagram_bytes)[0]
+    assert record.fragments == fragments_per_record(datagram_bytes)
+    assert record.segment_bytes == datagram_bytes
+    assert record.nbytes == len(record.wire) == record.fragments * datagram_bytes
+    assert record.nbytes <= RECORD_BYTES_MAX
 
 
-@given(st.integers(1, 2**180 - 1), st.integers(1, 300_000))
-def test_a_part_of_a_record_fits_the_room_and_is_not_half_a_burst(mask: int, room: int) -> None:
-    record = FULL
-    part = record.part_of(mask, room)
-    assert part
-    assert part & ~mask == 0
-    assert record.bytes_of(part) <= max(room, record.segment_bytes)
-    if part != mask and room >= BURST_BYTES_MAX:
-        assert part.bit_count() % record.burst_fragments == 0, "half a burst costs as much as one"
-    burst = record.burst(part)
-    sent = [b"".join(slices) for slices in burst.calls]
-    assert burst.nbytes == sum(map(len, sent))
-    assert b"".join(sent) == b"".join(record.slices(part))
-    whole_bytes = record.burst_fragments * record.segment_bytes
-    assert all(len(call) == whole_bytes for call in sent[:-1])
-    assert 0 < len(sent[-1]) <= whole_bytes
-
-
-@given(st.lists(st.sampled_from(("full", "short", "small", "skip")), max_size=8))
-def test_only_whole_datagrams_of_one_size_are_joined_and_nothing_changes_its_place(
-    kinds: list[str],
-) -> None:
-    records = {
-        "full": FULL,
-        "short": seal(bytes(5_000)),
-        "small": seal(bytes(chunk_bytes_max(1_184)), fragment_bytes=1_184),
-    }
-    items: list[Burst | str] = [records.get(kind, kind) for kind in kinds]
-    before = [record.calls for record in records.values()]
-    found = joined(items)
-
-    def flat(items: list[Burst | str]) -> list[object]:
-        return [
-            call for item in items for call in (item.calls if isinstance(item, Burst) else [item])
-        ]
-
-    assert flat(found) == flat(items)
-    assert [record.calls for record in records.values()] == before
-    for burst in found:
-        if isinstance(burst, Burst):
-            sizes = [len(b"".join(call)) for call in burst.calls]
-            assert sum(sizes) == burst.nbytes
-            assert all(size % burst.segment_bytes == 0 for size in sizes[:-1])
-    together = {("full", "full"), ("full", "short"), ("small", "small")}
-    apart = sum(pair not in together for pair in pairwise(kinds))
-    assert len(found) == bool(kinds) + apart
-
-
-@pytest.mark.parametrize("fragment_bytes", [FRAGMENT_BYTES_MIN, 1_184, 1_384, FRAGMENT_BYTES_MAX])
-@pytest.mark.parametrize("fragments_max", [1, FRAGMENTS_MAX])
-def test_a_message_takes_up_as_many_numbers_as_foretold(
-    fragment_bytes: int, fragments_max: int
-) -> None:
-    sealer = Sealer(KEY, 99, fragment_bytes)
-    sealer.reframe(fragment_bytes, fragments_max)
-    for nbytes in (0, 1, sealer.chunk_bytes, sealer.chunk_bytes + 1, 70_000, 300_000):
+@pytest.mark.parametrize("datagram_bytes", SIZES)
+def test_a_message_takes_as_many_records_and_bytes_as_foretold(datagram_bytes: int) -> None:
+    sealer = Sealer(keys(), 99, datagram_bytes)
+    chunk_bytes = fragments_per_record(datagram_bytes) * (datagram_bytes - 16) - 16 - 24
+    for nbytes in (0, 1, chunk_bytes - 1, chunk_bytes, chunk_bytes + 1, 70_000, 300_000):
         log = SendLog(1 << 30, first_record=5)
-        message = Outgoing(frozenset({1}), 0)
-        for record in sealer.seal_message(5, message, 0, 0, memoryview(bytes(nbytes))):
+        for record in sealer.seal_message(5, frozenset({1}), 0, 0, memoryview(bytes(nbytes))):
             assert record.number == log.head
             log.append(record)
-        assert log.head == 5 + sealer.numbers_of(nbytes)
+        assert log.head == 5 + sealer.records_of(nbytes)
         assert log.used_bytes == sealer.wire_bytes(nbytes)
         log.release_below(log.head)
         assert (log.used_bytes, len(log)) == (0, 0)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 1_343, 1_344, 1_345, 10_000, 62_240, 62_241, 249_080])
-def test_the_datagrams_of_a_record_hold_the_sealed_message(nbytes: int) -> None:
-    chunk = random.Random(nbytes).randbytes(nbytes)
-    record = seal(chunk)
-    datagrams = [record.slices(1 << index)[0] for index in range(record.fragments)]
-    headers = [HEADER.unpack_from(datagram) for datagram in datagrams]
-    assert [header[2] for header in headers] == list(range(record.fragments))
-    assert {header[:2] + header[3:] for header in headers} == {
-        (0x11, 3, record.fragments, 99, 1_384 << 48 | 7)
-    }
-    sealed = b"".join(datagram[16:] for datagram in datagrams)
-    plain = bytearray(len(sealed) - 16)
-    KEY.open_into(7, memoryview(sealed), bytes(datagrams[0][:16]), memoryview(plain))
-    assert RECORD_META.unpack_from(plain) == (5, 11, nbytes, 0)
-    assert plain[24:] == chunk
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 1_143, 1_144, 1_145, 10_000, FULL_CHUNK_BYTES, FULL_CHUNK_BYTES + 1, 200_000]
+)
+def test_the_datagrams_of_the_records_hold_the_sealed_message(nbytes: int) -> None:
+    payload = random.Random(nbytes).randbytes(nbytes)
+    chain, found = keys(), b""
+    for number, record in enumerate(seal(payload), 7):
+        datagrams = [record.slices(1 << index)[0] for index in range(record.fragments)]
+        headers = [HEADER.unpack_from(datagram) for datagram in datagrams]
+        assert headers == [
+            (DATA, 0, index, record.fragments, 99, 1_184 << 48 | number)
+            for index in range(record.fragments)
+        ]
+        meta, chunk = opened(record, chain)
+        assert meta == (5, 11, nbytes, len(found))
+        found += chunk
+    assert found == payload
 
 
 @given(st.integers(1, 2**8 - 1))
 def test_the_bytes_of_a_mask_are_those_of_its_slices(mask: int) -> None:
-    record = seal(bytes(10_000))
+    [record] = seal(bytes(9_000))
     assert record.fragments == 8
     assert record.bytes_of(mask) == sum(map(len, record.slices(mask)))
+    assert all(len(piece) % record.segment_bytes == 0 for piece in record.slices(mask)[:-1])
+
+
+def test_records_on_both_sides_of_an_epoch_s_end_are_sealed_with_different_keys() -> None:
+    first = (1 << 22) - 1
+    before, after = seal(bytes(FULL_CHUNK_BYTES + 1), number=first)
+    chain = keys()
+    assert opened(before, chain)[0] == (5, 11, FULL_CHUNK_BYTES + 1, 0)
+    assert opened(after, chain)[0] == (5, 11, FULL_CHUNK_BYTES + 1, FULL_CHUNK_BYTES)
+    assert chain.key_of(first) != chain.key_of(first + 1)
 
 
 def test_the_log_counts_bytes_and_releases_in_order() -> None:
     log = SendLog(1_000_000, first_record=7)
-    records = [seal(bytes(100 * index), number) for index, number in enumerate(range(7, 12))]
+    records = [record for number in range(7, 12) for record in seal(bytes(100 * number), number)]
     for record in records:
         log.append(record)
     assert (log.base, log.head, len(log)) == (7, 12, 5)
-    assert log.used_bytes == sum(len(record.wire) for record in records)
+    assert log.used_bytes == sum(record.nbytes for record in records)
     log.release_below(10)
-    assert log.used_bytes == sum(len(record.wire) for record in records[3:])
-    assert log[10] is records[3]
+    assert log.used_bytes == sum(record.nbytes for record in records[3:])
+    assert log.get(10) is records[3]
+    assert log.get(9) is None
     log.release_below(5)
     log.release_below(12)
     assert (log.used_bytes, len(log)) == (0, 0)

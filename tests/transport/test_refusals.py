@@ -15,7 +15,7 @@ from gradwire.transport.driver import MTU_DISCOVER, PMTUDISC_PROBE, UDP_GRO, Dri
 from gradwire.transport.model import Transmit
 from gradwire.transport.records import calls_of
 
-from .ruled_sender import RuledSender
+from .ruled_sender import RuledSocket
 
 SECRET = bytes(range(32))
 linux = pytest.mark.skipif(sys.platform != "linux", reason="these socket options are Linux's")
@@ -52,7 +52,7 @@ def test_a_size_that_the_kernel_refuses_is_not_sent_again(
     one = Node("127.0.0.1:0", secret=SECRET, offload=offload)
     two = Node("127.0.0.1:0", [one.address], secret=SECRET)
     one.wait_for_peers(1, timeout_s=10.0)
-    stubborn = RuledSender(one._driver, lambda _, size, __: errno.EMSGSIZE if size > 1_300 else 0)
+    stubborn = RuledSocket(one._driver, lambda _, size, __: errno.EMSGSIZE if size > 1_300 else 0)
     has_gso = one._driver.has_gso
     check_transfer(one, two)
     assert one._driver.has_gso == has_gso
@@ -63,13 +63,13 @@ def test_a_size_that_the_kernel_refuses_is_not_sent_again(
 @pytest.mark.parametrize("error", [errno.ENOBUFS, errno.EPERM, errno.ENETUNREACH])
 def test_what_the_kernel_drops_is_sent_again(error: int) -> None:
     one, two = pair()
-    stubborn = RuledSender(one._driver, lambda call, *_: 0 if call % 7 else error)
+    stubborn = RuledSocket(one._driver, lambda call, *_: 0 if call % 7 else error)
     check_transfer(one, two)
     assert stubborn.refused > 0
     assert one._driver.socket_errors >= stubborn.refused
 
 
-class FullSender(RuledSender):
+class FullSender(RuledSocket):
     """Every other call finds the socket full; notes what was sent instead of sending it."""
 
     def __init__(self, driver: Driver) -> None:

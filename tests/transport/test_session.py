@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gradwire.errors import Closed, NotConnected, TooLarge, WouldBlock
-from gradwire.transport.model import Limits, Peer, PeerJoined
+from gradwire.transport.types import Limits, Peer, PeerJoined
 
 from .simulator import SECRET, Host, Link, Simulator
+from .vopr import EPOCH_RECORDS
 
 SMALL = Limits(
     message_bytes_max=1 << 20, send_log_bytes=2 << 20, receive_bytes=2 << 20, window_bytes=1 << 20
@@ -49,7 +50,7 @@ def test_connecting_takes_two_and_a_half_round_trips() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_simultaneous_knocks_give_one_connection(seed: int) -> None:
+def test_simultaneous_handshakes_give_one_connection(seed: int) -> None:
     simulator, one, two = pair(seed, Link(delay_s=0.01, jitter_s=0.01))
     simulator.run_for(3.0)
     assert len(one.endpoint.peers) == len(two.endpoint.peers) == 1
@@ -71,7 +72,7 @@ def test_a_node_started_late_is_found_within_two_seconds() -> None:
     simulator.run_until(lambda: bool(one.endpoint.peers), 2.1)
 
 
-def test_the_own_address_among_the_seeds_is_recognised_and_left_alone() -> None:
+def test_the_own_address_among_the_seeds_is_recognised_and_not_tried_again() -> None:
     simulator = Simulator(3)
     one = simulator.add("one")
     one.endpoint.connect(one.address)
@@ -84,26 +85,16 @@ def test_the_own_address_among_the_seeds_is_recognised_and_left_alone() -> None:
 
 def test_another_secret_gets_no_answer_at_all() -> None:
     simulator = Simulator(4)
-    stranger = simulator.add("stranger", secret=bytes(range(1, 33)))
+    outsider = simulator.add("outsider", secret=bytes(range(1, 33)))
     host = simulator.add("host", secret=SECRET)
-    stranger.endpoint.connect(host.address)
+    outsider.endpoint.connect(host.address)
     simulator.run_for(20.0)
-    assert stranger.endpoint.peers == host.endpoint.peers == ()
+    assert outsider.endpoint.peers == host.endpoint.peers == ()
     assert host.endpoint.stats().datagrams_sent == 0
     assert host.endpoint.stats().unauthenticated_datagrams > 5
 
 
-def test_an_insecure_node_and_a_secure_one_do_not_talk() -> None:
-    simulator = Simulator(5)
-    plain = simulator.add("plain", insecure=True)
-    host = simulator.add("host")
-    plain.endpoint.connect(host.address)
-    host.endpoint.connect(plain.address)
-    simulator.run_for(10.0)
-    assert plain.endpoint.peers == host.endpoint.peers == ()
-
-
-def test_a_late_joiner_gets_what_is_published_after_it_joined() -> None:
+def test_a_node_that_joins_late_gets_the_messages_published_afterwards() -> None:
     simulator, one, two = pair(6)
     simulator.publish(one, b"early")
     three = simulator.add("three")
@@ -113,19 +104,6 @@ def test_a_late_joiner_gets_what_is_published_after_it_joined() -> None:
     simulator.run_until(lambda: is_done(one) and bool(three.received), 5.0)
     assert two.payloads == [b"early", b"late"]
     assert three.payloads == [b"late"]
-
-
-def test_joining_a_hundred_times_under_full_load_disturbs_nobody() -> None:
-    simulator, one, two = pair(7)
-    sent = []
-    for index in range(100):
-        simulator.add("visitor").endpoint.connect(one.address)
-        payload = simulator.random.randbytes(3_000)
-        simulator.publish(one, payload, index)
-        sent.append(payload)
-        simulator.run_for(0.05)
-    simulator.run_until(lambda: len(two.received) == 100, 10.0)
-    assert two.payloads == sent
 
 
 def test_one_seed_is_enough_to_join_the_whole_mesh() -> None:
@@ -139,23 +117,23 @@ def test_one_seed_is_enough_to_join_the_whole_mesh() -> None:
     assert all(host.lost == [] for host in hosts)
 
 
-def test_a_learned_address_that_does_not_answer_is_forgotten() -> None:
+def test_a_learned_address_that_does_not_answer_is_dropped() -> None:
     simulator, one, two = pair(9)
     two.endpoint.on_members(("nowhere:1", "nonsense"))
     simulator.run_for(1.0)
-    assert ("nowhere", 1) in two.endpoint.membership
+    assert ("nowhere", 1) in two.endpoint.discovery
     simulator.run_for(15.0)
-    assert ("nowhere", 1) not in two.endpoint.membership
-    assert one.address in two.endpoint.membership
+    assert ("nowhere", 1) not in two.endpoint.discovery
+    assert one.address in two.endpoint.discovery
 
 
 # ---- messages ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "nbytes", [0, 1, 1_343, 1_344, 1_345, 62_240, 62_241, 249_080, 249_081, 1 << 20]
+    "nbytes", [0, 1, 1_143, 1_144, 1_145, 61_528, 61_529, 123_056, 123_057, 1 << 20]
 )
-def test_a_message_of_any_size_arrives_whole(nbytes: int) -> None:
+def test_a_message_of_any_size_arrives_complete(nbytes: int) -> None:
     simulator, one, two = pair(8)
     payload = simulator.random.randbytes(nbytes)
     ticket = simulator.publish(one, payload, tag=2**64 - 1)
@@ -166,7 +144,7 @@ def test_a_message_of_any_size_arrives_whole(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ten_percent_loss_each_way_loses_nothing(seed: int) -> None:
+def test_ten_percent_loss_each_way_loses_no_message(seed: int) -> None:
     simulator = Simulator(seed, Link(loss=0.1, duplicate=0.02, reorder=0.05))
     hosts = simulator.mesh(3)
     sent = {host.endpoint.node_id: [] for host in hosts}
@@ -185,7 +163,7 @@ def test_ten_percent_loss_each_way_loses_nothing(seed: int) -> None:
     assert simulator.default.lost_bytes > 100_000
 
 
-def test_a_message_to_one_peer_reaches_only_that_one_and_keeps_the_order() -> None:
+def test_a_message_to_one_peer_reaches_only_that_peer_and_keeps_the_order() -> None:
     simulator = Simulator(9, Link(loss=0.1))
     one, two, three = simulator.mesh(3)
     only = next(peer for peer in one.endpoint.peers if peer.id == two.endpoint.node_id)
@@ -207,7 +185,7 @@ def test_a_message_to_one_peer_reaches_only_that_one_and_keeps_the_order() -> No
 def test_with_no_peers_a_ticket_is_complete_and_empty() -> None:
     simulator = Simulator(10)
     one = simulator.add("one")
-    ticket = simulator.publish(one, b"nobody hears")
+    ticket = simulator.publish(one, b"for nobody")
     assert ticket.is_done
     assert ticket.delivered == ticket.failed == ticket.pending == frozenset()
     assert one.endpoint.stats().send_log_bytes == 0
@@ -296,7 +274,7 @@ def test_a_lagging_peer_is_evicted_if_asked_for_and_the_others_go_on() -> None:
 # ---- going away -------------------------------------------------------------------------------------------------
 
 
-def test_closing_says_goodbye_at_once() -> None:
+def test_closing_tells_the_peers_at_once() -> None:
     simulator, one, two = pair(17)
     one.endpoint.close(simulator.now_s)
     simulator.run_until(lambda: bool(two.lost), 0.1)
@@ -306,7 +284,7 @@ def test_closing_says_goodbye_at_once() -> None:
         simulator.publish(one, b"too late")
 
 
-def test_a_goodbye_arrives_even_if_half_of_everything_is_lost() -> None:
+def test_a_close_arrives_even_if_half_of_everything_is_lost() -> None:
     for seed in range(20):
         simulator = Simulator(seed, Link(loss=0.5))
         one, two = simulator.mesh(2)
@@ -315,7 +293,7 @@ def test_a_goodbye_arrives_even_if_half_of_everything_is_lost() -> None:
         simulator.run_until(lambda two=two: bool(two.lost), 11.0)
 
 
-def test_what_is_not_acknowledged_at_close_is_reported() -> None:
+def test_unacknowledged_messages_are_reported_at_close() -> None:
     simulator, one, two = pair(18)
     simulator.link(one, two).blocked = True
     ticket = simulator.publish(one, b"never arrives")
@@ -342,9 +320,10 @@ def test_a_silent_peer_is_lost_after_ten_seconds_with_the_exact_list() -> None:
     assert one.endpoint.stats().send_log_bytes == 0
 
 
-def test_idle_peers_stay_connected_for_an_hour() -> None:
+@pytest.mark.parametrize("minutes", [5, pytest.param(60, marks=pytest.mark.slow)])
+def test_idle_peers_stay_connected(minutes: int) -> None:
     simulator, one, two = pair(20, Link(loss=0.05))
-    simulator.run_for(3_600.0)
+    simulator.run_for(60.0 * minutes)
     assert one.lost == two.lost == []
 
 
@@ -389,7 +368,7 @@ def test_sixteen_nodes_survive_a_restart_of_all() -> None:
 
 
 @pytest.mark.parametrize("pause_s", [3.0, 9.0, 11.0, 60.0])
-def test_a_stopped_process_comes_back(pause_s: float) -> None:
+def test_a_stopped_process_reconnects(pause_s: float) -> None:
     simulator, one, two = pair(24)
     two.paused = True
     ticket = simulator.publish(one, b"while stopped")
@@ -426,50 +405,32 @@ def test_a_peer_that_changes_its_port_goes_on_without_loss() -> None:
 # ---- keys -------------------------------------------------------------------------------------------------------
 
 
-def test_keys_rotate_under_load_and_loss_without_losing_a_message() -> None:
-    limits = Limits(rekey_records=10)
+def test_a_new_key_under_load_and_loss_loses_no_message() -> None:
     simulator = Simulator(26, Link(loss=0.1, jitter_s=0.002))
-    one, two, three = simulator.mesh(3, limits=limits)
-    for index in range(400):
+    one, two, three = simulator.mesh(3, first_record=EPOCH_RECORDS - 100)
+    for index in range(200):
         simulator.publish(one, index.to_bytes(8, "little"), index)
         simulator.run_for(0.01)
     simulator.run_until(lambda: is_done(one), 10.0)
-    assert one.endpoint.sender_keys()[0].epoch >= 20
+    assert one.endpoint.log.head > EPOCH_RECORDS
     for host in (two, three):
-        assert [tag for _, tag, _ in host.received] == list(range(400))
+        assert [tag for _, tag, _ in host.received] == list(range(200))
+        assert host.endpoint.stats().rejected_records == 0
 
 
-def test_a_node_that_joins_during_a_rotation_understands_everything_after() -> None:
+def test_a_node_that_joins_while_the_key_changes_understands_everything_after() -> None:
     for seed in range(20):
         simulator = Simulator(seed, Link(loss=0.2, jitter_s=0.005))
-        one, _ = simulator.mesh(2)
+        one, _ = simulator.mesh(2, first_record=EPOCH_RECORDS - 5)
         three = simulator.add("three")
         three.endpoint.connect(one.address)
-        simulator.run_for(simulator.random.uniform(0.0, 0.05))
-        one.endpoint.rotate_key(simulator.now_s)
-        simulator.run_until(lambda one=one: len(one.endpoint.peers) == 2, 20.0)
+        while len(one.endpoint.peers) < 2:
+            assert simulator.now_s < 1_030.0
+            simulator.run_for(simulator.random.uniform(0.0, 0.02))
+            if one.endpoint.log.head < EPOCH_RECORDS + 5:
+                simulator.publish(one, b"x", len(one.tickets))
+        while one.endpoint.log.head <= EPOCH_RECORDS:
+            simulator.publish(one, b"x", len(one.tickets))
         ticket = simulator.publish(one, b"for both")
         simulator.run_until(lambda ticket=ticket: ticket.is_done, 10.0)
-        assert three.payloads == [b"for both"]
-
-
-@pytest.mark.parametrize(
-    ("peers", "buffer_bytes", "calls"), [(1, 8 << 20, 3), (3, 8 << 20, 3), (3, 425_984, 22)]
-)
-def test_as_many_records_are_sent_at_a_time_as_the_buffers_of_peers_hold(
-    peers: int, buffer_bytes: int, calls: int
-) -> None:
-    simulator = Simulator(5)
-    hub = simulator.add("hub", socket_buffer_bytes=buffer_bytes)
-    for index in range(peers):
-        simulator.add(f"peer{index}").endpoint.connect(hub.address)
-    simulator.run_until(lambda: len(hub.endpoint.peers) == peers, 5.0)
-    heads: list[int] = []
-
-    def on_records() -> None:
-        heads.append(hub.endpoint.log.head)
-
-    payload = memoryview(bytes(5 << 20))
-    hub.endpoint.publish(payload, 0, None, simulator.now_s, on_records)
-    assert len(heads) == calls
-    assert heads[-1] == hub.endpoint.log.head
+        assert three.payloads[-1] == b"for both"

@@ -1,22 +1,24 @@
-"""Two hundred random histories; ``python -m transport.vopr`` runs more."""
+"""Random histories; GRADWIRE_SEEDS sets their number, and ``python -m transport.vopr`` runs them from the shell."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
 from .vopr import run_seed
 
-SEEDS = 200
-GROUP = 20
+SEEDS = int(os.environ.get("GRADWIRE_SEEDS", "20"))
+GROUP = 5
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, GROUP))
 def test_random_histories_lose_nothing_and_come_to_rest(first: int) -> None:
     messages = 0
-    for seed in range(first, first + GROUP):
+    for seed in range(first, min(first + GROUP, SEEDS)):
         history = run_seed(seed)
         messages += sum(len(host.received) for host in history.hosts())
-    assert messages > 100, "the histories must exchange something"
+    assert messages > 20, "the histories must exchange something"
 
 
 def test_a_seed_repeats_to_the_byte() -> None:

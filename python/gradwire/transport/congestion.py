@@ -106,8 +106,7 @@ class RttEstimator:
         """Add one measured round trip."""
         sample_s = max(sample_s, 1e-6)
         self.latest_s = sample_s
-        if self.smoothed_s == 0.0 or self._is_guess:
-            self._is_guess = False
+        if self.smoothed_s == 0.0:
             self.smoothed_s, self.variation_s = sample_s, sample_s / 2
             self._set_minimum(sample_s, now_s)
             return
@@ -163,23 +162,14 @@ class RttEstimator:
 
 @dataclass(slots=True)
 class RoundTrip:
-    """Observations of one round trip.
-
-    Attributes:
-        began_at_s: when the round trip began.
-        delivered_bytes: bytes acknowledged.
-        lost_bytes: bytes declared lost.
-        longest_s: the longest sample.
-        rate_bytes_per_s: the highest delivery rate.
-        in_flight_bytes: the most bytes in flight at the sending of any burst that has arrived.
-    """
+    """Observations of one round trip."""
 
     began_at_s: float
     delivered_bytes: int = 0
     lost_bytes: int = 0
-    longest_s: float = 0.0
-    rate_bytes_per_s: float = 0.0
-    in_flight_bytes: int = 0
+    longest_s: float = 0.0  # the longest sample
+    rate_bytes_per_s: float = 0.0  # the highest delivery rate
+    in_flight_bytes: int = 0  # the most at the sending of any burst that has arrived
 
     @property
     def lost_share(self) -> float:
@@ -192,26 +182,17 @@ class InFlightLimit:
 
     The delivery rate cannot tell that: a token bucket lets its savings pass at the speed of the interface, and the next
     round trip of a sender that pauses between its messages begins with a full bucket again.
-
-    Attributes:
-        nbytes: the limit.
-        rate_bytes_per_s: the highest delivery rate of the last two round trips.
     """
 
     def __init__(self) -> None:
         self.nbytes = WINDOW_INITIAL_BYTES
-        self.rate_bytes_per_s = 0.0
+        self.rate_bytes_per_s = 0.0  # the highest delivery rate of the last two round trips
         self._floor_bytes = WINDOW_MIN_BYTES
         self._has_overflowed = False
         self._before = RoundTrip(0.0)
 
     def share(self, paths: int, *, is_first: bool) -> None:
-        """Divide the node's link among its paths, which may all send at once.
-
-        Args:
-            paths: their number.
-            is_first: nothing has been sent on this path yet.
-        """
+        """Divide the node's link among its paths, which may all send at once; ``is_first``: nothing was sent yet."""
         share_bytes = WINDOW_INITIAL_ALL_BYTES // max(1, paths)
         share_bytes = max(SHARE_MIN_BYTES, min(WINDOW_INITIAL_BYTES, share_bytes))
         self._floor_bytes = min(WINDOW_MIN_BYTES, share_bytes)
@@ -219,13 +200,7 @@ class InFlightLimit:
             self.nbytes = share_bytes
 
     def on_round_trip(self, last: RoundTrip, shortest_s: float, now_s: float) -> bool:
-        """Adapt the limit to a round trip that has ended; return whether a queue has overflowed.
-
-        Args:
-            last: the observations.
-            shortest_s: the shortest round trip of the path.
-            now_s: current time.
-        """
+        """Adapt the limit to a round trip that has ended; return whether a queue has overflowed."""
         before, self._before = self._before, last
         # Losses of one round trip may have been sent into the queue of the one before.
         in_flight_bytes = max(before.in_flight_bytes, last.in_flight_bytes)
@@ -261,64 +236,30 @@ class InFlightLimit:
         self.nbytes = min(grown_bytes, UNLIMITED_BYTES)
 
 
+@dataclass(slots=True)
 class Sent:
-    """One transmission, and the state of delivery when it left; its acknowledgement yields a rate sample.
+    """One transmission, and the state of delivery when it left; its acknowledgement yields a rate sample."""
 
-    Attributes:
-        order: its place in the sequence of all transmissions to the peer.
-        mask: the fragments of its record that are neither acknowledged nor declared lost.
-    """
-
-    __slots__ = (
-        "app_limited",
-        "delivered_at_s",
-        "delivered_bytes",
-        "first_sent_at_s",
-        "in_flight_bytes",
-        "mask",
-        "order",
-        "sent_at_s",
-    )
-
-    def __init__(
-        self,
-        order: int,
-        mask: int,
-        sent_at_s: float,
-        delivered_bytes: int,
-        delivered_at_s: float,
-        first_sent_at_s: float,
-        app_limited: bool,
-        in_flight_bytes: int,
-    ) -> None:
-        self.order = order
-        self.mask = mask
-        self.sent_at_s = sent_at_s
-        self.delivered_bytes = delivered_bytes
-        self.delivered_at_s = delivered_at_s
-        self.first_sent_at_s = first_sent_at_s
-        self.app_limited = app_limited
-        self.in_flight_bytes = in_flight_bytes
+    order: int  # its place in the sequence of all transmissions to the peer
+    mask: int  # the fragments of its record that are neither acknowledged nor declared lost
+    sent_at_s: float
+    delivered_bytes: int
+    delivered_at_s: float
+    first_sent_at_s: float
+    app_limited: bool
+    in_flight_bytes: int
 
 
 class RateController:
-    """Window and pace of one path.
-
-    Attributes:
-        limit: the most bytes that may be in flight because of queues on the path.
-        bytes_in_flight: bytes sent and neither acknowledged nor given up.
-        window_bytes: the most bytes that may be in flight.
-        burst_bytes: bytes that may leave at once.
-        loss_rate: smoothed fraction of the bytes that were lost.
-    """
+    """Window and pace of one path."""
 
     def __init__(self, rtt: RttEstimator) -> None:
         self._rtt = rtt
         self.limit = InFlightLimit()
-        self.bytes_in_flight = 0
-        self.window_bytes = WINDOW_INITIAL_BYTES
-        self.burst_bytes = BURST_MAX_BYTES
-        self.loss_rate = 0.0
+        self.bytes_in_flight = 0  # sent and neither acknowledged nor given up
+        self.window_bytes = WINDOW_INITIAL_BYTES  # the most that may be in flight
+        self.burst_bytes = BURST_MAX_BYTES  # the most that may leave at once
+        self.loss_rate = 0.0  # smoothed fraction of the bytes that were lost
         self._delivered_bytes = 0
         self._delivered_at_s = 0.0
         self._first_sent_at_s = 0.0

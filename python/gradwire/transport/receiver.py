@@ -11,33 +11,15 @@ from typing import Final
 
 import numpy as np
 
+from . import wire
 from .congestion import ACK_DELAY_MAX_S, RttEstimator, ack_delay_s
 from .crypto import AuthenticationError, KeyChain
-from .wire import (
-    ACK_PARTIAL_BYTES_MAX,
-    ACK_PARTIALS_MAX,
-    ACK_WINDOW_RECORDS,
-    DATA,
-    FRAGMENT_BYTES_MAX,
-    FRAGMENT_BYTES_MIN,
-    FRAGMENTS_MAX,
-    HEADER,
-    HEADER_BYTES,
-    RECORD_BYTES_MAX,
-    RECORD_META,
-    RECORD_META_BYTES,
-    RECORD_NUMBER_BITS,
-    RECORD_NUMBER_MAX,
-    TAG_BYTES,
-    Ack,
-    partial_bytes,
-)
+from .wire import ACK_WINDOW_RECORDS, HEADER_BYTES, RECORD_META_BYTES, RECORD_NUMBER_MAX, Ack
 
 ACK_DELAY_S: Final = 0.0005
 BULK_BYTES: Final = 100_000  # more than the first burst of a message; nobody waits for an ACK then
 ACK_EVERY_BYTES: Final = 300_000  # one ACK per record would cost more than the data
 RARE_S: Final = 0.002  # after such a pause no more data is coming to be acknowledged together
-SKIPS_MAX: Final = 64
 
 Deliver = Callable[[int, memoryview], None]
 
@@ -47,17 +29,12 @@ class ProtocolError(Exception):
 
 
 class ReceiveBudget:
-    """Bytes of messages that are in assembly or wait for the caller, over all peers.
-
-    Attributes:
-        used_bytes: bytes taken and not given back.
-        has_waiting: some message waits for room.
-    """
+    """Bytes of messages that are in assembly or wait for the caller, over all peers."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self.has_waiting = False
+        self.has_waiting = False  # some message waits for its share
 
     def take(self, nbytes: int) -> bool:
         """Reserve bytes for a message; return False when the message has to wait."""
@@ -73,18 +50,14 @@ class ReceiveBudget:
 
 
 class Partial:
-    """The fragments of one incomplete record that have arrived.
-
-    Attributes:
-        got: a bit for each of them.
-    """
+    """The fragments of one incomplete record that have arrived."""
 
     __slots__ = ("_buffer", "_sealed_bytes", "fragment_bytes", "fragments", "got")
 
     def __init__(self, fragments: int, fragment_bytes: int) -> None:
         self.fragments = fragments
         self.fragment_bytes = fragment_bytes
-        self.got = 0
+        self.got = 0  # a bit for each fragment
         self._buffer = np.empty((fragments, fragment_bytes), dtype=np.uint8)
         self._sealed_bytes = 0
 
@@ -123,16 +96,7 @@ class _Assembly:
 
 
 class Receiver:
-    """Reassembles one peer's messages and delivers them complete, once and in order.
-
-    Attributes:
-        cumulative: every record below this number is complete.
-        limit: the first record number for which no credit has been granted.
-        ack_at_s: when an acknowledgement is due; None when nothing is to be acknowledged.
-        duplicate_fragments: data datagrams that had come before.
-        rejected_records: records whose tag did not verify.
-        is_stalled: a message waits for room in the budget.
-    """
+    """Reassembles one peer's messages and delivers them complete, once and in order."""
 
     def __init__(
         self,
@@ -148,17 +112,19 @@ class Receiver:
         self._deliver = deliver
         self._message_bytes_max = message_bytes_max
         self._rtt = rtt
-        self.cumulative = start
-        self.limit = start
-        self.ack_at_s: float | None = None
+        self.cumulative = start  # every record below this number is complete
+        self.limit = start  # the first record number for which no credit has been granted
+        self.ack_at_s: float | None = (
+            None  # when an acknowledgement is due, if anything is to be acknowledged
+        )
         self.duplicate_fragments = 0
         self.rejected_records = 0
-        self.is_stalled = False
+        self.is_stalled = False  # a message waits for its share of the budget
         self._consumed = start
         self._window = 0
         self._partials: dict[int, Partial] = {}
-        self._complete: dict[int, memoryview] = {}
-        self._skips: list[tuple[int, int]] = []
+        # By record number: the plaintext of a complete record, or the end of a skip that begins there.
+        self._complete: dict[int, memoryview | int] = {}
         self._assembly: _Assembly | None = None
         self._unacknowledged_bytes = 0
         self._ack_delay_s = self._midway_delay_s = ACK_DELAY_S
@@ -180,11 +146,7 @@ class Receiver:
 
     def accepts(self, record: int) -> bool:
         """Return whether fragments of this record are still needed and were granted credit."""
-        return (
-            self.cumulative <= record < self.limit
-            and record not in self._complete
-            and not any(first <= record < end for first, end in self._skips)
-        )
+        return self.cumulative <= record < self.limit and record not in self._complete
 
     # ---- fragments to records -----------------------------------------------------------------------------------
 
@@ -235,8 +197,10 @@ class Receiver:
         is_complete = partial.add_fragments(first, count, batch)
         if is_complete:
             del self._partials[record]
-            field = fragment_bytes << RECORD_NUMBER_BITS | record
-            self._open(record, HEADER.pack(DATA, 0, 0, fragments, stream, field), partial, now_s)
+            field = fragment_bytes << wire.RECORD_NUMBER_BITS | record
+            self._open(
+                record, wire.HEADER.pack(wire.DATA, 0, 0, fragments, stream, field), partial, now_s
+            )
         is_ahead = (record, first) > self._frontier
         next_one = (record, first + count) if first + count < fragments else (record + 1, 0)
         self._frontier = max(self._frontier, next_one)
@@ -248,7 +212,7 @@ class Receiver:
     def _open(self, record: int, header: bytes, partial: Partial, now_s: float) -> None:
         """Decrypt a complete record, and consume every record that is next in order."""
         sealed = partial.sealed
-        plain_bytes = len(sealed) - TAG_BYTES
+        plain_bytes = len(sealed) - wire.TAG_BYTES
         if plain_bytes < RECORD_META_BYTES:
             self.rejected_records += 1
             return
@@ -265,34 +229,23 @@ class Receiver:
 
     def skip(self, first: int, count: int, now_s: float) -> None:
         """Count records as complete that are meant for other nodes."""
-        end = first + count
-        if end > self.cumulative and (first, end) not in self._skips:
-            # Neighbouring skips become one. The skip that everything else waits for is taken even if there are many.
-            near = [skip for skip in self._skips if skip[0] <= end and first <= skip[1]]
-            others = [skip for skip in self._skips if skip not in near]
-            if len(others) >= (SKIPS_MAX if first > self.cumulative else 2 * SKIPS_MAX):
-                return  # the sender will repeat it
-            near.append((first, end))
-            self._skips = [*others, (min(skip[0] for skip in near), max(skip[1] for skip in near))]
+        # The sender repeats a skip that lies beyond the window of an acknowledgement.
+        if first >= self.cumulative and first < self.cumulative + ACK_WINDOW_RECORDS:
+            self._complete[first] = first + count
             self._advance()
             self.consume()
         self.acknowledge_by(now_s + ACK_DELAY_S)
 
     def _advance(self) -> None:
         """Move `cumulative` over complete and skipped records."""
-        before = self.cumulative
-        has_moved = True
-        while has_moved:
-            has_moved = False
-            while self.cumulative in self._complete:
-                self.cumulative += 1
-            for first, end in self._skips:
-                if first <= self.cumulative < end:
-                    self.cumulative = end
-                    has_moved = True
-        if self._partials and self.cumulative > before:
-            for record in [record for record in self._partials if record < self.cumulative]:
-                del self._partials[record]
+        while (found := self._complete.get(self.cumulative)) is not None:
+            self.cumulative = found if isinstance(found, int) else self.cumulative + 1
+        if self._partials and min(self._partials) < self.cumulative:
+            self._partials = {
+                record: partial
+                for record, partial in self._partials.items()
+                if record >= self.cumulative
+            }
 
     # ---- records to messages ------------------------------------------------------------------------------------
 
@@ -304,26 +257,20 @@ class Receiver:
         """
         self.is_stalled = False
         while self._consumed < self.cumulative:
-            plain = self._complete.get(self._consumed)
-            if plain is None:
-                self._consume_skip()
-            elif self._take_record(plain):
-                del self._complete[self._consumed]
-                self._consumed += 1
-            else:
+            found = self._complete[self._consumed]
+            if not isinstance(found, int) and not self._take_record(found):
                 self.is_stalled = True
                 return
-
-    def _consume_skip(self) -> None:
-        end = max(end for first, end in self._skips if first <= self._consumed < end)
-        for record in [record for record in self._complete if self._consumed < record < end]:
-            del self._complete[record]
-        self._consumed = end
-        self._skips = [skip for skip in self._skips if skip[1] > end]
+            del self._complete[self._consumed]
+            self._consumed = found if isinstance(found, int) else self._consumed + 1
+            if isinstance(found, int) and self._complete:
+                self._complete = {
+                    record: other for record, other in self._complete.items() if record >= found
+                }
 
     def _take_record(self, plain: memoryview) -> bool:
         """Add a record to its message; return False if the message has to wait for room."""
-        number, tag, message_bytes, offset = RECORD_META.unpack_from(plain)
+        number, tag, message_bytes, offset = wire.RECORD_META.unpack_from(plain)
         chunk = plain[RECORD_META_BYTES:]
         assembly = self._assembly
         if offset == 0 and (assembly is None or assembly.number != number):
@@ -369,14 +316,7 @@ class Receiver:
     # ---- acknowledgements ---------------------------------------------------------------------------------------
 
     def _schedule_ack(self, record: int, is_ahead: bool, is_rare: bool, now_s: float) -> None:
-        """Schedule the acknowledgement of a batch.
-
-        Args:
-            record: the batch's record.
-            is_ahead: the batch begins beyond the frontier, and so leaves a gap.
-            is_rare: nothing had arrived for a while.
-            now_s: current time.
-        """
+        """Schedule the ACK of a batch, which begins beyond the frontier (``is_ahead``) or after a pause (``is_rare``)."""
         # In the middle of a record an acknowledgement costs the sender more to process.
         most_bytes = ACK_EVERY_BYTES if record < self.cumulative else 2 * ACK_EVERY_BYTES
         if self._unacknowledged_bytes >= most_bytes or (is_ahead and self._has_gap(record)):
@@ -404,33 +344,23 @@ class Receiver:
         self._midway_delay_s = ack_delay_s(self._rtt.shortest_s, self._ack_delay_s)
         self._unacknowledged_bytes = 0
         self.limit = max(self.limit, min(self._consumed + self._window, RECORD_NUMBER_MAX))
+        base = self.cumulative
         partials = []
-        room = ACK_PARTIAL_BYTES_MAX
-        for number in sorted(self._partials)[:ACK_PARTIALS_MAX]:
+        room = wire.ACK_PARTIAL_BYTES_MAX
+        for number in sorted(self._partials)[: wire.ACK_PARTIALS_MAX]:
             got = self._partials[number].got
-            room -= partial_bytes(got)
+            room -= wire.partial_bytes(got)
             if room < 0:
                 break
             partials.append((number, got))
         return Ack(
-            self.cumulative,
+            base,
             self.limit,
             min(int(max(0.0, now_s - self._last_arrival_s) * 1e6), 1_000_000),
-            self._complete_bitmap(self.cumulative),
+            sum(1 << (record - base) for record in self._complete if record > base),
             tuple(partials),
             len(partials) < len(self._partials),
         )
-
-    def _complete_bitmap(self, base: int) -> int:
-        complete = 0
-        for record in self._complete:
-            if record > base:
-                complete |= 1 << (record - base)
-        for first, end in self._skips:
-            if first > base and first - base < ACK_WINDOW_RECORDS:
-                last = min(end, base + ACK_WINDOW_RECORDS)
-                complete |= ((1 << (last - first)) - 1) << (first - base)
-        return complete
 
     def abandon(self) -> None:
         """Give back the budget of unfinished messages: the peer is gone."""
@@ -444,9 +374,9 @@ def _is_plausible(
 ) -> bool:
     """Return whether a record may have this shape and the batch fits into it; only its last datagram may be short."""
     if not (
-        FRAGMENT_BYTES_MIN <= fragment_bytes <= FRAGMENT_BYTES_MAX
-        and 1 <= fragments <= FRAGMENTS_MAX
-        and fragments * (fragment_bytes + HEADER_BYTES) <= RECORD_BYTES_MAX
+        wire.FRAGMENT_BYTES_MIN <= fragment_bytes <= wire.FRAGMENT_BYTES_MAX
+        and 1 <= fragments <= wire.FRAGMENTS_MAX
+        and fragments * (fragment_bytes + HEADER_BYTES) <= wire.RECORD_BYTES_MAX
         and first + count <= fragments
         and batch_bytes > HEADER_BYTES
     ):

@@ -8,6 +8,7 @@ Retransmissions send slices of the same bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -29,34 +30,24 @@ from .wire import (
 FRAGMENT_INDICES: Final = np.arange(FRAGMENTS_MAX, dtype=np.uint8)
 
 
+@dataclass(slots=True)
 class Record:
-    """One sealed record, framed: ``fragments`` datagrams back to back, all but the last of ``segment_bytes``.
+    """One sealed record, framed: ``fragments`` datagrams back to back, all but the last of ``segment_bytes``."""
 
-    Attributes:
-        number: the record number.
-        wire: the datagrams.
-        nbytes: size of all datagrams.
-        full: a bit for each fragment.
-        recipients: sessions (by local index) that the record's message was published to.
-    """
+    number: int
+    wire: memoryview  # the datagrams
+    fragments: int
+    segment_bytes: int
+    recipients: frozenset[
+        int
+    ]  # sessions, by local index, that the record's message was published to
+    nbytes: int = field(init=False)  # of all datagrams
+    full: int = field(init=False)  # a bit for each fragment
 
-    __slots__ = ("fragments", "full", "nbytes", "number", "recipients", "segment_bytes", "wire")
-
-    def __init__(
-        self,
-        number: int,
-        wire: memoryview,
-        fragments: int,
-        segment_bytes: int,
-        recipients: frozenset[int],
-    ) -> None:
-        self.number = number
-        self.wire = wire
-        self.nbytes = len(wire)
-        self.fragments = fragments
-        self.segment_bytes = segment_bytes
-        self.full = (1 << fragments) - 1
-        self.recipients = recipients
+    def __post_init__(self) -> None:
+        """Derive the size and the bits."""
+        self.nbytes = len(self.wire)
+        self.full = (1 << self.fragments) - 1
 
     def bytes_of(self, mask: int) -> int:
         """Return the size on the wire of the fragments whose bits are set."""
@@ -97,22 +88,17 @@ def lowest_bits(mask: int, count: int) -> int:
 
 
 class SendLog:
-    """The records that some peer has not acknowledged yet, bounded in bytes.
-
-    Attributes:
-        head: number of the next record.
-        base: every record below this number has been released.
-        used_bytes: bytes held.
-        get: returns the record of a number, None if every peer has it.
-    """
+    """The records that some peer has not acknowledged yet, bounded in bytes."""
 
     def __init__(self, limit_bytes: int, first_record: int = 0) -> None:
         self.limit_bytes = limit_bytes
-        self.head = first_record
-        self.base = first_record
+        self.head = first_record  # number of the next record
+        self.base = first_record  # every record below this number has been released
         self.used_bytes = 0
         self._records: dict[int, Record] = {}
-        self.get = self._records.get  # called once per record and peer
+        self.get = (
+            self._records.get
+        )  # a method without the cost of one: called once per record and peer
 
     def __len__(self) -> int:
         return len(self._records)

@@ -6,6 +6,7 @@ overdue. When no acknowledgement arrives at all, a probe of one fragment asks fo
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from .congestion import PTO_MAX_S, RateController, RttEstimator, Sent
@@ -31,44 +32,20 @@ class Burst(NamedTuple):
 Sending: TypeAlias = Burst | Skip
 
 
+@dataclass(slots=True)
 class Flight:
-    """One record, or one run of skipped records, on its way to the peer.
+    """One record, or one run of skipped records, on its way to the peer."""
 
-    Attributes:
-        number: of the record, or of the first skipped one.
-        record: None for skipped ones.
-        span: record numbers that it covers.
-        full: a bit for each fragment.
-        acked: fragments that the peer has.
-        ever: fragments that were sent.
-        again: fragments that were sent more than once.
-        to_send: fragments that wait to be sent.
-        sent: the transmissions, oldest first.
-        first_order: order of the first transmission; -1 before it.
-    """
-
-    __slots__ = (
-        "acked",
-        "again",
-        "ever",
-        "first_order",
-        "full",
-        "number",
-        "record",
-        "sent",
-        "span",
-        "to_send",
-    )
-
-    def __init__(self, number: int, record: Record | None, span: int) -> None:
-        self.number = number
-        self.record = record
-        self.span = span
-        self.full = 1 if record is None else record.full
-        self.acked = self.ever = self.again = 0
-        self.to_send = self.full
-        self.sent: list[Sent] = []
-        self.first_order = -1
+    number: int  # of the record, or of the first skipped one
+    record: Record | None  # None for skipped ones
+    span: int  # record numbers that it covers
+    full: int  # a bit for each fragment
+    to_send: int  # fragments that wait to be sent
+    acked: int = 0  # fragments that the peer has
+    ever: int = 0  # fragments that were sent
+    again: int = 0  # fragments that were sent more than once
+    first_order: int = -1  # order of the first transmission
+    sent: list[Sent] = field(default_factory=list)  # the transmissions, oldest first
 
     def bytes_of(self, mask: int) -> int:
         """Return the size on the wire of these fragments."""
@@ -76,26 +53,16 @@ class Flight:
 
 
 class Sender:
-    """Sends the records of the log to one peer, reliably, within its credit and the path's rate.
-
-    Attributes:
-        rate: window and pace of the path.
-        cursor: the next record of the log to send for the first time.
-        cumulative: the peer has every record below this number.
-        limit: the first record number for which the peer has given no credit.
-        lost_bytes: bytes declared lost.
-        retransmitted_bytes: bytes sent more than once.
-        retransmitted_fragments: datagrams sent more than once.
-    """
+    """Sends the records of the log to one peer, reliably, within its credit and the path's rate."""
 
     def __init__(self, log: SendLog, session: int, start: int, rtt: RttEstimator) -> None:
         self._log = log
         self._session = session
         self._rtt = rtt
         self.rate = RateController(rtt)
-        self.cursor = start
-        self.cumulative = start
-        self.limit = start
+        self.cursor = start  # the next record of the log to send for the first time
+        self.cumulative = start  # the peer has every record below this number
+        self.limit = start  # the first record number for which the peer has given no credit
         self.lost_bytes = 0
         self.retransmitted_bytes = 0
         self.retransmitted_fragments = 0
@@ -148,12 +115,12 @@ class Sender:
         if record is not None and self._session in record.recipients:
             if self.cursor >= self.limit:
                 return None
-            flight = Flight(self.cursor, record, 1)
+            flight = Flight(self.cursor, record, 1, record.full, record.full)
         else:
             end = self.cursor + 1
             while end < head and not self._is_recipient(end):
                 end += 1
-            flight = Flight(self.cursor, None, end - self.cursor)
+            flight = Flight(self.cursor, None, end - self.cursor, 1, 1)
         self.cursor += flight.span
         self._flights[flight.number] = self._waiting[flight.number] = flight
         return flight
@@ -250,12 +217,7 @@ class Sender:
     def _mark_delivered(
         self, flight: Flight, newly: int, arrived_s: float
     ) -> tuple[int, Sent | None, bool]:
-        """Note that the peer has these fragments.
-
-        Args:
-            flight: the record.
-            newly: the fragments that were not known to have arrived.
-            arrived_s: latest time at which the last of them arrived, plus the way back.
+        """Note that the peer has these fragments, the last of which arrived at ``arrived_s`` at the latest.
 
         Returns:
             Their bytes; the newest transmission of any of them; and whether that transmission brought a fragment that

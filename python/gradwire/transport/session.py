@@ -10,6 +10,7 @@ from collections import deque
 from enum import Enum
 from typing import Final, Protocol
 
+from . import wire
 from .congestion import RttEstimator
 from .crypto import AuthenticationError, ControlChannel, Entropy, Handshake, KeyChain, Mac1
 from .discovery import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
@@ -17,33 +18,9 @@ from .receiver import ProtocolError, ReceiveBudget, Receiver
 from .records import SendLog
 from .sender import Burst, Sender, Sending
 from .types import Address, Limits, Peer, PeerStats, Stats, Ticket, Transmit, format_address
-from .wire import (
-    CONTROL,
-    CONTROL_PLAINTEXT_MAX,
-    HEADER,
-    HEADER_BYTES,
-    INIT,
-    INIT_BYTES,
-    MAC1_BYTES,
-    RESPONSE,
-    TAG_BYTES,
-    Ack,
-    Close,
-    CloseAck,
-    Frame,
-    Introduction,
-    Key,
-    KeyAck,
-    Members,
-    Ping,
-    Pong,
-    Skip,
-    decode_frames,
-    encode_frame,
-)
 
 PROLOGUE: Final = b"gradwire transport 2"
-INTRODUCTION_BYTES: Final = INIT_BYTES - HEADER_BYTES - 32 - TAG_BYTES - MAC1_BYTES
+INTRODUCTION_BYTES: Final = wire.INIT_BYTES - wire.HEADER_BYTES - 32 - wire.TAG_BYTES - wire.MAC1_BYTES
 CLOSE_ATTEMPTS: Final = 5
 CLOSE_RETRY_MAX_S: Final = 0.5
 BURSTS_PER_POLL: Final = 16
@@ -178,19 +155,19 @@ class Session:
     def start_initiator(self, now_s: float) -> None:
         """Start a handshake with ``address``."""
         self.target = self.address
-        header = HEADER.pack(INIT, 0, 0, 0, self.index, self._context.wall_ms(now_s))
+        header = wire.HEADER.pack(wire.INIT, 0, 0, 0, self.index, self._context.wall_ms(now_s))
         self._handshake = Handshake(self._context.secret, prologue(header), self._context.entropy)
         introduction = self._introduction().encode(INTRODUCTION_BYTES)
         message = self._handshake.write_init(introduction)
         self._first_datagram = self._context.mac1.sign(header + message)
         self._retry_at_s = now_s
 
-    def start_responder(self, handshake: Handshake, remote: Introduction) -> None:
+    def start_responder(self, handshake: Handshake, remote: wire.Introduction) -> None:
         """Answer an INIT that proved knowledge of the secret."""
         self.state = State.RESPONDED
         self._remote_index = remote.session
         self._identify(remote)
-        header = HEADER.pack(RESPONSE, 0, 0, 0, remote.session, 0)
+        header = wire.HEADER.pack(wire.RESPONSE, 0, 0, 0, remote.session, 0)
         message = handshake.write_response(self._introduction().encode())
         self._first_datagram = self._context.mac1.sign(header + message)
         first, second = handshake.split()
@@ -222,8 +199,8 @@ class Session:
         self.touch()
         if not self._context.mac1.verify(datagram):
             raise AuthenticationError("a RESPONSE without a valid mac1")
-        message = datagram[HEADER_BYTES:-MAC1_BYTES]
-        remote = Introduction.decode(self._handshake.read_response(message))
+        message = datagram[wire.HEADER_BYTES:-wire.MAC1_BYTES]
+        remote = wire.Introduction.decode(self._handshake.read_response(message))
         self._channel = ControlChannel(*self._handshake.split())
         self._handshake = None
         self._remote_index = remote.session
@@ -232,13 +209,13 @@ class Session:
             self.rtt.add_sample(now_s - self.started_at_s, now_s)
         self._begin_keying(now_s)
 
-    def _identify(self, remote: Introduction) -> None:
+    def _identify(self, remote: wire.Introduction) -> None:
         self.peer = Peer(remote.node_id, remote.incarnation, format_address(self.address))
         self.advertised = remote.advertise
 
-    def _introduction(self) -> Introduction:
+    def _introduction(self) -> wire.Introduction:
         context = self._context
-        return Introduction(context.node_id, context.incarnation, self.index, context.advertise)
+        return wire.Introduction(context.node_id, context.incarnation, self.index, context.advertise)
 
     def _begin_keying(self, now_s: float) -> None:
         self.state = State.KEYING
@@ -250,7 +227,7 @@ class Session:
         start = self._context.log.head
         self.sender = Sender(self._context.log, self.index, start, self.rtt)
         key, iv = self._context.keys.key_of(start)
-        self._key_frame = encode_frame(Key(self._context.stream, start, key, iv))
+        self._key_frame = wire.encode_frame(wire.Key(self._context.stream, start, key, iv))
         self._retry_s = RETRY_FIRST_S
         self._retry_at_s = now_s
 
@@ -288,13 +265,13 @@ class Session:
         if self._channel is None:
             raise AuthenticationError("control before the handshake")
         highest = self._channel.highest_received
-        frames = decode_frames(self._channel.open(counter, header, body))
+        frames = wire.decode_frames(self._channel.open(counter, header, body))
         self.heard_at_s = now_s
         if address != self.address and counter > highest and self.is_established:
             self._context.on_moved(self, address)
         if self.state is State.RESPONDED:
-            if not any(isinstance(frame, Key) for frame in frames):
-                if any(isinstance(frame, Close) for frame in frames):
+            if not any(isinstance(frame, wire.Key) for frame in frames):
+                if any(isinstance(frame, wire.Close) for frame in frames):
                     self._go_down("left", now_s)
                 return
             # The proof of the peer's presence also shows its address.
@@ -305,37 +282,37 @@ class Session:
             self._on_frame(frame, counter, now_s)
         self.touch()
 
-    def _on_frame(self, frame: Frame, counter: int, now_s: float) -> None:
+    def _on_frame(self, frame: wire.Frame, counter: int, now_s: float) -> None:
         if self.state is State.DOWN:
             return
         match frame:
-            case Ack():
+            case wire.Ack():
                 self._on_ack(frame, counter, now_s)
-            case Ping(token):
-                self._frames.append(encode_frame(Pong(token)))
+            case wire.Ping(token):
+                self._frames.append(wire.encode_frame(wire.Pong(token)))
                 if self.receiver is not None:
                     self.receiver.acknowledge_by(now_s)
-            case Pong(token):
+            case wire.Pong(token):
                 sent_at_s = self._pings.pop(token, None)
                 if sent_at_s is not None:
                     self.rtt.add_sample(now_s - sent_at_s, now_s)
-            case Key():
+            case wire.Key():
                 self._on_key(frame, now_s)
-            case KeyAck():
+            case wire.KeyAck():
                 self.rtt.set_guess(now_s - self._keyed_at_s, now_s)
                 self._on_key_ack(now_s)
-            case Skip(first, count):
+            case wire.Skip(first, count):
                 self._on_skip(first, count, now_s)
-            case Close(reason):
-                self._frames.append(encode_frame(CloseAck()))
+            case wire.Close(reason):
+                self._frames.append(wire.encode_frame(wire.CloseAck()))
                 self._go_down("left" if reason == REASON_LEFT else "dropped by the peer", now_s)
-            case CloseAck():
+            case wire.CloseAck():
                 if self.state is State.CLOSING:
                     self._go_down("closed", now_s)
-            case Members(addresses):
+            case wire.Members(addresses):
                 self._context.on_members(addresses)
 
-    def _on_ack(self, ack: Ack, counter: int, now_s: float) -> None:
+    def _on_ack(self, ack: wire.Ack, counter: int, now_s: float) -> None:
         self._on_key_ack(now_s)  # only a peer that has the key sends an ACK
         if self.sender is None or self.state is State.CLOSING or counter < self._ack_counter:
             return  # a closing session has already reported its undelivered messages
@@ -348,7 +325,7 @@ class Session:
         while self.pending and self.pending[0][0] < cumulative:
             self.pending.popleft()[1].settle(self.identity, delivered=True)
 
-    def _on_key(self, frame: Key, now_s: float) -> None:
+    def _on_key(self, frame: wire.Key, now_s: float) -> None:
         if self.state is State.RESPONDED:
             self._begin_keying(now_s)
             if not self.is_established:
@@ -366,7 +343,7 @@ class Session:
             self.stream = frame.stream
             self._context.on_stream(self)
         self.receiver.acknowledge_by(now_s)
-        self._frames.append(encode_frame(KeyAck()))
+        self._frames.append(wire.encode_frame(wire.KeyAck()))
         self._maybe_up(now_s)
 
     def _on_key_ack(self, now_s: float) -> None:
@@ -507,7 +484,7 @@ class Session:
             if self._closes > CLOSE_ATTEMPTS:
                 self._go_down("closed", now_s)
             else:
-                self._frames.append(encode_frame(Close(self._close_reason)))
+                self._frames.append(wire.encode_frame(wire.Close(self._close_reason)))
         else:
             self._frames.append(self._key_frame)
 
@@ -516,7 +493,7 @@ class Session:
         self._pings[self._ping_token] = now_s
         if len(self._pings) > PINGS_MAX:
             del self._pings[next(iter(self._pings))]
-        self.send_frame(Ping(self._ping_token))
+        self.send_frame(wire.Ping(self._ping_token))
 
     def _poll_data(self, sender: Sender, now_s: float, out: list[Transmit]) -> None:
         for _ in range(BURSTS_PER_POLL):
@@ -529,26 +506,26 @@ class Session:
         if isinstance(item, Burst):
             out.append(Transmit(self.address, item.slices, item.segment_bytes))
         else:
-            self._frames.append(encode_frame(item))
+            self._frames.append(wire.encode_frame(item))
 
     def _poll_control(self, now_s: float, out: list[Transmit]) -> None:
         receiver = self.receiver
         if receiver is not None and receiver.ack_at_s is not None:
             if self._frames or now_s >= receiver.ack_at_s:
                 # Before a CLOSE, after which the peer reads nothing, so that received messages count as delivered.
-                self._frames.insert(0, encode_frame(receiver.make_ack(now_s)))
+                self._frames.insert(0, wire.encode_frame(receiver.make_ack(now_s)))
         while self._frames and self._channel is not None:
             plaintext = b""
-            while self._frames and len(plaintext) + len(self._frames[0]) <= CONTROL_PLAINTEXT_MAX:
+            while self._frames and len(plaintext) + len(self._frames[0]) <= wire.CONTROL_PLAINTEXT_MAX:
                 plaintext += self._frames.pop(0)
             counter = self._channel.next_counter()
-            header = HEADER.pack(CONTROL, 0, 0, 0, self._remote_index, counter)
+            header = wire.HEADER.pack(wire.CONTROL, 0, 0, 0, self._remote_index, counter)
             self._control_sent_at_s = now_s
             out.append(self._control_transmit(self._channel.seal(counter, header, plaintext)))
 
-    def send_frame(self, frame: Frame) -> None:
+    def send_frame(self, frame: wire.Frame) -> None:
         """Queue a control frame."""
-        self._frames.append(encode_frame(frame))
+        self._frames.append(wire.encode_frame(frame))
         self.touch()
 
     def _deadline_s(self, now_s: float) -> float:
@@ -589,7 +566,7 @@ class Session:
 
     def give_up(self, reason: str, code: int, now_s: float) -> None:
         """End the session from this side, with one CLOSE in case the peer still listens."""
-        self._frames = [encode_frame(Close(code))]
+        self._frames = [wire.encode_frame(wire.Close(code))]
         self._go_down(reason, now_s)
 
     def final_datagrams(self, now_s: float) -> list[Transmit]:

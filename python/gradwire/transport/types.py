@@ -107,29 +107,25 @@ Event: TypeAlias = PeerJoined | PeerLost
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds and timers of a node.
+    """Bounds and timers of a node."""
 
-    Attributes:
-        message_bytes_max: size of the largest message; a larger one raises `TooLarge`.
-        send_log_bytes: bytes kept until every recipient has acknowledged them; when they are used up, `publish` raises
-            `WouldBlock`.
-        receive_bytes: bytes of messages in assembly or waiting for the caller, over all peers.
-        window_bytes: credit granted to all sending peers together.
-        datagram_bytes: UDP payload of a full data datagram. The default passes every path; raise it, up to the MTU less
-            28 bytes (IPv4) or 48 (IPv6), on all nodes of a network that carries larger packets.
-        heartbeat_s: every peer gets at least one control datagram in this time; after five times as much silence a new
-            session of the same node replaces the old one.
-        down_s: silence after which a peer is lost.
-        lag_s: time without an acknowledgement, while messages wait for it, after which a peer counts as lagging.
-    """
-
-    message_bytes_max: int = 64 << 20
+    message_bytes_max: int = (
+        64 << 20
+    )  #: size of the largest message; a larger one raises `TooLarge`
+    #: bytes kept until every recipient has acknowledged them; when they are used up, `publish` raises `WouldBlock`
     send_log_bytes: int = 160 << 20
-    receive_bytes: int = 128 << 20
-    window_bytes: int = 16 << 20
+    receive_bytes: int = (
+        128 << 20
+    )  #: bytes of messages in assembly or waiting for the caller, over all peers
+    window_bytes: int = 16 << 20  #: credit granted to all sending peers together
+    #: UDP payload of a full data datagram. The default passes every path; raise it, up to the MTU less 28 bytes
+    #: (IPv4) or 48 (IPv6), on all nodes of a network that carries larger packets
     datagram_bytes: int = 1_200
+    #: every peer gets at least one control datagram in this time; after five times as much silence a new session of
+    #: the same node replaces the old one
     heartbeat_s: float = 0.2
-    down_s: float = 10.0
+    down_s: float = 10.0  #: silence after which a peer is lost
+    #: time without an acknowledgement, while messages wait for it, after which a peer counts as lagging
     lag_s: float = 5.0
 
     @property
@@ -166,103 +162,63 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerStats:
-    """The state of the path to one peer.
+    """The state of the path to one peer."""
 
-    Attributes:
-        peer: which peer.
-        srtt_s: smoothed round-trip time; 0 while unknown.
-        rate_bytes_per_s: delivery rate of the last rounds; 0 while unknown.
-        window_bytes: bytes that may be in flight.
-        in_flight_bytes: bytes that are in flight.
-        credit_records: records that the peer still accepts.
-        backlog_records: records that the peer has not acknowledged.
-        loss_rate: smoothed fraction of the bytes that were lost.
-    """
-
-    peer: Peer
-    srtt_s: float
-    rate_bytes_per_s: float
-    window_bytes: int
-    in_flight_bytes: int
-    credit_records: int
-    backlog_records: int
-    loss_rate: float
+    peer: Peer  #: which peer
+    srtt_s: float  #: smoothed round-trip time; 0 while unknown
+    rate_bytes_per_s: float  #: delivery rate of the last rounds; 0 while unknown
+    window_bytes: int  #: bytes that may be in flight
+    in_flight_bytes: int  #: bytes that are in flight
+    credit_records: int  #: records that the peer still accepts
+    backlog_records: int  #: records that the peer has not acknowledged
+    loss_rate: float  #: smoothed fraction of the bytes that were lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SocketStats:
-    """The node's socket as the system provides it.
+    """The node's socket as the system provides it."""
 
-    Attributes:
-        has_gso: one call sends several datagrams; False once the system or a device has refused that.
-        has_gro: one call may receive several datagrams.
-        receive_buffer_bytes: size of the receive buffer as the kernel counts it; Linux shows twice the usable size.
-        send_buffer_bytes: the same for sending.
-        errors: failed system calls; the protocol treats each as a loss.
-    """
-
+    #: one call sends several datagrams; False once the system or a device has refused that
     has_gso: bool = False
-    has_gro: bool = False
+    has_gro: bool = False  #: one call may receive several datagrams
+    #: size of the receive buffer as the kernel counts it; Linux shows twice the usable size
     receive_buffer_bytes: int = 0
-    send_buffer_bytes: int = 0
-    errors: int = 0
+    send_buffer_bytes: int = 0  #: the same for sending
+    errors: int = 0  #: failed system calls; the protocol treats each as a loss
 
 
 @dataclass(slots=True, kw_only=True)
 class Stats:
-    """Counters of a node since its start; bytes are UDP payload bytes unless the name says otherwise.
+    """Counters of a node since its start; bytes are UDP payload bytes unless the name says otherwise."""
 
-    Attributes:
-        messages_sent: messages published to at least one peer.
-        messages_received: messages put into the receive queue.
-        payload_bytes_sent: bytes of published messages, once for each recipient.
-        payload_bytes_received: bytes of received messages.
-        datagrams_sent: all datagrams, control and handshake included.
-        datagrams_received: all datagrams, dropped ones included.
-        udp_bytes_sent: payload bytes of all datagrams sent.
-        udp_bytes_received: payload bytes of all datagrams received.
-        control_bytes_sent: the part of udp_bytes_sent that is acknowledgements, keys and other control.
-        retransmitted_bytes: data bytes sent more than once.
-        retransmitted_fragments: data datagrams sent more than once.
-        lost_bytes: data bytes declared lost; some may only have been late.
-        duplicate_fragments: data datagrams that had come before.
-        malformed_datagrams: datagrams dropped because they did not parse.
-        unauthenticated_datagrams: datagrams dropped because a tag did not verify or a counter was repeated.
-        rejected_records: records dropped because their tag did not verify.
-        stray_datagrams: datagrams dropped because they belong to no session.
-        handshakes_refused: INIT datagrams dropped, those made with another secret included.
-        kernel_drops: datagrams that did not fit into the socket's receive buffer.
-        send_log_bytes: bytes held for peers that have not acknowledged them.
-        receive_queue_bytes: bytes of messages in assembly or waiting for the caller.
-        srtt_s: smoothed round-trip time, mean over the peers; 0 while unknown.
-        socket: the socket as the system provides it.
-        peers: the state of the path to each peer.
-    """
-
-    messages_sent: int = 0
-    messages_received: int = 0
-    payload_bytes_sent: int = 0
-    payload_bytes_received: int = 0
-    datagrams_sent: int = 0
-    datagrams_received: int = 0
-    udp_bytes_sent: int = 0
-    udp_bytes_received: int = 0
+    messages_sent: int = 0  #: messages published to at least one peer
+    messages_received: int = 0  #: messages put into the receive queue
+    payload_bytes_sent: int = 0  #: bytes of published messages, once for each recipient
+    payload_bytes_received: int = 0  #: bytes of received messages
+    datagrams_sent: int = 0  #: all datagrams, control and handshake included
+    datagrams_received: int = 0  #: all datagrams, dropped ones included
+    udp_bytes_sent: int = 0  #: payload bytes of all datagrams sent
+    udp_bytes_received: int = 0  #: payload bytes of all datagrams received
+    #: the part of udp_bytes_sent that is acknowledgements, keys and other control
     control_bytes_sent: int = 0
-    retransmitted_bytes: int = 0
-    retransmitted_fragments: int = 0
-    lost_bytes: int = 0
-    duplicate_fragments: int = 0
-    malformed_datagrams: int = 0
+    retransmitted_bytes: int = 0  #: data bytes sent more than once
+    retransmitted_fragments: int = 0  #: data datagrams sent more than once
+    lost_bytes: int = 0  #: data bytes declared lost; some may only have been late
+    duplicate_fragments: int = 0  #: data datagrams that had come before
+    malformed_datagrams: int = 0  #: datagrams dropped because they did not parse
+    #: datagrams dropped because a tag did not verify or a counter was repeated
     unauthenticated_datagrams: int = 0
-    rejected_records: int = 0
-    stray_datagrams: int = 0
-    handshakes_refused: int = 0
-    kernel_drops: int = 0
-    send_log_bytes: int = 0
-    receive_queue_bytes: int = 0
-    srtt_s: float = 0.0
-    socket: SocketStats = field(default_factory=SocketStats)
-    peers: tuple[PeerStats, ...] = ()
+    rejected_records: int = 0  #: records dropped because their tag did not verify
+    stray_datagrams: int = 0  #: datagrams dropped because they belong to no session
+    handshakes_refused: int = 0  #: INIT datagrams dropped, those made with another secret included
+    kernel_drops: int = 0  #: datagrams that did not fit into the socket's receive buffer
+    send_log_bytes: int = 0  #: bytes held for peers that have not acknowledged them
+    receive_queue_bytes: int = 0  #: bytes of messages in assembly or waiting for the caller
+    srtt_s: float = 0.0  #: smoothed round-trip time, mean over the peers; 0 while unknown
+    socket: SocketStats = field(
+        default_factory=SocketStats
+    )  #: the socket as the system provides it
+    peers: tuple[PeerStats, ...] = ()  #: the state of the path to each peer
 
 
 class Transmit(NamedTuple):

@@ -61,7 +61,7 @@ class Ack(NamedTuple):
         cumulative: every record below this number is complete.
         limit: the first record number that must not be sent yet (absolute credit).
         delay_us: time for which the receiver held the acknowledgement back.
-        complete: bit i set means record ``cumulative + i`` is complete.
+        complete: bit i set means record ``cumulative + i`` is complete, or the skip that begins there.
         partials: (record number, bitmap of the fragments held) of incomplete records, oldest first.
         truncated: more incomplete records exist than are listed; nothing is said about records beyond the last one.
     """
@@ -74,22 +74,19 @@ class Ack(NamedTuple):
     truncated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(NamedTuple):
     """Asks for a `Pong` with the same token, and for an immediate `Ack`."""
 
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pong:
+class Pong(NamedTuple):
     """The answer to a `Ping`."""
 
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """A sender's key, for the records of ``stream`` from ``first_record`` on."""
 
     stream: int
@@ -98,33 +95,28 @@ class Key:
     iv: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class KeyAck:
+class KeyAck(NamedTuple):
     """The sender's key has arrived."""
 
 
-@dataclass(frozen=True, slots=True)
-class Skip:
+class Skip(NamedTuple):
     """Records ``first`` to ``first + count - 1`` are for other nodes; the receiver counts them as complete."""
 
     first: int
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(NamedTuple):
     """The sender leaves; nothing follows."""
 
     reason: int
 
 
-@dataclass(frozen=True, slots=True)
-class CloseAck:
+class CloseAck(NamedTuple):
     """A `Close` has arrived."""
 
 
-@dataclass(frozen=True, slots=True)
-class Members:
+class Members(NamedTuple):
     """Addresses ("host:port") of other nodes that the sender is connected to."""
 
     addresses: tuple[str, ...]
@@ -132,43 +124,34 @@ class Members:
 
 Frame: TypeAlias = Ack | Ping | Pong | Key | KeyAck | Skip | Close | CloseAck | Members
 
+_T_ACK: Final = 1
+_T_MEMBERS: Final = 9
 _ACK = struct.Struct("<BQQIBBB")  # type, cumulative, limit, delay, bitmap bytes, partials, flags
 _PARTIAL = struct.Struct("<HB")  # distance from cumulative, bytes of the bitmap that follows
-_TOKEN = struct.Struct("<BQ")
-_KEY = struct.Struct("<BIQ16s12s")
-_SKIP = struct.Struct("<BQQ")
-_CLOSE = struct.Struct("<BB")
-_MEMBERS = struct.Struct("<BB")
-
-_T_ACK, _T_PING, _T_PONG, _T_KEY, _T_KEY_ACK, _T_SKIP, _T_CLOSE, _T_CLOSE_ACK, _T_MEMBERS = range(
-    1, 10
-)
+_MEMBERS = struct.Struct("<BB")  # type, count
+# Frames of fixed size: type, layout of the fields.
+_FIXED: Final[dict[type[Frame], tuple[int, struct.Struct]]] = {
+    Ping: (2, struct.Struct("<Q")),
+    Pong: (3, struct.Struct("<Q")),
+    Key: (4, struct.Struct("<IQ16s12s")),
+    KeyAck: (5, struct.Struct("<")),
+    Skip: (6, struct.Struct("<QQ")),
+    Close: (7, struct.Struct("<B")),
+    CloseAck: (8, struct.Struct("<")),
+}
+_FIXED_OF_TYPE: Final = {number: (frame, layout) for frame, (number, layout) in _FIXED.items()}
 
 
 def encode_frame(frame: Frame) -> bytes:
     """Return the bytes of one control frame."""
-    match frame:
-        case Ack():
-            return _encode_ack(frame)
-        case Ping(token):
-            return _TOKEN.pack(_T_PING, token)
-        case Pong(token):
-            return _TOKEN.pack(_T_PONG, token)
-        case Key(stream, first_record, key, iv):
-            return _KEY.pack(_T_KEY, stream, first_record, key, iv)
-        case KeyAck():
-            return bytes([_T_KEY_ACK])
-        case Skip(first, count):
-            return _SKIP.pack(_T_SKIP, first, count)
-        case Close(reason):
-            return _CLOSE.pack(_T_CLOSE, reason)
-        case CloseAck():
-            return bytes([_T_CLOSE_ACK])
-        case Members(addresses):
-            texts = [address.encode("ascii") for address in addresses]
-            return _MEMBERS.pack(_T_MEMBERS, len(texts)) + b"".join(
-                bytes([len(text)]) + text for text in texts
-            )
+    if isinstance(frame, Ack):
+        return _encode_ack(frame)
+    if isinstance(frame, Members):
+        texts = [address.encode("ascii") for address in frame.addresses]
+        pieces = (bytes([len(text)]) + text for text in texts)
+        return _MEMBERS.pack(_T_MEMBERS, len(texts)) + b"".join(pieces)
+    number, layout = _FIXED[type(frame)]
+    return bytes([number]) + layout.pack(*frame)
 
 
 def _encode_ack(ack: Ack) -> bytes:
@@ -214,31 +197,21 @@ def decode_frames(plaintext: bytes) -> list[Frame]:
 
 
 def _decode_frame(data: bytes, at: int) -> tuple[Frame, int]:
-    kind = data[at]
-    if kind == _T_ACK:
+    if data[at] == _T_ACK:
         return _decode_ack(data, at)
-    if kind == _T_PING:
-        return Ping(_TOKEN.unpack_from(data, at)[1]), at + _TOKEN.size
-    if kind == _T_PONG:
-        return Pong(_TOKEN.unpack_from(data, at)[1]), at + _TOKEN.size
-    if kind == _T_KEY:
-        _, stream, first_record, key, iv = _KEY.unpack_from(data, at)
-        return Key(stream, _record_number(first_record), key, iv), at + _KEY.size
-    if kind == _T_KEY_ACK:
-        return KeyAck(), at + 1
-    if kind == _T_SKIP:
-        _, first, count = _SKIP.unpack_from(data, at)
-        if count == 0:
-            raise WireError("an empty skip")
-        _record_number(first + count)
-        return Skip(first, count), at + _SKIP.size
-    if kind == _T_CLOSE:
-        return Close(_CLOSE.unpack_from(data, at)[1]), at + _CLOSE.size
-    if kind == _T_CLOSE_ACK:
-        return CloseAck(), at + 1
-    if kind == _T_MEMBERS:
+    if data[at] == _T_MEMBERS:
         return _decode_members(data, at)
-    raise WireError(f"unknown control frame type {kind}")
+    if data[at] not in _FIXED_OF_TYPE:
+        raise WireError(f"unknown control frame type {data[at]}")
+    make, layout = _FIXED_OF_TYPE[data[at]]
+    frame = make(*layout.unpack_from(data, at + 1))
+    if isinstance(frame, Key):
+        _check_record_number(frame.first_record)
+    elif isinstance(frame, Skip):
+        if not frame.count:
+            raise WireError("an empty skip")
+        _check_record_number(frame.first + frame.count)
+    return frame, at + 1 + layout.size
 
 
 def _decode_ack(data: bytes, at: int) -> tuple[Ack, int]:
@@ -249,7 +222,7 @@ def _decode_ack(data: bytes, at: int) -> tuple[Ack, int]:
         raise WireError("an acknowledgement describes more than its limits allow")
     if at + bitmap_bytes > len(data):
         raise WireError("an acknowledgement's bitmap is truncated")
-    _record_number(max(cumulative, limit))
+    _check_record_number(max(cumulative, limit))
     complete = int.from_bytes(data[at : at + bitmap_bytes], "little")
     at += bitmap_bytes
     partials = []
@@ -277,10 +250,9 @@ def _decode_members(data: bytes, at: int) -> tuple[Members, int]:
     return Members(tuple(addresses)), at
 
 
-def _record_number(number: int) -> int:
+def _check_record_number(number: int) -> None:
     if number > RECORD_NUMBER_MAX:
         raise WireError(f"record number {number} needs more than {RECORD_NUMBER_BITS} bits")
-    return number
 
 
 @dataclass(frozen=True, slots=True)

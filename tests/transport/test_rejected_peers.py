@@ -1,4 +1,4 @@
-"""Who has another secret or another version gets no answer; the logs and errors of both nodes tell why."""
+"""Peers with another secret or version get no answer; the logs and errors of both nodes give the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import gradwire as gw
 from gradwire.transport import node as node_module
 from gradwire.transport.secret import fingerprint
-from gradwire.transport.strangers import TOLD_FOR_S, TOLD_MAX, Strangers
 from gradwire.transport.wire import INIT
 
 SECRET = bytes(range(32))
@@ -31,7 +30,7 @@ def until(done: Callable[[], bool], limit_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_node_with_another_secret_is_told_of_at_both_ends(
+def test_a_peer_with_another_secret_is_logged_at_both_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with (
@@ -51,7 +50,7 @@ def test_a_node_with_another_secret_is_told_of_at_both_ends(
         assert fingerprint(OTHER_SECRET) in text
 
 
-def test_who_waits_and_is_knocked_at_with_another_secret_says_so() -> None:
+def test_a_node_that_waits_for_peers_names_the_one_with_another_secret() -> None:
     with (
         gw.Node("127.0.0.1:0", secret=SECRET) as one,
         gw.Node("127.0.0.1:0", [one.address], secret=OTHER_SECRET) as two,
@@ -64,7 +63,7 @@ def test_who_waits_and_is_knocked_at_with_another_secret_says_so() -> None:
     assert fingerprint(SECRET) in text
 
 
-def test_peers_that_come_while_the_log_tells_who_is_missing_are_still_taken(
+def test_peers_that_connect_while_missing_ones_are_logged_are_still_found(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with gw.Node("127.0.0.1:0", secret=SECRET) as one:
@@ -81,7 +80,7 @@ def test_peers_that_come_while_the_log_tells_who_is_missing_are_still_taken(
         late[0].close()
 
 
-def test_a_node_of_another_version_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_of_another_version_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with (
         gw.Node("127.0.0.1:0", secret=SECRET) as node,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as newer,
@@ -94,20 +93,3 @@ def test_a_node_of_another_version_is_told_of(caplog: pytest.LogCaptureFixture) 
     [line] = caplog.messages
     assert line.startswith(f"{host}:{port} knocks at this node ({node.address}")
     assert "it speaks version 2 of the transport, this node 1" in line
-
-
-# --- however many knock -----------------------------------------------------------------------------------------------
-
-
-def test_each_stranger_is_told_of_once_a_minute_and_few_of_them() -> None:
-    strangers = Strangers()
-    for now_s in (1.0, 2.0):
-        for index in range(1_000):
-            strangers.note((f"10.0.{index >> 8}.{index & 255}", 1), "why", now_s)
-    assert strangers.count == 2_000
-    assert strangers.last == ("10.0.3.231", 1)
-    told = strangers.take()
-    assert len(told) == len({one.address for one in told}) == TOLD_MAX
-    assert not strangers.has_news
-    strangers.note(told[0].address, "why", 1.5 + TOLD_FOR_S)
-    assert [one.address for one in strangers.take()] == [told[0].address]

@@ -1,0 +1,84 @@
+"""Which INIT datagrams are looked at, and what is recorded of those that get no answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.transport.handshake import (
+    INITS_BURST,
+    LOGGED_FOR_S,
+    LOGGED_MAX,
+    MAC1S_MAX,
+    TIMELY_S,
+    InitGate,
+    RejectedPeers,
+)
+from gradwire.transport.wire import CONTROL, INIT
+
+
+def admitted(gate: InitGate, first: int, age_s: float, now_s: float) -> int:
+    """Return how many of 500 INIT datagrams, each with another mac1, the gate admits."""
+    return sum(gate.admit(n.to_bytes(16, "big"), age_s, now_s) for n in range(first, first + 500))
+
+
+def test_the_gate_admits_a_burst_and_then_its_rate() -> None:
+    gate = InitGate(10.0)
+    old_s = 2 * TIMELY_S
+    assert admitted(gate, 0, old_s, 1_000.0) == INITS_BURST
+    assert admitted(gate, 500, old_s, 1_001.0) == 10
+    assert admitted(gate, 1_000, old_s, 900.0) == 0, "a clock that goes back adds no tokens"
+
+
+@pytest.mark.parametrize("age_s", [0.0, -TIMELY_S, TIMELY_S])
+def test_old_datagrams_leave_the_timely_ones_their_own_rate(age_s: float) -> None:
+    gate = InitGate(10.0)
+    assert admitted(gate, 0, 2 * TIMELY_S, 1_000.0) == INITS_BURST
+    assert admitted(gate, 500, -2 * TIMELY_S, 1_000.0) == 0
+    assert admitted(gate, 1_000, age_s, 1_000.0) == INITS_BURST
+
+
+def test_in_quiet_times_a_wrong_clock_excludes_nobody() -> None:
+    gate = InitGate(10.0)
+    assert all(gate.admit(bytes([n]), 1e9 * n, 1_000.0 + n) for n in range(256))
+
+
+def test_the_mac1_of_an_admitted_datagram_is_remembered_and_the_memory_is_bounded() -> None:
+    gate = InitGate(1e9)
+    for number in range(MAC1S_MAX + 10):
+        assert gate.admit(number.to_bytes(4, "big"), 0.0, float(number))
+    seen = sum(gate.has_seen(number.to_bytes(4, "big")) for number in range(MAC1S_MAX + 10))
+    assert seen == MAC1S_MAX
+    assert not gate.has_seen(bytes(4)), "the oldest is forgotten first"
+
+
+def test_a_datagram_refused_for_its_number_may_come_again() -> None:
+    gate = InitGate(0.0)
+    while gate.admit(b"spent", 0.0, 0.0) or gate.admit(b"spent", 1e9, 0.0):
+        pass
+    assert not gate.admit(b"refused", 0.0, 0.0)
+    assert not gate.has_seen(b"refused")
+
+
+def test_each_rejected_address_is_logged_once_a_minute_and_only_a_few_of_them() -> None:
+    rejected = RejectedPeers()
+    for now_s in (1.0, 2.0):
+        for index in range(1_000):
+            rejected.note((f"10.0.{index >> 8}.{index & 255}", 1), "reason", now_s)
+    assert rejected.count == 2_000
+    assert rejected.last == ("10.0.3.231", 1)
+    logged = rejected.take_new()
+    assert len(logged) == len({each.address for each in logged}) == LOGGED_MAX
+    assert not rejected.has_news
+    rejected.note(logged[0].address, "reason", 1.5 + LOGGED_FOR_S)
+    assert [each.address for each in rejected.take_new()] == [logged[0].address]
+
+
+def test_an_init_of_another_version_is_rejected_by_name_and_other_datagrams_are_not() -> None:
+    rejected = RejectedPeers()
+    rejected.note_version(CONTROL + 0x10, ("10.0.0.1", 1), 1.0)
+    assert rejected.count == 0
+    rejected.note_version(INIT + 0x10, ("10.0.0.1", 1), 1.0)
+    [(address, reason)] = rejected.take_new()
+    assert address == ("10.0.0.1", 1)
+    assert "version 3" in reason
+    assert "version 2" in reason

@@ -1,0 +1,423 @@
+"""Fragments to records to messages: once, in order, acknowledged, within the bounds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gradwire.transport.congestion import RttEstimator
+from gradwire.transport.crypto import KeyChain
+from gradwire.transport.receiver import ProtocolError, ReceiveBudget, Receiver
+from gradwire.transport.records import Record, Sealer
+from gradwire.transport.wire import (
+    ACK_WINDOW_RECORDS,
+    CONTROL_PLAINTEXT_MAX,
+    DATA,
+    HEADER,
+    RECORD_META,
+    encode_frame,
+)
+
+STREAM = 9
+FRAGMENT = 1_184
+SEGMENT = FRAGMENT + 16
+CHUNK = 52 * FRAGMENT - 40  # bytes of a message in a full record
+NOW_S = 1.0
+ACK_DELAY_S = 0.0005
+
+
+def keys() -> KeyChain:
+    return KeyChain.generate(0, random.Random(1).randbytes)
+
+
+class Feed:
+    """A `Receiver` with a window of 64 records, and the messages it delivered."""
+
+    def __init__(
+        self, budget_bytes: int = 1 << 20, start: int = 0, message_bytes_max: int = 1 << 20
+    ) -> None:
+        self.budget = ReceiveBudget(budget_bytes)
+        self.got: list[tuple[int, bytes]] = []
+        self.rtt = RttEstimator()
+        self.receiver = Receiver(
+            start,
+            keys(),
+            self.budget,
+            lambda tag, view: self.got.append((tag, bytes(view))),
+            message_bytes_max,
+            self.rtt,
+        )
+        self.receiver.grant_credit(64, NOW_S)
+
+    def feed(self, record: Record, first: int = 0, count: int | None = None) -> bool:
+        count = record.fragments - first if count is None else count
+        return self.feed_bytes(record, first, record.wire[first * SEGMENT :][: count * SEGMENT])
+
+    def feed_bytes(self, record: Record, first: int, batch: bytes | memoryview) -> bool:
+        view = memoryview(batch)
+        shape = (record.number, record.fragments, FRAGMENT)
+        return self.receiver.on_fragments(STREAM, *shape, first, view, NOW_S)
+
+
+def records(*payloads: bytes, start: int = 0, message: int = 0) -> list[Record]:
+    """Seal messages, numbered and tagged from ``message`` on, into records from ``start`` on."""
+    sealer = Sealer(keys(), STREAM, SEGMENT)
+    result: list[Record] = []
+    for number, payload in enumerate(payloads, message):
+        view = memoryview(payload)
+        result += sealer.seal_message(start + len(result), frozenset(), number, number, view)
+    return result
+
+
+def sealed(number: int, message: int, total: int, offset: int, chunk: bytes) -> Record:
+    """Return a record of one datagram with any metadata, sealed with the true key."""
+    plain = RECORD_META.pack(message, 0, total, offset) + chunk
+    header = HEADER.pack(DATA, 0, 0, 1, STREAM, FRAGMENT << 48 | number)
+    wire = bytearray(header + bytes(len(plain) + 16))
+    keys().seal_into(number, memoryview(plain), header, memoryview(wire)[16:])
+    return Record(number, memoryview(wire), 1, SEGMENT, frozenset())
+
+
+# ---- records and messages ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fragments_in_any_order_and_number_give_each_message_once(seed: int) -> None:
+    generator = random.Random(seed)
+    payloads = [
+        generator.randbytes(generator.choice((0, 10, 5_000, 70_000, 200_000))) for _ in range(6)
+    ]
+    feed = Feed()
+    pieces = [(record, index) for record in records(*payloads) for index in range(record.fragments)]
+    count = len(pieces)
+    pieces += generator.sample(pieces, len(pieces) // 3)
+    generator.shuffle(pieces)
+    for record, index in pieces:
+        assert feed.feed(record, index, 1)
+    assert feed.got == list(enumerate(payloads))
+    assert feed.receiver.duplicate_fragments == len(pieces) - count
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_batches_of_any_length_give_each_message_once(seed: int) -> None:
+    generator = random.Random(seed)
+    payloads = [generator.randbytes(generator.choice((1_000, 100_000, 400_000))) for _ in range(4)]
+    feed = Feed(budget_bytes=1 << 22)
+    pieces = []
+    for record in records(*payloads):
+        at = 0
+        while at < record.fragments:
+            count = min(record.fragments - at, generator.choice((1, 7, 45, 52)))
+            pieces.append((record, at, count))
+            at += count
+    for _ in range(generator.choice((0, 1, 8))):
+        one, two = generator.randrange(len(pieces)), generator.randrange(len(pieces))
+        pieces[one], pieces[two] = pieces[two], pieces[one]
+        pieces.insert(generator.randrange(len(pieces)), pieces[two])
+    for piece in pieces:
+        feed.feed(*piece)
+    assert feed.got == list(enumerate(payloads))
+    assert not feed.receiver._partials
+
+
+def test_records_that_were_not_granted_are_not_stored() -> None:
+    feed = Feed()
+    sent = records(*[b"x"] * 70)
+    assert feed.feed(sent[64])
+    assert feed.feed(sent[63])
+    assert feed.receiver.make_ack(NOW_S).complete == 1 << 63
+
+
+def test_a_message_waits_until_the_budget_has_room_and_no_credit_is_granted_meanwhile() -> None:
+    feed = Feed(budget_bytes=100_000)
+    sent = records(*[bytes(60_000)] * 3)
+    for record in sent:
+        feed.feed(record)
+    assert len(feed.got) == 1
+    assert feed.receiver.is_stalled
+    ack = feed.receiver.make_ack(NOW_S)
+    assert (ack.cumulative, ack.limit) == (3, 1 + 64)
+    feed.budget.give_back(60_000)
+    feed.receiver.consume()
+    assert len(feed.got) == 2
+
+
+def test_a_message_larger_than_the_budget_is_taken_when_nothing_else_is_there() -> None:
+    feed = Feed(budget_bytes=1_000)
+    for record in records(bytes(5_000), bytes(5_000)):
+        feed.feed(record)
+    assert len(feed.got) == 1
+    feed.budget.give_back(5_000)
+    feed.receiver.consume()
+    assert len(feed.got) == 2
+
+
+def test_an_abandoned_message_gives_its_budget_back() -> None:
+    feed = Feed()
+    feed.feed(records(bytes(200_000))[0])
+    assert feed.budget.used_bytes == 200_000
+    feed.receiver.abandon()
+    assert feed.budget.used_bytes == 0
+
+
+def test_records_of_two_epochs_arrive_in_any_order() -> None:
+    start = (1 << 22) - 3
+    feed = Feed(start=start)
+    payloads = [bytes([index]) * 100 for index in range(6)]
+    sealer = Sealer(keys(), STREAM, SEGMENT)
+    sent = [
+        record
+        for index, payload in enumerate(payloads)
+        for record in sealer.seal_message(
+            start + index, frozenset(), index, index, memoryview(payload)
+        )
+    ]
+    for index in (5, 3, 0, 4, 2, 1):
+        feed.feed(sent[index])
+    assert feed.got == list(enumerate(payloads))
+    assert feed.receiver.rejected_records == 0
+
+
+# ---- forgeries --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [16, 20, 45 * SEGMENT + 16, -1])
+def test_a_forged_record_is_dropped_and_the_true_one_still_counts(where: int) -> None:
+    feed = Feed()
+    record, tail = records(bytes(CHUNK + 10))
+    forged = bytearray(record.wire)
+    forged[where] ^= 1
+    assert feed.feed_bytes(record, 0, forged)
+    assert feed.receiver.rejected_records == 1
+    assert feed.receiver.make_ack(NOW_S).partials == ()
+    feed.feed(record)
+    feed.feed(tail)
+    assert feed.got == [(0, bytes(CHUNK + 10))]
+
+
+def test_a_forged_record_in_the_middle_of_a_message_leaves_the_rest_intact() -> None:
+    feed = Feed()
+    payload = random.Random(3).randbytes(3 * CHUNK)
+    sent = records(payload)
+    feed.feed(sent[0])
+    forged = bytearray(sent[1].wire)
+    forged[100] ^= 1
+    feed.feed_bytes(sent[1], 0, forged)
+    feed.feed(sent[1])
+    feed.feed(sent[2])
+    assert feed.got == [(0, payload)]
+
+
+def test_a_contradicting_shape_cannot_block_a_record_for_ever() -> None:
+    feed = Feed()
+    [record] = records(bytes(5_000))
+    forged = memoryview(bytes(SEGMENT))
+    assert feed.receiver.on_fragments(STREAM, 0, 40, FRAGMENT, 3, forged, NOW_S)
+    feed.feed(record)
+    assert feed.got == [(0, bytes(5_000))]
+
+
+@pytest.mark.parametrize(
+    ("fragments", "size", "first", "nbytes"),
+    [
+        (0, 1_184, 0, 100),
+        (53, 1_184, 0, 100),
+        (7, 9_000, 0, 100),
+        (2, 255, 0, 100),
+        (2, 9_001, 0, 100),
+        (65, 256, 0, 272),
+        (2, 1_184, 2, 1_200),
+        (2, 1_184, 0, 1_199),
+        (2, 1_184, 0, 16),
+        (1, 1_184, 0, 3_000),
+    ],
+)
+def test_impossible_fragments_are_malformed(
+    fragments: int, size: int, first: int, nbytes: int
+) -> None:
+    receiver = Feed().receiver
+    batch = memoryview(bytes(nbytes))
+    assert not receiver.on_fragments(STREAM, 0, fragments, size, first, batch, NOW_S)
+    assert receiver.make_ack(NOW_S).partials == ()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        [(0, 2 << 20, 0, b"x")],
+        [(0, 3, 0, b"xxxx")],
+        [(0, 10, 5, b"x")],
+        [(0, 10, 0, b"xxxx"), (1, 10, 0, b"xxxx"), (1, 10, 8, b"xx")],
+        [(0, 10, 0, b"xxxx"), (0, 10, 4, b"xxxxxxx")],
+        [(0, 10, 0, b"xxxx"), (0, 10, 4, b"")],
+    ],
+)
+def test_a_message_that_grows_or_exceeds_the_maximum_ends_the_session(
+    case: list[tuple[int, int, int, bytes]],
+) -> None:
+    feed = Feed()
+    sent = [sealed(number, *fields) for number, fields in enumerate(case)]
+    for record in sent[:-1]:
+        feed.feed(record)
+    with pytest.raises(ProtocolError):
+        feed.feed(sent[-1])
+    assert feed.got == []
+
+
+# ---- acknowledgements -------------------------------------------------------------------------------------------
+
+
+def test_an_acknowledgement_describes_exactly_the_records_held() -> None:
+    feed = Feed()
+    sent = records(*[bytes(4_000)] * 6)
+    feed.feed(sent[0])
+    feed.feed(sent[2])
+    feed.feed(sent[3], 1, 2)
+    ack = feed.receiver.make_ack(NOW_S)
+    assert (ack.cumulative, ack.complete, ack.partials) == (1, 0b10, ((3, 0b0110),))
+    assert ack.limit == 1 + 64
+    assert feed.receiver.ack_at_s is None
+
+
+def test_rare_records_and_gaps_are_acknowledged_at_once_and_others_a_little_later() -> None:
+    feed = Feed()
+    sent = records(b"a", b"b", b"c", b"d")
+    feed.receiver.make_ack(NOW_S)
+    feed.feed(sent[0])
+    assert feed.receiver.ack_at_s == NOW_S
+    feed.receiver.make_ack(NOW_S)
+    feed.feed(sent[1])
+    assert feed.receiver.ack_at_s == pytest.approx(NOW_S + ACK_DELAY_S)
+    feed.feed(sent[3])
+    assert feed.receiver.ack_at_s == NOW_S
+
+
+def test_a_gap_is_acknowledged_at_once_only_when_it_opens() -> None:
+    """At 1 % loss there is nearly always a gap: an answer to each datagram would cost more than the data."""
+    feed = Feed()
+    sent = records(bytes(20_000), b"a", b"b", b"c")
+    feed.receiver.make_ack(NOW_S)
+    feed.feed(sent[0], 0, 1)
+    urgent = []
+    pieces = [(0, index) for index in (2, 3, 4, 6, 7, 8, 1, 10)] + [(1, 0), (2, 0), (3, 0), (0, 5)]
+    for index, fragment in pieces:
+        feed.receiver.make_ack(NOW_S)
+        feed.feed(sent[index], fragment, 1)
+        if feed.receiver.ack_at_s == NOW_S:
+            urgent.append((index, fragment))
+        else:
+            assert feed.receiver.ack_at_s == pytest.approx(NOW_S + ACK_DELAY_S)
+    assert urgent == [(0, 2), (0, 6), (0, 10), (1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("round_trip_s", "delay_s"), [(0.001, 0.0005), (0.016, 0.002), (0.1, 0.004)]
+)
+def test_over_a_long_path_the_middle_of_a_message_is_acknowledged_later(
+    round_trip_s: float, delay_s: float
+) -> None:
+    feed = Feed()
+    feed.rtt.add_sample(round_trip_s, NOW_S)
+    [record] = records(bytes(50_000))
+
+    def delay_of(first: int, count: int) -> float:
+        feed.receiver.make_ack(NOW_S)
+        feed.feed(record, first, count)
+        assert feed.receiver.ack_at_s is not None
+        return feed.receiver.ack_at_s - NOW_S
+
+    at_first = delay_of(0, 2)
+    midway = [delay_of(first, 2) for first in range(2, 40, 2)]
+    at_last = delay_of(40, record.fragments - 40)
+    assert feed.got == [(0, bytes(50_000))]
+    assert at_first == pytest.approx(ACK_DELAY_S)
+    assert midway == pytest.approx([delay_s] * len(midway))
+    assert at_last == pytest.approx(ACK_DELAY_S)
+
+
+def test_the_beginning_of_a_long_message_is_not_acknowledged_at_once() -> None:
+    feed = Feed()
+    feed.receiver.make_ack(NOW_S)
+    feed.feed(records(bytes(2 * CHUNK))[0])
+    assert feed.receiver.ack_at_s == pytest.approx(NOW_S + ACK_DELAY_S)
+
+
+def test_a_stream_is_acknowledged_every_few_records_and_at_its_end() -> None:
+    feed = Feed(budget_bytes=1 << 22, message_bytes_max=1 << 22)
+    feed.receiver.make_ack(NOW_S)
+    acknowledged = []
+    for record in records(bytes(12 * CHUNK)):
+        feed.feed(record)
+        if feed.receiver.ack_at_s == NOW_S:
+            ack = feed.receiver.make_ack(NOW_S)
+            assert ack.partials == ()
+            acknowledged.append(ack.cumulative)
+    assert acknowledged == [5, 10, 12]
+
+
+def test_credit_covers_the_consumed_records_and_is_never_withdrawn() -> None:
+    feed = Feed()
+    assert feed.receiver.make_ack(NOW_S).limit == 64
+    feed.receiver.grant_credit(10, NOW_S)
+    assert feed.receiver.make_ack(NOW_S).limit == 64
+    feed.receiver.grant_credit(1 << 20, NOW_S)
+    assert feed.receiver.make_ack(NOW_S).limit == 1_024
+    for record in records(*[b"x"] * 10):
+        feed.feed(record)
+    assert feed.receiver.make_ack(NOW_S).limit == 1_034
+
+
+def test_one_acknowledgement_describes_the_oldest_incomplete_records_and_fits_a_datagram() -> None:
+    feed = Feed()
+    feed.receiver.grant_credit(512, NOW_S)
+    sent = records(*[bytes(CHUNK)] * 150)
+    last = 51
+    for record in sent[1:]:
+        feed.feed(record, last, 1)
+    ack = feed.receiver.make_ack(NOW_S)
+    assert len(encode_frame(ack)) <= CONTROL_PLAINTEXT_MAX
+    assert ack.truncated
+    assert 50 <= len(ack.partials) <= 100
+    assert list(ack.partials) == [
+        (record.number, 1 << last) for record in sent[1 : 1 + len(ack.partials)]
+    ]
+    for record in sent[: 1 + len(ack.partials)]:
+        feed.feed(record)
+    following = feed.receiver.make_ack(NOW_S)
+    assert following.partials[0][0] == ack.partials[-1][0] + 1
+
+
+# ---- skips ------------------------------------------------------------------------------------------------------
+
+
+def test_skipped_records_count_as_complete_wherever_they_are() -> None:
+    feed = Feed()
+    feed.receiver.skip(2, 3, NOW_S)
+    assert feed.receiver.make_ack(NOW_S).complete == 0b100  # one bit for the skip
+    feed.receiver.skip(0, 1, NOW_S)
+    assert feed.receiver.cumulative == 1
+    feed.feed(records(b"one", start=1)[0])
+    assert feed.receiver.cumulative == 5
+    feed.feed(records(b"five", start=5, message=1)[0])
+    assert [payload for _, payload in feed.got] == [b"one", b"five"]
+
+
+def test_a_skip_of_a_million_records_costs_nothing() -> None:
+    feed = Feed()
+    feed.receiver.skip(0, 1_000_000, NOW_S)
+    assert feed.receiver.cumulative == 1_000_000
+    assert feed.receiver.make_ack(NOW_S).limit == 1_000_000 + 64
+    feed.feed(records(b"after", start=1_000_000)[0])
+    assert feed.got == [(0, b"after")]
+
+
+@pytest.mark.parametrize("apart", [1, 2])
+def test_the_skip_that_everything_waits_for_is_taken_however_many_there_are(apart: int) -> None:
+    feed = Feed()
+    for index in range(3 * ACK_WINDOW_RECORDS):
+        feed.receiver.skip(10 + apart * index, 1, NOW_S)
+    assert len(feed.receiver._complete) <= ACK_WINDOW_RECORDS
+    feed.receiver.skip(0, 10_000, NOW_S)
+    assert feed.receiver.make_ack(NOW_S).cumulative == 10_000
+    assert feed.receiver._complete == {}
