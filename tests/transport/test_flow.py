@@ -84,7 +84,7 @@ def test_small_messages_do_not_slow_down_a_larger_one_after_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "senders", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 32))]
+    "senders", [16, pytest.param(32, marks=pytest.mark.slow)]
 )
 def test_many_to_one_use_the_link(senders: int) -> None:
     # The last of many may lose its last datagrams again and again, so single runs differ much.
@@ -94,7 +94,7 @@ def test_many_to_one_use_the_link(senders: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "senders", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 32))]
+    "senders", [16, pytest.param(32, marks=pytest.mark.slow)]
 )
 def test_many_to_one_share_the_link_fairly(senders: int) -> None:
     rates = [1 / seconds for seconds in crowd_s(senders)]

@@ -39,14 +39,12 @@ class Feed:
     ) -> None:
         self.budget = ReceiveBudget(budget_bytes)
         self.got: list[tuple[int, bytes]] = []
-        self.rtt = RttEstimator()
         self.receiver = Receiver(
             start,
             keys(),
             self.budget,
             lambda tag, view: self.got.append((tag, bytes(view))),
             message_bytes_max,
-            self.rtt,
         )
         self.receiver.grant_credit(64, NOW_S)
 

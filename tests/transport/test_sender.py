@@ -187,7 +187,6 @@ def test_sender_and_receiver_deliver_everything_once_in_order_whatever_is_lost(s
         ReceiveBudget(1 << 30),
         lambda tag, _: got.append(tag),
         1 << 22,
-        RttEstimator(),
     )
     receiver.grant_credit(generator.choice((10, 200)), 0.0)
     loss, holes = generator.choice(((0.0, 0.0), (0.01, 0.0), (0.2, 0.0), (0.0, 0.3), (0.2, 0.3)))

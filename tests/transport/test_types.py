@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from gradwire.transport import Limits
-from gradwire.transport.types import Transmit, flat_view, format_address, parse_address
+from gradwire.transport.addressing import format_address, parse_address
+from gradwire.transport.types import Transmit, flat_view
 
 
 @pytest.mark.parametrize("text", ["10.0.0.1:5", "[fd00::1]:5", "host:0"])

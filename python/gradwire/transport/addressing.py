@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from .types import Address, parse_address
+from .types import Address
 
 Rule: TypeAlias = Literal["bind", "mask", "variable", "route"]
 
@@ -22,6 +22,28 @@ WILDCARD: Final = "0.0.0.0"  # noqa: S104 - recognised, and bound only when aske
 WILDCARDS: Final = ("", WILDCARD, "::")
 IPV4_TABLE: Final = "/proc/net/fib_trie"
 IPV6_TABLE: Final = "/proc/net/if_inet6"
+
+
+def format_address(address: Address) -> str:
+    """Return "host:port", with brackets around an IPv6 host."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_address(text: str) -> Address:
+    """Parse "host:port" or "[v6]:port".
+
+    Raises:
+        ValueError: no port, or not a number from 0 to 65,535.
+    """
+    host, separator, port = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"address {text!r}: write an IPv6 address as [host]:port")
+    if not separator or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError(f"address {text!r} is not of the form host:port")
+    return host, int(port)
 
 
 def deciding_rule(bind: Address, network_mask: str | None) -> Rule:
@@ -126,14 +148,6 @@ def local_address(bound: Address, peers: Sequence[str]) -> Address:
         except (OSError, ValueError):
             continue
     return loopback, port
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether the host is a loopback address of this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def resolve(text: str, like: Address) -> Address:

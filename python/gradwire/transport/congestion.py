@@ -19,10 +19,7 @@ from typing import Final
 RTT_INITIAL_S: Final = 0.1
 RTT_VARIATION_FLOOR_S: Final = 0.001  # the timers of a busy machine are no better
 ACK_DELAY_MAX_S: Final = 0.001
-# In the middle of a message an ACK may wait for this share of a round trip: over a slow link datagrams come singly.
-ACK_DELAY_SHARE: Final = 1 / 8
-ACK_DELAY_LONG_MAX_S: Final = 0.004
-LONG_RTT_S: Final = ACK_DELAY_MAX_S / ACK_DELAY_SHARE
+LONG_RTT_S: Final = 0.008
 LOSS_DELAY_FLOOR_S: Final = 0.0005
 PTO_MAX_S: Final = 1.0
 MIN_RTT_WINDOW_S: Final = 10.0
@@ -33,7 +30,7 @@ WINDOW_MIN_BYTES: Final = 16_384
 WINDOW_MAX_BYTES: Final = 1 << 28
 BURST_MIN_BYTES: Final = 3_000
 BURST_MAX_BYTES: Final = 65_536  # a record, one system call
-BURST_S: Final = 0.0005  # of the path's rate in one burst: less than the queue of a switch
+BURST_S: Final = 0.0004  # of the path's rate in one burst: less than the queue of a switch
 BURST_CLEAN_S: Final = 0.004  # on a path without loss, where larger bursts save processor time
 # Over a long path up to a millisecond's worth, but at most ten datagrams (RFC 9002, section 7.7).
 BURST_LONG_S: Final = 0.001
@@ -71,11 +68,6 @@ REGROWTH_S: Final = (
 )
 
 
-def ack_delay_s(round_trip_s: float, least_s: float = ACK_DELAY_MAX_S) -> float:
-    """Return how long a receiver may hold an acknowledgement back on a path with this round trip."""
-    return max(least_s, min(ACK_DELAY_SHARE * round_trip_s, ACK_DELAY_LONG_MAX_S))
-
-
 class RttEstimator:
     """Smoothed round-trip time, its variation, and the minimum of the last ten seconds.
 
@@ -102,11 +94,16 @@ class RttEstimator:
             self._is_guess = True
             self.shortest_s = 0.0
 
+    def set_guess(self, sample_s: float) -> None:
+        """Begin with a time that may be too long because it is unknown which of several datagrams was answered."""
+        if self.smoothed_s == 0.0:
+            self.smoothed_s, self.variation_s = sample_s, sample_s / 2
+
     def add_sample(self, sample_s: float, now_s: float) -> None:
         """Add one measured round trip."""
         sample_s = max(sample_s, 1e-6)
         self.latest_s = sample_s
-        if self.smoothed_s == 0.0:
+        if self.minimum_s == 0.0:
             self.smoothed_s, self.variation_s = sample_s, sample_s / 2
             self._set_minimum(sample_s, now_s)
             return
@@ -137,7 +134,7 @@ class RttEstimator:
         if self.smoothed_s == 0.0:
             return 2 * RTT_INITIAL_S
         variation_s = max(4 * self.variation_s, RTT_VARIATION_FLOOR_S)
-        return self.smoothed_s + variation_s + ack_delay_s(self.smoothed_s)
+        return self.smoothed_s + variation_s + ACK_DELAY_MAX_S
 
     @property
     def first_probe_timeout_s(self) -> float:
@@ -432,8 +429,9 @@ class RateController:
     def _update_window(self) -> None:
         gain = STARTUP_GAIN if self._phase == "startup" else WINDOW_GAIN
         # Acknowledgements come late and a burst at a time.
-        late_bytes = self.rate_bytes_per_s * ack_delay_s(self._rtt.minimum_s)
-        slack = min(late_bytes + 2 * BURST_MAX_BYTES, SLACK_MAX_BYTES)
+        late_bytes = self.rate_bytes_per_s * ACK_DELAY_MAX_S
+        burst_bytes = max(BURST_MAX_BYTES, self.rate_bytes_per_s * BURST_CLEAN_S)
+        slack = min(late_bytes + 2 * burst_bytes, SLACK_MAX_BYTES)
         target = int(gain * self._bandwidth_delay_bytes() + slack)
         floor = WINDOW_INITIAL_BYTES if self._phase == "startup" else WINDOW_MIN_BYTES
         self.window_bytes = min(max(floor, min(target, WINDOW_MAX_BYTES)), self.limit.nbytes)

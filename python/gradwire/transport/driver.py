@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from .addressing import local_addresses
+from .addressing import format_address, local_addresses
 from .endpoint import Endpoint
-from .types import Address, SocketStats, Transmit, format_address
+from .types import Address, SocketStats, Transmit
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,9 @@ GSO_REFUSED: Final = frozenset(
     {errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP, errno.ENOPROTOOPT}
 )
 TRY_LATER: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR})
-SIZE_REMEDY: Final = "if Limits(datagram_bytes=...) was raised, lower it to the interface's MTU less 28 bytes (IPv4) or 48 (IPv6)"
+SIZE_REMEDY: Final = (
+    "lower Limits(datagram_bytes=...) to the interface's MTU less 28 bytes (IPv4) or 48 (IPv6)"
+)
 
 now_s = time.monotonic
 
@@ -176,7 +178,7 @@ class Driver:
                     return True
                 self.has_gso = False
                 logger.warning(
-                    "UDP GSO was refused for datagrams of %d bytes (%s); datagrams are sent one by one from now on; %s",
+                    "UDP GSO was refused for datagrams of %d bytes (%s): they are sent one by one from now on; or %s",
                     transmit.segment_bytes,
                     error.strerror,
                     SIZE_REMEDY,

@@ -14,6 +14,8 @@ from dataclasses import replace
 from typing import Final
 
 from ..errors import Closed, NotConnected, TooLarge, WouldBlock
+from . import wire
+from .addressing import format_address, parse_address
 from .crypto import AuthenticationError, Entropy, KeyChain, Mac1
 from .discovery import GOSSIP_S, Discovery, members_frames
 from .handshake import IncomingHandshakes
@@ -31,23 +33,8 @@ from .types import (
     Stats,
     Ticket,
     Transmit,
-    format_address,
-    parse_address,
 )
-from .wire import (
-    CONTROL,
-    DATA,
-    HEADER,
-    HEADER_BYTES,
-    INIT,
-    RECORD_BYTES_MAX,
-    RECORD_NUMBER_BITS,
-    RECORD_NUMBER_MAX,
-    RESPONSE,
-    TAG_BYTES,
-    WireError,
-    run_length,
-)
+from .wire import HEADER, HEADER_BYTES, RECORD_NUMBER_BITS, RECORD_NUMBER_MAX, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +60,6 @@ class Endpoint:
         on_lag: "block" (a peer that stops acknowledging fills the send log, and `publish` raises `WouldBlock`) or
             "evict" (the peer is dropped after ``limits.lag_s``).
         first_record: number of the first record; only tests change it.
-
-    Attributes:
-        counters: the running counters of `stats`.
-        log: records that some peer has not acknowledged.
-        sessions: all sessions, by index.
-        by_node: established sessions, by the peer's node id.
-        by_stream: sessions by the address and the stream of their records.
     """
 
     def __init__(
@@ -109,9 +89,11 @@ class Endpoint:
         self.log = SendLog(self.limits.send_log_bytes, first_record)
         self.sealer = Sealer(self.keys, self.stream, self.limits.datagram_bytes)
         self.discovery = Discovery()
-        self.sessions: dict[int, Session] = {}
-        self.by_node: dict[int, Session] = {}
-        self.by_stream: dict[tuple[Address, int], Session] = {}
+        self.sessions: dict[int, Session] = {}  # by index
+        self.by_node: dict[int, Session] = {}  # established ones, by the peer's node id
+        self.by_stream: dict[
+            tuple[Address, int], Session
+        ] = {}  # by address and stream of the records
         self.handshakes = IncomingHandshakes(self)
         self.is_closing = False
         self._evicts = on_lag == "evict"
@@ -150,20 +132,7 @@ class Endpoint:
         return self.log.used_bytes + self.sealer.wire_bytes(nbytes) <= self.log.limit_bytes
 
     def publish(self, payload: memoryview, tag: int, to: Peer | None, now_s: float) -> Ticket:
-        """Seal a message and queue it for all connected peers, or for one.
-
-        Args:
-            payload: the message; not used any more afterwards.
-            tag: a number for the receivers.
-            to: one connected peer, or None for all.
-            now_s: current time.
-
-        Raises:
-            Closed: the node is closing.
-            TooLarge: larger than ``message_bytes_max``.
-            NotConnected: ``to`` is not connected.
-            WouldBlock: the send log has no space for the message now.
-        """
+        """Seal a message and queue it for all connected peers, or for one; see `Node.publish`."""
         if self.is_closing:
             raise Closed("the node is closed; nothing can be published any more")
         if len(payload) > self.limits.message_bytes_max:
@@ -305,7 +274,7 @@ class Endpoint:
             end = min(position + segment_bytes, total_bytes)
             if end - position < HEADER_BYTES:
                 counters.malformed_datagrams += 1
-            elif data[position] == DATA:
+            elif data[position] == wire.DATA:
                 end = self._receive_data(data, position, segment_bytes, address, now_s)
             else:
                 self._receive_other(data[position:end], address, now_s)
@@ -321,7 +290,7 @@ class Endpoint:
             self.counters.stray_datagrams += 1
             return min(position + segment_bytes, len(data))
         most = min(-(-(len(data) - position) // segment_bytes), fragments - first)
-        count = run_length(data, position, segment_bytes, first, most) if most > 1 else 1
+        count = wire.run_length(data, position, segment_bytes, first, most) if most > 1 else 1
         end = min(position + count * segment_bytes, len(data))
         fragment_bytes = number >> RECORD_NUMBER_BITS
         # A short last datagram may stand alone; otherwise the header has to agree with the size on the wire.
@@ -336,11 +305,11 @@ class Endpoint:
     def _receive_other(self, datagram: memoryview, address: Address, now_s: float) -> None:
         kind = datagram[0]
         try:
-            if kind == CONTROL:
+            if kind == wire.CONTROL:
                 self._receive_control(datagram, address, now_s)
-            elif kind == INIT:
+            elif kind == wire.INIT:
                 self.handshakes.on_init(bytes(datagram), address, now_s)
-            elif kind == RESPONSE:
+            elif kind == wire.RESPONSE:
                 self._receive_response(bytes(datagram), address, now_s)
             else:
                 self.handshakes.rejected.note_version(kind, address, now_s)
@@ -351,7 +320,7 @@ class Endpoint:
             self.counters.unauthenticated_datagrams += 1
 
     def _receive_control(self, datagram: memoryview, address: Address, now_s: float) -> None:
-        if len(datagram) < HEADER_BYTES + TAG_BYTES:
+        if len(datagram) < HEADER_BYTES + wire.TAG_BYTES:
             raise WireError("a control datagram without a tag")
         header = bytes(datagram[:HEADER_BYTES])
         _, _, _, _, index, counter = HEADER.unpack(header)
@@ -384,25 +353,17 @@ class Endpoint:
             self._check_peers(now_s)
             self._gossip(now_s)
         due = [session for session in self.sessions.values() if session.wake_at_s <= now_s]
-        out = self._poll_sessions(due, now_s)
+        out, self._final_datagrams = self._final_datagrams, []
+        # Start with another session each time, so that none is always last in the socket's queue.
+        self._turn += 1
+        for index in range(len(due)):
+            out.extend(due[(self._turn + index) % len(due)].poll(now_s))
         if self._final_datagrams:
-            out, self._final_datagrams = self._final_datagrams + out, []
+            out, self._final_datagrams = out + self._final_datagrams, []
         for transmit in out:
             nbytes = transmit.nbytes
             self.counters.udp_bytes_sent += nbytes
             self.counters.datagrams_sent += -(-nbytes // transmit.segment_bytes)
-        return out
-
-    def _poll_sessions(self, due: list[Session], now_s: float) -> list[Transmit]:
-        """Start with another session each time, so that none is always last in the socket's queue."""
-        if len(due) <= 1:
-            return due[0].poll(now_s) if due else []
-        self._turn = (self._turn + 1) % len(due)
-        queues = [session.poll(now_s) for session in due[self._turn :] + due[: self._turn]]
-        out: list[Transmit] = []
-        while queues:
-            queues = [queue for queue in queues if queue]
-            out.extend(queue.pop(0) for queue in queues)
         return out
 
     def next_timeout_s(self, now_s: float) -> float | None:
@@ -469,7 +430,7 @@ class Endpoint:
         for frame in members_frames(addresses):
             session.send_frame(frame)
 
-    # ---- what sessions and incoming handshakes use (session.Context, handshake.Owner) ---------------------------
+    # ---- what sessions and incoming handshakes use (session.Context) ---------------------------
 
     def wall_ms(self, now_s: float) -> int:
         """See `session.Context`; a jump of the clock after the start goes unnoticed."""
@@ -479,7 +440,7 @@ class Endpoint:
         """See `session.Context`."""
         cutoff_s = self._polled_at_s - ACTIVE_S
         active = sum(session.data_heard_at_s > cutoff_s for session in self.sessions.values())
-        window = self.limits.window_bytes // RECORD_BYTES_MAX // max(1, active)
+        window = self.limits.window_bytes // wire.RECORD_BYTES_MAX // max(1, active)
         return max(CREDIT_FLOOR_RECORDS, window)
 
     def on_identified(self, session: Session, now_s: float) -> bool:
@@ -516,7 +477,7 @@ class Endpoint:
         if session.stream is not None:
             self.by_stream[session.address, session.stream] = session
 
-    def on_up(self, session: Session, now_s: float) -> None:  # noqa: ARG002 - see `session.Context`
+    def on_up(self, session: Session) -> None:
         """See `session.Context`."""
         logger.info("connected to %s", session.identity)
         self._events.append(PeerJoined(session.identity))
@@ -566,7 +527,7 @@ class Endpoint:
         self._release_log()
 
     def drop(self, session: Session) -> None:
-        """See `handshake.Owner`."""
+        """See `session.Context`."""
         session.state = State.DOWN
         self._connect_at_s = 0.0
         self.sessions.pop(session.index, None)
@@ -576,7 +537,7 @@ class Endpoint:
         self._forget_stream(session)
 
     def new_index(self) -> int:
-        """See `handshake.Owner`."""
+        """See `session.Context`."""
         while True:
             index = int.from_bytes(self.entropy(4), "little")
             if index not in self.sessions:

@@ -5,12 +5,13 @@ Sans-IO. ``docs/transport.md``, section "Floods", lists the cost of each refusal
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
+from .addressing import format_address
 from .crypto import AuthenticationError, Handshake
-from .discovery import Discovery
+from .secret import fingerprint
 from .session import Context, Session, State, prologue
 from .types import Address
 from .wire import (
@@ -24,6 +25,8 @@ from .wire import (
     WireError,
 )
 
+logger = logging.getLogger(__name__)
+
 HALF_OPEN_MAX: Final = 256
 INITS_PER_S: Final = 200.0
 INITS_BURST: Final = 64.0
@@ -35,37 +38,15 @@ LOGGED_FOR_S: Final = 60.0  # then the same address may be logged again
 _KIND_BITS: Final = 0x0F  # of a datagram's first byte; the other bits are the version
 
 
-class Rejected(NamedTuple):
-    """An INIT that gets no answer.
-
-    Attributes:
-        address: its source, which nobody has verified.
-        reason: why it gets no answer.
-    """
-
-    address: Address
-    reason: str
-
-
 class RejectedPeers:
-    """Counts rejected INIT datagrams and selects a few for the log. A rejected peer itself gets no answer.
+    """Counts INIT datagrams made with another secret or version, and logs a few. The peer itself gets no answer."""
 
-    Attributes:
-        count: INIT datagrams made with another secret or version.
-        last: source of the last one.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, secret: bytes) -> None:
         self.count = 0
-        self.last: Address | None = None
+        self.last: Address | None = None  # source of the last one, which nobody has verified
+        self._fingerprint = fingerprint(secret)
         self._logged: set[Address] = set()
         self._logged_until_s = 0.0
-        self._new: list[Rejected] = []
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `take_new` would return something."""
-        return bool(self._new)
 
     def note(self, address: Address, reason: str, now_s: float) -> None:
         """Count an INIT that gets no answer."""
@@ -76,7 +57,12 @@ class RejectedPeers:
             self._logged_until_s = now_s + LOGGED_FOR_S
         if address not in self._logged and len(self._logged) < LOGGED_MAX:
             self._logged.add(address)
-            self._new.append(Rejected(address, reason))
+            logger.warning(
+                "an INIT from %s gets no answer: %s (this node has the secret with fingerprint %s)",
+                format_address(address),
+                reason,
+                self._fingerprint,
+            )
 
     def note_version(self, kind: int, address: Address, now_s: float) -> None:
         """Count a datagram of an unknown kind if it is an INIT of another version."""
@@ -84,11 +70,6 @@ class RejectedPeers:
             version = kind >> 4
             reason = f"it speaks version {version} of the transport, this node version {VERSION}"
             self.note(address, reason, now_s)
-
-    def take_new(self) -> list[Rejected]:
-        """Return the rejected peers to log, each once."""
-        new, self._new = self._new, []
-        return new
 
 
 class InitGate:
@@ -108,13 +89,7 @@ class InitGate:
         return mac1 in self._mac1s
 
     def admit(self, mac1: bytes, age_s: float, now_s: float) -> bool:
-        """Return whether another INIT may be decrypted now, and remember its mac1 if so.
-
-        Args:
-            mac1: of the INIT, verified.
-            age_s: age of the INIT by the clocks of both nodes, which need not agree in quiet times.
-            now_s: current time.
-        """
+        """Return whether another INIT may be decrypted now, and remember its (verified) mac1 if so."""
         is_timely = abs(age_s) <= TIMELY_S and self._timely.take(now_s)
         if not is_timely and not self._any.take(now_s):
             return False
@@ -143,68 +118,40 @@ class _TokenBucket:
         return True
 
 
-class Owner(Context, Protocol):
-    """The endpoint as `IncomingHandshakes` uses it."""
-
-    discovery: Discovery
-    sessions: dict[int, Session]
-    by_node: dict[int, Session]
-    is_closing: bool
-
-    def new_index(self) -> int:
-        """Return an unpredictable number for another session."""
-
-    def drop(self, session: Session) -> None:
-        """Forget a session, whatever its state."""
-
-
 class IncomingHandshakes:
-    """Answers or refuses the INIT datagrams of other nodes.
+    """Answers or refuses the INIT datagrams of other nodes."""
 
-    Attributes:
-        rejected: the peers that get no answer.
-    """
-
-    def __init__(self, owner: Owner) -> None:
-        self._owner = owner
+    def __init__(self, endpoint: Context) -> None:
+        self._endpoint = endpoint
         self._gate = InitGate()
-        self._half_open: dict[bytes, Session] = {}
-        self.rejected = RejectedPeers()
-
-    @property
-    def half_open(self) -> Mapping[bytes, Session]:
-        """Sessions whose peer has not yet proved that its INIT is no recording, by mac1."""
-        return self._half_open
+        # By mac1: the sessions whose peer has not yet proved that its INIT is no recording.
+        self.half_open: dict[bytes, Session] = {}
+        self.rejected = RejectedPeers(endpoint.secret)
 
     def on_init(self, datagram: bytes, address: Address, now_s: float) -> None:
-        """Answer an INIT, or refuse it at the least cost.
-
-        Raises:
-            WireError: the datagram is no INIT.
-            AuthenticationError: the datagram was made with another secret.
-        """
+        """Answer an INIT, or refuse it at the least cost; raise if it is malformed or made with another secret."""
         if len(datagram) != INIT_BYTES:
             raise WireError(f"an INIT of {len(datagram)} bytes")
-        counters = self._owner.counters
+        counters = self._endpoint.counters
         mac1 = datagram[-MAC1_BYTES:]
-        repeated = self._half_open.get(mac1)
+        repeated = self.half_open.get(mac1)
         if repeated is not None and repeated.init == datagram:
             counters.handshakes_refused += not repeated.answer_again(address, now_s)
             return
         # In order of cost: duplicate, mac1, rate limit, Noise decryption.
-        if self._owner.is_closing or self._gate.has_seen(mac1):
+        if self._endpoint.is_closing or self._gate.has_seen(mac1):
             counters.handshakes_refused += 1
             return
-        if not self._owner.mac1.verify(datagram):
+        if not self._endpoint.mac1.verify(datagram):
             counters.handshakes_refused += 1
             self.rejected.note(address, "it has another secret", now_s)
             raise AuthenticationError("an INIT without a valid mac1")
         header = datagram[:HEADER_BYTES]
         _, _, _, _, index, sent_ms = HEADER.unpack(header)
-        if not self._gate.admit(mac1, (self._owner.wall_ms(now_s) - sent_ms) * 1e-3, now_s):
+        if not self._gate.admit(mac1, (self._endpoint.wall_ms(now_s) - sent_ms) * 1e-3, now_s):
             counters.handshakes_refused += 1
             return
-        handshake = Handshake(self._owner.secret, prologue(header), self._owner.entropy)
+        handshake = Handshake(self._endpoint.secret, prologue(header), self._endpoint.entropy)
         remote = Introduction.decode(handshake.read_init(datagram[HEADER_BYTES:-MAC1_BYTES]))
         if self._is_acceptable(remote, index, address, now_s):
             self._open_half(handshake, remote, datagram, address, now_s)
@@ -214,16 +161,16 @@ class IncomingHandshakes:
     def _is_acceptable(
         self, remote: Introduction, index: int, address: Address, now_s: float
     ) -> bool:
-        if remote.node_id == self._owner.node_id:
+        if remote.node_id == self._endpoint.node_id:
             self._note_own_init(index, now_s)
             return False
         if remote.session != index:
             return False
-        known = self._owner.by_node.get(remote.node_id)
+        known = self._endpoint.by_node.get(remote.node_id)
         if known is not None and known.peer is not None:
             if remote.incarnation < known.peer.incarnation:
                 return False
-            is_alive = now_s - known.heard_at_s < self._owner.limits.suspect_s
+            is_alive = now_s - known.heard_at_s < self._endpoint.limits.suspect_s
             if remote.incarnation == known.peer.incarnation and is_alive:
                 return False
         return self._yield_to(remote, address)
@@ -235,15 +182,15 @@ class IncomingHandshakes:
         """
         is_initiating = any(
             session.state is State.INIT_SENT and session.address == address
-            for session in self._owner.sessions.values()
+            for session in self._endpoint.sessions.values()
         )
-        return not is_initiating or self._owner.node_id < remote.node_id
+        return not is_initiating or self._endpoint.node_id < remote.node_id
 
     def _note_own_init(self, index: int, now_s: float) -> None:
-        session = self._owner.sessions.get(index)
+        session = self._endpoint.sessions.get(index)
         if session is not None and session.state is State.INIT_SENT and session.target is not None:
-            self._owner.discovery.on_own(session.target, now_s)
-            self._owner.drop(session)
+            self._endpoint.discovery.on_own(session.target, now_s)
+            self._endpoint.drop(session)
 
     def _open_half(
         self,
@@ -253,16 +200,16 @@ class IncomingHandshakes:
         address: Address,
         now_s: float,
     ) -> None:
-        while len(self._half_open) >= HALF_OPEN_MAX:
-            self._owner.drop(next(iter(self._half_open.values())))
-        session = Session(self._owner, self._owner.new_index(), address, now_s)
+        while len(self.half_open) >= HALF_OPEN_MAX:
+            self._endpoint.drop(next(iter(self.half_open.values())))
+        session = Session(self._endpoint, self._endpoint.new_index(), address, now_s)
         session.init = datagram
         session.start_responder(handshake, remote)
-        self._owner.sessions[session.index] = session
-        self._half_open[datagram[-MAC1_BYTES:]] = session
+        self._endpoint.sessions[session.index] = session
+        self.half_open[datagram[-MAC1_BYTES:]] = session
 
     def forget(self, session: Session) -> None:
         """Remove a session that has been established or has ended."""
         mac1 = session.init[-MAC1_BYTES:]
-        if self._half_open.get(mac1) is session:
-            del self._half_open[mac1]
+        if self.half_open.get(mac1) is session:
+            del self.half_open[mac1]

@@ -15,21 +15,11 @@ from types import TracebackType
 from typing import Final
 
 from ..errors import Closed, TransportError, WouldBlock
-from .addressing import choose_address, local_address, resolve
+from .addressing import choose_address, format_address, local_address, parse_address, resolve
 from .driver import Driver, Waker, now_s
 from .endpoint import Endpoint
 from .secret import fingerprint, parse_secret
-from .types import (
-    Event,
-    Limits,
-    Peer,
-    Received,
-    Stats,
-    Ticket,
-    flat_view,
-    format_address,
-    parse_address,
-)
+from .types import Event, Limits, Peer, Received, Stats, Ticket, flat_view
 from .wire import ADVERTISE_BYTES_MAX
 
 logger = logging.getLogger(__name__)
@@ -382,15 +372,6 @@ class Node:
     def _notify(self) -> None:
         if any(is_done() for is_done in self._awaited):
             self._changed.notify_all()
-        if self._endpoint.handshakes.rejected.has_news:
-            for peer in self._endpoint.handshakes.rejected.take_new():
-                logger.warning(
-                    "an INIT from %s to this node (%s, with %s) gets no answer: %s",
-                    format_address(peer.address),
-                    self._address,
-                    self._secret_name,
-                    peer.reason,
-                )
 
     def _run(self) -> None:
         """Serve acknowledgements, timers and arrivals while the callers compute (the I/O thread)."""

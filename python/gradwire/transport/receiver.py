@@ -12,14 +12,11 @@ from typing import Final
 import numpy as np
 
 from . import wire
-from .congestion import ACK_DELAY_MAX_S, RttEstimator, ack_delay_s
 from .crypto import AuthenticationError, KeyChain
 from .wire import ACK_WINDOW_RECORDS, HEADER_BYTES, RECORD_META_BYTES, RECORD_NUMBER_MAX, Ack
 
 ACK_DELAY_S: Final = 0.0005
-BULK_BYTES: Final = 100_000  # more than the first burst of a message; nobody waits for an ACK then
 ACK_EVERY_BYTES: Final = 300_000  # one ACK per record would cost more than the data
-RARE_S: Final = 0.002  # after such a pause no more data is coming to be acknowledged together
 
 Deliver = Callable[[int, memoryview], None]
 
@@ -105,13 +102,11 @@ class Receiver:
         budget: ReceiveBudget,
         deliver: Deliver,
         message_bytes_max: int,
-        rtt: RttEstimator,
     ) -> None:
         self._keys = keys
         self._budget = budget
         self._deliver = deliver
         self._message_bytes_max = message_bytes_max
-        self._rtt = rtt
         self.cumulative = start  # every record below this number is complete
         self.limit = start  # the first record number for which no credit has been granted
         self.ack_at_s: float | None = (
@@ -127,7 +122,6 @@ class Receiver:
         self._complete: dict[int, memoryview | int] = {}
         self._assembly: _Assembly | None = None
         self._unacknowledged_bytes = 0
-        self._ack_delay_s = self._midway_delay_s = ACK_DELAY_S
         self._last_arrival_s = 0.0
         self._frontier = (start, 0)  # record and fragment that come next if nothing is lost
 
@@ -177,7 +171,6 @@ class Receiver:
         count = -(-len(batch) // (fragment_bytes + HEADER_BYTES))
         if not _is_plausible(fragments, fragment_bytes, first, count, len(batch)):
             return False
-        is_rare = now_s - self._last_arrival_s > RARE_S
         self._last_arrival_s = now_s
         if not self.accepts(record):
             # The acknowledgement of an earlier copy was lost, or the sender has no credit: tell the sender at once.
@@ -194,8 +187,7 @@ class Receiver:
             # first cannot block the record for ever.
             partial = self._partials[record] = Partial(fragments, fragment_bytes)
         self.duplicate_fragments += (partial.got >> first & ((1 << count) - 1)).bit_count()
-        is_complete = partial.add_fragments(first, count, batch)
-        if is_complete:
+        if partial.add_fragments(first, count, batch):
             del self._partials[record]
             field = fragment_bytes << wire.RECORD_NUMBER_BITS | record
             self._open(
@@ -204,9 +196,11 @@ class Receiver:
         is_ahead = (record, first) > self._frontier
         next_one = (record, first + count) if first + count < fragments else (record + 1, 0)
         self._frontier = max(self._frontier, next_one)
-        self._schedule_ack(record, is_ahead, is_rare, now_s)
-        if is_rare and is_complete and self._assembly is None:
+        # A gap is reported once, when it opens; `_end_message` sees to the end of a message.
+        if self._unacknowledged_bytes >= ACK_EVERY_BYTES or (is_ahead and self._has_gap(record)):
             self.acknowledge_by(now_s)
+        else:
+            self.acknowledge_by(now_s + ACK_DELAY_S)
         return True
 
     def _open(self, record: int, header: bytes, partial: Partial, now_s: float) -> None:
@@ -291,7 +285,7 @@ class Receiver:
         if not self._budget.take(message_bytes):
             return False
         if len(chunk) == message_bytes:
-            self._deliver(tag, chunk)
+            self._end_message(tag, chunk)
             return True
         self._assembly = _Assembly(number, tag, message_bytes)
         self._fill(self._assembly, chunk)
@@ -305,8 +299,13 @@ class Receiver:
         assembly.filled = end
         if end == len(assembly.payload):
             self._assembly = None
-            self._unacknowledged_bytes = ACK_EVERY_BYTES  # the sender may be waiting for this
-            self._deliver(assembly.tag, assembly.payload.toreadonly())
+            self._end_message(assembly.tag, assembly.payload.toreadonly())
+
+    def _end_message(self, tag: int, payload: memoryview) -> None:
+        self._unacknowledged_bytes = (
+            ACK_EVERY_BYTES  # the sender may be waiting for the acknowledgement
+        )
+        self._deliver(tag, payload)
 
     def _drop_assembly(self) -> None:
         if self._assembly is not None:
@@ -314,20 +313,6 @@ class Receiver:
             self._assembly = None
 
     # ---- acknowledgements ---------------------------------------------------------------------------------------
-
-    def _schedule_ack(self, record: int, is_ahead: bool, is_rare: bool, now_s: float) -> None:
-        """Schedule the ACK of a batch, which begins beyond the frontier (``is_ahead``) or after a pause (``is_rare``)."""
-        # In the middle of a record an acknowledgement costs the sender more to process.
-        most_bytes = ACK_EVERY_BYTES if record < self.cumulative else 2 * ACK_EVERY_BYTES
-        if self._unacknowledged_bytes >= most_bytes or (is_ahead and self._has_gap(record)):
-            self.acknowledge_by(now_s)
-        else:
-            self.acknowledge_by(now_s + self._delay_s(is_rare))
-
-    def _delay_s(self, is_rare: bool) -> float:
-        """Return the ACK delay: short at the start of a burst and the end of a message, longer in between."""
-        is_midway = self._assembly is not None or bool(self._partials)
-        return self._midway_delay_s if is_midway and not is_rare else self._ack_delay_s
 
     def _has_gap(self, record: int) -> bool:
         """Return whether fragments are missing before this record, or inside the next one."""
@@ -339,9 +324,6 @@ class Receiver:
     def make_ack(self, now_s: float) -> Ack:
         """Return the acknowledgement to send now, with all the credit there is."""
         self.ack_at_s = None
-        is_bulk = self._unacknowledged_bytes >= BULK_BYTES
-        self._ack_delay_s = ACK_DELAY_MAX_S if is_bulk else ACK_DELAY_S
-        self._midway_delay_s = ack_delay_s(self._rtt.shortest_s, self._ack_delay_s)
         self._unacknowledged_bytes = 0
         self.limit = max(self.limit, min(self._consumed + self._window, RECORD_NUMBER_MAX))
         base = self.cumulative

@@ -11,20 +11,22 @@ from enum import Enum
 from typing import Final, Protocol
 
 from . import wire
+from .addressing import format_address
 from .congestion import RttEstimator
 from .crypto import AuthenticationError, ControlChannel, Entropy, Handshake, KeyChain, Mac1
-from .discovery import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
+from .discovery import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S, Discovery
 from .receiver import ProtocolError, ReceiveBudget, Receiver
 from .records import SendLog
 from .sender import Burst, Sender, Sending
-from .types import Address, Limits, Peer, PeerStats, Stats, Ticket, Transmit, format_address
+from .types import Address, Limits, Peer, PeerStats, Stats, Ticket, Transmit
 
 PROLOGUE: Final = b"gradwire transport 2"
-INTRODUCTION_BYTES: Final = wire.INIT_BYTES - wire.HEADER_BYTES - 32 - wire.TAG_BYTES - wire.MAC1_BYTES
+INTRODUCTION_BYTES: Final = (
+    wire.INIT_BYTES - wire.HEADER_BYTES - 32 - wire.TAG_BYTES - wire.MAC1_BYTES
+)
 CLOSE_ATTEMPTS: Final = 5
 CLOSE_RETRY_MAX_S: Final = 0.5
 BURSTS_PER_POLL: Final = 16
-PINGS_MAX: Final = 16
 RESPONSE_INTERVAL_S: Final = RETRY_FIRST_S / 2  # a genuine INIT is repeated half as often at most
 
 REASON_LEFT: Final = 0
@@ -44,7 +46,7 @@ class State(Enum):
 
 
 class Context(Protocol):
-    """The endpoint as its sessions use it."""
+    """The endpoint as its sessions and incoming handshakes use it."""
 
     limits: Limits
     log: SendLog
@@ -58,6 +60,10 @@ class Context(Protocol):
     incarnation: int
     stream: int
     advertise: str
+    discovery: Discovery
+    sessions: dict[int, Session]
+    by_node: dict[int, Session]
+    is_closing: bool
 
     def wall_ms(self, now_s: float) -> int:
         """Return the time since the epoch, in milliseconds, by this node's clock."""
@@ -65,17 +71,17 @@ class Context(Protocol):
     def window_records(self) -> int:
         """Return the credit that each active sender gets now."""
 
+    def new_index(self) -> int:
+        """Return an unpredictable number for another session."""
+
     def on_identified(self, session: Session, now_s: float) -> bool:
         """Take note of the peer's identity; return False to refuse the peer."""
 
     def on_stream(self, session: Session) -> None:
-        """Take note of the peer's stream number."""
+        """Route the peer's records to its session."""
 
-    def on_up(self, session: Session, now_s: float) -> None:
-        """Take note that messages flow."""
-
-    def on_down(self, session: Session, reason: str, now_s: float) -> None:
-        """Take note that the session has ended."""
+    def on_up(self, session: Session) -> None:
+        """Report that messages flow."""
 
     def on_moved(self, session: Session, address: Address) -> None:
         """Take note of the peer's new address."""
@@ -86,6 +92,12 @@ class Context(Protocol):
     def deliver(self, session: Session, tag: int, payload: memoryview) -> None:
         """Put a complete message into the receive queue."""
 
+    def on_down(self, session: Session, reason: str, now_s: float) -> None:
+        """Report that the session has ended."""
+
+    def drop(self, session: Session) -> None:
+        """Forget a session, whatever its state."""
+
 
 def prologue(header: bytes) -> bytes:
     """Return the bytes that both sides bind the handshake to: version and the INIT's header."""
@@ -93,44 +105,31 @@ def prologue(header: bytes) -> bytes:
 
 
 class Session:
-    """One connection, from the INIT to the end.
-
-    Attributes:
-        index: number of the session in the control datagrams sent to this node.
-        address: source of the peer's latest datagrams.
-        target: the address that the INIT was sent to, or None if the peer sent it.
-        state: see `State`.
-        peer: the peer's identity, once known.
-        advertised: "host:port" at which others should reach the peer, or empty.
-        stream: number of the peer's stream, once known.
-        init: the peer's INIT, to recognise a repetition.
-        wake_at_s: when `poll` has something to do; anything received or published sets it back to "now".
-        pending: (last record, ticket) of the messages that the peer has not acknowledged.
-        heard_at_s: when the peer's latest control datagram arrived.
-        data_heard_at_s: when the peer's latest data datagram arrived.
-        progress_at_s: when the peer last acknowledged a record.
-    """
+    """One connection, from the INIT to the end."""
 
     def __init__(self, context: Context, index: int, address: Address, now_s: float) -> None:
         self._context = context
-        self.index = index
-        self.address = address
-        self.target: Address | None = None
+        self.index = index  # number of the session in the control datagrams sent to this node
+        self.address = address  # source of the peer's latest datagrams
+        self.target: Address | None = (
+            None  # the address that the INIT was sent to, None if the peer sent it
+        )
         self.state = State.INIT_SENT
         self.peer: Peer | None = None
-        self.advertised = ""
-        self.stream: int | None = None
-        self.init = b""
+        self.advertised = ""  # "host:port" at which others should reach the peer
+        self.stream: int | None = None  # number of the peer's stream
+        self.init = b""  # the peer's INIT, to recognise a repetition
         self.rtt = RttEstimator()
         self.sender: Sender | None = None
         self.receiver: Receiver | None = None
+        # (last record, ticket) of the messages that the peer has not acknowledged
         self.pending: deque[tuple[int, Ticket]] = deque()
         self.was_up = False
         self.started_at_s = now_s
-        self.heard_at_s = now_s
-        self.data_heard_at_s = float("-inf")
-        self.progress_at_s = now_s
-        self.wake_at_s = float("-inf")
+        self.heard_at_s = now_s  # when the peer's latest control datagram arrived
+        self.data_heard_at_s = float("-inf")  # when the peer's latest data datagram arrived
+        self.progress_at_s = now_s  # when the peer last acknowledged a record
+        self.wake_at_s = float("-inf")  # when `poll` has something to do
         self._handshake: Handshake | None = None
         self._first_datagram = b""
         self._attempts = 0
@@ -142,8 +141,7 @@ class Session:
         self._frames: list[bytes] = []
         self._control_sent_at_s = now_s
         self._ack_counter = -1
-        self._ping_token = 0
-        self._pings: dict[int, float] = {}
+        self._ping = (0, now_s)  # token and time of the latest PING
         self._key_frame = b""
         self._has_key_ack = False
         self._keyed_at_s = now_s
@@ -199,7 +197,7 @@ class Session:
         self.touch()
         if not self._context.mac1.verify(datagram):
             raise AuthenticationError("a RESPONSE without a valid mac1")
-        message = datagram[wire.HEADER_BYTES:-wire.MAC1_BYTES]
+        message = datagram[wire.HEADER_BYTES : -wire.MAC1_BYTES]
         remote = wire.Introduction.decode(self._handshake.read_response(message))
         self._channel = ControlChannel(*self._handshake.split())
         self._handshake = None
@@ -215,7 +213,9 @@ class Session:
 
     def _introduction(self) -> wire.Introduction:
         context = self._context
-        return wire.Introduction(context.node_id, context.incarnation, self.index, context.advertise)
+        return wire.Introduction(
+            context.node_id, context.incarnation, self.index, context.advertise
+        )
 
     def _begin_keying(self, now_s: float) -> None:
         self.state = State.KEYING
@@ -293,13 +293,12 @@ class Session:
                 if self.receiver is not None:
                     self.receiver.acknowledge_by(now_s)
             case wire.Pong(token):
-                sent_at_s = self._pings.pop(token, None)
-                if sent_at_s is not None:
-                    self.rtt.add_sample(now_s - sent_at_s, now_s)
+                if token == self._ping[0]:
+                    self.rtt.add_sample(now_s - self._ping[1], now_s)
             case wire.Key():
                 self._on_key(frame, now_s)
             case wire.KeyAck():
-                self.rtt.set_guess(now_s - self._keyed_at_s, now_s)
+                self.rtt.set_guess(now_s - self._keyed_at_s)
                 self._on_key_ack(now_s)
             case wire.Skip(first, count):
                 self._on_skip(first, count, now_s)
@@ -337,7 +336,6 @@ class Session:
                 self._context.budget,
                 self._deliver,
                 self._context.limits.message_bytes_max,
-                self.rtt,
             )
             self.receiver.grant_credit(self._context.window_records(), now_s)
             self.stream = frame.stream
@@ -356,8 +354,8 @@ class Session:
         if self.state is State.KEYING and self.receiver is not None and self._has_key_ack:
             self.state = State.UP
             self.was_up = True
-            self._ping(now_s)
-            self._context.on_up(self, now_s)
+            self._send_ping(now_s)
+            self._context.on_up(self)
 
     def _on_skip(self, first: int, count: int, now_s: float) -> None:
         if self.receiver is not None:
@@ -467,12 +465,12 @@ class Session:
             for item in probes:
                 self._emit(item, out)
             if is_probe_due:
-                self._ping(now_s)
+                self._send_ping(now_s)
         if (
             self.state is State.UP
             and now_s - self._control_sent_at_s >= self._context.limits.heartbeat_s
         ):
-            self._ping(now_s)
+            self._send_ping(now_s)
 
     def _retry(self, now_s: float) -> None:
         """Repeat the frame that the peer has not confirmed: KEY or CLOSE."""
@@ -488,12 +486,9 @@ class Session:
         else:
             self._frames.append(self._key_frame)
 
-    def _ping(self, now_s: float) -> None:
-        self._ping_token += 1
-        self._pings[self._ping_token] = now_s
-        if len(self._pings) > PINGS_MAX:
-            del self._pings[next(iter(self._pings))]
-        self.send_frame(wire.Ping(self._ping_token))
+    def _send_ping(self, now_s: float) -> None:
+        self._ping = (self._ping[0] + 1, now_s)
+        self.send_frame(wire.Ping(self._ping[0]))
 
     def _poll_data(self, sender: Sender, now_s: float, out: list[Transmit]) -> None:
         for _ in range(BURSTS_PER_POLL):
@@ -510,13 +505,15 @@ class Session:
 
     def _poll_control(self, now_s: float, out: list[Transmit]) -> None:
         receiver = self.receiver
-        if receiver is not None and receiver.ack_at_s is not None:
-            if self._frames or now_s >= receiver.ack_at_s:
-                # Before a CLOSE, after which the peer reads nothing, so that received messages count as delivered.
-                self._frames.insert(0, wire.encode_frame(receiver.make_ack(now_s)))
+        ack_at_s = None if receiver is None else receiver.ack_at_s
+        if receiver is not None and ack_at_s is not None and (self._frames or now_s >= ack_at_s):
+            # Before a CLOSE, after which the peer reads nothing, so that received messages count as delivered.
+            self._frames.insert(0, wire.encode_frame(receiver.make_ack(now_s)))
         while self._frames and self._channel is not None:
             plaintext = b""
-            while self._frames and len(plaintext) + len(self._frames[0]) <= wire.CONTROL_PLAINTEXT_MAX:
+            while (
+                self._frames and len(plaintext) + len(self._frames[0]) <= wire.CONTROL_PLAINTEXT_MAX
+            ):
                 plaintext += self._frames.pop(0)
             counter = self._channel.next_counter()
             header = wire.HEADER.pack(wire.CONTROL, 0, 0, 0, self._remote_index, counter)

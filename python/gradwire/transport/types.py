@@ -44,7 +44,7 @@ class Ticket:
     Attributes:
         tag: the caller's tag.
         nbytes: size of the message.
-        delivered: peers that have reassembled, authenticated and acknowledged the message; they may not have applied it.
+        delivered: peers that have acknowledged the complete message; they may not have applied it.
         failed: peers that were lost first.
         pending: peers that have neither acknowledged the message nor been lost.
     """
@@ -92,8 +92,8 @@ class PeerLost:
 
     Attributes:
         peer: which peer.
-        reason: "left", "timeout", "restarted", "lagging", "protocol error", "closed", or "dropped by the peer" (the peer
-            refused what it received, such as a message larger than its ``message_bytes_max``).
+        reason: "left", "timeout", "restarted", "lagging", "protocol error", "closed", or "dropped by the peer" (for
+            example because of a message larger than the peer's ``message_bytes_max``).
         undelivered: tickets of the messages that the peer had not acknowledged.
     """
 
@@ -257,25 +257,3 @@ def flat_view(buffer: object) -> memoryview:
             "copies one)"
         )
     return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-def format_address(address: Address) -> str:
-    """Return "host:port", with brackets around an IPv6 host."""
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def parse_address(text: str) -> Address:
-    """Parse "host:port" or "[v6]:port".
-
-    Raises:
-        ValueError: no port, or not a number from 0 to 65,535.
-    """
-    host, separator, port = text.strip().rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise ValueError(f"address {text!r}: write an IPv6 address as [host]:port")
-    if not separator or not port.isdecimal() or int(port) > 65_535:
-        raise ValueError(f"address {text!r} is not of the form host:port")
-    return host, int(port)
