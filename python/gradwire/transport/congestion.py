@@ -63,36 +63,22 @@ GROWTH: Final = 2.0
 GROWTH_BRIEF: Final = 0.5  # in so short a round trip a token bucket does not visibly empty
 GROWTH_QUEUED: Final = 0.25
 BRIEF_S: Final = 0.001
-REGROWTH_S: Final = (
-    1.0  # after an overflow: time of sending without a queue in which the limit grows by e
-)
+REGROWTH_S: Final = 1.0  # after an overflow: time without a queue in which the limit grows by e
 
 
 class RttEstimator:
-    """Smoothed round-trip time, its variation, and the minimum of the last ten seconds.
-
-    Attributes:
-        shortest_s: the shortest sample ever; 0 before the first.
-    """
+    """Smoothed round-trip time, its variation, and the minimum of the last ten seconds; 0 while unknown."""
 
     def __init__(self) -> None:
         self.smoothed_s = 0.0
         self.variation_s = 0.0
         self.latest_s = 0.0
         self.minimum_s = 0.0
-        self.shortest_s = 0.0
+        self.shortest_s = 0.0  # of all samples
         self._minimum_at_s = 0.0
         self._next_s = self._next_at_s = (
             0.0  # the next smallest sample, which will replace the minimum
         )
-        self._is_guess = False
-
-    def set_guess(self, sample_s: float, now_s: float) -> None:
-        """Use a time that may be too long because it is unknown which of several datagrams was answered."""
-        if self.smoothed_s == 0.0:
-            self.add_sample(sample_s, now_s)
-            self._is_guess = True
-            self.shortest_s = 0.0
 
     def set_guess(self, sample_s: float) -> None:
         """Begin with a time that may be too long because it is unknown which of several datagrams was answered."""

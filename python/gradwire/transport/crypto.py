@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from .wire import MAC1_BYTES, TAG_BYTES
 
 PROTOCOL_NAME: Final = b"Noise_NNpsk0_25519_AESGCM_SHA256"
+PROLOGUE: Final = b"gradwire transport 2"
 PUBLIC_KEY_BYTES: Final = 32
 REPLAY_WINDOW: Final = 1_024
 # Records of 62 kB sealed under one AES-GCM key: 2^34 blocks, for which an attacker's advantage stays below 2^-60
@@ -85,11 +86,11 @@ class Handshake:
 
     Args:
         secret: the 32-byte cluster secret.
-        prologue: bytes that both sides must agree on.
+        header: of the INIT; both sides bind the handshake to it.
         entropy: source of random bytes.
     """
 
-    def __init__(self, secret: bytes, prologue: bytes, entropy: Entropy = os.urandom) -> None:
+    def __init__(self, secret: bytes, header: bytes, entropy: Entropy = os.urandom) -> None:
         self._chaining_key = PROTOCOL_NAME
         self._hash = PROTOCOL_NAME
         self._key = b""
@@ -97,24 +98,15 @@ class Handshake:
         self._entropy = entropy
         self._ephemeral: X25519PrivateKey | None = None
         self._remote = b""
-        self._mix_hash(prologue)
+        self._mix_hash(PROLOGUE + header)
         self._mix_key_and_hash(secret)
-
-    @property
-    def hash(self) -> bytes:
-        """The handshake hash, the same on both sides after the second message."""
-        return self._hash
 
     def write_init(self, payload: bytes) -> bytes:
         """Return the initiator's message: ephemeral key and sealed payload."""
         return self._write_ephemeral() + self._encrypt_and_hash(payload)
 
     def read_init(self, message: bytes) -> bytes:
-        """Return the payload of the initiator's message.
-
-        Raises:
-            AuthenticationError: made with another secret, or changed on the way.
-        """
+        """Return the payload of the initiator's message; raise `AuthenticationError` if it is a forgery."""
         return self._decrypt_and_hash(self._read_ephemeral(message))
 
     def write_response(self, payload: bytes) -> bytes:
@@ -126,10 +118,7 @@ class Handshake:
     def read_response(self, message: bytes) -> bytes:
         """Return the payload of the responder's message.
 
-        A forgery leaves the handshake unchanged, so the true response can still arrive.
-
-        Raises:
-            AuthenticationError: not a response to our message by a holder of the secret.
+        A forgery raises `AuthenticationError` and leaves the handshake unchanged, so the true response can still come.
         """
         saved = (self._chaining_key, self._hash, self._key, self._nonce, self._remote)
         try:
@@ -230,11 +219,7 @@ class ControlChannel:
         return header + self._send.encrypt(noise_nonce(counter), plaintext, header)
 
     def open(self, counter: int, header: bytes, ciphertext: memoryview) -> bytes:
-        """Return the plaintext of a datagram that was not seen before.
-
-        Raises:
-            AuthenticationError: forged, changed, repeated, or older than the window.
-        """
+        """Return the plaintext; raise `AuthenticationError` if forged, changed, repeated, or older than the window."""
         if counter <= self._highest - REPLAY_WINDOW or self._is_seen(counter):
             raise AuthenticationError("a control datagram was repeated")
         try:
@@ -280,11 +265,7 @@ class KeyChain:
         return cls(entropy(KEY_BYTES), entropy(IV_BYTES), first_record)
 
     def key_of(self, record: int) -> tuple[bytes, bytes]:
-        """Return (key, iv) of a record's epoch.
-
-        Raises:
-            AuthenticationError: the epoch is too old or not reached yet.
-        """
+        """Return (key, iv) of a record's epoch."""
         epoch_key = self._epoch_key(record)
         return epoch_key.key, epoch_key.iv
 
@@ -299,11 +280,7 @@ class KeyChain:
     def open_into(
         self, record: int, ciphertext: memoryview, associated: bytes, out: memoryview
     ) -> None:
-        """Open one record; ``out`` has 16 bytes less than ``ciphertext``.
-
-        Raises:
-            AuthenticationError: the tag does not verify, or the epoch is too old or not reached yet.
-        """
+        """Open one record, or raise `AuthenticationError`; ``out`` has 16 bytes less than ``ciphertext``."""
         epoch_key = self._epoch_key(record)
         nonce = (epoch_key.iv_number ^ record).to_bytes(IV_BYTES, "big")
         try:

@@ -16,11 +16,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from .addressing import format_address, local_addresses
-from .endpoint import Endpoint
-from .types import Address, SocketStats, Transmit
+from .types import Address, SocketStats, Stats, Transmit
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +47,21 @@ SIZE_REMEDY: Final = (
 )
 
 now_s = time.monotonic
+
+
+class Endpoint(Protocol):
+    """The protocol of a node, as the driver uses it; see `gradwire.transport.endpoint.Endpoint`."""
+
+    counters: Stats
+
+    def receive(self, data: memoryview, segment_bytes: int, address: Address, now_s: float) -> None:
+        """Process datagrams from one address."""
+
+    def poll(self, now_s: float) -> list[Transmit]:
+        """Return the datagrams to send now."""
+
+    def next_timeout_s(self, now_s: float) -> float | None:
+        """Return the time at which to call `poll` next."""
 
 
 class Driver:

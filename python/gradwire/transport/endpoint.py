@@ -34,7 +34,7 @@ from .types import (
     Ticket,
     Transmit,
 )
-from .wire import HEADER, HEADER_BYTES, RECORD_NUMBER_BITS, RECORD_NUMBER_MAX, WireError
+from .wire import HEADER, HEADER_BYTES, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ ACTIVE_S: Final = 1.0
 HOUSEKEEPING_S: Final = 0.1
 SLEEP_S: Final = 1.0
 CREDIT_FLOOR_RECORDS: Final = 4
+HALF_OPEN_MAX: Final = 256
 NEVER_S: Final = float("inf")
 
 
@@ -54,11 +55,8 @@ class Endpoint:
         now_s: current time, monotonic.
         node_id: identity of the node, 64 bits.
         incarnation: start of the process in milliseconds; larger than that of any earlier run of the node.
-        limits: bounds and timers.
-        advertise: "host:port" at which others can reach the node, or empty.
+        limits, advertise, on_lag: see `Node`.
         entropy: source of random bytes; a simulator passes a seeded one.
-        on_lag: "block" (a peer that stops acknowledging fills the send log, and `publish` raises `WouldBlock`) or
-            "evict" (the peer is dropped after ``limits.lag_s``).
         first_record: number of the first record; only tests change it.
     """
 
@@ -89,12 +87,14 @@ class Endpoint:
         self.log = SendLog(self.limits.send_log_bytes, first_record)
         self.sealer = Sealer(self.keys, self.stream, self.limits.datagram_bytes)
         self.discovery = Discovery()
+        self.handshakes = IncomingHandshakes(secret, entropy)
         self.sessions: dict[int, Session] = {}  # by index
         self.by_node: dict[int, Session] = {}  # established ones, by the peer's node id
         self.by_stream: dict[
             tuple[Address, int], Session
         ] = {}  # by address and stream of the records
-        self.handshakes = IncomingHandshakes(self)
+        # By mac1: the sessions whose peer has not yet proved that its INIT is no recording.
+        self.half_open: dict[bytes, Session] = {}
         self.is_closing = False
         self._evicts = on_lag == "evict"
         self._messages: deque[Received] = deque()
@@ -106,7 +106,6 @@ class Endpoint:
         self._polled_at_s = self._expected_at_s = now_s
         self._housekeeping_at_s = now_s
         self._gossip_at_s = now_s + GOSSIP_S
-        self._gossip_turn = 0
         self._connect_at_s = 0.0
         self._turn = 0
 
@@ -176,14 +175,12 @@ class Endpoint:
 
     def take_messages(self, now_s: float) -> list[Received]:
         """Return and forget the messages received, oldest first, and release their share of the receive budget."""
-        if not self._messages:
-            return []
         messages = list(self._messages)
         self._messages.clear()
         self.budget.give_back(sum(len(message.payload) for message in messages))
-        if self.budget.has_waiting:
+        if self.budget.has_waiting and messages:
             self.budget.has_waiting = False
-            for session in list(self.sessions.values()):
+            for session in self.sessions.values():
                 session.resume(now_s)
         return messages
 
@@ -225,7 +222,7 @@ class Endpoint:
     def finish(self, now_s: float) -> None:
         """Stop waiting for the answers to CLOSE."""
         for session in list(self.sessions.values()):
-            session.finish(now_s)
+            session.end("closed", now_s)
 
     def undelivered(self) -> list[tuple[Peer, Ticket]]:
         """Return the messages that are published and not acknowledged, per peer."""
@@ -237,22 +234,15 @@ class Endpoint:
 
     def stats(self) -> Stats:
         """Return a snapshot of the counters and of each path."""
-        paths = tuple(
-            session.path_stats(session.sender)
-            for session in self._up_sessions()
-            if session.sender is not None
-        )
+        paths = tuple(session.path_stats() for session in self._up_sessions())
         known = [path.srtt_s for path in paths if path.srtt_s > 0.0]
-        stats = replace(
+        return replace(
             self.counters,
             send_log_bytes=self.log.used_bytes,
             receive_queue_bytes=self.budget.used_bytes,
             srtt_s=sum(known) / len(known) if known else 0.0,
             peers=paths,
         )
-        for session in self.sessions.values():
-            session.add_counters(stats)
-        return stats
 
     # ---- datagrams in -------------------------------------------------------------------------------------------
 
@@ -262,18 +252,14 @@ class Endpoint:
         Never raises, whatever the bytes are: malformed, forged and stray datagrams are counted and dropped.
         """
         total_bytes = len(data)
-        counters = self.counters
-        if not total_bytes:
-            counters.datagrams_received += 1
-            counters.malformed_datagrams += 1
-            return
-        counters.udp_bytes_received += total_bytes
-        counters.datagrams_received += -(-total_bytes // segment_bytes)
+        self.counters.udp_bytes_received += total_bytes
+        self.counters.datagrams_received += max(1, -(-total_bytes // max(1, segment_bytes)))
+        self.counters.malformed_datagrams += not total_bytes
         position = 0
         while position < total_bytes:
             end = min(position + segment_bytes, total_bytes)
             if end - position < HEADER_BYTES:
-                counters.malformed_datagrams += 1
+                self.counters.malformed_datagrams += 1
             elif data[position] == wire.DATA:
                 end = self._receive_data(data, position, segment_bytes, address, now_s)
             else:
@@ -284,21 +270,17 @@ class Endpoint:
         self, data: memoryview, position: int, segment_bytes: int, address: Address, now_s: float
     ) -> int:
         """Process the neighbouring fragments of one record that begin here; return where they end."""
-        _, _, first, fragments, stream, number = HEADER.unpack_from(data, position)
-        session = self.by_stream.get((address, stream))
+        header = wire.DataHeader.decode(data, position)
+        session = self.by_stream.get((address, header.stream))
         if session is None:
             self.counters.stray_datagrams += 1
             return min(position + segment_bytes, len(data))
-        most = min(-(-(len(data) - position) // segment_bytes), fragments - first)
-        count = wire.run_length(data, position, segment_bytes, first, most) if most > 1 else 1
+        most = min(-(-(len(data) - position) // segment_bytes), header.fragments - header.first)
+        count = wire.run_length(data, position, segment_bytes, header.first, most)
         end = min(position + count * segment_bytes, len(data))
-        fragment_bytes = number >> RECORD_NUMBER_BITS
         # A short last datagram may stand alone; otherwise the header has to agree with the size on the wire.
-        is_valid = count == 1 or fragment_bytes + HEADER_BYTES == segment_bytes
-        record = number & RECORD_NUMBER_MAX
-        if not is_valid or not session.on_fragments(
-            record, fragments, fragment_bytes, first, data[position:end], now_s
-        ):
+        is_valid = count == 1 or header.fragment_bytes + HEADER_BYTES == segment_bytes
+        if not is_valid or not session.on_fragments(header, data[position:end], now_s):
             self.counters.malformed_datagrams += count
         return end
 
@@ -308,7 +290,7 @@ class Endpoint:
             if kind == wire.CONTROL:
                 self._receive_control(datagram, address, now_s)
             elif kind == wire.INIT:
-                self.handshakes.on_init(bytes(datagram), address, now_s)
+                self._receive_init(bytes(datagram), address, now_s)
             elif kind == wire.RESPONSE:
                 self._receive_response(bytes(datagram), address, now_s)
             else:
@@ -332,12 +314,52 @@ class Endpoint:
         self._is_release_due = True
 
     def _receive_response(self, datagram: bytes, address: Address, now_s: float) -> None:
-        _, _, _, _, index, _ = HEADER.unpack_from(datagram)
-        session = self.sessions.get(index)
+        session = self.sessions.get(HEADER.unpack_from(datagram)[4])
         if session is None or session.address != address:
             self.counters.stray_datagrams += 1
             return
         session.on_response(datagram, now_s)
+
+    def _receive_init(self, datagram: bytes, address: Address, now_s: float) -> None:
+        if len(datagram) != wire.INIT_BYTES:
+            raise WireError(f"an INIT of {len(datagram)} bytes")
+        repeated = self.half_open.get(datagram[-wire.MAC1_BYTES :])
+        if repeated is not None and repeated.init == datagram:
+            self.counters.handshakes_refused += not repeated.answer_again(address, now_s)
+            return
+        self.counters.handshakes_refused += 1  # unless it turns out to be acceptable
+        if self.is_closing:
+            return
+        found = self.handshakes.read_init(datagram, address, self.wall_ms(now_s), now_s)
+        if found is None or not self._is_acceptable(found[1], address, now_s):
+            return
+        self.counters.handshakes_refused -= 1
+        while len(self.half_open) >= HALF_OPEN_MAX:
+            self._drop(next(iter(self.half_open.values())))
+        session = self._new_session(address, now_s)
+        session.start_responder(datagram, *found)
+        self.half_open[datagram[-wire.MAC1_BYTES :]] = session
+
+    def _is_acceptable(self, remote: wire.Introduction, address: Address, now_s: float) -> bool:
+        if remote.node_id == self.node_id:
+            own = self.sessions.get(remote.session)
+            if own is not None and own.state is State.INIT_SENT and own.target is not None:
+                self.discovery.on_own(own.target, now_s)
+                self._drop(own)
+            return False
+        known = self.by_node.get(remote.node_id)
+        if known is not None:
+            incarnation = known.identity.incarnation
+            is_alive = now_s - known.heard_at_s < self.limits.suspect_s
+            if remote.incarnation < incarnation or (remote.incarnation == incarnation and is_alive):
+                return False
+        # When both nodes have sent an INIT, that of the larger node id wins. The other handshake continues until its
+        # peer has proved its presence: the INIT may be a recording.
+        has_sent_init = any(
+            session.state is State.INIT_SENT and session.address == address
+            for session in self.sessions.values()
+        )
+        return not has_sent_init or self.node_id < remote.node_id
 
     # ---- datagrams out ------------------------------------------------------------------------------------------
 
@@ -351,15 +373,14 @@ class Endpoint:
         if now_s >= self._housekeeping_at_s:
             self._housekeeping_at_s = now_s + HOUSEKEEPING_S
             self._check_peers(now_s)
-            self._gossip(now_s)
         due = [session for session in self.sessions.values() if session.wake_at_s <= now_s]
-        out, self._final_datagrams = self._final_datagrams, []
         # Start with another session each time, so that none is always last in the socket's queue.
         self._turn += 1
+        out: list[Transmit] = []
         for index in range(len(due)):
             out.extend(due[(self._turn + index) % len(due)].poll(now_s))
-        if self._final_datagrams:
-            out, self._final_datagrams = out + self._final_datagrams, []
+        out.extend(self._final_datagrams)
+        self._final_datagrams.clear()
         for transmit in out:
             nbytes = transmit.nbytes
             self.counters.udp_bytes_sent += nbytes
@@ -371,8 +392,7 @@ class Endpoint:
         if self._final_datagrams:
             return now_s
         at_s = min((session.wake_at_s for session in self.sessions.values()), default=NEVER_S)
-        at_s = min(at_s, self._connect_at_s)
-        self._expected_at_s = at_s
+        self._expected_at_s = at_s = min(at_s, self._connect_at_s)
         return None if at_s == NEVER_S else max(at_s, 0.0)
 
     def _notice_sleep(self, now_s: float) -> None:
@@ -389,48 +409,37 @@ class Endpoint:
         if self.is_closing:
             return
         for address in self.discovery.due(now_s, *self._connected()):
-            session = Session(self, self.new_index(), address, now_s)
-            session.start_initiator(now_s)
-            self.sessions[session.index] = session
+            self._new_session(address, now_s).start_initiator(now_s)
         self._connect_at_s = self.discovery.next_at_s(*self._connected())
 
     def _connected(self) -> tuple[set[Address], set[int]]:
         """Return the addresses and node ids that need no INIT. A half-open session's peer may be a recording."""
-        addresses = set()
-        for session in self.sessions.values():
-            if session.state is not State.RESPONDED:
-                addresses.add(session.address)
-            if session.target is not None:
-                addresses.add(session.target)
+        sessions = self.sessions.values()
+        addresses = {each.address for each in sessions if each.state is not State.RESPONDED}
+        addresses |= {each.target for each in sessions if each.target is not None}
         return addresses, set(self.by_node)
 
     def _check_peers(self, now_s: float) -> None:
-        """Renew the credit of every peer, and evict lagging peers if asked for."""
-        for session in self._up_sessions():
+        """Renew every peer's credit, evict lagging peers if asked for, and repeat the other peers' addresses to one."""
+        sessions = self._up_sessions()
+        for session in sessions:
             session.resume(now_s)
             if self._evicts and session.is_lagging(now_s):
                 session.give_up("lagging", REASON_GIVEN_UP, now_s)
+        if now_s >= self._gossip_at_s and sessions:
+            self._gossip_at_s = now_s + GOSSIP_S
+            self._introduce_others(sessions[int(now_s / GOSSIP_S) % len(sessions)])
 
-    def _gossip(self, now_s: float) -> None:
-        """Repeat the other peers' addresses to one peer after the other: an earlier frame may have been lost."""
-        if now_s < self._gossip_at_s:
-            return
-        self._gossip_at_s = now_s + GOSSIP_S
-        sessions = self._up_sessions()
-        if len(sessions) > 1:
-            self._gossip_turn = (self._gossip_turn + 1) % len(sessions)
-            self._introduce_others(sessions[self._gossip_turn], sessions)
-
-    def _introduce_others(self, session: Session, sessions: list[Session]) -> None:
+    def _introduce_others(self, session: Session) -> None:
         addresses = [
             other.advertised or format_address(other.address)
-            for other in sessions
+            for other in self._up_sessions()
             if other is not session
         ]
         for frame in members_frames(addresses):
             session.send_frame(frame)
 
-    # ---- what sessions and incoming handshakes use (session.Context) ---------------------------
+    # ---- what sessions use (session.Context) --------------------------------------------------------------------
 
     def wall_ms(self, now_s: float) -> int:
         """See `session.Context`; a jump of the clock after the start goes unnoticed."""
@@ -446,7 +455,7 @@ class Endpoint:
     def on_identified(self, session: Session, now_s: float) -> bool:
         """See `session.Context`."""
         peer = session.identity
-        self.handshakes.forget(session)
+        self.half_open.pop(session.init[-wire.MAC1_BYTES :], None)
         if peer.id == self.node_id:
             if session.target is not None:
                 self.discovery.on_own(session.target, now_s)
@@ -456,9 +465,9 @@ class Endpoint:
         if self.is_closing:
             return False
         known = self.by_node.get(peer.id)
-        if known is not None and known.peer is not None:
+        if known is not None:
             is_alive = known.is_established and now_s - known.heard_at_s < self.limits.suspect_s
-            if known.peer.incarnation > peer.incarnation or (known.peer == peer and is_alive):
+            if known.identity.incarnation > peer.incarnation or (known.peer == peer and is_alive):
                 return False
             reason = "restarted" if known.peer != peer else "timeout"
             known.give_up(reason, REASON_GIVEN_UP, now_s)
@@ -468,7 +477,7 @@ class Endpoint:
             if other.is_established:
                 other.give_up("restarted", REASON_GIVEN_UP, now_s)
             elif other.state is State.INIT_SENT:
-                self.drop(other)
+                self._drop(other)
         self.by_node[peer.id] = session
         return True
 
@@ -483,9 +492,8 @@ class Endpoint:
         self._events.append(PeerJoined(session.identity))
         sessions = self._up_sessions()
         for each in sessions:
-            if each.sender is not None:
-                each.sender.rate.share_link(len(sessions))
-        self._introduce_others(session, sessions)
+            each.share_link(len(sessions))
+        self._introduce_others(session)
 
     def on_moved(self, session: Session, address: Address) -> None:
         """See `session.Context`."""
@@ -510,38 +518,38 @@ class Endpoint:
 
     def on_down(self, session: Session, reason: str, now_s: float) -> None:
         """See `session.Context`."""
-        session.add_counters(self.counters)
         if session.target is not None and session.peer is None:
             self.discovery.on_no_answer(session.target, now_s)
         self._final_datagrams.extend(session.final_datagrams(now_s))
-        self.drop(session)
+        self._drop(session)
         self.discovery.on_lost(session.address, now_s)
         if session.target is not None:
             self.discovery.on_lost(session.target, now_s)
-        if session.was_up and session.peer is not None:
+        if session.was_up:
             undelivered = session.fail_pending()
             logger.info(
                 "%s is gone (%s), %d messages undelivered", session.peer, reason, len(undelivered)
             )
-            self._events.append(PeerLost(session.peer, reason, undelivered))
+            self._events.append(PeerLost(session.identity, reason, undelivered))
         self._release_log()
 
-    def drop(self, session: Session) -> None:
-        """See `session.Context`."""
+    # ---- housekeeping -------------------------------------------------------------------------------------------
+
+    def _new_session(self, address: Address, now_s: float) -> Session:
+        index = int.from_bytes(self.entropy(4), "little")  # which nobody can guess
+        while index in self.sessions:
+            index = int.from_bytes(self.entropy(4), "little")
+        session = self.sessions[index] = Session(self, index, address, now_s)
+        return session
+
+    def _drop(self, session: Session) -> None:
         session.state = State.DOWN
         self._connect_at_s = 0.0
         self.sessions.pop(session.index, None)
-        self.handshakes.forget(session)
+        self.half_open.pop(session.init[-wire.MAC1_BYTES :], None)
         if session.peer is not None and self.by_node.get(session.peer.id) is session:
             del self.by_node[session.peer.id]
         self._forget_stream(session)
-
-    def new_index(self) -> int:
-        """See `session.Context`."""
-        while True:
-            index = int.from_bytes(self.entropy(4), "little")
-            if index not in self.sessions:
-                return index
 
     def _forget_stream(self, session: Session) -> None:
         key = (session.address, session.stream or 0)
@@ -554,9 +562,5 @@ class Endpoint:
     def _release_log(self) -> None:
         """Drop the records that every peer has acknowledged."""
         self._is_release_due = False
-        waiting = (
-            session.sender.cumulative
-            for session in self.sessions.values()
-            if session.sender is not None
-        )
-        self.log.release_below(min(waiting, default=self.log.head))
+        senders = [each.sender for each in self.sessions.values() if each.sender is not None]
+        self.log.release_below(min((each.cumulative for each in senders), default=self.log.head))

@@ -1,7 +1,4 @@
-"""Incoming handshakes: the INIT datagrams that are answered, the cost of each refusal, and the rejected peers.
-
-Sans-IO. ``docs/transport.md``, section "Floods", lists the cost of each refusal.
-"""
+"""Incoming handshakes: checks of INIT datagrams in order of cost, and the log of rejected peers."""
 
 from __future__ import annotations
 
@@ -10,15 +7,13 @@ from collections import OrderedDict
 from typing import Final
 
 from .addressing import format_address
-from .crypto import AuthenticationError, Handshake
+from .crypto import AuthenticationError, Entropy, Handshake, Mac1
 from .secret import fingerprint
-from .session import Context, Session, State, prologue
 from .types import Address
 from .wire import (
     HEADER,
     HEADER_BYTES,
     INIT,
-    INIT_BYTES,
     MAC1_BYTES,
     VERSION,
     Introduction,
@@ -27,7 +22,6 @@ from .wire import (
 
 logger = logging.getLogger(__name__)
 
-HALF_OPEN_MAX: Final = 256
 INITS_PER_S: Final = 200.0
 INITS_BURST: Final = 64.0
 MAC1S_MAX: Final = 16_384  # 2 MB; at full rate the last 40 s
@@ -119,97 +113,37 @@ class _TokenBucket:
 
 
 class IncomingHandshakes:
-    """Answers or refuses the INIT datagrams of other nodes."""
+    """Reads the INIT datagrams of other nodes, and refuses each at the least cost."""
 
-    def __init__(self, endpoint: Context) -> None:
-        self._endpoint = endpoint
+    def __init__(self, secret: bytes, entropy: Entropy) -> None:
+        self._secret = secret
+        self._entropy = entropy
+        self._mac1 = Mac1(secret)
         self._gate = InitGate()
-        # By mac1: the sessions whose peer has not yet proved that its INIT is no recording.
-        self.half_open: dict[bytes, Session] = {}
-        self.rejected = RejectedPeers(endpoint.secret)
+        self.rejected = RejectedPeers(secret)
 
-    def on_init(self, datagram: bytes, address: Address, now_s: float) -> None:
-        """Answer an INIT, or refuse it at the least cost; raise if it is malformed or made with another secret."""
-        if len(datagram) != INIT_BYTES:
-            raise WireError(f"an INIT of {len(datagram)} bytes")
-        counters = self._endpoint.counters
+    def read_init(
+        self, datagram: bytes, address: Address, wall_ms: int, now_s: float
+    ) -> tuple[Handshake, Introduction] | None:
+        """Return the handshake and the sender's introduction; None for a recording, or if there are too many.
+
+        Raises:
+            WireError: the datagram is no INIT.
+            AuthenticationError: the datagram was made with another secret.
+        """
         mac1 = datagram[-MAC1_BYTES:]
-        repeated = self.half_open.get(mac1)
-        if repeated is not None and repeated.init == datagram:
-            counters.handshakes_refused += not repeated.answer_again(address, now_s)
-            return
         # In order of cost: duplicate, mac1, rate limit, Noise decryption.
-        if self._endpoint.is_closing or self._gate.has_seen(mac1):
-            counters.handshakes_refused += 1
-            return
-        if not self._endpoint.mac1.verify(datagram):
-            counters.handshakes_refused += 1
+        if self._gate.has_seen(mac1):
+            return None
+        if not self._mac1.verify(datagram):
             self.rejected.note(address, "it has another secret", now_s)
             raise AuthenticationError("an INIT without a valid mac1")
         header = datagram[:HEADER_BYTES]
         _, _, _, _, index, sent_ms = HEADER.unpack(header)
-        if not self._gate.admit(mac1, (self._endpoint.wall_ms(now_s) - sent_ms) * 1e-3, now_s):
-            counters.handshakes_refused += 1
-            return
-        handshake = Handshake(self._endpoint.secret, prologue(header), self._endpoint.entropy)
+        if not self._gate.admit(mac1, (wall_ms - sent_ms) * 1e-3, now_s):
+            return None
+        handshake = Handshake(self._secret, header, self._entropy)
         remote = Introduction.decode(handshake.read_init(datagram[HEADER_BYTES:-MAC1_BYTES]))
-        if self._is_acceptable(remote, index, address, now_s):
-            self._open_half(handshake, remote, datagram, address, now_s)
-        else:
-            counters.handshakes_refused += 1
-
-    def _is_acceptable(
-        self, remote: Introduction, index: int, address: Address, now_s: float
-    ) -> bool:
-        if remote.node_id == self._endpoint.node_id:
-            self._note_own_init(index, now_s)
-            return False
         if remote.session != index:
-            return False
-        known = self._endpoint.by_node.get(remote.node_id)
-        if known is not None and known.peer is not None:
-            if remote.incarnation < known.peer.incarnation:
-                return False
-            is_alive = now_s - known.heard_at_s < self._endpoint.limits.suspect_s
-            if remote.incarnation == known.peer.incarnation and is_alive:
-                return False
-        return self._yield_to(remote, address)
-
-    def _yield_to(self, remote: Introduction, address: Address) -> bool:
-        """Return whether the peer's INIT wins over an INIT of our own: that of the larger node id does.
-
-        Our own handshake continues until the peer has proved its presence: the INIT may be a recording.
-        """
-        is_initiating = any(
-            session.state is State.INIT_SENT and session.address == address
-            for session in self._endpoint.sessions.values()
-        )
-        return not is_initiating or self._endpoint.node_id < remote.node_id
-
-    def _note_own_init(self, index: int, now_s: float) -> None:
-        session = self._endpoint.sessions.get(index)
-        if session is not None and session.state is State.INIT_SENT and session.target is not None:
-            self._endpoint.discovery.on_own(session.target, now_s)
-            self._endpoint.drop(session)
-
-    def _open_half(
-        self,
-        handshake: Handshake,
-        remote: Introduction,
-        datagram: bytes,
-        address: Address,
-        now_s: float,
-    ) -> None:
-        while len(self.half_open) >= HALF_OPEN_MAX:
-            self._endpoint.drop(next(iter(self.half_open.values())))
-        session = Session(self._endpoint, self._endpoint.new_index(), address, now_s)
-        session.init = datagram
-        session.start_responder(handshake, remote)
-        self._endpoint.sessions[session.index] = session
-        self.half_open[datagram[-MAC1_BYTES:]] = session
-
-    def forget(self, session: Session) -> None:
-        """Remove a session that has been established or has ended."""
-        mac1 = session.init[-MAC1_BYTES:]
-        if self.half_open.get(mac1) is session:
-            del self.half_open[mac1]
+            raise WireError("an INIT whose header contradicts its introduction")
+        return handshake, remote

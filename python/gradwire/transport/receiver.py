@@ -13,16 +13,20 @@ import numpy as np
 
 from . import wire
 from .crypto import AuthenticationError, KeyChain
-from .wire import ACK_WINDOW_RECORDS, HEADER_BYTES, RECORD_META_BYTES, RECORD_NUMBER_MAX, Ack
+from .types import Stats
+from .wire import (
+    ACK_WINDOW_RECORDS,
+    HEADER_BYTES,
+    RECORD_META_BYTES,
+    RECORD_NUMBER_MAX,
+    Ack,
+    DataHeader,
+)
 
 ACK_DELAY_S: Final = 0.0005
 ACK_EVERY_BYTES: Final = 300_000  # one ACK per record would cost more than the data
 
 Deliver = Callable[[int, memoryview], None]
-
-
-class ProtocolError(Exception):
-    """An authenticated peer broke the protocol; the session ends."""
 
 
 class ReceiveBudget:
@@ -49,18 +53,18 @@ class ReceiveBudget:
 class Partial:
     """The fragments of one incomplete record that have arrived."""
 
-    __slots__ = ("_buffer", "_sealed_bytes", "fragment_bytes", "fragments", "got")
+    __slots__ = ("_buffer", "_sealed_bytes", "associated", "got")
 
-    def __init__(self, fragments: int, fragment_bytes: int) -> None:
-        self.fragments = fragments
-        self.fragment_bytes = fragment_bytes
+    def __init__(self, header: DataHeader) -> None:
+        self.associated = header.associated
         self.got = 0  # a bit for each fragment
-        self._buffer = np.empty((fragments, fragment_bytes), dtype=np.uint8)
+        self._buffer = np.empty((header.fragments, header.fragment_bytes), dtype=np.uint8)
         self._sealed_bytes = 0
 
     def add_fragments(self, first: int, count: int, batch: memoryview) -> bool:
         """Store neighbouring fragments, headers included in ``batch``; return whether all have arrived now."""
-        segment = self.fragment_bytes + HEADER_BYTES
+        fragments, size = self._buffer.shape
+        segment = size + HEADER_BYTES
         full = len(batch) // segment
         framed = np.frombuffer(batch, np.uint8)
         if full:
@@ -69,10 +73,10 @@ class Partial:
         if full < count:
             tail = framed[full * segment + HEADER_BYTES :]
             self._buffer[first + full, : len(tail)] = tail
-        if first + count == self.fragments:
-            self._sealed_bytes = first * self.fragment_bytes + len(batch) - count * HEADER_BYTES
+        if first + count == fragments:
+            self._sealed_bytes = first * size + len(batch) - count * HEADER_BYTES
         self.got |= ((1 << count) - 1) << first
-        return self.got == (1 << self.fragments) - 1
+        return self.got == (1 << fragments) - 1
 
     @property
     def sealed(self) -> memoryview:
@@ -102,19 +106,19 @@ class Receiver:
         budget: ReceiveBudget,
         deliver: Deliver,
         message_bytes_max: int,
+        counters: Stats,
     ) -> None:
         self._keys = keys
         self._budget = budget
         self._deliver = deliver
         self._message_bytes_max = message_bytes_max
+        self._counters = counters
         self.cumulative = start  # every record below this number is complete
         self.limit = start  # the first record number for which no credit has been granted
         self.ack_at_s: float | None = (
             None  # when an acknowledgement is due, if anything is to be acknowledged
         )
-        self.duplicate_fragments = 0
-        self.rejected_records = 0
-        self.is_stalled = False  # a message waits for its share of the budget
+        self.error = ""  # how the authenticated peer broke the protocol: the session has to end
         self._consumed = start
         self._window = 0
         self._partials: dict[int, Partial] = {}
@@ -144,55 +148,36 @@ class Receiver:
 
     # ---- fragments to records -----------------------------------------------------------------------------------
 
-    def on_fragments(
-        self,
-        stream: int,
-        record: int,
-        fragments: int,
-        fragment_bytes: int,
-        first: int,
-        batch: memoryview,
-        now_s: float,
-    ) -> bool:
-        """Take neighbouring fragments of one record.
+    def on_fragments(self, header: DataHeader, batch: memoryview, now_s: float) -> bool:
+        """Take neighbouring fragments of one record; return False if they cannot belong to a valid record.
 
         Args:
-            stream: the sender's stream, part of the authenticated header.
-            record: the record's number.
-            fragments: number of fragments of the record.
-            fragment_bytes: sealed bytes in each but the last.
-            first: index of the first fragment in the batch.
+            header: of the first of them.
             batch: the datagrams back to back, headers included, all but the last of the same size.
             now_s: current time.
-
-        Returns:
-            False if the fragments cannot belong to a valid record.
         """
-        count = -(-len(batch) // (fragment_bytes + HEADER_BYTES))
-        if not _is_plausible(fragments, fragment_bytes, first, count, len(batch)):
+        count = -(-len(batch) // (header.fragment_bytes + HEADER_BYTES))
+        if not _is_plausible(header, count, len(batch)):
             return False
+        record, first, fragments = header.record, header.first, header.fragments
         self._last_arrival_s = now_s
         if not self.accepts(record):
             # The acknowledgement of an earlier copy was lost, or the sender has no credit: tell the sender at once.
-            self.duplicate_fragments += count
+            self._counters.duplicate_fragments += count
             self.acknowledge_by(now_s)
             return True
         self._unacknowledged_bytes += len(batch)
         partial = self._partials.get(record)
-        if partial is None or (partial.fragments, partial.fragment_bytes) != (
-            fragments,
-            fragment_bytes,
-        ):
-            # One of two contradicting shapes is forged. The newer one replaces the older, so that a forgery that came
+        if partial is None or partial.associated != header.associated:
+            # One of two contradicting headers is forged. The newer one replaces the older, so that a forgery that came
             # first cannot block the record for ever.
-            partial = self._partials[record] = Partial(fragments, fragment_bytes)
-        self.duplicate_fragments += (partial.got >> first & ((1 << count) - 1)).bit_count()
+            partial = self._partials[record] = Partial(header)
+        self._counters.duplicate_fragments += (
+            partial.got >> first & ((1 << count) - 1)
+        ).bit_count()
         if partial.add_fragments(first, count, batch):
             del self._partials[record]
-            field = fragment_bytes << wire.RECORD_NUMBER_BITS | record
-            self._open(
-                record, wire.HEADER.pack(wire.DATA, 0, 0, fragments, stream, field), partial, now_s
-            )
+            self._open(record, partial, now_s)
         is_ahead = (record, first) > self._frontier
         next_one = (record, first + count) if first + count < fragments else (record + 1, 0)
         self._frontier = max(self._frontier, next_one)
@@ -203,18 +188,18 @@ class Receiver:
             self.acknowledge_by(now_s + ACK_DELAY_S)
         return True
 
-    def _open(self, record: int, header: bytes, partial: Partial, now_s: float) -> None:
+    def _open(self, record: int, partial: Partial, now_s: float) -> None:
         """Decrypt a complete record, and consume every record that is next in order."""
         sealed = partial.sealed
         plain_bytes = len(sealed) - wire.TAG_BYTES
         if plain_bytes < RECORD_META_BYTES:
-            self.rejected_records += 1
+            self._counters.rejected_records += 1
             return
         plain = memoryview(np.empty(plain_bytes, dtype=np.uint8))  # type: ignore[arg-type]
         try:
-            self._keys.open_into(record, sealed, header, plain)
+            self._keys.open_into(record, sealed, partial.associated, plain)
         except AuthenticationError:
-            self.rejected_records += 1
+            self._counters.rejected_records += 1
             self.acknowledge_by(now_s)
             return
         self._complete[record] = plain.toreadonly()
@@ -244,43 +229,36 @@ class Receiver:
     # ---- records to messages ------------------------------------------------------------------------------------
 
     def consume(self) -> None:
-        """Turn complete records into messages, in order, as far as the budget allows.
-
-        Raises:
-            ProtocolError: the records do not form messages.
-        """
-        self.is_stalled = False
-        while self._consumed < self.cumulative:
+        """Turn complete records into messages, in order, as far as the budget allows."""
+        while self._consumed < self.cumulative and not self.error:
             found = self._complete[self._consumed]
-            if not isinstance(found, int) and not self._take_record(found):
-                self.is_stalled = True
-                return
-            del self._complete[self._consumed]
-            self._consumed = found if isinstance(found, int) else self._consumed + 1
-            if isinstance(found, int) and self._complete:
+            if isinstance(found, int):
+                self._consumed = found
                 self._complete = {
                     record: other for record, other in self._complete.items() if record >= found
                 }
+            elif self._take_record(found):
+                del self._complete[self._consumed]
+                self._consumed += 1
+            else:
+                return
 
     def _take_record(self, plain: memoryview) -> bool:
-        """Add a record to its message; return False if the message has to wait for room."""
+        """Add a record to its message; return False if the message has to wait, or the record belongs to none."""
         number, tag, message_bytes, offset = wire.RECORD_META.unpack_from(plain)
         chunk = plain[RECORD_META_BYTES:]
         assembly = self._assembly
         if offset == 0 and (assembly is None or assembly.number != number):
             return self._begin_message(number, tag, message_bytes, chunk)
         if assembly is None or assembly.number != number or offset != assembly.filled:
-            raise ProtocolError(
-                f"a record of message {number} at offset {offset} does not continue anything"
-            )
-        self._fill(assembly, chunk)
-        return True
+            self.error = f"a record of message {number} at offset {offset} continues nothing"
+            return False
+        return self._fill(assembly, chunk)
 
     def _begin_message(self, number: int, tag: int, message_bytes: int, chunk: memoryview) -> bool:
         if message_bytes > self._message_bytes_max or len(chunk) > message_bytes:
-            raise ProtocolError(
-                f"message {number} of {message_bytes} bytes is larger than {self._message_bytes_max}"
-            )
+            self.error = f"message {number} of {message_bytes} bytes is larger than {self._message_bytes_max}"
+            return False
         self._drop_assembly()
         if not self._budget.take(message_bytes):
             return False
@@ -288,18 +266,19 @@ class Receiver:
             self._end_message(tag, chunk)
             return True
         self._assembly = _Assembly(number, tag, message_bytes)
-        self._fill(self._assembly, chunk)
-        return True
+        return self._fill(self._assembly, chunk)
 
-    def _fill(self, assembly: _Assembly, chunk: memoryview) -> None:
+    def _fill(self, assembly: _Assembly, chunk: memoryview) -> bool:
         end = assembly.filled + len(chunk)
         if end > len(assembly.payload) or not chunk:
-            raise ProtocolError(f"message {assembly.number} has more bytes than it announced")
+            self.error = f"message {assembly.number} has more bytes than it announced"
+            return False
         assembly.payload[assembly.filled : end] = chunk
         assembly.filled = end
         if end == len(assembly.payload):
             self._assembly = None
             self._end_message(assembly.tag, assembly.payload.toreadonly())
+        return True
 
     def _end_message(self, tag: int, payload: memoryview) -> None:
         self._unacknowledged_bytes = (
@@ -351,17 +330,15 @@ class Receiver:
         self._complete.clear()
 
 
-def _is_plausible(
-    fragments: int, fragment_bytes: int, first: int, count: int, batch_bytes: int
-) -> bool:
+def _is_plausible(header: DataHeader, count: int, batch_bytes: int) -> bool:
     """Return whether a record may have this shape and the batch fits into it; only its last datagram may be short."""
-    if not (
-        wire.FRAGMENT_BYTES_MIN <= fragment_bytes <= wire.FRAGMENT_BYTES_MAX
-        and 1 <= fragments <= wire.FRAGMENTS_MAX
-        and fragments * (fragment_bytes + HEADER_BYTES) <= wire.RECORD_BYTES_MAX
-        and first + count <= fragments
+    segment = header.fragment_bytes + HEADER_BYTES
+    end = header.first + count
+    return (
+        wire.DATAGRAM_BYTES_MIN <= segment <= wire.DATAGRAM_BYTES_MAX
+        and 1 <= header.fragments <= wire.FRAGMENTS_MAX
+        and header.fragments * segment <= wire.RECORD_BYTES_MAX
+        and end <= header.fragments
         and batch_bytes > HEADER_BYTES
-    ):
-        return False
-    is_full = batch_bytes == count * (fragment_bytes + HEADER_BYTES)
-    return is_full or first + count == fragments
+        and (batch_bytes == count * segment or end == header.fragments)
+    )

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from .congestion import PTO_MAX_S, RateController, RttEstimator, Sent
 from .records import Record, SendLog, lowest_bits
+from .types import Stats
 from .wire import Ack, Skip
 
 # With many senders to one receiver single datagrams are lost repeatedly, and an early pause would outlast the crowd.
@@ -55,17 +56,17 @@ class Flight:
 class Sender:
     """Sends the records of the log to one peer, reliably, within its credit and the path's rate."""
 
-    def __init__(self, log: SendLog, session: int, start: int, rtt: RttEstimator) -> None:
+    def __init__(
+        self, log: SendLog, session: int, start: int, rtt: RttEstimator, counters: Stats
+    ) -> None:
         self._log = log
+        self._counters = counters
         self._session = session
         self._rtt = rtt
         self.rate = RateController(rtt)
         self.cursor = start  # the next record of the log to send for the first time
         self.cumulative = start  # the peer has every record below this number
         self.limit = start  # the first record number for which the peer has given no credit
-        self.lost_bytes = 0
-        self.retransmitted_bytes = 0
-        self.retransmitted_fragments = 0
         self._flights: dict[int, Flight] = {}
         self._waiting: dict[int, Flight] = {}
         self._order = 0
@@ -147,8 +148,8 @@ class Sender:
             flight.first_order = self._order
         if again:
             flight.again |= again
-            self.retransmitted_bytes += flight.bytes_of(again)
-            self.retransmitted_fragments += again.bit_count()
+            self._counters.retransmitted_bytes += flight.bytes_of(again)
+            self._counters.retransmitted_fragments += again.bit_count()
         flight.sent.append(self.rate.on_sent(nbytes, now_s, self._order, mask))
         self._progress_at_s = now_s
         self._order += 1
@@ -291,7 +292,7 @@ class Sender:
     def _declare_lost(self, flight: Flight, sent: Sent, mask: int) -> None:
         sent.mask &= ~mask
         nbytes = flight.bytes_of(mask)
-        self.lost_bytes += nbytes
+        self._counters.lost_bytes += nbytes
         self.rate.on_lost(nbytes)
         self._queue_again(flight, mask & ~flight.acked)
 
@@ -341,7 +342,7 @@ class Sender:
             if sent.mask & bit:
                 sent.mask &= ~bit
                 lost = flight.bytes_of(bit)
-                self.lost_bytes += lost
+                self._counters.lost_bytes += lost
                 self.rate.on_abandoned(lost)
         flight.sent = [sent for sent in flight.sent if sent.mask]
         if flight.record is None:

@@ -6,6 +6,7 @@ through `Session.poll`, and time is an argument. ``docs/transport.md`` has the s
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from enum import Enum
 from typing import Final, Protocol
@@ -14,13 +15,14 @@ from . import wire
 from .addressing import format_address
 from .congestion import RttEstimator
 from .crypto import AuthenticationError, ControlChannel, Entropy, Handshake, KeyChain, Mac1
-from .discovery import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S, Discovery
-from .receiver import ProtocolError, ReceiveBudget, Receiver
+from .discovery import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
+from .receiver import ReceiveBudget, Receiver
 from .records import SendLog
 from .sender import Burst, Sender, Sending
 from .types import Address, Limits, Peer, PeerStats, Stats, Ticket, Transmit
 
-PROLOGUE: Final = b"gradwire transport 2"
+logger = logging.getLogger(__name__)
+
 INTRODUCTION_BYTES: Final = (
     wire.INIT_BYTES - wire.HEADER_BYTES - 32 - wire.TAG_BYTES - wire.MAC1_BYTES
 )
@@ -60,19 +62,12 @@ class Context(Protocol):
     incarnation: int
     stream: int
     advertise: str
-    discovery: Discovery
-    sessions: dict[int, Session]
-    by_node: dict[int, Session]
-    is_closing: bool
 
     def wall_ms(self, now_s: float) -> int:
         """Return the time since the epoch, in milliseconds, by this node's clock."""
 
     def window_records(self) -> int:
         """Return the credit that each active sender gets now."""
-
-    def new_index(self) -> int:
-        """Return an unpredictable number for another session."""
 
     def on_identified(self, session: Session, now_s: float) -> bool:
         """Take note of the peer's identity; return False to refuse the peer."""
@@ -94,14 +89,6 @@ class Context(Protocol):
 
     def on_down(self, session: Session, reason: str, now_s: float) -> None:
         """Report that the session has ended."""
-
-    def drop(self, session: Session) -> None:
-        """Forget a session, whatever its state."""
-
-
-def prologue(header: bytes) -> bytes:
-    """Return the bytes that both sides bind the handshake to: version and the INIT's header."""
-    return PROLOGUE + header
 
 
 class Session:
@@ -154,15 +141,16 @@ class Session:
         """Start a handshake with ``address``."""
         self.target = self.address
         header = wire.HEADER.pack(wire.INIT, 0, 0, 0, self.index, self._context.wall_ms(now_s))
-        self._handshake = Handshake(self._context.secret, prologue(header), self._context.entropy)
+        self._handshake = Handshake(self._context.secret, header, self._context.entropy)
         introduction = self._introduction().encode(INTRODUCTION_BYTES)
         message = self._handshake.write_init(introduction)
         self._first_datagram = self._context.mac1.sign(header + message)
         self._retry_at_s = now_s
 
-    def start_responder(self, handshake: Handshake, remote: wire.Introduction) -> None:
+    def start_responder(self, init: bytes, handshake: Handshake, remote: wire.Introduction) -> None:
         """Answer an INIT that proved knowledge of the secret."""
         self.state = State.RESPONDED
+        self.init = init
         self._remote_index = remote.session
         self._identify(remote)
         header = wire.HEADER.pack(wire.RESPONSE, 0, 0, 0, remote.session, 0)
@@ -186,12 +174,7 @@ class Session:
         return True
 
     def on_response(self, datagram: bytes, now_s: float) -> None:
-        """Process the RESPONSE to this session's INIT.
-
-        Raises:
-            AuthenticationError: not sent by a holder of the secret.
-            WireError: the introduction does not parse.
-        """
+        """Process the RESPONSE to this session's INIT; raise `AuthenticationError` or `WireError` if it is none."""
         if self.state is not State.INIT_SENT or self._handshake is None:
             return
         self.touch()
@@ -225,7 +208,8 @@ class Session:
             return
         self._keyed_at_s = now_s
         start = self._context.log.head
-        self.sender = Sender(self._context.log, self.index, start, self.rtt)
+        context = self._context
+        self.sender = Sender(context.log, self.index, start, self.rtt, context.counters)
         key, iv = self._context.keys.key_of(start)
         self._key_frame = wire.encode_frame(wire.Key(self._context.stream, start, key, iv))
         self._retry_s = RETRY_FIRST_S
@@ -235,14 +219,15 @@ class Session:
 
     @property
     def identity(self) -> Peer:
-        """The peer's identity; valid once the handshake has revealed it.
-
-        Raises:
-            RuntimeError: read too early, which is a mistake in this package.
-        """
+        """The peer's identity, once the handshake has revealed it."""
         if self.peer is None:
             raise RuntimeError("the peer of this session is not known yet")
         return self.peer
+
+    def _connected_sender(self) -> Sender:
+        if self.sender is None:
+            raise RuntimeError("the peer of this session is not connected yet")
+        return self.sender
 
     @property
     def is_established(self) -> bool:
@@ -256,12 +241,7 @@ class Session:
     def on_control(
         self, counter: int, header: bytes, body: memoryview, address: Address, now_s: float
     ) -> None:
-        """Process one control datagram.
-
-        Raises:
-            AuthenticationError: forged, changed or repeated.
-            WireError: the frames do not parse.
-        """
+        """Process one control datagram; raise `AuthenticationError` or `WireError` if it is forged or malformed."""
         if self._channel is None:
             raise AuthenticationError("control before the handshake")
         highest = self._channel.highest_received
@@ -272,7 +252,7 @@ class Session:
         if self.state is State.RESPONDED:
             if not any(isinstance(frame, wire.Key) for frame in frames):
                 if any(isinstance(frame, wire.Close) for frame in frames):
-                    self._go_down("left", now_s)
+                    self.end("left", now_s)
                 return
             # The proof of the peer's presence also shows its address.
             self.address = address
@@ -301,13 +281,14 @@ class Session:
                 self.rtt.set_guess(now_s - self._keyed_at_s)
                 self._on_key_ack(now_s)
             case wire.Skip(first, count):
-                self._on_skip(first, count, now_s)
+                if self.receiver is not None:
+                    self.receiver.skip(first, count, now_s)
             case wire.Close(reason):
                 self._frames.append(wire.encode_frame(wire.CloseAck()))
-                self._go_down("left" if reason == REASON_LEFT else "dropped by the peer", now_s)
+                self.end("left" if reason == REASON_LEFT else "dropped by the peer", now_s)
             case wire.CloseAck():
                 if self.state is State.CLOSING:
-                    self._go_down("closed", now_s)
+                    self.end("closed", now_s)
             case wire.Members(addresses):
                 self._context.on_members(addresses)
 
@@ -336,6 +317,7 @@ class Session:
                 self._context.budget,
                 self._deliver,
                 self._context.limits.message_bytes_max,
+                self._context.counters,
             )
             self.receiver.grant_credit(self._context.window_records(), now_s)
             self.stream = frame.stream
@@ -357,50 +339,23 @@ class Session:
             self._send_ping(now_s)
             self._context.on_up(self)
 
-    def _on_skip(self, first: int, count: int, now_s: float) -> None:
-        if self.receiver is not None:
-            try:
-                self.receiver.skip(first, count, now_s)
-            except ProtocolError:
-                self.give_up("protocol error", REASON_GIVEN_UP, now_s)
-
-    def on_fragments(
-        self,
-        record: int,
-        fragments: int,
-        fragment_bytes: int,
-        first: int,
-        batch: memoryview,
-        now_s: float,
-    ) -> bool:
+    def on_fragments(self, header: wire.DataHeader, batch: memoryview, now_s: float) -> bool:
         """Process neighbouring fragments of one record; return False if they are malformed."""
         receiver = self.receiver
-        if receiver is None or self.stream is None or not self.is_established:
+        if receiver is None or not self.is_established:
             return True
         self.data_heard_at_s = now_s
-        try:
-            is_valid = receiver.on_fragments(
-                self.stream, record, fragments, fragment_bytes, first, batch, now_s
-            )
-        except ProtocolError:
-            self.give_up("protocol error", REASON_GIVEN_UP, now_s)
-            return True
+        is_valid = receiver.on_fragments(header, batch, now_s)
         if receiver.ack_at_s is not None:
             self.wake_at_s = min(self.wake_at_s, receiver.ack_at_s)
         return is_valid
 
     def resume(self, now_s: float) -> None:
         """Continue with messages that waited for room in the receive budget, and renew the credit."""
-        if self.receiver is None:
-            return
-        try:
-            if self.receiver.is_stalled:
-                self.receiver.consume()
-        except ProtocolError:
-            self.give_up("protocol error", REASON_GIVEN_UP, now_s)
-            return
-        self.receiver.grant_credit(self._context.window_records(), now_s)
-        self.touch()
+        if self.receiver is not None:
+            self.receiver.consume()
+            self.receiver.grant_credit(self._context.window_records(), now_s)
+            self.touch()
 
     def _deliver(self, tag: int, payload: memoryview) -> None:
         self._context.deliver(self, tag, payload)
@@ -411,8 +366,9 @@ class Session:
         """Follow a message that was published to this peer, up to its last record."""
         if not self.pending:
             self.progress_at_s = now_s
-        if self.sender is not None and self.sender.is_idle:
-            self.sender.rate.on_app_limited()
+        sender = self._connected_sender()
+        if sender.is_idle:
+            sender.rate.on_app_limited()
         self.pending.append((last_record, ticket))
 
     def is_lagging(self, now_s: float) -> bool:
@@ -434,7 +390,7 @@ class Session:
 
     def _poll_handshake(self, now_s: float) -> list[Transmit]:
         if now_s - self.started_at_s > ATTEMPT_S:
-            self._go_down("no answer", now_s)
+            self.end("no answer", now_s)
         if self.state is State.DOWN or self._retry_at_s is None or now_s < self._retry_at_s:
             return []
         if self.state is State.RESPONDED:
@@ -454,6 +410,10 @@ class Session:
 
     def _check_timers(self, now_s: float, out: list[Transmit]) -> None:
         if self.state is State.DOWN:
+            return
+        if self.receiver is not None and self.receiver.error:
+            logger.warning("%s broke the protocol: %s", self.peer, self.receiver.error)
+            self.give_up("protocol error", REASON_GIVEN_UP, now_s)
             return
         if now_s - self.heard_at_s > self._context.limits.down_s:
             self.give_up("timeout", REASON_GIVEN_UP, now_s)
@@ -480,7 +440,7 @@ class Session:
             self._retry_at_s = now_s + min(self.rtt.probe_timeout_s, CLOSE_RETRY_MAX_S)
             self._closes += 1
             if self._closes > CLOSE_ATTEMPTS:
-                self._go_down("closed", now_s)
+                self.end("closed", now_s)
             else:
                 self._frames.append(wire.encode_frame(wire.Close(self._close_reason)))
         else:
@@ -555,16 +515,12 @@ class Session:
             if self.sender is not None:
                 self.sender.abandon()
         elif self.state is not State.CLOSING:
-            self._go_down("closed", now_s)
-
-    def finish(self, now_s: float) -> None:
-        """End at once, whatever the state."""
-        self._go_down("closed", now_s)
+            self.end("closed", now_s)
 
     def give_up(self, reason: str, code: int, now_s: float) -> None:
         """End the session from this side, with one CLOSE in case the peer still listens."""
         self._frames = [wire.encode_frame(wire.Close(code))]
-        self._go_down(reason, now_s)
+        self.end(reason, now_s)
 
     def final_datagrams(self, now_s: float) -> list[Transmit]:
         """Return the control datagrams that were still queued when the session went down."""
@@ -573,7 +529,8 @@ class Session:
         self._poll_control(now_s, out)
         return out
 
-    def _go_down(self, reason: str, now_s: float) -> None:
+    def end(self, reason: str, now_s: float) -> None:
+        """End at once, whatever the state."""
         if self.state is State.DOWN:
             return
         self.state = State.DOWN
@@ -591,18 +548,9 @@ class Session:
         self.pending.clear()
         return tickets
 
-    def add_counters(self, stats: Stats) -> None:
-        """Add this session's counters."""
-        if self.sender is not None:
-            stats.retransmitted_bytes += self.sender.retransmitted_bytes
-            stats.retransmitted_fragments += self.sender.retransmitted_fragments
-            stats.lost_bytes += self.sender.lost_bytes
-        if self.receiver is not None:
-            stats.duplicate_fragments += self.receiver.duplicate_fragments
-            stats.rejected_records += self.receiver.rejected_records
-
-    def path_stats(self, sender: Sender) -> PeerStats:
-        """Return the state of the path to the peer."""
+    def path_stats(self) -> PeerStats:
+        """Return the state of the path to a connected peer."""
+        sender = self._connected_sender()
         rate = sender.rate
         return PeerStats(
             peer=self.identity,
@@ -614,3 +562,7 @@ class Session:
             backlog_records=sender.backlog_records,
             loss_rate=rate.loss_rate,
         )
+
+    def share_link(self, paths: int) -> None:
+        """Adapt to the number of paths that share the node's link."""
+        self._connected_sender().rate.share_link(paths)

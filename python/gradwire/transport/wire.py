@@ -54,6 +54,29 @@ class WireError(ValueError):
     """Bytes that are not a well-formed datagram or frame of this version."""
 
 
+class DataHeader(NamedTuple):
+    """The header of a DATA datagram."""
+
+    stream: int  # of the sender
+    record: int
+    fragments: int  # of the record
+    fragment_bytes: int  # sealed bytes in each fragment but the last
+    first: int  # index of this fragment
+
+    @classmethod
+    def decode(cls, data: memoryview, position: int) -> DataHeader:
+        """Parse the header at this position."""
+        _, _, first, fragments, stream, number = HEADER.unpack_from(data, position)
+        fragment_bytes = number >> RECORD_NUMBER_BITS
+        return cls(stream, number & RECORD_NUMBER_MAX, fragments, fragment_bytes, first)
+
+    @property
+    def associated(self) -> bytes:
+        """The header of the record's first fragment, which the record's tag covers."""
+        field = self.fragment_bytes << RECORD_NUMBER_BITS | self.record
+        return HEADER.pack(DATA, 0, 0, self.fragments, self.stream, field)
+
+
 class Ack(NamedTuple):
     """The records that a receiver has, and its credit.
 
@@ -100,10 +123,10 @@ class KeyAck(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """Records ``first`` to ``first + count - 1`` are for other nodes; the receiver counts them as complete."""
+    """So many records from ``first`` on are for other nodes; the receiver counts them as complete."""
 
     first: int
-    count: int
+    records: int
 
 
 class Close(NamedTuple):
@@ -208,9 +231,9 @@ def _decode_frame(data: bytes, at: int) -> tuple[Frame, int]:
     if isinstance(frame, Key):
         _check_record_number(frame.first_record)
     elif isinstance(frame, Skip):
-        if not frame.count:
+        if not frame.records:
             raise WireError("an empty skip")
-        _check_record_number(frame.first + frame.count)
+        _check_record_number(frame.first + frame.records)
     return frame, at + 1 + layout.size
 
 
@@ -306,7 +329,7 @@ def run_length(data: memoryview, position: int, segment_bytes: int, first: int, 
     match, 256 records apart, which then costs a retransmission.
     """
     stop = position + (most - 1) * segment_bytes + HEADER_BYTES
-    if stop > len(data):  # the last datagram is too short for a header
+    if most <= 1 or stop > len(data):  # the last datagram is too short for a header
         return 1
     indices = data[position + 2 : stop : segment_bytes].tobytes()
     numbers = data[position + 8 : stop : segment_bytes].tobytes()
