@@ -17,7 +17,7 @@ import random
 
 from gradwire.errors import WouldBlock
 from gradwire.transport.crypto import AuthenticationError, Handshake, KeyChain
-from gradwire.transport.session import INTRODUCTION_BYTES, Session, prologue
+from gradwire.transport.session import INTRODUCTION_BYTES, Session
 from gradwire.transport.types import Limits
 from gradwire.transport.wire import (
     ACK_WINDOW_RECORDS,
@@ -282,7 +282,7 @@ class Storm:
         script = self.script
         index = script.number(32)
         header = HEADER.pack(INIT, 0, 0, 0, index, script.near(1_000))
-        handshake = Handshake(SECRET, prologue(header), self.simulator.random.randbytes)
+        handshake = Handshake(SECRET, PROLOGUE + header, self.simulator.random.randbytes)
         nodes = (self.bad.endpoint.node_id, self.target.endpoint.node_id, 1 + script.number(16))
         introduction = Introduction(nodes[script.below(3)], script.near(2), index, "10.0.0.9:9")
         plaintext = introduction.encode(INTRODUCTION_BYTES)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from gradwire.transport.discovery import SEEDS_MAX
-from gradwire.transport.endpoint import Endpoint
-from gradwire.transport.handshake import HALF_OPEN_MAX
+from gradwire.transport.endpoint import HALF_OPEN_MAX, Endpoint
 from gradwire.transport.receiver import Receiver
 from gradwire.transport.sender import Sender
 from gradwire.transport.session import State
@@ -19,12 +18,12 @@ def check(endpoint: Endpoint) -> None:
     assert stats.send_log_bytes <= endpoint.limits.send_log_bytes
     assert 0 <= stats.receive_queue_bytes <= endpoint.limits.receive_bytes
     sessions = set(endpoint.sessions.values())
-    assert len(endpoint.handshakes.half_open) <= HALF_OPEN_MAX
+    assert len(endpoint.half_open) <= HALF_OPEN_MAX
     assert len(list(endpoint.discovery)) <= SEEDS_MAX
     assert len(sessions) <= HALF_OPEN_MAX + SEEDS_MAX
     assert set(endpoint.by_stream.values()) <= sessions
     assert set(endpoint.by_node.values()) <= sessions
-    assert set(endpoint.handshakes.half_open.values()) <= sessions
+    assert set(endpoint.half_open.values()) <= sessions
     queued = sum(len(message.payload) for message in endpoint._messages)
     for session in sessions:
         assert len(session._frames) <= FRAMES_MAX

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.transport.congestion import (
+    ACK_DELAY_MAX_S,
     BURST_MAX_BYTES,
     SHARE_MIN_BYTES,
     WINDOW_INITIAL_BYTES,
@@ -14,7 +15,6 @@ from gradwire.transport.congestion import (
     RoundTrip,
     RttEstimator,
     Sent,
-    ack_delay_s,
 )
 
 # ---- round trips ------------------------------------------------------------------------------------------------
@@ -25,7 +25,7 @@ def test_the_first_round_trip_sets_the_estimate() -> None:
     assert rtt.probe_timeout_s == 0.2
     rtt.add_sample(0.010, 1.0)
     assert (rtt.smoothed_s, rtt.variation_s, rtt.minimum_s) == (0.010, 0.005, 0.010)
-    assert rtt.probe_timeout_s == pytest.approx(0.010 + 0.020 + 0.010 / 8)
+    assert rtt.probe_timeout_s == pytest.approx(0.010 + 0.020 + ACK_DELAY_MAX_S)
 
 
 def test_the_estimate_follows_rfc_9002() -> None:
@@ -60,17 +60,17 @@ def test_the_smallest_of_the_last_ten_seconds_follows_the_minimum() -> None:
 
 def test_a_guess_gives_way_to_the_first_measurement() -> None:
     rtt = RttEstimator()
-    rtt.set_guess(3.0, 1.0)
+    rtt.set_guess(3.0)
     assert rtt.smoothed_s == 3.0
     rtt.add_sample(0.001, 1.1)
     assert (rtt.smoothed_s, rtt.minimum_s) == (0.001, 0.001)
-    rtt.set_guess(3.0, 1.2)
+    rtt.set_guess(3.0)
     assert rtt.smoothed_s == 0.001
 
 
 def test_the_shortest_sample_ever_is_kept_and_is_no_guess() -> None:
     rtt = RttEstimator()
-    rtt.set_guess(0.001, 0.0)
+    rtt.set_guess(0.001)
     assert rtt.shortest_s == 0.0
     for at_s, sample_s in ((1.0, 0.030), (2.0, 0.020), (20.0, 0.040), (40.0, 0.050)):
         rtt.add_sample(sample_s, at_s)
@@ -78,17 +78,12 @@ def test_the_shortest_sample_ever_is_kept_and_is_no_guess() -> None:
     assert rtt.shortest_s == 0.020
 
 
-@pytest.mark.parametrize(
-    ("round_trip_s", "delay_s"), [(0.0001, 0.001), (0.008, 0.001), (0.016, 0.002), (0.2, 0.004)]
-)
-def test_the_probe_timeout_includes_the_delay_of_the_acknowledgement(
-    round_trip_s: float, delay_s: float
-) -> None:
+@pytest.mark.parametrize("round_trip_s", [0.0001, 0.016, 0.2])
+def test_the_probe_timeout_includes_the_delay_of_the_acknowledgement(round_trip_s: float) -> None:
     rtt = RttEstimator()
     for _ in range(100):
         rtt.add_sample(round_trip_s, 1.0)
-    assert ack_delay_s(round_trip_s) == pytest.approx(delay_s)
-    assert rtt.probe_timeout_s == pytest.approx(round_trip_s + 0.001 + delay_s)
+    assert rtt.probe_timeout_s == pytest.approx(round_trip_s + 0.001 + ACK_DELAY_MAX_S)
 
 
 def test_a_first_probe_waits_two_round_trips_at_most() -> None:

@@ -1,233 +1,298 @@
-"""What the sockets bring is handed on in batches, in the right order and with its sender."""
+"""The driver on real sockets: batches with their sender, refusals by the system, waiting and waking."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import socket
+import sys
+import threading
+from collections.abc import Iterator
 
 import pytest
 
-from gradwire.transport.driver import (
-    LITTLE_BYTES,
-    MUCH_BYTES,
-    REST_FIRST_S,
-    REST_MAX_S,
-    Driver,
-    Waker,
-    now_s,
-)
+from gradwire.transport.driver import MTU_DISCOVER, PMTUDISC_DONT, UDP_GRO, Driver, Waker, now_s
 from gradwire.transport.endpoint import Endpoint
-from gradwire.transport.model import Address, Transmit
+from gradwire.transport.types import Address, Transmit
 
-SEGMENT = 1_400
-BURST = 45 * SEGMENT
-ONE = ("127.0.0.1", 1)
+from .ruled_socket import Rule, RuledSocket
+
+SEGMENT = 1_200
+BURST = 52 * SEGMENT
+NOBODY = ("127.0.0.1", 9)
+LONG_S = 30.0
+linux = pytest.mark.skipif(sys.platform != "linux", reason="these socket options are Linux's")
+
+
+class Batches(Endpoint):
+    """An endpoint that keeps the batches it receives, and sends what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(bytes(32), 0.0, node_id=1, incarnation=1)
+        self.taken: list[tuple[bytes, int, Address]] = []
+        self.to_send: list[Transmit] = []
+
+    def receive(
+        self,
+        data: memoryview,
+        segment_bytes: int,
+        address: Address,
+        now_s: float,  # noqa: ARG002
+    ) -> None:
+        self.taken.append((bytes(data), segment_bytes, address))
+
+    def poll(self, now_s: float) -> list[Transmit]:  # noqa: ARG002
+        sent, self.to_send = self.to_send, []
+        return sent
+
+    def send(self, driver: Driver, *transmits: Transmit) -> None:
+        """Send datagrams, if need be in several attempts."""
+        self.to_send += transmits
+        for _ in range(1_000):
+            driver.transmit(self)
+            if not self.to_send and not driver.has_unsent:
+                return
+        raise AssertionError("the driver does not get rid of its datagrams")
 
 
 @pytest.fixture
-def endpoint() -> Endpoint:
-    return Endpoint(bytes(32), 0.0, node_id=1, incarnation=1)
+def endpoint() -> Batches:
+    return Batches()
 
 
-def note_batches(endpoint: Endpoint) -> list[tuple[bytes, int, Address]]:
-    taken: list[tuple[bytes, int, Address]] = []
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    made = Driver(("127.0.0.1", 0))
+    yield made
+    made.close()
 
-    def take(data: memoryview, segment_bytes: int, address: Address, _: float) -> None:
-        taken.append((bytes(data), segment_bytes, address))
 
-    endpoint.intake.receive = take  # type: ignore[method-assign]
-    return taken
+def transmit(address: Address, data: bytes, segment_bytes: int = SEGMENT) -> Transmit:
+    return Transmit(address, [memoryview(data)], segment_bytes)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_bursts_are_sent_and_come_as_one_batch_with_the_senders_address(
-    host: str, endpoint: Endpoint
+@pytest.mark.parametrize("offload", [True, False])
+def test_bursts_arrive_complete_and_in_order_with_the_sender_s_address(
+    host: str, offload: bool, endpoint: Batches
 ) -> None:
     try:
-        source, sink = Driver((host, 0)), Driver((host, 0))
+        source, sink = (Driver((host, 0), offload=offload) for _ in range(2))
     except OSError as error:
         pytest.skip(f"no {host} on this machine: {error}")
-    taken = note_batches(endpoint)
     data = os.urandom(3 * BURST + SEGMENT + 100)
-    view = memoryview(data)
-    calls = [[view[start : start + BURST]] for start in range(0, len(data), BURST)]
-    assert source._send_all([Transmit(sink.address, calls, SEGMENT, len(data))])
-    sink.receive(endpoint)
+    starts = range(0, len(data), BURST)
+    bursts = [transmit(sink.address, data[start : start + BURST]) for start in starts]
+    for burst in bursts:
+        endpoint.send(source, burst)
+        for _ in range(2):  # one call takes a bounded number of batches
+            sink.receive(endpoint)
     if sink.has_gro:
-        assert taken == [(data, SEGMENT, source.address)]
-    assert b"".join(batch for batch, *_ in taken) == data
-    assert {address for *_, address in taken} == {source.address}
-    assert sink.stats().receive_calls == (4 if sink.has_gro else len(data) // SEGMENT + 1)
+        assert endpoint.taken == [
+            (burst.data(), min(SEGMENT, burst.nbytes), source.address) for burst in bursts
+        ]
+    assert b"".join(batch for batch, *_ in endpoint.taken) == data
+    assert {address for *_, address in endpoint.taken} == {source.address}
     source.close()
     sink.close()
 
 
-class ScriptedReceiver:
-    """Brings these datagrams, each with its sender."""
-
-    is_empty = True
-    drops = 0
-
-    def __init__(self, script: list[tuple[Address, bytes]]) -> None:
-        self.script = script
-        self.room = bytearray(1 << 20)
-
-    def receive(self, *_: int) -> list[tuple[int, int, int, Address]]:
-        batches, start = [], 0
-        while self.script:
-            sender, data = self.script.pop(0)
-            end = start + len(data)
-            self.room[start:end] = data
-            batches.append((start, end, len(data), sender))
-            start = end
-        return batches
-
-
-def test_what_the_group_brought_first_is_taken_before_anything_can_be_acknowledged(
-    endpoint: Endpoint,
-) -> None:
-    record, probe = os.urandom(BURST), os.urandom(SEGMENT)
-
-    class Sleeper(ScriptedReceiver):
-        """While the thread sleeps between the two sockets the record comes to the group, then a probe to this one."""
-
-        def receive(self, *_: int) -> list[tuple[int, int, int, Address]]:
-            if self.script:
-                group.script.append((ONE, record))
-            return super().receive()
-
-    driver = Driver(("127.0.0.1", 0), group=("239.77.11.9", 45_671))
-    assert driver._group is not None
-    group, own = ScriptedReceiver([]), Sleeper([(ONE, probe)])
-    for inlet, receiver in ((driver._group, group), (driver._inlet, own)):
-        inlet.receiver, inlet.view = receiver, memoryview(receiver.room)  # type: ignore[assignment]
-    taken: list[bytes] = []
-    for name in ("receive", "receive_group"):
-        setattr(endpoint.intake, name, lambda data, *_: taken.append(bytes(data)))
+def test_slices_of_one_transmission_leave_back_to_back(driver: Driver, endpoint: Batches) -> None:
+    data = memoryview(os.urandom(7 * SEGMENT + 10))
+    slices = [data[: 2 * SEGMENT], data[2 * SEGMENT : 3 * SEGMENT], data[3 * SEGMENT :]]
+    endpoint.send(driver, Transmit(driver.address, slices, SEGMENT))
     driver.receive(endpoint)
-    assert taken == [probe, record]
-    driver.close()
+    assert b"".join(batch for batch, *_ in endpoint.taken) == data
 
 
-def test_what_a_node_has_sent_to_the_group_itself_is_not_taken(endpoint: Endpoint) -> None:
-    driver = Driver(("127.0.0.1", 0), group=("239.77.11.9", 45_672))
-    assert driver._group is not None
-    receiver = ScriptedReceiver([(driver.address, b"own"), (ONE, b"of another")])
-    driver._group.receiver, driver._group.view = receiver, memoryview(receiver.room)  # type: ignore[assignment]
-    taken: list[bytes] = []
-    endpoint.intake.receive_group = lambda data, *_: taken.append(bytes(data))  # type: ignore[method-assign]
-    driver.receive(endpoint)
-    assert taken == [b"of another"]
-    driver.close()
-
-
-@pytest.mark.skipif(not hasattr(socket, "SO_INCOMING_CPU"), reason="only Linux counts drops")
-def test_what_the_kernel_drops_is_counted(endpoint: Endpoint) -> None:
-    driver = Driver(("127.0.0.1", 0))
-    note_batches(endpoint)
+@linux
+def test_datagrams_that_the_kernel_drops_are_counted(driver: Driver, endpoint: Batches) -> None:
     driver._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as source:
         for _ in range(200):
             source.sendto(bytes(SEGMENT), driver.address)
         driver.receive(endpoint)
-        came = driver.stats().receive_calls
+        came = sum(-(-len(data) // size) for data, size, _ in endpoint.taken)
         assert 0 < came < 200
-        source.sendto(b"the next one brings the count", driver.address)
+        source.sendto(b"the next datagram brings the count", driver.address)
         driver.receive(endpoint)
     assert endpoint.counters.kernel_drops == 200 - came
-    driver.close()
 
 
-def test_a_host_that_is_no_address_is_a_datagram_that_is_lost(endpoint: Endpoint) -> None:
-    driver, sink = Driver(("127.0.0.1", 0)), Driver(("127.0.0.1", 0))
-    taken = note_batches(endpoint)
-    hosts = ("no.such.host.invalid", sink.address[0])
-    assert driver._send_all([Transmit.single((host, sink.address[1]), b"x") for host in hosts])
-    assert driver.socket_errors == 1
-    sink.receive(endpoint)
-    assert taken == [(b"x", 1, driver.address)]
-    driver.close()
-    sink.close()
+@linux
+def test_a_receiver_without_gro_gets_the_same(driver: Driver, endpoint: Batches) -> None:
+    driver._socket.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 0)
+    data = os.urandom(10 * SEGMENT + 5)
+    endpoint.send(driver, transmit(driver.address, data))
+    driver.receive(endpoint)
+    assert [size for _, size, _ in endpoint.taken] == [SEGMENT] * 10 + [5]
+    assert b"".join(batch for batch, *_ in endpoint.taken) == data
 
 
-def test_a_waker_rings_at_its_time_and_not_when_it_has_been_calmed() -> None:
-    driver, waker = Driver(("127.0.0.1", 0)), Waker(has_alarm=True)
-    if waker.alarm is None:
-        pytest.skip("this system has no timers to wait for like sockets")
-
-    def waited_s(limit_s: float) -> float:
-        started_s = now_s()
-        driver.wait(started_s + limit_s, waker, for_datagrams=False)
-        return now_s() - started_s
-
-    waker.ring_at(now_s() + 0.02)
-    assert 0.02 <= waited_s(10.0) < 5.0
-    assert waited_s(0.03) >= 0.03  # it has been heard
-    waker.ring_at(now_s() - 1.0)
-    assert waited_s(10.0) < 5.0
-    waker.ring_at(now_s() + 0.01)
-    waker.calm()
-    assert waited_s(0.03) >= 0.03
-    waker.close()
-    driver.close()
+# ---- refusals by the system -------------------------------------------------------------------------------------
 
 
-def test_who_leaves_the_datagrams_to_another_thread_sleeps_though_some_could_be_sent() -> None:
-    driver, waker = Driver(("127.0.0.1", 0)), Waker()
-    driver._unsent.append(Transmit.single(ONE, b"waits for room"))
-    started_s = now_s()
-    driver.wait(started_s + 0.05, waker, for_datagrams=False)
-    assert now_s() - started_s >= 0.05
-    driver.wait(now_s() + 10.0, waker)
-    assert now_s() - started_s < 10.0
-    waker.close()
-    driver.close()
+class Taking(RuledSocket):
+    """A socket that keeps datagrams instead of sending them."""
+
+    def __init__(self, driver: Driver, rule: Rule) -> None:
+        super().__init__(driver, rule)
+        self.taken: list[bytes] = []
+
+    def pass_on(self, slices: object, *_: object) -> int:  # type: ignore[override]
+        self.taken.append(b"".join(slices))  # type: ignore[arg-type]
+        return 0
 
 
-def test_datagrams_lie_in_the_socket_for_as_long_as_a_rest_but_a_bell_ends_it() -> None:
-    source, sink, waker = Driver(("127.0.0.1", 0)), Driver(("127.0.0.1", 0)), Waker()
-
-    def waited_s(limit_s: float, rest_s: float) -> float:
-        started_s = now_s()
-        sink.wait(started_s + limit_s, waker, rest_s=rest_s)
-        return now_s() - started_s
-
-    assert source._send_all([Transmit.single(sink.address, b"x")])
-    assert 0.05 <= waited_s(10.0, rest_s=0.05) < 5.0
-    assert 0.03 <= waited_s(0.03, rest_s=10.0) < 5.0
-    assert waited_s(10.0, rest_s=0.0) < 5.0
-    waker.ring()
-    assert waited_s(10.0, rest_s=10.0) < 5.0
-    for each in (source, sink, waker):
-        each.close()
-
-
-def test_rests_grow_while_they_bring_little_and_end_with_much(
-    monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint
+@pytest.mark.parametrize("cuts", [(), (10, 20, 30), (1, 2, 40), (51,)])
+@pytest.mark.parametrize("has_gso", [True, False])
+def test_a_full_buffer_neither_drops_nor_repeats(
+    driver: Driver, endpoint: Batches, cuts: tuple[int, ...], has_gso: bool
 ) -> None:
-    driver = Driver(("127.0.0.1", 0))
-    is_patient = True
-    monkeypatch.setattr(Endpoint, "is_patient", property(lambda _: is_patient))
-    note_batches(endpoint)
-    inlet, receiver = driver._inlet, ScriptedReceiver([])
-    inlet.receiver, inlet.view = receiver, memoryview(receiver.room)  # type: ignore[assignment]
+    driver.has_gso = has_gso
+    full = Taking(driver, lambda call, *_: errno.EAGAIN if call % 2 else 0)
+    data = memoryview(os.urandom(51 * SEGMENT + 100))
+    ends = [cut * SEGMENT for cut in cuts]
+    slices = [data[start:end] for start, end in zip([0, *ends], [*ends, len(data)], strict=True)]
+    endpoint.send(driver, Transmit(NOBODY, slices, SEGMENT), Transmit(NOBODY, [b"next"], 4))
+    assert b"".join(full.taken) == bytes(data) + b"next"
+    assert full.refused > 0
+    assert len(full.taken) == (2 if has_gso else 53)
 
-    def rests_after(*looks: int) -> list[float]:
-        rests = []
-        for nbytes in looks:
-            receiver.script += [(ONE, bytes(nbytes))] if nbytes else []
-            driver.receive(endpoint)
-            rests.append(driver.rest_s(endpoint))
-        return rests
 
-    assert rests_after(0) == [0.0]
-    assert rests_after(1_400, 0, 1_400, LITTLE_BYTES + 1, LITTLE_BYTES) == pytest.approx(
-        [REST_FIRST_S * each for each in (1, 1, 2, 2, 4)]
-    )
-    assert rests_after(*[1_400] * 5)[-1] == REST_MAX_S
-    assert rests_after(MUCH_BYTES, MUCH_BYTES + 1, 0, 1_400) == [REST_MAX_S, 0.0, 0.0, REST_FIRST_S]
-    is_patient = False
-    assert rests_after(1_400) == [0.0]
-    is_patient = True
-    assert rests_after(0, 1_400) == [0.0, REST_FIRST_S]
+@pytest.mark.parametrize("refusal", [errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP])
+def test_a_refusal_of_segmentation_is_logged_once_and_datagrams_leave_one_by_one(
+    driver: Driver, endpoint: Batches, refusal: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not driver.has_gso:
+        pytest.skip("this system has no segmentation to refuse")
+    ruled = RuledSocket(driver, lambda _, __, has_several: refusal if has_several else 0)
+    data = os.urandom(5 * SEGMENT + 5)
+    for _ in range(2):
+        endpoint.send(driver, transmit(driver.address, data))
+    driver.receive(endpoint)
+    assert b"".join(batch for batch, *_ in endpoint.taken) == 2 * data
+    assert not driver.has_gso
+    assert ruled.refused == 1
+    assert [record.levelname for record in caplog.records if "GSO" in record.message] == ["WARNING"]
+
+
+def test_a_size_that_is_refused_is_logged_once_with_the_remedy(
+    driver: Driver, endpoint: Batches, caplog: pytest.LogCaptureFixture
+) -> None:
+    RuledSocket(driver, lambda _, size, __: errno.EMSGSIZE if size > 1_000 else 0)
+    for _ in range(3):
+        endpoint.send(driver, transmit(driver.address, bytes(SEGMENT)))
+    endpoint.send(driver, transmit(driver.address, b"small"))
+    driver.receive(endpoint)
+    assert [batch for batch, *_ in endpoint.taken] == [b"small"]
+    [warning] = [record for record in caplog.records if "refused" in record.message]
+    assert "1200 bytes" in warning.getMessage()
+    assert "datagram_bytes" in warning.getMessage()
+    assert driver.stats().errors == 3
+
+
+@pytest.mark.parametrize("error", [errno.ENOBUFS, errno.EPERM, errno.ENETUNREACH])
+def test_other_errors_lose_a_burst_and_are_counted(
+    driver: Driver, endpoint: Batches, error: int
+) -> None:
+    RuledSocket(driver, lambda call, *_: error if call == 1 else 0)
+    endpoint.send(driver, transmit(driver.address, bytes(3 * SEGMENT)), transmit(driver.address, b"x"))
+    driver.receive(endpoint)
+    assert [batch for batch, *_ in endpoint.taken] == [b"x"]
+    assert driver.stats().errors == 1
+
+
+def test_a_host_that_is_no_address_costs_only_its_datagram(
+    driver: Driver, endpoint: Batches
+) -> None:
+    hosts = ("no.such.host.invalid", "127.0.0.1")
+    endpoint.send(driver, *(Transmit((host, driver.address[1]), [b"x"], 1) for host in hosts))
+    driver.receive(endpoint)
+    assert [batch for batch, *_ in endpoint.taken] == [b"x"]
+    assert driver.stats().errors == 1
+
+
+def test_a_port_without_a_listener_costs_nothing_but_its_datagrams(
+    driver: Driver, endpoint: Batches
+) -> None:
+    """The answer of a closed port (ICMP) is an error of some later call on Linux."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        closed: Address = probe.getsockname()
+    for _ in range(5):
+        endpoint.send(driver, Transmit(closed, [b"x"], 1))
+        endpoint.send(driver, Transmit(driver.address, [b"y"], 1))
+        driver.receive(endpoint)
+    assert [batch for batch, *_ in endpoint.taken] == [b"y"] * 5
+
+
+# ---- waiting ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def waker() -> Iterator[Waker]:
+    made = Waker()
+    yield made
+    made.close()
+
+
+def test_a_wait_ends_with_a_datagram(driver: Driver, waker: Waker, endpoint: Batches) -> None:
+    endpoint.send(driver, Transmit(driver.address, [b"x"], 1))
+    started_s = now_s()
+    driver.wait(started_s + LONG_S, waker)
+    assert now_s() - started_s < LONG_S
+
+
+def test_a_wait_ends_at_its_time(driver: Driver, waker: Waker) -> None:
+    until_s = now_s() + 0.02
+    driver.wait(until_s, waker)
+    assert now_s() >= until_s - 1e-4
+
+
+def test_a_waker_ends_one_wait_before_or_while_it_lasts(driver: Driver, waker: Waker) -> None:
+    started_s = now_s()
+    for _ in range(3):
+        waker.wake()  # several calls end one wait
+    driver.wait(started_s + LONG_S, waker)
+    until_s = now_s() + 0.02
+    driver.wait(until_s, waker)
+    assert now_s() >= until_s - 1e-4, "the wake-up was used up"
+    timer = threading.Timer(0.02, waker.wake)
+    timer.start()
+    driver.wait(now_s() + LONG_S, waker)
+    timer.join()
+    assert now_s() - started_s < LONG_S
+
+
+def test_a_wait_ends_when_a_full_buffer_has_space_again(
+    driver: Driver, waker: Waker, endpoint: Batches
+) -> None:
+    full = Taking(driver, lambda call, *_: errno.EAGAIN if call == 1 else 0)
+    endpoint.to_send.append(Transmit(NOBODY, [b"x"], 1))
+    driver.transmit(endpoint)
+    assert driver.has_unsent
+    started_s = now_s()
+    driver.wait(started_s + LONG_S, waker)
+    assert now_s() - started_s < LONG_S
+    driver.transmit(endpoint)
+    assert full.taken == [b"x"]
+
+
+def test_an_address_that_cannot_be_bound_is_named(driver: Driver) -> None:
+    host, port = driver.address
+    with pytest.raises(OSError, match=f"{re.escape(host)}:{port}"):
+        Driver(driver.address)
+
+
+@linux
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_datagrams_larger_than_the_path_are_fragmented_and_not_lost(host: str) -> None:
+    try:
+        driver = Driver((host, 0))
+    except OSError as error:
+        pytest.skip(f"no {host} on this machine: {error}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    assert driver._socket.getsockopt(*MTU_DISCOVER[family]) == PMTUDISC_DONT
     driver.close()

@@ -12,7 +12,8 @@ import random
 import pytest
 
 from gradwire.transport.crypto import Handshake
-from gradwire.transport.handshake import HALF_OPEN_MAX, TIMELY_S
+from gradwire.transport.endpoint import HALF_OPEN_MAX
+from gradwire.transport.handshake import TIMELY_S
 from gradwire.transport.session import RESPONSE_INTERVAL_S
 from gradwire.transport.wire import CONTROL, DATA, INIT, INIT_BYTES, RESPONSE
 
@@ -156,7 +157,7 @@ def test_a_full_table_of_half_open_handshakes_excludes_nobody() -> None:
         received += len(init)
         simulator.run_for(0.005)
         if number == 600:
-            assert len(two.endpoint.handshakes.half_open) == HALF_OPEN_MAX
+            assert len(two.endpoint.half_open) == HALF_OPEN_MAX
             joiner = simulator.add("joiner", incarnation=TODAY_MS)
             joiner.endpoint.connect(two.address)
     assert joiner.endpoint.peers
@@ -167,7 +168,7 @@ def test_a_full_table_of_half_open_handshakes_excludes_nobody() -> None:
     )
     assert sent <= received
     simulator.run_for(11.0)
-    assert len(two.endpoint.handshakes.half_open) == 0
+    assert len(two.endpoint.half_open) == 0
 
 
 def test_a_half_open_handshake_is_answered_twenty_times_a_second_at_most() -> None:
@@ -185,7 +186,7 @@ def test_a_half_open_handshake_is_answered_twenty_times_a_second_at_most() -> No
     assert len(set(answers)) == 1
     assert len(answers[0]) <= INIT_BYTES
     assert two.endpoint.stats().control_bytes_sent - before < 20_000
-    assert len(two.endpoint.handshakes.half_open) == 1
+    assert len(two.endpoint.half_open) == 1
 
 
 def test_an_attacker_who_delivers_an_init_first_delays_its_sender_by_one_repetition() -> None:

@@ -1,4 +1,4 @@
-"""The basics over IPv6: everything that handles an address meets the longer kind."""
+"""The basics over IPv6, for all code that handles addresses."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_addresses_have_brackets_everywhere(pair: tuple[Node, Node]) -> None:
     assert two.seeds == {one.address}
 
 
-def test_messages_of_all_sizes_arrive_whole_and_in_order(pair: tuple[Node, Node]) -> None:
+def test_messages_of_all_sizes_arrive_complete_and_in_order(pair: tuple[Node, Node]) -> None:
     one, two = pair
-    sizes = (0, 1, 1_344, 1_345, 62_240, 62_241, 3_000_000)
+    sizes = (0, 1, 1_144, 1_145, 61_528, 61_529, 3_000_000)
     tickets = [
         one.publish(payload_of(one.id, tag, nbytes), tag) for tag, nbytes in enumerate(sizes)
     ]
@@ -87,8 +87,8 @@ def test_one_seed_is_enough_to_join_the_mesh(pair: tuple[Node, Node]) -> None:
         assert three.close() == []
 
 
-def test_a_killed_peer_is_lost_and_a_restarted_one_is_back() -> None:
-    limits = {"heartbeat_s": 0.05, "suspect_s": 0.3, "down_s": 1.0}
+def test_a_killed_peer_is_lost_and_a_restarted_one_reconnects() -> None:
+    limits = {"heartbeat_s": 0.06, "down_s": 1.0}
     with (
         Node(HOST, secret=SECRET, limits=Limits(**limits)) as node,
         PeerProcess([node.address], bind=HOST, node_id=7) as first,
@@ -112,6 +112,7 @@ def test_a_killed_peer_is_lost_and_a_restarted_one_is_back() -> None:
 def test_a_bad_path_that_changes_ports_loses_nothing() -> None:
     trouble = Trouble(
         delay_s=0.002,
+        rate_bytes_per_s=3e6,
         loss=0.02,
         reorder=0.05,
         corrupt=0.002,
@@ -124,7 +125,7 @@ def test_a_bad_path_that_changes_ports_loses_nothing() -> None:
         PeerProcess([proxy.address], bind=HOST) as client,
     ):
         client.ask("wait", peers=1)
-        server.tell("receive", messages=60)
-        assert client.ask("send", messages=60, nbytes=100_000)["is_drained"]
-        assert server.answer()["tags"] == {str(client.id): list(range(60))}
+        server.tell("receive", messages=30)
+        assert client.ask("send", messages=30, nbytes=100_000)["is_drained"]
+        assert server.answer()["tags"] == {str(client.id): list(range(30))}
         assert proxy.stop()["rebind"] > 0

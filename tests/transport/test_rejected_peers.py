@@ -12,22 +12,22 @@ import pytest
 import gradwire as gw
 from gradwire.transport import node as node_module
 from gradwire.transport.secret import fingerprint
-from gradwire.transport.wire import INIT
+from gradwire.transport.wire import INIT, VERSION
 
 SECRET = bytes(range(32))
 OTHER_SECRET = bytes(range(1, 33))
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_module, "PATIENCE_S", 0.3)
+def log_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "MISSING_LOG_S", 0.1)
 
 
 def until(done: Callable[[], bool], limit_s: float = 10.0) -> None:
     end_s = time.monotonic() + limit_s
     while not done():
         assert time.monotonic() < end_s, "it did not happen"
-        time.sleep(0.01)
+        threading.Event().wait(0.005)
 
 
 def test_a_peer_with_another_secret_is_logged_at_both_ends(
@@ -38,11 +38,11 @@ def test_a_peer_with_another_secret_is_logged_at_both_ends(
         gw.Node("127.0.0.1:0", [one.address], secret=OTHER_SECRET) as two,
     ):
         with pytest.raises(TimeoutError) as caught:
-            two.wait_for_peers(1, timeout_s=1.0)
-        until(lambda: "knocks at" in caplog.text)
-    [at_one] = [line for line in caplog.messages if "knocks at" in line]
+            two.wait_for_peers(1, timeout_s=0.5)
+        until(lambda: "an INIT from" in caplog.text)
+    [at_one] = [line for line in caplog.messages if "an INIT from" in line]
     [at_two] = [line for line in caplog.messages if "no answer from" in line]
-    assert at_one.startswith(f"{two.address} knocks at this node ({one.address}")
+    assert at_one.startswith(f"an INIT from {two.address} gets no answer")
     assert fingerprint(SECRET) in at_one
     for text in (at_two, str(caught.value)):
         assert f"connected to {two.address}" in text
@@ -56,7 +56,7 @@ def test_a_node_that_waits_for_peers_names_the_one_with_another_secret() -> None
         gw.Node("127.0.0.1:0", [one.address], secret=OTHER_SECRET) as two,
         pytest.raises(TimeoutError) as caught,
     ):
-        one.wait_for_peers(1, timeout_s=1.0)
+        one.wait_for_peers(1, timeout_s=0.5)
     text = str(caught.value)
     assert f"connected to {one.address}" in text
     assert f"the last from {two.address}" in text
@@ -69,11 +69,11 @@ def test_peers_that_connect_while_missing_ones_are_logged_are_still_found(
     with gw.Node("127.0.0.1:0", secret=SECRET) as one:
         late: list[gw.Node] = []
 
-        def come_late() -> None:
+        def connect_late() -> None:
             until(lambda: "0 of 1 peers" in caplog.text)
             late.append(gw.Node("127.0.0.1:0", [one.address], secret=SECRET))
 
-        thread = threading.Thread(target=come_late)
+        thread = threading.Thread(target=connect_late)
         thread.start()
         assert one.wait_for_peers(1, timeout_s=10.0) == (late[0].peer,)
         thread.join()
@@ -91,5 +91,5 @@ def test_a_peer_of_another_version_is_logged(caplog: pytest.LogCaptureFixture) -
         until(lambda: bool(caplog.messages))
         host, port = newer.getsockname()
     [line] = caplog.messages
-    assert line.startswith(f"{host}:{port} knocks at this node ({node.address}")
-    assert "it speaks version 2 of the transport, this node 1" in line
+    assert line.startswith(f"an INIT from {host}:{port} gets no answer")
+    assert f"version {VERSION + 1} of the transport, this node version {VERSION}" in line

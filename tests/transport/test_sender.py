@@ -11,7 +11,8 @@ from gradwire.transport.crypto import KeyChain
 from gradwire.transport.receiver import ReceiveBudget, Receiver
 from gradwire.transport.records import Record, Sealer, SendLog
 from gradwire.transport.sender import Burst, Sender
-from gradwire.transport.wire import HEADER, RECORD_NUMBER_MAX, Ack, Skip
+from gradwire.transport.types import Stats
+from gradwire.transport.wire import Ack, DataHeader, Skip
 
 from .invariants import check_receiver, check_sender
 
@@ -70,7 +71,7 @@ def datagrams(items: list[Burst | Skip]) -> list[bytes]:
 
 def test_nothing_leaves_without_credit() -> None:
     log = Log()
-    sender = Sender(log, SESSION, 0, RttEstimator())
+    sender = Sender(log, SESSION, 0, RttEstimator(), Stats())
     for _ in range(3):
         log.publish(b"x")
     assert all_items(sender, 1.0) == []
@@ -87,7 +88,7 @@ def test_nothing_leaves_without_credit() -> None:
 
 def test_records_of_other_peers_are_skipped_in_one_frame_and_need_no_credit() -> None:
     log = Log()
-    sender = Sender(log, SESSION, 0, RttEstimator())
+    sender = Sender(log, SESSION, 0, RttEstimator(), Stats())
     log.publish(bytes(100_000), OTHER)
     log.publish(b"x", OTHER)
     log.publish(b"mine", SESSION, OTHER)
@@ -100,7 +101,7 @@ def test_records_of_other_peers_are_skipped_in_one_frame_and_need_no_credit() ->
 def two_records() -> tuple[Sender, list[Record]]:
     """Return a sender that had one record acknowledged and has sent two more."""
     log = Log()
-    sender = Sender(log, SESSION, 0, RttEstimator())
+    sender = Sender(log, SESSION, 0, RttEstimator(), Stats())
     sender.on_ack(Ack(0, 16), 1.0)
     log.publish(bytes(9_000))
     all_items(sender, 1.0)
@@ -125,8 +126,8 @@ def test_fragments_overtaken_by_later_ones_are_sent_again_once_they_are_overdue(
     sender.on_ack(Ack(1, 16, 0, 0b10), 1.111)
     assert all_items(sender, 1.111) == [], "they may only be late"
     assert later(sender) == [(1, index) for index in range(8)]
-    assert sender.lost_bytes == sender.retransmitted_bytes == first.nbytes
-    assert sender.retransmitted_fragments == first.fragments == 8
+    assert sender._counters.lost_bytes == sender._counters.retransmitted_bytes == first.nbytes
+    assert sender._counters.retransmitted_fragments == first.fragments == 8
     check_sender(sender)
     sender.on_ack(Ack(3, 16), 1.2)
     assert sender.is_idle
@@ -179,7 +180,7 @@ def test_a_closing_session_waits_for_nothing() -> None:
 def test_sender_and_receiver_deliver_everything_once_in_order_whatever_is_lost(seed: int) -> None:
     generator = random.Random(seed)
     log = Log()
-    sender = Sender(log, SESSION, 0, RttEstimator())
+    sender = Sender(log, SESSION, 0, RttEstimator(), Stats())
     got: list[int] = []
     receiver = Receiver(
         0,
@@ -187,6 +188,7 @@ def test_sender_and_receiver_deliver_everything_once_in_order_whatever_is_lost(s
         ReceiveBudget(1 << 30),
         lambda tag, _: got.append(tag),
         1 << 22,
+        Stats(),
     )
     receiver.grant_credit(generator.choice((10, 200)), 0.0)
     loss, holes = generator.choice(((0.0, 0.0), (0.01, 0.0), (0.2, 0.0), (0.0, 0.3), (0.2, 0.3)))
@@ -202,13 +204,11 @@ def test_sender_and_receiver_deliver_everything_once_in_order_whatever_is_lost(s
         is_hole = generator.random() < holes
         for item in items:
             if isinstance(item, Skip) and not is_hole:
-                receiver.skip(item.first, item.count, now_s)
+                receiver.skip(item.first, item.records, now_s)
         for datagram in () if is_hole else datagrams(items):
             if generator.random() >= loss:
-                _, _, first, fragments, stream, number = HEADER.unpack_from(datagram)
-                record, size = number & RECORD_NUMBER_MAX, number >> 48
                 batch = memoryview(datagram)
-                assert receiver.on_fragments(stream, record, fragments, size, first, batch, now_s)
+                assert receiver.on_fragments(DataHeader.decode(batch, 0), batch, now_s)
         if step == 0 or generator.random() < 0.3:
             receiver.grant_credit(200, now_s)
             sender.on_ack(receiver.make_ack(now_s), now_s)

@@ -1,4 +1,4 @@
-"""One node, many threads: publishing, receiving, looking and closing at once. The sockets are real."""
+"""One node, many threads that publish, receive, read counters and close at once, on real sockets."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ LIMITS = Limits(
     send_log_bytes=1 << 20,
     receive_bytes=1 << 20,
     window_bytes=1 << 20,
-    rekey_records=50,
 )
 JOIN_S = 60.0
-MESSAGES = 60
+MESSAGES = 30
 
 
 @pytest.fixture(autouse=True)
 def many_switches() -> Iterator[None]:
-    """Change threads as often as the interpreter can, which finds races."""
+    """Switch threads as often as the interpreter can, which finds races."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -35,7 +34,7 @@ def many_switches() -> Iterator[None]:
 
 
 class Crew:
-    """Threads whose exceptions are kept, and which must all come to an end."""
+    """Threads whose exceptions are collected, and which must all end."""
 
     def __init__(self) -> None:
         self.errors: list[BaseException] = []
@@ -140,7 +139,7 @@ def test_threads_that_publish_receive_and_look_at_once_lose_and_repeat_nothing()
         assert node.close() == []
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_node_closed_by_several_threads_under_load_ends_every_call(seed: int) -> None:
     one, two = mesh(2)
     crew = Crew()

@@ -86,11 +86,11 @@ class Handshake:
 
     Args:
         secret: the 32-byte cluster secret.
-        header: of the INIT; both sides bind the handshake to it.
+        prologue: `PROLOGUE` and the header of the INIT; both sides bind the handshake to it.
         entropy: source of random bytes.
     """
 
-    def __init__(self, secret: bytes, header: bytes, entropy: Entropy = os.urandom) -> None:
+    def __init__(self, secret: bytes, prologue: bytes, entropy: Entropy = os.urandom) -> None:
         self._chaining_key = PROTOCOL_NAME
         self._hash = PROTOCOL_NAME
         self._key = b""
@@ -98,8 +98,13 @@ class Handshake:
         self._entropy = entropy
         self._ephemeral: X25519PrivateKey | None = None
         self._remote = b""
-        self._mix_hash(PROLOGUE + header)
+        self._mix_hash(prologue)
         self._mix_key_and_hash(secret)
+
+    @property
+    def hash(self) -> bytes:
+        """The handshake hash, the same on both sides after the second message."""
+        return self._hash
 
     def write_init(self, payload: bytes) -> bytes:
         """Return the initiator's message: ephemeral key and sealed payload."""

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import Final
 
 from .addressing import format_address
-from .crypto import AuthenticationError, Entropy, Handshake, Mac1
+from .crypto import PROLOGUE, AuthenticationError, Entropy, Handshake, Mac1
 from .secret import fingerprint
 from .types import Address
 from .wire import (
@@ -142,7 +142,7 @@ class IncomingHandshakes:
         _, _, _, _, index, sent_ms = HEADER.unpack(header)
         if not self._gate.admit(mac1, (wall_ms - sent_ms) * 1e-3, now_s):
             return None
-        handshake = Handshake(self._secret, header, self._entropy)
+        handshake = Handshake(self._secret, PROLOGUE + header, self._entropy)
         remote = Introduction.decode(handshake.read_init(datagram[HEADER_BYTES:-MAC1_BYTES]))
         if remote.session != index:
             raise WireError("an INIT whose header contradicts its introduction")

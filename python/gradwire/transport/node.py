@@ -185,6 +185,7 @@ class Node:
         def is_done() -> bool:
             return len(self._endpoint.peers) >= count
 
+        self._check_open()
         first_s = min(MISSING_LOG_S, timeout_s)
         with self._lock:
             is_complete = self._wait_for(is_done, first_s)
@@ -281,6 +282,7 @@ class Node:
         Raises:
             Closed: the node has been closed.
         """
+        self._check_open()
         with self._lock:
             self._wait_for(lambda: self._endpoint.has_messages, timeout_s)
             messages = self._endpoint.take_messages(now_s())
@@ -290,6 +292,7 @@ class Node:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every connected peer has acknowledged everything; return whether they have."""
+        self._check_open()
         with self._lock:
             return self._wait_for(lambda: self._endpoint.is_drained, timeout_s)
 
@@ -345,7 +348,8 @@ class Node:
 
     def _wait_for(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """Move datagrams once, then wait until the I/O thread finds that ``is_done``; return whether it is."""
-        self._check_open()
+        if self._is_closed:
+            raise Closed("the node is closed")
         self._pump()
         if is_done() or timeout_s <= 0.0:
             return is_done()

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from . import wire
 from .addressing import format_address
 from .congestion import RttEstimator
-from .crypto import AuthenticationError, ControlChannel, Entropy, Handshake, KeyChain, Mac1
+from .crypto import PROLOGUE, AuthenticationError, ControlChannel, Entropy, Handshake, KeyChain, Mac1
 from .discovery import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
 from .receiver import ReceiveBudget, Receiver
 from .records import SendLog
@@ -28,6 +28,7 @@ INTRODUCTION_BYTES: Final = (
 )
 CLOSE_ATTEMPTS: Final = 5
 CLOSE_RETRY_MAX_S: Final = 0.5
+PINGS_MAX: Final = 16
 BURSTS_PER_POLL: Final = 16
 RESPONSE_INTERVAL_S: Final = RETRY_FIRST_S / 2  # a genuine INIT is repeated half as often at most
 
@@ -128,7 +129,8 @@ class Session:
         self._frames: list[bytes] = []
         self._control_sent_at_s = now_s
         self._ack_counter = -1
-        self._ping = (0, now_s)  # token and time of the latest PING
+        self._pings: dict[int, float] = {}  # sending times of the latest PINGs, by token
+        self._ping_token = 0
         self._key_frame = b""
         self._has_key_ack = False
         self._keyed_at_s = now_s
@@ -141,7 +143,7 @@ class Session:
         """Start a handshake with ``address``."""
         self.target = self.address
         header = wire.HEADER.pack(wire.INIT, 0, 0, 0, self.index, self._context.wall_ms(now_s))
-        self._handshake = Handshake(self._context.secret, header, self._context.entropy)
+        self._handshake = Handshake(self._context.secret, PROLOGUE + header, self._context.entropy)
         introduction = self._introduction().encode(INTRODUCTION_BYTES)
         message = self._handshake.write_init(introduction)
         self._first_datagram = self._context.mac1.sign(header + message)
@@ -273,8 +275,8 @@ class Session:
                 if self.receiver is not None:
                     self.receiver.acknowledge_by(now_s)
             case wire.Pong(token):
-                if token == self._ping[0]:
-                    self.rtt.add_sample(now_s - self._ping[1], now_s)
+                if token in self._pings:
+                    self.rtt.add_sample(now_s - self._pings.pop(token), now_s)
             case wire.Key():
                 self._on_key(frame, now_s)
             case wire.KeyAck():
@@ -447,8 +449,10 @@ class Session:
             self._frames.append(self._key_frame)
 
     def _send_ping(self, now_s: float) -> None:
-        self._ping = (self._ping[0] + 1, now_s)
-        self.send_frame(wire.Ping(self._ping[0]))
+        self._ping_token += 1
+        self._pings[self._ping_token] = now_s
+        self._pings.pop(self._ping_token - PINGS_MAX, None)
+        self.send_frame(wire.Ping(self._ping_token))
 
     def _poll_data(self, sender: Sender, now_s: float, out: list[Transmit]) -> None:
         for _ in range(BURSTS_PER_POLL):
