@@ -16,7 +16,7 @@ import contextlib
 import random
 
 from gradwire.errors import WouldBlock
-from gradwire.transport.crypto import AuthenticationError, Handshake, KeyChain
+from gradwire.transport.crypto import PROLOGUE, AuthenticationError, Handshake, KeyChain
 from gradwire.transport.session import INTRODUCTION_BYTES, Session
 from gradwire.transport.types import Limits
 from gradwire.transport.wire import (

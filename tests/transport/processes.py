@@ -108,6 +108,11 @@ class PeerProcess:
         """Send a signal to the process."""
         self._process.send_signal(number)
 
+    def stop(self) -> None:
+        """Stop the process until SIGCONT, and wait until it has stopped."""
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+
     def kill(self) -> None:
         """End the process at once, as `kill -9` does, and wait for its end."""
         self._process.kill()

@@ -13,7 +13,10 @@ from gradwire.transport.handshake import (
     InitGate,
     RejectedPeers,
 )
-from gradwire.transport.wire import CONTROL, INIT
+from gradwire.transport.secret import fingerprint
+from gradwire.transport.wire import CONTROL, INIT, VERSION
+
+SECRET = bytes(range(32))
 
 
 def admitted(gate: InitGate, first: int, age_s: float, now_s: float) -> int:
@@ -59,26 +62,32 @@ def test_a_datagram_refused_for_its_number_may_come_again() -> None:
     assert not gate.has_seen(b"refused")
 
 
-def test_each_rejected_address_is_logged_once_a_minute_and_only_a_few_of_them() -> None:
-    rejected = RejectedPeers()
+def test_each_rejected_address_is_logged_once_a_minute_and_only_a_few_of_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rejected = RejectedPeers(SECRET)
     for now_s in (1.0, 2.0):
         for index in range(1_000):
             rejected.note((f"10.0.{index >> 8}.{index & 255}", 1), "reason", now_s)
     assert rejected.count == 2_000
     assert rejected.last == ("10.0.3.231", 1)
-    logged = rejected.take_new()
-    assert len(logged) == len({each.address for each in logged}) == LOGGED_MAX
-    assert not rejected.has_news
-    rejected.note(logged[0].address, "reason", 1.5 + LOGGED_FOR_S)
-    assert [each.address for each in rejected.take_new()] == [logged[0].address]
+    first, *others = caplog.messages
+    assert 1 + len(others) == len(set(caplog.messages)) == LOGGED_MAX
+    assert "10.0.0.0:1" in first
+    assert fingerprint(SECRET) in first
+    caplog.clear()
+    rejected.note(("10.0.0.0", 1), "reason", 1.5 + LOGGED_FOR_S)
+    assert caplog.messages == [first]
 
 
-def test_an_init_of_another_version_is_rejected_by_name_and_other_datagrams_are_not() -> None:
-    rejected = RejectedPeers()
+def test_an_init_of_another_version_is_logged_with_the_versions_and_other_datagrams_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rejected = RejectedPeers(SECRET)
     rejected.note_version(CONTROL + 0x10, ("10.0.0.1", 1), 1.0)
     assert rejected.count == 0
     rejected.note_version(INIT + 0x10, ("10.0.0.1", 1), 1.0)
-    [(address, reason)] = rejected.take_new()
-    assert address == ("10.0.0.1", 1)
-    assert "version 3" in reason
-    assert "version 2" in reason
+    [line] = caplog.messages
+    assert "10.0.0.1:1" in line
+    assert f"version {VERSION + 1}" in line
+    assert f"version {VERSION}" in line

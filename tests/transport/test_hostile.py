@@ -17,7 +17,7 @@ def test_arbitrary_bytes_parse_to_what_encodes_again_or_are_refused(data: bytes)
     hostile.parse(data)
 
 
-@settings(max_examples=60)
+@settings(max_examples=150)
 @given(st.binary(min_size=20, max_size=600))
 def test_no_script_of_a_hostile_member_stops_the_service(data: bytes) -> None:
     hostile.storm(data)
@@ -64,7 +64,7 @@ def test_fresh_inits_are_limited_in_number_and_the_answers_are_no_larger() -> No
     assert target.endpoint.stats().handshakes_refused > 700
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(
@@ -84,7 +84,7 @@ def test_no_datagram_raises_or_stops_the_service(datagrams: list[tuple[int, byte
     simulator.run_until(lambda: bool(two.received), 5.0)
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(st.binary(max_size=400), st.integers(0, 2**32))
 def test_a_member_that_seals_nonsense_stops_only_itself(plaintext: bytes, seed: int) -> None:
     """Decrypted bytes are checked like any others: a broken peer ends its own session."""
@@ -102,7 +102,7 @@ def test_a_member_that_seals_nonsense_stops_only_itself(plaintext: bytes, seed: 
     simulator.run_until(lambda: b"still here" in two.payloads, 5.0)
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(st.binary(max_size=100))
 def test_a_member_that_seals_nonsense_into_a_record_stops_only_itself(plaintext: bytes) -> None:
     simulator = Simulator(15)

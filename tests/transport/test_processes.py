@@ -96,7 +96,7 @@ def test_a_process_stopped_for_three_seconds_is_not_lost_and_gets_everything() -
         bystander.ask("wait", peers=2)
         peer.tell("receive", messages=60)
         bystander.tell("receive", messages=60)
-        peer.send_signal(signal.SIGSTOP)
+        peer.stop()
         started_s = time.monotonic()
         for tag in range(60):
             node.publish(payload_of(node.id, tag, 100_000), tag)
@@ -127,7 +127,7 @@ def test_a_process_stopped_for_too_long_is_lost_and_reconnects_by_itself(
     ):
         (before,) = node.wait_for_peers(1, timeout_s=10.0)
         peer.ask("wait", peers=1)
-        peer.send_signal(signal.SIGSTOP)
+        peer.stop()
         started_s = time.monotonic()
         tickets = [node.publish(payload_of(node.id, tag, 1_000), tag) for tag in range(3)]
         event = lost(node, timeout_s=chosen.down_s + 3.0)

@@ -53,10 +53,8 @@ def all_items(sender: Sender, now_s: float) -> list[Burst | Skip]:
 
 def sent_datagrams(items: list[Burst | Skip]) -> list[tuple[int, int]]:
     """Return (record, fragment) of each datagram."""
-    return [
-        (number & RECORD_NUMBER_MAX, fragment)
-        for _, _, fragment, _, _, number in map(HEADER.unpack_from, datagrams(items))
-    ]
+    headers = [DataHeader.decode(memoryview(datagram), 0) for datagram in datagrams(items)]
+    return [(header.record, header.first) for header in headers]
 
 
 def datagrams(items: list[Burst | Skip]) -> list[bytes]:
