@@ -42,7 +42,7 @@ ALLOWED = {
     "cuda": COMPILED | {"arrays", "codec", "policy", "state"},
     "reference": {"errors", "policy"},
     "dl4j": {"errors", "message", "policy"},
-    "transport": {"_udp", "errors", "transport"},
+    "transport": {"errors", "transport"},
     "exchange": CODEC | {"exchange", "transport"},
     "cli": CODEC | {"cli", "exchange", "transport", INTERFACE},
     "torch": CODEC | {"exchange", "torch", "transport", INTERFACE},

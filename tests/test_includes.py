@@ -18,8 +18,7 @@ ALLOWED = {
     "cpu": {"common", "cpu"},
     "core": {"common", "core", "cpu"},
     "cuda": {"common", "cuda"},
-    "udp": {"udp"},
-    "bindings": {"bindings", "common", "core", "cpu", "cuda", "udp"},
+    "bindings": {"bindings", "common", "core", "cpu", "cuda"},
 }
 # The bindings of the module _cuda. No other needs CUDA, so that the module _core is built and imported without.
 WITH_CUDA = {"bindings/cuda.cpp", "bindings/device_arrays.cpp", "bindings/device_arrays.h"}

@@ -7,7 +7,7 @@ import pytest
 from gradwire.spark import placement
 from gradwire.spark.placement import host_of, where_to_bind
 from gradwire.transport.addressing import ADDRESS_VARIABLE
-from gradwire.transport.model import Address
+from gradwire.transport.types import Address
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from gradwire.transport.addressing import WILDCARD, deciding_rule, local_address
-from gradwire.transport.model import format_address
+from gradwire.transport.addressing import format_address
 
 ANY: Final = (WILDCARD, "::")
 LOOPBACK: Final = "127.0.0.1"
