@@ -24,7 +24,7 @@ def check(endpoint: Endpoint) -> None:
     assert set(endpoint.by_stream.values()) <= sessions
     assert set(endpoint.by_node.values()) <= sessions
     assert set(endpoint.half_open.values()) <= sessions
-    queued = sum(len(message.payload) for message in endpoint._messages)
+    queued = sum(len(message.payload) for message in endpoint.messages)
     for session in sessions:
         assert len(session._frames) <= FRAMES_MAX
         if session.receiver is not None:

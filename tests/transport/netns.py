@@ -162,7 +162,7 @@ class Network:
         self._in_switch("nft", "-f", "-", text=f"table bridge cable {{\n{counters}{chain}\n}}\n")
 
     def _switch_on_gro(self, host: str) -> None:
-        """Switch GRO on at the host's device; veth joins datagrams only if the other end does not segment in hardware."""
+        """Switch GRO on at the host's device; veth joins only datagrams that the other end has segmented."""
         for space, device, command, value in (
             (self._switch, f"p{host}", ETHTOOL_SET_TSO, 0),
             (self._namespace(host), DEVICE, ETHTOOL_SET_GRO, 1),

@@ -1,4 +1,4 @@
-"""A middlebox in a separate process that delays, loses, reorders, repeats, corrupts and shapes the datagrams of sockets.
+"""A middlebox in a separate process that delays, loses, reorders, repeats, corrupts and shapes datagrams.
 
 The middlebox is between clients and one server. The server sees each client at a port of the middlebox, as behind a
 NAT. The port may change at any moment; datagrams sent to the old port are lost.

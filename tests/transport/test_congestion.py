@@ -51,7 +51,7 @@ def test_the_smallest_of_the_last_ten_seconds_follows_the_minimum() -> None:
         rtt.add_sample(sample_s, at_s)
     assert rtt.minimum_s == 0.002
     rtt.add_sample(0.100, 16.1)
-    assert rtt.minimum_s == 0.100
+    assert rtt.minimum_s == 0.040
     rtt.add_sample(0.003, 16.2)
     assert rtt.minimum_s == 0.003
     rtt.add_sample(0.100, 40.0)
@@ -66,16 +66,6 @@ def test_a_guess_gives_way_to_the_first_measurement() -> None:
     assert (rtt.smoothed_s, rtt.minimum_s) == (0.001, 0.001)
     rtt.set_guess(3.0)
     assert rtt.smoothed_s == 0.001
-
-
-def test_the_shortest_sample_ever_is_kept_and_is_no_guess() -> None:
-    rtt = RttEstimator()
-    rtt.set_guess(0.001)
-    assert rtt.shortest_s == 0.0
-    for at_s, sample_s in ((1.0, 0.030), (2.0, 0.020), (20.0, 0.040), (40.0, 0.050)):
-        rtt.add_sample(sample_s, at_s)
-    assert rtt.minimum_s == 0.050
-    assert rtt.shortest_s == 0.020
 
 
 @pytest.mark.parametrize("round_trip_s", [0.0001, 0.016, 0.2])
@@ -138,7 +128,7 @@ def run_link(
 @pytest.mark.parametrize("delay_s", [0.0002, 0.02])
 def test_the_controller_finds_the_rate_of_the_link(rate: float, delay_s: float) -> None:
     control, share = run_link(rate, delay_s, 0, 3.0)
-    assert control.phase == "probe"
+    assert not control.is_starting
     assert share > 0.9
     assert 0.9 * rate < control.rate_bytes_per_s < 1.3 * rate
 
@@ -243,9 +233,7 @@ def round_trip(
     rate_bytes_per_s: float = 0.0,
     in_flight_bytes: int = WINDOW_INITIAL_BYTES,
 ) -> RoundTrip:
-    return RoundTrip(
-        1.0, delivered_bytes, lost_bytes, longest_s, rate_bytes_per_s, in_flight_bytes
-    )
+    return RoundTrip(1.0, delivered_bytes, lost_bytes, longest_s, rate_bytes_per_s, in_flight_bytes)
 
 
 def overflowed() -> InFlightLimit:

@@ -51,7 +51,7 @@ class Batches(Endpoint):
         self.to_send += transmits
         for _ in range(1_000):
             driver.transmit(self)
-            if not self.to_send and not driver.has_unsent:
+            if not self.to_send and not driver.unsent:
                 return
         raise AssertionError("the driver does not get rid of its datagrams")
 
@@ -198,7 +198,9 @@ def test_other_errors_lose_a_burst_and_are_counted(
     driver: Driver, endpoint: Batches, error: int
 ) -> None:
     RuledSocket(driver, lambda call, *_: error if call == 1 else 0)
-    endpoint.send(driver, transmit(driver.address, bytes(3 * SEGMENT)), transmit(driver.address, b"x"))
+    endpoint.send(
+        driver, transmit(driver.address, bytes(3 * SEGMENT)), transmit(driver.address, b"x")
+    )
     driver.receive(endpoint)
     assert [batch for batch, *_ in endpoint.taken] == [b"x"]
     assert driver.stats().errors == 1
@@ -272,7 +274,7 @@ def test_a_wait_ends_when_a_full_buffer_has_space_again(
     full = Taking(driver, lambda call, *_: errno.EAGAIN if call == 1 else 0)
     endpoint.to_send.append(Transmit(NOBODY, [b"x"], 1))
     driver.transmit(endpoint)
-    assert driver.has_unsent
+    assert driver.unsent
     started_s = now_s()
     driver.wait(started_s + LONG_S, waker)
     assert now_s() - started_s < LONG_S

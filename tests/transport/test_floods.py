@@ -130,8 +130,8 @@ def test_a_forged_answer_costs_no_curve_and_the_true_one_still_counts(
     simulator = Simulator(4)
     one, two = simulator.add("one"), simulator.add("two")
     exchanges = []
-    shared = Handshake._shared
-    monkeypatch.setattr(Handshake, "_shared", lambda self: exchanges.append(1) or shared(self))
+    shared = Handshake._mix_shared
+    monkeypatch.setattr(Handshake, "_mix_shared", lambda self: exchanges.append(1) or shared(self))
 
     def forge(_: int, datagram: bytes) -> bool:
         if datagram[0] == RESPONSE:

@@ -83,9 +83,7 @@ def test_small_messages_do_not_slow_down_a_larger_one_after_them() -> None:
     assert simulator.now_s - started_s < 3 * before.srtt_s
 
 
-@pytest.mark.parametrize(
-    "senders", [16, pytest.param(32, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("senders", [16, pytest.param(32, marks=pytest.mark.slow)])
 def test_many_to_one_use_the_link(senders: int) -> None:
     # The last of many may lose its last datagrams again and again, so single runs differ much.
     shares = [senders * MEGABYTE / max(crowd_s(senders, seed)) / 125e6 for seed in (5, 6, 7)]
@@ -93,9 +91,7 @@ def test_many_to_one_use_the_link(senders: int) -> None:
     assert min(shares) >= 0.6
 
 
-@pytest.mark.parametrize(
-    "senders", [16, pytest.param(32, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("senders", [16, pytest.param(32, marks=pytest.mark.slow)])
 def test_many_to_one_share_the_link_fairly(senders: int) -> None:
     rates = [1 / seconds for seconds in crowd_s(senders)]
     jain = sum(rates) ** 2 / (senders * sum(rate**2 for rate in rates))

@@ -72,10 +72,7 @@ def until(done: Callable[[], bool], limit_s: float = 10.0) -> None:
 def test_messages_of_all_sizes_arrive_complete_and_in_order(pair: tuple[Node, Node]) -> None:
     one, two = pair
     generator = random.Random(1)
-    sent = [
-        generator.randbytes(size)
-        for size in (0, 1, 1_144, 1_145, 61_528, 61_529, 3_000_000)
-    ]
+    sent = [generator.randbytes(size) for size in (0, 1, 1_144, 1_145, 61_528, 61_529, 3_000_000)]
     tickets = [one.publish(payload, tag) for tag, payload in enumerate(sent)]
     got = collect(two, len(sent))
     assert [bytes(message.payload) for message in got] == sent
@@ -377,9 +374,7 @@ def test_a_lost_datagram_is_sent_again_by_the_thread(quiet_pair: tuple[Node, Nod
 
 
 @pytest.mark.parametrize("error", [errno.ENOBUFS, errno.EPERM, errno.ENETUNREACH])
-def test_bursts_that_the_system_refuses_are_sent_again(
-    pair: tuple[Node, Node], error: int
-) -> None:
+def test_bursts_that_the_system_refuses_are_sent_again(pair: tuple[Node, Node], error: int) -> None:
     one, two = pair
     ruled = RuledSocket(one._driver, lambda call, *_: 0 if call % 7 else error)
     payload = os.urandom(2_000_000)

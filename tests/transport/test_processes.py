@@ -166,9 +166,7 @@ def test_a_restart_under_the_same_address_is_a_new_incarnation() -> None:
             assert second.ask("receive", messages=1)["tags"] == {str(node.id): [0]}
 
 
-@pytest.mark.parametrize(
-    ("count", "rounds"), [(3, 1), pytest.param(5, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("count", "rounds"), [(3, 1), pytest.param(5, 2, marks=pytest.mark.slow)])
 def test_a_storm_of_restarts_ends_in_a_complete_mesh(count: int, rounds: int) -> None:
     peers: list[PeerProcess] = []
     try:

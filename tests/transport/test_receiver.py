@@ -76,7 +76,7 @@ def sealed(number: int, message: int, total: int, offset: int, chunk: bytes) -> 
     header = HEADER.pack(DATA, 0, 0, 1, STREAM, FRAGMENT << 48 | number)
     wire = bytearray(header + bytes(len(plain) + 16))
     keys().seal_into(number, memoryview(plain), header, memoryview(wire)[16:])
-    return Record(number, memoryview(wire), 1, SEGMENT, frozenset())
+    return Record(number, memoryview(wire), len(wire), 1, 1, SEGMENT, frozenset())
 
 
 # ---- records and messages ---------------------------------------------------------------------------------------

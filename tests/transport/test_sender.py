@@ -158,8 +158,7 @@ def test_an_arrival_before_a_second_copy_was_sent_proves_nothing_about_those_sen
     arrived_before_s: float, is_overtaken: bool
 ) -> None:
     sender, _ = two_records()
-    probes, is_due = sender.on_timer(1.15)
-    assert is_due
+    probes = sender.on_timer(1.15)
     assert sent_datagrams(probes) == [(2, 7)]
     delay_us = int(arrived_before_s * 1e6)
     sender.on_ack(Ack(1, 16, delay_us, 0, ((2, 0b1000_0000),)), 1.17)
@@ -198,7 +197,7 @@ def test_sender_and_receiver_deliver_everything_once_in_order_whatever_is_lost(s
             expected += [log.messages] if is_mine else []
             nbytes = generator.choice((10, 5_000, 61_528, 200_000))
             log.publish(bytes(nbytes), SESSION if is_mine else OTHER)
-        items = all_items(sender, now_s) + sender.on_timer(now_s)[0]
+        items = all_items(sender, now_s) + sender.on_timer(now_s)
         is_hole = generator.random() < holes
         for item in items:
             if isinstance(item, Skip) and not is_hole:

@@ -45,7 +45,9 @@ def test_limits_without_which_nothing_moves_are_refused(name: str, value: float)
 def test_limits_that_are_out_of_range_or_contradict_each_other_are_refused(
     limits: dict[str, int],
 ) -> None:
-    with pytest.raises(ValueError, match=rf"{'down_s' if 'down_s' in limits else list(limits)[-1]} is"):
+    with pytest.raises(
+        ValueError, match=rf"{'down_s' if 'down_s' in limits else list(limits)[-1]} is"
+    ):
         Limits(**limits)  # type: ignore[arg-type]
 
 

@@ -194,7 +194,7 @@ class History:
         hosts = self.hosts()
         connected = all(len(host.endpoint.peers) == len(hosts) - 1 for host in hosts)
         is_done = all(ticket.is_done for host in hosts for ticket in host.tickets)
-        return connected and is_done and not any(host.endpoint.has_messages for host in hosts)
+        return connected and is_done and not any(host.endpoint.messages for host in hosts)
 
     def check_bounds(self) -> None:
         """Check that no host holds more than its limits allow and that its counts add up."""

@@ -1,7 +1,4 @@
-"""The choice of a node's local address, and the resolution of its peers' addresses.
-
-The order is: explicit bind, network mask, the variable GRADWIRE_IP, the route to the first peer.
-"""
+"""The choice of a node's address, by bind, network mask, GRADWIRE_IP or the route to a peer; and name resolution."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -20,8 +18,8 @@ Rule: TypeAlias = Literal["bind", "mask", "variable", "route"]
 ADDRESS_VARIABLE: Final = "GRADWIRE_IP"
 WILDCARD: Final = "0.0.0.0"  # noqa: S104 - recognised, and bound only when asked for
 WILDCARDS: Final = ("", WILDCARD, "::")
-IPV4_TABLE: Final = "/proc/net/fib_trie"
-IPV6_TABLE: Final = "/proc/net/if_inet6"
+IPV4_TABLE: Final = Path("/proc/net/fib_trie")
+IPV6_TABLE: Final = Path("/proc/net/if_inet6")
 
 
 def format_address(address: Address) -> str:
@@ -31,11 +29,7 @@ def format_address(address: Address) -> str:
 
 
 def parse_address(text: str) -> Address:
-    """Parse "host:port" or "[v6]:port".
-
-    Raises:
-        ValueError: no port, or not a number from 0 to 65,535.
-    """
+    """Parse "host:port" or "[v6]:port"; raise `ValueError` unless the port is a number from 0 to 65,535."""
     host, separator, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -59,8 +53,7 @@ def choose_address(bind: Address, network_mask: str | None) -> Address:
     """Return the address to bind: the mask or GRADWIRE_IP replaces a wildcard host.
 
     Raises:
-        ValueError: no local address is in the network, or several are; or the mask is no network, or GRADWIRE_IP no
-            address.
+        ValueError: the mask does not fit exactly one local address, or GRADWIRE_IP is no address.
     """
     host, port = bind
     rule = deciding_rule(bind, network_mask)
@@ -79,11 +72,7 @@ def choose_address(bind: Address, network_mask: str | None) -> Address:
 
 
 def pick_by_mask(network_mask: str, candidates: Iterable[str]) -> str:
-    """Return the one candidate inside the network.
-
-    Raises:
-        ValueError: not a network, or not exactly one candidate is in it; the message lists them.
-    """
+    """Return the one candidate inside the network; raise `ValueError` if there is none, or several."""
     try:
         network = ipaddress.ip_network(network_mask, strict=False)
     except ValueError as error:
@@ -92,28 +81,27 @@ def pick_by_mask(network_mask: str, candidates: Iterable[str]) -> str:
         ) from None
     known = sorted(set(candidates))
     inside = [text for text in known if ipaddress.ip_address(text) in network]
-    if len(inside) == 1:
-        return inside[0]
-    if inside:
+    if not inside:
+        raise ValueError(
+            f"no local address is in network_mask {network_mask}; this machine has {', '.join(known) or 'none'}"
+        )
+    if len(inside) > 1:
         raise ValueError(
             f"network_mask {network_mask} fits several local addresses ({', '.join(inside)}): narrow it, or bind one"
         )
-    raise ValueError(
-        f"no local address is in network_mask {network_mask}; this machine has {', '.join(known) or 'none'}"
-    )
+    return inside[0]
 
 
 def local_addresses() -> list[str]:
     """Return the addresses of this machine's interfaces (elsewhere than on Linux: of its host name)."""
-    found: list[str] = []
-    for path, parse in ((IPV4_TABLE, parse_fib_trie), (IPV6_TABLE, parse_if_inet6)):
-        table = Path(path)
+    found: set[str] = set()
+    for table, parse in ((IPV4_TABLE, parse_fib_trie), (IPV6_TABLE, parse_if_inet6)):
         if table.exists():
-            found.extend(parse(table.read_text(encoding="ascii")))
+            found.update(parse(table.read_text(encoding="ascii")))
     if not found:
-        for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_DGRAM):
-            found.append(str(entry[4][0]))
-    return sorted(set(found))
+        entries = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_DGRAM)
+        found.update(str(entry[4][0]) for entry in entries)
+    return sorted(found)
 
 
 def parse_fib_trie(text: str) -> list[str]:
@@ -123,12 +111,8 @@ def parse_fib_trie(text: str) -> list[str]:
 
 def parse_if_inet6(text: str) -> list[str]:
     """Return the IPv6 addresses in the kernel's table, without link-local addresses, which need a scope."""
-    addresses = [
-        str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])))
-        for line in text.splitlines()
-        if line
-    ]
-    return [address for address in addresses if not ipaddress.ip_address(address).is_link_local]
+    digits = [bytes.fromhex(line.split()[0]) for line in text.splitlines()]
+    return [str(found) for found in map(ipaddress.IPv6Address, digits) if not found.is_link_local]
 
 
 def local_address(bound: Address, peers: Sequence[str]) -> Address:
@@ -136,30 +120,23 @@ def local_address(bound: Address, peers: Sequence[str]) -> Address:
     host, port = bound
     if host not in WILDCARDS:
         return bound
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    loopback = "::1" if family == socket.AF_INET6 else "127.0.0.1"
+    family = _family(bound)
     for peer in peers:
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(
-                    resolve(peer, like=bound)
-                )  # UDP: sends nothing, only looks the route up
-                return str(probe.getsockname()[0]), port
-        except (OSError, ValueError):
-            continue
-    return loopback, port
+        with suppress(OSError, ValueError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(resolve(peer, like=bound))  # sends nothing, only looks the route up
+            return str(probe.getsockname()[0]), port
+    return "::1" if ":" in host else "127.0.0.1", port
 
 
 def resolve(text: str, like: Address) -> Address:
-    """Return the numeric address of "host:port" in the address family of ``like``.
-
-    Raises:
-        ValueError: malformed, or the name has no such address.
-    """
+    """Return the numeric address of "host:port" in the family of ``like``; raise `ValueError` if there is none."""
     host, port = parse_address(text)
-    family = socket.AF_INET6 if ":" in like[0] else socket.AF_INET
     try:
-        entries = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)
+        entries = socket.getaddrinfo(host, port, _family(like), socket.SOCK_DGRAM)
     except OSError as error:
         raise ValueError(f"peer {text!r} cannot be resolved: {error}") from error
     return str(entries[0][4][0]), port
+
+
+def _family(address: Address) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address[0] else socket.AF_INET

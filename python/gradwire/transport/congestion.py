@@ -16,69 +16,35 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-RTT_INITIAL_S: Final = 0.1
 RTT_VARIATION_FLOOR_S: Final = 0.001  # the timers of a busy machine are no better
 ACK_DELAY_MAX_S: Final = 0.001
-LONG_RTT_S: Final = 0.008
-LOSS_DELAY_FLOOR_S: Final = 0.0005
 PTO_MAX_S: Final = 1.0
-MIN_RTT_WINDOW_S: Final = 10.0
 
 WINDOW_INITIAL_BYTES: Final = 65_536  # with twice as much, 16 senders at once overflow a switch
 WINDOW_INITIAL_ALL_BYTES: Final = 131_072  # on all paths of a node together
 WINDOW_MIN_BYTES: Final = 16_384
 WINDOW_MAX_BYTES: Final = 1 << 28
-BURST_MIN_BYTES: Final = 3_000
+SHARE_MIN_BYTES: Final = 4_200
 BURST_MAX_BYTES: Final = 65_536  # a record, one system call
 BURST_S: Final = 0.0004  # of the path's rate in one burst: less than the queue of a switch
 BURST_CLEAN_S: Final = 0.004  # on a path without loss, where larger bursts save processor time
-# Over a long path up to a millisecond's worth, but at most ten datagrams (RFC 9002, section 7.7).
-BURST_LONG_S: Final = 0.001
-BURST_LONG_BYTES: Final = 14_600
-SLACK_MAX_BYTES: Final = 8 * BURST_MAX_BYTES
-OVERDRAFT_WINDOW_BYTES: Final = 2 * BURST_MAX_BYTES
 PACING_SLACK_S: Final = 0.001  # a late timer may catch up with this much at once
 UNPACED_LOSS: Final = 0.01
 
 STARTUP_GAIN: Final = 2.885  # 2 / ln 2: doubles the delivery rate every round trip
-DRAIN_GAIN: Final = 1 / 2.885
 PROBE_GAINS: Final = (1.25, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
-STEADY_PHASE: Final = 2
-WINDOW_GAIN: Final = 2.0
-RATE_FILTER_ROUNDS: Final = 10
-FULL_GROWTH: Final = 1.25
-FULL_ROUNDS: Final = 3
-FULL_LOSS: Final = 0.1
-OVERRATED: Final = 2.0
 
 QUEUE_S: Final = 0.004  # of waiting: more than a busy receiver or a late timer adds every time
-OVERFLOW_SHARE: Final = 0.05
-LOST_MIN_BYTES: Final = 4_200  # less may be a datagram that was only late
-KEPT_MIN: Final = 0.5  # of the in-flight limit, however much was lost
 LOSS_COMPENSATION_MAX: Final = 0.3
-SHARE_MIN_BYTES: Final = 4_200
-UNLIMITED_BYTES: Final = 1 << 28
-# Growth of the limit in a round trip, before any overflow, as a share of the bytes delivered.
-GROWTH: Final = 2.0
-GROWTH_BRIEF: Final = 0.5  # in so short a round trip a token bucket does not visibly empty
-GROWTH_QUEUED: Final = 0.25
-BRIEF_S: Final = 0.001
-REGROWTH_S: Final = 1.0  # after an overflow: time without a queue in which the limit grows by e
 
 
 class RttEstimator:
     """Smoothed round-trip time, its variation, and the minimum of the last ten seconds; 0 while unknown."""
 
     def __init__(self) -> None:
-        self.smoothed_s = 0.0
-        self.variation_s = 0.0
-        self.latest_s = 0.0
-        self.minimum_s = 0.0
-        self.shortest_s = 0.0  # of all samples
-        self._minimum_at_s = 0.0
-        self._next_s = self._next_at_s = (
-            0.0  # the next smallest sample, which will replace the minimum
-        )
+        self.smoothed_s = self.variation_s = self.latest_s = self.minimum_s = 0.0
+        # (time, sample) of the last ten seconds, without those followed by a smaller one.
+        self._smallest: deque[tuple[float, float]] = deque()
 
     def set_guess(self, sample_s: float) -> None:
         """Begin with a time that may be too long because it is unknown which of several datagrams was answered."""
@@ -87,60 +53,41 @@ class RttEstimator:
 
     def add_sample(self, sample_s: float, now_s: float) -> None:
         """Add one measured round trip."""
-        sample_s = max(sample_s, 1e-6)
-        self.latest_s = sample_s
+        sample_s = self.latest_s = max(sample_s, 1e-6)
         if self.minimum_s == 0.0:
             self.smoothed_s, self.variation_s = sample_s, sample_s / 2
-            self._set_minimum(sample_s, now_s)
-            return
-        self.variation_s += (abs(self.smoothed_s - sample_s) - self.variation_s) / 4
-        self.smoothed_s += (sample_s - self.smoothed_s) / 8
-        if sample_s <= self.minimum_s:
-            self._set_minimum(sample_s, now_s)
-            return
-        # Keep a successor of the minimum ready: the sample at its expiry may be that of a full queue.
-        if sample_s <= self._next_s or now_s - self._next_at_s > MIN_RTT_WINDOW_S / 2:
-            self._next_s, self._next_at_s = sample_s, now_s
-        if now_s - self._minimum_at_s > MIN_RTT_WINDOW_S:
-            self._set_minimum(self._next_s, self._next_at_s)
-
-    def _set_minimum(self, sample_s: float, at_s: float) -> None:
-        self.shortest_s = min(self.shortest_s or sample_s, sample_s)
-        self.minimum_s, self._minimum_at_s = sample_s, at_s
-        self._next_s = float("inf")
-
-    @property
-    def long_rtt(self) -> bool:
-        """Whether even the shortest round trip is so long that a millisecond does not matter."""
-        return self.shortest_s >= LONG_RTT_S
+        else:
+            self.variation_s += (abs(self.smoothed_s - sample_s) - self.variation_s) / 4
+            self.smoothed_s += (sample_s - self.smoothed_s) / 8
+        smallest = self._smallest
+        while smallest and smallest[-1][1] >= sample_s:
+            smallest.pop()
+        smallest.append((now_s, sample_s))
+        while now_s - smallest[0][0] > 10.0:
+            smallest.popleft()
+        self.minimum_s = smallest[0][1]
 
     @property
     def probe_timeout_s(self) -> float:
         """Time to wait for an acknowledgement before probing."""
         if self.smoothed_s == 0.0:
-            return 2 * RTT_INITIAL_S
+            return 0.2  # nothing is known about the path
         variation_s = max(4 * self.variation_s, RTT_VARIATION_FLOOR_S)
         return self.smoothed_s + variation_s + ACK_DELAY_MAX_S
 
     @property
     def first_probe_timeout_s(self) -> float:
-        """The same for the first probe, which may be superfluous: at most two round trips.
-
-        Where queues fill and empty, the variation is a multiple of the round trip, and a lost tail would wait for all
-        of it. Source: RFC 8985, section 7.2.
-        """
-        if self.smoothed_s == 0.0:
-            return self.probe_timeout_s
+        """The same for the first probe: at most two round trips (RFC 8985, section 7.2)."""
+        # Where queues fill and empty, the variation is a multiple of the round trip.
         most_s = self.smoothed_s + max(self.smoothed_s, RTT_VARIATION_FLOOR_S) + ACK_DELAY_MAX_S
-        return min(self.probe_timeout_s, most_s)
+        return min(self.probe_timeout_s, most_s) if self.smoothed_s else self.probe_timeout_s
 
     @property
     def loss_delay_s(self) -> float:
         """Time after its sending at which a fragment counts as lost, once a later fragment has arrived."""
-        tolerated_s = max(
-            1.125 * max(self.smoothed_s, self.latest_s), self.smoothed_s + 2 * self.variation_s
-        )
-        return max(tolerated_s, LOSS_DELAY_FLOOR_S)
+        longest_s = max(self.smoothed_s, self.latest_s)
+        usual_s = self.smoothed_s + 2 * self.variation_s
+        return max(1.125 * longest_s, usual_s, 0.0005)
 
 
 @dataclass(slots=True)
@@ -169,7 +116,6 @@ class InFlightLimit:
 
     def __init__(self) -> None:
         self.nbytes = WINDOW_INITIAL_BYTES
-        self.rate_bytes_per_s = 0.0  # the highest delivery rate of the last two round trips
         self._floor_bytes = WINDOW_MIN_BYTES
         self._has_overflowed = False
         self._before = RoundTrip(0.0)
@@ -187,36 +133,30 @@ class InFlightLimit:
         before, self._before = self._before, last
         # Losses of one round trip may have been sent into the queue of the one before.
         in_flight_bytes = max(before.in_flight_bytes, last.in_flight_bytes)
-        self.rate_bytes_per_s = max(before.rate_bytes_per_s, last.rate_bytes_per_s)
         is_queued = max(before.longest_s, last.longest_s) > shortest_s + QUEUE_S
-        is_lossy = last.lost_bytes >= LOST_MIN_BYTES and last.lost_share > OVERFLOW_SHARE
-        if is_queued and is_lossy:
-            self._cut(min(in_flight_bytes, self.nbytes), last.lost_share, shortest_s)
+        lost_share = last.lost_share
+        # Fewer lost bytes may be datagrams that are only late.
+        if is_queued and last.lost_bytes >= 4_200 and lost_share > 0.05:
+            self._has_overflowed = True
+            held_bytes = min(in_flight_bytes, self.nbytes)
+            rate = max(before.rate_bytes_per_s, last.rate_bytes_per_s)
+            arriving = 1.0 - min(lost_share, LOSS_COMPENSATION_MAX)
+            needed_bytes = min(rate * (shortest_s + QUEUE_S) / arriving, held_bytes)
+            fitting_bytes = held_bytes * max(0.5, 1.0 - lost_share)
+            self.nbytes = max(int(max(fitting_bytes, needed_bytes)), self._floor_bytes)
             return True
-        if 2 * in_flight_bytes >= self.nbytes:
-            self._grow(last, shortest_s, is_queued, now_s)
-        return False
-
-    def _cut(self, held_bytes: int, lost_share: float, shortest_s: float) -> None:
-        self._has_overflowed = True
-        arriving = 1.0 - min(lost_share, LOSS_COMPENSATION_MAX)
-        needed_bytes = self.rate_bytes_per_s * (shortest_s + QUEUE_S) / arriving
-        fitting_bytes = held_bytes * max(KEPT_MIN, 1.0 - lost_share)
-        kept_bytes = max(fitting_bytes, min(needed_bytes, held_bytes))
-        self.nbytes = max(int(kept_bytes), self._floor_bytes)
-
-    def _grow(self, last: RoundTrip, shortest_s: float, is_queued: bool, now_s: float) -> None:
-        if not self._has_overflowed:
-            free_share = GROWTH if shortest_s >= BRIEF_S else GROWTH_BRIEF
-            share = GROWTH_QUEUED if is_queued else free_share
-            grown_bytes = self.nbytes + int(share * last.delivered_bytes)
-        elif not is_queued:
-            # The part of the round that is longer than its round trips was a pause.
-            sending_s = min(now_s - last.began_at_s, 2 * last.longest_s, REGROWTH_S)
-            grown_bytes = self.nbytes + int(self.nbytes * sending_s / REGROWTH_S)
+        if 2 * in_flight_bytes < self.nbytes or (self._has_overflowed and is_queued):
+            return False
+        if self._has_overflowed:
+            # The part of the round that is longer than its round trips was a pause. Without a pause the limit grows by
+            # a factor of e in a second without a queue.
+            grown_bytes = self.nbytes * min(now_s - last.began_at_s, 2 * last.longest_s, 1.0)
         else:
-            return
-        self.nbytes = min(grown_bytes, UNLIMITED_BYTES)
+            # Within a millisecond a token bucket does not visibly empty.
+            share = 0.25 if is_queued else 0.5 if shortest_s < 0.001 else 2.0
+            grown_bytes = share * last.delivered_bytes
+        self.nbytes = min(self.nbytes + int(grown_bytes), WINDOW_MAX_BYTES)
+        return False
 
 
 @dataclass(slots=True)
@@ -231,6 +171,7 @@ class Sent:
     first_sent_at_s: float
     app_limited: bool
     in_flight_bytes: int
+    has_single_copy: bool = True  # it brought a fragment that was sent only once: a round trip
 
 
 class RateController:
@@ -243,31 +184,22 @@ class RateController:
         self.window_bytes = WINDOW_INITIAL_BYTES  # the most that may be in flight
         self.burst_bytes = BURST_MAX_BYTES  # the most that may leave at once
         self.loss_rate = 0.0  # smoothed fraction of the bytes that were lost
+        self.rate_bytes_per_s = 0.0  # the highest delivery rate of the last ten rounds
+        self.is_starting = True  # the rate still grows with every round trip
         self._delivered_bytes = 0
         self._delivered_at_s = 0.0
         self._first_sent_at_s = 0.0
         self._app_limited_until_bytes = 0
         self._round = 0
         self._round_ends_at_bytes = 0
-        self._rates: deque[tuple[int, float]] = deque()
-        self._phase = "startup"
-        self._gain_index = STEADY_PHASE
+        self._rates: deque[tuple[int, float]] = deque()  # (round, rate) as in RttEstimator
+        self._gain_index = 0  # the next one drains the queue of the start
         self._gain_since_s = 0.0
         self._full_rate = 0.0
         self._full_rounds = 0
         self._next_send_at_s = 0.0
         self._pace = 0.0
         self._seen = RoundTrip(0.0)
-
-    @property
-    def rate_bytes_per_s(self) -> float:
-        """The highest delivery rate of the last ten rounds; 0 while unknown."""
-        return self._rates[0][1] if self._rates else 0.0
-
-    @property
-    def phase(self) -> str:
-        """One of "startup", "drain", "probe"."""
-        return self._phase
 
     def room_bytes(self, now_s: float) -> int:
         """Return the bytes that may leave now; 0 if none may."""
@@ -277,8 +209,8 @@ class RateController:
         if self._next_send_at_s > now_s and (self.send_allowed_at_s() or 0.0) > now_s:
             return 0
         # A window of several bursts may be overdrawn by a part of one: a part costs as much as a full burst.
-        if self.window_bytes >= OVERDRAFT_WINDOW_BYTES:
-            room = max(room, BURST_MAX_BYTES)
+        if self.window_bytes >= 2 * BURST_MAX_BYTES:
+            return self.burst_bytes
         return min(room, self.burst_bytes)
 
     def send_allowed_at_s(self) -> float | None:
@@ -337,8 +269,6 @@ class RateController:
         """Account for bytes acknowledged now, of which ``mark`` was sent most recently."""
         self.bytes_in_flight -= delivered_bytes
         self._delivered_bytes += delivered_bytes
-        seen = self._seen
-        seen.delivered_bytes += delivered_bytes
         self._delivered_at_s = now_s
         self._first_sent_at_s = mark.sent_at_s
         self.loss_rate -= min(1.0, delivered_bytes / BURST_MAX_BYTES) * self.loss_rate / 16
@@ -346,97 +276,68 @@ class RateController:
         if new_round:
             self._round += 1
             self._round_ends_at_bytes = self._delivered_bytes
+        seen = self._seen
+        seen.delivered_bytes += delivered_bytes
+        seen.longest_s = max(seen.longest_s, self._rtt.latest_s)
+        seen.in_flight_bytes = max(seen.in_flight_bytes, mark.in_flight_bytes)
         interval_s = max(now_s - mark.delivered_at_s, mark.sent_at_s - mark.first_sent_at_s)
         if interval_s >= self._rtt.minimum_s > 0.0:
             rate = (self._delivered_bytes - mark.delivered_bytes) / interval_s
-            self._add_rate(rate, mark.app_limited)
             seen.rate_bytes_per_s = max(seen.rate_bytes_per_s, rate)
-        seen.longest_s = max(seen.longest_s, self._rtt.latest_s)
-        seen.in_flight_bytes = max(seen.in_flight_bytes, mark.in_flight_bytes)
-        self._advance_phase(new_round, mark.app_limited, now_s)
+            if rate >= self.rate_bytes_per_s or not mark.app_limited:
+                self._add_rate(rate)
+        if not self.is_starting:
+            if now_s - self._gain_since_s > max(self._rtt.minimum_s, PACING_SLACK_S):
+                self._gain_index = (self._gain_index + 1) % len(PROBE_GAINS)
+                self._gain_since_s = now_s
+        elif new_round and not mark.app_limited:
+            self._notice_full_pipe()
         if new_round:
             self._seen = RoundTrip(now_s)
-            if self.limit.on_round_trip(seen, self._rtt.minimum_s, now_s):
-                self._on_overflow(now_s)
+            if self.limit.on_round_trip(seen, self._rtt.minimum_s, now_s) and self._rates:
+                self.is_starting = False
         self._update_window()
-        self._pace = self._pacing_rate()
-        if self._pace > 0.0:
-            self.burst_bytes = int(max(BURST_MIN_BYTES, min(BURST_MAX_BYTES, self._burst())))
+        self._update_pace()
 
-    def _burst(self) -> float:
-        if self.loss_rate < UNPACED_LOSS:
-            return self._pace * BURST_CLEAN_S
-        burst = self._pace * BURST_S
-        if self._rtt.long_rtt:
-            burst = max(burst, min(self._pace * BURST_LONG_S, BURST_LONG_BYTES))
-        return burst
-
-    def _on_overflow(self, now_s: float) -> None:
-        """Drop a rate that was only that of a burst, and end the startup phase."""
-        rate = self.limit.rate_bytes_per_s
-        if 0.0 < rate * OVERRATED < self.rate_bytes_per_s:
-            self._rates.clear()
-            self._rates.append((self._round, rate))
-        if self._phase == "startup" and self._rates:
-            self._begin_probing(now_s)
-
-    def _begin_probing(self, now_s: float) -> None:
-        self._phase = "probe"
-        self._gain_index, self._gain_since_s = STEADY_PHASE, now_s
-
-    def _add_rate(self, rate: float, app_limited: bool) -> None:
-        if app_limited and rate < self.rate_bytes_per_s:
-            return
+    def _add_rate(self, rate: float) -> None:
         while self._rates and self._rates[-1][1] <= rate:
             self._rates.pop()
         self._rates.append((self._round, rate))
-        while self._rates[0][0] <= self._round - RATE_FILTER_ROUNDS:
+        while self._rates[0][0] <= self._round - 10:
             self._rates.popleft()
+        self.rate_bytes_per_s = self._rates[0][1]
 
-    def _advance_phase(self, new_round: bool, app_limited: bool, now_s: float) -> None:
-        if self._phase == "startup":
-            if new_round and not app_limited and self._is_pipe_full():
-                self._phase = "drain"
-        elif self._phase == "drain":
-            if self.bytes_in_flight <= self._bandwidth_delay_bytes():
-                self._begin_probing(now_s)
-        elif now_s - self._gain_since_s > max(self._rtt.minimum_s, PACING_SLACK_S):
-            self._gain_index = (self._gain_index + 1) % len(PROBE_GAINS)
-            self._gain_since_s = now_s
-
-    def _is_pipe_full(self) -> bool:
-        if self.rate_bytes_per_s >= self._full_rate * FULL_GROWTH:
+    def _notice_full_pipe(self) -> None:
+        """End the start after three rounds without growth, or one with much loss: a queue overflows already."""
+        if self.rate_bytes_per_s >= self._full_rate * 1.25:
             self._full_rate, self._full_rounds = self.rate_bytes_per_s, 0
-            return False
-        # No growth and much loss: the queue at the bottleneck overflows already.
-        self._full_rounds += FULL_ROUNDS if self._seen.lost_share > FULL_LOSS else 1
-        return self._full_rounds >= FULL_ROUNDS
+        else:
+            self._full_rounds += 1
+            self.is_starting = self._full_rounds < 3 and self._seen.lost_share <= 0.1
 
     def _update_window(self) -> None:
-        gain = STARTUP_GAIN if self._phase == "startup" else WINDOW_GAIN
-        # Acknowledgements come late and a burst at a time.
-        late_bytes = self.rate_bytes_per_s * ACK_DELAY_MAX_S
-        burst_bytes = max(BURST_MAX_BYTES, self.rate_bytes_per_s * BURST_CLEAN_S)
-        slack = min(late_bytes + 2 * burst_bytes, SLACK_MAX_BYTES)
-        target = int(gain * self._bandwidth_delay_bytes() + slack)
-        floor = WINDOW_INITIAL_BYTES if self._phase == "startup" else WINDOW_MIN_BYTES
-        self.window_bytes = min(max(floor, min(target, WINDOW_MAX_BYTES)), self.limit.nbytes)
-
-    def _bandwidth_delay_bytes(self) -> float:
-        return self.rate_bytes_per_s * self._rtt.minimum_s
-
-    def _pacing_rate(self) -> float:
         rate = self.rate_bytes_per_s
-        if rate == 0.0:
-            return 0.0
-        if self._phase == "startup":
-            gain = STARTUP_GAIN
-        elif self._phase == "drain":
-            gain = DRAIN_GAIN
-        else:
-            gain = PROBE_GAINS[self._gain_index]
-            if gain > 1.0:
-                # Without this, a path that loses a fifth of everything could never show a higher rate than before.
-                gain /= 1.0 - min(self.loss_rate, LOSS_COMPENSATION_MAX)
+        gain = STARTUP_GAIN if self.is_starting else 2.0
+        # Acknowledgements come late and a burst at a time.
+        burst_bytes = max(BURST_MAX_BYTES, rate * BURST_CLEAN_S)
+        slack_bytes = min(rate * ACK_DELAY_MAX_S + 2 * burst_bytes, 8 * BURST_MAX_BYTES)
+        target_bytes = int(gain * rate * self._rtt.minimum_s + slack_bytes)
+        floor_bytes = WINDOW_INITIAL_BYTES if self.is_starting else WINDOW_MIN_BYTES
+        self.window_bytes = min(max(floor_bytes, target_bytes), self.limit.nbytes)
+
+    def _update_pace(self) -> None:
+        if self.rate_bytes_per_s == 0.0:
+            return
+        gain = STARTUP_GAIN if self.is_starting else PROBE_GAINS[self._gain_index]
+        if gain > 1.0 and not self.is_starting:
+            # Without this, a path that loses a fifth of everything could never show a higher rate than before.
+            gain /= 1.0 - min(self.loss_rate, LOSS_COMPENSATION_MAX)
         floor = WINDOW_MIN_BYTES / max(self._rtt.smoothed_s, 0.01)
-        return max(rate * gain, floor)
+        self._pace = max(self.rate_bytes_per_s * gain, floor)
+        burst_bytes = self._pace * BURST_CLEAN_S
+        if self.loss_rate >= UNPACED_LOSS:
+            burst_bytes = self._pace * BURST_S
+            if self._rtt.minimum_s >= 0.008:
+                # A millisecond does not matter here; at most ten datagrams (RFC 9002, section 7.7).
+                burst_bytes = max(burst_bytes, min(self._pace * 0.001, 14_600))
+        self.burst_bytes = int(max(3_000, min(BURST_MAX_BYTES, burst_bytes)))

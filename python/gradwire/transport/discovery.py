@@ -23,7 +23,7 @@ class Seed:
     """An address that should have a connection."""
 
     address: Address
-    is_learned: bool
+    is_learned: bool  # named by a peer, and dropped if nobody answers there
     next_at_s: float = 0.0
     node_id: int | None = None
     is_own: bool = False
@@ -35,93 +35,65 @@ class Discovery:
     def __init__(self) -> None:
         self._seeds: dict[Address, Seed] = {}
 
-    def __contains__(self, address: Address) -> bool:
-        return address in self._seeds
-
     def __iter__(self) -> Iterator[Address]:
         return iter(self._seeds)
 
+    def add(self, address: Address, *, is_learned: bool = False) -> None:
+        """Add an address to connect to; ignored when there are too many already."""
+        if len(self._seeds) < SEEDS_MAX:
+            self._seeds.setdefault(address, Seed(address, is_learned))
+
     def seeds(self) -> list[Address]:
         """Return the addresses that the caller named, without those that turned out to be this node's own."""
-        return [
-            seed.address for seed in self._seeds.values() if not seed.is_learned and not seed.is_own
-        ]
+        return [s.address for s in self._seeds.values() if not (s.is_learned or s.is_own)]
 
     def unanswered(self, connected: set[Address], node_ids: set[int]) -> list[Address]:
         """Return the addresses of `seeds` from which no peer is connected."""
-        return [
-            address
-            for address in self.seeds()
-            if self._is_unconnected(self._seeds[address], connected, node_ids)
-        ]
-
-    def add(self, address: Address, *, is_learned: bool = False) -> None:
-        """Add an address to connect to; ignored when there are too many already.
-
-        Args:
-            address: of the other node.
-            is_learned: a peer named the address, which is dropped if it does not answer.
-        """
-        if address not in self._seeds and len(self._seeds) < SEEDS_MAX:
-            self._seeds[address] = Seed(address, is_learned)
+        missing = {seed.address for seed in self._unconnected(connected, node_ids)}
+        return [address for address in self.seeds() if address in missing]
 
     def due(self, now_s: float, connected: set[Address], node_ids: set[int]) -> list[Address]:
         """Return the addresses to start a handshake with now."""
-        result = []
-        for seed in self._seeds.values():
-            if self._is_unconnected(seed, connected, node_ids) and now_s >= seed.next_at_s:
-                seed.next_at_s = now_s + RETRY_FIRST_S
-                result.append(seed.address)
-        return result
+        found = [s for s in self._unconnected(connected, node_ids) if now_s >= s.next_at_s]
+        for seed in found:
+            seed.next_at_s = now_s + RETRY_FIRST_S
+        return [seed.address for seed in found]
 
     def next_at_s(self, connected: set[Address], node_ids: set[int]) -> float:
         """Return the time at which `due` will next return something; infinity if never."""
-        times = [
-            seed.next_at_s
-            for seed in self._seeds.values()
-            if self._is_unconnected(seed, connected, node_ids)
-        ]
+        times = (seed.next_at_s for seed in self._unconnected(connected, node_ids))
         return min(times, default=float("inf"))
 
-    def _is_unconnected(self, seed: Seed, connected: set[Address], node_ids: set[int]) -> bool:
-        return seed.address not in connected and seed.node_id not in node_ids
+    def _unconnected(self, connected: set[Address], node_ids: set[int]) -> list[Seed]:
+        others = (seed for seed in self._seeds.values() if seed.address not in connected)
+        return [seed for seed in others if seed.node_id not in node_ids]
 
     def on_identified(self, address: Address, node_id: int) -> None:
         """Note which node answers at this address."""
-        seed = self._seeds.get(address)
-        if seed is not None:
-            seed.node_id = node_id
-            seed.is_own = False
+        if seed := self._seeds.get(address):
+            seed.node_id, seed.is_own = node_id, False
 
     def on_own(self, address: Address, now_s: float) -> None:
         """Note that datagrams to this address come back: the address is probably this node's own."""
-        seed = self._seeds.get(address)
-        if seed is not None:
-            seed.is_own = True
-            seed.next_at_s = now_s + OWN_S
+        if seed := self._seeds.get(address):
+            seed.next_at_s, seed.is_own = now_s + OWN_S, True
 
     def on_no_answer(self, address: Address, now_s: float) -> None:
         """Note that an attempt at this address failed: wait longer, or drop an address that a peer had named."""
-        seed = self._seeds.get(address)
-        if seed is None:
-            return
-        seed.next_at_s = now_s + RETRY_MAX_S
-        if seed.is_learned:
-            del self._seeds[address]
+        if seed := self._seeds.get(address):
+            seed.next_at_s = now_s + RETRY_MAX_S
+            if seed.is_learned:
+                del self._seeds[address]
 
     def on_lost(self, address: Address, now_s: float) -> None:
         """Note that the connection to this address ended; try again a little later."""
-        seed = self._seeds.get(address)
-        if seed is not None:
-            seed.node_id = None
-            seed.next_at_s = max(seed.next_at_s, now_s + RETRY_FIRST_S)
+        if seed := self._seeds.get(address):
+            seed.node_id, seed.next_at_s = None, max(seed.next_at_s, now_s + RETRY_FIRST_S)
 
 
 def members_frames(addresses: list[str]) -> list[Members]:
     """Return the frames that name these addresses, each small enough for one datagram."""
     longest = max(map(len, addresses), default=0)
     count = min(MEMBERS_MAX, MEMBERS_BYTES_MAX // (1 + longest))
-    return [
-        Members(tuple(addresses[start : start + count]))
-        for start in range(0, len(addresses), count)
-    ]
+    starts = range(0, len(addresses), count)
+    return [Members(tuple(addresses[start : start + count])) for start in starts]

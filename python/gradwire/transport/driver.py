@@ -15,7 +15,6 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Final, Protocol
 
 from .addressing import format_address, local_addresses
@@ -41,6 +40,7 @@ IDLE_WAIT_S: Final = 1.0
 GSO_REFUSED: Final = frozenset(
     {errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP, errno.ENOPROTOOPT}
 )
+SIZE_REFUSED: Final = frozenset({errno.EMSGSIZE})
 TRY_LATER: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR})
 SIZE_REMEDY: Final = (
     "lower Limits(datagram_bytes=...) to the interface's MTU less 28 bytes (IPv4) or 48 (IPv6)"
@@ -49,19 +49,14 @@ SIZE_REMEDY: Final = (
 now_s = time.monotonic
 
 
-class Endpoint(Protocol):
-    """The protocol of a node, as the driver uses it; see `gradwire.transport.endpoint.Endpoint`."""
+class _Endpoint(Protocol):
+    """The protocol of a node as the driver uses it."""
 
     counters: Stats
 
-    def receive(self, data: memoryview, segment_bytes: int, address: Address, now_s: float) -> None:
-        """Process datagrams from one address."""
-
-    def poll(self, now_s: float) -> list[Transmit]:
-        """Return the datagrams to send now."""
-
-    def next_timeout_s(self, now_s: float) -> float | None:
-        """Return the time at which to call `poll` next."""
+    def receive(self, data: memoryview, size: int, source: Address, now_s: float, /) -> None: ...
+    def poll(self, now_s: float) -> list[Transmit]: ...
+    def next_timeout_s(self, now_s: float) -> float | None: ...
 
 
 class Driver:
@@ -95,20 +90,23 @@ class Driver:
         self._configure(family, offload)
         self._buffer = bytearray(RECEIVE_BUFFER_BYTES)
         self._view = memoryview(self._buffer).toreadonly()
-        self._unsent: deque[Transmit] = deque()
+        self.unsent: deque[Transmit] = (
+            deque()
+        )  # datagrams that wait for space in the socket's buffer
         self._has_logged_size = False
 
     def _configure(self, family: socket.AddressFamily, offload: bool) -> None:
-        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-            with contextlib.suppress(OSError):  # the system caps the size by itself
-                self._socket.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
-        if sys.platform != "linux":
-            return
-        with contextlib.suppress(OSError):
-            self._socket.setsockopt(socket.SOL_SOCKET, SO_RXQ_OVFL, 1)
-        with contextlib.suppress(OSError):
-            self._socket.setsockopt(*MTU_DISCOVER[family], PMTUDISC_DONT)
-        if offload:
+        options = [
+            (socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES),  # capped by the system
+            (socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES),
+        ]
+        if sys.platform == "linux":
+            options.append((socket.SOL_SOCKET, SO_RXQ_OVFL, 1))
+            options.append((*MTU_DISCOVER[family], PMTUDISC_DONT))
+        for option in options:
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(*option)
+        if offload and sys.platform == "linux":
             try:
                 self._socket.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
                 self.has_gro = True
@@ -125,9 +123,7 @@ class Driver:
             errors=self._errors,
         )
 
-    # ---- moving datagrams ---------------------------------------------------------------------------------------
-
-    def receive(self, endpoint: Endpoint) -> None:
+    def receive(self, endpoint: _Endpoint) -> None:
         """Hand waiting datagrams to the endpoint, up to a bound, so that sending does not have to wait."""
         time_s = now_s()
         for _ in range(RECEIVES_PER_PUMP):
@@ -146,90 +142,72 @@ class Driver:
                     endpoint.counters.kernel_drops = struct.unpack_from("=I", data)[0]
             endpoint.receive(self._view[:nbytes], segment_bytes, (source[0], source[1]), time_s)
 
-    def transmit(self, endpoint: Endpoint) -> float:
-        """Send the endpoint's datagrams, up to a bound, so that receiving does not have to wait.
-
-        Returns:
-            The time until which there is nothing to do unless a datagram comes.
-        """
+    def transmit(self, endpoint: _Endpoint) -> float:
+        """Send the endpoint's datagrams, up to a bound; return when to call this again unless a datagram comes."""
+        due_s: float | None = None
         for _ in range(SENDS_PER_PUMP):
             if not self._send_unsent():
                 break
             time_s = now_s()
-            transmits = endpoint.poll(time_s)
-            if not transmits:
-                break
-            self._unsent.extend(transmits)
+            self.unsent.extend(endpoint.poll(time_s))
             due_s = endpoint.next_timeout_s(time_s)
-            if due_s is None or due_s > time_s:
-                self._send_unsent()
+            if not self.unsent:
                 break
-        time_s = now_s()
-        due_s = endpoint.next_timeout_s(time_s)
-        return time_s + IDLE_WAIT_S if due_s is None else min(due_s, time_s + IDLE_WAIT_S)
+        idle_s = now_s() + IDLE_WAIT_S
+        return idle_s if due_s is None else min(due_s, idle_s)
 
     def _send_unsent(self) -> bool:
         """Send the queued datagrams in order; return False if the socket's buffer is full."""
-        while self._unsent:
-            if not self._send(self._unsent[0]):
+        while self.unsent:
+            if not self._send(self.unsent[0]):
                 return False
-            self._unsent.popleft()
+            self.unsent.popleft()
         return True
 
     def _send(self, transmit: Transmit) -> bool:
-        if transmit.nbytes <= transmit.segment_bytes:
-            return self._send_one(transmit.slices, transmit.address)
-        if self.has_gso:
-            option = (socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", transmit.segment_bytes))
+        address, slices, segment_bytes = transmit
+        is_single = transmit.nbytes <= segment_bytes
+        if is_single or self.has_gso:
+            option = (socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", segment_bytes))
             try:
-                self._socket.sendmsg(transmit.slices, [option], 0, transmit.address)
+                self._socket.sendmsg(slices, [] if is_single else [option], 0, address)
                 return True
             except OSError as error:
                 if error.errno in TRY_LATER:
                     return False
-                if error.errno not in GSO_REFUSED:
-                    self._errors += 1  # no route, a firewall: to the protocol a loss like any other
+                self._errors += 1  # no route, a firewall: to the protocol a loss like any other
+                if error.errno in (SIZE_REFUSED if is_single else GSO_REFUSED):
+                    self._log_refusal(transmit, error, is_single=is_single)
+                if is_single or error.errno not in GSO_REFUSED:
                     return True
                 self.has_gso = False
-                logger.warning(
-                    "UDP GSO was refused for datagrams of %d bytes (%s): they are sent one by one from now on; or %s",
-                    transmit.segment_bytes,
-                    error.strerror,
-                    SIZE_REMEDY,
-                )
-        self._unsent.popleft()
-        self._unsent.extendleft(reversed(_one_by_one(transmit)))
-        return self._send(self._unsent[0])
+        self.unsent.popleft()
+        pieces = [
+            piece[start : start + segment_bytes]
+            for piece in slices
+            for start in range(0, len(piece), segment_bytes)
+        ]
+        self.unsent.extendleft(
+            Transmit(address, [each], segment_bytes) for each in reversed(pieces)
+        )
+        return self._send(self.unsent[0])
 
-    def _send_one(self, slices: Sequence[memoryview | bytes], address: Address) -> bool:
-        try:
-            self._socket.sendmsg(slices, [], 0, address)
-        except OSError as error:
-            if error.errno in TRY_LATER:
-                return False
-            self._errors += 1
-            if error.errno == errno.EMSGSIZE and not self._has_logged_size:
-                self._has_logged_size = True
-                logger.warning(
-                    "datagrams of %d bytes to %s are refused (%s); %s",
-                    sum(map(len, slices)),
-                    format_address(address),
-                    error.strerror,
-                    SIZE_REMEDY,
-                )
-        return True
-
-    # ---- waiting ------------------------------------------------------------------------------------------------
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether datagrams wait for space in the socket's buffer."""
-        return bool(self._unsent)
+    def _log_refusal(self, transmit: Transmit, error: OSError, *, is_single: bool) -> None:
+        if not is_single or not self._has_logged_size:
+            self._has_logged_size = is_single
+            logger.warning(
+                "%s datagrams of %d bytes to %s (%s): %s",
+                "the system refused" if is_single else "UDP GSO was refused: sending one by one",
+                min(transmit.nbytes, transmit.segment_bytes),
+                format_address(transmit.address),
+                error.strerror,
+                SIZE_REMEDY,
+            )
 
     def wait(self, until_s: float, waker: Waker) -> None:
         """Sleep until a time, or until a datagram comes, the waker is used, or a full socket buffer has space again."""
         reads = [waker.socket, self._socket]
-        writes = [self._socket] if self._unsent else []
+        writes = [self._socket] if self.unsent else []
         # When another thread has closed the socket, the caller notices it afterwards.
         with contextlib.suppress(OSError, ValueError):
             if waker.socket in _wait_ready(reads, writes, max(0.0, until_s - now_s())):
@@ -261,16 +239,6 @@ class Waker:
         """Release the sockets."""
         self.socket.close()
         self._other.close()
-
-
-def _one_by_one(transmit: Transmit) -> list[Transmit]:
-    """Return the same datagrams with a system call each."""
-    size = transmit.segment_bytes
-    return [
-        Transmit(transmit.address, [piece[start : start + size]], size)
-        for piece in transmit.slices
-        for start in range(0, len(piece), size)
-    ]
 
 
 def _wait_ready(

@@ -48,15 +48,13 @@ NEVER_S: Final = float("inf")
 
 
 class Endpoint:
-    """The protocol of one node.
+    """The protocol of one node; arguments that `Node` has as well are documented there.
 
     Args:
-        secret: the 32-byte cluster secret.
         now_s: current time, monotonic.
-        node_id: identity of the node, 64 bits.
         incarnation: start of the process in milliseconds; larger than that of any earlier run of the node.
-        limits, advertise, on_lag: see `Node`.
         entropy: source of random bytes; a simulator passes a seeded one.
+        name: of the node in log entries.
         first_record: number of the first record; only tests change it.
     """
 
@@ -71,6 +69,7 @@ class Endpoint:
         advertise: str = "",
         entropy: Entropy = os.urandom,
         on_lag: str = "block",
+        name: str = "this node",
         first_record: int = 0,
     ) -> None:
         self.limits = limits or Limits()
@@ -87,17 +86,15 @@ class Endpoint:
         self.log = SendLog(self.limits.send_log_bytes, first_record)
         self.sealer = Sealer(self.keys, self.stream, self.limits.datagram_bytes)
         self.discovery = Discovery()
-        self.handshakes = IncomingHandshakes(secret, entropy)
+        self.handshakes = IncomingHandshakes(secret, entropy, name)
         self.sessions: dict[int, Session] = {}  # by index
         self.by_node: dict[int, Session] = {}  # established ones, by the peer's node id
-        self.by_stream: dict[
-            tuple[Address, int], Session
-        ] = {}  # by address and stream of the records
+        self.by_stream: dict[tuple[Address, int], Session] = {}  # by source and stream
         # By mac1: the sessions whose peer has not yet proved that its INIT is no recording.
         self.half_open: dict[bytes, Session] = {}
-        self.is_closing = False
+        self.is_closing = False  # refuse new messages and new peers; queued messages are still sent
         self._evicts = on_lag == "evict"
-        self._messages: deque[Received] = deque()
+        self.messages: deque[Received] = deque()  # received, and not taken yet
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self._final_datagrams: list[Transmit] = []
         self._next_message = 0
@@ -123,8 +120,9 @@ class Endpoint:
 
     def unanswered(self) -> list[Address]:
         """Return the addresses given to `connect` from which no peer is connected."""
-        addresses = {session.address for session in self._up_sessions()}
-        return self.discovery.unanswered(addresses, set(self.by_node))
+        return self.discovery.unanswered(
+            {each.address for each in self._up_sessions()}, set(self.by_node)
+        )
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether `publish` would take a message of this size now."""
@@ -163,20 +161,18 @@ class Endpoint:
         return ticket
 
     def _recipients(self, to: Peer | None) -> list[Session]:
-        if to is None:
-            return self._up_sessions()
-        session = self.by_node.get(to.id)
-        if session is None or session.state is not State.UP or session.peer != to:
+        recipients = [each for each in self._up_sessions() if to is None or each.peer == to]
+        if to is not None and not recipients:
             raise NotConnected(
                 f"{to} is not connected, {len(self.peers)} others are: publish to one of them (node.peers), "
                 "or wait for it (node.wait_for_peers)"
             )
-        return [session]
+        return recipients
 
     def take_messages(self, now_s: float) -> list[Received]:
         """Return and forget the messages received, oldest first, and release their share of the receive budget."""
-        messages = list(self._messages)
-        self._messages.clear()
+        messages = list(self.messages)
+        self.messages.clear()
         self.budget.give_back(sum(len(message.payload) for message in messages))
         if self.budget.has_waiting and messages:
             self.budget.has_waiting = False
@@ -186,32 +182,18 @@ class Endpoint:
 
     def take_events(self) -> list[Event]:
         """Return and forget the events of peers, oldest first."""
-        events = list(self._events)
-        self._events.clear()
+        events, self._events = list(self._events), deque(maxlen=EVENTS_MAX)
         return events
-
-    @property
-    def has_messages(self) -> bool:
-        """Whether `take_messages` would return something."""
-        return bool(self._messages)
 
     @property
     def is_drained(self) -> bool:
         """Whether every connected peer has acknowledged everything."""
-        return all(
-            session.sender is None or session.sender.is_idle for session in self._up_sessions()
-        )
+        return all(each.sender is None or each.sender.is_idle for each in self._up_sessions())
 
     @property
     def is_closed(self) -> bool:
         """Whether every session has ended after `close`."""
-        return self.is_closing and not any(
-            session.is_established for session in self.sessions.values()
-        )
-
-    def stop_publishing(self) -> None:
-        """Refuse new messages and new peers; queued messages are still sent."""
-        self.is_closing = True
+        return self.is_closing and not any(each.is_established for each in self.sessions.values())
 
     def close(self, now_s: float) -> None:
         """Send a CLOSE to every peer; messages that a peer has not acknowledged fail."""
@@ -227,14 +209,13 @@ class Endpoint:
     def undelivered(self) -> list[tuple[Peer, Ticket]]:
         """Return the messages that are published and not acknowledged, per peer."""
         return [
-            (session.identity, ticket)
-            for session in self._up_sessions()
-            for _, ticket in session.pending
+            (each.identity, ticket) for each in self._up_sessions() for _, ticket in each.pending
         ]
 
     def stats(self) -> Stats:
         """Return a snapshot of the counters and of each path."""
-        paths = tuple(session.path_stats() for session in self._up_sessions())
+        up = self._up_sessions()
+        paths = tuple(each.path_stats(each.sender) for each in up if each.sender is not None)
         known = [path.srtt_s for path in paths if path.srtt_s > 0.0]
         return replace(
             self.counters,
@@ -287,12 +268,10 @@ class Endpoint:
     def _receive_other(self, datagram: memoryview, address: Address, now_s: float) -> None:
         kind = datagram[0]
         try:
-            if kind == wire.CONTROL:
-                self._receive_control(datagram, address, now_s)
+            if kind in (wire.CONTROL, wire.RESPONSE):
+                self._receive_for_session(datagram, address, now_s)
             elif kind == wire.INIT:
                 self._receive_init(bytes(datagram), address, now_s)
-            elif kind == wire.RESPONSE:
-                self._receive_response(bytes(datagram), address, now_s)
             else:
                 self.handshakes.rejected.note_version(kind, address, now_s)
                 self.counters.malformed_datagrams += 1
@@ -301,24 +280,19 @@ class Endpoint:
         except AuthenticationError:
             self.counters.unauthenticated_datagrams += 1
 
-    def _receive_control(self, datagram: memoryview, address: Address, now_s: float) -> None:
+    def _receive_for_session(self, datagram: memoryview, address: Address, now_s: float) -> None:
         if len(datagram) < HEADER_BYTES + wire.TAG_BYTES:
-            raise WireError("a control datagram without a tag")
+            raise WireError("a datagram without a tag")
         header = bytes(datagram[:HEADER_BYTES])
-        _, _, _, _, index, counter = HEADER.unpack(header)
+        kind, _, _, _, index, counter = HEADER.unpack(header)
         session = self.sessions.get(index)
-        if session is None:
+        if session is None or (kind == wire.RESPONSE and session.address != address):
             self.counters.stray_datagrams += 1
-            return
-        session.on_control(counter, header, datagram[HEADER_BYTES:], address, now_s)
-        self._is_release_due = True
-
-    def _receive_response(self, datagram: bytes, address: Address, now_s: float) -> None:
-        session = self.sessions.get(HEADER.unpack_from(datagram)[4])
-        if session is None or session.address != address:
-            self.counters.stray_datagrams += 1
-            return
-        session.on_response(datagram, now_s)
+        elif kind == wire.RESPONSE:
+            session.on_response(bytes(datagram), now_s)
+        else:
+            session.on_control(counter, header, datagram[HEADER_BYTES:], address, now_s)
+            self._is_release_due = True
 
     def _receive_init(self, datagram: bytes, address: Address, now_s: float) -> None:
         if len(datagram) != wire.INIT_BYTES:
@@ -355,11 +329,10 @@ class Endpoint:
                 return False
         # When both nodes have sent an INIT, that of the larger node id wins. The other handshake continues until its
         # peer has proved its presence: the INIT may be a recording.
-        has_sent_init = any(
-            session.state is State.INIT_SENT and session.address == address
-            for session in self.sessions.values()
-        )
-        return not has_sent_init or self.node_id < remote.node_id
+        initiated = [
+            each.address for each in self.sessions.values() if each.state is State.INIT_SENT
+        ]
+        return address not in initiated or self.node_id < remote.node_id
 
     # ---- datagrams out ------------------------------------------------------------------------------------------
 
@@ -424,36 +397,34 @@ class Endpoint:
         sessions = self._up_sessions()
         for session in sessions:
             session.resume(now_s)
-            if self._evicts and session.is_lagging(now_s):
+            is_late = now_s - session.progress_at_s > self.limits.lag_s
+            if self._evicts and session.pending and is_late:
                 session.give_up("lagging", REASON_GIVEN_UP, now_s)
         if now_s >= self._gossip_at_s and sessions:
             self._gossip_at_s = now_s + GOSSIP_S
             self._introduce_others(sessions[int(now_s / GOSSIP_S) % len(sessions)])
 
     def _introduce_others(self, session: Session) -> None:
-        addresses = [
-            other.advertised or format_address(other.address)
-            for other in self._up_sessions()
-            if other is not session
-        ]
+        others = [other for other in self._up_sessions() if other is not session]
+        addresses = [other.advertised or format_address(other.address) for other in others]
         for frame in members_frames(addresses):
             session.send_frame(frame)
 
-    # ---- what sessions use (session.Context) --------------------------------------------------------------------
+    # ---- called by the sessions --------------------------------------------------------------------
 
     def wall_ms(self, now_s: float) -> int:
-        """See `session.Context`; a jump of the clock after the start goes unnoticed."""
+        """Return the time since the epoch in ms; a jump of the clock after the start goes unnoticed."""
         return (self.incarnation + int((now_s - self._started_at_s) * 1e3)) & (2**64 - 1)
 
     def window_records(self) -> int:
-        """See `session.Context`."""
+        """See `Session`."""
         cutoff_s = self._polled_at_s - ACTIVE_S
         active = sum(session.data_heard_at_s > cutoff_s for session in self.sessions.values())
         window = self.limits.window_bytes // wire.RECORD_BYTES_MAX // max(1, active)
         return max(CREDIT_FLOOR_RECORDS, window)
 
     def on_identified(self, session: Session, now_s: float) -> bool:
-        """See `session.Context`."""
+        """See `Session`."""
         peer = session.identity
         self.half_open.pop(session.init[-wire.MAC1_BYTES :], None)
         if peer.id == self.node_id:
@@ -481,28 +452,24 @@ class Endpoint:
         self.by_node[peer.id] = session
         return True
 
-    def on_stream(self, session: Session) -> None:
-        """See `session.Context`."""
-        if session.stream is not None:
-            self.by_stream[session.address, session.stream] = session
-
     def on_up(self, session: Session) -> None:
-        """See `session.Context`."""
+        """See `Session`."""
         logger.info("connected to %s", session.identity)
         self._events.append(PeerJoined(session.identity))
         sessions = self._up_sessions()
         for each in sessions:
-            each.share_link(len(sessions))
+            if each.sender is not None:
+                each.sender.rate.share_link(len(sessions))
         self._introduce_others(session)
 
-    def on_moved(self, session: Session, address: Address) -> None:
-        """See `session.Context`."""
+    def on_routed(self, session: Session, address: Address) -> None:
+        """Route the peer's records, which come from this address now, to its session."""
         self._forget_stream(session)
         session.address = address
-        self.on_stream(session)
+        self.by_stream[address, session.stream or 0] = session
 
     def on_members(self, addresses: tuple[str, ...]) -> None:
-        """See `session.Context`."""
+        """See `Session`."""
         for text in addresses:
             try:
                 self.discovery.add(parse_address(text), is_learned=True)
@@ -510,14 +477,14 @@ class Endpoint:
             except ValueError:
                 self.counters.malformed_datagrams += 1
 
-    def deliver(self, session: Session, tag: int, payload: memoryview) -> None:
-        """See `session.Context`."""
+    def on_message(self, session: Session, tag: int, payload: memoryview) -> None:
+        """See `Session`."""
         self.counters.messages_received += 1
         self.counters.payload_bytes_received += len(payload)
-        self._messages.append(Received(session.identity, tag, payload))
+        self.messages.append(Received(session.identity, tag, payload))
 
     def on_down(self, session: Session, reason: str, now_s: float) -> None:
-        """See `session.Context`."""
+        """See `Session`."""
         if session.target is not None and session.peer is None:
             self.discovery.on_no_answer(session.target, now_s)
         self._final_datagrams.extend(session.final_datagrams(now_s))
@@ -527,9 +494,8 @@ class Endpoint:
             self.discovery.on_lost(session.target, now_s)
         if session.was_up:
             undelivered = session.fail_pending()
-            logger.info(
-                "%s is gone (%s), %d messages undelivered", session.peer, reason, len(undelivered)
-            )
+            count = len(undelivered)
+            logger.info("%s is gone (%s), %d messages undelivered", session.peer, reason, count)
             self._events.append(PeerLost(session.identity, reason, undelivered))
         self._release_log()
 
@@ -552,9 +518,8 @@ class Endpoint:
         self._forget_stream(session)
 
     def _forget_stream(self, session: Session) -> None:
-        key = (session.address, session.stream or 0)
-        if self.by_stream.get(key) is session:
-            del self.by_stream[key]
+        if self.by_stream.get((session.address, session.stream or 0)) is session:
+            del self.by_stream[session.address, session.stream or 0]
 
     def _up_sessions(self) -> list[Session]:
         return [session for session in self.sessions.values() if session.state is State.UP]

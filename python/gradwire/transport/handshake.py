@@ -8,61 +8,42 @@ from typing import Final
 
 from .addressing import format_address
 from .crypto import PROLOGUE, AuthenticationError, Entropy, Handshake, Mac1
-from .secret import fingerprint
 from .types import Address
-from .wire import (
-    HEADER,
-    HEADER_BYTES,
-    INIT,
-    MAC1_BYTES,
-    VERSION,
-    Introduction,
-    WireError,
-)
+from .wire import HEADER, HEADER_BYTES, INIT, MAC1_BYTES, VERSION, Introduction, WireError
 
 logger = logging.getLogger(__name__)
 
 INITS_PER_S: Final = 200.0
-INITS_BURST: Final = 64.0
+INITS_BURST: Final = 64
 MAC1S_MAX: Final = 16_384  # 2 MB; at full rate the last 40 s
 TIMELY_S: Final = 120.0  # how far apart the clocks of two nodes may be
-LOGGED_MAX: Final = 8  # rejected addresses logged at a time: addresses can be made up
-LOGGED_FOR_S: Final = 60.0  # then the same address may be logged again
-
-_KIND_BITS: Final = 0x0F  # of a datagram's first byte; the other bits are the version
+LOG_INTERVAL_S: Final = 10.0  # between entries about rejected peers, whose addresses can be made up
 
 
 class RejectedPeers:
     """Counts INIT datagrams made with another secret or version, and logs a few. The peer itself gets no answer."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name  # of this node, for the log
         self.count = 0
         self.last: Address | None = None  # source of the last one, which nobody has verified
-        self._fingerprint = fingerprint(secret)
-        self._logged: set[Address] = set()
-        self._logged_until_s = 0.0
+        self._log_at_s = float("-inf")
 
     def note(self, address: Address, reason: str, now_s: float) -> None:
         """Count an INIT that gets no answer."""
         self.count += 1
         self.last = address
-        if now_s >= self._logged_until_s:
-            self._logged.clear()
-            self._logged_until_s = now_s + LOGGED_FOR_S
-        if address not in self._logged and len(self._logged) < LOGGED_MAX:
-            self._logged.add(address)
+        if now_s >= self._log_at_s:
+            self._log_at_s = now_s + LOG_INTERVAL_S
+            source = format_address(address)
             logger.warning(
-                "an INIT from %s gets no answer: %s (this node has the secret with fingerprint %s)",
-                format_address(address),
-                reason,
-                self._fingerprint,
+                "an INIT from %s gets no answer: %s; this is %s", source, reason, self.name
             )
 
     def note_version(self, kind: int, address: Address, now_s: float) -> None:
         """Count a datagram of an unknown kind if it is an INIT of another version."""
-        if kind & _KIND_BITS == INIT & _KIND_BITS:
-            version = kind >> 4
-            reason = f"it speaks version {version} of the transport, this node version {VERSION}"
+        if kind & 0x0F == INIT & 0x0F:  # the other bits are the version
+            reason = f"it speaks version {kind >> 4} of the transport, this node version {VERSION}"
             self.note(address, reason, now_s)
 
 
@@ -74,8 +55,9 @@ class InitGate:
     """
 
     def __init__(self, per_second: float = INITS_PER_S) -> None:
-        self._timely = _TokenBucket(per_second)
-        self._any = _TokenBucket(per_second)
+        self._interval_s = 1.0 / per_second
+        self._burst_s = (INITS_BURST - 0.5) * self._interval_s  # half an interval for rounding
+        self._next_at_s = [float("-inf")] * 2  # the next time at which each rate admits a datagram
         self._mac1s: OrderedDict[bytes, None] = OrderedDict()
 
     def has_seen(self, mac1: bytes) -> bool:
@@ -84,43 +66,26 @@ class InitGate:
 
     def admit(self, mac1: bytes, age_s: float, now_s: float) -> bool:
         """Return whether another INIT may be decrypted now, and remember its (verified) mac1 if so."""
-        is_timely = abs(age_s) <= TIMELY_S and self._timely.take(now_s)
-        if not is_timely and not self._any.take(now_s):
-            return False
-        self._mac1s[mac1] = None
-        if len(self._mac1s) > MAC1S_MAX:
-            self._mac1s.popitem(last=False)
-        return True
-
-
-class _TokenBucket:
-    """A rate limit with a burst of `INITS_BURST`."""
-
-    def __init__(self, per_second: float) -> None:
-        self._per_second = per_second
-        self._tokens = INITS_BURST
-        self._refilled_at_s = 0.0
-
-    def take(self, now_s: float) -> bool:
-        """Take one token if there is one."""
-        elapsed_s = max(0.0, now_s - self._refilled_at_s)
-        self._refilled_at_s = now_s
-        self._tokens = min(INITS_BURST, self._tokens + elapsed_s * self._per_second)
-        if self._tokens < 1.0:
-            return False
-        self._tokens -= 1.0
-        return True
+        for rate in (0, 1) if abs(age_s) <= TIMELY_S else (1,):
+            at_s = max(self._next_at_s[rate], now_s - self._burst_s)
+            if at_s <= now_s:
+                self._next_at_s[rate] = at_s + self._interval_s
+                self._mac1s[mac1] = None
+                if len(self._mac1s) > MAC1S_MAX:
+                    self._mac1s.popitem(last=False)
+                return True
+        return False
 
 
 class IncomingHandshakes:
     """Reads the INIT datagrams of other nodes, and refuses each at the least cost."""
 
-    def __init__(self, secret: bytes, entropy: Entropy) -> None:
+    def __init__(self, secret: bytes, entropy: Entropy, name: str) -> None:
         self._secret = secret
         self._entropy = entropy
         self._mac1 = Mac1(secret)
         self._gate = InitGate()
-        self.rejected = RejectedPeers(secret)
+        self.rejected = RejectedPeers(name)
 
     def read_init(
         self, datagram: bytes, address: Address, wall_ms: int, now_s: float

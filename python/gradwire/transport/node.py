@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from types import TracebackType
 from typing import Final
 
 from ..errors import Closed, TransportError, WouldBlock
@@ -52,6 +51,11 @@ class Node:
         offload: use GSO and GRO where the system has them.
         switch_interval_s: upper bound for `sys.setswitchinterval`, without which a busy main thread starves the I/O
             thread (28 instead of 350 MB/s); None leaves the interval alone.
+
+    Attributes:
+        address: the "host:port" at which others can reach this node.
+        id: this node's identity.
+        peer: this node as its peers see it.
 
     Raises:
         ValueError: an address, mask, secret or limit that cannot be used.
@@ -100,7 +104,7 @@ class Node:
         self._secret_name = f"the secret with fingerprint {fingerprint(key)}"
         seeds = list(peers)
         self._driver = Driver(choose_address(parse_address(bind), network_mask), offload=offload)
-        self._address = advertise or format_address(local_address(self._driver.address, seeds))
+        self.address = advertise or format_address(local_address(self._driver.address, seeds))
         self._endpoint = Endpoint(
             key,
             now_s(),
@@ -109,8 +113,10 @@ class Node:
             limits=limits,
             advertise=advertise or "",
             on_lag=on_lag,
+            name=f"{self.address} (with {self._secret_name})",
         )
-        self._peer = Peer(self._endpoint.node_id, self._endpoint.incarnation, self._address)
+        self.id = self._endpoint.node_id
+        self.peer = Peer(self.id, self._endpoint.incarnation, self.address)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._awaited: list[Callable[[], bool]] = []
@@ -126,28 +132,11 @@ class Node:
         self._thread.start()
 
     def _add_seeds(self, seeds: list[str]) -> None:
-        own = {self._address, format_address(self._driver.address)}
+        own = {self.address, format_address(self._driver.address)}
         for seed in seeds:
             address = resolve(seed, like=self._driver.address)
             if seed not in own and format_address(address) not in own:
                 self._endpoint.connect(address)
-
-    # ---- peers --------------------------------------------------------------------------------------------------
-
-    @property
-    def address(self) -> str:
-        """The "host:port" at which others can reach this node."""
-        return self._address
-
-    @property
-    def peer(self) -> Peer:
-        """This node as its peers see it."""
-        return self._peer
-
-    @property
-    def id(self) -> int:
-        """This node's identity: the `Peer.id` that its peers see."""
-        return self._peer.id
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -188,30 +177,23 @@ class Node:
         self._check_open()
         first_s = min(MISSING_LOG_S, timeout_s)
         with self._lock:
-            is_complete = self._wait_for(is_done, first_s)
-        if not is_complete and first_s < timeout_s:
-            logger.warning("%s", self._describe_missing(count, first_s))
-            with self._lock:
-                is_complete = self._wait_for(is_done, timeout_s - first_s)
-        if not is_complete:
-            raise TimeoutError(self._describe_missing(count, timeout_s))
-        return self.peers
+            if not self._wait_for(is_done, first_s) and first_s < timeout_s:
+                logger.warning("%s", self._describe_missing(count, first_s))
+            if not self._wait_for(is_done, timeout_s - first_s):
+                raise TimeoutError(self._describe_missing(count, timeout_s))
+            return self._endpoint.peers
 
     def _describe_missing(self, count: int, waited_s: float) -> str:
-        with self._lock:
-            unanswered = self._endpoint.unanswered()
-            rejected = self._endpoint.handshakes.rejected
-            rejected_count, last = rejected.count, rejected.last
-        text = (
-            f"{len(self.peers)} of {count} peers connected to {self._address} within {waited_s:g} s"
-        )
+        text = f"{len(self._endpoint.peers)} of {count} peers connected to {self.address} within {waited_s:g} s"
+        unanswered = self._endpoint.unanswered()
         if unanswered:
             names = ", ".join(map(format_address, unanswered))
             text += f"; no answer from {names}: is a node running there, of this version, with {self._secret_name}?"
-        if last is not None:
+        rejected = self._endpoint.handshakes.rejected
+        if rejected.last is not None:
             text += (
-                f"; {rejected_count} INIT datagrams of nodes with another secret or version were not answered, "
-                f"the last from {format_address(last)}; this node has {self._secret_name}"
+                f"; {rejected.count} INIT datagrams of nodes with another secret or version were not answered, "
+                f"the last from {format_address(rejected.last)}; this node has {self._secret_name}"
             )
         return text
 
@@ -227,8 +209,6 @@ class Node:
         with self._lock:
             stats = self._endpoint.stats()
             return stats if self._is_closed else replace(stats, socket=self._driver.stats())
-
-    # ---- messages -----------------------------------------------------------------------------------------------
 
     def publish(self, buffer: object, tag: int = 0, to: Peer | None = None) -> Ticket:
         """Send a message to all connected peers, or to one. Never blocks.
@@ -284,7 +264,7 @@ class Node:
         """
         self._check_open()
         with self._lock:
-            self._wait_for(lambda: self._endpoint.has_messages, timeout_s)
+            self._wait_for(lambda: bool(self._endpoint.messages), timeout_s)
             messages = self._endpoint.take_messages(now_s())
             if messages:
                 self._transmit()  # the messages taken make space, which renews the senders' credit
@@ -295,8 +275,6 @@ class Node:
         self._check_open()
         with self._lock:
             return self._wait_for(lambda: self._endpoint.is_drained, timeout_s)
-
-    # ---- the end ------------------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float = 5.0) -> list[tuple[Peer, Ticket]]:
         """Deliver the queued messages, send a CLOSE and stop; a second call only waits for the first.
@@ -315,7 +293,7 @@ class Node:
     def _close(self, timeout_s: float) -> list[tuple[Peer, Ticket]]:
         end_s = now_s() + timeout_s
         with self._lock:
-            self._endpoint.stop_publishing()
+            self._endpoint.is_closing = True
             self._wait_for(lambda: self._endpoint.is_drained, timeout_s)
             undelivered = self._endpoint.undelivered()
             self._endpoint.close(now_s())
@@ -335,12 +313,7 @@ class Node:
         """Return the node."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close the node; after an exception without waiting for acknowledgements."""
         self.close(timeout_s=5.0 if kind is None else 0.0)
 
@@ -368,7 +341,7 @@ class Node:
     def _transmit(self) -> None:
         """Send what may leave now, and wake the I/O thread if it would sleep past the next timer."""
         due_s = self._driver.transmit(self._endpoint)
-        if due_s < self._sleeps_until_s - TICK_S or self._driver.has_unsent:
+        if due_s < self._sleeps_until_s - TICK_S or self._driver.unsent:
             self._sleeps_until_s = due_s
             self._waker.wake()
         self._notify()

@@ -7,6 +7,7 @@ of the node's receive budget before its first byte is stored.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -14,14 +15,7 @@ import numpy as np
 from . import wire
 from .crypto import AuthenticationError, KeyChain
 from .types import Stats
-from .wire import (
-    ACK_WINDOW_RECORDS,
-    HEADER_BYTES,
-    RECORD_META_BYTES,
-    RECORD_NUMBER_MAX,
-    Ack,
-    DataHeader,
-)
+from .wire import ACK_WINDOW_RECORDS, HEADER_BYTES, RECORD_NUMBER_MAX, Ack, DataHeader
 
 ACK_DELAY_S: Final = 0.0005
 ACK_EVERY_BYTES: Final = 300_000  # one ACK per record would cost more than the data
@@ -29,13 +23,13 @@ ACK_EVERY_BYTES: Final = 300_000  # one ACK per record would cost more than the 
 Deliver = Callable[[int, memoryview], None]
 
 
+@dataclass(slots=True)
 class ReceiveBudget:
     """Bytes of messages that are in assembly or wait for the caller, over all peers."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self.has_waiting = False  # some message waits for its share
+    limit_bytes: int
+    used_bytes: int = 0
+    has_waiting: bool = False  # some message waits for its share
 
     def take(self, nbytes: int) -> bool:
         """Reserve bytes for a message; return False when the message has to wait."""
@@ -61,8 +55,8 @@ class Partial:
         self._buffer = np.empty((header.fragments, header.fragment_bytes), dtype=np.uint8)
         self._sealed_bytes = 0
 
-    def add_fragments(self, first: int, count: int, batch: memoryview) -> bool:
-        """Store neighbouring fragments, headers included in ``batch``; return whether all have arrived now."""
+    def add_fragments(self, first: int, count: int, batch: memoryview) -> memoryview | None:
+        """Store neighbouring fragments, headers included; return the record's sealed bytes once all have arrived."""
         fragments, size = self._buffer.shape
         segment = size + HEADER_BYTES
         full = len(batch) // segment
@@ -76,24 +70,19 @@ class Partial:
         if first + count == fragments:
             self._sealed_bytes = first * size + len(batch) - count * HEADER_BYTES
         self.got |= ((1 << count) - 1) << first
-        return self.got == (1 << fragments) - 1
-
-    @property
-    def sealed(self) -> memoryview:
-        """The sealed bytes of the record, once all fragments have arrived."""
+        if self.got != (1 << fragments) - 1:
+            return None
         return memoryview(self._buffer.reshape(-1))[: self._sealed_bytes]  # type: ignore[arg-type]
 
 
+@dataclass(slots=True)
 class _Assembly:
     """A message of several records, filled in order."""
 
-    __slots__ = ("filled", "number", "payload", "tag")
-
-    def __init__(self, number: int, tag: int, message_bytes: int) -> None:
-        self.number = number
-        self.tag = tag
-        self.payload = memoryview(np.empty(message_bytes, dtype=np.uint8))  # type: ignore[arg-type]
-        self.filled = 0
+    number: int
+    tag: int
+    payload: memoryview
+    filled: int = 0
 
 
 class Receiver:
@@ -115,9 +104,7 @@ class Receiver:
         self._counters = counters
         self.cumulative = start  # every record below this number is complete
         self.limit = start  # the first record number for which no credit has been granted
-        self.ack_at_s: float | None = (
-            None  # when an acknowledgement is due, if anything is to be acknowledged
-        )
+        self.ack_at_s: float | None = None  # when an acknowledgement is due, if one is
         self.error = ""  # how the authenticated peer broke the protocol: the session has to end
         self._consumed = start
         self._window = 0
@@ -142,26 +129,28 @@ class Receiver:
         """Have an acknowledgement sent at this time or earlier."""
         self.ack_at_s = at_s if self.ack_at_s is None else min(self.ack_at_s, at_s)
 
-    def accepts(self, record: int) -> bool:
-        """Return whether fragments of this record are still needed and were granted credit."""
-        return self.cumulative <= record < self.limit and record not in self._complete
-
     # ---- fragments to records -----------------------------------------------------------------------------------
 
     def on_fragments(self, header: DataHeader, batch: memoryview, now_s: float) -> bool:
-        """Take neighbouring fragments of one record; return False if they cannot belong to a valid record.
+        """Take neighbouring fragments of one record, headers included; return False if no valid record has them.
 
-        Args:
-            header: of the first of them.
-            batch: the datagrams back to back, headers included, all but the last of the same size.
-            now_s: current time.
+        ``header`` is that of the first fragment; all datagrams of the batch but the last have the same size.
         """
-        count = -(-len(batch) // (header.fragment_bytes + HEADER_BYTES))
-        if not _is_plausible(header, count, len(batch)):
+        record, fragments, first = header.record, header.fragments, header.first
+        segment_bytes = header.fragment_bytes + HEADER_BYTES
+        count = -(-len(batch) // segment_bytes)
+        end = first + count
+        is_valid = (
+            wire.DATAGRAM_BYTES_MIN <= segment_bytes <= wire.DATAGRAM_BYTES_MAX
+            and end <= fragments <= wire.FRAGMENTS_MAX
+            and fragments * segment_bytes <= wire.RECORD_BYTES_MAX
+            and len(batch) > HEADER_BYTES
+            and (len(batch) == count * segment_bytes or end == fragments)
+        )
+        if not is_valid:
             return False
-        record, first, fragments = header.record, header.first, header.fragments
         self._last_arrival_s = now_s
-        if not self.accepts(record):
+        if not self.cumulative <= record < self.limit or record in self._complete:
             # The acknowledgement of an earlier copy was lost, or the sender has no credit: tell the sender at once.
             self._counters.duplicate_fragments += count
             self.acknowledge_by(now_s)
@@ -172,59 +161,48 @@ class Receiver:
             # One of two contradicting headers is forged. The newer one replaces the older, so that a forgery that came
             # first cannot block the record for ever.
             partial = self._partials[record] = Partial(header)
-        self._counters.duplicate_fragments += (
-            partial.got >> first & ((1 << count) - 1)
-        ).bit_count()
-        if partial.add_fragments(first, count, batch):
+        again = partial.got >> first & ((1 << count) - 1)
+        self._counters.duplicate_fragments += again.bit_count()
+        sealed = partial.add_fragments(first, count, batch)
+        if sealed is not None:
             del self._partials[record]
-            self._open(record, partial, now_s)
+            self._open(record, sealed, partial.associated)
         is_ahead = (record, first) > self._frontier
-        next_one = (record, first + count) if first + count < fragments else (record + 1, 0)
-        self._frontier = max(self._frontier, next_one)
-        # A gap is reported once, when it opens; `_end_message` sees to the end of a message.
-        if self._unacknowledged_bytes >= ACK_EVERY_BYTES or (is_ahead and self._has_gap(record)):
-            self.acknowledge_by(now_s)
-        else:
-            self.acknowledge_by(now_s + ACK_DELAY_S)
+        self._frontier = max(self._frontier, (record, end) if end < fragments else (record + 1, 0))
+        # A gap is reported once, when it opens; `_take_record` sees to the end of a message.
+        is_urgent = self._unacknowledged_bytes >= ACK_EVERY_BYTES
+        is_urgent = is_urgent or (is_ahead and self._has_gap(record))
+        self.acknowledge_by(now_s if is_urgent else now_s + ACK_DELAY_S)
         return True
 
-    def _open(self, record: int, partial: Partial, now_s: float) -> None:
+    def _open(self, record: int, sealed: memoryview, associated: bytes) -> None:
         """Decrypt a complete record, and consume every record that is next in order."""
-        sealed = partial.sealed
-        plain_bytes = len(sealed) - wire.TAG_BYTES
-        if plain_bytes < RECORD_META_BYTES:
-            self._counters.rejected_records += 1
-            return
-        plain = memoryview(np.empty(plain_bytes, dtype=np.uint8))  # type: ignore[arg-type]
+        plain = _empty(max(0, len(sealed) - wire.TAG_BYTES))
         try:
-            self._keys.open_into(record, sealed, partial.associated, plain)
+            if len(plain) < wire.RECORD_META_BYTES:
+                raise AuthenticationError("too short for a record")
+            self._keys.open_into(record, sealed, associated, plain)
         except AuthenticationError:
             self._counters.rejected_records += 1
-            self.acknowledge_by(now_s)
             return
         self._complete[record] = plain.toreadonly()
         self._advance()
-        self.consume()
 
     def skip(self, first: int, count: int, now_s: float) -> None:
         """Count records as complete that are meant for other nodes."""
         # The sender repeats a skip that lies beyond the window of an acknowledgement.
-        if first >= self.cumulative and first < self.cumulative + ACK_WINDOW_RECORDS:
+        if self.cumulative <= first < self.cumulative + ACK_WINDOW_RECORDS:
             self._complete[first] = first + count
             self._advance()
-            self.consume()
         self.acknowledge_by(now_s + ACK_DELAY_S)
 
     def _advance(self) -> None:
-        """Move `cumulative` over complete and skipped records."""
+        """Move `cumulative` over complete and skipped records, and consume them."""
         while (found := self._complete.get(self.cumulative)) is not None:
             self.cumulative = found if isinstance(found, int) else self.cumulative + 1
-        if self._partials and min(self._partials) < self.cumulative:
-            self._partials = {
-                record: partial
-                for record, partial in self._partials.items()
-                if record >= self.cumulative
-            }
+        for record in [each for each in self._partials if each < self.cumulative]:
+            del self._partials[record]
+        self.consume()
 
     # ---- records to messages ------------------------------------------------------------------------------------
 
@@ -234,9 +212,8 @@ class Receiver:
             found = self._complete[self._consumed]
             if isinstance(found, int):
                 self._consumed = found
-                self._complete = {
-                    record: other for record, other in self._complete.items() if record >= found
-                }
+                for record in [each for each in self._complete if each < found]:
+                    del self._complete[record]
             elif self._take_record(found):
                 del self._complete[self._consumed]
                 self._consumed += 1
@@ -246,45 +223,31 @@ class Receiver:
     def _take_record(self, plain: memoryview) -> bool:
         """Add a record to its message; return False if the message has to wait, or the record belongs to none."""
         number, tag, message_bytes, offset = wire.RECORD_META.unpack_from(plain)
-        chunk = plain[RECORD_META_BYTES:]
+        chunk = plain[wire.RECORD_META_BYTES :]
         assembly = self._assembly
+        end = offset + len(chunk)
         if offset == 0 and (assembly is None or assembly.number != number):
-            return self._begin_message(number, tag, message_bytes, chunk)
+            if message_bytes > self._message_bytes_max or end > message_bytes:
+                self.error = f"message {number} of {message_bytes} bytes is larger than {self._message_bytes_max}"
+                return False
+            self._drop_assembly()
+            if not self._budget.take(message_bytes):
+                return False
+            payload = chunk if end == message_bytes else _empty(message_bytes)
+            assembly = self._assembly = _Assembly(number, tag, payload)
         if assembly is None or assembly.number != number or offset != assembly.filled:
             self.error = f"a record of message {number} at offset {offset} continues nothing"
-            return False
-        return self._fill(assembly, chunk)
-
-    def _begin_message(self, number: int, tag: int, message_bytes: int, chunk: memoryview) -> bool:
-        if message_bytes > self._message_bytes_max or len(chunk) > message_bytes:
-            self.error = f"message {number} of {message_bytes} bytes is larger than {self._message_bytes_max}"
-            return False
-        self._drop_assembly()
-        if not self._budget.take(message_bytes):
-            return False
-        if len(chunk) == message_bytes:
-            self._end_message(tag, chunk)
-            return True
-        self._assembly = _Assembly(number, tag, message_bytes)
-        return self._fill(self._assembly, chunk)
-
-    def _fill(self, assembly: _Assembly, chunk: memoryview) -> bool:
-        end = assembly.filled + len(chunk)
-        if end > len(assembly.payload) or not chunk:
-            self.error = f"message {assembly.number} has more bytes than it announced"
-            return False
-        assembly.payload[assembly.filled : end] = chunk
-        assembly.filled = end
-        if end == len(assembly.payload):
-            self._assembly = None
-            self._end_message(assembly.tag, assembly.payload.toreadonly())
-        return True
-
-    def _end_message(self, tag: int, payload: memoryview) -> None:
-        self._unacknowledged_bytes = (
-            ACK_EVERY_BYTES  # the sender may be waiting for the acknowledgement
-        )
-        self._deliver(tag, payload)
+        elif end > len(assembly.payload) or (not chunk and message_bytes):
+            self.error = f"message {number} has more bytes than it announced"
+        else:
+            if assembly.payload is not chunk:
+                assembly.payload[offset:end] = chunk
+            assembly.filled = end
+            if end == len(assembly.payload):
+                self._assembly = None
+                self._unacknowledged_bytes = ACK_EVERY_BYTES  # the sender may wait for the ACK
+                self._deliver(assembly.tag, assembly.payload.toreadonly())
+        return not self.error
 
     def _drop_assembly(self) -> None:
         if self._assembly is not None:
@@ -305,9 +268,7 @@ class Receiver:
         self.ack_at_s = None
         self._unacknowledged_bytes = 0
         self.limit = max(self.limit, min(self._consumed + self._window, RECORD_NUMBER_MAX))
-        base = self.cumulative
-        partials = []
-        room = wire.ACK_PARTIAL_BYTES_MAX
+        base, partials, room = self.cumulative, [], wire.ACK_PARTIAL_BYTES_MAX
         for number in sorted(self._partials)[: wire.ACK_PARTIALS_MAX]:
             got = self._partials[number].got
             room -= wire.partial_bytes(got)
@@ -330,15 +291,5 @@ class Receiver:
         self._complete.clear()
 
 
-def _is_plausible(header: DataHeader, count: int, batch_bytes: int) -> bool:
-    """Return whether a record may have this shape and the batch fits into it; only its last datagram may be short."""
-    segment = header.fragment_bytes + HEADER_BYTES
-    end = header.first + count
-    return (
-        wire.DATAGRAM_BYTES_MIN <= segment <= wire.DATAGRAM_BYTES_MAX
-        and 1 <= header.fragments <= wire.FRAGMENTS_MAX
-        and header.fragments * segment <= wire.RECORD_BYTES_MAX
-        and end <= header.fragments
-        and batch_bytes > HEADER_BYTES
-        and (batch_bytes == count * segment or end == header.fragments)
-    )
+def _empty(nbytes: int) -> memoryview:
+    return memoryview(np.empty(nbytes, dtype=np.uint8))  # type: ignore[arg-type]

@@ -8,60 +8,36 @@ Retransmissions send slices of the same bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from . import wire
 from .crypto import KeyChain
-from .wire import (
-    DATA,
-    FRAGMENTS_MAX,
-    HEADER,
-    HEADER_BYTES,
-    RECORD_META,
-    RECORD_META_BYTES,
-    RECORD_NUMBER_BITS,
-    TAG_BYTES,
-    fragments_per_record,
-)
+from .wire import HEADER_BYTES, RECORD_META_BYTES
 
-FRAGMENT_INDICES: Final = np.arange(FRAGMENTS_MAX, dtype=np.uint8)
+FRAGMENT_INDICES: Final = np.arange(wire.FRAGMENTS_MAX, dtype=np.uint8)
 
 
-@dataclass(slots=True)
-class Record:
+class Record(NamedTuple):
     """One sealed record, framed: ``fragments`` datagrams back to back, all but the last of ``segment_bytes``."""
 
     number: int
     wire: memoryview  # the datagrams
+    nbytes: int  # of all datagrams
     fragments: int
+    full: int  # a bit for each fragment
     segment_bytes: int
-    recipients: frozenset[
-        int
-    ]  # sessions, by local index, that the record's message was published to
-    nbytes: int = field(init=False)  # of all datagrams
-    full: int = field(init=False)  # a bit for each fragment
-
-    def __post_init__(self) -> None:
-        """Derive the size and the bits."""
-        self.nbytes = len(self.wire)
-        self.full = (1 << self.fragments) - 1
+    recipients: frozenset[int]  # sessions, by local index, that get the record's message
 
     def bytes_of(self, mask: int) -> int:
         """Return the size on the wire of the fragments whose bits are set."""
-        if mask == self.full:
-            return self.nbytes
-        total = mask.bit_count() * self.segment_bytes
-        if mask >> (self.fragments - 1) & 1:
-            total -= self.fragments * self.segment_bytes - self.nbytes
-        return total
+        missing = self.fragments * self.segment_bytes - self.nbytes  # from the last fragment
+        has_last = mask >> (self.fragments - 1)
+        return mask.bit_count() * self.segment_bytes - has_last * missing
 
     def slices(self, mask: int) -> list[memoryview]:
         """Return the datagrams whose bits are set, neighbours as one slice; only the last may be short."""
-        if mask == self.full:
-            return [self.wire]
         size = self.segment_bytes
         return [self.wire[first * size : (first + count) * size] for first, count in runs(mask)]
 
@@ -81,8 +57,7 @@ def runs(mask: int) -> Iterator[tuple[int, int]]:
 
 def lowest_bits(mask: int, count: int) -> int:
     """Return ``mask`` reduced to its ``count`` lowest set bits."""
-    excess = mask.bit_count() - count
-    for _ in range(excess):
+    for _ in range(mask.bit_count() - count):
         mask ^= 1 << (mask.bit_length() - 1)
     return mask
 
@@ -96,9 +71,7 @@ class SendLog:
         self.base = first_record  # every record below this number has been released
         self.used_bytes = 0
         self._records: dict[int, Record] = {}
-        self.get = (
-            self._records.get
-        )  # a method without the cost of one: called once per record and peer
+        self.get = self._records.get  # not a method of its own: called once per record and peer
 
     def __len__(self) -> int:
         return len(self._records)
@@ -112,19 +85,14 @@ class SendLog:
     def release_below(self, number: int) -> None:
         """Drop the records below ``number``: every peer has them or will never get them."""
         for released in range(self.base, number):
-            record = self._records.pop(released, None)
-            if record is not None:
-                self.used_bytes -= record.nbytes
+            self.used_bytes -= self._records.pop(released).nbytes
         self.base = max(self.base, number)
 
 
 class Sealer:
     """Turns messages into framed records under the node's keys.
 
-    Args:
-        keys: the node's sender keys.
-        stream: number of the node's stream, in the header of every record.
-        datagram_bytes: size of a full datagram, the header included.
+    The node's stream is in the header of every record; ``datagram_bytes`` includes the header.
     """
 
     def __init__(self, keys: KeyChain, stream: int, datagram_bytes: int) -> None:
@@ -132,8 +100,9 @@ class Sealer:
         self._stream = stream
         self._segment_bytes = datagram_bytes
         self._fragment_bytes = datagram_bytes - HEADER_BYTES
-        fragments = fragments_per_record(datagram_bytes)
-        self._chunk_bytes = fragments * self._fragment_bytes - TAG_BYTES - RECORD_META_BYTES
+        fragments = wire.fragments_per_record(datagram_bytes)
+        self._overhead_bytes = RECORD_META_BYTES + wire.TAG_BYTES
+        self._chunk_bytes = fragments * self._fragment_bytes - self._overhead_bytes
         # Scratch memory for the plaintext and the sealed bytes of one record.
         self._plain = memoryview(bytearray(fragments * self._fragment_bytes))
         self._sealed = np.empty((fragments, self._fragment_bytes), dtype=np.uint8)
@@ -145,54 +114,34 @@ class Sealer:
 
     def wire_bytes(self, message_bytes: int) -> int:
         """Return the bytes that a message takes in the log."""
-        full, rest = divmod(message_bytes, self._chunk_bytes)
-        total = full * self._record_bytes(self._chunk_bytes)
-        return total if full and not rest else total + self._record_bytes(rest)
-
-    def _record_bytes(self, chunk_bytes: int) -> int:
-        sealed_bytes = RECORD_META_BYTES + chunk_bytes + TAG_BYTES
+        sealed_bytes = message_bytes + self.records_of(message_bytes) * self._overhead_bytes
         return sealed_bytes + -(-sealed_bytes // self._fragment_bytes) * HEADER_BYTES
 
     def seal_message(
         self, number: int, recipients: frozenset[int], message: int, tag: int, payload: memoryview
     ) -> Iterator[Record]:
         """Yield the records of a message, in order; the first has the record number ``number``."""
-        total_bytes = len(payload)
-        for offset in range(0, max(1, total_bytes), self._chunk_bytes):
+        for offset in range(0, max(1, len(payload)), self._chunk_bytes):
             chunk = payload[offset : offset + self._chunk_bytes]
-            meta = RECORD_META.pack(message, tag, total_bytes, offset)
-            yield self._seal(number, recipients, meta, chunk)
+            plain = self._plain[: RECORD_META_BYTES + len(chunk)]
+            wire.RECORD_META.pack_into(plain, 0, message, tag, len(payload), offset)
+            plain[RECORD_META_BYTES:] = chunk
+            yield self._seal(number, recipients, plain)
             number += 1
 
-    def _seal(
-        self, number: int, recipients: frozenset[int], meta: bytes, chunk: memoryview
-    ) -> Record:
-        plain_bytes = RECORD_META_BYTES + len(chunk)
-        sealed_bytes = plain_bytes + TAG_BYTES
+    def _seal(self, number: int, recipients: frozenset[int], plain: memoryview) -> Record:
+        sealed_bytes = len(plain) + wire.TAG_BYTES
         fragments = -(-sealed_bytes // self._fragment_bytes)
-        field = self._fragment_bytes << RECORD_NUMBER_BITS | number
-        header = HEADER.pack(DATA, 0, 0, fragments, self._stream, field)
-        plain = self._plain[:plain_bytes]
-        plain[:RECORD_META_BYTES] = meta
-        plain[RECORD_META_BYTES:] = chunk
+        nbytes = sealed_bytes + fragments * HEADER_BYTES
+        field = self._fragment_bytes << wire.RECORD_NUMBER_BITS | number
+        header = wire.HEADER.pack(wire.DATA, 0, 0, fragments, self._stream, field)
         self.keys.seal_into(number, plain, header, self._sealed_view[:sealed_bytes])
-        wire = np.empty(sealed_bytes + fragments * HEADER_BYTES, dtype=np.uint8)
-        self._frame(wire, header, fragments, sealed_bytes)
-        view = memoryview(wire)  # type: ignore[arg-type]
-        return Record(number, view, fragments, self._segment_bytes, recipients)
-
-    def _frame(
-        self, wire: NDArray[np.uint8], header: bytes, fragments: int, sealed_bytes: int
-    ) -> None:
-        """Spread the sealed bytes over datagrams with headers, in two strided copies instead of 52 slices."""
-        full = sealed_bytes // self._fragment_bytes
-        first_header = np.frombuffer(header, dtype=np.uint8)
-        grid = wire[: full * self._segment_bytes].reshape(full, self._segment_bytes)
-        grid[:, :HEADER_BYTES] = first_header
-        grid[:, 2] = FRAGMENT_INDICES[:full]
-        grid[:, HEADER_BYTES:] = self._sealed[:full]
-        if full < fragments:
-            tail = wire[full * self._segment_bytes :]
-            tail[:HEADER_BYTES] = first_header
-            tail[2] = full
-            tail[HEADER_BYTES:] = self._sealed[full, : len(tail) - HEADER_BYTES]
+        # Strided copies put a header before each fragment. Some bytes after a short last one are allocated and unused.
+        width = min(sealed_bytes, self._fragment_bytes)
+        grid = np.empty((fragments, HEADER_BYTES + width), dtype=np.uint8)
+        grid[:, :HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
+        grid[:, 2] = FRAGMENT_INDICES[:fragments]
+        grid[:, HEADER_BYTES:] = self._sealed[:fragments, :width]
+        datagrams = memoryview(grid.reshape(-1))[:nbytes]  # type: ignore[arg-type]
+        full = (1 << fragments) - 1
+        return Record(number, datagrams, nbytes, fragments, full, self._segment_bytes, recipients)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hmac
 import logging
 import os
@@ -33,11 +32,7 @@ def fingerprint(secret: bytes) -> str:
 
 
 def environment_secret() -> str | Path | None:
-    """Return the secret of GRADWIRE_SECRET, the file of GRADWIRE_SECRET_FILE, or None if neither is set.
-
-    Raises:
-        ValueError: both are set.
-    """
+    """Return GRADWIRE_SECRET, the path GRADWIRE_SECRET_FILE, or None; raise `ValueError` if both are set."""
     text, file = os.environ.get(SECRET_VARIABLE), os.environ.get(SECRET_FILE_VARIABLE)
     if text and file:
         raise ValueError(f"both {SECRET_VARIABLE} and {SECRET_FILE_VARIABLE} are set: unset one")
@@ -52,8 +47,7 @@ def parse_secret(secret: bytes | str | os.PathLike[str] | None) -> bytes:
             takes the environment variable GRADWIRE_SECRET, or the file that GRADWIRE_SECRET_FILE names.
 
     Raises:
-        ValueError: missing, unreadable, not 32 bytes, or visibly not random (the handshake could then be guessed
-            off-line); a file is named.
+        ValueError: missing, unreadable, not 32 bytes, or visibly not random: the handshake could be guessed off-line.
     """
     if secret is None:
         secret = environment_secret()
@@ -61,23 +55,16 @@ def parse_secret(secret: bytes | str | os.PathLike[str] | None) -> bytes:
         raise ValueError(
             f"a cluster secret is needed: pass secret= or set {SECRET_VARIABLE} or {SECRET_FILE_VARIABLE}; {REMEDY}"
         )
+    name = "the cluster secret"
     if isinstance(secret, os.PathLike):
-        path = Path(secret)
-        return _parse(_read(path), f"the cluster secret in {path}")
-    return _parse(secret, "the cluster secret")
-
-
-def _parse(secret: bytes | str, name: str) -> bytes:
+        name += f" in {os.fspath(secret)}"
+        secret = _read(Path(secret))
     raw = _decode(secret, name) if isinstance(secret, str) else bytes(secret)
     if len(raw) != SECRET_BYTES:
-        raise ValueError(
-            f"{name} has {len(raw)} bytes; it must be {SECRET_BYTES} random bytes: {REMEDY}"
-        )
+        raise ValueError(f"{name} has {len(raw)} bytes; it must be 32 random bytes: {REMEDY}")
     # 32 random bytes have fewer than 16 distinct values with probability below 1e-13.
     if len(set(raw)) < 16:
-        raise ValueError(
-            f"{name} is not random enough to be safe: `gradwire secret` makes a good one"
-        )
+        raise ValueError(f"{name} is not random enough to be safe: {REMEDY}")
     return raw
 
 
@@ -86,16 +73,15 @@ def _decode(text: str, name: str) -> bytes:
     try:
         if len(text) == 2 * SECRET_BYTES:
             return bytes.fromhex(text)
-        padded = text + "=" * (-len(text) % 4)
-        return base64.b64decode(padded.translate(str.maketrans("-_", "+/")), validate=True)
-    except (ValueError, binascii.Error) as error:
-        raise ValueError(
-            f"{name} is neither 64 hex digits nor base64 of 32 bytes: {REMEDY}"
-        ) from error
+        standard = text.replace("-", "+").replace("_", "/") + "=" * (-len(text) % 4)
+        return base64.b64decode(standard, validate=True)
+    except ValueError as error:  # or binascii.Error, which is one
+        problem = f"{name} is neither 64 hex digits nor base64 of 32 bytes: {REMEDY}"
+        raise ValueError(problem) from error
 
 
 def _read(path: Path) -> bytes | str:
-    """Return the content of the file: 32 bytes unchanged, anything else as text."""
+    """Return the content of the file: text if it is ASCII and not 32 bytes long."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -104,9 +90,4 @@ def _read(path: Path) -> bytes | str:
         raise ValueError(f"the secret file {path} cannot be read: {error.strerror}") from error
     if os.name == "posix" and mode & stat.S_IROTH:
         logger.warning("everybody on this machine can read the secret file: chmod 600 %s", path)
-    if len(data) == SECRET_BYTES:
-        return data
-    try:
-        return data.decode("ascii")
-    except UnicodeDecodeError:
-        return data
+    return data if len(data) == SECRET_BYTES or not data.isascii() else data.decode("ascii")

@@ -16,10 +16,9 @@ from .wire import Ack, Skip
 
 # With many senders to one receiver single datagrams are lost repeatedly, and an early pause would outlast the crowd.
 PROBES_AT_FIRST: Final = 3
-PTO_BACKOFF_MAX: Final = 10
+PROBES_BELIEVED: Final = 2  # after so many probes their answers count, however early
 # An answer this fraction of the usual round trip after the second copy was sent is an answer to the second copy.
 PLAUSIBLE: Final = 0.75
-PROBES_BELIEVED: Final = 2  # after so many probes their answers count, however early
 NEVER_S: Final = float("inf")
 
 
@@ -42,10 +41,10 @@ class Flight:
     span: int  # record numbers that it covers
     full: int  # a bit for each fragment
     to_send: int  # fragments that wait to be sent
+    first_order: int  # order of the first transmission
     acked: int = 0  # fragments that the peer has
     ever: int = 0  # fragments that were sent
     again: int = 0  # fragments that were sent more than once
-    first_order: int = -1  # order of the first transmission
     sent: list[Sent] = field(default_factory=list)  # the transmissions, oldest first
 
     def bytes_of(self, mask: int) -> int:
@@ -70,10 +69,7 @@ class Sender:
         self._flights: dict[int, Flight] = {}
         self._waiting: dict[int, Flight] = {}
         self._order = 0
-        self._newest = (
-            -1,
-            0,
-        )  # order and highest fragment of the newest transmission that has arrived
+        self._newest = (-1, 0)  # order and highest fragment of the newest transmission that arrived
         self._described_end = start
         self._loss_due_at_s = NEVER_S
         self._progress_at_s = 0.0
@@ -83,11 +79,6 @@ class Sender:
     def is_idle(self) -> bool:
         """Whether the peer has acknowledged everything in the log."""
         return not self._flights and self.cursor == self._log.head
-
-    @property
-    def backlog_records(self) -> int:
-        """Records of the log that the peer has not acknowledged."""
-        return self._log.head - self.cumulative
 
     # ---- sending ------------------------------------------------------------------------------------------------
 
@@ -100,95 +91,84 @@ class Sender:
         if flight is None:
             self.rate.on_app_limited()
             return None
-        record = flight.record
-        if record is None:
-            return self._send_skip(flight, now_s)
-        mask = flight.to_send
-        if room < record.nbytes:
+        mask, record = flight.to_send, flight.record
+        if record is not None and room < record.nbytes:
             mask = lowest_bits(mask, max(1, room // record.segment_bytes))
-        return self._send(flight, record, mask, now_s)
+        return self._send(flight, mask, now_s)
 
     def _open_next(self) -> Flight | None:
-        head = self._log.head
-        if self.cursor >= head:
-            return None
-        record = self._log.get(self.cursor)
-        if record is not None and self._session in record.recipients:
-            if self.cursor >= self.limit:
+        number = end = self.cursor
+        record = self._own_record(number)
+        if record is not None:
+            if number >= self.limit:
                 return None
-            flight = Flight(self.cursor, record, 1, record.full, record.full)
+            flight = Flight(number, record, 1, record.full, record.full, self._order)
         else:
-            end = self.cursor + 1
-            while end < head and not self._is_recipient(end):
+            while end < self._log.head and self._own_record(end) is None:
                 end += 1
-            flight = Flight(self.cursor, None, end - self.cursor, 1, 1)
+            if end == number:
+                return None
+            flight = Flight(number, None, end - number, 1, 1, self._order)
         self.cursor += flight.span
-        self._flights[flight.number] = self._waiting[flight.number] = flight
+        self._flights[number] = self._waiting[number] = flight
         return flight
 
-    def _is_recipient(self, number: int) -> bool:
+    def _own_record(self, number: int) -> Record | None:
+        """Return a record of the log if it is meant for this peer."""
         record = self._log.get(number)
-        return record is not None and self._session in record.recipients
+        return record if record is not None and self._session in record.recipients else None
 
-    def _send(self, flight: Flight, record: Record, mask: int, now_s: float) -> Burst:
-        self._note_sent(flight, mask, record.bytes_of(mask), now_s)
-        return Burst(record.slices(mask), record.segment_bytes)
-
-    def _send_skip(self, flight: Flight, now_s: float) -> Skip:
-        self._note_sent(flight, 1, 0, now_s)
-        return Skip(flight.number, flight.span)
-
-    def _note_sent(self, flight: Flight, mask: int, nbytes: int, now_s: float) -> None:
+    def _send(self, flight: Flight, mask: int, now_s: float) -> Sending:
+        nbytes = flight.bytes_of(mask)
         again = mask & flight.ever
-        flight.ever |= mask
-        flight.to_send &= ~mask
-        if not flight.to_send:
-            self._waiting.pop(flight.number, None)
-        if flight.first_order < 0:
-            flight.first_order = self._order
         if again:
             flight.again |= again
             self._counters.retransmitted_bytes += flight.bytes_of(again)
             self._counters.retransmitted_fragments += again.bit_count()
+        flight.ever |= mask
+        self._set_to_send(flight, flight.to_send & ~mask)
         flight.sent.append(self.rate.on_sent(nbytes, now_s, self._order, mask))
-        self._progress_at_s = now_s
         self._order += 1
+        self._progress_at_s = now_s
+        if flight.record is None:
+            return Skip(flight.number, flight.span)
+        return Burst(flight.record.slices(mask), flight.record.segment_bytes)
+
+    def _set_to_send(self, flight: Flight, mask: int) -> None:
+        flight.to_send = mask
+        if mask:
+            self._waiting[flight.number] = flight
+        else:
+            self._waiting.pop(flight.number, None)
 
     # ---- acknowledgements ---------------------------------------------------------------------------------------
 
     def on_ack(self, ack: Ack, now_s: float) -> None:
-        """Process an acknowledgement, which must be newer than every one before.
-
-        Fragments that an incomplete record's bitmap no longer shows were dropped by the receiver because their record
-        failed authentication, so they are sent again.
-        """
+        """Process an acknowledgement, which must be newer than every one before."""
         self.limit = max(self.limit, ack.limit)
         newest_before = self._newest[0]
-        # When the last fragment arrived at the latest, plus the way back.
-        arrived_s = now_s - ack.delay_us * 1e-6
+        delay_s = ack.delay_us * 1e-6
         newest: Sent | None = None
-        was_sent_once = True
         delivered_bytes = 0
         for flight, got in self._reported(ack):
             newly, dropped = got & ~flight.acked, flight.acked & ~got
             if newly:
-                nbytes, sent, once = self._mark_delivered(flight, newly, arrived_s)
+                # The last fragment arrived ``delay_s`` ago at the latest, less the way back.
+                nbytes, sent = self._mark_delivered(flight, newly, now_s - delay_s)
                 delivered_bytes += nbytes
                 if sent is not None and (newest is None or sent.order > newest.order):
-                    newest, was_sent_once = sent, once
-            if dropped:
+                    newest = sent
+            if dropped:  # their record failed authentication
                 flight.acked &= got
-                self._queue_again(flight, dropped)
+                self._set_to_send(flight, flight.to_send | dropped)
             if got == flight.full:
                 del self._flights[flight.number]
-                self._waiting.pop(flight.number, None)
         if newest is not None:
             self._timeouts = 0
             self._progress_at_s = now_s
-            if newest.order > newest_before and was_sent_once:
+            if newest.order > newest_before and newest.has_single_copy:
                 elapsed_s = now_s - newest.sent_at_s
-                sample_s = max(elapsed_s - ack.delay_us * 1e-6, elapsed_s / 8)
-                self._rtt.add_sample(sample_s, now_s)
+                self._rtt.add_sample(max(elapsed_s - delay_s, elapsed_s / 8), now_s)
             self.rate.on_delivered(delivered_bytes, newest, now_s)
         self.cumulative = max(self.cumulative, min(ack.cumulative, self.cursor))
         # A truncated report says nothing about the records beyond it, so they are not lost yet.
@@ -197,17 +177,18 @@ class Sender:
 
     def _reported(self, ack: Ack) -> list[tuple[Flight, int]]:
         """Return each flight that the report describes, with the fragments that the peer holds."""
+        cumulative, complete = ack.cumulative, ack.complete
         partials = dict(ack.partials)
-        last_partial = ack.partials[-1][0] if ack.partials else ack.cumulative
-        end = max(ack.cumulative + max(ack.complete.bit_length(), 1), last_partial + 1)
+        last_partial = ack.partials[-1][0] if ack.partials else cumulative
+        end = max(cumulative + max(complete.bit_length(), 1), last_partial + 1)
         result = []
         for number, flight in self._flights.items():
             if number >= end:
                 break
-            if number + flight.span <= ack.cumulative:
+            if number + flight.span <= cumulative:
                 result.append((flight, flight.full))
-            elif number >= ack.cumulative:
-                if ack.complete >> (number - ack.cumulative) & 1:
+            elif number >= cumulative:
+                if complete >> (number - cumulative) & 1:
                     result.append((flight, flight.full))
                 elif number <= last_partial or not ack.truncated:
                     # A bitmap with every bit set belongs to an incomplete record only if the peer is confused.
@@ -217,21 +198,13 @@ class Sender:
 
     def _mark_delivered(
         self, flight: Flight, newly: int, arrived_s: float
-    ) -> tuple[int, Sent | None, bool]:
-        """Note that the peer has these fragments, the last of which arrived at ``arrived_s`` at the latest.
-
-        Returns:
-            Their bytes; the newest transmission of any of them; and whether that transmission brought a fragment that
-            was sent only once, so that it yields a round trip.
-        """
+    ) -> tuple[int, Sent | None]:
+        """Note that fragments arrived, at ``arrived_s`` at the latest; return their bytes and newest transmission."""
         flight.acked |= newly
-        if flight.to_send & newly:
-            flight.to_send &= ~newly
-            if not flight.to_send:
-                self._waiting.pop(flight.number, None)
+        if flight.to_send:
+            self._set_to_send(flight, flight.to_send & ~newly)
         nbytes = 0
         newest: Sent | None = None
-        was_sent_once = False
         for sent in flight.sent:
             hit = sent.mask & newly
             if not hit:
@@ -244,29 +217,21 @@ class Sender:
                 if not hit:
                     continue
             newest = sent
-            was_sent_once = bool(hit & ~flight.again)
+            sent.has_single_copy = bool(hit & ~flight.again)
             self._newest = max(self._newest, (sent.order, hit.bit_length() - 1))
         flight.sent = [sent for sent in flight.sent if sent.mask]
-        if newest is None and nbytes:
+        if newest is None:
             self.rate.on_abandoned(nbytes)
             nbytes = 0
-        return nbytes, newest, was_sent_once
+        return nbytes, newest
 
     def _is_early(self, sent: Sent, arrived_s: float) -> bool:
-        """Return whether the answer came too soon to be one to this transmission.
-
-        When only probes are answered, the queue that made round trips long is empty, so the latest sample counts.
-        """
+        """Return whether the answer came too soon to be one to this transmission."""
         usual_s = self._rtt.smoothed_s
-        if self._timeouts:
+        if self._timeouts:  # the queue that made round trips long is empty
             usual_s = min(usual_s, self._rtt.latest_s)
         is_early = arrived_s - sent.sent_at_s < PLAUSIBLE * usual_s
         return is_early and self._timeouts < PROBES_BELIEVED
-
-    def _queue_again(self, flight: Flight, mask: int) -> None:
-        if mask:
-            flight.to_send |= mask
-            self._waiting[flight.number] = flight
 
     def _find_losses(self, now_s: float) -> None:
         newest_order, newest_bit = self._newest
@@ -283,18 +248,19 @@ class Sender:
                 if sent.order == newest_order:
                     overdue &= (1 << newest_bit) - 1
                 if overdue and now_s - sent.sent_at_s >= delay_s:
-                    self._declare_lost(flight, sent, overdue)
+                    self.rate.on_lost(self._take_back(flight, sent, overdue))
+                    self._set_to_send(flight, flight.to_send | overdue)
                 elif overdue:
                     due_at_s = min(due_at_s, sent.sent_at_s + delay_s)
             flight.sent = [sent for sent in flight.sent if sent.mask]
         self._loss_due_at_s = due_at_s
 
-    def _declare_lost(self, flight: Flight, sent: Sent, mask: int) -> None:
+    def _take_back(self, flight: Flight, sent: Sent, mask: int) -> int:
+        """Count fragments of a transmission as lost; return their bytes."""
         sent.mask &= ~mask
         nbytes = flight.bytes_of(mask)
         self._counters.lost_bytes += nbytes
-        self.rate.on_lost(nbytes)
-        self._queue_again(flight, mask & ~flight.acked)
+        return nbytes
 
     # ---- timers -------------------------------------------------------------------------------------------------
 
@@ -303,51 +269,39 @@ class Sender:
         at_s = min(self._loss_due_at_s, self._probe_at_s())
         if self._waiting or self.cursor < min(self._log.head, self.limit):
             allowed_at_s = self.rate.send_allowed_at_s()
-            if allowed_at_s is not None:
-                return min(at_s, allowed_at_s)
+            at_s = at_s if allowed_at_s is None else min(at_s, allowed_at_s)
         return at_s
 
     def _probe_at_s(self) -> float:
         if not self._flights:
             return NEVER_S
-        if not self._timeouts:
-            return self._progress_at_s + self._rtt.first_probe_timeout_s
-        timeout_s = self._rtt.probe_timeout_s
+        rtt = self._rtt
+        timeout_s = rtt.probe_timeout_s if self._timeouts else rtt.first_probe_timeout_s
         if self._timeouts > PROBES_AT_FIRST:
-            backoff = 1 << min(self._timeouts - PROBES_AT_FIRST, PTO_BACKOFF_MAX)
+            backoff = 1 << min(self._timeouts - PROBES_AT_FIRST, 10)
             timeout_s = max(timeout_s, min(timeout_s * backoff, PTO_MAX_S))
         return self._progress_at_s + timeout_s
 
-    def on_timer(self, now_s: float) -> tuple[list[Sending], bool]:
-        """Find losses and probe, as far as they are due.
-
-        Returns:
-            The datagrams to send at once, whatever the window; and whether a probe timeout expired.
-        """
+    def on_timer(self, now_s: float) -> list[Sending]:
+        """Find losses, and return the probes to send at once, whatever the window, if a probe timeout has expired."""
         if now_s >= self._loss_due_at_s:
             self._find_losses(now_s)
         if now_s < self._probe_at_s():
-            return [], False
+            return []
         self._timeouts += 1
         self._progress_at_s = now_s
-        numbers = list(self._flights)
-        chosen = {numbers[-1]} if self._timeouts == 1 else {numbers[0], numbers[-1]}
-        return [self._probe(self._flights[number], now_s) for number in sorted(chosen)], True
+        flights = list(self._flights.values())
+        oldest = flights[:-1][:1] if self._timeouts > 1 else []
+        return [self._probe(flight, now_s) for flight in oldest + flights[-1:]]
 
     def _probe(self, flight: Flight, now_s: float) -> Sending:
         """Send the last missing fragment again: any answer to it shows every gap before it."""
-        missing = flight.full & ~flight.acked
-        bit = 1 << (missing.bit_length() - 1)
+        bit = 1 << ((flight.full & ~flight.acked).bit_length() - 1)
         for sent in flight.sent:
             if sent.mask & bit:
-                sent.mask &= ~bit
-                lost = flight.bytes_of(bit)
-                self._counters.lost_bytes += lost
-                self.rate.on_abandoned(lost)
+                self.rate.on_abandoned(self._take_back(flight, sent, bit))
         flight.sent = [sent for sent in flight.sent if sent.mask]
-        if flight.record is None:
-            return self._send_skip(flight, now_s)
-        return self._send(flight, flight.record, bit, now_s)
+        return self._send(flight, bit, now_s)
 
     def abandon(self) -> None:
         """Drop everything: the peer is gone."""

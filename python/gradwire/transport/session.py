@@ -9,12 +9,21 @@ from __future__ import annotations
 import logging
 from collections import deque
 from enum import Enum
+from functools import partial
 from typing import Final, Protocol
 
 from . import wire
 from .addressing import format_address
 from .congestion import RttEstimator
-from .crypto import PROLOGUE, AuthenticationError, ControlChannel, Entropy, Handshake, KeyChain, Mac1
+from .crypto import (
+    PROLOGUE,
+    AuthenticationError,
+    ControlChannel,
+    Entropy,
+    Handshake,
+    KeyChain,
+    Mac1,
+)
 from .discovery import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
 from .receiver import ReceiveBudget, Receiver
 from .records import SendLog
@@ -31,6 +40,7 @@ CLOSE_RETRY_MAX_S: Final = 0.5
 PINGS_MAX: Final = 16
 BURSTS_PER_POLL: Final = 16
 RESPONSE_INTERVAL_S: Final = RETRY_FIRST_S / 2  # a genuine INIT is repeated half as often at most
+NEVER_S: Final = float("inf")
 
 REASON_LEFT: Final = 0
 REASON_DUPLICATE: Final = 1
@@ -48,8 +58,8 @@ class State(Enum):
     DOWN = "down"  # over; the endpoint forgets the session
 
 
-class Context(Protocol):
-    """The endpoint as its sessions and incoming handshakes use it."""
+class _Endpoint(Protocol):
+    """The endpoint as its sessions use it."""
 
     limits: Limits
     log: SendLog
@@ -64,44 +74,24 @@ class Context(Protocol):
     stream: int
     advertise: str
 
-    def wall_ms(self, now_s: float) -> int:
-        """Return the time since the epoch, in milliseconds, by this node's clock."""
-
-    def window_records(self) -> int:
-        """Return the credit that each active sender gets now."""
-
-    def on_identified(self, session: Session, now_s: float) -> bool:
-        """Take note of the peer's identity; return False to refuse the peer."""
-
-    def on_stream(self, session: Session) -> None:
-        """Route the peer's records to its session."""
-
-    def on_up(self, session: Session) -> None:
-        """Report that messages flow."""
-
-    def on_moved(self, session: Session, address: Address) -> None:
-        """Take note of the peer's new address."""
-
-    def on_members(self, addresses: tuple[str, ...]) -> None:
-        """Take note of other nodes that the peer has named."""
-
-    def deliver(self, session: Session, tag: int, payload: memoryview) -> None:
-        """Put a complete message into the receive queue."""
-
-    def on_down(self, session: Session, reason: str, now_s: float) -> None:
-        """Report that the session has ended."""
+    def wall_ms(self, now_s: float) -> int: ...
+    def window_records(self) -> int: ...
+    def on_identified(self, session: Session, now_s: float) -> bool: ...
+    def on_up(self, session: Session) -> None: ...
+    def on_routed(self, session: Session, address: Address) -> None: ...
+    def on_members(self, addresses: tuple[str, ...]) -> None: ...
+    def on_message(self, session: Session, tag: int, payload: memoryview) -> None: ...
+    def on_down(self, session: Session, reason: str, now_s: float) -> None: ...
 
 
 class Session:
     """One connection, from the INIT to the end."""
 
-    def __init__(self, context: Context, index: int, address: Address, now_s: float) -> None:
-        self._context = context
+    def __init__(self, endpoint: _Endpoint, index: int, address: Address, now_s: float) -> None:
+        self._endpoint = endpoint
         self.index = index  # number of the session in the control datagrams sent to this node
         self.address = address  # source of the peer's latest datagrams
-        self.target: Address | None = (
-            None  # the address that the INIT was sent to, None if the peer sent it
-        )
+        self.target: Address | None = None  # destination of this node's INIT, if the peer sent none
         self.state = State.INIT_SENT
         self.peer: Peer | None = None
         self.advertised = ""  # "host:port" at which others should reach the peer
@@ -113,17 +103,17 @@ class Session:
         # (last record, ticket) of the messages that the peer has not acknowledged
         self.pending: deque[tuple[int, Ticket]] = deque()
         self.was_up = False
-        self.started_at_s = now_s
         self.heard_at_s = now_s  # when the peer's latest control datagram arrived
-        self.data_heard_at_s = float("-inf")  # when the peer's latest data datagram arrived
+        self.data_heard_at_s = -NEVER_S  # when the peer's latest data datagram arrived
         self.progress_at_s = now_s  # when the peer last acknowledged a record
-        self.wake_at_s = float("-inf")  # when `poll` has something to do
+        self.wake_at_s = -NEVER_S  # when `poll` has something to do
+        self._began_at_s = now_s  # when the present state began
         self._handshake: Handshake | None = None
-        self._first_datagram = b""
+        self._first_datagram = b""  # INIT or RESPONSE
         self._attempts = 0
-        self._responded_at_s = float("-inf")
+        self._responded_at_s = -NEVER_S
         self._retry_s = RETRY_FIRST_S
-        self._retry_at_s: float | None = None
+        self._retry_at_s = now_s
         self._remote_index = 0
         self._channel: ControlChannel | None = None
         self._frames: list[bytes] = []
@@ -133,34 +123,28 @@ class Session:
         self._ping_token = 0
         self._key_frame = b""
         self._has_key_ack = False
-        self._keyed_at_s = now_s
-        self._close_reason = REASON_LEFT
-        self._closes = 0
 
     # ---- handshake ----------------------------------------------------------------------------------------------
 
     def start_initiator(self, now_s: float) -> None:
         """Start a handshake with ``address``."""
         self.target = self.address
-        header = wire.HEADER.pack(wire.INIT, 0, 0, 0, self.index, self._context.wall_ms(now_s))
-        self._handshake = Handshake(self._context.secret, PROLOGUE + header, self._context.entropy)
-        introduction = self._introduction().encode(INTRODUCTION_BYTES)
-        message = self._handshake.write_init(introduction)
-        self._first_datagram = self._context.mac1.sign(header + message)
-        self._retry_at_s = now_s
+        header = wire.HEADER.pack(wire.INIT, 0, 0, 0, self.index, self._endpoint.wall_ms(now_s))
+        self._handshake = Handshake(
+            self._endpoint.secret, PROLOGUE + header, self._endpoint.entropy
+        )
+        message = self._handshake.write_init(self._introduction(INTRODUCTION_BYTES))
+        self._first_datagram = self._endpoint.mac1.sign(header + message)
 
     def start_responder(self, init: bytes, handshake: Handshake, remote: wire.Introduction) -> None:
         """Answer an INIT that proved knowledge of the secret."""
         self.state = State.RESPONDED
         self.init = init
-        self._remote_index = remote.session
-        self._identify(remote)
         header = wire.HEADER.pack(wire.RESPONSE, 0, 0, 0, remote.session, 0)
-        message = handshake.write_response(self._introduction().encode())
-        self._first_datagram = self._context.mac1.sign(header + message)
+        message = handshake.write_response(self._introduction())
+        self._first_datagram = self._endpoint.mac1.sign(header + message)
         first, second = handshake.split()
-        self._channel = ControlChannel(second, first)
-        self._retry_at_s = self.started_at_s
+        self._identify(remote, ControlChannel(second, first))
 
     def answer_again(self, address: Address, now_s: float) -> bool:
         """Repeat the RESPONSE because the INIT was repeated; return False if that is too soon.
@@ -177,43 +161,39 @@ class Session:
 
     def on_response(self, datagram: bytes, now_s: float) -> None:
         """Process the RESPONSE to this session's INIT; raise `AuthenticationError` or `WireError` if it is none."""
-        if self.state is not State.INIT_SENT or self._handshake is None:
+        if self._handshake is None:
             return
-        self.touch()
-        if not self._context.mac1.verify(datagram):
+        if not self._endpoint.mac1.verify(datagram):
             raise AuthenticationError("a RESPONSE without a valid mac1")
         message = datagram[wire.HEADER_BYTES : -wire.MAC1_BYTES]
         remote = wire.Introduction.decode(self._handshake.read_response(message))
-        self._channel = ControlChannel(*self._handshake.split())
+        self._identify(remote, ControlChannel(*self._handshake.split()))
         self._handshake = None
-        self._remote_index = remote.session
-        self._identify(remote)
         if self._attempts == 1:
-            self.rtt.add_sample(now_s - self.started_at_s, now_s)
+            self.rtt.add_sample(now_s - self._began_at_s, now_s)
         self._begin_keying(now_s)
 
-    def _identify(self, remote: wire.Introduction) -> None:
+    def _introduction(self, padded_bytes: int = 0) -> bytes:
+        own = self._endpoint
+        introduction = wire.Introduction(own.node_id, own.incarnation, self.index, own.advertise)
+        return introduction.encode(padded_bytes)
+
+    def _identify(self, remote: wire.Introduction, channel: ControlChannel) -> None:
+        self._channel = channel
+        self._remote_index = remote.session
         self.peer = Peer(remote.node_id, remote.incarnation, format_address(self.address))
         self.advertised = remote.advertise
 
-    def _introduction(self) -> wire.Introduction:
-        context = self._context
-        return wire.Introduction(
-            context.node_id, context.incarnation, self.index, context.advertise
-        )
-
     def _begin_keying(self, now_s: float) -> None:
         self.state = State.KEYING
-        self.heard_at_s = now_s
-        if not self._context.on_identified(self, now_s):
+        self.heard_at_s = self._began_at_s = now_s
+        self.touch()
+        if not self._endpoint.on_identified(self, now_s):
             self.give_up("duplicate", REASON_DUPLICATE, now_s)
             return
-        self._keyed_at_s = now_s
-        start = self._context.log.head
-        context = self._context
-        self.sender = Sender(context.log, self.index, start, self.rtt, context.counters)
-        key, iv = self._context.keys.key_of(start)
-        self._key_frame = wire.encode_frame(wire.Key(self._context.stream, start, key, iv))
+        own, start = self._endpoint, self._endpoint.log.head
+        self.sender = Sender(own.log, self.index, start, self.rtt, own.counters)
+        self._key_frame = wire.encode_frame(wire.Key(own.stream, start, *own.keys.key_of(start)))
         self._retry_s = RETRY_FIRST_S
         self._retry_at_s = now_s
 
@@ -226,11 +206,6 @@ class Session:
             raise RuntimeError("the peer of this session is not known yet")
         return self.peer
 
-    def _connected_sender(self) -> Sender:
-        if self.sender is None:
-            raise RuntimeError("the peer of this session is not connected yet")
-        return self.sender
-
     @property
     def is_established(self) -> bool:
         """Whether the peer has proved its identity and has not left."""
@@ -238,7 +213,7 @@ class Session:
 
     def touch(self) -> None:
         """Have `poll` called at once."""
-        self.wake_at_s = float("-inf")
+        self.wake_at_s = -NEVER_S
 
     def on_control(
         self, counter: int, header: bytes, body: memoryview, address: Address, now_s: float
@@ -250,7 +225,7 @@ class Session:
         frames = wire.decode_frames(self._channel.open(counter, header, body))
         self.heard_at_s = now_s
         if address != self.address and counter > highest and self.is_established:
-            self._context.on_moved(self, address)
+            self._endpoint.on_routed(self, address)
         if self.state is State.RESPONDED:
             if not any(isinstance(frame, wire.Key) for frame in frames):
                 if any(isinstance(frame, wire.Close) for frame in frames):
@@ -261,38 +236,35 @@ class Session:
             peer = self.identity
             self.peer = Peer(peer.id, peer.incarnation, format_address(address))
         for frame in frames:
-            self._on_frame(frame, counter, now_s)
+            if self.state is not State.DOWN:
+                self._on_frame(frame, counter, now_s)
         self.touch()
 
     def _on_frame(self, frame: wire.Frame, counter: int, now_s: float) -> None:
-        if self.state is State.DOWN:
-            return
+        receiver = self.receiver
         match frame:
             case wire.Ack():
                 self._on_ack(frame, counter, now_s)
             case wire.Ping(token):
-                self._frames.append(wire.encode_frame(wire.Pong(token)))
-                if self.receiver is not None:
-                    self.receiver.acknowledge_by(now_s)
-            case wire.Pong(token):
-                if token in self._pings:
-                    self.rtt.add_sample(now_s - self._pings.pop(token), now_s)
+                self.send_frame(wire.Pong(token))
+                if receiver is not None:
+                    receiver.acknowledge_by(now_s)
+            case wire.Pong(token) if token in self._pings:
+                self.rtt.add_sample(now_s - self._pings.pop(token), now_s)
             case wire.Key():
                 self._on_key(frame, now_s)
             case wire.KeyAck():
-                self.rtt.set_guess(now_s - self._keyed_at_s)
+                self.rtt.set_guess(now_s - self._began_at_s)
                 self._on_key_ack(now_s)
-            case wire.Skip(first, count):
-                if self.receiver is not None:
-                    self.receiver.skip(first, count, now_s)
+            case wire.Skip(first, count) if receiver is not None:
+                receiver.skip(first, count, now_s)
             case wire.Close(reason):
-                self._frames.append(wire.encode_frame(wire.CloseAck()))
+                self.send_frame(wire.CloseAck())
                 self.end("left" if reason == REASON_LEFT else "dropped by the peer", now_s)
-            case wire.CloseAck():
-                if self.state is State.CLOSING:
-                    self.end("closed", now_s)
+            case wire.CloseAck() if self.state is State.CLOSING:
+                self.end("closed", now_s)
             case wire.Members(addresses):
-                self._context.on_members(addresses)
+                self._endpoint.on_members(addresses)
 
     def _on_ack(self, ack: wire.Ack, counter: int, now_s: float) -> None:
         self._on_key_ack(now_s)  # only a peer that has the key sends an ACK
@@ -301,10 +273,9 @@ class Session:
         self._ack_counter = counter
         before = self.sender.cumulative
         self.sender.on_ack(ack, now_s)
-        cumulative = self.sender.cumulative
-        if cumulative > before:
+        if self.sender.cumulative > before:
             self.progress_at_s = now_s
-        while self.pending and self.pending[0][0] < cumulative:
+        while self.pending and self.pending[0][0] < self.sender.cumulative:
             self.pending.popleft()[1].settle(self.identity, delivered=True)
 
     def _on_key(self, frame: wire.Key, now_s: float) -> None:
@@ -313,25 +284,22 @@ class Session:
             if not self.is_established:
                 return
         if self.receiver is None:
-            self.receiver = Receiver(
-                frame.first_record,
-                KeyChain(frame.key, frame.iv, frame.first_record),
-                self._context.budget,
-                self._deliver,
-                self._context.limits.message_bytes_max,
-                self._context.counters,
-            )
-            self.receiver.grant_credit(self._context.window_records(), now_s)
+            own, start = self._endpoint, frame.first_record
+            keys = KeyChain(frame.key, frame.iv, start)
+            deliver = partial(own.on_message, self)
+            bytes_max = own.limits.message_bytes_max
+            self.receiver = Receiver(start, keys, own.budget, deliver, bytes_max, own.counters)
+            self.receiver.grant_credit(own.window_records(), now_s)
             self.stream = frame.stream
-            self._context.on_stream(self)
+            own.on_routed(self, self.address)
         self.receiver.acknowledge_by(now_s)
-        self._frames.append(wire.encode_frame(wire.KeyAck()))
+        self.send_frame(wire.KeyAck())
         self._maybe_up(now_s)
 
     def _on_key_ack(self, now_s: float) -> None:
         if not self._has_key_ack and self.state is State.KEYING:
             self._has_key_ack = True
-            self._retry_at_s = None
+            self._retry_at_s = NEVER_S
             self._maybe_up(now_s)
 
     def _maybe_up(self, now_s: float) -> None:
@@ -339,7 +307,7 @@ class Session:
             self.state = State.UP
             self.was_up = True
             self._send_ping(now_s)
-            self._context.on_up(self)
+            self._endpoint.on_up(self)
 
     def on_fragments(self, header: wire.DataHeader, batch: memoryview, now_s: float) -> bool:
         """Process neighbouring fragments of one record; return False if they are malformed."""
@@ -348,19 +316,15 @@ class Session:
             return True
         self.data_heard_at_s = now_s
         is_valid = receiver.on_fragments(header, batch, now_s)
-        if receiver.ack_at_s is not None:
-            self.wake_at_s = min(self.wake_at_s, receiver.ack_at_s)
+        self.wake_at_s = min(self.wake_at_s, receiver.ack_at_s or NEVER_S)
         return is_valid
 
     def resume(self, now_s: float) -> None:
-        """Continue with messages that waited for room in the receive budget, and renew the credit."""
+        """Continue with messages that waited for the receive budget, and renew the credit."""
         if self.receiver is not None:
             self.receiver.consume()
-            self.receiver.grant_credit(self._context.window_records(), now_s)
+            self.receiver.grant_credit(self._endpoint.window_records(), now_s)
             self.touch()
-
-    def _deliver(self, tag: int, payload: memoryview) -> None:
-        self._context.deliver(self, tag, payload)
 
     # ---- sending ------------------------------------------------------------------------------------------------
 
@@ -368,85 +332,14 @@ class Session:
         """Follow a message that was published to this peer, up to its last record."""
         if not self.pending:
             self.progress_at_s = now_s
-        sender = self._connected_sender()
-        if sender.is_idle:
-            sender.rate.on_app_limited()
+        if self.sender is not None and self.sender.is_idle:
+            self.sender.rate.on_app_limited()
         self.pending.append((last_record, ticket))
 
-    def is_lagging(self, now_s: float) -> bool:
-        """Return whether messages wait and the peer has acknowledged nothing for too long."""
-        return bool(self.pending) and now_s - self.progress_at_s > self._context.limits.lag_s
-
-    def poll(self, now_s: float) -> list[Transmit]:
-        """Return the datagrams to send now: a bounded number of data bursts, then control."""
-        if self.state in (State.INIT_SENT, State.RESPONDED):
-            out = self._poll_handshake(now_s)
-        else:
-            out = []
-            self._check_timers(now_s, out)
-            if self.sender is not None and self.state in (State.UP, State.CLOSING):
-                self._poll_data(self.sender, now_s, out)
-            self._poll_control(now_s, out)
-        self.wake_at_s = self._deadline_s(now_s)
-        return out
-
-    def _poll_handshake(self, now_s: float) -> list[Transmit]:
-        if now_s - self.started_at_s > ATTEMPT_S:
-            self.end("no answer", now_s)
-        if self.state is State.DOWN or self._retry_at_s is None or now_s < self._retry_at_s:
-            return []
-        if self.state is State.RESPONDED:
-            self._responded_at_s = now_s
-            self._retry_at_s = (
-                None  # only a repeated INIT is answered again: one datagram out for each one in
-            )
-        else:
-            self._attempts += 1
-            self._retry_at_s = now_s + self._retry_s
-            self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
-        return [self._control_transmit(self._first_datagram)]
-
-    def _control_transmit(self, datagram: bytes) -> Transmit:
-        self._context.counters.control_bytes_sent += len(datagram)
-        return Transmit(self.address, [datagram], len(datagram))
-
-    def _check_timers(self, now_s: float, out: list[Transmit]) -> None:
-        if self.state is State.DOWN:
-            return
-        if self.receiver is not None and self.receiver.error:
-            logger.warning("%s broke the protocol: %s", self.peer, self.receiver.error)
-            self.give_up("protocol error", REASON_GIVEN_UP, now_s)
-            return
-        if now_s - self.heard_at_s > self._context.limits.down_s:
-            self.give_up("timeout", REASON_GIVEN_UP, now_s)
-            return
-        if self._retry_at_s is not None and now_s >= self._retry_at_s:
-            self._retry(now_s)
-        if self.sender is not None and self.state in (State.UP, State.CLOSING):
-            probes, is_probe_due = self.sender.on_timer(now_s)
-            for item in probes:
-                self._emit(item, out)
-            if is_probe_due:
-                self._send_ping(now_s)
-        if (
-            self.state is State.UP
-            and now_s - self._control_sent_at_s >= self._context.limits.heartbeat_s
-        ):
-            self._send_ping(now_s)
-
-    def _retry(self, now_s: float) -> None:
-        """Repeat the frame that the peer has not confirmed: KEY or CLOSE."""
-        self._retry_at_s = now_s + max(self._retry_s, self.rtt.probe_timeout_s)
-        self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
-        if self.state is State.CLOSING:
-            self._retry_at_s = now_s + min(self.rtt.probe_timeout_s, CLOSE_RETRY_MAX_S)
-            self._closes += 1
-            if self._closes > CLOSE_ATTEMPTS:
-                self.end("closed", now_s)
-            else:
-                self._frames.append(wire.encode_frame(wire.Close(self._close_reason)))
-        else:
-            self._frames.append(self._key_frame)
+    def send_frame(self, frame: wire.Frame) -> None:
+        """Queue a control frame."""
+        self._frames.append(wire.encode_frame(frame))
+        self.touch()
 
     def _send_ping(self, now_s: float) -> None:
         self._ping_token += 1
@@ -454,11 +347,68 @@ class Session:
         self._pings.pop(self._ping_token - PINGS_MAX, None)
         self.send_frame(wire.Ping(self._ping_token))
 
+    def poll(self, now_s: float) -> list[Transmit]:
+        """Return the datagrams to send now: a bounded number of data bursts, then control."""
+        out: list[Transmit] = []
+        if self.state in (State.INIT_SENT, State.RESPONDED):
+            self._poll_handshake(now_s, out)
+        else:
+            self._check_timers(now_s)
+            if self.sender is not None and self.state in (State.UP, State.CLOSING):
+                self._poll_data(self.sender, now_s, out)
+            self._poll_control(now_s, out)
+        self.wake_at_s = self._deadline_s(now_s)
+        return out
+
+    def _poll_handshake(self, now_s: float, out: list[Transmit]) -> None:
+        if now_s - self._began_at_s > ATTEMPT_S:
+            self.end("no answer", now_s)
+        elif now_s >= self._retry_at_s:
+            if self.state is State.RESPONDED:  # only a repeated INIT is answered again
+                self._responded_at_s, self._retry_at_s = now_s, NEVER_S
+            else:
+                self._attempts += 1
+                self._back_off(now_s)
+            self._emit_control(self._first_datagram, out)
+
+    def _back_off(self, now_s: float) -> None:
+        self._retry_at_s = now_s + max(self._retry_s, self.rtt.smoothed_s)
+        self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
+
+    def _emit_control(self, datagram: bytes, out: list[Transmit]) -> None:
+        self._endpoint.counters.control_bytes_sent += len(datagram)
+        out.append(Transmit(self.address, [datagram], len(datagram)))
+
+    def _check_timers(self, now_s: float) -> None:
+        limits = self._endpoint.limits
+        if self.receiver is not None and self.receiver.error:
+            logger.warning("%s broke the protocol: %s", self.peer, self.receiver.error)
+            self.give_up("protocol error", REASON_GIVEN_UP, now_s)
+        elif now_s - self.heard_at_s > limits.down_s:
+            self.give_up("timeout", REASON_GIVEN_UP, now_s)
+        elif now_s >= self._retry_at_s and self.state is State.CLOSING:
+            self._retry_at_s = now_s + min(self.rtt.probe_timeout_s, CLOSE_RETRY_MAX_S)
+            self._attempts += 1
+            if self._attempts > CLOSE_ATTEMPTS:
+                self.end("closed", now_s)
+            else:
+                self.send_frame(wire.Close(REASON_LEFT))
+        elif now_s >= self._retry_at_s:
+            self._frames.append(self._key_frame)
+            self._back_off(now_s)
+        if self.state is State.UP and now_s - self._control_sent_at_s >= limits.heartbeat_s:
+            self._send_ping(now_s)
+
     def _poll_data(self, sender: Sender, now_s: float, out: list[Transmit]) -> None:
+        probes = sender.on_timer(now_s)
+        for probe in probes:
+            self._emit(probe, out)
+        if probes:
+            self._send_ping(now_s)
         for _ in range(BURSTS_PER_POLL):
             item = sender.next_item(now_s)
             if item is None:
-                return
+                break
             self._emit(item, out)
 
     def _emit(self, item: Sending, out: list[Transmit]) -> None:
@@ -474,34 +424,25 @@ class Session:
             # Before a CLOSE, after which the peer reads nothing, so that received messages count as delivered.
             self._frames.insert(0, wire.encode_frame(receiver.make_ack(now_s)))
         while self._frames and self._channel is not None:
-            plaintext = b""
-            while (
-                self._frames and len(plaintext) + len(self._frames[0]) <= wire.CONTROL_PLAINTEXT_MAX
-            ):
+            plaintext = self._frames.pop(0)
+            while self._frames and len(plaintext + self._frames[0]) <= wire.CONTROL_PLAINTEXT_MAX:
                 plaintext += self._frames.pop(0)
             counter = self._channel.next_counter()
             header = wire.HEADER.pack(wire.CONTROL, 0, 0, 0, self._remote_index, counter)
             self._control_sent_at_s = now_s
-            out.append(self._control_transmit(self._channel.seal(counter, header, plaintext)))
-
-    def send_frame(self, frame: wire.Frame) -> None:
-        """Queue a control frame."""
-        self._frames.append(wire.encode_frame(frame))
-        self.touch()
+            self._emit_control(self._channel.seal(counter, header, plaintext), out)
 
     def _deadline_s(self, now_s: float) -> float:
         if self.state is State.DOWN:
-            return float("inf")
+            return NEVER_S
         if self.state in (State.INIT_SENT, State.RESPONDED):
-            expires_at_s = self.started_at_s + ATTEMPT_S + 0.001
-            return expires_at_s if self._retry_at_s is None else min(self._retry_at_s, expires_at_s)
+            return min(self._retry_at_s, self._began_at_s + ATTEMPT_S + 0.001)
         if self._frames:
             return now_s
-        at_s = self.heard_at_s + self._context.limits.down_s + 0.001
+        limits = self._endpoint.limits
+        at_s = min(self._retry_at_s, self.heard_at_s + limits.down_s + 0.001)
         if self.state is State.UP:
-            at_s = min(at_s, self._control_sent_at_s + self._context.limits.heartbeat_s)
-        if self._retry_at_s is not None:
-            at_s = min(at_s, self._retry_at_s)
+            at_s = min(at_s, self._control_sent_at_s + limits.heartbeat_s)
         if self.receiver is not None and self.receiver.ack_at_s is not None:
             at_s = min(at_s, self.receiver.ack_at_s)
         if self.sender is not None and self.state in (State.UP, State.CLOSING):
@@ -515,6 +456,7 @@ class Session:
         self.touch()
         if self.state in (State.KEYING, State.UP):
             self.state = State.CLOSING
+            self._attempts = 0
             self._retry_at_s = now_s
             if self.sender is not None:
                 self.sender.abandon()
@@ -542,7 +484,7 @@ class Session:
             self.sender.abandon()
         if self.receiver is not None:
             self.receiver.abandon()
-        self._context.on_down(self, reason, now_s)
+        self._endpoint.on_down(self, reason, now_s)
 
     def fail_pending(self) -> tuple[Ticket, ...]:
         """Settle every message that the peer has not acknowledged as failed, and return their tickets."""
@@ -552,21 +494,15 @@ class Session:
         self.pending.clear()
         return tickets
 
-    def path_stats(self) -> PeerStats:
-        """Return the state of the path to a connected peer."""
-        sender = self._connected_sender()
-        rate = sender.rate
+    def path_stats(self, sender: Sender) -> PeerStats:
+        """Return the state of the path to the peer."""
         return PeerStats(
             peer=self.identity,
             srtt_s=self.rtt.smoothed_s,
-            rate_bytes_per_s=rate.rate_bytes_per_s,
-            window_bytes=rate.window_bytes,
-            in_flight_bytes=rate.bytes_in_flight,
+            rate_bytes_per_s=sender.rate.rate_bytes_per_s,
+            window_bytes=sender.rate.window_bytes,
+            in_flight_bytes=sender.rate.bytes_in_flight,
             credit_records=max(0, sender.limit - sender.cursor),
-            backlog_records=sender.backlog_records,
-            loss_rate=rate.loss_rate,
+            backlog_records=self._endpoint.log.head - sender.cumulative,
+            loss_rate=sender.rate.loss_rate,
         )
-
-    def share_link(self, paths: int) -> None:
-        """Adapt to the number of paths that share the node's link."""
-        self._connected_sender().rate.share_link(paths)

@@ -14,17 +14,11 @@ Address: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, order=True, slots=True)
 class Peer:
-    """One run of one node.
+    """One run of one node."""
 
-    Attributes:
-        id: identity of the node, 64 bits, the same everywhere in the cluster; peers sort by it.
-        incarnation: start of the node's process in milliseconds; a restarted node is another Peer.
-        address: "host:port" at which this node reaches the peer. Other nodes may see another address, so comparisons
-            ignore it.
-    """
-
-    id: int
-    incarnation: int
+    id: int  #: identity of the node, 64 bits, the same everywhere in the cluster; peers sort by it
+    incarnation: int  #: start of the process in milliseconds; a restarted node is another Peer
+    #: "host:port" at which this node reaches the peer; other nodes may see another, so comparisons ignore it
     address: str = field(compare=False)
 
 
@@ -36,27 +30,19 @@ class Received(NamedTuple):
     payload: memoryview
 
 
+@dataclass(slots=True, eq=False)
 class Ticket:
     """Follows one published message to each of its recipients.
 
     The sets are replaced, never changed, so they can be read from any thread.
-
-    Attributes:
-        tag: the caller's tag.
-        nbytes: size of the message.
-        delivered: peers that have acknowledged the complete message; they may not have applied it.
-        failed: peers that were lost first.
-        pending: peers that have neither acknowledged the message nor been lost.
     """
 
-    __slots__ = ("delivered", "failed", "nbytes", "pending", "tag")
-
-    def __init__(self, tag: int, nbytes: int, recipients: frozenset[Peer]) -> None:
-        self.tag = tag
-        self.nbytes = nbytes
-        self.pending = recipients
-        self.delivered: frozenset[Peer] = frozenset()
-        self.failed: frozenset[Peer] = frozenset()
+    tag: int  #: the caller's tag
+    nbytes: int  #: size of the message
+    pending: frozenset[Peer]  #: peers that have neither acknowledged the message nor been lost
+    #: peers that have acknowledged the complete message; they may not have applied it
+    delivered: frozenset[Peer] = frozenset()
+    failed: frozenset[Peer] = frozenset()  #: peers that were lost first
 
     @property
     def is_done(self) -> bool:
@@ -71,13 +57,6 @@ class Ticket:
             self.failed |= {peer}
         self.pending -= {peer}
 
-    def __repr__(self) -> str:
-        """Return the tag, the size and the counts."""
-        return (
-            f"Ticket(tag={self.tag}, nbytes={self.nbytes}, delivered={len(self.delivered)}, "
-            f"failed={len(self.failed)}, pending={len(self.pending)})"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class PeerJoined:
@@ -88,18 +67,13 @@ class PeerJoined:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """A peer is gone.
+    """A peer is gone."""
 
-    Attributes:
-        peer: which peer.
-        reason: "left", "timeout", "restarted", "lagging", "protocol error", "closed", or "dropped by the peer" (for
-            example because of a message larger than the peer's ``message_bytes_max``).
-        undelivered: tickets of the messages that the peer had not acknowledged.
-    """
-
-    peer: Peer
+    peer: Peer  #: which peer
+    #: "left", "timeout", "restarted", "lagging", "protocol error", "closed", or "dropped by the peer" (for example
+    #: because of a message larger than the peer's ``message_bytes_max``)
     reason: str
-    undelivered: tuple[Ticket, ...] = ()
+    undelivered: tuple[Ticket, ...] = ()  #: messages that the peer had not acknowledged
 
 
 Event: TypeAlias = PeerJoined | PeerLost
@@ -109,14 +83,10 @@ Event: TypeAlias = PeerJoined | PeerLost
 class Limits:
     """Bounds and timers of a node."""
 
-    message_bytes_max: int = (
-        64 << 20
-    )  #: size of the largest message; a larger one raises `TooLarge`
+    message_bytes_max: int = 64 << 20  #: a larger message raises `TooLarge`
     #: bytes kept until every recipient has acknowledged them; when they are used up, `publish` raises `WouldBlock`
     send_log_bytes: int = 160 << 20
-    receive_bytes: int = (
-        128 << 20
-    )  #: bytes of messages in assembly or waiting for the caller, over all peers
+    receive_bytes: int = 128 << 20  #: bytes of messages in assembly or waiting for the caller
     window_bytes: int = 16 << 20  #: credit granted to all sending peers together
     #: UDP payload of a full data datagram. The default passes every path; raise it, up to the MTU less 28 bytes
     #: (IPv4) or 48 (IPv6), on all nodes of a network that carries larger packets
@@ -137,27 +107,21 @@ class Limits:
         """Refuse limits that are out of range or contradict each other."""
         for name in ("message_bytes_max", "send_log_bytes", "receive_bytes", "window_bytes"):
             operator.index(getattr(self, name))
-        for name in ("window_bytes", "heartbeat_s", "lag_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
-        if not DATAGRAM_BYTES_MIN <= self.datagram_bytes <= DATAGRAM_BYTES_MAX:
-            raise ValueError(
-                f"datagram_bytes is {self.datagram_bytes}; it must be {DATAGRAM_BYTES_MIN} to {DATAGRAM_BYTES_MAX}"
-            )
-        if not 1 <= self.message_bytes_max <= 256 << 20:
-            raise ValueError(
-                f"message_bytes_max is {self.message_bytes_max}; it must be 1 to {256 << 20}"
-            )
-        for name in ("send_log_bytes", "receive_bytes"):
-            if getattr(self, name) < 2 * self.message_bytes_max:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; it must be at least twice "
-                    f"message_bytes_max ({self.message_bytes_max})"
-                )
-        if self.down_s <= self.suspect_s:
-            raise ValueError(
-                f"down_s is {self.down_s}; it must be more than five times heartbeat_s ({self.heartbeat_s})"
-            )
+        low, high = DATAGRAM_BYTES_MIN, DATAGRAM_BYTES_MAX
+        message_bytes = self.message_bytes_max
+        twice = f"at least twice message_bytes_max ({message_bytes})"
+        for name, is_valid, rule in (
+            ("window_bytes", self.window_bytes > 0, "positive"),
+            ("heartbeat_s", self.heartbeat_s > 0, "positive"),
+            ("lag_s", self.lag_s > 0, "positive"),
+            ("datagram_bytes", low <= self.datagram_bytes <= high, f"{low} to {high}"),
+            ("message_bytes_max", 1 <= message_bytes <= 256 << 20, f"1 to {256 << 20}"),
+            ("send_log_bytes", self.send_log_bytes >= 2 * message_bytes, twice),
+            ("receive_bytes", self.receive_bytes >= 2 * message_bytes, twice),
+            ("down_s", self.down_s > self.suspect_s, f"above 5 × heartbeat_s ({self.heartbeat_s})"),
+        ):
+            if not is_valid:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {rule}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,11 +142,9 @@ class PeerStats:
 class SocketStats:
     """The node's socket as the system provides it."""
 
-    #: one call sends several datagrams; False once the system or a device has refused that
-    has_gso: bool = False
+    has_gso: bool = False  #: one call sends several datagrams; False once that was refused
     has_gro: bool = False  #: one call may receive several datagrams
-    #: size of the receive buffer as the kernel counts it; Linux shows twice the usable size
-    receive_buffer_bytes: int = 0
+    receive_buffer_bytes: int = 0  #: as the kernel counts it; Linux shows twice the usable size
     send_buffer_bytes: int = 0  #: the same for sending
     errors: int = 0  #: failed system calls; the protocol treats each as a loss
 
@@ -199,15 +161,13 @@ class Stats:
     datagrams_received: int = 0  #: all datagrams, dropped ones included
     udp_bytes_sent: int = 0  #: payload bytes of all datagrams sent
     udp_bytes_received: int = 0  #: payload bytes of all datagrams received
-    #: the part of udp_bytes_sent that is acknowledgements, keys and other control
-    control_bytes_sent: int = 0
+    control_bytes_sent: int = 0  #: acknowledgements, keys and the like, part of udp_bytes_sent
     retransmitted_bytes: int = 0  #: data bytes sent more than once
     retransmitted_fragments: int = 0  #: data datagrams sent more than once
     lost_bytes: int = 0  #: data bytes declared lost; some may only have been late
     duplicate_fragments: int = 0  #: data datagrams that had come before
     malformed_datagrams: int = 0  #: datagrams dropped because they did not parse
-    #: datagrams dropped because a tag did not verify or a counter was repeated
-    unauthenticated_datagrams: int = 0
+    unauthenticated_datagrams: int = 0  #: datagrams dropped as forged or repeated
     rejected_records: int = 0  #: records dropped because their tag did not verify
     stray_datagrams: int = 0  #: datagrams dropped because they belong to no session
     handshakes_refused: int = 0  #: INIT datagrams dropped, those made with another secret included
@@ -215,24 +175,17 @@ class Stats:
     send_log_bytes: int = 0  #: bytes held for peers that have not acknowledged them
     receive_queue_bytes: int = 0  #: bytes of messages in assembly or waiting for the caller
     srtt_s: float = 0.0  #: smoothed round-trip time, mean over the peers; 0 while unknown
-    socket: SocketStats = field(
-        default_factory=SocketStats
-    )  #: the socket as the system provides it
+    socket: SocketStats = field(default_factory=SocketStats)  #: as the system provides it
     peers: tuple[PeerStats, ...] = ()  #: the state of the path to each peer
 
 
 class Transmit(NamedTuple):
-    """Datagrams to send to one address with one system call.
+    """Datagrams to send to one address with one system call."""
 
-    Attributes:
-        address: of the receiver.
-        slices: the datagrams back to back; every slice but the last holds complete datagrams of ``segment_bytes``.
-        segment_bytes: size of every datagram but the last.
-    """
-
-    address: Address
+    address: Address  # of the receiver
+    # the datagrams back to back; every slice but the last holds complete datagrams of ``segment_bytes``
     slices: Sequence[memoryview | bytes]
-    segment_bytes: int
+    segment_bytes: int  # size of every datagram but the last
 
     @property
     def nbytes(self) -> int:
@@ -245,15 +198,10 @@ class Transmit(NamedTuple):
 
 
 def flat_view(buffer: object) -> memoryview:
-    """Return the bytes of anything contiguous with the buffer protocol, one dimension, format "B".
-
-    Raises:
-        TypeError: the object has no contiguous buffer.
-    """
+    """Return a buffer's bytes, one dimension, format "B"; raise `TypeError` if it is not contiguous."""
     view = memoryview(buffer)  # type: ignore[arg-type]
     if not view.c_contiguous:
         raise TypeError(
-            f"a buffer of {view.nbytes} bytes is not C-contiguous; pass a contiguous one (numpy.ascontiguousarray "
-            "copies one)"
+            f"a buffer of {view.nbytes} bytes is not C-contiguous; numpy.ascontiguousarray makes a contiguous copy"
         )
     return view.cast("B") if view.nbytes else memoryview(b"")

@@ -7,7 +7,7 @@ error never reaches the caller. ``docs/transport.md`` draws the layouts with byt
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from io import BytesIO
 from typing import Final, NamedTuple, TypeAlias
 
 VERSION: Final = 2
@@ -28,14 +28,10 @@ RECORD_BYTES_MAX: Final = 62_400
 FRAGMENTS_MAX: Final = 64
 RECORD_NUMBER_BITS: Final = 48
 RECORD_NUMBER_MAX: Final = (1 << RECORD_NUMBER_BITS) - 1
-FRAGMENT_BYTES_MIN: Final = 256
-FRAGMENT_BYTES_MAX: Final = 9_000
-DATAGRAM_BYTES_MIN: Final = FRAGMENT_BYTES_MIN + HEADER_BYTES
-DATAGRAM_BYTES_MAX: Final = FRAGMENT_BYTES_MAX + HEADER_BYTES
+DATAGRAM_BYTES_MIN: Final = 256 + HEADER_BYTES
+DATAGRAM_BYTES_MAX: Final = 9_000 + HEADER_BYTES
 
-INIT_BYTES: Final = (
-    256  # an INIT is padded to this size, which no RESPONSE exceeds: no amplification
-)
+INIT_BYTES: Final = 256  # padded; no RESPONSE is larger, so a node amplifies no traffic
 MAC1_BYTES: Final = 16  # at the end of both handshake datagrams
 ADVERTISE_BYTES_MAX: Final = 64
 CONTROL_PLAINTEXT_MAX: Final = 1_200 - HEADER_BYTES - TAG_BYTES
@@ -47,7 +43,7 @@ MEMBERS_MAX: Final = 32
 
 def fragments_per_record(datagram_bytes: int) -> int:
     """Return the number of datagrams of a full record."""
-    return max(1, min(FRAGMENTS_MAX, RECORD_BYTES_MAX // datagram_bytes))
+    return min(FRAGMENTS_MAX, RECORD_BYTES_MAX // datagram_bytes)
 
 
 class WireError(ValueError):
@@ -78,23 +74,15 @@ class DataHeader(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """The records that a receiver has, and its credit.
+    """The records that a receiver has, and its credit."""
 
-    Attributes:
-        cumulative: every record below this number is complete.
-        limit: the first record number that must not be sent yet (absolute credit).
-        delay_us: time for which the receiver held the acknowledgement back.
-        complete: bit i set means record ``cumulative + i`` is complete, or the skip that begins there.
-        partials: (record number, bitmap of the fragments held) of incomplete records, oldest first.
-        truncated: more incomplete records exist than are listed; nothing is said about records beyond the last one.
-    """
-
-    cumulative: int
-    limit: int
-    delay_us: int = 0
-    complete: int = 0
+    cumulative: int  # every record below this number is complete
+    limit: int  # the first record number that must not be sent yet (absolute credit)
+    delay_us: int = 0  # time for which the receiver held the acknowledgement back
+    complete: int = 0  # bit i: record ``cumulative + i`` is complete, or the skip that begins there
+    # (record number, bitmap of the fragments held) of incomplete records, oldest first
     partials: tuple[tuple[int, int], ...] = ()
-    truncated: bool = False
+    truncated: bool = False  # the ACK says nothing about the records beyond the last partial
 
 
 class Ping(NamedTuple):
@@ -147,130 +135,109 @@ class Members(NamedTuple):
 
 Frame: TypeAlias = Ack | Ping | Pong | Key | KeyAck | Skip | Close | CloseAck | Members
 
-_T_ACK: Final = 1
-_T_MEMBERS: Final = 9
-_ACK = struct.Struct("<BQQIBBB")  # type, cumulative, limit, delay, bitmap bytes, partials, flags
-_PARTIAL = struct.Struct("<HB")  # distance from cumulative, bytes of the bitmap that follows
-_MEMBERS = struct.Struct("<BB")  # type, count
-# Frames of fixed size: type, layout of the fields.
-_FIXED: Final[dict[type[Frame], tuple[int, struct.Struct]]] = {
-    Ping: (2, struct.Struct("<Q")),
-    Pong: (3, struct.Struct("<Q")),
-    Key: (4, struct.Struct("<IQ16s12s")),
-    KeyAck: (5, struct.Struct("<")),
-    Skip: (6, struct.Struct("<QQ")),
-    Close: (7, struct.Struct("<B")),
-    CloseAck: (8, struct.Struct("<")),
+_ACK_TYPE: Final = 1
+_MEMBERS_TYPE: Final = 9
+_ACK: Final = struct.Struct("<QQIBBB")  # cumulative, limit, delay, bitmap bytes, partials, flags
+_PARTIAL: Final = struct.Struct("<HB")  # distance from cumulative, bytes of the bitmap that follows
+_FIXED_SIZE: Final[dict[int, tuple[type[Frame], struct.Struct]]] = {
+    2: (Ping, struct.Struct("<Q")),
+    3: (Pong, struct.Struct("<Q")),
+    4: (Key, struct.Struct("<IQ16s12s")),
+    5: (KeyAck, struct.Struct("<")),
+    6: (Skip, struct.Struct("<QQ")),
+    7: (Close, struct.Struct("<B")),
+    8: (CloseAck, struct.Struct("<")),
 }
-_FIXED_OF_TYPE: Final = {number: (frame, layout) for frame, (number, layout) in _FIXED.items()}
+_TYPES: Final = {frame: (number, layout) for number, (frame, layout) in _FIXED_SIZE.items()}
 
 
 def encode_frame(frame: Frame) -> bytes:
     """Return the bytes of one control frame."""
     if isinstance(frame, Ack):
-        return _encode_ack(frame)
+        bitmap = _bitmap(frame.complete)
+        counts = (len(bitmap), len(frame.partials), frame.truncated)
+        data = bytes([_ACK_TYPE]) + _ACK.pack(*frame[:3], *counts) + bitmap
+        for number, got in frame.partials:
+            bitmap = _bitmap(got)
+            data += _PARTIAL.pack(number - frame.cumulative, len(bitmap)) + bitmap
+        return data
     if isinstance(frame, Members):
-        texts = [address.encode("ascii") for address in frame.addresses]
-        pieces = (bytes([len(text)]) + text for text in texts)
-        return _MEMBERS.pack(_T_MEMBERS, len(texts)) + b"".join(pieces)
-    number, layout = _FIXED[type(frame)]
+        texts = b"".join(map(_encode_text, frame.addresses))
+        return bytes([_MEMBERS_TYPE, len(frame.addresses)]) + texts
+    number, layout = _TYPES[type(frame)]
     return bytes([number]) + layout.pack(*frame)
 
 
-def _encode_ack(ack: Ack) -> bytes:
-    bitmap = ack.complete.to_bytes((ack.complete.bit_length() + 7) // 8, "little")
-    fixed = _ACK.pack(
-        _T_ACK,
-        ack.cumulative,
-        ack.limit,
-        ack.delay_us,
-        len(bitmap),
-        len(ack.partials),
-        1 if ack.truncated else 0,
-    )
-    partials = (_encode_partial(number - ack.cumulative, got) for number, got in ack.partials)
-    return fixed + bitmap + b"".join(partials)
-
-
-def _encode_partial(delta: int, got: int) -> bytes:
-    nbytes = (got.bit_length() + 7) // 8
-    return _PARTIAL.pack(delta, nbytes) + got.to_bytes(nbytes, "little")
+def _bitmap(bits: int) -> bytes:
+    return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 
 
 def partial_bytes(got: int) -> int:
     """Return the bytes that an ACK spends on an incomplete record with these fragments."""
-    return _PARTIAL.size + (got.bit_length() + 7) // 8
+    return _PARTIAL.size + len(_bitmap(got))
+
+
+def _encode_text(text: str) -> bytes:
+    return bytes([len(text)]) + text.encode("ascii")
 
 
 def decode_frames(plaintext: bytes) -> list[Frame]:
-    """Parse all frames of one control datagram.
-
-    Raises:
-        WireError: an unknown type, a truncated frame, or a field out of range.
-    """
-    frames: list[Frame] = []
-    position = 0
-    try:
-        while position < len(plaintext):
-            frame, position = _decode_frame(plaintext, position)
-            frames.append(frame)
-    except (struct.error, UnicodeDecodeError) as error:
-        raise WireError(f"control frame is truncated or malformed: {error}") from error
+    """Parse the frames of one control datagram; raise `WireError` if one is unknown, truncated or out of range."""
+    data, frames = BytesIO(plaintext), []
+    while kind := data.read(1):
+        frames.append(_decode_frame(kind[0], data))
     return frames
 
 
-def _decode_frame(data: bytes, at: int) -> tuple[Frame, int]:
-    if data[at] == _T_ACK:
-        return _decode_ack(data, at)
-    if data[at] == _T_MEMBERS:
-        return _decode_members(data, at)
-    if data[at] not in _FIXED_OF_TYPE:
-        raise WireError(f"unknown control frame type {data[at]}")
-    make, layout = _FIXED_OF_TYPE[data[at]]
-    frame = make(*layout.unpack_from(data, at + 1))
+def _decode_frame(kind: int, data: BytesIO) -> Frame:
+    if kind == _ACK_TYPE:
+        return _decode_ack(data)
+    if kind == _MEMBERS_TYPE:
+        count = _read(data, 1)[0]
+        if count > MEMBERS_MAX:
+            raise WireError(f"{count} members in one frame, at most {MEMBERS_MAX} are allowed")
+        return Members(tuple(_decode_text(data) for _ in range(count)))
+    if kind not in _FIXED_SIZE:
+        raise WireError(f"unknown control frame type {kind}")
+    make, layout = _FIXED_SIZE[kind]
+    frame = make(*layout.unpack(_read(data, layout.size)))
     if isinstance(frame, Key):
         _check_record_number(frame.first_record)
     elif isinstance(frame, Skip):
+        _check_record_number(frame.first + frame.records)
         if not frame.records:
             raise WireError("an empty skip")
-        _check_record_number(frame.first + frame.records)
-    return frame, at + 1 + layout.size
+    return frame
 
 
-def _decode_ack(data: bytes, at: int) -> tuple[Ack, int]:
-    _, cumulative, limit, delay_us, bitmap_bytes, partial_count, flags = _ACK.unpack_from(data, at)
-    at += _ACK.size
-    is_excessive = bitmap_bytes > ACK_WINDOW_RECORDS // 8 or partial_count > ACK_PARTIALS_MAX
-    if is_excessive or flags > 1 or (flags == 1 and partial_count == 0):
-        raise WireError("an acknowledgement describes more than its limits allow")
-    if at + bitmap_bytes > len(data):
-        raise WireError("an acknowledgement's bitmap is truncated")
+def _decode_ack(data: BytesIO) -> Ack:
+    cumulative, limit, delay_us, nbytes, count, flags = _ACK.unpack(_read(data, _ACK.size))
     _check_record_number(max(cumulative, limit))
-    complete = int.from_bytes(data[at : at + bitmap_bytes], "little")
-    at += bitmap_bytes
+    is_excessive = nbytes > ACK_WINDOW_RECORDS // 8 or count > ACK_PARTIALS_MAX
+    if is_excessive or flags > 1 or (flags == 1 and count == 0):
+        raise WireError("an acknowledgement describes more than its limits allow")
+    complete = int.from_bytes(_read(data, nbytes), "little")
     partials = []
-    for _ in range(partial_count):
-        delta, nbytes = _PARTIAL.unpack_from(data, at)
-        at += _PARTIAL.size
-        if nbytes > FRAGMENTS_MAX // 8 or at + nbytes > len(data):
-            raise WireError("the bitmap of an incomplete record is too long or truncated")
-        partials.append((cumulative + delta, int.from_bytes(data[at : at + nbytes], "little")))
-        at += nbytes
-    return Ack(cumulative, limit, delay_us, complete, tuple(partials), flags == 1), at
-
-
-def _decode_members(data: bytes, at: int) -> tuple[Members, int]:
-    _, count = _MEMBERS.unpack_from(data, at)
-    at += _MEMBERS.size
-    if count > MEMBERS_MAX:
-        raise WireError(f"{count} members in one frame, at most {MEMBERS_MAX} are allowed")
-    addresses = []
     for _ in range(count):
-        if at >= len(data) or at + 1 + data[at] > len(data):
-            raise WireError("a member's address is truncated")
-        addresses.append(data[at + 1 : at + 1 + data[at]].decode("ascii"))
-        at += 1 + data[at]
-    return Members(tuple(addresses)), at
+        delta, nbytes = _PARTIAL.unpack(_read(data, _PARTIAL.size))
+        if nbytes > FRAGMENTS_MAX // 8:
+            raise WireError("the bitmap of an incomplete record is too long")
+        partials.append((cumulative + delta, int.from_bytes(_read(data, nbytes), "little")))
+    return Ack(cumulative, limit, delay_us, complete, tuple(partials), flags == 1)
+
+
+def _read(data: BytesIO, nbytes: int) -> bytes:
+    found = data.read(nbytes)
+    if len(found) < nbytes:
+        raise WireError("a frame or an introduction is truncated")
+    return found
+
+
+def _decode_text(data: BytesIO) -> str:
+    try:
+        return _read(data, _read(data, 1)[0]).decode("ascii")
+    except UnicodeDecodeError as error:
+        raise WireError("an address is not ASCII") from error
 
 
 def _check_record_number(number: int) -> None:
@@ -278,45 +245,28 @@ def _check_record_number(number: int) -> None:
         raise WireError(f"record number {number} needs more than {RECORD_NUMBER_BITS} bits")
 
 
-@dataclass(frozen=True, slots=True)
-class Introduction:
-    """A node's statement about itself inside the handshake.
+_INTRODUCTION: Final = struct.Struct("<QQI")
 
-    Attributes:
-        node_id: identity of the node, 64 bits.
-        incarnation: start of the process in milliseconds since the epoch; a restart has a larger one.
-        session: index for the control datagrams that are sent to this node.
-        advertise: "host:port" at which others reach the node, or empty.
-    """
 
-    node_id: int
-    incarnation: int
-    session: int
-    advertise: str = ""
+class Introduction(NamedTuple):
+    """A node's statement about itself inside the handshake."""
 
-    _FIXED = struct.Struct("<QQIB")
+    node_id: int  # identity of the node, 64 bits
+    incarnation: int  # start of the process in milliseconds; a restart has a larger one
+    session: int  # index for the control datagrams that are sent to this node
+    advertise: str = ""  # "host:port" at which others reach the node, or empty
 
     def encode(self, padded_bytes: int = 0) -> bytes:
         """Return the bytes, zero-padded to ``padded_bytes``."""
-        text = self.advertise.encode("ascii")
-        fixed = self._FIXED.pack(self.node_id, self.incarnation, self.session, len(text))
-        return (fixed + text).ljust(padded_bytes, b"\0")
+        data = _INTRODUCTION.pack(*self[:3]) + _encode_text(self.advertise)
+        return data.ljust(padded_bytes, b"\0")
 
     @classmethod
-    def decode(cls, data: bytes) -> Introduction:
-        """Parse the result of `encode`.
-
-        Raises:
-            WireError: truncated, or the address is not ASCII.
-        """
-        try:
-            node_id, incarnation, session, length = cls._FIXED.unpack_from(data)
-            if cls._FIXED.size + length > len(data):
-                raise WireError("the advertised address is truncated")
-            text = data[cls._FIXED.size : cls._FIXED.size + length].decode("ascii")
-        except (struct.error, UnicodeDecodeError) as error:
-            raise WireError(f"malformed introduction: {error}") from error
-        return cls(node_id, incarnation, session, text)
+    def decode(cls, encoded: bytes) -> Introduction:
+        """Parse the result of `encode`; raise `WireError` if it is truncated, or the address is not ASCII."""
+        data = BytesIO(encoded)
+        fixed = _INTRODUCTION.unpack(_read(data, _INTRODUCTION.size))
+        return cls(*fixed)._replace(advertise=_decode_text(data))
 
 
 _FRAGMENT_INDICES: Final = bytes(range(256))
@@ -331,11 +281,9 @@ def run_length(data: memoryview, position: int, segment_bytes: int, first: int, 
     stop = position + (most - 1) * segment_bytes + HEADER_BYTES
     if most <= 1 or stop > len(data):  # the last datagram is too short for a header
         return 1
-    indices = data[position + 2 : stop : segment_bytes].tobytes()
-    numbers = data[position + 8 : stop : segment_bytes].tobytes()
-    if indices == _FRAGMENT_INDICES[first : first + most] and numbers == numbers[:1] * most:
-        return most
-    count = 1
-    while count < most and indices[count] == first + count and numbers[count] == numbers[0]:
-        count += 1
-    return count
+    indices, numbers = (data[position + at : stop : segment_bytes].tobytes() for at in (2, 8))
+    expected = (_FRAGMENT_INDICES[first : first + most], numbers[:1] * most)
+    differences = 1 << 8 * most  # ends the search for the lowest byte that differs
+    for found, wanted in zip((indices, numbers), expected, strict=True):
+        differences |= int.from_bytes(found, "little") ^ int.from_bytes(wanted, "little")
+    return ((differences & -differences).bit_length() - 1) // 8
