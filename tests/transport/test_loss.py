@@ -75,7 +75,7 @@ def test_probes_lost_one_after_the_other_do_not_make_a_tail_wait_long() -> None:
     session = next(iter(one.endpoint.sessions.values()))
     probe_timeout_s = session.rtt.probe_timeout_s
     link = simulator.link(one, two)
-    lost_until = link.count + 7  # the message itself, and the probes (with a PING each) after it
+    lost_until = link.count + 4  # the message itself, and three probes after it
     link.drop = lambda number, _: number <= lost_until
     started_s = simulator.now_s
     ticket = simulator.publish(one, b"tail", 99)

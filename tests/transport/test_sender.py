@@ -153,16 +153,24 @@ def test_a_truncated_report_says_nothing_about_the_records_beyond_it() -> None:
     assert later(sender) == [(1, index) for index in range(7)]
 
 
-@pytest.mark.parametrize(("arrived_before_s", "is_overtaken"), [(0.0, True), (0.05, False)])
-def test_an_arrival_before_a_second_copy_was_sent_proves_nothing_about_those_sent_between(
-    arrived_before_s: float, is_overtaken: bool
-) -> None:
+def test_a_pong_shows_that_nothing_that_left_before_its_ping_is_on_its_way() -> None:
     sender, _ = two_records()
-    probes = sender.on_timer(1.15)
-    assert sent_datagrams(probes) == [(2, 7)]
-    delay_us = int(arrived_before_s * 1e6)
-    sender.on_ack(Ack(1, 16, delay_us, 0, ((2, 0b1000_0000),)), 1.17)
-    assert bool(sender._waiting) is is_overtaken
+    assert sender.on_timer(1.15)
+    assert not sender._waiting
+    sender.on_ack(Ack(1, 16, 0, 0, ((2, 0b1000_0000),)), 1.17)
+    sender.on_pong(sender.transmissions, 1.4)
+    assert sorted(sender._waiting) == [1, 2]
+    assert sent_datagrams(all_items(sender, 1.4)) == [(1, n) for n in range(8)] + [
+        (2, n) for n in range(7)
+    ]
+
+
+def test_an_arrival_before_a_second_copy_was_sent_proves_nothing_about_those_sent_between() -> None:
+    sender, _ = two_records()
+    sender.on_pong(sender.transmissions, 1.4)
+    assert sent_datagrams(all_items(sender, 1.4)) == [(n, m) for n in (1, 2) for m in range(8)]
+    sender.on_ack(Ack(1, 16, int(0.05e6), 0, ((2, 0b1000_0000),)), 1.42)
+    assert later(sender) == []
 
 
 def test_a_closing_session_waits_for_nothing() -> None:
@@ -197,7 +205,8 @@ def test_sender_and_receiver_deliver_everything_once_in_order_whatever_is_lost(s
             expected += [log.messages] if is_mine else []
             nbytes = generator.choice((10, 5_000, 61_528, 200_000))
             log.publish(bytes(nbytes), SESSION if is_mine else OTHER)
-        items = all_items(sender, now_s) + sender.on_timer(now_s)
+        items = all_items(sender, now_s)
+        is_ping_due = sender.on_timer(now_s)
         is_hole = generator.random() < holes
         for item in items:
             if isinstance(item, Skip) and not is_hole:
@@ -206,9 +215,11 @@ def test_sender_and_receiver_deliver_everything_once_in_order_whatever_is_lost(s
             if generator.random() >= loss:
                 batch = memoryview(datagram)
                 assert receiver.on_fragments(DataHeader.decode(batch, 0), batch, now_s)
-        if step == 0 or generator.random() < 0.3:
+        if step == 0 or is_ping_due or generator.random() < 0.3:
             receiver.grant_credit(200, now_s)
             sender.on_ack(receiver.make_ack(now_s), now_s)
+            if is_ping_due:
+                sender.on_pong(sender.transmissions, now_s)
         check_sender(sender)
         check_receiver(receiver)
         if log.messages == 40 and sender.is_idle:

@@ -1,7 +1,7 @@
 """One peer's view of the send log: the records in flight to the peer, those it has, and those to send again.
 
 Losses are found by time (RFC 8985): a fragment counts as lost when a fragment sent after it has arrived and it is
-overdue. When no acknowledgement arrives at all, a probe of one fragment asks for one, which then shows every gap.
+overdue. When no acknowledgement arrives at all, a PING asks for one, and its PONG shows that nothing is on its way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from .wire import Ack, Skip
 
 # With many senders to one receiver single datagrams are lost repeatedly, and an early pause would outlast the crowd.
 PROBES_AT_FIRST: Final = 3
-PROBES_BELIEVED: Final = 2  # after so many probes their answers count, however early
 # An answer this fraction of the usual round trip after the second copy was sent is an answer to the second copy.
 PLAUSIBLE: Final = 0.75
 NEVER_S: Final = float("inf")
@@ -68,7 +67,7 @@ class Sender:
         self.limit = start  # the first record number for which the peer has given no credit
         self._flights: dict[int, Flight] = {}
         self._waiting: dict[int, Flight] = {}
-        self._order = 0
+        self.transmissions = 0
         self._newest = (-1, 0)  # order and highest fragment of the newest transmission that arrived
         self._described_end = start
         self._loss_due_at_s = NEVER_S
@@ -102,13 +101,13 @@ class Sender:
         if record is not None:
             if number >= self.limit:
                 return None
-            flight = Flight(number, record, 1, record.full, record.full, self._order)
+            flight = Flight(number, record, 1, record.full, record.full, self.transmissions)
         else:
             while end < self._log.head and self._own_record(end) is None:
                 end += 1
             if end == number:
                 return None
-            flight = Flight(number, None, end - number, 1, 1, self._order)
+            flight = Flight(number, None, end - number, 1, 1, self.transmissions)
         self.cursor += flight.span
         self._flights[number] = self._waiting[number] = flight
         return flight
@@ -127,8 +126,8 @@ class Sender:
             self._counters.retransmitted_fragments += again.bit_count()
         flight.ever |= mask
         self._set_to_send(flight, flight.to_send & ~mask)
-        flight.sent.append(self.rate.on_sent(nbytes, now_s, self._order, mask))
-        self._order += 1
+        flight.sent.append(self.rate.on_sent(nbytes, now_s, self.transmissions, mask))
+        self.transmissions += 1
         self._progress_at_s = now_s
         if flight.record is None:
             return Skip(flight.number, flight.span)
@@ -203,6 +202,7 @@ class Sender:
         flight.acked |= newly
         if flight.to_send:
             self._set_to_send(flight, flight.to_send & ~newly)
+        usual_s = min(self._rtt.smoothed_s, self._rtt.latest_s)
         nbytes = 0
         newest: Sent | None = None
         for sent in flight.sent:
@@ -211,7 +211,8 @@ class Sender:
                 continue
             sent.mask &= ~hit
             nbytes += flight.bytes_of(hit)
-            if hit & flight.again and self._is_early(sent, arrived_s):
+            is_early = arrived_s - sent.sent_at_s < PLAUSIBLE * usual_s
+            if hit & flight.again and is_early:
                 # The first copy of a fragment may have arrived, which tells nothing about the second.
                 hit &= ~flight.again
                 if not hit:
@@ -224,14 +225,6 @@ class Sender:
             self.rate.on_abandoned(nbytes)
             nbytes = 0
         return nbytes, newest
-
-    def _is_early(self, sent: Sent, arrived_s: float) -> bool:
-        """Return whether the answer came too soon to be one to this transmission."""
-        usual_s = self._rtt.smoothed_s
-        if self._timeouts:  # the queue that made round trips long is empty
-            usual_s = min(usual_s, self._rtt.latest_s)
-        is_early = arrived_s - sent.sent_at_s < PLAUSIBLE * usual_s
-        return is_early and self._timeouts < PROBES_BELIEVED
 
     def _find_losses(self, now_s: float) -> None:
         newest_order, newest_bit = self._newest
@@ -248,19 +241,14 @@ class Sender:
                 if sent.order == newest_order:
                     overdue &= (1 << newest_bit) - 1
                 if overdue and now_s - sent.sent_at_s >= delay_s:
-                    self.rate.on_lost(self._take_back(flight, sent, overdue))
+                    sent.mask &= ~overdue
+                    self._counters.lost_bytes += flight.bytes_of(overdue)
+                    self.rate.on_lost(flight.bytes_of(overdue))
                     self._set_to_send(flight, flight.to_send | overdue)
                 elif overdue:
                     due_at_s = min(due_at_s, sent.sent_at_s + delay_s)
             flight.sent = [sent for sent in flight.sent if sent.mask]
         self._loss_due_at_s = due_at_s
-
-    def _take_back(self, flight: Flight, sent: Sent, mask: int) -> int:
-        """Count fragments of a transmission as lost; return their bytes."""
-        sent.mask &= ~mask
-        nbytes = flight.bytes_of(mask)
-        self._counters.lost_bytes += nbytes
-        return nbytes
 
     # ---- timers -------------------------------------------------------------------------------------------------
 
@@ -282,26 +270,22 @@ class Sender:
             timeout_s = max(timeout_s, min(timeout_s * backoff, PTO_MAX_S))
         return self._progress_at_s + timeout_s
 
-    def on_timer(self, now_s: float) -> list[Sending]:
-        """Find losses, and return the probes to send at once, whatever the window, if a probe timeout has expired."""
+    def on_timer(self, now_s: float) -> bool:
+        """Find losses; return whether a probe is due: a PING, whose answer `on_pong` processes."""
         if now_s >= self._loss_due_at_s:
             self._find_losses(now_s)
-        if now_s < self._probe_at_s():
-            return []
-        self._timeouts += 1
-        self._progress_at_s = now_s
-        flights = list(self._flights.values())
-        oldest = flights[:-1][:1] if self._timeouts > 1 else []
-        return [self._probe(flight, now_s) for flight in oldest + flights[-1:]]
+        is_probe_due = now_s >= self._probe_at_s()
+        if is_probe_due:
+            self._timeouts += 1
+            self._progress_at_s = now_s
+        return is_probe_due
 
-    def _probe(self, flight: Flight, now_s: float) -> Sending:
-        """Send the last missing fragment again: any answer to it shows every gap before it."""
-        bit = 1 << ((flight.full & ~flight.acked).bit_length() - 1)
-        for sent in flight.sent:
-            if sent.mask & bit:
-                self.rate.on_abandoned(self._take_back(flight, sent, bit))
-        flight.sent = [sent for sent in flight.sent if sent.mask]
-        return self._send(flight, bit, now_s)
+    def on_pong(self, transmissions: int, now_s: float) -> None:
+        """Process the answer, an ACK included, to a PING that left after so many transmissions: none is on its way."""
+        self._timeouts = 0
+        self._progress_at_s = now_s
+        self._newest = max(self._newest, (transmissions, 0))
+        self._find_losses(now_s)
 
     def abandon(self) -> None:
         """Drop everything: the peer is gone."""

@@ -119,7 +119,8 @@ class Session:
         self._frames: list[bytes] = []
         self._control_sent_at_s = now_s
         self._ack_counter = -1
-        self._pings: dict[int, float] = {}  # sending times of the latest PINGs, by token
+        # By token: sending time of the latest PINGs, and the transmissions of data before each.
+        self._pings: dict[int, tuple[float, int]] = {}
         self._ping_token = 0
         self._key_frame = b""
         self._has_key_ack = False
@@ -246,11 +247,14 @@ class Session:
             case wire.Ack():
                 self._on_ack(frame, counter, now_s)
             case wire.Ping(token):
-                self.send_frame(wire.Pong(token))
+                self._frames.insert(0, wire.encode_frame(wire.Pong(token)))  # next to the ACK
                 if receiver is not None:
                     receiver.acknowledge_by(now_s)
             case wire.Pong(token) if token in self._pings:
-                self.rtt.add_sample(now_s - self._pings.pop(token), now_s)
+                sent_at_s, transmissions = self._pings.pop(token)
+                self.rtt.add_sample(now_s - sent_at_s, now_s)
+                if self.sender is not None:
+                    self.sender.on_pong(transmissions, now_s)
             case wire.Key():
                 self._on_key(frame, now_s)
             case wire.KeyAck():
@@ -343,7 +347,8 @@ class Session:
 
     def _send_ping(self, now_s: float) -> None:
         self._ping_token += 1
-        self._pings[self._ping_token] = now_s
+        transmissions = 0 if self.sender is None else self.sender.transmissions
+        self._pings[self._ping_token] = now_s, transmissions
         self._pings.pop(self._ping_token - PINGS_MAX, None)
         self.send_frame(wire.Ping(self._ping_token))
 
@@ -400,10 +405,7 @@ class Session:
             self._send_ping(now_s)
 
     def _poll_data(self, sender: Sender, now_s: float, out: list[Transmit]) -> None:
-        probes = sender.on_timer(now_s)
-        for probe in probes:
-            self._emit(probe, out)
-        if probes:
+        if sender.on_timer(now_s):
             self._send_ping(now_s)
         for _ in range(BURSTS_PER_POLL):
             item = sender.next_item(now_s)
