@@ -172,6 +172,7 @@ class Sent:
     app_limited: bool
     in_flight_bytes: int
     has_single_copy: bool = True  # it brought a fragment that was sent only once: a round trip
+    is_probe: bool = False  # an earlier copy may still be on its way
 
 
 class RateController:

@@ -212,7 +212,7 @@ class Sender:
             sent.mask &= ~hit
             nbytes += flight.bytes_of(hit)
             is_early = arrived_s - sent.sent_at_s < PLAUSIBLE * usual_s
-            if hit & flight.again and is_early:
+            if hit & flight.again and (is_early or sent.is_probe):
                 # The first copy of a fragment may have arrived, which tells nothing about the second.
                 hit &= ~flight.again
                 if not hit:
@@ -270,15 +270,27 @@ class Sender:
             timeout_s = max(timeout_s, min(timeout_s * backoff, PTO_MAX_S))
         return self._progress_at_s + timeout_s
 
-    def on_timer(self, now_s: float) -> bool:
-        """Find losses; return whether a probe is due: a PING, whose answer `on_pong` processes."""
+    def on_timer(self, now_s: float) -> Sending | None:
+        """Find losses; if a probe timeout has expired, return the datagram to send with a PING, whatever the window.
+
+        The last missing fragment goes again. An earlier copy may still be on its way, so only the PONG proves anything.
+        """
         if now_s >= self._loss_due_at_s:
             self._find_losses(now_s)
-        is_probe_due = now_s >= self._probe_at_s()
-        if is_probe_due:
-            self._timeouts += 1
-            self._progress_at_s = now_s
-        return is_probe_due
+        if now_s < self._probe_at_s():
+            return None
+        self._timeouts += 1
+        flight = list(self._flights.values())[-1]
+        bit = 1 << ((flight.full & ~flight.acked).bit_length() - 1)
+        for sent in flight.sent:
+            if sent.mask & bit:
+                sent.mask &= ~bit
+                self._counters.lost_bytes += flight.bytes_of(bit)
+                self.rate.on_abandoned(flight.bytes_of(bit))
+        flight.sent = [sent for sent in flight.sent if sent.mask]
+        probe = self._send(flight, bit, now_s)
+        flight.sent[-1].is_probe = True
+        return probe
 
     def on_pong(self, transmissions: int, now_s: float) -> None:
         """Process the answer, an ACK included, to a PING that left after so many transmissions: none is on its way."""

@@ -405,7 +405,9 @@ class Session:
             self._send_ping(now_s)
 
     def _poll_data(self, sender: Sender, now_s: float, out: list[Transmit]) -> None:
-        if sender.on_timer(now_s):
+        probe = sender.on_timer(now_s)
+        if probe is not None:
+            self._emit(probe, out)
             self._send_ping(now_s)
         for _ in range(BURSTS_PER_POLL):
             item = sender.next_item(now_s)
