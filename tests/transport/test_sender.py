@@ -167,6 +167,7 @@ def test_a_pong_shows_that_nothing_that_left_before_its_ping_is_on_its_way() -> 
 
 def test_an_arrival_before_a_second_copy_was_sent_proves_nothing_about_those_sent_between() -> None:
     sender, _ = two_records()
+    sender.on_ack(Ack(1, 16), 1.4)
     sender.on_pong(sender.transmissions, 1.4)
     assert sent_datagrams(all_items(sender, 1.4)) == [(n, m) for n in (1, 2) for m in range(8)]
     sender.on_ack(Ack(1, 16, int(0.05e6), 0, ((2, 0b1000_0000),)), 1.42)
