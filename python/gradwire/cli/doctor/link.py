@@ -21,8 +21,7 @@ from typing import Any
 
 from gradwire.errors import TransportError
 from gradwire.transport import Node, Peer, Received, Ticket, parse_secret
-from gradwire.transport.addressing import resolve
-from gradwire.transport.model import parse_address
+from gradwire.transport.addressing import parse_address, resolve
 from gradwire.transport.secret import fingerprint
 
 from .machine import Check, slow_if

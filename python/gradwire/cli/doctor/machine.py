@@ -14,9 +14,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 import gradwire as gw
 from gradwire import _core
-from gradwire.transport import Node, SocketStats, generate_secret, parse_secret
-from gradwire.transport.addressing import choose_address, deciding_rule, local_address
-from gradwire.transport.model import Address, format_address, parse_address
+from gradwire.transport import Node, SocketStats, addressing, generate_secret, parse_secret
 from gradwire.transport.secret import environment_secret, fingerprint
 
 BUFFER_BYTES: Final = 4 << 20  # what a node asks for
@@ -57,7 +55,7 @@ def check(bind: str, mask: str | None, peer: str | None, *, needs_secret: bool) 
         ValueError: ``bind`` or ``peer`` is not an address.
     """
     for text in filter(None, (bind, peer)):
-        parse_address(text)
+        addressing.parse_address(text)
     try:
         yield check_instruction_set(_core.isa(), gw.backends())
     except gw.BackendUnavailable as error:
@@ -105,10 +103,10 @@ def check_secret(*, needs_it: bool) -> Check:
 
 def check_binding(bind: str, mask: str | None, peer: str | None) -> Iterator[Check]:
     """Check which address a node takes, and whether it can bind the port."""
-    asked = parse_address(bind)
-    rule = deciding_rule(asked, mask)
+    asked = addressing.parse_address(bind)
+    rule = addressing.deciding_rule(asked, mask)
     try:
-        chosen = choose_address(asked, mask)
+        chosen = addressing.choose_address(asked, mask)
     except ValueError as error:
         helps = "ip -brief address", "give another --mask, or --bind with one of these addresses"
         yield Check("address", "FAIL", str(error), helps)
@@ -120,14 +118,16 @@ def check_binding(bind: str, mask: str | None, peer: str | None) -> Iterator[Che
         "variable": f"GRADWIRE_IP is {os.environ.get('GRADWIRE_IP')}",
         "route": route,
     }[rule]
-    host = format_address(local_address(chosen, [peer] if peer else [])).rpartition(":")[0]
+    host = addressing.format_address(
+        addressing.local_address(chosen, [peer] if peer else [])
+    ).rpartition(":")[0]
     yield Check("address", "ok", f"{host}: {why}")
     yield check_port(chosen)
 
 
-def check_port(address: Address) -> Check:
+def check_port(address: tuple[str, int]) -> Check:
     """Check whether a node can bind an address."""
-    text, port = format_address(address), address[1]
+    text, port = addressing.format_address(address), address[1]
     try:
         with Node(text, secret=generate_secret()):
             return Check("port", "ok", f"UDP {text} can be bound")
