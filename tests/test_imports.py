@@ -52,7 +52,7 @@ ALLOWED = {
 FRAMEWORKS = {"cupy", "jax", "matplotlib", "pyspark", "sklearn", "torch"}
 # Packages for a framework; nothing imports them before the user does.
 FRAMEWORK_PACKAGES = {"torch": {"torch"}, "spark": {"pyspark"}}
-WITH_SOCKETS = {"transport/addressing.py", "transport/driver.py", "transport/multicast.py"}
+WITH_SOCKETS = {"transport/addressing.py", "transport/driver.py"}
 WITH_A_CLOCK = {"exchange/clock.py", "torch/hook.py", "transport/driver.py", "transport/node.py"}
 
 
