@@ -167,7 +167,7 @@ class Commands:
             try:
                 return self._node.publish(payload, tag)
             except WouldBlock:
-                assert time.monotonic() < end_s, f"no room for message {tag}"
+                assert time.monotonic() < end_s, f"no space for message {tag}"
                 self._take(0.002)
 
     def receive(self, messages: int, timeout_s: float = GRACE_S) -> Json:

@@ -6,8 +6,7 @@ import ipaddress
 from collections.abc import Sequence
 from typing import Final
 
-from gradwire.transport.addressing import WILDCARD, deciding_rule, local_address
-from gradwire.transport.addressing import format_address
+from gradwire.transport.addressing import WILDCARD, deciding_rule, format_address, local_address
 
 ANY: Final = (WILDCARD, "::")
 LOOPBACK: Final = "127.0.0.1"

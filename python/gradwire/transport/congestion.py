@@ -5,9 +5,8 @@ Loss on a wireless or long-distance link is no sign of congestion, and a control
 keeps about two bandwidth-delay products in flight. Loss while round trips are much longer than the shortest one is that
 of a full queue, and lowers the limit on the bytes in flight.
 
-Source: draft-cardwell-iccrg-bbr-congestion-control-00 (phases) and -02 (``inflight_hi``),
-draft-cheng-iccrg-delivery-rate-estimation-00 (rate samples), RFC 9002 (round trips, probe timeout), RFC 9406 (slower
-start as soon as round trips grow).
+Source: draft-cardwell-iccrg-bbr-congestion-control-00 and -02, draft-cheng-iccrg-delivery-rate-estimation-00, RFC 9002
+(round trips, probe timeout), RFC 9406 (slower start as soon as round trips grow).
 """
 
 from __future__ import annotations
@@ -204,15 +203,15 @@ class RateController:
 
     def room_bytes(self, now_s: float) -> int:
         """Return the bytes that may leave now; 0 if none may."""
-        room = self.window_bytes - self.bytes_in_flight
-        if room <= 0:
+        space = self.window_bytes - self.bytes_in_flight
+        if space <= 0:
             return 0
         if self._next_send_at_s > now_s and (self.send_allowed_at_s() or 0.0) > now_s:
             return 0
         # A window of several bursts may be overdrawn by a part of one: a part costs as much as a full burst.
         if self.window_bytes >= 2 * BURST_MAX_BYTES:
             return self.burst_bytes
-        return min(room, self.burst_bytes)
+        return min(space, self.burst_bytes)
 
     def send_allowed_at_s(self) -> float | None:
         """Return when the next burst may leave, in the past if at once; None until bytes are acknowledged."""

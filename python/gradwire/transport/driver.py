@@ -40,7 +40,6 @@ IDLE_WAIT_S: Final = 1.0
 GSO_REFUSED: Final = frozenset(
     {errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP, errno.ENOPROTOOPT}
 )
-SIZE_REFUSED: Final = frozenset({errno.EMSGSIZE})
 TRY_LATER: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR})
 SIZE_REMEDY: Final = (
     "lower Limits(datagram_bytes=...) to the interface's MTU less 28 bytes (IPv4) or 48 (IPv6)"
@@ -176,7 +175,7 @@ class Driver:
                 if error.errno in TRY_LATER:
                     return False
                 self._errors += 1  # no route, a firewall: to the protocol a loss like any other
-                if error.errno in (SIZE_REFUSED if is_single else GSO_REFUSED):
+                if error.errno in ([errno.EMSGSIZE] if is_single else GSO_REFUSED):
                     self._log_refusal(transmit, error, is_single=is_single)
                 if is_single or error.errno not in GSO_REFUSED:
                     return True

@@ -1,8 +1,7 @@
 """One node without its socket: its sessions, the send log they share, and the routing of datagrams.
 
 Sans-IO: `Endpoint.receive` takes datagrams, `Endpoint.poll` returns the datagrams to send, `Endpoint.next_timeout_s`
-returns when to call `poll` again, and `take_messages` and `take_events` hand over messages and events. Time is always
-an argument.
+returns when to call `poll` again. Time is always an argument.
 """
 
 from __future__ import annotations
@@ -410,7 +409,7 @@ class Endpoint:
         for frame in members_frames(addresses):
             session.send_frame(frame)
 
-    # ---- called by the sessions --------------------------------------------------------------------
+    # ---- called by the sessions --------------------------------------------------------------------------------------
 
     def wall_ms(self, now_s: float) -> int:
         """Return the time since the epoch in ms; a jump of the clock after the start goes unnoticed."""
@@ -498,8 +497,6 @@ class Endpoint:
             logger.info("%s is gone (%s), %d messages undelivered", session.peer, reason, count)
             self._events.append(PeerLost(session.identity, reason, undelivered))
         self._release_log()
-
-    # ---- housekeeping -------------------------------------------------------------------------------------------
 
     def _new_session(self, address: Address, now_s: float) -> Session:
         index = int.from_bytes(self.entropy(4), "little")  # which nobody can guess

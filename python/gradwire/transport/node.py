@@ -317,8 +317,6 @@ class Node:
         """Close the node; after an exception without waiting for acknowledgements."""
         self.close(timeout_s=5.0 if kind is None else 0.0)
 
-    # ---- moving datagrams; the lock is held ---------------------------------------------------------------------
-
     def _wait_for(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """Move datagrams once, then wait until the I/O thread finds that ``is_done``; return whether it is."""
         if self._is_closed:

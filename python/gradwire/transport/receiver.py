@@ -129,8 +129,6 @@ class Receiver:
         """Have an acknowledgement sent at this time or earlier."""
         self.ack_at_s = at_s if self.ack_at_s is None else min(self.ack_at_s, at_s)
 
-    # ---- fragments to records -----------------------------------------------------------------------------------
-
     def on_fragments(self, header: DataHeader, batch: memoryview, now_s: float) -> bool:
         """Take neighbouring fragments of one record, headers included; return False if no valid record has them.
 
@@ -204,8 +202,6 @@ class Receiver:
             del self._partials[record]
         self.consume()
 
-    # ---- records to messages ------------------------------------------------------------------------------------
-
     def consume(self) -> None:
         """Turn complete records into messages, in order, as far as the budget allows."""
         while self._consumed < self.cumulative and not self.error:
@@ -254,8 +250,6 @@ class Receiver:
             self._budget.give_back(len(self._assembly.payload))
             self._assembly = None
 
-    # ---- acknowledgements ---------------------------------------------------------------------------------------
-
     def _has_gap(self, record: int) -> bool:
         """Return whether fragments are missing before this record, or inside the next one."""
         if record > self.cumulative:
@@ -268,11 +262,11 @@ class Receiver:
         self.ack_at_s = None
         self._unacknowledged_bytes = 0
         self.limit = max(self.limit, min(self._consumed + self._window, RECORD_NUMBER_MAX))
-        base, partials, room = self.cumulative, [], wire.ACK_PARTIAL_BYTES_MAX
+        base, partials, space = self.cumulative, [], wire.ACK_PARTIAL_BYTES_MAX
         for number in sorted(self._partials)[: wire.ACK_PARTIALS_MAX]:
             got = self._partials[number].got
-            room -= wire.partial_bytes(got)
-            if room < 0:
+            space -= wire.partial_bytes(got)
+            if space < 0:
                 break
             partials.append((number, got))
         return Ack(

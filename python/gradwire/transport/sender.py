@@ -79,20 +79,18 @@ class Sender:
         """Whether the peer has acknowledged everything in the log."""
         return not self._flights and self.cursor == self._log.head
 
-    # ---- sending ------------------------------------------------------------------------------------------------
-
     def next_item(self, now_s: float) -> Sending | None:
         """Return what to send now, or None when nothing may or need be sent."""
-        room = self.rate.room_bytes(now_s)
-        if not room:
+        space = self.rate.room_bytes(now_s)
+        if not space:
             return None
         flight = self._waiting[min(self._waiting)] if self._waiting else self._open_next()
         if flight is None:
             self.rate.on_app_limited()
             return None
         mask, record = flight.to_send, flight.record
-        if record is not None and room < record.nbytes:
-            mask = lowest_bits(mask, max(1, room // record.segment_bytes))
+        if record is not None and space < record.nbytes:
+            mask = lowest_bits(mask, max(1, space // record.segment_bytes))
         return self._send(flight, mask, now_s)
 
     def _open_next(self) -> Flight | None:
@@ -139,8 +137,6 @@ class Sender:
             self._waiting[flight.number] = flight
         else:
             self._waiting.pop(flight.number, None)
-
-    # ---- acknowledgements ---------------------------------------------------------------------------------------
 
     def on_ack(self, ack: Ack, now_s: float) -> None:
         """Process an acknowledgement, which must be newer than every one before."""
@@ -249,8 +245,6 @@ class Sender:
                     due_at_s = min(due_at_s, sent.sent_at_s + delay_s)
             flight.sent = [sent for sent in flight.sent if sent.mask]
         self._loss_due_at_s = due_at_s
-
-    # ---- timers -------------------------------------------------------------------------------------------------
 
     def deadline_s(self) -> float:
         """Return when `on_timer` or `next_item` should be called next; infinity if there is nothing to wait for."""
