@@ -122,7 +122,7 @@ def test_a_message_that_will_never_be_complete_gives_its_budget_back() -> None:
     assert two.endpoint.stats().receive_queue_bytes == 0
 
 
-def test_from_the_second_on_probes_ask_for_the_oldest_record_as_well() -> None:
+def test_probes_repeat_the_newest_record_and_the_first_answer_brings_all_the_others() -> None:
     simulator = Simulator(6, Link(delay_s=0.001))
     one, two = simulator.mesh(2)
     wire = Wire(simulator, one, two, loss=1.0)
@@ -131,7 +131,10 @@ def test_from_the_second_on_probes_ask_for_the_oldest_record_as_well() -> None:
         simulator.publish(one, b"x", index)
     simulator.run_for(3.0)
     probes = [number - first for number, _ in wire.sent[3:]]
-    assert probes[:5] == [2, 0, 2, 0, 2]
+    assert len(probes) >= 5
+    assert set(probes) == {2}
+    simulator.link(one, two).drop = None
+    simulator.run_until(lambda: len(two.received) == 3, 1.5)
 
 
 def test_reordering_by_less_than_an_eighth_of_a_round_trip_repeats_nothing() -> None:

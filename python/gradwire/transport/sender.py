@@ -265,10 +265,7 @@ class Sender:
         return self._progress_at_s + timeout_s
 
     def on_timer(self, now_s: float) -> Sending | None:
-        """Find losses; if a probe timeout has expired, return the datagram to send with a PING, whatever the window.
-
-        The last missing fragment goes again. An earlier copy may still be on its way, so only the PONG proves anything.
-        """
+        """Find losses; if a probe timeout has expired, return the last missing fragment, to send again with a PING."""
         if now_s >= self._loss_due_at_s:
             self._find_losses(now_s)
         if now_s < self._probe_at_s():
