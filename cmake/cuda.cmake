@@ -1,18 +1,18 @@
-# Whether this build can have CUDA kernels, and how they are compiled. GRADWIRE_CUDA says what is wanted:
-#   auto  try; where nvcc, its runtime and the host compiler do not fit together, warn and go on without
+# The compilation of CUDA kernels. GRADWIRE_CUDA is
+#   auto  build the kernels if nvcc, its runtime and the host compiler fit together; otherwise warn and continue
 #   on    as auto, but a failure ends the configuration
-#   off   do not even look
-# Sets gradwire_cuda_works, and GRADWIRE_CUDA_STATUS to one line that says what came of it, for `gradwire info`.
+#   off   do not look for nvcc
+# Sets gradwire_cuda_works, and GRADWIRE_CUDA_STATUS to one line with the result, for `gradwire info`.
 #
-# nvcc is called by rules of our own. CMake's CUDA language would be the usual way, but enabling it ends the configuration
-# where anything is wrong with the toolkit, and it needs the layout of a toolkit: the wheels have another one
+# nvcc is called by custom commands. Enabling CMake's CUDA language would end the configuration for any fault of the toolkit,
+# and it requires the layout of a toolkit, which the wheels do not have
 # (pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-crt nvidia-nvvm nvidia-cuda-cccl; CUDACXX names the nvcc).
 set(GRADWIRE_CUDA "auto" CACHE STRING "CUDA backend: auto, on or off")
 set_property(CACHE GRADWIRE_CUDA PROPERTY STRINGS auto on off)
 
-# CMAKE_CUDA_ARCHITECTURES where it is set: numbers, each with -real or -virtual or without (both), or "native". Otherwise
-# that of the GPU that is present, because a source install is for this machine; where there is none the machine is not the
-# one that it will run on, and the default is 80, 90 and 100 with PTX of 80, from which a driver makes code for all others.
+# Choose the architectures: CMAKE_CUDA_ARCHITECTURES if it is set (numbers, each with -real, -virtual or neither for both, or
+# "native"), otherwise that of the GPU in this machine. Without a GPU the module will run on another machine, and the default
+# is 80, 90 and 100 with PTX of 80, which a driver compiles for all other architectures.
 function(gradwire_cuda_flags nvcc flags_variable)
   set(wanted "${CMAKE_CUDA_ARCHITECTURES}")
   set(problem "")
@@ -66,8 +66,8 @@ function(gradwire_cuda_flags nvcc flags_variable)
   endif()
 endfunction()
 
-# Compiles a kernel, and links a program with the runtime, once per compiler pair. A try_compile of CMake's would enable
-# the language first.
+# Compile a kernel and link a program with the runtime, once per pair of compilers. CMake's try_compile would enable the
+# CUDA language.
 function(gradwire_try_nvcc nvcc status_variable works_variable)
   set(key "${nvcc} ${GRADWIRE_CUDART} ${CMAKE_CXX_COMPILER} ${CMAKE_CXX_COMPILER_VERSION}")
   if(NOT "${GRADWIRE_CUDA_TRIED}" STREQUAL "${key}")
@@ -101,9 +101,9 @@ function(gradwire_try_nvcc nvcc status_variable works_variable)
       endif()
     endif()
     file(WRITE "${folder}/output.txt" "${output}")
-    set(GRADWIRE_CUDA_TRIED "${key}" CACHE INTERNAL "nvcc, runtime and host compiler that were tried together")
-    set(GRADWIRE_CUDA_TRIED_STATUS "${status}" CACHE INTERNAL "what came of it")
-    set(GRADWIRE_CUDA_TRIED_WORKS ${works} CACHE INTERNAL "whether it worked")
+    set(GRADWIRE_CUDA_TRIED "${key}" CACHE INTERNAL "nvcc, runtime and host compiler of the last try")
+    set(GRADWIRE_CUDA_TRIED_STATUS "${status}" CACHE INTERNAL "result of the last try")
+    set(GRADWIRE_CUDA_TRIED_WORKS ${works} CACHE INTERNAL "whether the last try succeeded")
   endif()
   set(${status_variable} "${GRADWIRE_CUDA_TRIED_STATUS}" PARENT_SCOPE)
   set(${works_variable} "${GRADWIRE_CUDA_TRIED_WORKS}" PARENT_SCOPE)
@@ -122,7 +122,7 @@ else()
   find_program(GRADWIRE_NVCC nvcc HINTS ENV CUDACXX ENV CUDA_PATH ENV CUDA_HOME PATH_SUFFIXES bin PATHS /usr/local/cuda)
   mark_as_advanced(GRADWIRE_NVCC)
   if(GRADWIRE_NVCC)
-    # The compiler itself says where it lies; the name on the path may be a link or a script.
+    # Ask the compiler for its folder, because the name on the path may be a link or a script.
     execute_process(COMMAND "${GRADWIRE_NVCC}" -dryrun -E -x cu /dev/null OUTPUT_VARIABLE words ERROR_VARIABLE words)
     string(REGEX MATCH "_HERE_=([^\n]+)" ignored "${words}")
     set(gradwire_cuda_root "${CMAKE_MATCH_1}/..")
@@ -143,14 +143,14 @@ endif()
 if(GRADWIRE_CUDA STREQUAL "on" AND NOT gradwire_cuda_works)
   message(FATAL_ERROR "GRADWIRE_CUDA=on: ${GRADWIRE_CUDA_STATUS}")
 elseif(GRADWIRE_NVCC AND NOT GRADWIRE_CUDA STREQUAL "off" AND NOT gradwire_cuda_works AND NOT CMAKE_CROSSCOMPILING)
-  message(WARNING "CUDA: ${GRADWIRE_CUDA_STATUS}; going on without. The compiler's words are in "
+  message(WARNING "CUDA: ${GRADWIRE_CUDA_STATUS}; continuing without CUDA. The output of the compiler is in "
     "${CMAKE_BINARY_DIR}/CMakeFiles/gradwire_try_nvcc/output.txt")
 else()
   message(STATUS "CUDA: ${GRADWIRE_CUDA_STATUS}")
 endif()
 
-# Every kernel gives the CPU's bits: no fused multiply-add, subnormals kept, divisions and square roots correctly rounded
-# (the last three are nvcc's defaults; they are written down because they matter).
+# Every kernel gives the bits of the CPU: no fused multiply-add, subnormals kept, divisions and square roots correctly rounded.
+# The last three are defaults of nvcc, stated here because the results depend on them.
 if(gradwire_cuda_works)
   set(gradwire_nvcc_flags -std=c++17 -O3 -fmad=false -ftz=false -prec-div=true -prec-sqrt=true
     -ccbin "${CMAKE_CXX_COMPILER}" -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra -Xptxas=-v)
@@ -161,7 +161,7 @@ if(gradwire_cuda_works)
   set(gradwire_cuda_objects "")
   foreach(name encode apply)
     set(object "${CMAKE_CURRENT_BINARY_DIR}/cuda/${name}.o")
-    # What ptxas says (registers, spills) goes to a file beside the object, which .ci/check_kernels.py reads.
+    # The report of ptxas (registers, spills) is written to a file beside the object, for .ci/check_kernels.py.
     add_custom_command(OUTPUT "${object}"
       COMMAND ${CMAKE_COMMAND} -E make_directory "${CMAKE_CURRENT_BINARY_DIR}/cuda"
       COMMAND ${CMAKE_COMMAND} "-DREPORT=${object}.txt" -P "${CMAKE_CURRENT_SOURCE_DIR}/cmake/run_nvcc.cmake" --

@@ -1,13 +1,13 @@
-# Runs the command behind "--" and writes what it says to REPORT: ptxas' report is long, and nothing in it is a warning.
-# What is one, or an error, is shown.
+# Run the command after "--" and write its output to REPORT, because the report of ptxas is long. Show only warnings and
+# errors.
 set(command "")
-set(behind OFF)
+set(after_dashes OFF)
 math(EXPR last "${CMAKE_ARGC} - 1")
 foreach(i RANGE ${last})
-  if(behind)
+  if(after_dashes)
     list(APPEND command "${CMAKE_ARGV${i}}")
   elseif("${CMAKE_ARGV${i}}" STREQUAL "--")
-    set(behind ON)
+    set(after_dashes ON)
   endif()
 endforeach()
 execute_process(COMMAND ${command} RESULT_VARIABLE failed OUTPUT_VARIABLE output ERROR_VARIABLE output)
