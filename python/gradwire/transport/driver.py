@@ -89,9 +89,7 @@ class Driver:
         self._configure(family, offload)
         self._buffer = bytearray(RECEIVE_BUFFER_BYTES)
         self._view = memoryview(self._buffer).toreadonly()
-        self.unsent: deque[Transmit] = (
-            deque()
-        )  # datagrams that wait for space in the socket's buffer
+        self.unsent: deque[Transmit] = deque()  # waits for space in the socket's buffer
         self._has_logged_size = False
 
     def _configure(self, family: socket.AddressFamily, offload: bool) -> None:

@@ -85,7 +85,7 @@ class Endpoint:
         self.log = SendLog(self.limits.send_log_bytes, first_record)
         self.sealer = Sealer(self.keys, self.stream, self.limits.datagram_bytes)
         self.discovery = Discovery()
-        self.handshakes = IncomingHandshakes(secret, entropy, name)
+        self.handshakes = IncomingHandshakes(secret, self.mac1, entropy, name)
         self.sessions: dict[int, Session] = {}  # by index
         self.by_node: dict[int, Session] = {}  # established ones, by the peer's node id
         self.by_stream: dict[tuple[Address, int], Session] = {}  # by source and stream

@@ -80,10 +80,10 @@ class InitGate:
 class IncomingHandshakes:
     """Reads the INIT datagrams of other nodes, and refuses each at the least cost."""
 
-    def __init__(self, secret: bytes, entropy: Entropy, name: str) -> None:
+    def __init__(self, secret: bytes, mac1: Mac1, entropy: Entropy, name: str) -> None:
         self._secret = secret
         self._entropy = entropy
-        self._mac1 = Mac1(secret)
+        self._mac1 = mac1
         self._gate = InitGate()
         self.rejected = RejectedPeers(name)
 
