@@ -20,13 +20,14 @@ PYTHON_LINES_MAX = 1_000
 GENERATED = (".a", ".dll", ".dylib", ".egg", ".log", ".o", ".pyc", ".pyd", ".so", ".whl")
 
 # The size of gradwire. A ceiling is met by leaving out and by simplifying, not by splitting or moving.
-MODULES_MAX = {"cli": 16, "exchange": 18, "spark": 16, "torch": 16, "transport": 16}
+MODULES_MAX = {"cli": 16, "exchange": 20, "spark": 16, "torch": 16, "transport": 16}
 DEPTH_MAX = 8
 LINES_MAX = {
     "python/gradwire/transport/": 4_000,
     "python/gradwire/cli/doctor": 600,
     "python/gradwire/reference.py": 450,
-    "python/gradwire/": 14_500,
+    # What there was before, the sharded exchange, `share`, the cost model with all that reads it, Spark with feeds.
+    "python/gradwire/": 14_500 + 1_200 + 1_600 + 1_300 + 1_600,
     "benchmarks/": 3_500,
 }
 DOCSTRING_LINES_MAX = 40
