@@ -43,17 +43,24 @@ ALLOWED = {
     "reference": {"errors", "policy"},
     "dl4j": {"errors", "message", "policy"},
     "transport": {"errors", "transport"},
+    "hosted": {"errors"},
     "exchange": CODEC | {"exchange", "transport"},
     "cli": CODEC | {"cli", "exchange", "transport", INTERFACE},
     "torch": CODEC | {"exchange", "torch", "transport", INTERFACE},
     "spark": CODEC | {"exchange", "spark", "transport", INTERFACE},
-    "__init__": CODEC | {"exchange", "transport"},
+    "__init__": CODEC | {"exchange", "hosted", "transport"},
 }
 FRAMEWORKS = {"cupy", "jax", "matplotlib", "pyspark", "sklearn", "torch"}
 # Packages for a framework; nothing imports them before the user does.
 FRAMEWORK_PACKAGES = {"torch": {"torch"}, "spark": {"pyspark"}}
 WITH_SOCKETS = {"transport/addressing.py", "transport/driver.py"}
-WITH_A_CLOCK = {"exchange/clock.py", "torch/hook.py", "transport/driver.py", "transport/node.py"}
+WITH_A_CLOCK = {
+    "exchange/clock.py",
+    "hosted.py",
+    "torch/hook.py",
+    "transport/driver.py",
+    "transport/node.py",
+}
 
 
 def name(path: Path) -> str:

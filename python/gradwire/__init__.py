@@ -55,6 +55,7 @@ from .policy import (
 if TYPE_CHECKING:
     from . import dl4j
     from .exchange import Exchange, ExchangeStats, Groups, Joined, LocalTeam, StepResult
+    from .hosted import HostedModel
     from .transport import Node, Peer
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "FixedThreshold",
     "GradwireError",
     "Groups",
+    "HostedModel",
     "Joined",
     "LocalTeam",
     "Message",
@@ -101,7 +103,11 @@ __all__ = [
 ]
 
 _EXCHANGE = ("Exchange", "ExchangeStats", "Groups", "Joined", "LocalTeam", "StepResult")
-_LAZY = {"Node": "transport", "Peer": "transport", **dict.fromkeys(_EXCHANGE, "exchange")}
+_LAZY = {
+    "HostedModel": "hosted",
+    **dict.fromkeys(("Node", "Peer"), "transport"),
+    **dict.fromkeys(_EXCHANGE, "exchange"),
+}
 _MODULES = ("dl4j", "exchange", "reference", "torch", "transport")
 
 

@@ -1,0 +1,346 @@
+"""A model's parameters in shared memory, which every process of the machine can read while training changes them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import re
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedRandom
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import GradwireError, Mismatch
+
+__all__ = ["HostedModel", "Snapshot"]
+
+_MAGIC = b"gwmodel1"
+_HEADER = struct.Struct(
+    "<8sQQ"
+)  # magic, sequence number, bytes of the layout, which follows as JSON
+_SEQUENCE_AT = 8
+_ALIGNMENT = 64
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (files there never reach a disk)
+_RETRY_S = 0.001
+_TRIES = 20
+
+_Arrays: TypeAlias = list[NDArray[Any]]
+_Layout: TypeAlias = list[Any]  # [dtype, shape] of each array, as JSON has it
+
+
+class Snapshot(NamedTuple):
+    """A consistent copy of a hosted model: its version, and its parameters as arrays of the caller's own."""
+
+    version: int
+    params: _Arrays
+
+
+class HostedModel:
+    """The current parameters of a model in shared memory, under a name.
+
+    The process that makes the model hosts it and writes; any other process of the same user attaches by name and reads.
+    The model goes when the host closes it or ends, however it ends; those attached keep the last parameters.
+
+    Args:
+        name: letters, digits, ".", "_" and "-", at most 64.
+        params: the initial parameters: one array or several, of numbers, in host memory, such as
+            ``model.parameters()``. Copied.
+
+    Attributes:
+        name: as given.
+        params: the parameters themselves. The host's arrays are writable: change them inside ``writing``. Readers'
+            arrays are read-only views, which change while they are read; ``snapshot`` copies one version.
+
+    Raises:
+        ValueError: the name cannot be used, or a living process hosts a model of this name.
+        TypeError: an array of another kind, or on a device.
+        OSError: there is too little shared memory.
+
+    >>> import numpy as np, gradwire as gw
+    >>> with gw.HostedModel("documentation", [np.zeros(2, np.float32)]) as host:
+    ...     reader = gw.HostedModel.attach("documentation")  # in any process of this machine
+    ...     host.update([np.array([1.0, 2.0], np.float32)])
+    ...     reader.version, reader.params[0].tolist(), reader.snapshot().version
+    1
+    (1, [1.0, 2.0], 1)
+    """
+
+    def __init__(self, name: str, params: Any) -> None:
+        path, initial = _path_of(name), _views(params)
+        layout = _layout_of(initial)
+        text = json.dumps(layout).encode()
+        lock = _create(path, _places(len(text), layout)[-1])
+        self._finalizer: Any = weakref.finalize(self, _release, lock, path, os.getpid())
+        # A forked child would keep the lock, and the model alive, beyond the host's death. So would the mapping, which
+        # duplicates its descriptor; therefore it has a file of its own.
+        os.register_at_fork(after_in_child=lock.close)
+        lock.write(_HEADER.pack(b"", 0, len(text)) + text)
+        lock.flush()
+        with _opened(path, os.O_RDWR) as file:
+            self._map(name, layout, len(text), file, mmap.ACCESS_WRITE)
+        self._file, self._process = lock, os.getpid()
+        for target, source in zip(self.params, initial, strict=True):
+            target[...] = source
+        _fence()
+        self._memory[: len(_MAGIC)] = _MAGIC  # from now on others attach
+
+    @classmethod
+    def attach(cls, name: str, like: Any = None, *, timeout_s: float = 0.0) -> HostedModel:
+        """Return a reader of the model that another process, or this one, hosts.
+
+        Args:
+            name: of the model.
+            like: arrays whose dtypes and shapes the model must have, such as ``model.parameters()``; None: any.
+            timeout_s: longest wait for the model to be hosted.
+
+        Raises:
+            FileNotFoundError: no living process hosts a model of this name.
+            Mismatch: the model has another layout than ``like``.
+            ValueError: the name cannot be used.
+            PermissionError: the model belongs to another user.
+        """
+        path, end_s = _path_of(name), time.monotonic() + timeout_s
+        while True:
+            file = _open_hosted(path)
+            if file is not None:
+                break
+            if time.monotonic() >= end_s:
+                raise FileNotFoundError(f"no living process of this machine hosts a model {name!r}")
+            time.sleep(_RETRY_S)
+        _, _, nbytes = _HEADER.unpack(file.read(_HEADER.size))
+        layout = json.loads(file.read(nbytes))
+        expected = layout if like is None else _layout_of(_views(like))
+        if expected != layout:
+            file.close()
+            raise Mismatch(f"the model {name!r} has {layout}, expected {expected}")
+        found = cls.__new__(cls)
+        found._map(name, layout, nbytes, file, mmap.ACCESS_READ)
+        found._file, found._process = file, 0
+        found._finalizer = weakref.finalize(found, file.close)
+        return found
+
+    def _map(
+        self, name: str, layout: _Layout, layout_bytes: int, file: BufferedRandom, access: int
+    ) -> None:
+        self.name, self._layout = name, layout
+        *starts, size = _places(layout_bytes, layout)
+        self._memory = mmap.mmap(file.fileno(), size, access=access)
+        self.params: _Arrays = [
+            np.ndarray(shape, dtype, self._memory, start)
+            for start, (dtype, shape) in zip(starts, layout, strict=True)
+        ]
+        self._sequence = np.frombuffer(self._memory, np.uint64, 1, _SEQUENCE_AT)
+
+    @property
+    def version(self) -> int:
+        """The number of times that the parameters were written since the model was made."""
+        return int(self._sequence[0]) // 2
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the host still runs and has not closed the model."""
+        return not self._file.closed and (self._process > 0 or not _is_unlocked(self._file))
+
+    @contextmanager
+    def writing(self) -> Iterator[_Arrays]:
+        """Return a context in which the host changes ``params`` in place; snapshots wait until it ends.
+
+        Raises:
+            GradwireError: this process does not host the model, or has closed it.
+        """
+        if self._process != os.getpid() or self._file.closed:
+            raise GradwireError(f"only the process that hosts the model {self.name!r} writes to it")
+        self._sequence += 1
+        _fence()
+        try:
+            yield self.params
+        finally:
+            _fence()
+            self._sequence += 1
+
+    def update(self, params: Any) -> int:
+        """Replace the parameters by a copy of others, and return the new version.
+
+        Args:
+            params: arrays of the shapes and dtypes given at first.
+
+        Raises:
+            Mismatch: another layout; nothing was written.
+            GradwireError: as ``writing``.
+        """
+        given = _views(params)
+        if _layout_of(given) != self._layout:
+            raise Mismatch(f"the model {self.name!r} has {self._layout}, got {_layout_of(given)}")
+        with self.writing():
+            for target, source in zip(self.params, given, strict=True):
+                target[...] = source
+        return self.version
+
+    def snapshot(self, timeout_s: float = 10.0) -> Snapshot:
+        """Return a copy of the parameters at one version, whatever the host writes meanwhile.
+
+        Raises:
+            TimeoutError: the host wrote during every attempt.
+            GradwireError: the host died while it wrote.
+        """
+        end_s = time.monotonic() + timeout_s
+        copies = [np.empty_like(one) for one in self.params]
+        while True:
+            before = int(self._sequence[0])
+            _fence()
+            if before % 2 == 0:
+                for target, source in zip(copies, self.params, strict=True):
+                    target[...] = source
+                _fence()
+                if int(self._sequence[0]) == before:
+                    return Snapshot(before // 2, copies)
+            elif not self.is_live and int(self._sequence[0]) == before:
+                raise GradwireError(
+                    f"the host of the model {self.name!r} died while it wrote version {before // 2 + 1}"
+                )
+            if time.monotonic() >= end_s:
+                raise TimeoutError(
+                    f"no consistent copy of the model {self.name!r} within {timeout_s:g} s: the host wrote each time"
+                )
+            time.sleep(_RETRY_S)
+
+    def close(self) -> None:
+        """End the hosting, or the reading; the arrays stay readable until they are released."""
+        self._finalizer()
+
+    def __enter__(self) -> HostedModel:
+        """Return the model."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the model."""
+        self.close()
+
+
+def _views(params: Any) -> _Arrays:
+    """Return arrays as NumPy sees them; tensors that require grad too."""
+    listed = [params] if hasattr(params, "dtype") else list(params)
+    found = [np.asarray(one.detach() if hasattr(one, "detach") else one) for one in listed]
+    for one in found:
+        if one.dtype.kind not in "biuf":
+            raise TypeError(f"a hosted model has arrays of numbers, got {one.dtype}")
+    return found
+
+
+def _layout_of(arrays: _Arrays) -> _Layout:
+    return [[one.dtype.str, list(one.shape)] for one in arrays]
+
+
+def _path_of(name: str) -> Path:
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f'the name {name!r} has other characters than letters, digits, ".", "_" and "-", or not 1 to 64'
+        )
+    return _SHARED_MEMORY / f"gradwire-{os.getuid()}-{name}"
+
+
+def _places(layout_bytes: int, layout: _Layout) -> list[int]:
+    """Return the offset of every array, and the size of the whole."""
+    places = [_aligned(_HEADER.size + layout_bytes)]
+    for dtype, shape in layout:
+        nbytes = np.dtype(dtype).itemsize * int(np.prod(shape, dtype=np.int64))
+        places.append(_aligned(places[-1] + nbytes))
+    return places
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _create(path: Path, size: int) -> BufferedRandom:
+    """Return a new, locked file of zeros; replace one that a dead host has left behind.
+
+    The lock, which the kernel releases when its process ends, says that the host lives.
+    """
+    for _ in range(_TRIES):
+        with suppress(FileExistsError, FileNotFoundError):
+            if path.exists():
+                _remove_leftover(path)
+            file = _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
+                    os.posix_fallocate(file.fileno(), 0, size)
+                except OSError as error:
+                    path.unlink()
+                    raise OSError(
+                        error.errno,
+                        f"no {size} bytes of shared memory: {error.strerror}",
+                        str(path),
+                    ) from None
+                return file
+        time.sleep(_RETRY_S)
+    raise ValueError(f"a living process hosts a model at {path}: take another name, or end it")
+
+
+def _remove_leftover(path: Path) -> None:
+    with _opened(path, os.O_RDWR) as file, suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            path.unlink()
+
+
+def _open_hosted(path: Path) -> BufferedRandom | None:
+    """Return the file of a model that a living process hosts, None if there is none yet."""
+    try:
+        file = _opened(path, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    if _is_unlocked(file) or file.read(len(_MAGIC)) != _MAGIC:
+        file.close()
+        return None
+    file.seek(0)
+    return file
+
+
+def _opened(path: Path, flags: int) -> BufferedRandom:
+    """Open a file of this user, buffered for reading the header."""
+    file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o600), "r+b")
+    found = os.fstat(file.fileno())
+    if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
+        file.close()
+        raise PermissionError(f"{path} belongs to another user, or is no file")
+    return file
+
+
+def _is_unlocked(file: BufferedRandom) -> bool:
+    """Return whether nobody hosts the model in a file."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return True
+
+
+def _release(file: BufferedRandom, path: Path, process: int) -> None:
+    """Remove the host's file and its lock; a forked child leaves both to its parent."""
+    if os.getpid() == process and not file.closed:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        file.close()
+
+
+def _fence() -> None:
+    """Keep loads and stores before this call before those after it: a lock's release and acquisition are ordered."""
+    lock = threading.Lock()
+    for _ in range(2):
+        with lock:
+            pass
