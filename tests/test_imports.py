@@ -34,6 +34,7 @@ INTERFACE = "gradwire"
 # import the public interface itself.
 ALLOWED = {
     "errors": set(),
+    "rendezvous": set(),
     "policy": {"errors"},
     "state": {"policy"},
     "arrays": COMPILED | {"errors"},
@@ -42,18 +43,19 @@ ALLOWED = {
     "cuda": COMPILED | {"arrays", "codec", "policy", "state"},
     "reference": {"errors", "policy"},
     "dl4j": {"errors", "message", "policy"},
-    "transport": {"errors", "transport"},
     "hosted": {"errors"},
+    "transport": {"errors", "rendezvous", "transport"},
     "exchange": CODEC | {"exchange", "transport"},
     "cli": CODEC | {"cli", "exchange", "transport", INTERFACE},
     "torch": CODEC | {"exchange", "torch", "transport", INTERFACE},
     "spark": CODEC | {"exchange", "spark", "transport", INTERFACE},
     "__init__": CODEC | {"exchange", "hosted", "transport"},
+    "__main__": {"cli"},
 }
 FRAMEWORKS = {"cupy", "jax", "matplotlib", "pyspark", "sklearn", "torch"}
 # Packages for a framework; nothing imports them before the user does.
 FRAMEWORK_PACKAGES = {"torch": {"torch"}, "spark": {"pyspark"}}
-WITH_SOCKETS = {"transport/addressing.py", "transport/driver.py"}
+WITH_SOCKETS = {"rendezvous.py", "transport/addressing.py", "transport/driver.py"}
 WITH_A_CLOCK = {
     "exchange/clock.py",
     "hosted.py",

@@ -52,7 +52,8 @@ class Exchange:
         enc: one encoder, or `Groups` of encoders; their ``step`` numbers the steps, so all nodes begin with the same.
         node: the exchange takes all its messages.
         reduction: "mean" of the live nodes' messages, as DistributedDataParallel averages gradients, or their "sum".
-        min_peers: number of other nodes to wait for before the first step; None: as many as the node was told of.
+        min_peers: number of other nodes to wait for before the first step; None: as many as the node was told of
+            (``Node.from_env``: as the launcher says).
         mode: "sync": a step waits for all members' messages. "async": a step adds the messages that have arrived.
         max_staleness: steps that an asynchronous node may be ahead of the slowest member.
         exact: sum in float64, so that the order of the messages does not matter; ``params`` belong to the exchange.
@@ -203,6 +204,8 @@ class Exchange:
         """
         if self._membership.phase is Phase.NEW:
             expected = self._options.min_peers
+            if expected is None:
+                expected = getattr(self._node, "expected_peers", None)
             if expected is None:
                 expected = max(len(self._node.seeds), len(self._node.peers))
                 if not expected:

@@ -44,6 +44,7 @@ SLEEP_S: Final = 1.0
 CREDIT_FLOOR_RECORDS: Final = 4
 HALF_OPEN_MAX: Final = 256
 NEVER_S: Final = float("inf")
+DUPLICATE: Final = "it has this node's own node_id, {}: give every node its own"
 
 
 class Endpoint:
@@ -315,6 +316,8 @@ class Endpoint:
 
     def _is_acceptable(self, remote: wire.Introduction, address: Address, now_s: float) -> bool:
         if remote.node_id == self.node_id:
+            if remote.incarnation != self.incarnation:
+                self.handshakes.rejected.note(address, DUPLICATE.format(self.node_id), now_s)
             own = self.sessions.get(remote.session)
             if own is not None and own.state is State.INIT_SENT and own.target is not None:
                 self.discovery.on_own(own.target, now_s)

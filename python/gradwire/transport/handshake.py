@@ -27,12 +27,13 @@ class RejectedPeers:
         self.name = name  # of this node, for the log
         self.count = 0
         self.last: Address | None = None  # source of the last one, which nobody has verified
+        self.reason = ""  # of the last one
         self._log_at_s = float("-inf")
 
     def note(self, address: Address, reason: str, now_s: float) -> None:
         """Count an INIT that gets no answer."""
         self.count += 1
-        self.last = address
+        self.last, self.reason = address, reason
         if now_s >= self._log_at_s:
             self._log_at_s = now_s + LOG_INTERVAL_S
             source = format_address(address)

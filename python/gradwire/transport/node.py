@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
+from .. import rendezvous
 from ..errors import Closed, TransportError, WouldBlock
 from .addressing import choose_address, format_address, local_address, parse_address, resolve
 from .driver import Driver, Waker, now_s
@@ -56,6 +57,8 @@ class Node:
         address: the "host:port" at which others can reach this node.
         id: this node's identity.
         peer: this node as its peers see it.
+        names: of the run's nodes by id, for messages; from the launcher, see `from_env`.
+        expected_peers: number of other nodes in the run; None: as many as there are addresses.
 
     Raises:
         ValueError: an address, mask, secret or limit that cannot be used.
@@ -116,6 +119,8 @@ class Node:
             name=f"{self.address} (with {self._secret_name})",
         )
         self.id = self._endpoint.node_id
+        self.names: dict[int, str] = {}
+        self.expected_peers: int | None = None
         self.peer = Peer(self.id, self._endpoint.incarnation, self.address)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -130,6 +135,41 @@ class Node:
             sys.setswitchinterval(switch_interval_s)
         self._thread = threading.Thread(target=self._run, name="gradwire-io", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def from_env(cls, *, per_machine: bool = False, **options: Any) -> Node:
+        """Return the node of this process in the run that the environment describes.
+
+        The place in the run is torchrun's, `gradwire run`'s, SLURM's, Open MPI's, PMI's or an indexed Kubernetes job's.
+        Every node's id is its rank; all connect to rank 0, at MASTER_ADDR:MASTER_PORT (UDP) or, with SLURM, on the
+        first machine. ``GRADWIRE_PEERS``, ``GRADWIRE_BIND`` and ``GRADWIRE_MIN_PEERS`` take precedence. Without any of
+        these variables the node is alone.
+
+        Args:
+            per_machine: only one process of each machine makes a node.
+            options: of `Node`, in the place of the environment's.
+
+        Raises:
+            ValueError: a variable is missing or not what it has to be, or there is no secret for several nodes.
+            OSError: the address cannot be bound.
+
+        >>> with Node.from_env() as node:
+        ...     node.expected_peers
+        0
+        """
+        place = rendezvous.placement()
+        expected = place.expected_peers(per_machine=per_machine)
+        if expected == 0 and not rendezvous.has_secret():
+            options.setdefault("secret", secrets.token_bytes(32))
+        node = cls(**{**place.node_options(per_machine=per_machine), **options})
+        node.names = place.names(per_machine=per_machine)
+        node.expected_peers = expected
+        return node
+
+    def __repr__(self) -> str:
+        with self._lock:
+            state = "closed" if self._is_closed else f"{len(self._endpoint.peers)} peers"
+        return f"<gradwire.Node {self.names.get(self.id, f'{self.id:016x}')} at {self.address}, {state}>"
 
     def _add_seeds(self, seeds: list[str]) -> None:
         own = {self.address, format_address(self._driver.address)}
@@ -167,7 +207,8 @@ class Node:
         """Wait until at least ``count`` peers are connected, and return them; the log names the missing ones meanwhile.
 
         Raises:
-            TimeoutError: fewer connected in time; the message names the missing addresses and the rejected peers.
+            TimeoutError: fewer connected in time; the message names the missing ranks and addresses, and the rejected
+                peers. A node with another secret, version or the same id is known, and an error, after three seconds.
             Closed: the node has been closed.
         """
 
@@ -178,6 +219,8 @@ class Node:
         first_s = min(MISSING_LOG_S, timeout_s)
         with self._lock:
             if not self._wait_for(is_done, first_s) and first_s < timeout_s:
+                if self._endpoint.handshakes.rejected.last is not None:
+                    raise TimeoutError(self._describe_missing(count, first_s))
                 logger.warning("%s", self._describe_missing(count, first_s))
             if not self._wait_for(is_done, timeout_s - first_s):
                 raise TimeoutError(self._describe_missing(count, timeout_s))
@@ -185,15 +228,20 @@ class Node:
 
     def _describe_missing(self, count: int, waited_s: float) -> str:
         text = f"{len(self._endpoint.peers)} of {count} peers connected to {self.address} within {waited_s:g} s"
+        here = {self.id, *(peer.id for peer in self._endpoint.peers)}
+        missing = [name for node, name in sorted(self.names.items()) if node not in here]
+        if missing:
+            text += f"; {', '.join(missing)} missing"
         unanswered = self._endpoint.unanswered()
         if unanswered:
             names = ", ".join(map(format_address, unanswered))
-            text += f"; no answer from {names}: is a node running there, of this version, with {self._secret_name}?"
+            text += f"; no answer from {names}: is a node running there, of this version, with {self._secret_name}, "
+            text += "and does the firewall pass UDP?"
         rejected = self._endpoint.handshakes.rejected
         if rejected.last is not None:
             text += (
-                f"; {rejected.count} INIT datagrams of nodes with another secret or version were not answered, "
-                f"the last from {format_address(rejected.last)}; this node has {self._secret_name}"
+                f"; {rejected.count} INIT datagrams were not answered, the last from {format_address(rejected.last)}: "
+                f"{rejected.reason}; this node has {self._secret_name}"
             )
         return text
 

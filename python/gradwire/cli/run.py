@@ -1,0 +1,153 @@
+"""``gradwire run``: several workers on this machine, with environment, secret and prefixed output."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+_POLL_S = 0.05
+_GRACE_S = 5.0  # after SIGTERM, before SIGKILL
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "run",
+        help="start several workers of a training on this machine",
+        description="Start a script in several processes of this machine, which find each other: RANK, WORLD_SIZE, "
+        "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GRADWIRE_SECRET are set. Every line of output "
+        "begins with the worker's rank. When one worker fails, the others are ended, and its status is returned.",
+    )
+    parser.add_argument("-n", "--workers", type=int, required=True, help="number of workers")
+    parser.add_argument(
+        "--as-machines",
+        action="store_true",
+        help="let every worker be a machine of its own: updates travel over UDP rather than through shared memory",
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module's name")
+    parser.add_argument("script", help="a Python script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start the workers, wait, and return 0 or the status of the first that failed."""
+    count = arguments.workers
+    if count < 1:
+        print(f"gradwire run: -n is {count}, must be 1 or more", file=sys.stderr)
+        return 2
+    if not arguments.module and not os.path.isfile(arguments.script):
+        print(f"gradwire run: there is no file {arguments.script}", file=sys.stderr)
+        return 2
+    command = [sys.executable, *(["-m"] if arguments.module else []), arguments.script]
+    common = {
+        **os.environ,
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": "1" if arguments.as_machines else str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if not (common.get("GRADWIRE_SECRET") or common.get("GRADWIRE_SECRET_FILE")):
+        common["GRADWIRE_SECRET"] = secrets.token_hex(32)
+    for name in ("GRADWIRE_BIND", "GRADWIRE_PEERS", "GRADWIRE_MIN_PEERS"):
+        common.pop(name, None)
+    # Processes that share the processors get a part of them each.
+    common.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    workers, readers = [], []
+    lock = threading.Lock()
+    for rank in range(count):
+        local = "0" if arguments.as_machines else str(rank)
+        worker = subprocess.Popen(  # noqa: S603  (the user's own script)
+            [*command, *arguments.arguments],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": local},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        workers.append(worker)
+        for pipe, target in ((worker.stdout, sys.stdout), (worker.stderr, sys.stderr)):
+            reader = threading.Thread(target=_copy, args=(rank, pipe, target, lock))
+            reader.start()
+            readers.append(reader)
+    status = _wait(workers)
+    for reader in readers:
+        reader.join()
+    return status
+
+
+def _wait(workers: list[subprocess.Popen[str]]) -> int:
+    """Wait for all workers, and end the others when one fails; return the status."""
+    handlers = {
+        number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        while True:
+            statuses = [worker.poll() for worker in workers]
+            failed = [rank for rank, status in enumerate(statuses) if status]
+            if failed:
+                status = int(statuses[failed[0]] or 0)
+                how = f"status {status}" if status > 0 else signal.Signals(-status).name
+                print(f"[{failed[0]}] ended with {how}; the others are ended", file=sys.stderr)
+                return status if status > 0 else 128 - status
+            if all(status == 0 for status in statuses):
+                return 0
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        _end(workers)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _end(workers: list[subprocess.Popen[str]]) -> None:
+    """End the workers that still run: politely, then not."""
+    running = [worker for worker in workers if worker.poll() is None]
+    for worker in running:
+        worker.terminate()
+    deadline_s = time.monotonic() + _GRACE_S
+    for worker in running:
+        try:
+            worker.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+
+
+def _copy(rank: int, pipe: Any, target: Any, lock: threading.Lock) -> None:
+    """Copy a worker's output, line by line, with the worker's rank before each."""
+    for line in pipe:
+        with lock:
+            target.write(f"[{rank}] {line if line.endswith(chr(10)) else line + chr(10)}")
+            target.flush()
+
+
+def _free_port() -> int:
+    """Return a port that is free for UDP, which gradwire uses, and for TCP, which torch uses."""
+    while True:
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+            socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tcp,
+        ):
+            udp.bind(("127.0.0.1", 0))
+            port = int(udp.getsockname()[1])
+            try:
+                tcp.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port

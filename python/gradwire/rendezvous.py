@@ -1,0 +1,251 @@
+"""The place of this process in a distributed run, as the launcher's environment variables describe it."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Placement", "placement"]
+
+BIND, PEERS, MIN_PEERS = "GRADWIRE_BIND", "GRADWIRE_PEERS", "GRADWIRE_MIN_PEERS"
+SECRETS = ("GRADWIRE_SECRET", "GRADWIRE_SECRET_FILE")
+
+# Ports for launchers that name none: 20,000 to 39,999, chosen by the name of the run.
+_PORT_FIRST, _PORTS = 20_000, 20_000
+
+
+@dataclass(frozen=True)
+class Placement:
+    """This process among those of its run.
+
+    Attributes:
+        launcher: the source of the numbers, for messages; empty: no launcher, and nothing in the environment.
+        rank: of this process; None: unknown.
+        size: number of processes; None: unknown.
+        local_rank: of this process on its machine.
+        local_size: number of processes on this machine.
+        seed: "host:port" of rank 0; empty: none.
+        run: name of the run, the same on all its processes.
+        bind, peers, min_peers: of ``GRADWIRE_BIND``, ``GRADWIRE_PEERS`` and ``GRADWIRE_MIN_PEERS``, which take
+            precedence; None: not set.
+    """
+
+    launcher: str = ""
+    rank: int | None = None
+    size: int | None = None
+    local_rank: int = 0
+    local_size: int = 1
+    seed: str = ""
+    run: str = ""
+    bind: str | None = None
+    peers: tuple[str, ...] | None = None
+    min_peers: int | None = None
+
+    def expected_peers(self, *, per_machine: bool = False) -> int | None:
+        """Return the number of other nodes in the run; None: as many as there are addresses.
+
+        Args:
+            per_machine: count one node for every machine, not one for every process.
+        """
+        if self.min_peers is not None:
+            return self.min_peers
+        if self.peers is not None:
+            return None
+        nodes = -(-(self.size or 1) // (self.local_size if per_machine else 1))
+        return nodes - 1
+
+    def node_options(self, *, per_machine: bool = False) -> dict[str, Any]:
+        """Return the arguments of `Node` for this process: ``bind``, ``peers`` and, with a rank, ``node_id``.
+
+        Raises:
+            ValueError: there are other processes, and nothing tells where they are.
+        """
+        expected = self.expected_peers(per_machine=per_machine)
+        options: dict[str, Any] = {} if self.rank is None else {"node_id": self.rank}
+        if self.peers is not None or self.bind is not None or expected == 0:
+            local = "127.0.0.1:0" if expected == 0 else "0.0.0.0:0"
+            return {"bind": self.bind or local, "peers": self.peers or (), **options}
+        if not self.seed:
+            raise ValueError(
+                f"{self.launcher or MIN_PEERS} says that there are {expected} other nodes, but not where: set {PEERS} "
+                'to the "host:port" of at least one, and on that one GRADWIRE_BIND to the port, or MASTER_ADDR and '
+                "MASTER_PORT to the address of rank 0"
+            )
+        host, _, port = self.seed.rpartition(":")
+        wildcard = "[::]" if ":" in host else "0.0.0.0"  # noqa: S104
+        if self.rank == 0:
+            return {"bind": f"{wildcard}:{port}", "peers": (), **options}
+        return {"bind": f"{wildcard}:0", "peers": (self.seed,), **options}
+
+    def names(self, *, per_machine: bool = False) -> dict[int, str]:
+        """Return the names of the run's nodes by their ids, for messages; empty where ids are random."""
+        if self.rank is None or self.size is None or self.min_peers is not None:
+            return {}
+        step = self.local_size if per_machine else 1
+        return {rank: f"rank {rank}" for rank in range(0, self.size, step)}
+
+
+def placement(environ: Mapping[str, str] | None = None) -> Placement:
+    """Return the place of this process, from the variables of torchrun, SLURM, MPI, Kubernetes or gradwire itself.
+
+    Args:
+        environ: the variables; None: this process's.
+
+    Raises:
+        ValueError: a variable is not what it has to be; the message names the variable.
+    """
+    variables = os.environ if environ is None else environ
+    found = (
+        _torchrun(variables)
+        or _mpi(variables)
+        or _slurm(variables)
+        or _kubernetes(variables)
+        or Placement()
+    )
+    peers = variables.get(PEERS)
+    options = {
+        **vars(found),
+        "bind": variables.get(BIND) or None,
+        "peers": tuple(re.split(r"[,\s]+", peers.strip())) if peers and peers.strip() else None,
+        "min_peers": _number(variables, MIN_PEERS) if variables.get(MIN_PEERS) else None,
+    }
+    return Placement(**options)
+
+
+def has_secret(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether the environment has a cluster secret."""
+    variables = os.environ if environ is None else environ
+    return any(variables.get(name) for name in SECRETS)
+
+
+def _torchrun(variables: Mapping[str, str]) -> Placement | None:
+    """torchrun, `gradwire run`, Kubeflow, and others that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    if "RANK" not in variables or "WORLD_SIZE" not in variables:
+        return None
+    seed = _seed(variables)
+    again = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    job = variables.get("TORCHELASTIC_RUN_ID", "")
+    return Placement(
+        "torchrun" if job else "RANK and WORLD_SIZE",
+        _number(variables, "RANK"),
+        _number(variables, "WORLD_SIZE"),
+        _number(variables, "LOCAL_RANK", 0),
+        _number(variables, "LOCAL_WORLD_SIZE", 1),
+        seed,
+        f"torchrun {job} {seed} {again}",
+    )
+
+
+def _mpi(variables: Mapping[str, str]) -> Placement | None:
+    """Open MPI's mpirun, and MPICH, Intel MPI and others that speak PMI."""
+    for launcher, names, job in (
+        (
+            "Open MPI",
+            [f"OMPI_COMM_WORLD_{one}" for one in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+            ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        ),
+        (
+            "PMI",
+            ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+            ("PMI_JOBID", "HYDI_CONTROL_FD", "PMI_PORT"),
+        ),
+    ):
+        rank, size, local_rank, local_size = names
+        if rank not in variables or size not in variables:
+            continue
+        run = " ".join([launcher, *(variables.get(name, "") for name in job)])
+        count, here = _number(variables, size), _number(variables, local_size, 1)
+        seed = _seed(variables)
+        if not seed and here == count:
+            seed = f"127.0.0.1:{_port_of(run)}"
+        placed = _number(variables, rank), count, _number(variables, local_rank, 0), here
+        return Placement(launcher, *placed, seed, run)
+    return None
+
+
+def _slurm(variables: Mapping[str, str]) -> Placement | None:
+    """SLURM's srun."""
+    if "SLURM_PROCID" not in variables or "SLURM_NTASKS" not in variables:
+        return None
+    run = f"SLURM {variables.get('SLURM_JOB_ID', '')}.{variables.get('SLURM_STEP_ID', '')}"
+    hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
+    first = _first_host(hosts)
+    tasks = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "")
+    counts = _task_counts(tasks)
+    machine = _number(variables, "SLURM_NODEID", 0)
+    return Placement(
+        "SLURM",
+        _number(variables, "SLURM_PROCID"),
+        _number(variables, "SLURM_NTASKS"),
+        _number(variables, "SLURM_LOCALID", 0),
+        counts[machine] if machine < len(counts) else 1,
+        _seed(variables) or (f"{first}:{_port_of(run)}" if first else ""),
+        run,
+    )
+
+
+def _kubernetes(variables: Mapping[str, str]) -> Placement | None:
+    """An indexed Job with a headless service: pod i has the host name JOB-i; GRADWIRE_MIN_PEERS says how many more."""
+    if "JOB_COMPLETION_INDEX" not in variables:
+        return None
+    index = _number(variables, "JOB_COMPLETION_INDEX")
+    if not variables.get(MIN_PEERS):
+        raise ValueError(
+            "JOB_COMPLETION_INDEX is set, but Kubernetes does not say how many pods the indexed job has: set "
+            f"{MIN_PEERS} to spec.completions - 1"
+        )
+    size = _number(variables, MIN_PEERS) + 1
+    name = variables.get("HOSTNAME", "")
+    full = socket.getfqdn(name) if name else ""
+    host, _, domain = full.partition(".")
+    job, dash, _ = host.rpartition("-")
+    first = f"{job}-0" + (f".{domain}" if domain else "") if dash else ""
+    run = f"Kubernetes {job}"
+    seed = _seed(variables) or (f"{first}:{_port_of(run)}" if first else "")
+    return Placement("Kubernetes", index, size, 0, 1, seed, run)
+
+
+def _seed(variables: Mapping[str, str]) -> str:
+    """Return the address of rank 0, from MASTER_ADDR and MASTER_PORT."""
+    host, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
+    if not host or not port:
+        return ""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _port_of(run: str) -> int:
+    return _PORT_FIRST + zlib.crc32(run.encode()) % _PORTS
+
+
+def _first_host(hosts: str) -> str:
+    """Return the first host of SLURM's compressed list, such as "gpu[003-007,9],cpu1".
+
+    >>> _first_host("gpu[003-007,9],cpu1"), _first_host("a,b")
+    ('gpu003', 'a')
+    """
+    found = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts)
+    return "".join(part or "" for part in found.groups()) if found else ""
+
+
+def _task_counts(tasks: str) -> list[int]:
+    """Return the number of tasks of each machine from SLURM's compressed list.
+
+    >>> _task_counts("2(x3),1")
+    [2, 2, 2, 1]
+    """
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        counts += [int(count)] * int(times or 1)
+    return counts
+
+
+def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = variables.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        raise ValueError(f"the environment variable {name} is {text!r}, must be a number")
+    return int(text)

@@ -1,0 +1,208 @@
+"""Launchers' environment variables give a process its place in a run, and its node the others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradwire as gw
+from gradwire import rendezvous
+from gradwire.rendezvous import placement
+from gradwire.transport import node as node_module
+
+SECRET = bytes(range(32)).hex()
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "host0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "7",
+}
+OMPI = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
+SLURM = {
+    "SLURM_PROCID": "4",
+    "SLURM_NTASKS": "5",
+    "SLURM_NODEID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[07-08,11]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without any launcher, but with a secret."""
+    for name in [*TORCHRUN, *SLURM, rendezvous.BIND, rendezvous.PEERS, rendezvous.MIN_PEERS]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GRADWIRE_SECRET", SECRET)
+    return monkeypatch
+
+
+def test_torchrun_s_ranks_connect_to_rank_0() -> None:
+    place = placement(TORCHRUN)
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (3, 8, 1, 2)
+    assert place.expected_peers() == 7
+    assert place.expected_peers(per_machine=True) == 3
+    assert place.node_options() == {"bind": "0.0.0.0:0", "peers": ("host0:29500",), "node_id": 3}
+    first = placement({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"})
+    assert first.node_options() == {"bind": "0.0.0.0:29500", "peers": (), "node_id": 0}
+    assert first.names(per_machine=True) == {rank: f"rank {rank}" for rank in (0, 2, 4, 6)}
+    assert placement({**TORCHRUN, "MASTER_ADDR": "fd00::1"}).node_options()["peers"] == (
+        "[fd00::1]:29500",
+    )
+
+
+def test_slurm_s_tasks_connect_to_the_first_machine_at_a_port_of_their_step() -> None:
+    place = placement(SLURM)
+    assert (place.rank, place.size, place.local_size) == (4, 5, 1)
+    assert place.expected_peers(per_machine=False) == 4
+    [seed] = place.node_options()["peers"]
+    host, port = seed.split(":")
+    assert host == "gpu07"
+    assert 20_000 <= int(port) < 40_000
+    assert placement({**SLURM, "SLURM_STEP_ID": "1"}).seed != place.seed
+
+
+def test_mpi_s_ranks_of_one_machine_need_nothing_more_and_others_an_address() -> None:
+    variables = {
+        **OMPI,
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "PMIX_NAMESPACE": "run-5",
+    }
+    assert placement(variables).node_options()["peers"][0].startswith("127.0.0.1:")
+    apart = placement({**variables, "OMPI_COMM_WORLD_SIZE": "4"})
+    with pytest.raises(ValueError, match=r"Open MPI says that there are 3 .*GRADWIRE_PEERS"):
+        apart.node_options()
+    pmi = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "0"}
+    assert placement(pmi).launcher == "PMI"
+    assert placement({**pmi, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_an_indexed_kubernetes_job_says_how_many_pods_it_has() -> None:
+    variables = {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "train-2"}
+    with pytest.raises(ValueError, match="GRADWIRE_MIN_PEERS"):
+        placement(variables)
+    place = placement({**variables, "GRADWIRE_MIN_PEERS": "3"})
+    assert place.expected_peers() == 3
+    assert place.seed.startswith("train-0")
+    assert place.node_options()["node_id"] == 2
+
+
+def test_gradwire_s_own_variables_take_precedence() -> None:
+    own = {
+        "GRADWIRE_PEERS": "a:1, b:2",
+        "GRADWIRE_BIND": "0.0.0.0:40123",
+        "GRADWIRE_MIN_PEERS": "1",
+    }
+    place = placement({**TORCHRUN, **own})
+    assert place.expected_peers() == 1
+    assert place.node_options() == {"bind": "0.0.0.0:40123", "peers": ("a:1", "b:2"), "node_id": 3}
+
+
+@pytest.mark.parametrize(
+    ("variables", "match"),
+    [
+        ({**TORCHRUN, "WORLD_SIZE": "many"}, "WORLD_SIZE is 'many'"),
+        ({"GRADWIRE_MIN_PEERS": "-1"}, "GRADWIRE_MIN_PEERS is '-1'"),
+    ],
+)
+def test_a_variable_that_is_no_number_is_named(variables: dict[str, str], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        placement(variables)
+
+
+def test_a_node_without_a_launcher_is_alone_and_needs_no_secret(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    environment.delenv("GRADWIRE_SECRET")
+    with gw.Node.from_env() as node:
+        assert node.expected_peers == 0
+        assert node.address.startswith("127.0.0.1:")
+
+
+def test_a_run_of_several_nodes_never_goes_on_alone_and_names_who_is_missing(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "0"}.items():
+        environment.setenv(name, value)
+    with gw.Node.from_env(bind="127.0.0.1:0") as node:
+        assert repr(node).startswith("<gradwire.Node rank 0 at 127.0.0.1:")
+        share = gw.Exchange(gw.Encoder(2), node, timeout_s=0.2)
+        with pytest.raises(TimeoutError, match="rank 1, rank 2 missing"):
+            share.wait_for_peers()
+    environment.delenv("GRADWIRE_SECRET")
+    with pytest.raises(ValueError, match="GRADWIRE_SECRET"):
+        gw.Node.from_env(bind="127.0.0.1:0")
+
+
+@pytest.mark.parametrize(
+    ("secret", "node_id", "match"),
+    [(bytes(range(1, 33)), 1, "another secret"), (bytes(range(32)), 0, "own node_id, 0")],
+)
+def test_a_peer_that_can_never_connect_is_an_error_long_before_the_timeout(
+    monkeypatch: pytest.MonkeyPatch, secret: bytes, node_id: int, match: str
+) -> None:
+    monkeypatch.setattr(node_module, "MISSING_LOG_S", 0.3)
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32)), node_id=0) as one:
+        found: list[Any] = []
+
+        def wait() -> None:
+            try:
+                one.wait_for_peers(1, timeout_s=60.0)
+            except TimeoutError as error:
+                found.append(str(error))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        with gw.Node("127.0.0.1:0", [one.address], secret=secret, node_id=node_id):
+            thread.join(10.0)
+    assert found
+    assert match in found[0]
+
+
+def run(tmp_path: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "work.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "gradwire", "run", *options, str(path), "--epochs", "3"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+
+
+def test_gradwire_run_starts_workers_that_know_their_place(tmp_path: Path) -> None:
+    script = """
+import os, sys
+names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+print(*(os.environ[name] for name in names), len(os.environ["GRADWIRE_SECRET"]), *sys.argv[1:])
+"""
+    done = run(tmp_path, script, "-n", "2")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] 0 2 0 2 64 --epochs 3",
+        "[1] 1 2 1 2 64 --epochs 3",
+    ]
+
+
+def test_gradwire_run_ends_all_workers_when_one_fails(tmp_path: Path) -> None:
+    script = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit("no data")
+time.sleep(600)
+"""
+    done = run(tmp_path, script, "-n", "2")
+    assert done.returncode == 1
+    assert "[1] no data" in done.stderr
+    assert "[1] ended with status 1; the others are ended" in done.stderr
