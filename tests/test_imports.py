@@ -46,18 +46,24 @@ ALLOWED = {
     "hosted": {"errors"},
     "transport": {"errors", "rendezvous", "transport"},
     "exchange": CODEC | {"exchange", "transport"},
+    "feed": {"errors", "feed", "transport"},
     "cli": CODEC | {"cli", "exchange", "transport", INTERFACE},
     "torch": CODEC | {"exchange", "torch", "transport", INTERFACE},
-    "spark": CODEC | {"exchange", "spark", "transport", INTERFACE},
+    "spark": CODEC | {"exchange", "feed", "spark", "torch", "transport", INTERFACE},
     "__init__": CODEC | {"exchange", "hosted", "transport"},
     "__main__": {"cli"},
 }
 FRAMEWORKS = {"cupy", "jax", "matplotlib", "pyspark", "sklearn", "torch"}
 # Packages for a framework; nothing imports them before the user does.
-FRAMEWORK_PACKAGES = {"torch": {"torch"}, "spark": {"pyspark"}}
-WITH_SOCKETS = {"rendezvous.py", "transport/addressing.py", "transport/driver.py"}
+FRAMEWORK_PACKAGES = {
+    "torch": {"torch"},
+    "feed": {"torch"},
+    "spark": {"matplotlib", "pyspark", "torch"},
+}
+WITH_SOCKETS = {"feed/ring.py", "rendezvous.py", "transport/addressing.py", "transport/driver.py"}
 WITH_A_CLOCK = {
     "exchange/clock.py",
+    "feed/ring.py",
     "hosted.py",
     "torch/hook.py",
     "transport/driver.py",

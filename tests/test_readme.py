@@ -19,7 +19,13 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
 
 # Modules that need what a plain installation does not have.
-OPTIONAL = ("gradwire.torch", "gradwire.spark", "gradwire._cuda", "gradwire._core")
+OPTIONAL = (
+    "gradwire.feed.torch",
+    "gradwire.torch",
+    "gradwire.spark",
+    "gradwire._cuda",
+    "gradwire._core",
+)
 
 
 def module_names() -> Iterator[str]:

@@ -108,7 +108,7 @@ _LAZY = {
     **dict.fromkeys(("Node", "Peer"), "transport"),
     **dict.fromkeys(_EXCHANGE, "exchange"),
 }
-_MODULES = ("dl4j", "exchange", "reference", "torch", "transport")
+_MODULES = ("dl4j", "exchange", "feed", "reference", "torch", "transport")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,187 @@
+"""Batches over a node: a producer asks, the feed's machine reserves a slot and grants it, the batch travels.
+
+A batch leaves only after its slot is reserved, so no more is on its way than the feed holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from ..errors import Closed, NotConnected, WouldBlock
+from ..transport.driver import now_s
+from .ring import FeedFailed, Slot
+
+if TYPE_CHECKING:
+    from ..transport import Node, Peer
+    from .ring import Ring
+
+__all__ = ["Link", "serve"]
+
+_LOG = logging.getLogger(__name__)
+
+_HELLO, _WANT, _GRANT, _BATCH, _END = range(5)
+_POLL_S: Final = 0.02
+
+
+class Link:
+    """The producers' side of a feed on another machine."""
+
+    def __init__(self, node: Node, timeout_s: float) -> None:
+        self._node = node
+        self._lock = threading.Lock()
+        self._grants = 0
+        self._is_asking = False
+        self._ended: Exception | None = None
+        self.slot_bytes = 0
+        self._peer = node.wait_for_peers(1, timeout_s)[0]
+        end_s = now_s() + timeout_s
+        self._publish(b"", _HELLO)
+        while not self.slot_bytes and self._ended is None:
+            if now_s() > end_s:
+                raise TimeoutError(f"{self._peer.address} serves no feed: call feed.serve there")
+            self._receive(_POLL_S)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the feed has ended."""
+        with self._lock:
+            self._receive(0.0)
+        return self._ended is not None
+
+    def reserve(self, nbytes: int, timeout_s: float | None) -> Slot:
+        """Ask for a slot and wait for it, one thread after the other; see `Ring.reserve`."""
+        end_s = None if timeout_s is None else now_s() + timeout_s
+        with self._lock:
+            if not self._grants and not self._is_asking:
+                self._publish(b"", _WANT)
+                self._is_asking = True
+            while not self._grants:
+                if self._ended is not None:
+                    raise self._ended
+                if end_s is not None and now_s() > end_s:
+                    raise TimeoutError(f"no space in the feed within {timeout_s:g} s")
+                self._receive(_POLL_S)
+            self._grants -= 1
+        return Slot(0, memoryview(bytearray(nbytes)))
+
+    def commit(self, slot: Slot) -> None:
+        """Send a batch into its slot."""
+        with self._lock:
+            self._publish(slot.buffer, _BATCH)
+
+    def abandon(self, slot: Slot) -> None:  # noqa: ARG002  (as Ring.abandon)
+        """Keep the granted slot for the next batch."""
+        with self._lock:
+            self._grants += 1
+
+    def end(self, *, how: str, text: str = "") -> None:
+        """End the feed for both sides, once everything that was sent has arrived."""
+        with self._lock, contextlib.suppress(Closed, FeedFailed):
+            self._publish(f"{how}:{text}".encode(), _END)
+            self._node.drain(5.0)
+
+    def remove(self) -> None:
+        """Do nothing: the name belongs to the other machine."""
+
+    def _receive(self, timeout_s: float) -> None:
+        for _, tag, payload in self._node.receive(timeout_s):
+            if tag == _HELLO:
+                self.slot_bytes = int(bytes(payload))
+            elif tag == _GRANT:
+                self._grants += 1
+                self._is_asking = False
+            elif tag == _END and self._ended is None:
+                self._ended = _error_of(payload)
+        if self._ended is None and self._peer not in self._node.peers:
+            self._ended = Closed(f"{self._peer.address}, which has the feed, is gone")
+
+    def _publish(self, data: Any, tag: int) -> None:
+        while self._ended is None:
+            try:
+                self._node.publish(data, tag, self._peer)
+            except WouldBlock:
+                self._receive(_POLL_S)
+            except NotConnected:
+                self._receive(0.0)
+            else:
+                return
+        raise self._ended
+
+
+def _error_of(payload: Any) -> Exception:
+    how, _, text = bytes(payload).decode(errors="replace").partition(":")
+    return FeedFailed(text) if how == "failed" else Closed("the feed is closed or finished")
+
+
+def serve(ring: Ring, node: Node) -> None:
+    """Start the thread that moves batches from a node into a ring."""
+    thread = threading.Thread(target=_Server(ring, node).run, name="gradwire-feed", daemon=True)
+    thread.start()
+
+
+class _Server:
+    """The feed's side of all links of one node."""
+
+    def __init__(self, ring: Ring, node: Node) -> None:
+        self._ring = ring
+        self._node = node
+        self._waiting: list[Peer] = []  # producers without a slot, in the order in which they asked
+        self._slots: dict[Peer, Slot] = {}
+
+    def run(self) -> None:
+        """Serve until the feed has ended or the node is closed."""
+        told = ""
+        with contextlib.suppress(Closed):
+            try:
+                while True:
+                    for peer, tag, payload in self._node.receive(_POLL_S):
+                        self._handle(peer, tag, payload)
+                    self._forget_lost_peers()
+                    self._grant()
+            except FeedFailed as error:
+                told = f"failed:{error}"
+            except Closed:
+                told = "closed:"
+            for peer in self._node.peers:
+                with contextlib.suppress(NotConnected, WouldBlock):
+                    self._node.publish(told.encode(), _END, peer)
+            self._node.drain(1.0)
+
+    def _handle(self, peer: Peer, tag: int, payload: Any) -> None:
+        if tag == _HELLO:
+            self._node.publish(str(self._ring.slot_bytes).encode(), _HELLO, peer)
+        elif tag == _WANT:
+            self._waiting.append(peer)
+        elif tag == _BATCH and peer in self._slots:
+            slot = self._slots.pop(peer)
+            if 0 < len(payload) <= len(slot.buffer):
+                slot.buffer[: len(payload)] = payload
+                self._ring.commit(slot)
+            else:
+                self._ring.abandon(slot)
+        elif tag == _END:
+            how, _, text = bytes(payload).decode(errors="replace").partition(":")
+            self._ring.end(how=how, text=text)
+
+    def _grant(self) -> None:
+        """Give free slots to those who asked first; notice the end of the feed."""
+        self._ring.check()
+        while self._waiting:
+            try:
+                slot = self._ring.reserve(self._ring.slot_bytes, 0.0)
+            except TimeoutError:
+                return
+            peer = self._waiting.pop(0)
+            self._slots[peer] = slot
+            with contextlib.suppress(NotConnected):  # noticed by the next look at the peers
+                self._node.publish(b"", _GRANT, peer)
+
+    def _forget_lost_peers(self) -> None:
+        connected = set(self._node.peers)
+        self._waiting = [peer for peer in self._waiting if peer in connected]
+        for peer in self._slots.keys() - connected:
+            _LOG.warning("producer %s is gone, with the batch that it was sending", peer.address)
+            self._ring.abandon(self._slots.pop(peer))

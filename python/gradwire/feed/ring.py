@@ -1,0 +1,345 @@
+"""Slots for batches in shared memory, which any process of the machine can fill and empty.
+
+The state of every slot is in the shared memory; a lock on its file, which the system releases when a process dies,
+protects it. Two FIFOs wake the waiting processes: bytes in them are hints, the state decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import select
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import Closed, GradwireError
+
+__all__ = ["FeedFailed", "Ring", "Slot"]
+
+_FOLDER: Final = Path("/dev/shm")  # noqa: S108  (where the system keeps shared memory)
+_PREFIX: Final = "gradwire-feed-"
+_ALIGNMENT: Final = 64
+_CHECK_S: Final = 0.25  # between looks for processes that died
+
+_MAGIC: Final = 0x6777_6665_6564_0001
+_FIELDS: Final = 16
+_MAGIC_AT, _SLOTS, _SLOT_BYTES, _PID, _STARTED, _ENDING, _SEQUENCE, _TAKEN, _ERROR_BYTES = range(9)
+_ERROR_AT: Final = 4096
+_ERROR_BYTES_MAX: Final = 12_288
+_TABLE_AT: Final = _ERROR_AT + _ERROR_BYTES_MAX
+_COLUMNS: Final = 4
+_STATE, _ORDER, _OWNER, _OWNER_STARTED = range(_COLUMNS)
+_FREE, _WRITING, _FULL, _READING = range(4)
+_OPEN, _FINISHED, _CLOSED, _FAILED = range(4)
+
+
+class FeedFailed(GradwireError):
+    """A producer failed; the message has its error."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One slot that this process is filling."""
+
+    index: int
+    buffer: Any  #: writable bytes of the slot
+
+
+def _started(pid: int) -> int:
+    """Return when a process started, in the system's ticks; 0 if it does not run."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+class Ring:
+    """The slots of one feed.
+
+    Args:
+        name: of an existing ring; None: make one.
+        slots: number of slots of a new ring.
+        slot_bytes: size of each.
+
+    Raises:
+        Closed: there is no ring of this name on this machine.
+        OSError: the machine has too little shared memory.
+    """
+
+    def __init__(self, name: str | None = None, slots: int = 0, slot_bytes: int = 0) -> None:
+        self._memory: SharedMemory | None = None
+        self.name = name or _PREFIX + secrets.token_hex(8)
+        if name is None:
+            self._make(slots, slot_bytes)
+        self._open()
+
+    def _make(self, slots: int, slot_bytes: int) -> None:
+        _remove_leftovers()
+        slot_bytes = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
+        size = _data_at(slots) + slots * slot_bytes
+        try:
+            # The resource tracker removes the memory also when this process is killed.
+            self._memory = SharedMemory(self.name, create=True, size=size)
+            with (_FOLDER / self.name).open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, size)  # a full /dev/shm must not kill a writer
+        except OSError as error:
+            if self._memory is not None:
+                self._memory.close()
+                self._memory.unlink()
+            raise OSError(
+                error.errno,
+                f"{slots} batches of {slot_bytes} bytes do not fit {_FOLDER} ({error.strerror}): use fewer or smaller "
+                "ones, or enlarge it (docker run --shm-size)",
+            ) from error
+        head: NDArray[np.int64] = np.ndarray(_FIELDS, np.int64, self._memory.buf)
+        head[[_SLOTS, _SLOT_BYTES]] = slots, slot_bytes
+        head[[_PID, _STARTED]] = os.getpid(), _started(os.getpid())
+        head[_MAGIC_AT] = _MAGIC
+        del head
+        for path in self._fifos():
+            os.mkfifo(path, 0o600)
+        self._memory.close()  # mapped below as in every other process; this object only removes the name
+        weakref.finalize(self, _remove, self.name, self._memory, os.getpid())
+
+    def _fifos(self) -> tuple[Path, Path]:
+        return _FOLDER / f"{self.name}.space", _FOLDER / f"{self.name}.batch"
+
+    def _open(self) -> None:
+        """Map the memory; again in a forked process, which must not share its parent's lock."""
+        self._process, self._process_started = os.getpid(), _started(os.getpid())
+        self._lock = threading.Lock()
+        files: list[int] = []
+        try:
+            self._file = os.open(_FOLDER / self.name, os.O_RDWR | os.O_CLOEXEC)
+            files.append(self._file)
+            for path in self._fifos():
+                files.append(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        except FileNotFoundError:
+            for file in files:
+                os.close(file)
+            raise Closed(
+                f"there is no feed {self.name!r} on this machine: it was closed, or it is on another machine "
+                "(Feed.connect)"
+            ) from None
+        self._space, self._batch = files[1:]
+        weakref.finalize(self, _close_files, files, self._process)
+        self._map = mmap.mmap(self._file, 0)
+        self._head: NDArray[np.int64] = np.frombuffer(self._map, np.int64, _FIELDS)
+        if self._head[_MAGIC_AT] != _MAGIC:
+            raise ValueError(f"{self.name!r} is no feed of this version of gradwire")
+        self.slots, self.slot_bytes = int(self._head[_SLOTS]), int(self._head[_SLOT_BYTES])
+        shape = (self.slots, _COLUMNS)
+        self._table: NDArray[np.int64] = np.ndarray(shape, np.int64, self._map, _TABLE_AT)
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether both sides have ended."""
+        return int(self._head[_ENDING]) in (_CLOSED, _FAILED)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Batches that were put, and those that were taken."""
+        return int(self._head[_SEQUENCE]), int(self._head[_TAKEN])
+
+    def end(self, *, how: str, text: str = "") -> None:
+        """End the feed: "finished", "closed" or "failed"; only the first close or failure counts."""
+        state = {"finished": _FINISHED, "closed": _CLOSED, "failed": _FAILED}[how]
+        with self._locked():
+            if self._head[_ENDING] < _CLOSED and self._head[_ENDING] < state:
+                if state == _FAILED:
+                    data = text.encode()[:_ERROR_BYTES_MAX]
+                    self._map[_ERROR_AT : _ERROR_AT + len(data)] = data
+                    self._head[_ERROR_BYTES] = len(data)
+                self._head[_ENDING] = state
+        for fifo in (self._space, self._batch):
+            _signal(fifo)  # stays there, so that everybody who waits wakes
+
+    def check(self, *, is_producer: bool = True) -> None:
+        """Raise `Closed` or `FeedFailed` if the feed has ended for this side."""
+        ending = int(self._head[_ENDING])
+        if ending == _FAILED:
+            length = int(self._head[_ERROR_BYTES])
+            text = self._map[_ERROR_AT : _ERROR_AT + length].decode(errors="replace")
+            raise FeedFailed(f"a producer failed: {text}")
+        if ending == _CLOSED:
+            raise Closed("the feed is closed")
+        if ending == _FINISHED and is_producer:
+            raise Closed("the feed is finished: nothing can be put into it")
+
+    # ---- slots -------------------------------------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int, timeout_s: float | None) -> Slot:
+        """Return a free slot, of which ``nbytes`` are to be filled; wait for one.
+
+        Raises:
+            Closed, FeedFailed: the feed has ended.
+            TimeoutError: no slot became free in time.
+        """
+
+        def find() -> int:
+            free = np.flatnonzero(self._table[:, _STATE] == _FREE)
+            return int(free[0]) if len(free) else -1
+
+        index = self._acquire(find, _WRITING, self._space, timeout_s, is_producer=True)
+        first = self._span(index)[0]
+        return Slot(index, memoryview(self._map)[first : first + nbytes])
+
+    def commit(self, slot: Slot) -> None:
+        """Hand a filled slot to the consumers."""
+        with self._locked():
+            self.check(is_producer=True)
+            self._table[slot.index, _ORDER] = self._head[_SEQUENCE]
+            self._head[_SEQUENCE] += 1
+            self._table[slot.index, _STATE] = _FULL
+            _signal(self._batch)
+
+    def abandon(self, slot: Slot) -> None:
+        """Give back a slot that is not filled."""
+        self._table[slot.index, _STATE] = _FREE
+        _signal(self._space)
+
+    def take(self, timeout_s: float | None) -> Any:
+        """Return the bytes of the oldest batch; the slot is free again once nothing refers to them.
+
+        Raises:
+            Closed: the feed is closed, or finished and empty.
+            FeedFailed: a producer failed.
+            TimeoutError: no batch came in time.
+            GradwireError: this process holds all slots.
+        """
+
+        def find() -> int:
+            full = np.flatnonzero(self._table[:, _STATE] == _FULL)
+            if len(full):
+                return int(full[self._table[full, _ORDER].argmin()])
+            if self._head[_ENDING] == _FINISHED:
+                raise Closed("the feed is finished and empty")
+            is_own = (self._table[:, _STATE] == _READING) & (self._table[:, _OWNER] == os.getpid())
+            if is_own.all():
+                raise GradwireError(
+                    f"this process holds all {self.slots} batches of the feed: drop earlier batches, or copy what is "
+                    "to be kept"
+                )
+            return -1
+
+        index = self._acquire(find, _READING, self._batch, timeout_s, is_producer=False)
+        block = (ctypes.c_char * self.slot_bytes).from_buffer(self._map, self._span(index)[0])
+        weakref.finalize(block, self._release, index, os.getpid()).atexit = False
+        return block
+
+    def _release(self, index: int, process: int) -> None:
+        """Free the slot of a batch that nothing refers to; without the lock: it may run anywhere."""
+        if os.getpid() == process == self._process:
+            self._table[index, _STATE] = _FREE
+            _signal(self._space)
+
+    def _span(self, index: int) -> tuple[int, int]:
+        first = _data_at(self.slots) + index * self.slot_bytes
+        return first, first + self.slot_bytes
+
+    def _acquire(
+        self, find: Any, state: int, fifo_hint: int, timeout_s: float | None, *, is_producer: bool
+    ) -> int:
+        """Return the slot that ``find`` finds, now in ``state`` and this process's; wait for it."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._process != os.getpid():
+            self._open()
+            fifo_hint = self._space if is_producer else self._batch
+        while True:
+            with self._locked():
+                self.check(is_producer=is_producer)
+                with contextlib.suppress(BlockingIOError):
+                    os.read(fifo_hint, 1)  # the hint of this slot, or one without a slot
+                index: int = find()
+                if index >= 0:
+                    row = self._table[index]
+                    row[_OWNER], row[_OWNER_STARTED] = self._process, self._process_started
+                    row[_STATE] = state
+                    if state == _READING:
+                        self._head[_TAKEN] += 1
+                    return index
+            left_s = _CHECK_S if end_s is None else min(_CHECK_S, end_s - time.monotonic())
+            if left_s <= 0.0:
+                what = "no space" if is_producer else "no batch"
+                raise TimeoutError(f"{what} in the feed within {timeout_s:g} s")
+            poll = select.poll()
+            poll.register(fifo_hint, select.POLLIN)
+            if not poll.poll(left_s * 1000):
+                self._free_slots_of_the_dead()
+
+    def _free_slots_of_the_dead(self) -> None:
+        """Free what a process held when it died; end if it was the one that made the feed."""
+        alive: dict[int, int] = {}
+        with self._locked():
+            for row in self._table:
+                if row[_STATE] in (_WRITING, _READING):
+                    pid = int(row[_OWNER])
+                    if alive.setdefault(pid, _started(pid)) != row[_OWNER_STARTED]:
+                        row[_STATE] = _FREE
+                        _signal(self._space)
+        if _started(int(self._head[_PID])) != self._head[_STARTED]:
+            self.end(how="closed")
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        if self._process != os.getpid():
+            self._open()
+        with self._lock:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def remove(self) -> None:
+        """Remove the name, if this process made the ring; who has it open keeps it."""
+        if self._memory is not None:
+            _remove(self.name, self._memory, int(self._head[_PID]))
+
+
+def _data_at(slots: int) -> int:
+    page = mmap.PAGESIZE
+    return -(-(_TABLE_AT + slots * _COLUMNS * 8) // page) * page
+
+
+def _signal(fifo: int) -> None:
+    with contextlib.suppress(BlockingIOError):  # so many hints already that nobody can miss them
+        os.write(fifo, b"\0")
+
+
+def _close_files(files: list[int], process: int) -> None:
+    if os.getpid() == process:
+        for file in files:
+            os.close(file)
+
+
+def _remove(name: str, memory: SharedMemory, process: int) -> None:
+    if os.getpid() != process:
+        return
+    for end in (".space", ".batch"):
+        (_FOLDER / (name + end)).unlink(missing_ok=True)
+    if (_FOLDER / name).exists():
+        memory.unlink()
+
+
+def _remove_leftovers() -> None:
+    """Remove the FIFOs of feeds whose process was killed; the resource tracker has removed their memory."""
+    for path in _FOLDER.glob(f"{_PREFIX}*.*"):
+        if not (_FOLDER / path.stem).exists():
+            path.unlink(missing_ok=True)

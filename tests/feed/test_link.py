@@ -1,0 +1,116 @@
+"""Batches from another machine: the same calls, over a node."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.errors import Closed
+from gradwire.feed import Feed, FeedFailed
+
+SECRET = bytes(range(32))
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def served() -> Iterator[Feed]:
+    with Feed(batches=3, batch_bytes=1 << 16) as feed:
+        yield feed
+
+
+@pytest.fixture
+def far(served: Feed) -> Iterator[Feed]:
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET) as here,
+        gw.Node("127.0.0.1:0", [here.address], secret=SECRET) as there,
+    ):
+        served.serve(here)
+        yield Feed.connect(there, timeout_s=WAIT_S)
+        served.close()
+
+
+def test_a_batch_arrives_as_it_was_put(served: Feed, far: Feed) -> None:
+    for number in range(5):
+        far.put({"x": np.full((20, 30), number), "y": np.zeros(0)}, WAIT_S)
+        batch = served.get(WAIT_S)
+        assert batch["x"].tolist() == [[number] * 30] * 20
+        assert batch["y"].shape == (0,)
+        del batch
+
+
+def test_no_more_leaves_than_the_feed_holds(served: Feed, far: Feed) -> None:
+    for number in range(3):
+        far.put(np.array([number]), WAIT_S)
+    with pytest.raises(TimeoutError, match="no space"):
+        far.put(np.array([3]), timeout_s=0.1)
+    assert served.get(WAIT_S)[0] == 0
+    far.put(np.array([3]), WAIT_S)
+    assert [int(served.get(WAIT_S)[0]) for _ in range(3)] == [1, 2, 3]
+
+
+def test_closing_the_feed_ends_the_far_producer(served: Feed, far: Feed) -> None:
+    errors: list[Exception] = []
+
+    def produce() -> None:
+        try:
+            while True:
+                far.put(np.zeros(1))
+        except Closed as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=produce, daemon=True)
+    thread.start()
+    served.get(WAIT_S)
+    served.close()
+    thread.join(WAIT_S)
+    assert len(errors) == 1
+    assert far.is_closed
+
+
+def test_finish_and_failure_come_from_afar_as_well(served: Feed, far: Feed) -> None:
+    far.put(np.zeros(1), WAIT_S)
+    far.finish()
+    assert len(list(served)) == 1
+    far.fail("the table is gone")
+    with pytest.raises(Closed):
+        served.get(WAIT_S)
+
+
+def test_a_far_error_reaches_the_consumer(served: Feed, far: Feed) -> None:
+    far.fail("the table is gone")
+    with pytest.raises(FeedFailed, match="the table is gone"):
+        served.get(WAIT_S)
+
+
+def test_a_producer_that_goes_leaves_its_space_to_the_others(served: Feed) -> None:
+    with gw.Node("127.0.0.1:0", secret=SECRET) as here:
+        served.serve(here)
+        for _ in range(4):
+            with gw.Node("127.0.0.1:0", [here.address], secret=SECRET) as there:
+                Feed.connect(there, timeout_s=WAIT_S)._store.reserve(8, WAIT_S)
+        with gw.Node("127.0.0.1:0", [here.address], secret=SECRET) as there:
+            Feed.connect(there, timeout_s=WAIT_S).put(np.array([9]), WAIT_S)
+            assert served.get(WAIT_S)[0] == 9
+
+
+def test_the_far_side_only_produces(far: Feed) -> None:
+    with pytest.raises(TypeError, match="can only be put"):
+        far.get()
+
+
+def test_a_batch_too_large_is_refused_before_it_travels(far: Feed) -> None:
+    with pytest.raises(ValueError, match="the feed takes"):
+        far.put(np.zeros(1 << 16))
+
+
+def test_a_node_that_serves_nothing_is_named() -> None:
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET) as here,
+        gw.Node("127.0.0.1:0", [here.address], secret=SECRET) as there,
+        pytest.raises(TimeoutError, match=r"serves no feed: call feed\.serve there"),
+    ):
+        Feed.connect(there, timeout_s=0.3)
