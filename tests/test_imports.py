@@ -44,13 +44,15 @@ ALLOWED = {
     "reference": {"errors", "policy"},
     "dl4j": {"errors", "message", "policy"},
     "hosted": {"errors"},
+    "cost": {"transport"},
+    "calibration": CODEC | {"cost", "transport"},
     "transport": {"errors", "rendezvous", "transport"},
     "exchange": CODEC | {"exchange", "transport"},
     "feed": {"errors", "feed", "transport"},
-    "cli": CODEC | {"cli", "exchange", "transport", INTERFACE},
+    "cli": CODEC | {"calibration", "cli", "cost", "exchange", "transport", INTERFACE},
     "torch": CODEC | {"exchange", "torch", "transport", INTERFACE},
     "spark": CODEC | {"exchange", "feed", "spark", "torch", "transport", INTERFACE},
-    "__init__": CODEC | {"exchange", "hosted", "transport"},
+    "__init__": CODEC | {"cost", "exchange", "hosted", "transport"},
     "__main__": {"cli"},
 }
 FRAMEWORKS = {"cupy", "jax", "matplotlib", "pyspark", "sklearn", "torch"}
@@ -62,6 +64,7 @@ FRAMEWORK_PACKAGES = {
 }
 WITH_SOCKETS = {"feed/ring.py", "rendezvous.py", "transport/addressing.py", "transport/driver.py"}
 WITH_A_CLOCK = {
+    "calibration.py",
     "exchange/clock.py",
     "feed/ring.py",
     "hosted.py",
@@ -187,7 +190,7 @@ def last_error(code: str) -> str:
 
 
 def test_parts_are_imported_when_they_are_used() -> None:
-    lazy = ("dl4j", "exchange", "reference", "transport")
+    lazy = ("cost", "dl4j", "exchange", "reference", "transport")
     code = "import gradwire as gw, sys; loaded = set(sys.modules)\n"
     code += "".join(f"print('gradwire.{part}' in loaded, gw.{part}.__name__)\n" for part in lazy)
     assert run_python(code).splitlines() == [f"False gradwire.{part}" for part in lazy]

@@ -53,7 +53,7 @@ from .policy import (
 )
 
 if TYPE_CHECKING:
-    from . import dl4j
+    from . import cost, dl4j
     from .exchange import Exchange, ExchangeStats, Groups, Joined, LocalTeam, StepResult
     from .hosted import HostedModel
     from .transport import Node, Peer
@@ -94,6 +94,7 @@ __all__ = [
     "apply",
     "apply_many",
     "backends",
+    "cost",
     "cuda_message",
     "decode",
     "dense_message",
@@ -108,7 +109,7 @@ _LAZY = {
     **dict.fromkeys(("Node", "Peer"), "transport"),
     **dict.fromkeys(_EXCHANGE, "exchange"),
 }
-_MODULES = ("dl4j", "exchange", "feed", "reference", "torch", "transport")
+_MODULES = ("cost", "dl4j", "exchange", "feed", "reference", "torch", "transport")
 
 
 def __getattr__(name: str) -> Any:

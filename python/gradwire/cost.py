@@ -1,0 +1,505 @@
+"""A model of what a training step costs: the time of its parts, and the bytes that each node sends and receives.
+
+Pure functions of a `Job`: no clock, no socket. docs/scale.md derives every formula or names its source.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, TypeAlias
+
+from .transport import wire
+
+__all__ = [
+    "Cost",
+    "Job",
+    "Rates",
+    "crossover",
+    "dense_ring",
+    "dl4j_scalability",
+    "exchange",
+    "message_bytes",
+    "ok_topk_bytes",
+    "one_bit_bytes",
+    "powersgd_bytes",
+    "topology_of",
+    "transfer_bytes",
+]
+
+Topology: TypeAlias = Literal["mesh", "sharded"]
+Codec: TypeAlias = Literal["threshold", "dense", "bfloat16"]
+
+OWNERS_MAX = 64
+_HEADER_BYTES = 48  # of a message
+_INVERTED_FROM = 0.65  # share of changed elements from which the unchanged ones are listed
+_CHUNK_BYTES = 4  # of a chunk's entry in the directory of a message
+_RECORD_BYTES = wire.RECORD_META_BYTES + wire.TAG_BYTES
+_ACK_BYTES = wire.HEADER_BYTES + 28 + wire.TAG_BYTES  # one frame, with a bitmap of a byte
+_ACK_EVERY_BYTES = 300_000
+_FLOAT_BYTES = {"dense": 4, "bfloat16": 2}
+
+# DistributedDataParallel's bucket; the backward pass, behind which its buckets travel, is two thirds of a step.
+_BUCKET_BYTES, _BACKWARD_SHARE = 25 << 20, 2.0 / 3.0
+_SEGMENT_BYTES, _TCP_BYTES = 1_448, 52  # payload; headers of IPv4 and TCP with time stamps
+_UDP_BYTES = 28  # headers of IPv4 and UDP
+
+_RATES_BYTES_PER_S = (1e3, 1e12)  # between which `crossover` looks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The speed of one machine; ``gradwire.calibration`` measures it. The defaults are those of an AMD EPYC core.
+
+    Attributes:
+        encode_s: fixed time of one encode.
+        encode_s_per_element: time of the pass over residual and update.
+        encode_s_per_change: time to take out and code one changed element.
+        apply_s: fixed time to add one message.
+        apply_s_per_change: time to decode and add one changed element.
+        dense_encode_s_per_element: of a dense message.
+        dense_apply_s_per_element: of a dense message.
+        copy_s_per_element: to copy or add one float32.
+        seal_s_per_byte: to encrypt or decrypt.
+        transport_s_per_byte: processor time to send a byte to one peer, or to receive one, encryption included.
+        message_s: fixed time of one message, from ``publish`` until the receiver has it, without the link.
+    """
+
+    encode_s: float = 2.0e-5
+    encode_s_per_element: float = 2.5e-10
+    encode_s_per_change: float = 4.5e-9
+    apply_s: float = 2.0e-6
+    apply_s_per_change: float = 4.0e-9
+    dense_encode_s_per_element: float = 2.5e-9
+    dense_apply_s_per_element: float = 2.5e-10
+    copy_s_per_element: float = 1.5e-10
+    seal_s_per_byte: float = 7.0e-11
+    transport_s_per_byte: float = 8.0e-10
+    message_s: float = 1.0e-4
+
+    def __post_init__(self) -> None:
+        """Refuse negative times."""
+        for one in fields(self):
+            _check(one.name, getattr(self, one.name), 0.0, 1.0)
+
+    def slowed(self, factor: float) -> Rates:
+        """Return the rates of a machine that takes ``factor`` times as long, as when nodes share processors."""
+        return Rates(**{one.name: getattr(self, one.name) * factor for one in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training to estimate.
+
+    Attributes:
+        elements: parameters of the model.
+        nodes: machines that train together, 2 or more.
+        step_s: time that a node computes in one step.
+        link_bytes_per_s: rate of each node's link, each way at the same time.
+        latency_s: one way, half a round trip.
+        workers: of one machine, in a `LocalTeam`.
+        density: share of the elements that a node's message changes.
+        owner_density: of the owners' results in the sharded exchange; None: three times ``density``.
+        owners: nodes that own a range in the sharded exchange; None: all, at most 64.
+        groups: encoders; each has a message of its own.
+        frame_bytes: headers of IP and UDP, and everything that Ethernet adds: 66 on a cable, 42 where a token bucket
+            counts frames without preamble, check sum and gap.
+        datagram_bytes: as in ``gw.transport.Limits``.
+        rates: of every node.
+
+    Raises:
+        ValueError: a number is impossible.
+    """
+
+    elements: int
+    nodes: int
+    step_s: float
+    link_bytes_per_s: float
+    latency_s: float = 1e-4
+    workers: int = 1
+    density: float = 0.01
+    owner_density: float | None = None
+    owners: int | None = None
+    groups: int = 1
+    frame_bytes: int = 66
+    datagram_bytes: int = 1_200
+    rates: Rates = field(default_factory=Rates)
+
+    def __post_init__(self) -> None:
+        """Refuse impossible numbers."""
+        _check("elements", self.elements, 1, 2**48)
+        _check("nodes", self.nodes, 2, 1 << 20)
+        _check("step_s", self.step_s, 0.0, math.inf)
+        _check("link_bytes_per_s", self.link_bytes_per_s, 1.0, math.inf)
+        _check("latency_s", self.latency_s, 0.0, 3_600.0)
+        _check("workers", self.workers, 1, 1 << 16)
+        _check("density", self.density, 1e-9, 1.0)
+        _check("owner_density", self.result_density, 1e-9, 1.0)
+        _check("owners", self.owner_count, 1, self.nodes)
+        _check("groups", self.groups, 1, self.elements)
+        _check("frame_bytes", self.frame_bytes, 0, 1_000)
+        low, high = wire.DATAGRAM_BYTES_MIN, wire.DATAGRAM_BYTES_MAX
+        _check("datagram_bytes", self.datagram_bytes, low, high)
+
+    @property
+    def result_density(self) -> float:
+        """The density of the owners' results."""
+        return min(1.0, 3 * self.density) if self.owner_density is None else self.owner_density
+
+    @property
+    def owner_count(self) -> int:
+        """The number of owners."""
+        return min(self.nodes, OWNERS_MAX) if self.owners is None else self.owners
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """One training step, the mean of those with and without an exchange; of the node that does most.
+
+    Attributes:
+        name: of the way to exchange.
+        sent_bytes: on the link, with all headers and acknowledgements.
+        received_bytes: the same.
+        compute_s: the caller's own time.
+        encode_s: to encode, an owner's result included.
+        link_s: for which the link is busy.
+        processor_s: for which sending and receiving occupy a processor, while the link is busy.
+        latency_s: of the link and of waking up.
+        apply_s: to decode and add.
+        team_s: to add up the updates of a machine's workers, and to copy the parameters to them.
+        hidden_s: of link, processor and latency, behind computation.
+        step_s: the whole step.
+    """
+
+    name: str
+    sent_bytes: float
+    received_bytes: float
+    compute_s: float
+    encode_s: float
+    link_s: float
+    processor_s: float
+    latency_s: float
+    apply_s: float
+    team_s: float
+    hidden_s: float
+    step_s: float
+
+    @property
+    def limit(self) -> str:
+        """The part that takes longest: "compute", "link", "processor", "latency", "encode", "apply" or "team"."""
+        slower = max(self.link_s, self.processor_s)
+        waiting = slower + self.latency_s
+        seen = 1.0 - self.hidden_s / waiting if waiting else 0.0
+        parts = {
+            "compute": self.compute_s,
+            "link": seen * self.link_s * (self.link_s >= self.processor_s),
+            "processor": seen * self.processor_s * (self.link_s < self.processor_s),
+            "latency": seen * self.latency_s,
+            "encode": self.encode_s,
+            "apply": self.apply_s,
+            "team": self.team_s,
+        }
+        return max(parts, key=parts.__getitem__)
+
+    def speedup_over(self, other: Cost) -> float:
+        """Return how many times as fast this step is as another."""
+        return other.step_s / self.step_s if self.step_s else math.inf
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def message_bytes(
+    elements: float, density: float, codec: Codec = "threshold", groups: int = 1
+) -> float:
+    """Return the expected bytes of a node's messages for randomly placed changes; real ones are smaller.
+
+    Golomb-Rice: k bits of remainder, 1 / (1 - q^(2^k)) bits of quotient and a bit of sign for each changed element,
+    with q = 1 - density and the best k. Where nearly all change, the unchanged elements are listed.
+    """
+    if codec != "threshold":
+        return _HEADER_BYTES * groups + _FLOAT_BYTES[codec] * elements
+    changed = elements * density
+    if changed < 1.0:
+        return float(_HEADER_BYTES * groups)
+    listed = density if density < _INVERTED_FROM else 1.0 - density
+    bits = changed + elements * listed * min(_rice_bits(listed, k) for k in range(48))
+    chunk = 1 << max(8, (math.ceil(changed / groups) - 1).bit_length() // 2 + 2)
+    return _HEADER_BYTES * groups + _CHUNK_BYTES * max(groups, changed / chunk) + bits / 8.0
+
+
+def _rice_bits(density: float, k: int) -> float:
+    """Return the bits that say where the next listed element is."""
+    if not 0.0 < density < 1.0:
+        return density
+    return k - 1.0 / math.expm1(float(1 << k) * math.log1p(-density))
+
+
+def transfer_bytes(payload_bytes: float, job: Job) -> float:
+    """Return the bytes on the link of one message to one peer: records, datagrams and frames."""
+    fragment = job.datagram_bytes - wire.HEADER_BYTES
+    record = wire.fragments_per_record(job.datagram_bytes) * fragment - _RECORD_BYTES
+    records = max(1, math.ceil(payload_bytes / record))
+    sealed = payload_bytes + records * _RECORD_BYTES
+    return sealed + math.ceil(sealed / fragment) * (wire.HEADER_BYTES + job.frame_bytes)
+
+
+def _ack_bytes(payload_bytes: float, job: Job) -> float:
+    """Return the bytes on the link of the acknowledgements of one message."""
+    return (1 + payload_bytes // _ACK_EVERY_BYTES) * (_ACK_BYTES + job.frame_bytes)
+
+
+def _tcp_bytes(payload_bytes: float, job: Job) -> float:
+    """Return the bytes on the link of a TCP stream, and of the acknowledgements of as long a stream back."""
+    per_segment = _TCP_BYTES + job.frame_bytes - _UDP_BYTES
+    return payload_bytes * (1.0 + 1.5 * per_segment / _SEGMENT_BYTES)
+
+
+def powersgd_bytes(shapes: Iterable[Sequence[int]], rank: int, nodes: int) -> float:
+    """Return the bytes that PowerSGD's two factors take each way per step, all-reduced in a ring, without headers.
+
+    Args:
+        shapes: of the model's tensors; dimensions after the first count as one. Tensors of one dimension are sent
+            whole.
+        rank: of the factors.
+        nodes: in the ring.
+    """
+    numbers = 0
+    for shape in shapes:
+        rows, columns = (
+            (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+        )
+        numbers += min(rank * (rows + columns), rows * columns)
+    return 2.0 * (nodes - 1) / nodes * 4.0 * numbers
+
+
+def one_bit_bytes(elements: int, nodes: int) -> float:
+    """Return the bytes each way per step of DeepSpeed's 1-bit all-reduce: signs to the owners, and signs back."""
+    return 2.0 * (nodes - 1) / nodes * elements / 8.0
+
+
+def ok_topk_bytes(elements: int, density: float, nodes: int) -> tuple[float, float]:
+    """Return the least and the most bytes each way per step of Ok-Topk: 2k to 6k words of 4 bytes, k changed."""
+    words = (nodes - 1) / nodes * elements * density
+    return 2 * 4.0 * words, 6 * 4.0 * words
+
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+
+
+def exchange(
+    job: Job,
+    topology: Topology = "mesh",
+    codec: Codec = "threshold",
+    *,
+    every: int = 1,
+    overlap: int = 0,
+) -> Cost:
+    """Return the cost of a step of ``gw.Exchange`` with these options.
+
+    Raises:
+        ValueError: ``every`` or ``overlap`` is impossible.
+    """
+    _check("every", every, 1, 1 << 30)
+    _check("overlap", overlap, 0, every)
+    parts = _sharded(job, codec) if topology == "sharded" else _mesh(job, codec)
+    rates, passes = job.rates, job.elements * job.rates.copy_s_per_element
+    team_s = 2.0 * job.workers * passes if job.workers > 1 else 0.0
+    local_s = (
+        3.0 * passes if every > 1 else 0.0
+    )  # the difference to the shared copy, and the new copy
+    waiting_s = sum(max(one.link_s(job), one.processor_s(rates)) for one in parts.phases)
+    latency_s = len(parts.phases) * (job.latency_s + rates.message_s)
+    hidden_s = min(waiting_s + latency_s, overlap * job.step_s)
+    once_s = parts.encode_s + parts.apply_s + local_s + waiting_s + latency_s - hidden_s
+    name = topology + (f", {codec}" if codec != "threshold" else "")
+    return Cost(
+        name=name
+        + (f", every={every}" if every > 1 else "")
+        + (f", overlap={overlap}" if overlap else ""),
+        sent_bytes=sum(one.sent_bytes for one in parts.phases) / every,
+        received_bytes=sum(one.received_bytes for one in parts.phases) / every,
+        compute_s=job.step_s,
+        encode_s=(parts.encode_s + local_s) / every,
+        link_s=sum(one.link_s(job) for one in parts.phases) / every,
+        processor_s=sum(one.processor_s(rates) for one in parts.phases) / every,
+        latency_s=latency_s / every,
+        apply_s=parts.apply_s / every,
+        team_s=team_s,
+        hidden_s=hidden_s / every,
+        step_s=job.step_s + team_s + once_s / every,
+    )
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """Messages that all nodes send at the same time: of the busiest node, on the link and as payloads."""
+
+    sent_bytes: float
+    received_bytes: float
+    sent_payload_bytes: float
+    received_payload_bytes: float
+    sealed_bytes: float
+    messages: int
+
+    def link_s(self, job: Job) -> float:
+        return max(self.sent_bytes, self.received_bytes) / job.link_bytes_per_s
+
+    def processor_s(self, rates: Rates) -> float:
+        moved = self.sent_payload_bytes + self.received_payload_bytes
+        return (
+            self.sealed_bytes * rates.seal_s_per_byte
+            + moved * rates.transport_s_per_byte
+            + self.messages * rates.message_s
+        )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    phases: tuple[_Phase, ...]
+    encode_s: float
+    apply_s: float
+
+
+def _mesh(job: Job, codec: Codec) -> _Parts:
+    """Everybody's message to everybody: sealed once, sent and received n - 1 times, applied n times."""
+    others, size = job.nodes - 1, message_bytes(job.elements, job.density, codec, job.groups)
+    phase = _phase(job, size, others, others, distinct=1)
+    encode_s = _encode_s(job.elements, job.density, codec, job)
+    apply_s = _apply_s(job.nodes * job.elements, job.density, codec, job, job.nodes * job.groups)
+    return _Parts((phase,), encode_s, apply_s)
+
+
+def _sharded(job: Job, codec: Codec) -> _Parts:
+    """Parts to their owners, who add and encode them, and the owners' results to everybody."""
+    owners, others = job.owner_count, job.nodes - 1
+    size, dense = job.elements / owners, codec != "threshold"
+    result_density = 1.0 if dense else job.result_density
+    part = message_bytes(size, job.density, codec, job.groups)
+    result = message_bytes(size, result_density, codec, job.groups)
+    scatter = _phase(job, part, owners - 1, others, distinct=owners - 1)
+    gather = _phase(job, result, others, owners - 1, distinct=1)
+    encode_s = (
+        _encode_s(job.elements, job.density, codec, job)
+        + _apply_s(job.nodes * size, job.density, codec, job, job.nodes * job.groups)
+        + _encode_s(size, result_density, codec, job)
+    )
+    apply_s = _apply_s(job.elements, result_density, codec, job, owners * job.groups)
+    return _Parts((scatter, gather), encode_s, apply_s)
+
+
+def _phase(job: Job, size: float, sent: int, received: int, distinct: int) -> _Phase:
+    there, back = transfer_bytes(size, job), _ack_bytes(size, job)
+    return _Phase(
+        sent * there + received * back,
+        received * there + sent * back,
+        sent * size,
+        received * size,
+        distinct * size,
+        max(sent, received),
+    )
+
+
+def _encode_s(elements: float, density: float, codec: Codec, job: Job) -> float:
+    rates = job.rates
+    if codec != "threshold":
+        return job.groups * rates.encode_s + elements * rates.dense_encode_s_per_element
+    each = rates.encode_s_per_element + density * rates.encode_s_per_change
+    return job.groups * rates.encode_s + elements * each
+
+
+def _apply_s(elements: float, density: float, codec: Codec, job: Job, messages: int) -> float:
+    rates = job.rates
+    if codec != "threshold":
+        return messages * rates.apply_s + elements * rates.dense_apply_s_per_element
+    return messages * rates.apply_s + elements * density * rates.apply_s_per_change
+
+
+def dense_ring(job: Job, element_bytes: int = 4, *, overlaps: bool = True) -> Cost:
+    """Return the cost of a step with a ring all-reduce of all gradients over TCP.
+
+    Args:
+        job: its density does not matter. The workers of a machine are ranks of the ring, neighbours where possible.
+        element_bytes: 4, or 2 for float16.
+        overlaps: as DistributedDataParallel does, all buckets but the last travel during the backward pass.
+    """
+    rates, ranks = job.rates, job.nodes * job.workers
+    share = (ranks - 1) / ranks
+    size = float(element_bytes * job.elements)
+    moved = _tcp_bytes(2.0 * share * size, job)
+    add_s = share * job.elements * rates.copy_s_per_element
+    latency_s = 2.0 * (job.nodes - 1) * job.latency_s
+    link_s = moved / job.link_bytes_per_s
+    whole_s = link_s + add_s + latency_s
+    last_s = whole_s * min(1.0, _BUCKET_BYTES / size)
+    seen_s = max(whole_s - _BACKWARD_SHARE * job.step_s, last_s) if overlaps else whole_s
+    return Cost(
+        name=f"ring, float{8 * element_bytes}",
+        sent_bytes=moved,
+        received_bytes=moved,
+        compute_s=job.step_s,
+        encode_s=0.0,
+        link_s=link_s,
+        processor_s=0.0,
+        latency_s=latency_s,
+        apply_s=add_s,
+        team_s=0.0,
+        hidden_s=whole_s - seen_s,
+        step_s=job.step_s + seen_s,
+    )
+
+
+def topology_of(job: Job) -> Topology:
+    """Return the faster topology."""
+    costs = {one: exchange(job, one).step_s for one in ("mesh", "sharded")}
+    return "sharded" if costs["sharded"] < costs["mesh"] else "mesh"
+
+
+def crossover(job: Job, topology: Topology | None = None) -> float:
+    """Return the link rate, in bytes per second, above which a float32 ring is faster; infinity if there is none.
+
+    Args:
+        job: its own link rate does not matter.
+        topology: of the exchange; None: the faster one at each rate.
+    """
+    low, high = _RATES_BYTES_PER_S
+
+    def is_slower(rate: float) -> bool:
+        there = replace(job, link_bytes_per_s=rate)
+        ours = exchange(there, topology or topology_of(there))
+        return ours.step_s > dense_ring(there).step_s
+
+    if not is_slower(high):
+        return math.inf
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if is_slower(middle) else (middle, high)
+    return high
+
+
+def dl4j_scalability(
+    iteration_ms: float = 550.0,
+    encode_ms: float = 50.0,
+    decode_ms: float = 5.0,
+    service_ms: float = 20.0,
+    nodes: int = 8,
+    workers: int = 4,
+) -> float:
+    """Return the expected scalability, 0 to 1, of the form in Deeplearning4j's documentation, with its defaults.
+
+    The form has no link: neither rate, latency nor message size.
+
+    >>> round(dl4j_scalability(), 3)
+    0.705
+    """
+    for name, value in (("iteration_ms", iteration_ms), ("nodes", nodes), ("workers", workers)):
+        _check(name, value, 1e-9, math.inf)
+    overhead_ms = encode_ms + decode_ms * nodes * workers + service_ms
+    return iteration_ms / (iteration_ms + overhead_ms)
+
+
+def _check(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most or value == math.inf:
+        bounds = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+        raise ValueError(f"{name} is {value:g}, must be {bounds}")

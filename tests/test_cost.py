@@ -1,0 +1,180 @@
+"""The cost model: its bytes are those of real messages and datagrams, its times behave as steps do."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire import calibration, cost
+from gradwire.cost import Job, Rates, dense_ring, exchange
+from gradwire.transport.crypto import KeyChain
+from gradwire.transport.records import Sealer
+
+FREE = Rates(**dict.fromkeys(Rates.__dataclass_fields__, 0.0))
+
+
+def job(**changes: Any) -> Job:
+    values = {"elements": 5_000_000, "nodes": 4, "step_s": 0.1, "link_bytes_per_s": 12.5e6}
+    return Job(**{**values, **changes})
+
+
+@pytest.mark.parametrize("density", [0.0, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.8, 0.99, 1.0])
+@pytest.mark.parametrize("numel", [1 << 16, 1 << 20])
+def test_a_message_has_the_predicted_size(numel: int, density: float) -> None:
+    rng = np.random.default_rng([7, numel])
+    update = np.where(rng.random(numel) < density, rng.choice([-1.0, 1.0], numel), 0.0)
+    message = gw.Encoder(numel, threshold=1.0).encode(update.astype(np.float32))
+    assert cost.message_bytes(numel, message.density) == pytest.approx(
+        message.nbytes, rel=0.03, abs=16
+    )
+
+
+def test_dense_messages_have_exactly_the_predicted_size() -> None:
+    for codec, dense in (("dense", True), ("bfloat16", "bfloat16")):
+        message = gw.Encoder(1000).encode(np.ones(1000, np.float32), dense=dense)  # type: ignore[arg-type]
+        assert cost.message_bytes(1000, 1.0, codec) == message.nbytes  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1_144, 1_145, 62_000, 1 << 20])
+@pytest.mark.parametrize("datagram_bytes", [600, 1_200, 9_000])
+def test_a_transfer_takes_as_many_bytes_as_the_transport_puts_on_the_wire(
+    nbytes: int, datagram_bytes: int
+) -> None:
+    sealer = Sealer(KeyChain.generate(0, bytes), 1, datagram_bytes)
+    given = job(frame_bytes=0, datagram_bytes=datagram_bytes)
+    # Only the last fragment of each record may be short: one datagram per record between the two.
+    slack = sealer.records_of(nbytes) * 16
+    assert cost.transfer_bytes(nbytes, given) == pytest.approx(sealer.wire_bytes(nbytes), abs=slack)
+
+
+def test_a_mesh_s_bytes_grow_with_the_nodes_and_a_sharded_exchange_s_do_not() -> None:
+    def received(topology: Any, nodes: int) -> float:
+        given = job(nodes=nodes, owner_density=0.01, owners=nodes)
+        return exchange(given, topology).received_bytes
+
+    assert received("mesh", 16) == pytest.approx(5 * received("mesh", 4))
+    assert received("sharded", 16) <= 1.35 * received("sharded", 4)
+    assert received("mesh", 16) >= 6 * received("sharded", 16)
+
+
+def test_a_dense_sharded_exchange_moves_what_a_ring_moves() -> None:
+    given = job(nodes=8)
+    ring = dense_ring(given)
+    assert exchange(given, "sharded", "dense").sent_bytes == pytest.approx(
+        ring.sent_bytes, rel=0.08
+    )
+    assert exchange(given, "mesh", "dense").sent_bytes == pytest.approx(
+        4 * ring.sent_bytes, rel=0.08
+    )
+
+
+def test_without_costs_of_the_machine_only_link_and_latency_remain() -> None:
+    given = job(rates=FREE, latency_s=0.01)
+    one = exchange(given)
+    assert one.link_s == pytest.approx(one.sent_bytes / 12.5e6)
+    assert one.step_s == pytest.approx(0.1 + one.link_s + 0.01)
+    assert one.limit == "compute"
+    assert exchange(replace(given, link_bytes_per_s=1e5)).limit == "link"
+    assert exchange(replace(given, latency_s=5.0)).limit == "latency"
+
+
+def test_local_steps_and_overlap_take_their_share_of_the_costs() -> None:
+    given = job(rates=FREE, latency_s=0.0, link_bytes_per_s=1e5)
+    one, four = exchange(given), exchange(given, every=4)
+    assert four.sent_bytes == one.sent_bytes / 4
+    assert four.step_s == pytest.approx(0.1 + (one.step_s - 0.1) / 4)
+    hidden = exchange(given, every=4, overlap=3)
+    assert hidden.hidden_s == pytest.approx(0.3 / 4)
+    assert hidden.step_s == pytest.approx(four.step_s - 0.3 / 4)
+    slow = replace(given, step_s=1e3)
+    assert exchange(slow, overlap=1).step_s == pytest.approx(1e3)
+
+
+def test_a_ring_hides_all_but_its_last_bucket_behind_the_backward_pass() -> None:
+    small, large = job(elements=1_000_000, step_s=10.0), job(elements=100_000_000, step_s=1e4)
+    assert dense_ring(small).hidden_s == 0.0
+    whole = dense_ring(large, overlaps=False)
+    seen_s = dense_ring(large).step_s - 1e4
+    assert seen_s == pytest.approx((whole.step_s - 1e4) * (25 << 20) / 4e8)
+    assert dense_ring(large).step_s < whole.step_s
+
+
+def test_workers_of_a_machine_add_no_bytes_to_an_exchange() -> None:
+    one, eight = exchange(job()), exchange(job(workers=8))
+    assert eight.sent_bytes == one.sent_bytes
+    assert eight.team_s > one.team_s == 0.0
+
+
+def test_the_crossover_is_where_both_take_as_long() -> None:
+    given = job(elements=25_000_000, nodes=8)
+    rate = cost.crossover(given)
+    there = replace(given, link_bytes_per_s=rate)
+    ours = exchange(there, cost.topology_of(there))
+    assert ours.step_s == pytest.approx(dense_ring(there).step_s, rel=1e-3)
+    assert cost.crossover(replace(given, rates=FREE, latency_s=0.0)) == math.inf
+
+
+def test_other_schemes_take_the_bytes_that_their_papers_give() -> None:
+    # Two factors of rank 4 for a matrix, and a bias whole, in a ring of 2: once each way.
+    assert cost.powersgd_bytes([(100, 20, 5), (7,)], 4, 2) == 4 * (4 * 200 + 7)
+    assert cost.one_bit_bytes(8_000, 2) == 1_000
+    assert cost.ok_topk_bytes(1_000_000, 0.01, 2) == (40_000, 120_000)
+
+
+def test_deeplearning4j_s_form_gives_its_documentation_s_figure() -> None:
+    assert cost.dl4j_scalability() == pytest.approx(550 / 780)
+    with pytest.raises(ValueError, match="nodes is 0"):
+        cost.dl4j_scalability(nodes=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("elements", 0),
+        ("nodes", 1),
+        ("step_s", -1.0),
+        ("step_s", math.nan),
+        ("link_bytes_per_s", 0.0),
+        ("link_bytes_per_s", math.inf),
+        ("latency_s", -1e-3),
+        ("workers", 0),
+        ("density", 0.0),
+        ("density", 1.5),
+        ("owner_density", 2.0),
+        ("owners", 5),
+        ("groups", 0),
+        ("datagram_bytes", 10),
+    ],
+)
+def test_impossible_numbers_are_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} is "):
+        job(**{name: value})
+    with pytest.raises(ValueError, match="overlap is 2, must be from 0 to 1"):
+        exchange(job(), overlap=2)
+    with pytest.raises(ValueError, match="encode_s is -1"):
+        Rates(encode_s=-1.0)
+
+
+def test_the_machine_is_measured_once_and_the_rates_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration, "_NUMEL", 1 << 16)
+    monkeypatch.setattr(calibration, "_EACH_S", 0.0)
+    found = calibration.rates()
+    assert all(0.0 <= getattr(found, name) < 0.1 for name in Rates.__dataclass_fields__)
+    assert found.message_s > 0.0
+    monkeypatch.setattr(calibration, "measure", lambda: pytest.fail("measured again"))
+    assert calibration.rates() == found
+    path = calibration.cache_path()
+    assert path.is_relative_to(tmp_path)
+    monkeypatch.setattr(calibration, "measure", lambda: FREE)
+    path.write_text(json.dumps({"of": "another version"}))
+    assert calibration.rates() == FREE

@@ -1,0 +1,159 @@
+"""``gradwire estimate``: the table, one sentence of advice, and one line for everything that cannot be."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradwire import calibration, cost
+from gradwire.cli import main
+from gradwire.cli.doctor import link
+from gradwire.cli.estimate import model_shapes, rate, seconds
+from gradwire.cost import Rates
+
+SIZE = ["--params", "25e6", "--step", "0.2", "--nodes", "8"]
+
+
+@pytest.fixture(autouse=True)
+def rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "rates", Rates)
+
+
+def estimate(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["estimate", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_table_compares_every_way_with_a_dense_ring(capsys: pytest.CaptureFixture[str]) -> None:
+    out = estimate(capsys, *SIZE, "--link", "1Gbit", "--latency", "0.5ms")
+    rows = re.findall(r"^(\S.*?)  +([\d.]+ m?s)? +([\d.]+ \wB) +([\d.]+ \wB)", out, re.M)
+    assert [name for name, *_ in rows] == [
+        "dense ring, float32",
+        "dense ring, float16",
+        "PowerSGD, rank 4",
+        "mesh",
+        "sharded",
+        "4 local steps, sharded",
+        "20 local steps, sharded",
+    ]
+    assert [name for name, step, *_ in rows if not step] == ["PowerSGD, rank 4"]
+    assert re.search(r"^dense ring, float32 .* 1\.00x  link$", out, re.M)
+    assert re.search(
+        r"^gradwire pays: sharded takes [\d.]+ ms instead of [\d.]+ ms, .*; "
+        r'write gw\.Exchange\(encoder, node, topology="sharded"\)\.$',
+        out,
+        re.M,
+    )
+    assert re.search(r"^The float32 ring is as fast from [\d.]+ Gbit/s on\.$", out, re.M)
+
+
+def test_slow_links_get_local_steps_and_fast_ones_no_gradwire(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "every=20" in estimate(capsys, *SIZE, "--link", "1Mbit").splitlines()[-2]
+    out = estimate(capsys, *SIZE, "--link", "100Gbit")
+    assert "gradwire does not pay here" in out
+    assert "keep DistributedDataParallel(model)" in out
+
+
+def test_json_has_all_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(estimate(capsys, *SIZE, "--link", "1Gbit", "--json"))
+    assert found["job"]["elements"] == 25_000_000
+    assert found["rows"][0]["speedup"] == 1.0
+    assert "step_s" not in found["rows"][2]
+    assert found["rows"][3]["parts"]["link_s"] > 0.0
+    job = cost.Job(**{**found["job"], "rates": Rates(**found["job"]["rates"])})
+    assert found["crossover_bytes_per_s"] == cost.crossover(job)
+
+
+def test_a_plot_is_drawn_in_the_format_of_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    path = tmp_path / "speed-up.svg"
+    estimate(capsys, *SIZE, "--link", "1Gbit", "--plot", str(path))
+    assert "<svg" in path.read_text()
+    assert main(["estimate", *SIZE, "--link", "1Gbit", "--plot", str(tmp_path / "a.nope")]) == 2
+    assert "'nope' is not supported" in capsys.readouterr().err
+
+
+def test_a_model_s_parameters_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "import numpy as np\ndef make(): return {'w': np.zeros((30, 20)), 'more': [np.zeros(7)]}\n"
+    )
+    (tmp_path / "my_model_here.py").write_text(code + "def none(): return 3\n")
+    monkeypatch.chdir(tmp_path)
+    assert model_shapes("my_model_here:make") == [(30, 20), (7,)]
+    model = ["--model", "my_model_here:make", "--step", "1ms", "--link", "1Gbit"]
+    assert estimate(capsys, *model).startswith("607 parameters")
+    with pytest.raises(ValueError, match="int has no parameters"):
+        model_shapes("my_model_here:none")
+
+
+def test_rate_and_latency_can_be_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flow = link.Flow(bytes_per_s=11.9e6, resent_share=0.0)
+    found = link.Link(
+        peer="there:1",
+        round_trip_p50_s=0.004,
+        round_trip_p99_s=0.01,
+        out=flow,
+        back=replace(flow, bytes_per_s=20e6),
+        clock_ahead_s=0.0,
+        has_gso=True,
+    )
+    monkeypatch.setattr(link, "measure", lambda *_: found)
+    out = estimate(capsys, *SIZE, "--measure", "there:1")
+    assert "102 Mbit/s, 2 ms one way" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--step 1 --link 1Gbit", "either --params or --model"),
+        ("--params 1e6 --model a:b --step 1 --link 1Gbit", "either --params or --model"),
+        ("--params 1e6 --link 1Gbit", "give --step"),
+        ("--params 1e6 --step 1", "either --link or --measure"),
+        ("--params many --step 1 --link 1Gbit", "--params many: not a number"),
+        ("--params 1.5 --step 1 --link 1Gbit", "--params 1.5: not a whole number"),
+        ("--params 1e6 --step 1h --link 1Gbit", "--step 1h: not a time such as"),
+        ("--params 1e6 --step 1 --link fast", "--link fast: not a rate such as"),
+        ("--params 1e6 --step 1 --link 1e999bit", "not a number"),
+        ("--params 1e6 --step 1 --link 1Gbit --latency 1e6s", "latency_s is 1e+06"),
+        ("--params 1e6 --step 1 --link 1Gbit --nodes 1", "nodes is 1, must be from 2"),
+        ("--params 1e6 --step 1 --link 1Gbit --density nan", "--density nan: not a number"),
+        ("--params 0 --step 1 --link 1Gbit", "elements is 0"),
+        ("--model nowhere:make --step 1 --link 1Gbit", "No module named 'nowhere'"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    arguments: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", *arguments.split()]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("gradwire estimate: ")
+    assert says in line
+
+
+def test_a_peer_that_does_not_answer_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(link, "CONNECT_S", 0.01)
+    monkeypatch.setenv("GRADWIRE_SECRET", bytes(range(32)).hex())
+    assert main(["estimate", *SIZE, "--measure", "127.0.0.1:9"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "--measure 127.0.0.1:9: run `gradwire doctor --serve` there" in line
+
+
+def test_units_are_read_as_people_write_them() -> None:
+    assert rate("", "10Mbit") == rate("", "10 Mbit/s") == rate("", "10Mbps") == 1.25e6
+    assert rate("", "125MB") == rate("", "125 MB/s") == rate("", "1Gbit") == 125e6
+    assert seconds("", "0.2") == seconds("", "200ms") == seconds("", "0.2 s") == 0.2
+    assert seconds("", "50us") == seconds("", "50µs") == pytest.approx(5e-5)
