@@ -29,7 +29,12 @@ def update(node_id: int, step: int) -> Any:
 
 
 def train(
-    node: FakeNode, options: dict[str, Any], params: Any, steps: int, peers: int
+    node: FakeNode,
+    options: dict[str, Any],
+    params: Any,
+    steps: int,
+    peers: int,
+    changed: float = 0.0,
 ) -> tuple[int | None, gw.Exchange]:
     """Train, and resync when told to; return at which step that was."""
     share = gw.Exchange(
@@ -42,6 +47,9 @@ def train(
     )
     found_at = None
     share.join(params)
+    params[7] += changed
+    if options.get("every"):
+        share._replica.shared[0][7] += changed
     for count in range(steps):
         node.cluster.compute(node, 0.1 + 0.05 * node.cluster.random.random())
         if share.next_step >= steps and share.stats.staleness == 0:
@@ -78,14 +86,13 @@ def test_replicas_that_are_the_same_are_found_the_same(seed: int, options: Any) 
 
 
 @pytest.mark.parametrize("options", MODES, ids=str)
-def test_a_replica_that_began_differently_is_told_so_and_comes_in_again(options: Any) -> None:
+def test_a_replica_that_has_become_different_is_told_so_and_comes_in_again(options: Any) -> None:
     replicas = [np.ones(NUMEL, np.float32) for _ in range(3)]
-    replicas[1][7] = 1.5
     with cluster(3) as world:
         nodes = [world.node(10 * rank) for rank in range(3)]
         workers = [
-            world.start(node, lambda n=node, p=params: train(n, options, p, 60, 2))
-            for node, params in zip(nodes, replicas, strict=True)
+            world.start(node, lambda n=node, p=params, c=c: train(n, options, p, 60, 2, c))
+            for node, params, c in zip(nodes, replicas, [0.0, 0.5, 0.0], strict=True)
         ]
         world.run()
     found = [worker.result[0] for worker in workers]

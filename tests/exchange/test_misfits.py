@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.exchange import Group, Groups, StepResult
 from gradwire.exchange.protocol import Hello, Kind, Phase, run_of, tag_of
+from gradwire.exchange.results import Watch
 
 from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster
@@ -276,3 +279,116 @@ def test_initial_members_that_begin_at_different_steps_all_hear_of_it_at_once(
         assert "at step 5" in worker.result
         assert "at step 0" in worker.result
         assert "same checkpoint" in worker.result
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_nodes_that_begin_with_other_parameters_are_refused_before_the_first_step(
+    mode: str,
+) -> None:
+    with cluster(1) as world:
+        nodes = [world.node(1), world.node(2)]
+        workers = [
+            world.start(
+                node,
+                lambda n=node: refused(
+                    n,
+                    lambda: share_on(n, min_peers=1, mode=mode).join(
+                        np.full(NUMEL, n.peer.id, np.float32)
+                    ),
+                ),
+            )
+            for node in nodes
+        ]
+        world.run()
+    assert all("begin with other parameters" in worker.result for worker in workers)
+
+
+def test_the_checkpoint_of_one_node_is_refused_on_two() -> None:
+    def begins(node: FakeNode) -> str:
+        share = share_on(node, min_peers=1)
+        share._groups.encoders[0].residual[:] = 0.125
+        return refused(node, lambda: share.join(np.zeros(NUMEL, np.float32)))
+
+    with cluster(1) as world:
+        nodes = [world.node(1), world.node(2)]
+        workers = [world.start(node, lambda n=node: begins(n)) for node in nodes]
+        world.run()
+    assert all("checkpoint of the same node" in worker.result for worker in workers)
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_equalize_gives_all_nodes_the_parameters_of_the_one_with_the_lowest_id(seed: int) -> None:
+    def train(node: FakeNode) -> Any:
+        share, state = share_on(node, min_peers=2), np.full(3, node.peer.id, np.float32)
+        params = np.full(NUMEL, node.peer.id if node.peer.id != 3 else 1, np.float32)
+        share.join(params, [state], equalize=True)
+        begun = params.copy()
+        for count in range(3):
+            share.step(update(node.peer.id, count), params)
+        node.cluster.close(node)
+        return begun, params, state, share.next_step
+
+    with cluster(seed) as world:
+        nodes = [world.node(node_id) for node_id in (1, 2, 3)]
+        workers = [world.start(node, lambda n=node: train(n)) for node in nodes]
+        world.run()
+    for worker in workers:
+        begun, params, state, next_step = worker.result
+        assert (begun == 1.0).all()
+        assert params.tobytes() == workers[0].result[1].tobytes()
+        assert next_step == 3
+        assert state.tolist() == ([1.0] * 3 if worker is not workers[2] else [3.0] * 3)
+
+
+def test_a_step_below_min_members_names_who_went() -> None:
+    def train(node: FakeNode, steps: int) -> str:
+        share, params = (
+            share_on(node, min_peers=1, min_members=2),
+            np.zeros(NUMEL, np.float32),
+        )
+        share.join(params)
+        try:
+            for count in range(steps):
+                share.step(update(node.peer.id, count), params)
+        except gw.PeerLost as error:
+            return str(error)
+        finally:
+            node.cluster.close(node)
+        return ""
+
+    with cluster(1) as world:
+        nodes = [world.node(1), world.node(2)]
+        workers = [
+            world.start(node, lambda n=node, s=steps: train(n, s))
+            for node, steps in zip(nodes, (9, 3), strict=True)
+        ]
+        world.run()
+    assert workers[0].result.startswith("1 of at least 2 members are left: 127.0.0.1:1002 ")
+
+
+def test_a_second_thread_in_an_exchange_is_refused() -> None:
+    with cluster(1) as world:
+        share = share_on(world.node(1), min_peers=0)
+        share._use.acquire()
+        with (
+            ThreadPoolExecutor(1) as pool,
+            pytest.raises(RuntimeError, match="another thread is using this exchange"),
+        ):
+            pool.submit(share.step, update(1, 0), np.zeros(NUMEL, np.float32)).result()
+
+
+def test_useless_densities_and_a_growing_residual_are_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    full = Watch()
+    groups = Groups([Group(gw.Encoder(4))])
+    for step in range(120):
+        full.add(StepResult(step=step, density=1.0, threshold=1e-8), groups)
+    assert len(caplog.messages) == 1
+    assert "every element has been sent for 50 steps" in caplog.text
+    growing = Watch()
+    for step in range(200):
+        groups.encoders[0].residual[:] = 1.02**step
+        growing.add(StepResult(step=step, density=0.001), groups)
+    assert len(caplog.messages) == 2
+    assert "the residual has grown for 50 steps" in caplog.text

@@ -17,15 +17,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays import device_of
 from ..errors import Diverged
 from ..transport import Peer
 from . import clock
+from .groups import Groups
 from .membership import Membership
 from .options import Options
 from .parameters import ExactSum, Replica, views
 from .protocol import Note, Phase
 
-__all__ = ["Consistency", "Digests", "digest_of"]
+__all__ = ["Consistency", "Digests", "digest_of", "start_of"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,6 +45,26 @@ def digest_of(arrays: Sequence[NDArray[Any]]) -> str:
     for array in arrays:
         state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return state.hexdigest()
+
+
+def start_of(groups: Groups, params: Any) -> tuple[str, str]:
+    """Return digests of the parameters and of the residual before the first step.
+
+    Args:
+        groups: the encoders.
+        params: the shared parameters.
+
+    Returns:
+        Empty texts for arrays on a device, and for a residual of zeros.
+    """
+    if (
+        any(device_of(encoder.residual) >= 0 for encoder in groups.encoders)
+        or device_of(params) >= 0
+    ):
+        return "", ""
+    residuals = [encoder.residual for encoder in groups.encoders]
+    has_residual = any(residual.any() for residual in residuals)
+    return digest_of(views(params)), digest_of(residuals) if has_residual else ""
 
 
 class Digests:

@@ -58,7 +58,8 @@ class Departure:
         """Consider members gone: begin to agree with the others on their last updates."""
         membership = self._membership
         for peer in sorted(peers):
-            _LOG.warning("step %d: %s %s", membership.next_step, peer.address, why)
+            name = membership.name_of(peer)
+            _LOG.warning("step %d: %s %s", membership.next_step, name, why)
             membership.departing[peer] = membership.members[peer].held
             membership.reported.add(peer)
         self.report()
@@ -112,8 +113,8 @@ class Departure:
         for peer in gone:
             membership.remove_member(peer)
         if gone:
-            names = ", ".join(peer.address for peer in gone)
-            _LOG.warning("without %s: %d nodes go on", names, len(membership.members) + 1)
+            count = len(membership.members) + 1
+            _LOG.warning("%s: %d nodes go on", membership.departed(gone), count)
             if membership.phase is Phase.IN:
                 self._router.announce(Phase.IN)
 

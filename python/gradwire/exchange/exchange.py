@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from numpy.typing import NDArray
 
 from ..codec import Encoder
-from ..errors import NonFiniteUpdate
+from ..errors import NonFiniteUpdate, PeerLost
 from . import checkpoint
-from .consistency import Consistency
+from .consistency import Consistency, start_of
 from .departure import Departure
 from .groups import Codec, Group, Groups
 from .join import Join
@@ -30,7 +32,7 @@ from .parameters import (
     writable_views,
 )
 from .protocol import VERSIONS, Phase
-from .results import ExchangeStats, Joined, StepResult
+from .results import ExchangeStats, Joined, StepResult, Watch
 from .step import Step
 
 if TYPE_CHECKING:
@@ -39,6 +41,26 @@ if TYPE_CHECKING:
 __all__ = ["Exchange"]
 
 _LOG = logging.getLogger(__name__)
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _by_one_thread(method: _Method) -> _Method:
+    """Refuse a call while another thread is inside the exchange."""
+
+    @functools.wraps(method)
+    def guarded(self: Exchange, *args: Any, **options: Any) -> Any:
+        if not self._use.acquire(blocking=False):
+            raise RuntimeError(
+                "another thread is using this exchange: one exchange serves one thread; threads of one machine share "
+                "a LocalTeam"
+            )
+        try:
+            return method(self, *args, **options)
+        finally:
+            self._use.release()
+
+    return guarded  # type: ignore[return-value]
 
 
 class Exchange:
@@ -63,7 +85,8 @@ class Exchange:
         outer_momentum: Nesterov's momentum of the shared parameters, for ``every`` > 1.
         apply_residual: let this node's parameters hold its residual, so that gradients use up-to-date parameters.
         on_straggler: whether a connected member that sends nothing for ``timeout_s`` makes the step "raise"
-            `TimeoutError`, or the others "drop" it.
+            `TimeoutError`, the others "drop" it, or "wait" and log.
+        min_members: number of nodes, this one included, below which a step raises `PeerLost`.
         timeout_s: longest wait of one step, and for the peers before the first.
         digest_s: seconds between comparisons of the replicas; 0: never.
 
@@ -96,7 +119,8 @@ class Exchange:
         overlap: int = 0,
         outer_momentum: float = 0.0,
         apply_residual: bool = False,
-        on_straggler: Literal["raise", "drop"] = "raise",
+        on_straggler: Literal["raise", "drop", "wait"] = "raise",
+        min_members: int = 1,
         timeout_s: float = 60.0,
         digest_s: float = 2.0,
     ) -> None:
@@ -114,6 +138,7 @@ class Exchange:
             outer_momentum=outer_momentum,
             apply_residual=apply_residual,
             on_straggler=on_straggler,
+            min_members=min_members,
             timeout_s=timeout_s,
             digest_s=digest_s,
         )
@@ -144,6 +169,7 @@ class Exchange:
             step=replica.step,
             keeps=options.kept_updates,
         )
+        membership.names = getattr(node, "names", {})
         router = Router(node, membership, groups.parse)
         departure = Departure(membership, router, is_sync=options.is_sync)
         self._consistency = Consistency(options, membership, replica)
@@ -151,6 +177,9 @@ class Exchange:
         self._step = Step(options, replica, membership, router, departure, self._join)
         self._departure = departure
         self._stats = ExchangeStats()
+        self._watch = Watch()
+        self._is_loaded = False
+        self._use = threading.RLock()
         self._optimizer_state: Sequence[Any] = ()  # of the last step, for newcomers
 
     # ---- members and numbers -----------------------------------------------------------------------------------------
@@ -162,7 +191,7 @@ class Exchange:
 
     @property
     def next_step(self) -> int:
-        """Number of the next step."""
+        """Number of the next exchange, counted from 0: with ``every``, that of the steps that send."""
         return self._replica.step
 
     @property
@@ -213,7 +242,10 @@ class Exchange:
             self._join.wait_for_peers(expected)
         return self.members
 
-    def join(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
+    @_by_one_thread
+    def join(
+        self, params: Any, optimizer_state: Sequence[Any] = (), *, equalize: bool = False
+    ) -> Joined:
         """Join before training: afterwards the members are known, and local steps may begin.
 
         A node that comes late, or again after a restart, takes the parameters, the number of the step and the
@@ -222,6 +254,8 @@ class Exchange:
         Args:
             params: as in ``step``; overwritten where training has begun. The exchange keeps a copy for ``step_moved``.
             optimizer_state: float32 or float64 arrays; overwritten like ``params``.
+            equalize: give all nodes the initial parameters of the one with the lowest id; on all nodes. Without, other
+                initial parameters are a `Mismatch`.
 
         Raises:
             TimeoutError: as ``wait_for_peers``, or no member gave a snapshot within ``timeout_s``.
@@ -230,15 +264,21 @@ class Exchange:
         """
         self._groups.check_params(params)
         writable_views(optimizer_state)  # refuses now rather than in the middle of training
+        if self._membership.phase is Phase.NEW and not self._is_loaded:
+            self._replica.drop_shared()  # of an earlier call, which was refused
         self._replica.copy_shared(params)
         if self._membership.phase is Phase.NEW:
             self._replica.add_loaded_residual(params)
-        self._join.announce_params(described(params))
+        self._join.equalizes = equalize
+        self._announce_params(params, again=True)
         self.wait_for_peers()
         is_late = self._membership.phase is not Phase.IN
+        if equalize and not is_late:
+            self._join.equalize(params, optimizer_state)
         self._join.ensure_member(params, optimizer_state)
         return Joined(step=self.next_step, is_late=is_late, members=self.members)
 
+    @_by_one_thread
     def resync(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
         """Take parameters, step and optimiser's state from a member again: after `Diverged`, or after a long pause.
 
@@ -250,6 +290,7 @@ class Exchange:
             self._departure.rejoin("resync")
         return self.join(params, optimizer_state)
 
+    @_by_one_thread
     def leave(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """Send everything that is left in the residual as this node's last update; the others go on without this node.
 
@@ -265,6 +306,7 @@ class Exchange:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
+    @_by_one_thread
     def step(self, update: Any, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """Send this node's update and add all members' to the parameters.
 
@@ -304,6 +346,7 @@ class Exchange:
         self._end_step(result, params, optimizer_state)
         return result or finished or StepResult(step=self.next_step)
 
+    @_by_one_thread
     def step_moved(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """Like ``step``, after the caller's optimiser has moved ``params``: the movement is the update.
 
@@ -323,6 +366,7 @@ class Exchange:
         finished = self._begin(params, optimizer_state)
         return self._local_step(params, optimizer_state, finished)
 
+    @_by_one_thread
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
         """Add the messages that are still to come, without sending any: before an evaluation, or at the end.
 
@@ -361,6 +405,12 @@ class Exchange:
     def _begin(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult | None:
         """Prepare a step; return the result of an earlier one if that is finished now."""
         self._announce_params(params)
+        members = len(self.members) + 1
+        if self._membership.phase is Phase.IN and members < self._options.min_members:
+            gone = self._membership.departed(self._membership.reasons)
+            raise PeerLost(
+                f"{members} of at least {self._options.min_members} members are left: {gone}"
+            )
         if self._options.exact or self._options.outer_momentum:
             writable_views(params)  # refuses parameters on a device before anything is encoded
         if self._options.apply_residual and not self._replica.shared:
@@ -373,11 +423,17 @@ class Exchange:
             return None
         return self._finish_earlier(params, optimizer_state)
 
-    def _announce_params(self, params: Any) -> None:
-        """Check the parameters and tell the others their dtypes and shapes, once."""
-        if self._membership.signature["params"] is None:
-            self._groups.check_params(params)
-            self._join.announce_params(described(params))
+    def _announce_params(self, params: Any, *, again: bool = False) -> None:
+        """Check the parameters and tell the others their dtypes, shapes and initial values, once."""
+        if self._membership.signature["params"] is not None and not again:
+            return
+        self._groups.check_params(params)
+        start = self._membership.start
+        # Asynchronous replicas that go on from checkpoints are equal only within rounding.
+        is_new = self._membership.phase is Phase.NEW
+        if is_new and (self._options.is_sync or self.next_step == 0):
+            start = start_of(self._groups, self._replica.shared or params)
+        self._join.announce_params(described(params), start)
 
     def _local_step(
         self, params: Any, optimizer_state: Sequence[Any], finished: StepResult | None
@@ -413,8 +469,17 @@ class Exchange:
 
     def _count(self, result: StepResult) -> None:
         self._stats = self._stats.plus(result, update_bytes=4 * self._groups.numel)
+        if not result.is_local and self._options.codec == "threshold":
+            self._watch.add(result, self._groups)
 
     # ---- state -------------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        options = self._options
+        return (
+            f"<gradwire.Exchange of {self._groups.numel:,} parameters, {options.mode}, {options.reduction}, "
+            f"{len(self.members)} other members, step {self.next_step}>"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of everything that the next step depends on but the parameters and the other nodes.
@@ -434,3 +499,4 @@ class Exchange:
         if self._membership.phase is not Phase.NEW:
             raise RuntimeError("this exchange has begun: load the state into a new one")
         checkpoint.load_state(state, self._replica)
+        self._is_loaded = True

@@ -52,6 +52,7 @@ class Join:
         self._incoming: Snapshot | None = None
         self._requests = 0
         self._silent_until_s: float | None = None
+        self.equalizes = False
         router.handlers[Kind.HELLO] = self._add_hello
         router.handlers[Kind.REQUEST] = self._add_request
         router.handlers[Kind.SNAPSHOT] = self._add_part
@@ -103,7 +104,7 @@ class Join:
             initial = membership.fitting(Phase.NEW)
             if len(initial) >= expected:
                 # Also on a node that does not name the members: the one that does would name none.
-                self._check_same_step(initial)
+                self._check_same_start(initial)
                 if all(membership.me < peer for peer in initial):
                     self._start(initial)
 
@@ -121,17 +122,32 @@ class Join:
         others = [run for run in hello.members if run != self._membership.run]
         if all(run in known for run in others):
             initial = {known[run]: good[known[run]] for run in others}
-            self._check_same_step(initial)
+            self._check_same_start(initial)
             self._membership.origin = hello.origin
             self._start(initial)
 
-    def _check_same_step(self, hellos: dict[Peer, Hello]) -> None:
-        own = self._replica.step
+    def _check_same_start(self, hellos: dict[Peer, Hello]) -> None:
+        """Refuse nodes that begin at another step, with other parameters, or with one node's residual twice."""
+        own, membership = self._replica.step, self._membership
         for peer, hello in hellos.items():
-            if hello.phase is Phase.NEW and hello.step != own:
+            both = f"{membership.name_of(peer)} and this node ({membership.name_of(membership.me)})"
+            (params, residual), (own_params, own_residual) = hello.start, membership.start
+            if hello.phase is not Phase.NEW:
+                continue
+            if hello.step != own:
                 raise Mismatch(
-                    f"{peer.address} begins at step {hello.step}, this node ({self._membership.me.address}) at step "
+                    f"{peer.address} begins at step {hello.step}, this node ({membership.me.address}) at step "
                     f"{own}: begin with the same checkpoint on all nodes"
+                )
+            if residual and residual == own_residual:
+                raise Mismatch(
+                    f"{both} have loaded the checkpoint of the same node, so its residual would count twice: "
+                    "every node saves its own, and loads it"
+                )
+            if params and own_params and params != own_params and not self.equalizes:
+                raise Mismatch(
+                    f"{both} begin with other parameters: seed the initial values alike or load the same checkpoint on "
+                    "all nodes, or join(params, equalize=True) takes those of the node with the lowest id"
                 )
 
     def _start(self, others: Iterable[Peer]) -> None:
@@ -141,15 +157,58 @@ class Join:
         self._router.announce(Phase.IN)
         _LOG.info("exchange of %d nodes begins at step %d", len(self._membership.members) + 1, step)
 
+    def equalize(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+        """Give all first members the parameters, and the optimiser's state, of the one with the lowest id.
+
+        Raises:
+            TimeoutError: that took longer than ``timeout_s``.
+            Mismatch: the arrays do not fit.
+        """
+        membership, replica = self._membership, self._replica
+        deadline_s = clock.now_s() + self._options.timeout_s
+        served: set[Peer] = set()
+        here = {membership.me: replica.step}
+        while membership.phase is Phase.IN:
+            hellos = {
+                peer: membership.hellos[peer]
+                for peer in membership.peers
+                if peer in membership.hellos
+            }
+            first = min((membership.me, *hellos))
+            others = {
+                peer for peer, hello in hellos.items() if hello.start[0] != membership.start[0]
+            }
+            if first == membership.me:
+                served |= self._donor.requesters
+                self._donor.serve(here, lambda: self._snapshot(here, params, optimizer_state))
+                if others <= served and self._donor.is_idle:
+                    return
+            elif first not in others:
+                return
+            elif self._asked is None or self._asked[0] != first:
+                self._requests += 1
+                self._asked, self._incoming = (first, self._requests), None
+                self._router.send(Kind.REQUEST, self._requests, encode_steps({}), to=first)
+            elif self._incoming is not None and not self._incoming.missing:
+                self._check_fits(self._incoming, params, optimizer_state)
+                self._load(self._incoming, params, optimizer_state)
+                self._asked = None
+                return
+            if clock.now_s() >= deadline_s:
+                raise TimeoutError(
+                    f"the initial parameters of {membership.name_of(first)} did not come in time"
+                )
+            self.poll(clock.POLL_S)
+
     # ---- introductions -----------------------------------------------------------------------------------------------
 
-    def announce_params(self, described: list[list[object]]) -> None:
-        """Tell the others the dtypes and shapes of the parameters.
+    def announce_params(self, described: list[list[object]], start: tuple[str, str]) -> None:
+        """Tell the others the dtypes and shapes of the parameters, and the digests of the initial values.
 
         Raises:
             Mismatch: no other member has such parameters.
         """
-        if self._membership.set_params(described):
+        if self._membership.set_params(described, start):
             self._router.introduce()
         self._departure.suspect_mismatched()
 
@@ -163,6 +222,10 @@ class Join:
             return
         starts_anew = hello.phase in (Phase.JOINING, Phase.READY)
         is_member = peer in membership.members
+        if hello.phase is Phase.LEAVING:
+            membership.reasons[peer] = "finished"
+        elif before is None:
+            membership.reasons.pop(peer, None)
         if is_member and not starts_anew and hello.phase is not Phase.LEAVING:
             return
         if before is None or starts_anew:

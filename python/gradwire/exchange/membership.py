@@ -32,6 +32,9 @@ __all__ = ["Membership", "Router", "UpdateStream", "by_run"]
 
 _LOG = logging.getLogger(__name__)
 
+# What the end of a connection without a goodbye says about the node; silence lasts ``Limits.down_s``, 10 s by default.
+_REASONS = {"left": "crashed, or closed its node before leave()", "timeout": "is silent"}
+
 Updates = list[tuple[Peer, list[Message]]]
 
 
@@ -138,6 +141,9 @@ class Membership:
     Attributes:
         phase: of this node.
         origin: the node that began the training.
+        start: digests of the initial parameters and of the initial residual, see `Hello`.
+        names: of nodes by their ids, for messages.
+        reasons: why connections ended.
         next_step: the first step whose update this node has not published.
         first_step: of this node as a member.
         members: the update streams of the other members, by node id; of departed ones until all updates are applied.
@@ -161,6 +167,9 @@ class Membership:
         self.signature = signature
         self.phase = Phase.NEW
         self.origin = self.run
+        self.start = ("", "")
+        self.names: dict[int, str] = {}
+        self.reasons: dict[Peer, str] = {}
         self.next_step = step
         self.first_step = step
         self.members: dict[Peer, UpdateStream] = {}
@@ -199,6 +208,17 @@ class Membership:
         """The nodes that follow the members' steps and wait to become members."""
         ready = self.fitting(Phase.READY)
         return tuple(sorted(run_of(peer) for peer in ready if peer not in self.members))
+
+    def name_of(self, peer: Peer) -> str:
+        """Return a node's rank, if that is known, and its address."""
+        name = self.names.get(peer.id)
+        return f"{name} ({peer.address})" if name else peer.address
+
+    def departed(self, peers: Iterable[Peer]) -> str:
+        """Name nodes that are gone, each with the reason."""
+        return ", ".join(
+            f"{self.name_of(peer)} {self.reasons.get(peer, 'is gone')}" for peer in peers
+        )
 
     def add_member(self, peer: Peer, at: int) -> None:
         """Make a node a member from its update ``at`` on.
@@ -288,6 +308,7 @@ class Membership:
             self.first_step,
             self.next_step,
             self.origin,
+            self.start,
         )
 
     def add_hello(self, peer: Peer, payload: memoryview) -> tuple[Hello, Hello | None]:
@@ -301,10 +322,11 @@ class Membership:
         self._compare_signature(peer, hello)
         return hello, before
 
-    def set_params(self, described: list[list[object]]) -> bool:
-        """Add the dtypes and shapes of the parameters to the signature; return whether that is a change."""
-        if self.signature["params"] == described:
+    def set_params(self, described: list[list[object]], start: tuple[str, str]) -> bool:
+        """Add the dtypes and shapes of the parameters to the signature; return whether anything has changed."""
+        if (self.signature["params"], self.start) == (described, start):
             return False
+        self.start = start
         self.signature["params"] = described
         for peer, hello in self.hellos.items():
             if self._compare_signature(peer, hello) and peer not in self.members:
@@ -506,6 +528,8 @@ class Router:
         peers, events = frozenset(self.node.peers), self.node.events()
         for event in events:
             if isinstance(event, PeerLost):
+                reason = _REASONS.get(event.reason, f"is gone: {event.reason}")
+                self._membership.reasons.setdefault(event.peer, reason)
                 self._forget_connection(event.peer)
         if events or peers != self._connected or not self._membership.hellos.keys() <= peers:
             self._connected = peers

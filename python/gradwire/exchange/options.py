@@ -35,7 +35,8 @@ class Options:
     overlap: int
     outer_momentum: float
     apply_residual: bool
-    on_straggler: Literal["raise", "drop"]
+    on_straggler: Literal["raise", "drop", "wait"]
+    min_members: int
     timeout_s: float
     digest_s: float
 
@@ -45,12 +46,13 @@ class Options:
         if self.min_peers is not None:
             _check_int("min_peers", self.min_peers, 0)
         _check_int("every", self.every, 1)
+        _check_int("min_members", self.min_members, 1)
         _check_int("max_staleness", self.max_staleness, 0)
         _check_int("overlap", self.overlap, 0)
         _check_choice("reduction", self.reduction, "mean", "sum")
         _check_choice("mode", self.mode, "sync", "async")
         _check_choice("codec", self.codec, "threshold", "dense", "bfloat16")
-        _check_choice("on_straggler", self.on_straggler, "raise", "drop")
+        _check_choice("on_straggler", self.on_straggler, "raise", "drop", "wait")
         if not self.is_sync and self.on_straggler == "drop":
             raise ValueError(
                 'on_straggler="drop" is for synchronous steps: asynchronous ones wait for nobody until they are '

@@ -33,7 +33,7 @@ __all__ = [
     "unpack_relay",
 ]
 
-VERSIONS = [2, 1]  # of this protocol, and of docs/message-format.md
+VERSIONS = [3, 1]  # of this protocol, and of docs/message-format.md
 
 TAG_NUMBERS = 1 << 56  # ``divmod(tag, TAG_NUMBERS)`` is kind and number
 _RELAY = struct.Struct("<QQQ")
@@ -92,6 +92,7 @@ class Hello:
         first: number of the sender's first update as a member.
         fresh: first update that the receiver gets from the sender directly.
         origin: the node that began the training.
+        start: digests of the sender's initial parameters and of its initial residual; empty: unknown, or none.
     """
 
     signature: dict[str, Any]
@@ -101,6 +102,7 @@ class Hello:
     first: int
     fresh: int
     origin: NodeRun
+    start: tuple[str, str] = ("", "")
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
@@ -119,6 +121,7 @@ class Hello:
                 int(found["first"]),
                 int(found["fresh"]),
                 _run(found["origin"]),
+                (str(found["start"][0]), str(found["start"][1])),
             ),
         )
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass, replace
 
-from ..transport import Peer
+import numpy as np
 
-__all__ = ["ExchangeStats", "Joined", "StepResult"]
+from ..arrays import device_of
+from ..transport import Peer
+from .groups import Groups
+
+__all__ = ["ExchangeStats", "Joined", "StepResult", "Watch"]
+
+_LOG = logging.getLogger(__name__)
+
+# Steps between two looks, looks in a row that lead to a warning, and elements of each residual that are looked at.
+_LOOK_STEPS, _LOOKS, _LOOK_NUMEL = 10, 5, 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,3 +149,36 @@ class ExchangeStats:
             wait_s=self.wait_s + result.wait_s,
             apply_s=self.apply_s + result.apply_s,
         )
+
+
+class Watch:
+    """Warns once, with the remedy, of messages that are not sparse and of a residual that grows without end."""
+
+    def __init__(self) -> None:
+        self._full = self._grown = self._steps = 0
+        self._norm = math.inf
+
+    def add(self, result: StepResult, groups: Groups) -> None:
+        """Look at a finished step."""
+        self._full = self._full + 1 if result.density >= 1.0 else 0
+        if self._full == _LOOK_STEPS * _LOOKS:
+            _LOG.warning(
+                "every element has been sent for %d steps, the threshold %g is too small: give TargetDensity(0.01)",
+                self._full,
+                result.threshold,
+            )
+        self._steps += 1
+        if self._steps % _LOOK_STEPS:
+            return
+        residuals = [one.residual for one in groups.encoders if device_of(one.residual) < 0]
+        parts = [one[:: max(1, one.size // _LOOK_NUMEL)].astype(np.float64) for one in residuals]
+        norm = math.sqrt(sum(float(np.vdot(part, part)) for part in parts))
+        self._grown = self._grown + 1 if norm > 1.1 * self._norm else 0
+        self._norm = norm
+        if self._grown == _LOOKS:
+            _LOG.warning(
+                "the residual has grown for %d steps, at a density of %.2g: too little is sent; give "
+                "TargetDensity(0.01) or a higher density, or a smaller threshold",
+                _LOOK_STEPS * _LOOKS,
+                result.density,
+            )

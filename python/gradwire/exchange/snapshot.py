@@ -134,6 +134,11 @@ class Donor:
         """Whether nobody waits for a snapshot."""
         return not self._requests and not self._outgoing
 
+    @property
+    def requesters(self) -> set[Peer]:
+        """The nodes whose requests are not answered yet."""
+        return set(self._requests)
+
     def add_request(self, peer: Peer, number: int, fresh: dict[NodeRun, int]) -> None:
         """Add a request, in the place of an earlier one.
 

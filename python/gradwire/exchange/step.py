@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +22,8 @@ from .protocol import Phase
 from .results import StepResult
 
 __all__ = ["Step"]
+
+_LOG = logging.getLogger(__name__)
 
 # Space that a step asks for before encoding: the largest possible message, but at most this, which every node has.
 _ROOM_BYTES_MAX = 16 << 20
@@ -202,18 +205,23 @@ class Step:
             if own.ticket is not None and not missing:
                 return
             if clock.now_s() >= deadline_s:
-                if not may_drop:
+                if self._options.on_straggler == "wait" and own.ticket is not None:
+                    deadline_s = clock.now_s() + timeout_s
+                    _LOG.warning("%s", self._timed_out(own, missing))
+                elif not may_drop:
                     raise self._timed_out(own, missing)
-                may_drop = False
-                deadline_s = clock.now_s() + timeout_s
-                silent = [peer for peer in missing if peer not in membership.departing]
-                self._departure.suspect(silent, "sends nothing: the others go on without it")
+                else:
+                    may_drop = False
+                    deadline_s = clock.now_s() + timeout_s
+                    silent = [peer for peer in missing if peer not in membership.departing]
+                    why = "sends nothing: the others go on without it"
+                    self._departure.suspect(silent, why)
             poll_s = clock.ROOM_POLL_S if own.ticket is None else clock.POLL_S
 
     def _timed_out(self, own: OwnUpdate, missing: frozenset[Peer]) -> TimeoutError:
         what = "no space to send it: a peer does not take its messages"
         if own.ticket is not None:
-            names = ", ".join(peer.address for peer in sorted(missing))
+            names = ", ".join(map(self._membership.name_of, sorted(missing)))
             what = f"no message from {names}, though connected"
         return TimeoutError(
             f"step {own.step} is not finished after {self._options.timeout_s:g} s: {what}; "
