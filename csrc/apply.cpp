@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <sstream>
+#include <tuple>
 
 #include "common/error.h"
 #include "common/scalars.h"
@@ -33,15 +34,15 @@ struct Block {
 template <class Target>
 class Adder {
   public:
-    explicit Adder(bool scattered)
-        : capacity_(scattered ? kSparseCapacity : kDenseCapacity),
-          entries_(capacity_ + kPrefetchAhead),
-          scattered_(scattered) {}
+    Adder(const Part& part, bool scattered)
+        : part_(part), capacity_(scattered ? kSparseCapacity : kDenseCapacity), scattered_(scattered) {}
 
-    void set_block(const Block<Target>& block, uint64_t first, uint64_t numel) {
+    // The block has elements [first, first + numel) of the whole; the part's first element in it is `first_in_part`.
+    void set_block(const Block<Target>& block, uint64_t first, uint64_t first_in_part, uint64_t numel) {
         flush();
         block_ = block;
         first_ = first;
+        first_in_part_ = first_in_part;
         numel_ = numel;
     }
     void set_quanta(float quantum, float second) {
@@ -66,17 +67,28 @@ class Adder {
 
     // The interface of a decoder's sink.
     uint64_t capacity() {
+        if (entries_.empty()) entries_.resize(capacity_ + kPrefetchAhead);
         if (used_ > capacity_ / 2) flush();
         return capacity_ - used_;
     }
     Entry* entries() { return entries_.data() + used_; }
-    void add_entries(uint64_t found) { used_ += found; }
+    void add_entries(uint64_t found) {
+        if (part_.partition.parts > 1)
+            for (uint64_t i = used_; i < used_ + found; ++i) entries_[i] = moved(entries_[i]);
+        used_ += found;
+    }
     uint64_t add_bitmap(const BitRun& changed, const BitRun& minus, uint64_t first, uint64_t numel) {
         flush();  // earlier messages first
         const auto add_bits = value_kernels<Target>().add_bitmap;
-        const uint64_t offset = first - first_;
-        if (block_.second) add_bits(changed, minus, block_.second + offset, numel, quanta_.second);
-        return add_bits(changed, minus, block_.target + offset, numel, quanta_.target);
+        uint64_t set = 0;
+        for_blocks(part_, first, first + numel, [&](uint64_t own, uint64_t whole, uint64_t count) {
+            const BitRun changed_here{changed.bytes, changed.size, changed.bit + (own - first)};
+            const BitRun minus_here{minus.bytes, minus.size, minus.bit + set};
+            const uint64_t offset = whole - first_;
+            if (block_.second) add_bits(changed_here, minus_here, block_.second + offset, count, quanta_.second);
+            set += add_bits(changed_here, minus_here, block_.target + offset, count, quanta_.target);
+        });
+        return set;
     }
 
   private:
@@ -92,12 +104,20 @@ class Adder {
         uint64_t begin;
         Quanta quanta;
     };
+    // Count an entry's distance in the whole instead of in the part.
+    Entry moved(Entry entry) const {
+        const uint64_t at = element_of_whole(part_, first_in_part_ + (entry & ~kEntryMinus)) - first_;
+        return static_cast<Entry>(std::min(at, kMostEntryDistance)) | (entry & kEntryMinus);
+    }
+
+    Part part_;
     uint64_t capacity_;
     std::vector<Entry> entries_;
     uint64_t used_ = 0;
     std::vector<Run> runs_;
     Block<Target> block_;
     uint64_t first_ = 0;
+    uint64_t first_in_part_ = 0;
     uint64_t numel_ = 0;
     Quanta quanta_;
     bool scattered_;
@@ -116,27 +136,30 @@ void add_values(const uint8_t* bytes, uint64_t first, uint64_t count, double sca
 // One message on its way over the targets.
 class MessageCursor {
   public:
-    MessageCursor(const MessageView& message, double scale, double second_scale)
+    MessageCursor(const MessageView& message, const Part& part, double scale, double second_scale)
         : message_(message),
+          part_(part),
           scale_(scale),
           second_scale_(second_scale),
           decoder_(message.header.kind == Kind::kTernary ? message : MessageView{}) {}
 
-    // Skip the elements before `first`.
+    // Skip the elements before `first`, an element of the part as in all that follows.
     void skip_to(uint64_t first) {
         if (first > 0 && message_.header.kind == Kind::kTernary) decoder_.skip_to(first);
     }
 
-    // Add to elements [first, stop), which are at `block`.
+    // Add elements [first, stop) to `block`, which begins at element `origin` of the whole.
     template <class Target>
-    void advance(uint64_t first, uint64_t stop, const Block<Target>& block, Adder<Target>& adder) {
+    void advance(uint64_t first, uint64_t stop, const Block<Target>& block, uint64_t origin, Adder<Target>& adder) {
         if (message_.header.kind == Kind::kTernary) {
             adder.set_quanta(quantum(scale_), quantum(second_scale_));
             decoder_.advance(first, stop, adder);
         } else {
             adder.flush();
-            add_dense(first, stop - first, scale_, block.target);
-            if (block.second) add_dense(first, stop - first, second_scale_, block.second);
+            for_blocks(part_, first, stop, [&](uint64_t own, uint64_t whole, uint64_t count) {
+                add_dense(own, count, scale_, block.target + (whole - origin));
+                if (block.second) add_dense(own, count, second_scale_, block.second + (whole - origin));
+            });
         }
     }
 
@@ -155,6 +178,7 @@ class MessageCursor {
     }
 
     MessageView message_;
+    Part part_;
     double scale_;
     double second_scale_;
     Decoder decoder_;
@@ -163,14 +187,15 @@ class MessageCursor {
 using Cursors = std::vector<MessageCursor>;
 
 template <class Target>
-void apply_to(Cursors& messages, const Block<Target>& whole, uint64_t first, uint64_t numel, uint64_t block_numel,
-              bool scattered) {
-    Adder<Target> adder(scattered);
+void apply_to(Cursors& messages, const Part& part, const Block<Target>& whole, uint64_t first, uint64_t numel,
+              uint64_t block_numel, Adder<Target>& adder) {
     for (uint64_t at = 0; at < numel; at += block_numel) {
         const uint64_t stop = std::min(at + block_numel, numel);
         const Block<Target> block{whole.target + at, whole.second ? whole.second + at : nullptr};
-        adder.set_block(block, first + at, stop - at);
-        for (MessageCursor& message : messages) message.advance(first + at, first + stop, block, adder);
+        const uint64_t begin = numel_before(part, first + at);
+        const uint64_t end = numel_before(part, first + stop);
+        adder.set_block(block, first + at, begin, stop - at);
+        for (MessageCursor& message : messages) message.advance(begin, end, block, first + at, adder);
     }
     adder.flush();
 }
@@ -181,7 +206,9 @@ Block<Target> block_of(const Array& target, const Array* second, uint64_t offset
 }
 
 // Validate all payloads.
-Cursors validated(const std::vector<MessageView>& messages, uint64_t numel, double scale, const SecondTarget* second) {
+Cursors validated(const std::vector<MessageView>& messages, const Part& part, double scale,
+                  const SecondTarget* second) {
+    const uint64_t numel = numel_of(part);
     Cursors cursors;
     cursors.reserve(messages.size());
     for (const MessageView& message : messages) {
@@ -194,7 +221,7 @@ Cursors validated(const std::vector<MessageView>& messages, uint64_t numel, doub
         }
         validate_payload(message);
         const bool is_own = second && cursors.size() == second->own;
-        cursors.emplace_back(message, scale, is_own ? scale - 1.0 : scale);
+        cursors.emplace_back(message, part, scale, is_own ? scale - 1.0 : scale);
     }
     return cursors;
 }
@@ -241,15 +268,16 @@ void add_with_momentum(const Target* added, Target* velocity, const Block<Target
 // own message is subtracted from it.
 template <class Target>
 void apply_with(Cursors& messages, Cursors& own, const Block<Target>& whole, Target* velocity, uint64_t first,
-                uint64_t numel, Target momentum) {
-    Adder<Target> adder(false);
+                uint64_t numel, Target momentum, const Part& part) {
+    Adder<Target> adder(part, false);
     std::vector<Target> added(std::min(numel, kMomentumBlock));
     for (uint64_t at = 0; at < numel; at += kMomentumBlock) {
         const uint64_t count = std::min(kMomentumBlock, numel - at);
         const auto add = [&](Cursors& some, Target* target) {
             const Block<Target> block{target, nullptr};
-            adder.set_block(block, first + at, count);
-            for (MessageCursor& message : some) message.advance(first + at, first + at + count, block, adder);
+            adder.set_block(block, first + at, first + at, count);
+            for (MessageCursor& message : some)
+                message.advance(first + at, first + at + count, block, first + at, adder);
             adder.flush();
         };
         std::fill(added.begin(), added.end(), Target{0});
@@ -262,22 +290,26 @@ void apply_with(Cursors& messages, Cursors& own, const Block<Target>& whole, Tar
 
 }  // namespace
 
-void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale,
-                    const SecondTarget* second, unsigned threads) {
-    const uint64_t numel = total_numel(targets);
-    const Cursors all = validated(messages, numel, scale, second);
+void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, const Part& part,
+                    double scale, const SecondTarget* second, unsigned threads) {
+    const uint64_t numel = part.partition.numel;
+    const Cursors all = validated(messages, part, scale, second);
     if (messages.empty()) return;
     uint64_t changed = 0;
     for (const MessageView& message : messages) changed += message.header.count;
+    changed *= part.partition.parts;  // as if the other parts were like this one
     const uint64_t together = changed <= numel / kSparse ? kSparseBlock : kDenseBlock;
     const uint64_t block = messages.size() == 1 ? kLargestBlock : together;
     const bool scattered = changed / messages.size() <= numel / kSparse;
     for_ranges(numel, changed / kChangedPerThread, threads, [&](uint64_t begin, uint64_t end) {
-        Cursors cursors = starting_at(all, begin);
+        Cursors cursors = starting_at(all, numel_before(part, begin));
+        std::tuple<Adder<float>, Adder<double>> adders{Adder<float>(part, scattered), Adder<double>(part, scattered)};
         for_parts(targets, begin, end, [&](size_t i, uint64_t offset, uint64_t first, uint64_t count) {
             const Array* other = second ? &second->targets[i] : nullptr;
             with_value_of(targets[i].dtype, [&](auto zero) {
-                apply_to(cursors, block_of<decltype(zero)>(targets[i], other, offset), first, count, block, scattered);
+                using Target = decltype(zero);
+                apply_to(cursors, part, block_of<Target>(targets[i], other, offset), first, count, block,
+                         std::get<Adder<Target>>(adders));
             });
         });
     });
@@ -286,10 +318,11 @@ void apply_messages(const std::vector<MessageView>& messages, const std::vector<
 void apply_with_momentum(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale,
                          const Momentum& momentum, const SecondTarget* second, unsigned threads) {
     const uint64_t numel = total_numel(targets);
-    const Cursors all = validated(messages, numel, scale, nullptr);
+    const Part whole{undivided(numel), 0};
+    const Cursors all = validated(messages, whole, scale, nullptr);
     std::vector<MessageView> own;
     if (second && second->own < messages.size()) own.push_back(messages[second->own]);
-    const Cursors all_own = validated(own, numel, -1.0, nullptr);
+    const Cursors all_own = validated(own, whole, -1.0, nullptr);
     for_ranges(numel, numel / kNumelPerThread, threads, [&](uint64_t begin, uint64_t end) {
         Cursors cursors = starting_at(all, begin);
         Cursors own_cursors = starting_at(all_own, begin);
@@ -299,7 +332,7 @@ void apply_with_momentum(const std::vector<MessageView>& messages, const std::ve
                 using Target = decltype(zero);
                 apply_with(cursors, own_cursors, block_of<Target>(targets[i], other, offset),
                            static_cast<Target*>(momentum.velocity[i].data) + offset, first, count,
-                           static_cast<Target>(momentum.factor));
+                           static_cast<Target>(momentum.factor), whole);
             });
         });
     });

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "common/arrays.h"
+#include "common/partition.h"
 #include "message.h"
 
 namespace gradwire {
@@ -16,9 +17,16 @@ struct SecondTarget {
 
 // targets += scale * decoded for every message in order, in one pass over the targets, in parts on up to `threads`
 // threads; the bits do not depend on the number of threads. A second target gets the same, with the factor scale - 1
-// for its own message. All payloads are validated before the first write. Throw MessageError, also for another numel.
-void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale,
-                    const SecondTarget* second = nullptr, unsigned threads = 1);
+// for its own message. The messages are those of `part` of the targets' elements. All payloads are validated before the
+// first write. Throw MessageError, also for another numel.
+void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, const Part& part,
+                    double scale, const SecondTarget* second = nullptr, unsigned threads = 1);
+
+// The same for messages of all elements.
+inline void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, double scale,
+                           const SecondTarget* second = nullptr, unsigned threads = 1) {
+    apply_messages(messages, targets, {undivided(total_numel(targets)), 0}, scale, second, threads);
+}
 
 struct Momentum {
     std::vector<Array> velocity;  // like the targets

@@ -26,17 +26,20 @@ void put_values(const ConstArray& values, DenseType dtype, uint8_t* out) {
 
 }  // namespace
 
-MessageBytes encode_dense(const ConstArray& values, DenseType dtype, uint32_t key, uint32_t step) {
+MessageBytes encode_dense(const std::vector<ConstArray>& values, DenseType dtype, uint32_t key, uint32_t step) {
     Header header;
     header.kind = Kind::kDense;
     header.dtype = dtype;
     header.key = key;
     header.step = step;
-    header.numel = header.count = values.numel;
-    header.payload_bytes = values.numel * bytes_per_value(dtype);
+    header.numel = header.count = total_numel(values);
+    header.payload_bytes = header.numel * bytes_per_value(dtype);
     MessageBytes message = allocate_message(header);
     uint8_t* payload = message.bytes.get() + kHeaderBytes;
-    with_value_of(values.dtype, [&](auto zero) { put_values<decltype(zero)>(values, dtype, payload); });
+    for (const ConstArray& array : values) {
+        with_value_of(array.dtype, [&](auto zero) { put_values<decltype(zero)>(array, dtype, payload); });
+        payload += array.numel * bytes_per_value(dtype);
+    }
     seal_message(message);
     return message;
 }

@@ -61,107 +61,169 @@ unsigned Encoder::for_words(F f) const {
 // The kernel reads whole words in place. A word in two arrays, or an incomplete last word, is gathered in a buffer
 // first.
 template <class Residual>
-void Encoder::extract_range(const std::vector<ConstArray>* update, Residual threshold, uint64_t from_word,
-                            uint64_t to_word, MaskWord* out, Extracted* extracted) {
+void Encoder::extract_range(const std::vector<ConstArray>* update, Residual threshold, const Partition& partition,
+                            uint64_t from_word, uint64_t to_word, PartLists& lists) {
     auto* residual = static_cast<Residual*>(residual_);
     const uint64_t end = std::min(to_word * 64, numel_);
     ArrayCursor cursor(update, from_word * 64);
     const auto extract = [](Dtype dtype) { return value_kernels<Residual>().extract[static_cast<unsigned>(dtype)]; };
-    uint64_t at = from_word * 64;
-    while (at < end) {
-        const uint64_t whole = (update ? std::min(cursor.left(), end - at) : end - at) / 64;
-        if (whole > 0) {
-            extract(update ? cursor.dtype() : Dtype::kNone)(residual + at, update ? cursor.data() : nullptr, whole,
-                                                            threshold, at / 64, out, extracted);
-            if (update) cursor.advance(whole * 64);
-            at += whole * 64;
-            continue;
+    for (uint64_t at = from_word * 64; at < end;) {
+        const uint64_t block = at >> partition.exponent;
+        const uint64_t block_end = std::min(end, (block + 1) << partition.exponent);
+        PartList& list = lists[block % partition.parts];
+        uint64_t word = numel_before({partition, block % partition.parts}, at) / 64;
+        while (at < block_end) {
+            const uint64_t whole = (update ? std::min(cursor.left(), block_end - at) : block_end - at) / 64;
+            if (whole > 0) {
+                extract(update ? cursor.dtype() : Dtype::kNone)(residual + at, update ? cursor.data() : nullptr, whole,
+                                                                threshold, word, list.words, &list.extracted);
+                if (update) cursor.advance(whole * 64);
+                at += whole * 64;
+                word += whole;
+                continue;
+            }
+            const uint64_t some = std::min<uint64_t>(64, block_end - at);
+            Residual values[64] = {};
+            Residual updates[64] = {};
+            std::memcpy(values, residual + at, some * sizeof(Residual));
+            if (update) cursor.gather(some, updates);
+            extract(update ? kDtypeOf<Residual> : Dtype::kNone)(values, updates, 1, threshold, word++, list.words,
+                                                                &list.extracted);
+            std::memcpy(residual + at, values, some * sizeof(Residual));
+            at += some;
         }
-        const uint64_t some = std::min<uint64_t>(64, end - at);
-        Residual values[64] = {};
-        Residual updates[64] = {};
-        std::memcpy(values, residual + at, some * sizeof(Residual));
-        if (update) cursor.gather(some, updates);
-        extract(update ? kDtypeOf<Residual> : Dtype::kNone)(values, updates, 1, threshold, at / 64, out, extracted);
-        std::memcpy(residual + at, values, some * sizeof(Residual));
-        at += some;
     }
 }
 
 template <class Residual>
-Extracted Encoder::extract(const std::vector<ConstArray>* update, Residual threshold) {
-    struct Part {
-        MaskWord* list = nullptr;
-        Extracted extracted;
+Encoder::PartLists Encoder::extract(const std::vector<ConstArray>* update, Residual threshold,
+                                    const Partition& partition) {
+    MaskWord* const words = words_.reserve((numel_ + 63) / 64);
+    // Every thread has a place in every part's list, as the part's words before it need at most.
+    const auto lists_from = [&](uint64_t word) {
+        PartLists lists(partition.parts);
+        MaskWord* begin = words;
+        for (uint64_t p = 0; p < partition.parts; ++p) {
+            lists[p].words = begin + numel_before({partition, p}, word * 64) / 64;
+            begin += (numel_of({partition, p}) + 63) / 64;
+        }
+        return lists;
     };
-    MaskWord* list = list_.reserve((numel_ + 63) / 64);
-    std::vector<Part> parts(threads_);
+    std::vector<PartLists> threads(threads_);
     const unsigned count = for_words([&](unsigned i, uint64_t from_word, uint64_t to_word) {
-        parts[i].list = list + from_word;
-        extract_range(update, threshold, from_word, to_word, parts[i].list, &parts[i].extracted);
+        threads[i] = lists_from(from_word);
+        extract_range(update, threshold, partition, from_word, to_word, threads[i]);
     });
-    Extracted all = parts[0].extracted;
-    for (unsigned i = 1; i < count; ++i) {
-        const Extracted& one = parts[i].extracted;
-        std::memmove(list + all.words, parts[i].list, one.words * sizeof(MaskWord));
+    PartLists& all = threads[0];
+    for (unsigned i = 1; i < count; ++i)
+        for (uint64_t p = 0; p < partition.parts; ++p) {
+            Extracted& joined = all[p].extracted;
+            const Extracted& one = threads[i][p].extracted;
+            std::memmove(all[p].words + joined.words, threads[i][p].words, one.words * sizeof(MaskWord));
+            joined.words += one.words;
+            joined.count += one.count;
+            joined.nonfinite += one.nonfinite;
+            joined.first_nonfinite = std::min(joined.first_nonfinite, one.first_nonfinite);
+        }
+    return std::move(all);
+}
+
+namespace {
+
+// Return the totals of all parts, with the first non-finite element as an index of the whole.
+template <class PartLists>
+Extracted total(const PartLists& lists, const Partition& partition) {
+    Extracted all;
+    for (uint64_t p = 0; p < partition.parts; ++p) {
+        const Extracted& one = lists[p].extracted;
         all.words += one.words;
         all.count += one.count;
         all.nonfinite += one.nonfinite;
-        all.first_nonfinite = std::min(all.first_nonfinite, one.first_nonfinite);
+        if (one.nonfinite > 0)
+            all.first_nonfinite = std::min(all.first_nonfinite, element_of_whole({partition, p}, one.first_nonfinite));
     }
     return all;
 }
 
+}  // namespace
+
 // Undo `extract`. Extraction goes on after the first non-finite element and all of it is undone, so that the residual
 // does not depend on the order of the threads.
 template <class Residual>
-void Encoder::restore(const Extracted& extracted, Residual threshold) {
-    auto* residual = static_cast<Residual*>(residual_);
-    for (const MaskWord* word = list_.get(); word < list_.get() + extracted.words; ++word)
-        for (uint64_t bits = word->changed; bits != 0; bits &= bits - 1) {
-            const unsigned i = static_cast<unsigned>(__builtin_ctzll(bits));
-            residual[word->index * 64 + i] += word->negative >> i & 1 ? -threshold : threshold;
+void Encoder::restore(const PartLists& lists, Residual threshold, const Partition& partition) {
+    for (uint64_t p = 0; p < partition.parts; ++p)
+        for (const MaskWord* word = lists[p].words; word < lists[p].words + lists[p].extracted.words; ++word) {
+            Residual* values = static_cast<Residual*>(residual_) + element_of_whole({partition, p}, word->index * 64);
+            for (uint64_t bits = word->changed; bits != 0; bits &= bits - 1) {
+                const unsigned i = static_cast<unsigned>(__builtin_ctzll(bits));
+                values[i] += word->negative >> i & 1 ? -threshold : threshold;
+            }
         }
 }
 
 template <class Residual>
-Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options) {
+Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options,
+                           const Partition& partition) {
     const auto threshold = static_cast<Residual>(bfloat16_to_float(options.threshold));
     Encoded encoded;
     if (options.sample_density > 0)
         encoded.quantiles = sample_quantiles(static_cast<const Residual*>(residual_), numel_, update, threshold,
                                              options.sample_density);
-    const Extracted extracted = extract<Residual>(update, threshold);
-    if (extracted.nonfinite > 0 && !options.skip_nonfinite) {
-        restore(extracted, threshold);
-        throw NonFiniteUpdate(extracted.nonfinite, extracted.first_nonfinite);
+    const PartLists lists = extract<Residual>(update, threshold, partition);
+    const Extracted all = total(lists, partition);
+    if (all.nonfinite > 0 && !options.skip_nonfinite) {
+        restore(lists, threshold, partition);
+        throw NonFiniteUpdate(all.nonfinite, all.first_nonfinite);
     }
-    encoded.skipped = extracted.nonfinite;
-    Header header;
-    header.flags = options.flags;
-    header.threshold = options.threshold;
-    header.key = options.key;
-    header.step = options.step;
-    header.numel = numel_;
-    encoded.message =
-        ternary_.encode(list_.get(), extracted.words, extracted.count, header, threads_for(extracted.words * 4));
+    encoded.skipped = all.nonfinite;
+    const unsigned threads = threads_for(all.words * 4);
+    const auto at_once = static_cast<unsigned>(std::min<uint64_t>(threads, partition.parts));
+    if (ternary_.size() < at_once) ternary_.resize(at_once);
+    encoded.messages.resize(partition.parts);
+    run_parts(partition.parts, at_once, [&](unsigned t, uint64_t begin, uint64_t end) {
+        Header header;
+        header.flags = options.flags;
+        header.threshold = options.threshold;
+        header.key = options.key;
+        header.step = options.step;
+        for (uint64_t p = begin; p < end; ++p) {
+            header.numel = numel_of({partition, p});
+            const Extracted& extracted = lists[p].extracted;
+            encoded.messages[p] =
+                ternary_[t].encode(lists[p].words, extracted.words, extracted.count, header, threads / at_once);
+        }
+    });
     return encoded;
 }
 
-Encoded Encoder::encode(const std::vector<ConstArray>* update, const EncodeOptions& options) {
-    return with_value_of(dtype_, [&](auto zero) { return encode_as<decltype(zero)>(update, options); });
+Encoded Encoder::encode(const std::vector<ConstArray>* update, const EncodeOptions& options,
+                        const Partition& partition) {
+    return with_value_of(dtype_, [&](auto zero) { return encode_as<decltype(zero)>(update, options, partition); });
 }
 
-Encoded Encoder::encode_dense(const std::vector<ConstArray>* update, DenseType dtype, const EncodeOptions& options) {
+Encoded Encoder::encode_dense(const std::vector<ConstArray>* update, DenseType dtype, const EncodeOptions& options,
+                              const Partition& partition) {
     // No finite value passes an infinite threshold, so pass 1 only accumulates and finds the non-finite values.
-    const Extracted extracted = with_value_of(
-        dtype_, [&](auto zero) { return extract(update, std::numeric_limits<decltype(zero)>::infinity()); });
+    const Partition one = undivided(numel_);
+    const Extracted extracted = with_value_of(dtype_, [&](auto zero) {
+        return total(extract(update, std::numeric_limits<decltype(zero)>::infinity(), one), one);
+    });
     if (extracted.nonfinite > 0 && !options.skip_nonfinite)
         throw NonFiniteUpdate(extracted.nonfinite, extracted.first_nonfinite);
     Encoded encoded;
     encoded.skipped = extracted.nonfinite;
-    encoded.message = gradwire::encode_dense({residual_, numel_, dtype_}, dtype, options.key, options.step);
-    apply_messages({encoded.message.view()}, {{residual_, numel_, dtype_}}, -1.0, nullptr, threads_);
+    const uint64_t size = bytes_per_element(dtype_);
+    for (uint64_t p = 0; p < partition.parts; ++p) {
+        const Part part{partition, p};
+        std::vector<ConstArray> values;
+        for_blocks(part, 0, numel_of(part), [&](uint64_t, uint64_t whole, uint64_t count) {
+            values.push_back({static_cast<const uint8_t*>(residual_) + whole * size, count, dtype_});
+        });
+        encoded.messages.push_back(gradwire::encode_dense(values, dtype, options.key, options.step));
+    }
+    for (uint64_t p = 0; p < partition.parts; ++p)
+        apply_messages({encoded.messages[p].view()}, {{residual_, numel_, dtype_}}, {partition, p}, -1.0, nullptr,
+                       threads_);
     return encoded;
 }
 

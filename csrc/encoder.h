@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "common/arrays.h"
+#include "common/partition.h"
 #include "cpu/kernels.h"
 #include "quantile_sample.h"
 #include "ternary_encoder.h"
@@ -20,8 +21,8 @@ struct EncodeOptions {
 };
 
 struct Encoded {
-    MessageBytes message;
-    uint64_t skipped = 0;  // non-finite elements left out
+    std::vector<MessageBytes> messages;  // one for each part
+    uint64_t skipped = 0;                // non-finite elements left out
     SampledQuantiles quantiles;
 };
 
@@ -38,11 +39,15 @@ class Encoder {
     Encoder(void* residual, uint64_t numel, Dtype dtype, unsigned threads);
 
     // residual += update (unless `update` is null); extract +-threshold from the elements that reach it, as a ternary
-    // message. A non-finite element without `skip_nonfinite` throws NonFiniteUpdate and extracts nothing.
-    Encoded encode(const std::vector<ConstArray>* update, const EncodeOptions& options);
+    // message for each part. A non-finite element without `skip_nonfinite` throws NonFiniteUpdate and extracts nothing.
+    Encoded encode(const std::vector<ConstArray>* update, const EncodeOptions& options, const Partition& partition);
+    Encoded encode(const std::vector<ConstArray>* update, const EncodeOptions& options) {
+        return encode(update, options, undivided(numel_));
+    }
 
-    // The same, but send the whole residual, as a dense message of `dtype`.
-    Encoded encode_dense(const std::vector<ConstArray>* update, DenseType dtype, const EncodeOptions& options);
+    // The same, but send the whole residual, as dense messages of `dtype`.
+    Encoded encode_dense(const std::vector<ConstArray>* update, DenseType dtype, const EncodeOptions& options,
+                         const Partition& partition);
 
     // residual = now - before: arrays of the same sizes and dtypes, float32 or float64.
     void hold_difference(const std::vector<ConstArray>& now, const std::vector<ConstArray>& before);
@@ -55,15 +60,22 @@ class Encoder {
     Dtype dtype() const { return dtype_; }
 
   private:
+    // The result of pass 1 for one part; the indices are those of the part.
+    struct PartList {
+        MaskWord* words = nullptr;
+        Extracted extracted;
+    };
+    using PartLists = std::vector<PartList>;
+
     template <class Residual>
-    Extracted extract(const std::vector<ConstArray>* update, Residual threshold);
+    PartLists extract(const std::vector<ConstArray>* update, Residual threshold, const Partition& partition);
     template <class Residual>
-    void extract_range(const std::vector<ConstArray>* update, Residual threshold, uint64_t from_word, uint64_t to_word,
-                       MaskWord* out, Extracted* extracted);
+    void extract_range(const std::vector<ConstArray>* update, Residual threshold, const Partition& partition,
+                       uint64_t from_word, uint64_t to_word, PartLists& lists);
     template <class Residual>
-    Encoded encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options);
+    Encoded encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options, const Partition& partition);
     template <class Residual>
-    void restore(const Extracted& extracted, Residual threshold);
+    void restore(const PartLists& lists, Residual threshold, const Partition& partition);
     unsigned threads_for(uint64_t words) const;
     // Call f(part, first word, end word) for parts of all words, one for each thread; return the number of parts.
     template <class F>
@@ -74,8 +86,8 @@ class Encoder {
     unsigned threads_;
     Memory<uint8_t> own_;
     void* residual_;
-    Buffer<MaskWord> list_;  // the result of pass 1; the memory is reused
-    TernaryEncoder ternary_;
+    Buffer<MaskWord> words_;               // of all lists; the memory is reused
+    std::vector<TernaryEncoder> ternary_;  // one for each part at work
 };
 
 }  // namespace gradwire

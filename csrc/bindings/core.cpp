@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <cmath>
+#include <optional>
 
 #include "../apply.h"
 #include "../common/scalars.h"
@@ -32,6 +33,12 @@ void require_alike(const HostArrays& arrays, const std::string& name, const std:
         arrays.require_apart(one.data, one.numel * bytes_per_element(one.dtype), ("the " + name_of_others).c_str());
 }
 
+// Read a gradwire.Partition, whose part `first` is the core's part 0.
+Partition partition_of(const py::object& partition) {
+    const auto field = [&](const char* name) { return partition.attr(name).cast<uint64_t>(); };
+    return {field("numel"), field("parts"), bit_length(field("block")) - 1};
+}
+
 class PyEncoder {
   public:
     PyEncoder(uint64_t numel, bool float64, unsigned threads)
@@ -40,7 +47,7 @@ class PyEncoder {
     }
 
     py::tuple encode(const py::object& update, double threshold, uint8_t flags, uint32_t key, uint32_t step,
-                     bool skip_nonfinite, double sample_density) {
+                     bool skip_nonfinite, double sample_density, const py::object& partition) {
         EncodeOptions options;
         options.threshold = float_to_bfloat16(static_cast<float>(threshold));
         options.flags = flags;
@@ -48,26 +55,28 @@ class PyEncoder {
         options.step = step;
         options.skip_nonfinite = skip_nonfinite;
         options.sample_density = sample_density;
+        const Partition parts = partition_or_whole(partition);
         Encoded encoded = with_update(
-            update, [&](const std::vector<ConstArray>* arrays) { return encoder_.encode(arrays, options); });
+            update, [&](const std::vector<ConstArray>* arrays) { return encoder_.encode(arrays, options, parts); });
         const SampledQuantiles& sampled = encoded.quantiles;
         py::object quantiles = py::none();
         if (sample_density > 0)
             quantiles = py::make_tuple(sampled.now, sampled.shuffled, sampled.next, sampled.same, sampled.agreement);
-        return py::make_tuple(Message(std::move(encoded.message)), encoded.skipped, quantiles);
+        return py::make_tuple(messages_of(encoded, partition), encoded.skipped, quantiles);
     }
 
     py::tuple encode_dense(const py::object& update, const std::string& dtype, uint32_t key, uint32_t step,
-                           bool skip_nonfinite) {
+                           bool skip_nonfinite, const py::object& partition) {
         EncodeOptions options;
         options.key = key;
         options.step = step;
         options.skip_nonfinite = skip_nonfinite;
         const DenseType type = dense_type(dtype, encoder_.dtype());
+        const Partition parts = partition_or_whole(partition);
         Encoded encoded = with_update(update, [&](const std::vector<ConstArray>* arrays) {
-            return encoder_.encode_dense(arrays, type, options);
+            return encoder_.encode_dense(arrays, type, options, parts);
         });
-        return py::make_tuple(Message(std::move(encoded.message)), encoded.skipped);
+        return py::make_tuple(messages_of(encoded, partition), encoded.skipped);
     }
 
     void hold_difference(const py::object& now, const py::object& before) {
@@ -105,6 +114,18 @@ class PyEncoder {
     }
 
   private:
+    Partition partition_or_whole(const py::object& partition) const {
+        return partition.is_none() ? undivided(encoder_.numel()) : partition_of(partition);
+    }
+    static py::list messages_of(Encoded& encoded, const py::object& partition) {
+        const size_t parts = encoded.messages.size();
+        const size_t first = partition.is_none() ? 0 : partition.attr("first").cast<size_t>();
+        py::list messages;
+        for (size_t i = 0; i < parts; ++i)
+            messages.append(Message(std::move(encoded.messages[(i + parts - first) % parts])));
+        return messages;
+    }
+
     template <class F>
     Encoded with_update(const py::object& update, F f) {
         if (update.is_none()) {
@@ -141,7 +162,7 @@ Message encode_into(const py::object& residual, const py::object& update, double
     options.skip_nonfinite = true;
     const py::gil_scoped_release release;
     Encoder encoder(target[0].data, target[0].numel, target[0].dtype, 1);
-    return Message(std::move(encoder.encode(&updates, options).message));
+    return Message(std::move(encoder.encode(&updates, options).messages[0]));
 }
 
 unsigned checked_threads(int64_t threads) {
@@ -151,16 +172,17 @@ unsigned checked_threads(int64_t threads) {
     return static_cast<unsigned>(threads);
 }
 
-// Check messages against their target arrays.
-std::vector<MessageView> views_for(const HostArrays& arrays, const std::vector<const Message*>& messages,
-                                   double scale) {
+// Check messages against their target arrays. `apply_messages` compares messages of a part with that part's numel.
+std::vector<MessageView> views_for(const HostArrays& arrays, const std::vector<const Message*>& messages, double scale,
+                                   const std::optional<Part>& part = {}) {
     arrays.require_targets();
+    if (part) arrays.require_numel(part->partition.numel);
     if (!std::isfinite(scale)) throw py::value_error("scale is " + std::to_string(scale) + ", must be finite");
     std::vector<MessageView> views;
     views.reserve(messages.size());
     for (const Message* message : messages) {
         const MessageView& view = message->view();
-        arrays.require_numel(view.header.numel);
+        if (!part) arrays.require_numel(view.header.numel);
         arrays.require_apart(message->bytes(), view.nbytes(), "the message");
         if (!std::isfinite(static_cast<float>(scale * static_cast<double>(view.threshold()))))
             throw py::value_error("scale " + std::to_string(scale) + " times threshold " +
@@ -170,13 +192,17 @@ std::vector<MessageView> views_for(const HostArrays& arrays, const std::vector<c
     return views;
 }
 
-void apply_all(const std::vector<const Message*>& messages, const py::object& target, double scale, int64_t threads) {
+void apply_all(const std::vector<const Message*>& messages, const py::object& target, double scale, int64_t threads,
+               const py::object& part) {
     const HostArrays arrays(target, "target");
-    const std::vector<MessageView> views = views_for(arrays, messages, scale);
+    std::optional<Part> own;
+    if (!part.is_none()) own = {partition_of(part.attr("partition")), part.attr("position").cast<uint64_t>()};
+    const std::vector<MessageView> views = views_for(arrays, messages, scale, own);
     const std::vector<Array> targets = arrays.targets();
+    if (!own) own = {undivided(arrays.numel()), 0};
     const unsigned count = checked_threads(threads);
     const py::gil_scoped_release release;
-    apply_messages(views, targets, scale, nullptr, count);
+    apply_messages(views, targets, *own, scale, nullptr, count);
 }
 
 void apply_to_both(const std::vector<const Message*>& messages, const py::object& target, const py::object& second,
@@ -227,7 +253,7 @@ py::array decode(const Message& message) {
         const py::gil_scoped_release release;
         decode_dense(message.view(), out);
     } else {
-        apply_all({&message}, values, 1.0, 1);
+        apply_all({&message}, values, 1.0, 1, py::none());
     }
     return values;
 }
@@ -239,7 +265,7 @@ Message dense(const py::object& values, const std::string& dtype, uint32_t key, 
         throw py::type_error("values must be one float32 or float64 array");
     const DenseType type = dense_type(dtype, parts[0].dtype);
     const py::gil_scoped_release release;
-    return Message(encode_dense(parts[0], type, key, step));
+    return Message(encode_dense(parts, type, key, step));
 }
 
 uint64_t max_message_bytes(uint64_t numel, bool dense, const std::string& dtype) {
@@ -252,9 +278,10 @@ void register_encoder(py::module_& module) {
     py::class_<PyEncoder>(module, "Encoder")
         .def(py::init<uint64_t, bool, unsigned>(), py::arg("numel"), py::arg("float64"), py::arg("threads"))
         .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("threshold"), py::arg("flags"),
-             py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"), py::arg("sample_density"))
+             py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"), py::arg("sample_density"),
+             py::arg("partition"))
         .def("encode_dense", &PyEncoder::encode_dense, py::arg("update").none(true), py::arg("dtype"), py::arg("key"),
-             py::arg("step"), py::arg("skip_nonfinite"))
+             py::arg("step"), py::arg("skip_nonfinite"), py::arg("partition"))
         .def("hold_difference", &PyEncoder::hold_difference, py::arg("now"), py::arg("before"))
         .def("clip", &PyEncoder::clip, py::arg("limit"))
         .def_property_readonly("residual", &PyEncoder::residual);
@@ -263,7 +290,8 @@ void register_encoder(py::module_& module) {
 }
 
 void register_apply(py::module_& module) {
-    module.def("apply_many", &apply_all, py::arg("messages"), py::arg("target"), py::arg("scale"), py::arg("threads"));
+    module.def("apply_many", &apply_all, py::arg("messages"), py::arg("target"), py::arg("scale"), py::arg("threads"),
+               py::arg("part"));
     module.def("apply_to_both", &apply_to_both, py::arg("messages"), py::arg("target"), py::arg("second"),
                py::arg("own"), py::arg("scale"), py::arg("threads"));
     module.def("apply_with_momentum", &apply_with_momentum_to, py::arg("messages"), py::arg("target"),

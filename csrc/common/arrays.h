@@ -43,9 +43,10 @@ struct Array {
     Dtype dtype;
 };
 
-static inline uint64_t total_numel(const std::vector<Array>& arrays) {
+template <class AnyArray>
+uint64_t total_numel(const std::vector<AnyArray>& arrays) {
     uint64_t numel = 0;
-    for (const Array& array : arrays) numel += array.numel;
+    for (const AnyArray& array : arrays) numel += array.numel;
     return numel;
 }
 

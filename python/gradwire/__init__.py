@@ -43,6 +43,7 @@ from .message import (
     max_message_bytes,
     parse_many,
 )
+from .partition import Part, Partition
 from .policy import (
     AdaptiveThreshold,
     FixedThreshold,
@@ -80,6 +81,8 @@ __all__ = [
     "Node",
     "NonFiniteUpdate",
     "NotConnected",
+    "Part",
+    "Partition",
     "Peer",
     "PeerLost",
     "ResidualClip",

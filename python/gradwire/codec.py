@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from . import _core
 from .arrays import cuda_problem
 from .message import Message, apply
+from .partition import Partition
 from .policy import (
     AdaptiveThreshold,
     FixedThreshold,
@@ -194,7 +195,25 @@ class Encoder:
             self._clipped_sum,
         )
 
-    def encode(self, update: Any = None, *, dense: bool | Literal["bfloat16"] = False) -> Message:
+    @overload
+    def encode(
+        self, update: Any = None, *, dense: bool | Literal["bfloat16"] = False, parts: None = None
+    ) -> Message: ...
+    @overload
+    def encode(
+        self,
+        update: Any = None,
+        *,
+        dense: bool | Literal["bfloat16"] = False,
+        parts: Partition | int,
+    ) -> list[Message]: ...
+    def encode(
+        self,
+        update: Any = None,
+        *,
+        dense: bool | Literal["bfloat16"] = False,
+        parts: Partition | int | None = None,
+    ) -> Message | list[Message]:
         """Add ``update`` to the residual and encode the elements that reach the threshold.
 
         Args:
@@ -204,26 +223,31 @@ class Encoder:
                 a third of the memory traffic.
             dense: True sends the whole residual as a dense message of the residual's dtype instead; "bfloat16" sends it
                 in bfloat16 and keeps the rounding error in the residual.
+            parts: a partition of the ``numel`` elements, or its number of parts, for one message per part. Message i
+                numbers the elements of ``partition[i]`` from 0; of a part without elements it is empty. All have the
+                same threshold and step, and the policy follows their sum.
 
         Returns:
-            The message. It owns its bytes.
+            The message, or the list of the parts' messages. A message owns its bytes.
 
         Raises:
             NonFiniteUpdate: see ``on_nonfinite``; ``step`` does not advance and nothing was sent.
             TypeError: the residual cannot represent the dtype of the update exactly.
-            ValueError: wrong size, device or layout, memory shared with the residual, or another ``dense``.
+            ValueError: wrong size, device or layout, memory shared with the residual, another ``dense``, or a partition
+                of another number of elements.
             RuntimeError: another thread uses this encoder.
         """
         step, rounded = self._step, self._rounded
         number = step & _STEP_MASK
+        partition = None if parts is None else self._partition(parts)
         if dense:
-            message, skipped = self._core.encode_dense(
-                update, dense_dtype(dense), self.key, number, self._skip
+            messages, skipped = self._core.encode_dense(
+                update, dense_dtype(dense), self.key, number, self._skip, partition
             )
-            self._finish(message, skipped)
-            return message
+            self._finish(messages, skipped)
+            return messages[0] if partition is None else messages
         shakeup = self.shakeup if self.shakeup is not None and self.shakeup.is_due(step) else None
-        message, skipped, tail = self._core.encode(
+        messages, skipped, tail = self._core.encode(
             update,
             round_threshold(self._threshold / shakeup.divisor) if shakeup else rounded,
             _FLAG_SHAKEUP if shakeup else 0,
@@ -231,20 +255,24 @@ class Encoder:
             number,
             self._skip,
             self._sample_density,
+            partition,
         )
         if shakeup is None:
+            density = sum(one.count for one in messages) / max(self.numel, 1)
             try:
-                self._follow_policy(message.density, None if tail is None else Tail(*tail))
+                self._follow_policy(density, None if tail is None else Tail(*tail))
             except BaseException:
-                # An error of the policy must not lose the update: put the message back into the residual.
-                apply(message, self._residual)
+                # An error of the policy must not lose the update: put the messages back into the residual.
+                owners = [None] if partition is None else list(partition)
+                for part, message in zip(owners, messages, strict=True):
+                    apply(message, self._residual, part=part)
                 raise
         if self.clip is not None and self.clip.is_due(step):
             count, removed = self._core.clip(self.clip.limit * rounded)
             self._clipped_count += count
             self._clipped_sum += removed
-        self._finish(message, skipped)
-        return message
+        self._finish(messages, skipped)
+        return messages[0] if partition is None else messages
 
     def hold_difference(self, now: Any, before: Any) -> None:
         """Set the residual to the difference of two sequences of arrays: ``residual = now - before``.
@@ -275,14 +303,25 @@ class Encoder:
         self._sample_density = policy.sample_density or 0.0
         self._changed_at = self._step
 
-    def flush(self, dtype: Literal["bfloat16"] | None = None) -> Message:
-        """Return the whole residual as one dense message; the residual keeps only the rounding error.
+    @overload
+    def flush(self, dtype: Literal["bfloat16"] | None = None, *, parts: None = None) -> Message: ...
+    @overload
+    def flush(
+        self, dtype: Literal["bfloat16"] | None = None, *, parts: Partition | int
+    ) -> list[Message]: ...
+    def flush(
+        self, dtype: Literal["bfloat16"] | None = None, *, parts: Partition | int | None = None
+    ) -> Message | list[Message]:
+        """Return the whole residual as one dense message, or as one for each of the ``parts`` of ``encode``.
+
+        The residual keeps only the rounding error.
 
         Raises:
             NonFiniteUpdate: as for ``encode``.
             ValueError: ``dtype`` is not "bfloat16".
         """
-        return self.encode(dense=True if dtype is None else dtype)
+        dense: bool | Literal["bfloat16"] = True if dtype is None else dtype
+        return self.encode(dense=dense) if parts is None else self.encode(dense=dense, parts=parts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state that the next message depends on, as host arrays and plain numbers.
@@ -322,11 +361,19 @@ class Encoder:
             self._set_threshold(after)
             self._changed_at = self._step + 1
 
-    def _finish(self, message: Message, skipped: int) -> None:
+    def _partition(self, parts: Partition | int) -> Partition:
+        partition = parts if isinstance(parts, Partition) else Partition(self.numel, parts)
+        if partition.numel != self.numel:
+            raise ValueError(
+                f"the partition has {partition.numel} elements, the encoder {self.numel}"
+            )
+        return partition
+
+    def _finish(self, messages: list[Message], skipped: int) -> None:
         self._step += 1
-        self._messages += 1
-        self._message_bytes += message.nbytes
-        self._sent_count += message.count
+        self._messages += len(messages)
+        self._message_bytes += sum(one.nbytes for one in messages)
+        self._sent_count += sum(one.count for one in messages)
         self._nonfinite_count += skipped
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from . import _core
 from ._core import Message, parse_many
 from .arrays import cuda_core, device_of, stream_of
+from .partition import Part
 
 __all__ = [
     "Message",
@@ -23,7 +24,13 @@ __all__ = [
 
 
 def apply(
-    message: Message, target: Any, scale: float = 1.0, *, stream: Any = None, threads: int = 1
+    message: Message,
+    target: Any,
+    scale: float = 1.0,
+    part: Part | None = None,
+    *,
+    stream: Any = None,
+    threads: int = 1,
 ) -> None:
     """Add a decoded message to ``target``: ``target += scale * decoded``.
 
@@ -39,11 +46,14 @@ def apply(
         target: float32 or float64 array, C-contiguous and writable, or a list or tuple of such arrays that together
             have ``message.numel`` elements, all on the CPU or on one CUDA device; modified in place.
         scale: finite factor.
+        part: ``partition[i]`` of a message of this part of the target's elements, as ``encode(parts=partition)``
+            returns it; ``target`` then has ``partition.numel`` elements. None for a message of all.
         stream: on a CUDA device, see ``gradwire.arrays.stream_of``.
         threads: on the CPU, the most threads, each for a part of the target; the bits do not depend on the number.
 
     Raises:
-        MessageError: the payload is inconsistent; the target is unchanged.
+        MessageError: the payload is inconsistent, or the message has another number of elements than the part; the
+            target is unchanged.
         TypeError: the target is neither float32 nor float64.
         ValueError: wrong size, device or layout, a read-only target, overlapping arrays, a scale that is not finite, or
             ``threads`` out of range.
@@ -55,26 +65,30 @@ def apply(
     >>> params.tolist()
     [0.5, 0.0, -0.5]
     """
-    apply_many([message], target, scale, stream=stream, threads=threads)
+    apply_many([message], target, scale, part, stream=stream, threads=threads)
 
 
 def apply_many(
     messages: list[Message] | tuple[Message, ...],
     target: Any,
     scale: float = 1.0,
+    part: Part | None = None,
     *,
     stream: Any = None,
     threads: int = 1,
 ) -> None:
     """Add several messages to ``target`` in one pass, bit for bit as ``apply`` in the order of the list.
 
-    Arguments and errors are those of ``apply``. All messages are checked before the first element changes.
+    Arguments and errors are those of ``apply``; all messages are of the same part. All messages are checked before the
+    first element changes.
     """
     device = device_of(target)
     if device < 0:
         on_host = [_on_host(message) for message in messages]
-        _core.apply_many(on_host, target, scale, threads)
+        _core.apply_many(on_host, target, scale, threads, part)
     else:
+        if part is not None:
+            raise ValueError("parts are not supported on a CUDA device")
         number = stream_of(stream, target, device)
         cuda_core().apply_many(list(messages), target, scale, device, number)
 

@@ -66,7 +66,7 @@ Sent send_dense(uint64_t numel, DenseType dtype, Random& random) {
         values.set(i, static_cast<double>(random.below(256)) / 64 - 2);  // exact in every dtype
         sent.values.push_back(values[i]);
     }
-    const MessageBytes message = encode_dense(values.view(), dtype, 1, 2);
+    const MessageBytes message = encode_dense({values.view()}, dtype, 1, 2);
     sent.bytes = exactly(message.bytes.get(), message.size);
     return sent;
 }

@@ -74,8 +74,8 @@ Bytes dense_message(uint64_t numel, DenseType type, uint64_t seed) {
     for (double& value : values) value = random.uniform() * 3 - 1;
     std::vector<float> narrow(values.begin(), values.end());
     const MessageBytes message = type == DenseType::kFloat64
-                                     ? encode_dense({values.data(), numel, Dtype::kFloat64}, type, 1, 2)
-                                     : encode_dense({narrow.data(), numel, Dtype::kFloat32}, type, 1, 2);
+                                     ? encode_dense({{values.data(), numel, Dtype::kFloat64}}, type, 1, 2)
+                                     : encode_dense({{narrow.data(), numel, Dtype::kFloat32}}, type, 1, 2);
     return exactly(message.bytes.get(), message.size);
 }
 

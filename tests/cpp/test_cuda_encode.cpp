@@ -67,7 +67,7 @@ void check_update(const std::vector<UpdateArray>* arrays, uint64_t numel, uint16
     try {
         const Encoded encoded = encoder.encode(update, options);
         CHECK_EQUAL(encoded.skipped, emulated.nonfinite.count);
-        CHECK(exactly(encoded.message.bytes.get(), encoded.message.size) == bytes);
+        CHECK(exactly(encoded.messages[0].bytes.get(), encoded.messages[0].size) == bytes);
         CHECK_EQUAL(emulated.plan.restores, 0U);
         CHECK(numel == 0 || std::memcmp(residual, expected, numel * sizeof(Residual)) == 0);
     } catch (const NonFiniteUpdate& error) {

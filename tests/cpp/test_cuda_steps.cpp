@@ -169,17 +169,17 @@ CASE(dense_messages_leave_the_residual_of_the_cpu) {
         }
         residual[0] = static_cast<Residual>(3.3961775292304957e38);  // would round to infinity
         std::memcpy(encoder.residual(), residual.data(), numel * sizeof(Residual));
-        const Encoded encoded = encoder.encode_dense(nullptr, type, {});
+        const Encoded encoded = encoder.encode_dense(nullptr, type, {}, undivided(encoder.numel()));
         Bytes payload(numel * bytes_per_value(type));
         for (uint64_t i = 0; i < numel; ++i) cuda::send_value(residual.data(), i, type, payload.data());
-        CHECK(std::memcmp(payload.data(), encoded.message.bytes.get() + kHeaderBytes, payload.size()) == 0);
+        CHECK(std::memcmp(payload.data(), encoded.messages[0].bytes.get() + kHeaderBytes, payload.size()) == 0);
         CHECK(std::memcmp(residual.data(), encoder.residual(), numel * sizeof(Residual)) == 0);
-        Header header = encoded.message.header;
+        Header header = encoded.messages[0].header;
         header.crc = 0;
         Bytes head(kHeaderBytes);
         put_header(head.data(), header);
-        for (unsigned i = 0; i < 4; ++i) head[kCrcAt + i] = encoded.message.bytes[kCrcAt + i];
-        CHECK(std::memcmp(head.data(), encoded.message.bytes.get(), kHeaderBytes) == 0);
+        for (unsigned i = 0; i < 4; ++i) head[kCrcAt + i] = encoded.messages[0].bytes[kCrcAt + i];
+        CHECK(std::memcmp(head.data(), encoded.messages[0].bytes.get(), kHeaderBytes) == 0);
     };
     check_type(0.0F, DenseType::kFloat32);
     check_type(0.0F, DenseType::kBfloat16);

@@ -120,7 +120,7 @@ void check_encoder(const std::vector<Residual>& residual, const Update* update, 
         const Encoded encoded = encoder.encode(views, options);
         CHECK_EQUAL(encoded.skipped, expected.nonfinite);
         CHECK(same_bits(static_cast<const Residual*>(encoder.residual()), expected.residual));
-        CHECK(exactly(encoded.message.bytes.get(), encoded.message.size) == bytes);
+        CHECK(exactly(encoded.messages[0].bytes.get(), encoded.messages[0].size) == bytes);
     }
     if (expected.nonfinite == 0) return;
     for (size_t i = 0; i < expected.entries.positions.size(); ++i)
@@ -335,10 +335,10 @@ CASE(encoding_without_an_update_sends_the_rest) {
         EncodeOptions options;
         options.threshold = 0x3f00;
         Encoder encoder(100, Dtype::kFloat32, 1);
-        CHECK_EQUAL(encoder.encode(&views, options).message.header.count, 100U);
-        CHECK_EQUAL(encoder.encode(nullptr, options).message.header.count, 100U);
-        CHECK_EQUAL(encoder.encode(nullptr, options).message.header.count, 100U);
-        CHECK_EQUAL(encoder.encode(nullptr, options).message.header.count, 0U);
+        CHECK_EQUAL(encoder.encode(&views, options).messages[0].header.count, 100U);
+        CHECK_EQUAL(encoder.encode(nullptr, options).messages[0].header.count, 100U);
+        CHECK_EQUAL(encoder.encode(nullptr, options).messages[0].header.count, 100U);
+        CHECK_EQUAL(encoder.encode(nullptr, options).messages[0].header.count, 0U);
         for (uint64_t i = 0; i < 100; ++i) CHECK_EQUAL(static_cast<const float*>(encoder.residual())[i], 0.25F);
     });
 }
@@ -350,8 +350,9 @@ CASE(a_dense_message_sends_the_whole_residual) {
         update.append(301, Dtype::kFloat64, random, 0.5, false);
         EncodeOptions options;
         Encoder encoder(301, Dtype::kFloat64, 1);
-        const Encoded encoded = encoder.encode_dense(&update.views, DenseType::kFloat64, options);
-        const Bytes bytes = exactly(encoded.message.bytes.get(), encoded.message.size);
+        const Encoded encoded =
+            encoder.encode_dense(&update.views, DenseType::kFloat64, options, undivided(encoder.numel()));
+        const Bytes bytes = exactly(encoded.messages[0].bytes.get(), encoded.messages[0].size);
         std::vector<double> values(301);
         decode_dense(parse(bytes), values.data());
         for (uint64_t i = 0; i < 301; ++i) {

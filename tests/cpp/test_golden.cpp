@@ -20,7 +20,7 @@ CASE(every_table_writes_the_golden_messages_again) {
             decode_dense(message, values.data());
             const Dtype dtype = wide ? Dtype::kFloat64 : Dtype::kFloat32;
             const MessageBytes again =
-                encode_dense({values.data(), header.numel, dtype}, header.dtype, header.key, header.step);
+                encode_dense({{values.data(), header.numel, dtype}}, header.dtype, header.key, header.step);
             CHECK(exactly(again.bytes.get(), again.size) == bytes);
         });
         CHECK(files >= 30);

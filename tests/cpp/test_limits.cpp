@@ -93,7 +93,7 @@ CASE(a_count_without_its_signs_is_refused_at_every_size) {
 
 CASE(a_dense_header_of_2_to_the_48_values_is_refused_without_them) {
     const std::vector<float> values{1, 2, 3};
-    const MessageBytes message = encode_dense({values.data(), 3, Dtype::kFloat32}, DenseType::kFloat32, 0, 0);
+    const MessageBytes message = encode_dense({{values.data(), 3, Dtype::kFloat32}}, DenseType::kFloat32, 0, 0);
     Bytes bytes = exactly(message.bytes.get(), message.size);
     CHECK_EQUAL(parse(bytes).header.count, 3U);
     bytes = header_with(bytes, kNumelAt, kMaxNumel);
