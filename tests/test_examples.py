@@ -46,7 +46,9 @@ def test_two_processes_fit_the_same_line(addresses: list[str]) -> None:
         for command in commands
     ]
     outputs = [process.communicate(timeout=120) for process in processes]
-    assert [errors for _, errors in outputs] == ["", ""]
+    # So little is computed that a step is mostly exchange, which every process is told once.
+    for _, errors in outputs:
+        assert re.fullmatch(r"(gradwire takes \d+ % of a step \(.*\n)?", errors), errors
     first, second = (
         re.fullmatch(r"largest error (\S+), sent (\d+) bytes .* checksum (\d+)\n", text)
         for text, _ in outputs

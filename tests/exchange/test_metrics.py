@@ -1,15 +1,31 @@
-"""The totals of an exchange."""
+"""What an exchange shows: totals, times, Prometheus' text, one warning, and pages for ``gradwire top``."""
 
 from __future__ import annotations
 
+import gc
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.cli import main, top
+from gradwire.exchange import clock, log_every
+from gradwire.exchange.metrics import page_folder
 
-from .cluster import cluster
+from .cluster import FakeNode, cluster, run_cluster
+
+SECRET = bytes(range(32))
 
 
 def trained(**options: Any) -> tuple[gw.ExchangeStats, list[gw.StepResult]]:
@@ -38,3 +54,191 @@ def test_local_steps_are_counted_apart() -> None:
     stats, results = trained(every=2)
     assert (stats.steps, stats.local_steps) == (2, 2)
     assert [result.is_local for result in results] == [True, False, True, False]
+
+
+# ---- whole steps -----------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that moves a millisecond whenever it is read, and by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        self.now_s += 0.001
+        return self.now_s
+
+
+@pytest.fixture
+def node() -> Iterator[gw.Node]:
+    with gw.Node("127.0.0.1:0", secret=SECRET) as made:
+        yield made
+
+
+@pytest.fixture
+def share(node: gw.Node) -> gw.Exchange:
+    return gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=0)
+
+
+def step(share: gw.Exchange, value: float = 0.75) -> gw.StepResult:
+    return share.step(np.full(4, value, np.float32), np.zeros(4, np.float32))
+
+
+def test_a_step_has_the_caller_s_time_before_it(
+    share: gw.Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moving = Clock()
+    monkeypatch.setattr(clock, "now_s", moving)
+    assert step(share).compute_s == 0.0
+    moving.now_s += 2.0
+    result = step(share)
+    assert result.compute_s == pytest.approx(2.001)
+    inside_s = result.step_s - result.compute_s
+    assert result.encode_s + result.wait_s + result.apply_s <= inside_s <= 0.1
+    assert share.stats.compute_s == result.compute_s
+    assert share.stats.share == pytest.approx(1.0 - 2.001 / share.stats.step_s)
+
+
+@pytest.mark.parametrize(("compute_s", "warnings"), [(0.0, 1), (10.0, 0)])
+def test_a_large_share_is_warned_of_once(
+    compute_s: float,
+    warnings: int,
+    share: gw.Exchange,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    moving = Clock()
+    monkeypatch.setattr(clock, "now_s", moving)
+    for _ in range(100):
+        moving.now_s += compute_s
+        step(share)
+    found = [text for text in caplog.messages if text.startswith("gradwire takes")]
+    assert len(found) == warnings
+    assert all(
+        re.match(r"gradwire takes \d+ % of a step \(encode .* every=4", one) for one in found
+    )
+
+
+def test_a_listener_logs_every_so_many_steps(
+    share: gw.Exchange, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[int] = []
+    share.listeners += [log_every(3), lambda result, stats: seen.append(result.step + stats.steps)]
+    with caplog.at_level(logging.INFO, "gradwire.exchange.metrics"):
+        for _ in range(7):
+            step(share)
+    assert seen == [1 + 2 * number for number in range(7)]
+    found = [text.split(":")[0] for text in caplog.messages if text.startswith("step ")]
+    assert found == ["step 2", "step 5"]
+    with pytest.raises(ValueError, match="steps is 0"):
+        log_every(0)
+
+
+# ---- Prometheus ------------------------------------------------------------------------------------------------------
+
+
+def test_prometheus_gets_the_totals_and_the_transport_s_counters(share: gw.Exchange) -> None:
+    step(share)
+    text = share.prometheus_text({"rank": 'a"b'})
+    values = dict(re.findall(r'^gradwire_(\w+)\{rank="a\\"b"\} (\S+)$', text, re.M))
+    assert values["steps_total"] == "1"
+    assert float(values["residual_norm"]) == pytest.approx(0.5)
+    assert values["transport_datagrams_sent_total"] == "0"
+    assert {"step_seconds_total", "transport_kernel_drops_total", "members"} <= values.keys()
+    for line in text.splitlines():
+        assert re.fullmatch(r"# TYPE \w+ (counter|gauge)|\w+\{.*\} [\d.e+-]+", line), line
+
+
+def test_prometheus_gets_each_peer_s_path(node: gw.Node, share: gw.Exchange) -> None:
+    with gw.Node("127.0.0.1:0", [node.address], secret=SECRET) as other:
+        other.wait_for_peers(1, 10.0)
+        node.wait_for_peers(1, 10.0)
+        assert f'gradwire_peer_loss_rate{{peer="{other.address}"}} 0' in share.prometheus_text()
+
+
+def test_metrics_are_served_on_loopback(share: gw.Exchange) -> None:
+    with share.serve_metrics(0) as server:
+        base = f"http://127.0.0.1:{server.port}"
+        for path in ("/metrics", "/"):
+            with urllib.request.urlopen(base + path, timeout=10.0) as answer:
+                assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+                assert b"\ngradwire_steps_total 0\n" in answer.read()
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(base + "/secrets", timeout=10.0)
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(base, timeout=10.0)
+
+
+# ---- gradwire top ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "gradwire"
+
+
+def test_nothing_is_offered_unless_asked_for(
+    folder: Path, share: gw.Exchange, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step(share)
+    assert not folder.exists()
+    assert main(["top"]) == 1
+    assert "start training with GRADWIRE_TOP=1" in capsys.readouterr().err
+
+
+def test_top_shows_rates_and_peers(
+    folder: Path,
+    node: gw.Node,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("GRADWIRE_TOP", "1")
+    share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=0)
+    with gw.Node("127.0.0.1:0", [node.address], secret=SECRET) as other:
+        other.wait_for_peers(1, 10.0)
+        node.wait_for_peers(1, 10.0)
+        step(share)
+        before = top.pages()
+        assert main(["top", "--json"]) == 0
+        [page] = json.loads(capsys.readouterr().out)
+        assert page["process"] == os.getpid()
+        assert page["stats"]["steps"] == 1
+        for _ in range(9):
+            step(share)
+        after = top.pages()
+        [name] = after
+        after[name]["time_s"] = before[name]["time_s"] + 3.0
+        after[name]["slowest"] = other.address
+        head, line, peer = top.table(before, after)
+        assert line.split()[:2] == [node.address, "3"]
+        assert len(head.split()) == 8
+        assert peer.startswith(f"  {other.address} ")
+        assert peer.endswith("<- last to arrive")
+    assert main(["top", "--once", "--interval", "0.1"]) == 0
+    assert node.address in capsys.readouterr().out
+    del share
+    gc.collect()
+    assert list(folder.iterdir()) == []
+
+
+def test_what_a_killed_process_has_left_is_removed(folder: Path) -> None:
+    code = "import socket, sys, os; socket.socket(socket.AF_UNIX).bind(sys.argv[1]); os._exit(0)"
+    path = page_folder() / "1-2.sock"
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    assert path.exists()
+    assert top.pages() == {}
+    assert list(folder.iterdir()) == []
+
+
+def test_the_slowest_peer_is_named() -> None:
+    def work(node: FakeNode, _: int) -> list[gw.StepResult]:
+        share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=1)  # type: ignore[arg-type]
+        return [step(share) for _ in range(4)]
+
+    one, two = run_cluster(work, count=2, seed=3)
+    found = {result.slowest and result.slowest.id for result in (*one, *two)}
+    assert found - {None}
+    assert found <= {None, 10, 20}
+    assert {result.slowest.id for result in one if result.slowest} <= {20}

@@ -1,4 +1,4 @@
-"""The command line: ``gradwire demo``, ``doctor``, ``estimate``, ``info``, ``run`` and ``secret``."""
+"""The command line: ``gradwire demo``, ``doctor``, ``estimate``, ``info``, ``run``, ``secret`` and ``top``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import gradwire
-from gradwire.cli import demo, doctor, estimate, info, run, secret
+from gradwire.cli import demo, doctor, estimate, info, run, secret, top
 
 __all__ = ["main"]
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (demo, doctor, estimate, info, run, secret):
+    for command in (demo, doctor, estimate, info, run, secret, top):
         command.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:

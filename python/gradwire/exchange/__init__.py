@@ -11,6 +11,7 @@ from .checkpoint import redistribute
 from .exchange import Exchange
 from .groups import Group, Groups
 from .local import LocalExchange, LocalTeam
+from .metrics import MetricsServer, log_every
 from .parameters import is_sum_exact
 from .results import ExchangeStats, Joined, StepResult
 
@@ -22,7 +23,9 @@ __all__ = [
     "Joined",
     "LocalExchange",
     "LocalTeam",
+    "MetricsServer",
     "StepResult",
     "is_sum_exact",
+    "log_every",
     "redistribute",
 ]

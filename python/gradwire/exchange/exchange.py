@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -19,6 +21,7 @@ from .departure import Departure
 from .groups import Codec, Group, Groups
 from .join import Join
 from .membership import Membership, Router
+from .metrics import Listener, Meter, MetricsServer, describe, offer_page, prometheus_text
 from .options import Options, Reduction
 from .parameters import (
     ExactSum,
@@ -61,6 +64,18 @@ def _by_one_thread(method: _Method) -> _Method:
             self._use.release()
 
     return guarded  # type: ignore[return-value]
+
+
+def _metered(take: _Method) -> _Method:
+    """Measure a whole step, with the caller's time before it, and show the result."""
+
+    @functools.wraps(take)
+    def metered(self: Exchange, *args: Any, **options: Any) -> StepResult:
+        result = self._meter.time(functools.partial(take, self, *args, **options))
+        self._meter.show(result, self.stats)
+        return result
+
+    return metered  # type: ignore[return-value]
 
 
 class Exchange:
@@ -181,6 +196,12 @@ class Exchange:
         self._is_loaded = False
         self._use = threading.RLock()
         self._optimizer_state: Sequence[Any] = ()  # of the last step, for newcomers
+        self._meter = Meter()
+        #: functions of a step's result and the totals, called at the end of every step; append to the list
+        self.listeners: list[Listener] = self._meter.listeners
+        if os.environ.get("GRADWIRE_TOP"):
+            page = weakref.WeakMethod(self._page)
+            offer_page(self, lambda: (page() or dict)())
 
     # ---- members and numbers -----------------------------------------------------------------------------------------
 
@@ -209,8 +230,38 @@ class Exchange:
     def stats(self) -> ExchangeStats:
         """Totals so far."""
         return replace(
-            self._stats, members=len(self.members), digests=self._consistency.digests.agreed
+            self._stats,
+            members=len(self.members),
+            digests=self._consistency.digests.agreed,
+            step_s=self._meter.step_s,
+            compute_s=self._meter.compute_s,
         )
+
+    def prometheus_text(self, labels: Mapping[str, str] | None = None) -> str:
+        """Return the totals, the transport's counters and each peer's path in Prometheus' text format.
+
+        Args:
+            labels: for every line.
+        """
+        return prometheus_text(self._page(), labels)
+
+    def serve_metrics(
+        self, port: int, host: str = "127.0.0.1", labels: Mapping[str, str] | None = None
+    ) -> MetricsServer:
+        """Serve ``prometheus_text`` at ``http://host:port/metrics`` from a thread, until the returned server is closed.
+
+        Args:
+            port: 0 lets the system choose; the server has the number.
+            host: address to listen on. The text is not secret, but nothing protects it: mind who reaches the address.
+            labels: for every line.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        return MetricsServer(lambda: self.prometheus_text(labels), port, host)
+
+    def _page(self) -> dict[str, Any]:
+        return describe(self._node, self._groups.encoders, self.stats, self._meter.slowest)
 
     def shared(self, params: Any) -> list[NDArray[Any]]:
         """Return a copy of the parameters that all nodes share: without local steps, without the residual.
@@ -307,6 +358,7 @@ class Exchange:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     @_by_one_thread
+    @_metered
     def step(self, update: Any, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """Send this node's update and add all members' to the parameters.
 
@@ -347,6 +399,7 @@ class Exchange:
         return result or finished or StepResult(step=self.next_step)
 
     @_by_one_thread
+    @_metered
     def step_moved(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """Like ``step``, after the caller's optimiser has moved ``params``: the movement is the update.
 

@@ -44,6 +44,9 @@ class StepResult:
         encode_s: time to encode this node's message.
         wait_s: time to hand over the message and to receive the others'.
         apply_s: time to add all messages to the parameters.
+        slowest: the peer whose message came last, None where all had come before this node's own was handed over.
+        step_s: the whole step: from the end of the call before to the end of this one.
+        compute_s: the caller's part of it, between the two calls; 0.0 in the first step.
     """
 
     step: int
@@ -64,6 +67,9 @@ class StepResult:
     encode_s: float = 0.0
     wait_s: float = 0.0
     apply_s: float = 0.0
+    slowest: Peer | None = None
+    step_s: float = 0.0
+    compute_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +109,8 @@ class ExchangeStats:
         encode_s: time spent encoding.
         wait_s: time spent waiting for space to send and for the others.
         apply_s: time spent adding to the parameters.
+        step_s: time of all steps, local ones included, with the caller's part.
+        compute_s: the caller's part, between the calls of ``step``.
     """
 
     steps: int = 0
@@ -122,6 +130,13 @@ class ExchangeStats:
     encode_s: float = 0.0
     wait_s: float = 0.0
     apply_s: float = 0.0
+    step_s: float = 0.0
+    compute_s: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """The share of the time that the exchange took, waiting included; 0.0 before the first step."""
+        return 1.0 - self.compute_s / self.step_s if self.step_s else 0.0
 
     @property
     def ratio(self) -> float:

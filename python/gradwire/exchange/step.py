@@ -54,6 +54,7 @@ class Step:
         self._join = join
         most_bytes = replica.groups.max_payload_bytes(options.codec)
         self._room_bytes = min(most_bytes, _ROOM_BYTES_MAX)
+        self._last_missing: frozenset[Peer] = frozenset()
 
     def run(
         self, update: Any, params: Any, optimizer_state: Sequence[Any], *, has_moved: bool = False
@@ -195,6 +196,7 @@ class Step:
         membership, timeout_s = self._membership, self._options.timeout_s
         deadline_s = clock.now_s() + timeout_s
         may_drop = self._options.on_straggler == "drop"
+        self._last_missing = frozenset()
         poll_s = 0.0
         while True:
             self._publish(own)
@@ -204,6 +206,7 @@ class Step:
             missing = membership.missing(own.step) if self._is_sync else frozenset()
             if own.ticket is not None and not missing:
                 return
+            self._last_missing = missing or self._last_missing
             if clock.now_s() >= deadline_s:
                 if self._options.on_straggler == "wait" and own.ticket is not None:
                     deadline_s = clock.now_s() + timeout_s
@@ -269,6 +272,7 @@ class Step:
             encode_s=own.encode_s,
             wait_s=own.wait_s,
             apply_s=clock.now_s() - arrived_s,
+            slowest=min(self._last_missing, default=None),
         )
         replica.finish_step(own)
         return result

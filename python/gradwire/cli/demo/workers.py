@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import multiprocessing
 import secrets
 import time
@@ -96,6 +97,8 @@ def work(recipe: Recipe, rank: int, secret: bytes, pipe: Connection) -> None:
     """
     from threadpoolctl import threadpool_limits
 
+    # The network is so small that a step is mostly exchange, which the tables show anyway.
+    logging.getLogger("gradwire.exchange.metrics").setLevel(logging.ERROR)
     trainer = Trainer(recipe, rank, Digits.load(recipe.seed))
     params = trainer.network.initial(recipe.seed)
     # The processes are the parallelism, and NumPy's results then do not depend on the number of cores.

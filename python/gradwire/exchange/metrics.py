@@ -1,0 +1,300 @@
+"""What an exchange shows of itself: whole steps' times, Prometheus' text, and a page for ``gradwire top``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import stat
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ..transport import Peer
+from . import clock
+from .results import ExchangeStats, StepResult
+
+__all__ = [
+    "Listener",
+    "Meter",
+    "MetricsServer",
+    "describe",
+    "log_every",
+    "offer_page",
+    "page_folder",
+    "prometheus_text",
+]
+
+_LOG = logging.getLogger(__name__)
+
+Listener: TypeAlias = Callable[[StepResult, ExchangeStats], None]
+
+# The first steps wait for peers that still load; so many follow them before anything is concluded.
+_WARMUP_STEPS, _JUDGED_STEPS = 10, 20
+_SHARE_MAX = 1.0 / 3.0
+
+_GAUGES = {
+    "density",
+    "threshold",
+    "staleness",
+    "members",
+    "send_log_bytes",
+    "receive_queue_bytes",
+    "srtt_s",
+}
+_PER_PEER = ("srtt_s", "rate_bytes_per_s", "loss_rate", "backlog_records")
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Meter:
+    """The times of whole steps, as the caller meets them, and the listeners.
+
+    Attributes:
+        listeners: called after every step with its result and the totals.
+        step_s: total time of all steps, the caller's computation included.
+        compute_s: total time of the caller between steps.
+        slowest: the peer whose message came last in the last step.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[Listener] = []
+        self.step_s = self.compute_s = 0.0
+        self.slowest: Peer | None = None
+        self._returned_s: float | None = None
+        self._results = 0
+        self._judged: list[StepResult] = []
+
+    def time(self, take: Callable[..., StepResult], *arguments: Any) -> StepResult:
+        """Take a step and return its result with the times filled in."""
+        begin_s = clock.now_s()
+        compute_s = 0.0 if self._returned_s is None else begin_s - self._returned_s
+        try:
+            result = take(*arguments)
+        finally:
+            self._returned_s = clock.now_s()
+        step_s = compute_s + self._returned_s - begin_s
+        self.step_s += step_s
+        self.compute_s += compute_s
+        return replace(result, step_s=step_s, compute_s=compute_s)
+
+    def show(self, result: StepResult, stats: ExchangeStats) -> None:
+        """Tell the listeners, and warn once where the exchange takes a large share of the time."""
+        self.slowest = result.slowest
+        self._results += 1
+        if _WARMUP_STEPS < self._results <= _WARMUP_STEPS + _JUDGED_STEPS:
+            self._judged.append(result)
+            if self._results == _WARMUP_STEPS + _JUDGED_STEPS:
+                self._judge()
+        for listener in self.listeners:
+            listener(result, stats)
+
+    def _judge(self) -> None:
+        whole_s = sum(one.step_s for one in self._judged)
+        shares = {
+            name: sum(getattr(one, f"{name}_s") for one in self._judged) / whole_s
+            if whole_s
+            else 0.0
+            for name in ("encode", "wait", "apply", "compute")
+        }
+        share = 1.0 - shares.pop("compute") if whole_s else 0.0
+        self._judged.clear()
+        if share <= _SHARE_MAX:
+            return
+        parts = ", ".join(f"{name} {part:.0%}" for name, part in shares.items())
+        remedy = "every=4 exchanges a quarter as often, and Encoder(threads=) shares the passes"
+        if shares["wait"] >= share / 2.0:
+            remedy = (
+                "overlap=1 hides the network behind the computation, every=4 exchanges a quarter as often, and "
+                "`gradwire top` shows whether one node holds up the others"
+            )
+        _LOG.warning("gradwire takes %.0f %% of a step (%s): %s", 100.0 * share, parts, remedy)
+
+
+def log_every(steps: int, logger: logging.Logger | None = None) -> Listener:
+    """Return a listener for ``Exchange.listeners`` that logs one line for every so many steps, at level INFO.
+
+    Args:
+        steps: steps per line.
+        logger: None: ``gradwire.exchange.metrics``.
+
+    Raises:
+        ValueError: ``steps`` is less than 1.
+    """
+    if steps < 1:
+        raise ValueError(f"steps is {steps}, must be 1 or more")
+    seen: list[StepResult] = []
+
+    def listen(result: StepResult, stats: ExchangeStats) -> None:
+        seen.append(result)
+        if len(seen) < steps:
+            return
+        whole_s = sum(one.step_s for one in seen)
+        share = 1.0 - sum(one.compute_s for one in seen) / whole_s if whole_s else 0.0
+        sent, received = (
+            sum(getattr(one, f"{name}_bytes") for one in seen) / len(seen)
+            for name in ("sent", "received")
+        )
+        (logger or _LOG).info(
+            "step %d: %.4g ms a step, %.0f %% of it gradwire's; sent %.0f B, received %.0f B a step; density %.3g; "
+            "%d other members",
+            *(result.step, 1e3 * whole_s / len(seen), 100.0 * share, sent, received),
+            *(stats.density, stats.members),
+        )
+        seen.clear()
+
+    return listen
+
+
+def prometheus_text(page: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> str:
+    """Return a page of `describe` in Prometheus' text format.
+
+    Args:
+        page: of an exchange.
+        labels: for every line.
+    """
+    lines: list[str] = []
+    values = {**page["stats"], "residual_norm": page["residual_norm"]}
+    for prefix, found in (("gradwire_", values), ("gradwire_transport_", page["transport"])):
+        for name, value in found.items():
+            is_gauge = name in _GAUGES or name == "residual_norm"
+            full = prefix + re.sub("_s$", "_seconds", name) + ("" if is_gauge else "_total")
+            lines.append(f"# TYPE {full} {'gauge' if is_gauge else 'counter'}")
+            lines.append(f"{full}{_labels(labels)} {value:.12g}")
+    for name in _PER_PEER:
+        full = "gradwire_peer_" + re.sub("_s$", "_seconds", name)
+        lines.append(f"# TYPE {full} gauge")
+        for peer in page["peers"]:
+            named = {**(labels or {}), "peer": peer["address"]}
+            lines.append(f"{full}{_labels(named)} {peer[name]:.12g}")
+    return "\n".join(lines) + "\n"
+
+
+def _labels(labels: Mapping[str, str] | None) -> str:
+    if not labels:
+        return ""
+    pairs = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in labels.items())
+    return "{" + ",".join(pairs) + "}"
+
+
+def describe(
+    node: Any, encoders: Iterable[Any], stats: ExchangeStats, slowest: Peer | None
+) -> dict[str, Any]:
+    """Return everything that is shown of an exchange, as JSON values; may be called from any thread.
+
+    Args:
+        node: of the exchange.
+        encoders: whose residuals are measured: a pass over their memory, on this thread.
+        stats: of the exchange.
+        slowest: the peer whose message came last in the last step, or None.
+    """
+    counters = node.stats()
+    # A residual on a device stays there.
+    residuals = [one.residual for one in encoders if one.device == "cpu"]
+    norm = float(np.sqrt(sum(float(np.dot(one, one)) for one in residuals)))
+    return {
+        "address": node.address,
+        "process": os.getpid(),
+        "time_s": clock.now_s(),
+        "stats": asdict(stats),
+        "residual_norm": norm,
+        "slowest": slowest and slowest.address,
+        "transport": {
+            one.name: getattr(counters, one.name)
+            for one in fields(counters)
+            if one.name not in ("socket", "peers")
+        },
+        "peers": [
+            {"address": one.peer.address, **{name: getattr(one, name) for name in _PER_PEER}}
+            for one in counters.peers
+        ],
+    }
+
+
+class MetricsServer:
+    """Serves Prometheus' text at ``http://host:port/metrics`` until it is closed."""
+
+    def __init__(self, text: Callable[[], str], port: int, host: str) -> None:
+        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                is_known = self.path in ("/", "/metrics")
+                body = text().encode() if is_known else b"there is only /metrics\n"
+                self.send_response(200 if is_known else 404)
+                self.send_header("Content-Type", _CONTENT_TYPE)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                """Log nothing: a scrape every few seconds is no event."""
+
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self.port: int = self._server.server_address[1]
+        threading.Thread(
+            target=self._server.serve_forever, name="gradwire-metrics", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def __enter__(self) -> MetricsServer:
+        """Return the server."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop serving."""
+        self.close()
+
+
+# ---- gradwire top ----------------------------------------------------------------------------------------------------
+
+
+def page_folder() -> Path:
+    """Return the folder with a socket for every exchange of this user that offers a page.
+
+    Raises:
+        PermissionError: the folder belongs to another user.
+    """
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(given) / "gradwire" if given else Path(f"/tmp/gradwire-{os.getuid()}")  # noqa: S108
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(f"{folder} belongs to another user")
+    return folder
+
+
+def offer_page(owner: object, page: Callable[[], dict[str, Any]]) -> None:
+    """Offer a page to ``gradwire top`` as long as ``owner`` lives; a thread sleeps until somebody looks."""
+    from socketserver import StreamRequestHandler, UnixStreamServer
+
+    class Handler(StreamRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):  # the reader is gone
+                self.wfile.write(json.dumps(page()).encode())
+
+    path = page_folder() / f"{os.getpid()}-{id(owner):x}.sock"
+    path.unlink(missing_ok=True)  # of a dead process with the same number
+    server = UnixStreamServer(str(path), Handler)
+
+    def serve() -> None:
+        while True:
+            server.handle_request()  # sleeps until somebody connects, which nobody does without the path
+
+    threading.Thread(target=serve, name="gradwire-top", daemon=True).start()
+    weakref.finalize(owner, _withdraw, path, os.getpid())
+
+
+def _withdraw(path: Path, process: int) -> None:
+    if os.getpid() == process:
+        path.unlink(missing_ok=True)
