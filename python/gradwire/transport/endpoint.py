@@ -356,10 +356,6 @@ class Endpoint:
             out.extend(due[(self._turn + index) % len(due)].poll(now_s))
         out.extend(self._final_datagrams)
         self._final_datagrams.clear()
-        for transmit in out:
-            nbytes = transmit.nbytes
-            self.counters.udp_bytes_sent += nbytes
-            self.counters.datagrams_sent += -(-nbytes // transmit.segment_bytes)
         return out
 
     def next_timeout_s(self, now_s: float) -> float | None:

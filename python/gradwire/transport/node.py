@@ -313,8 +313,9 @@ class Node:
         self._check_open()
         with self._lock:
             self._wait_for(lambda: bool(self._endpoint.messages), timeout_s)
+            has_waiting = self._endpoint.budget.has_waiting
             messages = self._endpoint.take_messages(now_s())
-            if messages:
+            if has_waiting:
                 self._transmit()  # the messages taken make space, which renews the senders' credit
         return messages
 
@@ -381,8 +382,8 @@ class Node:
         return is_done()
 
     def _pump(self) -> None:
-        self._driver.receive(self._endpoint)
-        self._transmit()
+        if self._driver.receive(self._endpoint):
+            self._transmit()
 
     def _transmit(self) -> None:
         """Send what may leave now, and wake the I/O thread if it would sleep past the next timer."""
