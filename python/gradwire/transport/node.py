@@ -291,6 +291,7 @@ class Node:
             except WouldBlock:
                 self._pump()  # acknowledgements may be waiting in the socket
                 ticket = self._endpoint.publish(payload, tag, to, now_s())
+            self._driver.receive(self._endpoint)  # ACKs that make the message leave sooner
             self._transmit()
         return ticket
 
