@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+NEVER_S: Final = float("inf")
 RTT_VARIATION_FLOOR_S: Final = 0.001  # the timers of a busy machine are no better
 ACK_DELAY_MAX_S: Final = 0.001
 PTO_MAX_S: Final = 1.0
@@ -201,17 +202,17 @@ class RateController:
         space = self.window_bytes - self.bytes_in_flight
         if space <= 0:
             return 0
-        if self._next_send_at_s > now_s and (self.send_allowed_at_s() or 0.0) > now_s:
+        if self._next_send_at_s > now_s and self.send_allowed_at_s() > now_s:
             return 0
         # A window of several bursts may be overdrawn by a part of one: a part costs as much as a full burst.
         if self.window_bytes >= 2 * BURST_MAX_BYTES:
             return self.burst_bytes
         return min(space, self.burst_bytes)
 
-    def send_allowed_at_s(self) -> float | None:
-        """Return when the next burst may leave, in the past if at once; None until bytes are acknowledged."""
+    def send_allowed_at_s(self) -> float:
+        """Return when the next burst may leave, in the past if at once; infinity until bytes are acknowledged."""
         if self.bytes_in_flight >= self.window_bytes:
-            return None
+            return NEVER_S
         if self._delivered_bytes < self._app_limited_until_bytes:
             # A sender of small messages measures only its own rate; pacing by that rate would slow it down for nothing.
             unpaced = WINDOW_INITIAL_BYTES if self.loss_rate < UNPACED_LOSS else WINDOW_MIN_BYTES

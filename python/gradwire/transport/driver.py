@@ -164,7 +164,7 @@ class Driver:
 
     def _send(self, transmit: Transmit) -> bool:
         address, slices, segment_bytes = transmit
-        is_single = transmit.nbytes <= segment_bytes
+        is_single = len(slices) == 1 and len(slices[0]) <= segment_bytes
         if is_single or self.has_gso:
             option = (socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", segment_bytes))
             try:

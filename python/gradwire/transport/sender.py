@@ -238,8 +238,7 @@ class Sender:
         """Return when `on_timer` or `next_item` should be called next; infinity if there is nothing to wait for."""
         at_s = min(self._loss_due_at_s, self._probe_at_s())
         if self._waiting or self.cursor < min(self._log.head, self.limit):
-            allowed_at_s = self.rate.send_allowed_at_s()
-            at_s = at_s if allowed_at_s is None else min(at_s, allowed_at_s)
+            at_s = min(at_s, self.rate.send_allowed_at_s())
         return at_s
 
     def _probe_at_s(self) -> float:

@@ -446,15 +446,15 @@ class Session:
             return min(self._retry_at_s, self._began_at_s + ATTEMPT_S + 0.001)
         if self._frames:
             return now_s
-        limits = self._endpoint.limits
-        at_s = min(self._retry_at_s, self.heard_at_s + limits.down_s + 0.001)
-        if self.state is State.UP:
-            at_s = min(at_s, self._control_sent_at_s + limits.heartbeat_s)
-        if self.receiver is not None:
-            at_s = min(at_s, self.receiver.ack_at_s)
-        if self.sender is not None and self.state in (State.UP, State.CLOSING):
-            at_s = min(at_s, self.sender.deadline_s())
-        return at_s
+        limits, sender, receiver = self._endpoint.limits, self.sender, self.receiver
+        is_up, is_closing = self.state is State.UP, self.state is State.CLOSING
+        return min(
+            self._retry_at_s,
+            self.heard_at_s + limits.down_s + 0.001,
+            self._control_sent_at_s + limits.heartbeat_s if is_up else NEVER_S,
+            sender.deadline_s() if sender is not None and (is_up or is_closing) else NEVER_S,
+            receiver.ack_at_s if receiver is not None else NEVER_S,
+        )
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
