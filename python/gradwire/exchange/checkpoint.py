@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ..message import apply
 from ..state import check_format
 from .options import Reduction
 from .parameters import ExactSum, MomentumSum, Replica, copies
@@ -23,9 +22,7 @@ def state_of(replica: Replica) -> dict[str, Any]:
     """Return a copy of everything that the next step depends on; the messages of an unfinished step are put back."""
     total = replica.total
     encoders = [encoder.state_dict() for encoder in replica.groups.encoders]
-    if replica.pending is not None:
-        for message, encoder in zip(replica.pending.messages, encoders, strict=True):
-            apply(message, encoder["residual"])
+    replica.put_back_into([encoder["residual"] for encoder in encoders])
     return {
         "format": _FORMAT,
         "step": replica.step,

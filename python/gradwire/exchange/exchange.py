@@ -34,8 +34,9 @@ from .parameters import (
     views,
     writable_views,
 )
-from .protocol import VERSIONS, Phase
+from .protocol import VERSIONS, Kind, Phase
 from .results import ExchangeStats, Joined, StepResult, Watch
+from .sharding import ShardedReplica
 from .step import Step
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Exchange:
         codec: "threshold"; "dense" or "bfloat16" send whole updates.
         every: steps between exchanges; those in between change only this node's parameters.
         overlap: steps that are computed while a step's messages travel, at most ``every``.
+        topology: "mesh", or "sharded": at most ``owners_max`` owners each add up a part of all updates for the others.
         outer_momentum: Nesterov's momentum of the shared parameters, for ``every`` > 1.
         apply_residual: let this node's parameters hold its residual, so that gradients use up-to-date parameters.
         on_straggler: whether a connected member that sends nothing for ``timeout_s`` makes the step "raise"
@@ -132,6 +134,8 @@ class Exchange:
         codec: Codec = "threshold",
         every: int = 1,
         overlap: int = 0,
+        topology: Literal["mesh", "sharded"] = "mesh",
+        owners_max: int = 64,
         outer_momentum: float = 0.0,
         apply_residual: bool = False,
         on_straggler: Literal["raise", "drop", "wait"] = "raise",
@@ -150,6 +154,8 @@ class Exchange:
             codec=codec,
             every=every,
             overlap=overlap,
+            topology=topology,
+            owners_max=owners_max,
             outer_momentum=outer_momentum,
             apply_residual=apply_residual,
             on_straggler=on_straggler,
@@ -166,13 +172,22 @@ class Exchange:
             total = ExactSum(groups)
         elif options.outer_momentum:
             total = MomentumSum(groups, options.outer_momentum)
-        self._replica = replica = Replica(
-            groups,
-            total,
-            is_mean=reduction == "mean",
-            applies_residual=apply_residual,
-            keeps=options.kept_updates,
-        )
+        common: dict[str, Any] = {
+            "is_mean": reduction == "mean",
+            "applies_residual": apply_residual,
+            "keeps": options.kept_updates,
+        }
+        self._replica = replica = Replica(groups, total, node.peer, **common)
+        if topology == "sharded":
+            self._replica = replica = ShardedReplica(
+                groups,
+                total,
+                node.peer,
+                codec=codec,
+                is_sync=options.is_sync,
+                owners_max=owners_max,
+                **common,
+            )
         self._membership = membership = Membership(
             node.peer,
             {
@@ -185,7 +200,9 @@ class Exchange:
             keeps=options.kept_updates,
         )
         membership.names = getattr(node, "names", {})
-        router = Router(node, membership, groups.parse)
+        router = Router(node, membership, replica.parse)
+        if isinstance(replica, ShardedReplica):
+            router.handlers[Kind.PART] = replica.add_part
         departure = Departure(membership, router, is_sync=options.is_sync)
         self._consistency = Consistency(options, membership, replica)
         self._join = Join(options, membership, router, departure, replica, self._consistency)

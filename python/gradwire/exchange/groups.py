@@ -15,6 +15,7 @@ from ..arrays import device_of
 from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes, parse_many
+from ..partition import Partition
 from ..policy import Tail, TargetDensity, ThresholdPolicy
 
 __all__ = ["Codec", "Group", "Groups", "check_size_exponent", "for_size", "learn_first_threshold"]
@@ -213,8 +214,12 @@ class Groups:
         )
 
     def encode(
-        self, update: Any, codec: Codec, refresh: Callable[[int], None] | None = None
-    ) -> list[Message]:
+        self,
+        update: Any,
+        codec: Codec,
+        refresh: Callable[[int], None] | None = None,
+        partitions: Sequence[Partition] | None = None,
+    ) -> list[Any]:
         """Return every group's message, in host memory.
 
         Encoders on a device work side by side, and are waited for together.
@@ -224,6 +229,7 @@ class Groups:
             codec: ternary or dense messages.
             refresh: called with a group's index right before the group is encoded, to bring its residual up to date
                 while the cache is warm.
+            partitions: one for each group; every group then has a list of messages, one for each part.
 
         Raises:
             NonFiniteUpdate: as ``Encoder.encode``; the messages of the other groups are back in their residuals.
@@ -237,28 +243,43 @@ class Groups:
             dense = _DENSE["dense" if group.is_dense and codec == "threshold" else codec]
             if not dense:
                 learn_first_threshold(group.encoder, part)
-            return group.encoder.encode(part, dense=dense)
+            if partitions is None:
+                return group.encoder.encode(part, dense=dense)
+            return group.encoder.encode(part, dense=dense, parts=partitions[index])
 
-        return self._encode_all(encode_group)
+        return self._encode_all(encode_group, partitions)
 
-    def flush(self) -> list[Message]:
+    def flush(self, partitions: Sequence[Partition] | None = None) -> list[Any]:
         """Return everything that is left in the residuals, as dense messages.
 
         Raises:
             NonFiniteUpdate: as ``encode``.
         """
-        return self._encode_all(lambda index: self.encoders[index].flush())
 
-    def _encode_all(self, encode_group: Callable[[int], Any]) -> list[Message]:
+        def flush_group(index: int) -> Any:
+            encoder = self.encoders[index]
+            return encoder.flush() if partitions is None else encoder.flush(parts=partitions[index])
+
+        return self._encode_all(flush_group, partitions)
+
+    def _encode_all(
+        self, encode_group: Callable[[int], Any], partitions: Sequence[Partition] | None
+    ) -> list[Any]:
         encoded: list[Any] = []
         try:
             for index in range(len(self.groups)):
                 encoded.append(encode_group(index))
-            return [_on_host(message) for message in encoded]
+            if partitions is None:
+                return [_on_host(message) for message in encoded]
+            return [[_on_host(message) for message in messages] for messages in encoded]
         except BaseException:
-            for encoder, message in zip(self.encoders, encoded, strict=False):
+            for index, (encoder, one) in enumerate(zip(self.encoders, encoded, strict=False)):
                 with suppress(NonFiniteUpdate):  # a message that a device refused has taken nothing
-                    apply(_on_host(message), encoder.residual)
+                    if partitions is None:
+                        apply(_on_host(one), encoder.residual)
+                        continue
+                    for at, message in enumerate(one):
+                        apply(_on_host(message), encoder.residual, part=partitions[index][at])
             raise
 
     def put_back(self, messages: Sequence[Message], factor: float = 1.0) -> None:

@@ -152,8 +152,10 @@ class Join:
 
     def _start(self, others: Iterable[Peer]) -> None:
         step = self._replica.step
-        for peer in others:
+        members = list(others)
+        for peer in members:
             self._membership.add_member(peer, step)
+        self._replica.deal([self._membership.me, *members], step)
         self._router.announce(Phase.IN)
         _LOG.info("exchange of %d nodes begins at step %d", len(self._membership.members) + 1, step)
 
@@ -282,15 +284,15 @@ class Join:
             contributors: the other members whose updates were applied.
         """
         membership, step = self._membership, self._replica.step
+        dealt = list(contributors)
         membership.next_step = max(membership.next_step, step + 1)
         notes: list[Note | None] = [
-            membership.members[peer].notes.get(step)
-            for peer in contributors
-            if peer in membership.members
+            membership.members[peer].notes.get(step) for peer in dealt if peer in membership.members
         ]
         if membership.phase is Phase.IN:
             at, note = membership.own_note or (None, None)
             notes.append(note if at == step else None)
+            dealt.append(membership.me)
         admitted = _named_by_all(notes)
         known = by_run(membership.others) if admitted else {}
         for run in sorted(admitted):
@@ -299,6 +301,8 @@ class Join:
                 membership.phase = Phase.IN
             else:  # unknown: gone again meanwhile, and the next poll will find so
                 membership.admit(known.get(run, Peer(*run, "a newcomer")), step + 1)
+            dealt.append(known.get(run, Peer(*run, "a newcomer")))
+        self._replica.deal(dealt, step + 1)
         self._departure.remove_departed()
         if admitted:
             self._router.announce(membership.phase)
@@ -331,6 +335,8 @@ class Join:
             len(shared),
             self._membership.origin,
             exact,
+            self._replica.taken,
+            self._replica.senders,
         )
 
     def _add_request(self, peer: Peer, number: int, payload: memoryview) -> None:
@@ -384,14 +390,14 @@ class Join:
             self._ask(members)
         elif snapshot is not None and not snapshot.missing:
             self._asked = None
-            final = snapshot.finals.get(self._membership.run)
             if not self._options.is_sync:
                 snapshot.step = max(snapshot.step, self._replica.step) + 1
             self._check_fits(snapshot, params, optimizer_state)
             if self._follow(snapshot):
                 # Local changes, and own updates that nobody applied, stay in the residual.
                 self._replica.absorb_local_changes(params)
-                self._replica.take_back_unapplied(final)
+                finals = {Peer(*run, "unknown"): at for run, at in snapshot.finals.items()}
+                self._replica.take_back_unapplied(finals, snapshot.taken, snapshot.step)
                 self._load(snapshot, params, optimizer_state)
 
     def _ask(self, members: Mapping[Peer, Hello]) -> None:
@@ -456,6 +462,7 @@ class Join:
         self._replica.import_state(snapshot.arrays[: snapshot.params], snapshot.exact, params)
         put(writable_views(optimizer_state), snapshot.arrays[snapshot.params :])
         self._replica.step = snapshot.step
+        self._replica.deal(snapshot.senders, snapshot.step)
         self._consistency.digests.reset()
 
 

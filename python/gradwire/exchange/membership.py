@@ -451,14 +451,19 @@ class Router:
     Args:
         node: all its messages and events are taken.
         membership: gets the updates.
-        parse: returns the messages of an update; raises `MessageError` if they are not this exchange's.
+        parse: returns the messages of an update, given its sender, step and bytes; raises `MessageError` if they are
+            not this exchange's.
 
     Attributes:
         handlers: by kind: called with sender, number and payload. Updates and notes are handled here.
+        lost: the members that the last ``receive`` found lost.
     """
 
     def __init__(
-        self, node: Node, membership: Membership, parse: Callable[[memoryview], list[Message]]
+        self,
+        node: Node,
+        membership: Membership,
+        parse: Callable[[Peer, int, memoryview], list[Message]],
     ) -> None:
         self.node = node
         self._membership = membership
@@ -467,6 +472,7 @@ class Router:
             Kind.UPDATE: self._add_update,
             Kind.NOTE: self._add_note,
         }
+        self.lost: set[Peer] = set()
         self._waiting: deque[tuple[int, bytes, Peer | None]] = deque()
         self._connected: frozenset[Peer] = frozenset()
         self._introduced: set[Peer] = set()
@@ -500,6 +506,23 @@ class Router:
         """Enter a phase and tell all peers."""
         self._membership.phase = phase
         self.introduce()
+
+    def publish_parts(self, step: int, unsent: deque[tuple[Peer, bytes]]) -> bool:
+        """Send single nodes their parts of this node's update; return whether none is left.
+
+        Raises:
+            TooLarge: the transport refuses the size.
+        """
+        while unsent:
+            peer, payload = unsent[0]
+            try:
+                self.node.publish(payload, tag=tag_of(Kind.PART, step), to=peer)
+            except WouldBlock:
+                return False
+            except NotConnected:
+                pass  # the peer has gone, and does not get the part
+            unsent.popleft()
+        return True
 
     def publish_update(self, step: int, payload: Message | bytes) -> Ticket | None:
         """Send this node's update and, before it, its note; return None without space, for another try.
@@ -544,7 +567,8 @@ class Router:
         for peer, tag, payload in self.node.receive(timeout_s=timeout_s):
             kind, number = divmod(tag, TAG_NUMBERS)
             self._handle(peer, kind, number, payload)
-        return self._membership.broken | (self._membership.members.keys() - peers)
+        self.lost = self._membership.broken | (self._membership.members.keys() - peers)
+        return self.lost
 
     def _forget_connection(self, peer: Peer) -> None:
         self._introduced.discard(peer)
@@ -592,7 +616,7 @@ class Router:
             MessageError: not messages, or those of another model; the error names both sides.
         """
         try:
-            return self._parse(payload)
+            return self._parse(peer, step, payload)
         except MessageError as error:
             me = self._membership.me.address
             raise MessageError(

@@ -33,6 +33,8 @@ class Options:
     codec: Codec
     every: int
     overlap: int
+    topology: Literal["mesh", "sharded"]
+    owners_max: int
     outer_momentum: float
     apply_residual: bool
     on_straggler: Literal["raise", "drop", "wait"]
@@ -49,6 +51,8 @@ class Options:
         _check_int("min_members", self.min_members, 1)
         _check_int("max_staleness", self.max_staleness, 0)
         _check_int("overlap", self.overlap, 0)
+        _check_int("owners_max", self.owners_max, 1)
+        _check_choice("topology", self.topology, "mesh", "sharded")
         _check_choice("reduction", self.reduction, "mean", "sum")
         _check_choice("mode", self.mode, "sync", "async")
         _check_choice("codec", self.codec, "threshold", "dense", "bfloat16")
@@ -72,6 +76,11 @@ class Options:
             )
         if self.overlap and not self.is_sync:
             raise ValueError("overlap is for synchronous steps: asynchronous ones wait for nobody")
+        if self.exact and self.topology == "sharded":
+            raise ValueError(
+                "exact is for the mesh: sharded replicas add the same results of the same owners, so their bits are "
+                "the same without it"
+            )
         if self.exact and not self.is_sync and self.reduction == "mean":
             raise ValueError(
                 "exact asynchronous replicas cannot divide by a number of nodes that changes: give "
@@ -90,7 +99,7 @@ class Options:
 
     def signature(self) -> dict[str, Any]:
         """Return the options that have to be the same on all nodes."""
-        names = ("reduction", "mode", "every", "exact", "outer_momentum")
+        names = ("reduction", "mode", "every", "exact", "outer_momentum", "topology", "owners_max")
         return {name: getattr(self, name) for name in names}
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import device_of
-from ..message import Message, apply_many, apply_to_both, apply_with_momentum
-from ..transport import Ticket
-from .groups import Groups
+from ..message import Message, apply, apply_many, apply_to_both, apply_with_momentum
+from ..transport import Peer, Ticket
+from .groups import Codec, Groups
 
 __all__ = [
     "Arrays",
@@ -189,6 +189,7 @@ class SecondTarget(NamedTuple):
 
 
 Payloads: TypeAlias = Sequence[Sequence[Message]]
+Taken: TypeAlias = dict[Peer, dict[Peer, int]]
 
 
 def add_scaled(groups: Groups, payloads: Payloads, params: Any, scale: float) -> None:
@@ -244,6 +245,14 @@ class MomentumSum(PlainSum):
         """Start with a velocity of zero, unless there is one already."""
         if not self.velocity:
             self.velocity = [np.zeros_like(one) for one in writable_views(params)]
+
+    def accelerate(self, added: Arrays) -> None:
+        """Add the momentum to an addition to the parameters, in place."""
+        self.ensure_velocity(added)
+        for velocity, one in zip(self.velocity, added, strict=True):
+            velocity += one
+            velocity *= self._momentum
+            one += velocity
 
     def add_payloads(
         self, payloads: Payloads, params: Any, divisor: int, second: SecondTarget | None = None
@@ -351,19 +360,31 @@ class OwnUpdate:
         encode_s: time to encode the messages.
         wait_s: time spent on handing over the payload and on waiting for the others', so far.
         ticket: follows the payload to the peers; None until the transport has taken the payload.
+        unsent: what goes to single peers before the payload, and has not been handed over.
     """
 
     step: int
     messages: list[Message]
-    payload: Message | bytes
-    encode_s: float
+    payload: Message | bytes = b""
+    encode_s: float = 0.0
     wait_s: float = 0.0
     ticket: Ticket | None = None
+    unsent: deque[tuple[Peer, bytes]] = field(default_factory=deque)
+
+    @property
+    def encoded(self) -> Sequence[Message]:
+        """The messages that this node's update was encoded into."""
+        return self.messages
 
     @property
     def nbytes(self) -> int:
-        """Size of the payload."""
+        """Size of everything that is sent."""
         return sum(message.nbytes for message in self.messages)
+
+    @property
+    def taken(self) -> Sequence[Sequence[Message]]:
+        """What other nodes sent to this node alone, and the payload contains."""
+        return ()
 
 
 class Replica:
@@ -380,6 +401,10 @@ class Replica:
     Attributes:
         groups: encoders and residuals.
         total: adds messages to the shared parameters.
+        me: this node.
+        taken: by owner and sender: the first part of the sender's that the owner had not taken, where that is not
+            obvious (sharded exchange).
+        senders: the nodes that send parts in the next step (sharded exchange).
         shared: one array for each of the caller's; empty without local steps and ``apply_residual``.
         local_steps: steps since the last exchange.
         step: number of the next step, or of the unfinished one.
@@ -391,6 +416,7 @@ class Replica:
         self,
         groups: Groups,
         total: PlainSum,
+        me: Peer,
         *,
         is_mean: bool,
         applies_residual: bool,
@@ -398,6 +424,9 @@ class Replica:
     ) -> None:
         self.groups = groups
         self.total = total
+        self.me = me
+        self.taken: Taken = {}
+        self.senders: tuple[Peer, ...] = ()
         self._is_mean = is_mean
         self.shared: Arrays = []
         self.local_steps = 0
@@ -422,18 +451,85 @@ class Replica:
         self.sent.append(own)
         self.step += 1
 
-    def take_back_unapplied(self, final: int | None) -> None:
-        """Return those of this node's messages that nobody applied to the residuals.
+    def take_back_unapplied(self, finals: Mapping[Peer, int], taken: Taken, step: int) -> None:  # noqa: ARG002
+        """Return those of this node's messages that nobody applied to the residuals, after an absence.
 
         Args:
-            final: number of the first update that nobody applied; None: none was.
+            finals: for departed members the first update that nobody applied.
+            taken: what ``Replica.taken`` is where this node gets the parameters from.
+            step: number of the next step there.
         """
-        pending = [] if self.pending is None else [self.pending]
-        self.pending = None
-        for own in (*self.sent, *pending):
+        final = finals.get(self.me)
+        for own in self.take_unfinished():
             if final is None or own.step >= final:
-                self.groups.put_back(own.messages)
+                self.put_back(own)
+
+    def take_unfinished(self) -> list[OwnUpdate]:
+        """Return and forget this node's last updates, which not everybody may have applied."""
+        found = [*self.sent, *([] if self.pending is None else [self.pending])]
+        self.pending = None
         self.sent.clear()
+        return found
+
+    # ---- this node's messages ----------------------------------------------------------------------------------------
+
+    def encode(
+        self, update: Any, codec: Codec | None, refresh: Callable[[int], None] | None = None
+    ) -> OwnUpdate:
+        """Encode this node's update of the next step, as ``Groups.encode`` does.
+
+        Args:
+            update: see there.
+            codec: see there; None: everything that is left, as this node's last update.
+            refresh: see there.
+        """
+        encode, flush = self.groups.encode, self.groups.flush
+        messages = flush() if codec is None else encode(update, codec, refresh)
+        payload = messages[0] if len(messages) == 1 else b"".join(map(bytes, messages))
+        return OwnUpdate(self.step, messages, payload)
+
+    def prepare(self, own: OwnUpdate, lost: Container[Peer]) -> frozenset[Peer]:  # noqa: ARG002
+        """Complete the payload of an update; return the nodes of which something is missing for that.
+
+        Args:
+            own: this node's update.
+            lost: nodes of which nothing more comes.
+        """
+        return frozenset()
+
+    def take_back(self, own: OwnUpdate) -> None:
+        """Return to the residual what the transport has refused because of its size."""
+        self.put_back(own)
+        self.pending = None
+
+    def put_back(self, own: OwnUpdate, factor: float = 1.0) -> None:
+        """Add the messages of one of this node's updates, times a factor, to the residuals."""
+        self.groups.put_back(own.messages, factor)
+
+    def put_back_into(self, residuals: Sequence[Any]) -> None:
+        """Add everything that may not be applied yet to copies of the residuals."""
+        if self.pending is not None:
+            for message, residual in zip(self.pending.messages, residuals, strict=True):
+                apply(message, residual)
+
+    def parse(self, sender: Peer, number: int, payload: memoryview) -> list[Message]:  # noqa: ARG002
+        """Return the messages of a node's update.
+
+        Raises:
+            MessageError: not messages, or not those of these groups.
+        """
+        return self.groups.parse(payload)
+
+    def deal(self, contributors: Iterable[Peer], step: int) -> None:
+        """Note the nodes that take part from ``step`` on."""
+
+    def drain_orphaned(self) -> int:
+        """Return the number of elements that lost their owner since the last call."""
+        return 0
+
+    def own_to_params(self, own: OwnUpdate, params: Arrays, factor: float) -> None:
+        """Add the messages of one of this node's updates, times a factor, to parameters."""
+        add_scaled(self.groups, [own.messages], params, factor)
 
     # ---- local steps -------------------------------------------------------------------------------------------------
 
@@ -475,12 +571,12 @@ class Replica:
 
         return None, refresh
 
-    def remove_local_changes(self, params: Any, own: Sequence[Message], *, has_moved: bool) -> None:
+    def remove_local_changes(self, params: Any, own: OwnUpdate, *, has_moved: bool) -> None:
         """Remove local steps from the caller's parameters after an encode: residual and messages hold them now.
 
         Args:
             params: the caller's.
-            own: the encoded messages; with ``apply_residual`` the parameters hold them too.
+            own: the encoded update; with ``apply_residual`` the parameters hold it too.
             has_moved: whether the parameters held the update before the encode.
         """
         self.local_steps = 0
@@ -488,7 +584,7 @@ class Replica:
             return
         self.write_params(params)
         if self._applies_residual:
-            add_scaled(self.groups, [own], writable_views(params), 1.0)
+            self.own_to_params(own, writable_views(params), 1.0)
 
     def reject(self, params: Any) -> None:
         """Remove an update that is not finite from the caller's parameters; the residual holds the finite part."""
@@ -514,7 +610,7 @@ class Replica:
             return
         self._set_residual(params)
         if self.pending is not None:
-            self.groups.put_back(self.pending.messages, -1.0)
+            self.put_back(self.pending, -1.0)
 
     def _set_residual(self, params: Any) -> None:
         for param, shared, residual in self._parts(params):
@@ -542,7 +638,7 @@ class Replica:
         params: Any,
         *,
         nodes: int,
-        own: Sequence[Message] | None = None,
+        own: OwnUpdate | None = None,
         has_moved: bool = False,
     ) -> bool:
         """Add the mean or the sum of messages to the shared parameters; return whether it is provably exact.
@@ -551,7 +647,7 @@ class Replica:
             payloads: each one message for every group, in order.
             params: the caller's.
             nodes: number of nodes of which the mean is taken.
-            own: the payload that the caller's parameters hold already with ``apply_residual``.
+            own: this node's update, which the caller's parameters hold already with ``apply_residual``.
             has_moved: whether the caller's parameters differ from the shared ones by local steps, which stay.
         """
         divisor = nodes if self._is_mean else 1
@@ -559,7 +655,8 @@ class Replica:
             return self.total.add_payloads(payloads, params, divisor)
         targets = writable_views(params)
         if self._applies_residual:
-            index = next((at for at, one in enumerate(payloads) if one is own), None)
+            messages = None if own is None else own.messages
+            index = next((at for at, one in enumerate(payloads) if one is messages), None)
             return self.total.add_payloads(
                 payloads, self.shared, divisor, SecondTarget(targets, index)
             )

@@ -55,6 +55,7 @@ class Kind(enum.IntEnum):
     RELAY = 4  # a message of a departed member, for those that miss it
     REQUEST = 5  # asks for a snapshot
     SNAPSHOT = 6  # number: of the request; one part of the answer
+    PART = 7  # number: step; the part of an update that its receiver owns
 
 
 class Phase(str, enum.Enum):

@@ -36,6 +36,8 @@ class StepResult:
         ignored: messages from nodes that are not members of this exchange, since the step before.
         lost: members that went down, left or were left behind since the step before.
         joined: members that joined since the step before.
+        orphaned: elements whose owner was gone in this step (sharded exchange). The owner's residual is missing, unless
+            it comes back; what the other nodes sent it is in their residuals again.
         is_exact: whether the sum of the messages is provably free of rounding, so that any order gives the same bits;
             always False without ``exact=True``.
         is_local: whether this was a local step, which sends nothing (``every``).
@@ -60,6 +62,7 @@ class StepResult:
     ignored: int = 0
     lost: tuple[Peer, ...] = ()
     joined: tuple[Peer, ...] = ()
+    orphaned: int = 0
     is_exact: bool = False
     is_local: bool = False
     staleness: int = 0
@@ -101,6 +104,7 @@ class ExchangeStats:
         ignored: messages from nodes that are not members.
         lost: members that went.
         joined: members that came.
+        orphaned: elements whose owner was gone, counted each time (sharded exchange).
         density: of the last message.
         threshold: of the last message.
         staleness: of the last step.
@@ -122,6 +126,7 @@ class ExchangeStats:
     ignored: int = 0
     lost: int = 0
     joined: int = 0
+    orphaned: int = 0
     density: float = 0.0
     threshold: float = 0.0
     staleness: int = 0
@@ -157,6 +162,7 @@ class ExchangeStats:
             ignored=self.ignored + result.ignored,
             lost=self.lost + len(result.lost),
             joined=self.joined + len(result.joined),
+            orphaned=self.orphaned + result.orphaned,
             density=result.density,
             threshold=result.threshold,
             staleness=result.staleness,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import MessageError, NotConnected, WouldBlock
 from ..transport import Peer
-from .parameters import Arrays
+from .parameters import Arrays, Taken
 from .protocol import Kind, NodeRun, run_of, tag_of
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Snapshot:
         params: number of the former.
         origin: the node that began the training.
         exact: divisor and exactness of an exact sum, or None.
+        taken, senders: see `Replica`.
         missing: the arrays' bytes that have not arrived, for a snapshot in transit.
     """
 
@@ -48,6 +49,8 @@ class Snapshot:
     params: int
     origin: NodeRun
     exact: dict[str, Any] | None = None
+    taken: Taken = field(default_factory=dict)
+    senders: Sequence[Peer] = ()
     missing: deque[memoryview] = field(default_factory=deque)
 
     def header(self) -> bytes:
@@ -61,6 +64,12 @@ class Snapshot:
                 "params": self.params,
                 "origin": self.origin,
                 "exact": self.exact,
+                "senders": [run_of(peer) for peer in self.senders],
+                "taken": [
+                    [*run_of(owner), *run_of(sender), number]
+                    for owner, numbers in self.taken.items()
+                    for sender, number in numbers.items()
+                ],
             }
         ).encode()
 
@@ -76,6 +85,11 @@ class Snapshot:
             if len(found["arrays"]) > _ARRAYS_MAX:
                 raise ValueError(f"{len(found['arrays'])} arrays")
             arrays = [_empty(dtype, shape) for dtype, shape in found["arrays"]]
+            taken: Taken = {}
+            for *runs, number in found["taken"]:
+                owner, owner_run, sender, sender_run = map(int, runs)
+                numbers = taken.setdefault(Peer(owner, owner_run, "unknown"), {})
+                numbers[Peer(sender, sender_run, "unknown")] = int(number)
             return Snapshot(
                 int(found["step"]),
                 {(int(node), int(run)): int(step) for node, run, step in found["positions"]},
@@ -84,6 +98,8 @@ class Snapshot:
                 int(found["params"]),
                 (int(found["origin"][0]), int(found["origin"][1])),
                 found["exact"],
+                taken,
+                [Peer(int(node), int(run), "unknown") for node, run in found["senders"]],
                 deque(_bytes_of(array) for array in arrays if array.nbytes),
             )
         except (ValueError, TypeError, LookupError, MemoryError) as error:

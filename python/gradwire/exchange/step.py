@@ -10,7 +10,6 @@ from operator import itemgetter
 from typing import Any
 
 from ..errors import TooLarge, WouldBlock
-from ..message import Message
 from ..transport import Peer
 from . import clock
 from .departure import Departure
@@ -72,22 +71,23 @@ class Step:
         refresh = None
         if has_moved:
             update, refresh = replica.local_delta(params)
-        messages = replica.groups.encode(update, codec, refresh)
-        own = self._hold(messages, params, begin_s, has_moved=has_moved)
+        own = replica.encode(update, codec, refresh)
+        self._hold(own, params, begin_s, has_moved=has_moved)
         if self._options.overlap:
             begin_s = clock.now_s()
             self._publish(own)
             self._join.poll(0.0)
             own.wait_s += clock.now_s() - begin_s
             return None
-        again = partial(replica.groups.encode, None, codec)
+        again = partial(replica.encode, None, codec)
         return self._finish_or_repeat(own, again, params, optimizer_state)
 
     def leave(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
         """Send everything that is left in the residual as the last update, and say so."""
         self._wait_for_room(params, optimizer_state)
-        begin_s, flush = clock.now_s(), self._replica.groups.flush
-        own = self._hold(flush(), params, begin_s, has_moved=False)
+        begin_s, flush = clock.now_s(), partial(self._replica.encode, None, None)
+        own = flush()
+        self._hold(own, params, begin_s, has_moved=False)
         result = self._finish_or_repeat(own, flush, params, optimizer_state)
         self._join.say_goodbye()
         return result
@@ -105,7 +105,7 @@ class Step:
     def _finish_or_repeat(
         self,
         own: OwnUpdate,
-        encode_again: Callable[[], list[Message]],
+        encode_again: Callable[[], OwnUpdate],
         params: Any,
         optimizer_state: Sequence[Any],
     ) -> StepResult:
@@ -117,18 +117,14 @@ class Step:
                 # The messages are back in the residual, for the step at which the others admit this node.
                 self._join.ensure_member(params, optimizer_state)
             begin_s = clock.now_s()
-            own = self._hold(encode_again(), params, begin_s, has_moved=True)
+            own = encode_again()
+            self._hold(own, params, begin_s, has_moved=True)
 
-    def _hold(
-        self, messages: list[Message], params: Any, begin_s: float, *, has_moved: bool
-    ) -> OwnUpdate:
-        """Hold the messages, encoded since ``begin_s``, until the step is finished."""
-        replica = self._replica
-        replica.remove_local_changes(params, messages, has_moved=has_moved)
-        payload = messages[0] if len(messages) == 1 else b"".join(map(bytes, messages))
-        own = OwnUpdate(replica.step, messages, payload, clock.now_s() - begin_s)
-        replica.pending = own
-        return own
+    def _hold(self, own: OwnUpdate, params: Any, begin_s: float, *, has_moved: bool) -> None:
+        """Hold an update, encoded since ``begin_s``, until the step is finished."""
+        self._replica.remove_local_changes(params, own, has_moved=has_moved)
+        own.encode_s = clock.now_s() - begin_s
+        self._replica.pending = own
 
     def _wait_for_room(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Receive until the node has space for one more message and no member is too far behind.
@@ -169,21 +165,32 @@ class Step:
         slowest = self._membership.slowest
         return 0 if slowest is None else max(0, self._replica.step - slowest)
 
-    def _publish(self, own: OwnUpdate) -> None:
-        """Hand a message over unless that is done; without space it stays for the next try.
+    def _publish(self, own: OwnUpdate) -> frozenset[Peer]:
+        """Hand an update over unless that is done; without space it stays for the next try.
+
+        Returns:
+            The members of which something is missing for the update.
 
         Raises:
             TooLarge: the transport refuses the size; the message is back in the residual.
         """
         if own.ticket is not None:
-            return
+            return frozenset()
         try:
-            own.ticket = self._router.publish_update(own.step, own.payload)
+            if not self._router.publish_parts(own.step, own.unsent):
+                return frozenset()
+            missing = self._replica.prepare(own, self._gone())
+            if not missing:
+                own.ticket = self._router.publish_update(own.step, own.payload)
         except TooLarge:
-            self._replica.groups.put_back(own.messages)
-            self._replica.pending = None
+            self._replica.take_back(own)
             self._membership.next_step = own.step
             raise
+        return missing
+
+    def _gone(self) -> set[Peer]:
+        """Return the members of which nothing more comes."""
+        return self._router.lost | self._membership.departing.keys()
 
     def _wait_for_members(self, own: OwnUpdate) -> None:
         """Return when the own message is handed over and, in synchronous mode, all members' have arrived.
@@ -197,33 +204,41 @@ class Step:
         deadline_s = clock.now_s() + timeout_s
         may_drop = self._options.on_straggler == "drop"
         self._last_missing = frozenset()
+        is_patient = self._options.topology == "sharded"
         poll_s = 0.0
         while True:
-            self._publish(own)
+            needed = self._publish(own)
             self._join.poll(poll_s)
             if membership.phase is Phase.JOINING:
                 raise LeftBehind
-            missing = membership.missing(own.step) if self._is_sync else frozenset()
+            missing = needed | (membership.missing(own.step) if self._is_sync else frozenset())
             if own.ticket is not None and not missing:
                 return
             self._last_missing = missing or self._last_missing
             if clock.now_s() >= deadline_s:
-                if self._options.on_straggler == "wait" and own.ticket is not None:
+                if self._options.on_straggler == "wait" and (own.ticket is not None or needed):
                     deadline_s = clock.now_s() + timeout_s
                     _LOG.warning("%s", self._timed_out(own, missing))
                 elif not may_drop:
                     raise self._timed_out(own, missing)
+                elif is_patient and not needed:
+                    # An owner may wait for a part, and suspects its sender about now.
+                    is_patient = False
+                    deadline_s = clock.now_s() + timeout_s
                 else:
                     may_drop = False
                     deadline_s = clock.now_s() + timeout_s
-                    silent = [peer for peer in missing if peer not in membership.departing]
+                    silent = [
+                        peer for peer in needed or missing if peer not in membership.departing
+                    ]
                     why = "sends nothing: the others go on without it"
                     self._departure.suspect(silent, why)
-            poll_s = clock.ROOM_POLL_S if own.ticket is None else clock.POLL_S
+            has_room = own.ticket is not None or needed
+            poll_s = clock.POLL_S if has_room else clock.ROOM_POLL_S
 
     def _timed_out(self, own: OwnUpdate, missing: frozenset[Peer]) -> TimeoutError:
         what = "no space to send it: a peer does not take its messages"
-        if own.ticket is not None:
+        if missing:
             names = ", ".join(map(self._membership.name_of, sorted(missing)))
             what = f"no message from {names}, though connected"
         return TimeoutError(
@@ -245,7 +260,7 @@ class Step:
             [messages for _, messages in in_order],
             params,
             nodes=len(in_order) if is_sync else len(membership.peers) + 1,
-            own=own.messages,
+            own=own,
             has_moved=has_moved,
         )
         if is_sync:
@@ -253,19 +268,24 @@ class Step:
         else:
             self._departure.remove_departed()
         lost, joined, ignored = membership.drain_events()
-        first = own.messages[0]
+        first = own.encoded[0]
         result = StepResult(
             step=own.step,
             sent_bytes=own.nbytes,
-            density=sum(one.count for one in own.messages) / max(replica.groups.numel, 1),
+            density=sum(one.count for one in own.encoded) / max(replica.groups.numel, 1),
             threshold=first.threshold,
             is_shakeup=first.is_shakeup,
             received=len(others),
-            received_bytes=sum(one.nbytes for _, messages in others for one in messages),
+            received_bytes=sum(
+                one.nbytes
+                for messages in (*own.taken, *map(itemgetter(1), others))
+                for one in messages
+            ),
             applied=len(in_order),
             ignored=ignored,
             lost=lost,
             joined=joined,
+            orphaned=replica.drain_orphaned(),
             is_exact=is_exact,
             staleness=0 if is_sync else self._staleness(),
             ratio=4 * replica.groups.numel / own.nbytes,

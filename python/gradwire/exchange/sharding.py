@@ -1,0 +1,642 @@
+"""The sharded exchange: the parameters are dealt to owners, to which all nodes send their parts of every update.
+
+A node's update to everybody is then its result as an owner: the mean of the parts that it was sent, added to a residual
+of its own, encoded once. Whatever carries updates in the mesh carries results here: membership, relays, agreements.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..codec import Encoder
+from ..errors import GradwireError, MessageError
+from ..message import Message, apply, apply_many, dense_message, parse_many
+from ..partition import Part, Partition
+from ..transport import Peer
+from .groups import Codec, Group, Groups
+from .parameters import (
+    Arrays,
+    MomentumSum,
+    OwnUpdate,
+    Payloads,
+    PlainSum,
+    Replica,
+    Taken,
+    add,
+    difference,
+    put,
+    writable_views,
+)
+
+__all__ = ["Piece", "ShardedReplica"]
+
+_HEAD = struct.Struct("<HHHH")  # parts, index, number of entries, whether this is the last
+_ENTRY = struct.Struct("<QQQ")  # id and incarnation of a sender, first part that was not taken
+
+# A sum of sparse parts is denser than each of them; docs/exchange.md has the measurement.
+OWNER_DENSITY = 3.0
+_DENSITY_MAX = 0.5
+
+
+class Piece(list[Message]):
+    """The messages of one part of all groups, of those groups of which the part has elements.
+
+    Attributes:
+        sender: the node that encoded them.
+        number: of the sender's step.
+        parts: number of parts of which this is one.
+        at: number of the part; ``parts`` for the empty result of a node that owns nothing.
+        taken: of a result: by sender, the first part that the owner had not taken, where the step does not say so.
+        is_last: of a result: whether its sender leaves.
+    """
+
+    def __init__(
+        self,
+        messages: Iterable[Message],
+        sender: Peer,
+        number: int,
+        parts: int,
+        index: int,
+        *,
+        taken: Mapping[Peer, int] | None = None,
+        is_last: bool = False,
+    ) -> None:
+        super().__init__(messages)
+        self.sender, self.number, self.parts, self.at = sender, number, parts, index
+        self.taken = dict(taken or {})
+        self.is_last = is_last
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the messages."""
+        return sum(message.nbytes for message in self)
+
+    def pack(self) -> bytes:
+        """Return the piece as bytes."""
+        head = _HEAD.pack(self.parts, self.at, len(self.taken), self.is_last)
+        entries = [_ENTRY.pack(one.id, one.incarnation, at) for one, at in self.taken.items()]
+        return b"".join([head, *entries, *map(bytes, self)])
+
+    @staticmethod
+    def parse(sender: Peer, number: int, payload: memoryview) -> Piece:
+        """Return the piece in a payload.
+
+        Raises:
+            MessageError: the bytes are none.
+        """
+        try:
+            parts, index, count, is_last = _HEAD.unpack_from(payload)
+            start = _HEAD.size + count * _ENTRY.size
+            entries = list(_ENTRY.iter_unpack(payload[_HEAD.size : start]))
+            if len(entries) < count or index > parts:
+                raise ValueError(
+                    f"{len(payload)} bytes for {count} entries, part {index} of {parts}"
+                )
+        except (struct.error, ValueError) as error:
+            raise MessageError(f"a piece of an update that cannot be read: {error}") from error
+        taken = {Peer(node, run, "unknown"): at for node, run, at in entries}
+        messages = parse_many(payload[start:])
+        return Piece(messages, sender, number, parts, index, taken=taken, is_last=bool(is_last))
+
+
+@dataclass
+class ShardedUpdate(OwnUpdate):
+    """This node's parts of one step, and its result as an owner.
+
+    Attributes:
+        parts: by owner.
+        owner: what this node owns at this step.
+        took: the parts that the result contains; None: not yet taken.
+        numbers: by sender, the first part that is not taken, where it is not the step's successor.
+        scale: factor of the taken parts.
+        is_last: whether this node leaves with this step.
+    """
+
+    parts: dict[Peer, Piece] = field(default_factory=dict)
+    owner: Owner | None = None
+    took: list[Piece] | None = None
+    numbers: dict[Peer, int] = field(default_factory=dict)
+    scale: float = 1.0
+    is_last: bool = False
+
+    @property
+    def encoded(self) -> Sequence[Message]:
+        """The messages that this node's update was encoded into."""
+        return [message for piece in self.parts.values() for message in piece]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the parts for other owners and of the result."""
+        kept = () if self.owner is None else (self.owner.me,)
+        sent = sum(piece.nbytes for owner, piece in self.parts.items() if owner not in kept)
+        return sent + sum(message.nbytes for message in self.messages)
+
+    @property
+    def taken(self) -> Sequence[Sequence[Message]]:
+        """The parts of other nodes that the result contains."""
+        if self.owner is None:
+            return ()
+        return [piece for piece in self.took or () if piece.sender != self.owner.me]
+
+
+@dataclass(slots=True)
+class SentPart:
+    """A part that this node has sent to an owner, or kept as the owner.
+
+    Attributes:
+        piece: the part.
+        is_open: whether its owner may still take it.
+        is_back: whether it is in the residual again.
+    """
+
+    piece: Piece
+    is_open: bool = True
+    is_back: bool = False
+
+
+class Owner:
+    """One node's part of the parameters: a residual of the sums that were not published yet.
+
+    Attributes:
+        me: this node.
+        parts: number of parts.
+        at: number of this node's part.
+        groups: encoders of the part's share of every group that has one; None: of no group.
+    """
+
+    def __init__(
+        self, whole: Groups, shares: Shares, me: Peer, parts: int, at: int, step: int
+    ) -> None:
+        self.me, self.parts, self.at = me, parts, at
+        owned = [
+            Group(
+                _owner_encoder(whole.encoders[index], part.numel, step),
+                is_dense=whole.groups[index].is_dense,
+            )
+            for index, part in shares.of(parts, at)
+        ]
+        self.groups = Groups(owned) if owned else None
+
+    @property
+    def encoders(self) -> Sequence[Encoder]:
+        """The encoders of the part."""
+        return () if self.groups is None else self.groups.encoders
+
+    def add_pieces(self, pieces: Sequence[Piece], scale: float) -> None:
+        """Add parts of updates, times a factor, to the residual."""
+        for index, encoder in enumerate(self.encoders):
+            messages = [piece[index] for piece in pieces]
+            apply_many(messages, encoder.residual, scale, threads=encoder.threads)
+
+    def encode(self, codec: Codec | None) -> list[Message]:
+        """Return the result: what the codec takes out of the residual, or all of it without one."""
+        if self.groups is None:
+            return []
+        return self.groups.flush() if codec is None else self.groups.encode(None, codec)
+
+    def undo(self, own: ShardedUpdate) -> None:
+        """Forget an update that nobody has applied: the nodes have put their parts back."""
+        if self.groups is not None:
+            self.groups.put_back(own.messages)
+            self.add_pieces(own.took or [], -own.scale)
+
+    def as_piece(self) -> Piece:
+        """Return the residual as dense messages, and clear it."""
+        messages = [dense_message(one.residual, key=one.key) for one in self.encoders]
+        for encoder in self.encoders:
+            encoder.residual[...] = 0.0
+        return Piece(messages, self.me, 0, self.parts, self.at)
+
+
+def _owner_encoder(like: Encoder, numel: int, step: int) -> Encoder:
+    """Return an encoder for an owner's share of a group: as the nodes', but for a higher density."""
+    policy = like.policy
+    if is_dataclass(policy):
+        densities = {
+            one.name: min(getattr(policy, one.name) * OWNER_DENSITY, _DENSITY_MAX)
+            for one in fields(policy)
+            if one.name.startswith("density")
+        }
+        policy = replace(policy, **densities)
+    # An overflow of the sum must not stop all nodes, of which none could repair it.
+    made = Encoder(
+        numel,
+        policy,
+        like.shakeup,
+        dtype=like.dtype,
+        key=like.key,
+        on_nonfinite="skip",
+        threads=like.threads,
+    )
+    made.load_state_dict({**made.state_dict(), "step": step, "changed_at": step})
+    return made
+
+
+class Shares:
+    """The dealing of every group to a number of parts."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._partitions: dict[int, list[Partition]] = {}
+        self._shares: dict[tuple[int, int], list[tuple[int, Part]]] = {}
+
+    def partitions(self, parts: int) -> list[Partition]:
+        """Return the partition of each group."""
+        if parts not in self._partitions:
+            # Small groups have few blocks: they begin at different parts.
+            self._partitions[parts] = [
+                Partition(one.numel, parts, first=index % parts)
+                for index, one in enumerate(self._groups.encoders)
+            ]
+        return self._partitions[parts]
+
+    def of(self, parts: int, at: int) -> list[tuple[int, Part]]:
+        """Return the index of every group of which a part has elements, and those elements."""
+        if at >= parts:
+            return []
+        if (parts, at) not in self._shares:
+            found = [(index, whole[at]) for index, whole in enumerate(self.partitions(parts))]
+            self._shares[parts, at] = [one for one in found if one[1].numel]
+        return self._shares[parts, at]
+
+
+class ShardedReplica(Replica):
+    """A replica whose updates go to their owners in parts.
+
+    Every number is a step of its sender. A part is kept until a result says that its owner has taken it, and is put
+    back into the residual when it turns out that the owner never will.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        total: PlainSum,
+        me: Peer,
+        *,
+        codec: Codec,
+        is_sync: bool,
+        owners_max: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(groups, total, me, **options)
+        self._shares = Shares(groups)
+        self._codec = codec
+        self._is_sync = is_sync
+        self._owners_max = owners_max
+        self._owners: tuple[Peer, ...] = ()
+        self._left: set[Peer] = set()  # leave with the step that is being finished
+        self._owner: Owner | None = None
+        self._kept: dict[Peer, dict[int, SentPart]] = {}  # by owner and number
+        self._arrived: dict[Peer, dict[int, Piece]] = {}  # parts for this owner
+        self._late: list[
+            tuple[Piece, float]
+        ] = []  # added to the residual, and not to parameters that contain it
+        self._orphaned = 0
+
+    # ---- who owns what -----------------------------------------------------------------------------------------------
+
+    def deal(self, contributors: Iterable[Peer], step: int) -> None:
+        """Deal the parameters to the nodes that take part from ``step`` on: the same owners on all nodes."""
+        senders = tuple(sorted(set(contributors) - self._left))
+        self._left.clear()
+        for newcomer in set(senders) - set(self.senders):
+            for numbers in self.taken.values():
+                numbers.pop(newcomer, None)
+            for sender in self.taken.get(newcomer, {}).keys() & set(senders):
+                del self.taken[newcomer][sender]
+        self.senders = senders
+        self._owners = senders[: self._owners_max]
+        parts = len(self._owners)
+        index = self._owners.index(self.me) if self.me in self._owners else parts
+        if self._owner is not None and (self._owner.parts, self._owner.at) == (parts, index):
+            return
+        self._retire(self._owner)
+        self._owner = (
+            Owner(self.groups, self._shares, self.me, parts, index, step) if index < parts else None
+        )
+
+    def _retire(self, owner: Owner | None) -> None:
+        """Move an owner's residual to this node's, from where it goes to the new owners."""
+        if owner is not None:
+            self._add_to_residual(owner.as_piece(), len(self.senders) if self._is_mean else 1.0)
+
+    # ---- this node's parts -------------------------------------------------------------------------------------------
+
+    def encode(
+        self, update: Any, codec: Codec | None, refresh: Callable[[int], None] | None = None
+    ) -> OwnUpdate:
+        """Encode this node's update of the next step in parts, as ``Groups.encode`` does.
+
+        Raises:
+            GradwireError: no node owns parameters; the residuals are intact.
+        """
+        parts = len(self._owners)
+        if not parts:
+            raise GradwireError(
+                f"step {self.step} has no owner left: nobody would add up the updates, which stay in the residual; "
+                "start a node that owns parameters"
+            )
+        partitions = self._shares.partitions(parts)
+        if codec is None:
+            found = self.groups.flush(partitions)
+        else:
+            found = self.groups.encode(update, codec, refresh, partitions)
+        own = ShardedUpdate(self.step, [], owner=self._owner, is_last=codec is None)
+        for index, peer in enumerate(self._owners):
+            messages = [
+                of[index] for of, one in zip(found, partitions, strict=True) if one.sizes[index]
+            ]
+            if messages:
+                piece = Piece(messages, self.me, self.step, parts, index)
+                own.parts[peer] = piece
+                self._kept.setdefault(peer, {})[self.step] = SentPart(piece)
+        if self.me in own.parts:
+            self._arrived.setdefault(self.me, {})[self.step] = own.parts[self.me]
+        # The largest first: if the transport refuses it, no other was sent.
+        for peer, piece in sorted(own.parts.items(), key=lambda one: -one[1].nbytes):
+            if peer != self.me:
+                own.unsent.append((peer, piece.pack()))
+        return own
+
+    def take_back(self, own: Any) -> None:
+        """Return to the residual what the transport has refused because of its size."""
+        if own.unsent:
+            self.put_back(own)
+            self.pending = None
+            for peer in own.parts:
+                self._kept[peer].pop(own.step)
+            self._arrived.get(self.me, {}).pop(own.step, None)
+        elif own.owner is not None and own.owner.groups is not None:
+            own.owner.groups.put_back(own.messages)
+            own.messages, own.payload = [], b""
+
+    def put_back(self, own: Any, factor: float = 1.0) -> None:
+        """Add the parts of one of this node's updates, times a factor, to the residuals."""
+        for piece in own.parts.values():
+            self._add_piece(piece, [one.residual for one in self.groups.encoders], factor)
+
+    def put_back_into(self, residuals: Sequence[Any]) -> None:
+        """Add everything that may not be applied yet to copies of the residuals."""
+        if self._is_sync:
+            for part in self._sent_parts():
+                if part.is_open:
+                    self._add_piece(part.piece, residuals, 1.0)
+
+    def own_to_params(self, own: Any, params: Arrays, factor: float) -> None:
+        """Add the parts of one of this node's updates, times a factor, to parameters."""
+        for piece in own.parts.values():
+            self._add_to_params(piece, params, factor)
+
+    # ---- this node's result ------------------------------------------------------------------------------------------
+
+    def add_part(self, peer: Peer, number: int, payload: memoryview) -> None:
+        """Keep a part that a node has sent to this owner."""
+        if not self._is_sync or number >= self.step:
+            self._arrived.setdefault(peer, {})[number] = self.parse(peer, number, payload)
+
+    def parse(self, sender: Peer, number: int, payload: memoryview) -> Piece:
+        """Return the messages of a node's update.
+
+        Raises:
+            MessageError: not messages, or not those of these groups.
+        """
+        piece = Piece.parse(sender, number, payload)
+        encoders = self.groups.encoders
+        expected = [
+            (encoders[index].key, part.numel)
+            for index, part in self._shares.of(piece.parts, piece.at)
+        ]
+        found = [(message.key, message.numel) for message in piece]
+        if found != expected:
+            raise MessageError(
+                f"part {piece.at} of {piece.parts} has (group, elements) {found}, this node's has {expected}"
+            )
+        return piece
+
+    def prepare(self, own: Any, lost: Container[Peer]) -> frozenset[Peer]:
+        """Encode this node's result; return the nodes whose parts are missing for that.
+
+        Args:
+            own: this node's update.
+            lost: nodes of which nothing more comes.
+        """
+        if own.payload:
+            return frozenset()
+        owner = own.owner
+        if owner is not None and own.took is None:
+            missing = [
+                peer
+                for peer in self.senders
+                if peer not in lost and own.step not in self._arrived.get(peer, {})
+            ]
+            if self._is_sync and owner.encoders and missing:
+                return frozenset(missing)
+            self._take(own, owner)
+        messages = [] if owner is None else owner.encode(None if own.is_last else self._codec)
+        parts = len(self._owners)
+        index = parts if owner is None else owner.at
+        numbers, last = own.numbers, own.is_last
+        result = Piece(messages, self.me, own.step, parts, index, taken=numbers, is_last=last)
+        own.messages, own.payload = result, result.pack()
+        return frozenset()
+
+    def _take(self, own: ShardedUpdate, owner: Owner) -> None:
+        """Add the parts that have arrived to the owner's residual, in the order (node, number)."""
+        took: list[Piece] = []
+        for peer in self.senders if owner.encoders else ():
+            piece = self._arrived.get(peer, {}).get(own.step)
+            if piece is None:
+                own.numbers[peer] = own.step
+            elif (piece.parts, piece.at) != (owner.parts, owner.at):
+                del self._arrived[peer][own.step]
+                raise MessageError(
+                    f"{peer.address} sent part {piece.at} of {piece.parts} for step {own.step}, this node "
+                    f"({self.me.address}) owns part {owner.at} of {owner.parts}"
+                )
+            else:
+                took.append(piece)
+        for piece in took:
+            del self._arrived[piece.sender][own.step]
+        own.took = took
+        own.scale = 1.0 / max(len(took), 1) if self._is_mean else 1.0
+        owner.add_pieces(took, own.scale)
+
+    # ---- results -----------------------------------------------------------------------------------------------------
+
+    def apply(
+        self,
+        payloads: Payloads,
+        params: Any,
+        *,
+        nodes: int,  # noqa: ARG002
+        own: OwnUpdate | None = None,
+        has_moved: bool = False,
+    ) -> bool:
+        """Add owners' results to the shared parameters, and settle what they say of this node's parts."""
+        results = [one for one in payloads if isinstance(one, Piece)]
+        if not self.shared:
+            self._add_results(results, [params])
+        elif self._applies_residual:
+            targets = writable_views(params)
+            self._add_results(results, [self.shared, targets])
+            if own is not None:
+                self.own_to_params(own, targets, -1.0)
+        else:
+            targets = writable_views(params)
+            local = difference(targets, self.shared) if has_moved else []
+            self._add_results(results, [self.shared])
+            put(targets, self.shared)
+            if has_moved:
+                add(targets, local)
+        for result in results:
+            self._settle(result)
+        if self._is_sync:
+            self._settle_silent(results)
+        self._add_late(params)
+        return False
+
+    def _add_results(self, results: Sequence[Piece], targets: Sequence[Any]) -> None:
+        total = self.total
+        if isinstance(total, MomentumSum):
+            added = [np.zeros_like(one) for one in writable_views(targets[0])]
+            for result in results:
+                self._add_to_params(result, added, 1.0)
+            total.accelerate(added)
+            for target in targets:
+                add(writable_views(target), added)
+            return
+        for target in targets:
+            for result in results:
+                self._add_to_params(result, target, 1.0)
+
+    def _settle(self, result: Piece) -> None:
+        """Note which of this node's parts a result contains; put back those that its owner never will take."""
+        if result.taken:
+            known = self.taken.setdefault(result.sender, {})
+            # In synchronous mode a part that is not taken is the last.
+            self.taken[result.sender] = (
+                {**result.taken, **known} if self._is_sync else {**known, **result.taken}
+            )
+        if result.is_last:
+            self._left.add(result.sender)
+        sent = self._kept.get(result.sender, {})
+        first_left = result.taken.get(self.me, result.number + 1 if self._is_sync else 0)
+        for number, part in sent.items():
+            if part.is_open and number < first_left:
+                part.is_open = False
+            elif part.is_open and self._is_sync and number <= result.number:
+                self._put_part_back(part)
+
+    def _settle_silent(self, results: Sequence[Piece]) -> None:
+        """Put back the parts for owners of whom nobody applies a result of this step."""
+        heard = {result.sender for result in results}
+        for owner, sent in self._kept.items():
+            for number, part in sent.items() if owner not in heard else ():
+                if part.is_open and number <= self.step:
+                    self._put_part_back(part)
+        parts = len(self._owners)
+        for index, owner in enumerate(self._owners):
+            if owner not in heard:
+                self._orphaned += sum(part.numel for _, part in self._shares.of(parts, index))
+                numbers = self.taken.setdefault(owner, {})
+                for sender in self.senders:
+                    numbers.setdefault(sender, self.step)
+
+    def _put_part_back(self, part: SentPart) -> None:
+        part.is_open, part.is_back = False, True
+        self._add_to_residual(part.piece)
+
+    def drain_orphaned(self) -> int:
+        """Return the number of elements that lost their owner since the last call."""
+        found, self._orphaned = self._orphaned, 0
+        return found
+
+    def finish_step(self, own: OwnUpdate) -> None:
+        """Keep a finished update a little longer, and advance to the next."""
+        super().finish_step(own)
+        oldest = self.step - (self.sent.maxlen or 0)
+        self._kept = {
+            owner: {at: part for at, part in sent.items() if part.is_open or at >= oldest}
+            for owner, sent in self._kept.items()
+        }
+        if self._is_sync:
+            self._arrived = {
+                peer: {number: piece for number, piece in found.items() if number >= self.step}
+                for peer, found in self._arrived.items()
+            }
+
+    def take_back_unapplied(self, finals: Mapping[Peer, int], taken: Taken, step: int) -> None:
+        """Return this node's parts that no owner took, and what it took for results that nobody applied."""
+        final = finals.get(self.me)
+        owners = [self._owner]
+        unfinished: list[Any] = self.take_unfinished()
+        for own in unfinished:
+            if own.owner is not None and (final is None or own.step >= final):
+                own.owner.undo(own)
+                owners.append(own.owner)
+        self.taken = taken
+        for owner, sent in self._kept.items():
+            for number, part in sent.items():
+                if final is not None and step <= number <= final:
+                    continue  # the owner's result of this step is still to come
+                numbers = taken.get(owner, {})
+                is_taken = final is not None and number < numbers.get(self.me, final + 1)
+                if is_taken == part.is_back:
+                    self._add_to_residual(part.piece, -1.0 if is_taken else 1.0)
+                part.is_open, part.is_back = False, not is_taken
+        for gone in dict.fromkeys(owners):
+            self._retire(gone)
+        self._owner = None
+        self._owners = self.senders = ()
+        self._arrived.clear()
+
+    def _sent_parts(self) -> Iterator[SentPart]:
+        return (part for sent in self._kept.values() for part in sent.values())
+
+    # ---- arrays ------------------------------------------------------------------------------------------------------
+
+    def _messages(self, piece: Piece) -> Iterator[tuple[int, Message, Part]]:
+        """Yield group, message and part of every message of a piece."""
+        for message, (index, part) in zip(
+            piece, self._shares.of(piece.parts, piece.at), strict=True
+        ):
+            yield index, message, part
+
+    def _add_piece(self, piece: Piece, residuals: Sequence[Any], factor: float) -> None:
+        for index, message, part in self._messages(piece):
+            apply(message, residuals[index], factor, part=part)
+
+    def _add_to_params(self, piece: Piece, params: Any, factor: float) -> None:
+        for index, message, part in self._messages(piece):
+            threads = self.groups.encoders[index].threads
+            apply(message, self.groups.select(params, index), factor, part=part, threads=threads)
+
+    def _add_to_residual(self, piece: Piece, factor: float = 1.0) -> None:
+        """Add a piece to the residual, and to parameters that contain the residual as soon as they are at hand."""
+        self._add_piece(piece, [one.residual for one in self.groups.encoders], factor)
+        if self._applies_residual:
+            self._late.append((piece, factor))
+
+    def _add_late(self, params: Any) -> None:
+        for piece, factor in self._late if self.shared else ():
+            self._add_to_params(piece, writable_views(params), factor)
+        self._late.clear()
+
+    def local_delta(self, params: Any) -> tuple[Arrays | None, Callable[[int], None] | None]:
+        """Return the sum of the local steps since the last exchange; see `Replica`."""
+        self._add_late(params)
+        return super().local_delta(params)
+
+    def write_params(self, params: Any) -> None:
+        """Set the caller's parameters to the shared ones, plus the residual with ``apply_residual``."""
+        self._late.clear()
+        super().write_params(params)
+
+    def _set_residual(self, params: Any) -> None:
+        self._add_late(params)
+        super()._set_residual(params)

@@ -1,0 +1,295 @@
+"""The sharded exchange: nothing is lost or doubled across two residuals, and replicas hold the same bits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import gradwire as gw
+from gradwire.exchange.sharding import ShardedReplica
+
+from ..seeds import seeds
+from .cluster import Cluster, FakeNode, cluster
+
+SIZES = (24, 700, 7, 40, 3)
+THRESHOLD = 2.0**-6
+COMPUTE_S = 0.1
+
+# One history of each kind by default, the others with the slow tests.
+histories = pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed in seeds(12)],
+)
+
+Params = list[NDArray[np.float32]]
+
+
+def update(node_id: int, count: int) -> Params:
+    """Return multiples of 2^-12, so that every sum is exact."""
+    rng = np.random.default_rng([43, node_id, count])
+    return [(rng.integers(-256, 256, size) / 2.0**12).astype(np.float32) for size in SIZES]
+
+
+def start() -> Params:
+    return [np.arange(size, dtype=np.float32) % 32 for size in SIZES]
+
+
+def flat(arrays: Any) -> NDArray[np.float64]:
+    return np.concatenate([np.asarray(one, np.float64).reshape(-1) for one in arrays])
+
+
+class Trainer:
+    """One worker: it trains until the members have reached a step, and keeps account of what it put in."""
+
+    def __init__(
+        self,
+        world: Cluster,
+        node_id: int,
+        steps: int,
+        *,
+        moves: bool = False,
+        loads: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.world, self.steps, self.moves = world, steps, moves
+        self.node: FakeNode = world.node(node_id)
+        self.groups = gw.Groups(
+            [
+                gw.exchange.Group(
+                    gw.Encoder(size, gw.FixedThreshold(THRESHOLD), key=key),
+                    (key,),
+                    is_dense=size < 5,
+                )
+                for key, size in enumerate(SIZES)
+            ]
+        )
+        defaults = {"reduction": "sum", "timeout_s": 20.0, "digest_s": 0.3, "topology": "sharded"}
+        self.options = {**defaults, **options}
+        self.share = gw.Exchange(self.groups, self.node, **self.options)
+        if loads is not None:
+            self.share.load_state_dict(loads)
+        self.params = start()
+        self.put_in = np.zeros(sum(SIZES))
+        self.results: list[gw.StepResult] = []
+        self.joined: gw.Joined | None = None
+        self.leaves_after: int | None = None
+        self.resyncs_at: int | None = None
+        self.pause: dict[int, float] = {}  # seconds to compute before a step, where not COMPUTE_S
+        self.worker = world.start(self.node, self.train)
+
+    def train(self) -> None:
+        self.joined = self.share.join(self.params)
+        for count in itertools.count():
+            if self.share.next_step >= self.steps:
+                break
+            self.world.compute(self.node, self.pause.get(self.share.next_step, COMPUTE_S))
+            if self.share.next_step == self.resyncs_at:
+                self.resyncs_at = None
+                self.share.resync(self.params)
+            one, encoded = update(self.node.peer.id, count), self.groups.encoders[0].step
+            try:
+                self.results.append(self.take_step(one))
+            finally:  # a node may be killed before it takes the update
+                if self.groups.encoders[0].step > encoded or self.options.get("every"):
+                    self.put_in += flat(one)
+            if self.leaves_after is not None and len(self.results) >= self.leaves_after:
+                self.results.append(self.share.leave(self.params))
+                break
+        if self.options.get("overlap") and self.leaves_after is None:
+            self.share.catch_up(self.params)
+        self.world.close(self.node)
+
+    def take_step(self, one: Params) -> gw.StepResult:
+        if not self.moves:
+            return self.share.step(one, self.params)
+        for param, change in zip(self.params, one, strict=True):
+            param += change
+        return self.share.step_moved(self.params)
+
+    @property
+    def replica(self) -> ShardedReplica:
+        replica = self.share._replica
+        assert isinstance(replica, ShardedReplica)
+        return replica
+
+    @property
+    def shared(self) -> NDArray[np.float64]:
+        return flat(self.share.shared(self.params))
+
+    @property
+    def remains(self) -> bool:
+        return not self.node.is_dead and self.leaves_after is None
+
+    def kept(self) -> NDArray[np.float64]:
+        """Return what is in both residuals, and in parts that no owner took."""
+        total = flat([one.residual for one in self.groups.encoders])
+        for part in self.replica._sent_parts():
+            if part.is_open:
+                total += self.scattered(part.piece)
+        if self.replica._owner is not None:
+            owner = self.replica._owner
+            total += self.scattered(owner.as_piece())
+        return total
+
+    def scattered(self, piece: Any) -> NDArray[np.float64]:
+        found = [np.zeros(size) for size in SIZES]
+        self.replica._add_to_params(piece, found, 1.0)
+        return flat(found)
+
+
+def assert_identical(trainers: list[Trainer]) -> None:
+    remaining = [one for one in trainers if one.remains]
+    assert len({one.share.next_step for one in remaining}) == 1
+    assert len({one.shared.tobytes() for one in remaining}) == 1
+    if remaining[0].options["digest_s"]:
+        assert all(one.share.stats.digests for one in remaining if len(one.results) > 10)
+
+
+def assert_nothing_lost(trainers: list[Trainer]) -> None:
+    """Everything put in is in the parameters or with one node; dead nodes keep what nobody applied."""
+    survivor = next(one for one in trainers if one.remains)
+    membership = survivor.share._membership
+    for dead in (one for one in trainers if one.node.is_dead):
+        dead.replica.take_back_unapplied(dict(membership.finals), survivor.replica.taken, 10**6)
+    put_in = sum(one.put_in for one in trainers)
+    kept = sum(one.kept() for one in trainers)
+    np.testing.assert_array_equal(survivor.shared + kept, flat(start()) + put_in)
+
+
+@histories
+@pytest.mark.parametrize("count", [1, 2, 4, 7])
+def test_steps_lose_nothing_and_replicas_are_identical(seed: int, count: int) -> None:
+    with cluster(seed) as world:
+        trainers = [
+            Trainer(world, 10 * (1 + rank), 15, min_peers=count - 1) for rank in range(count)
+        ]
+        world.run()
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
+    assert not math.isclose(trainers[0].shared.sum(), flat(start()).sum())
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "waiting": {},
+    "overlapped": {"overlap": 1},
+    "moved": {"moves": True},
+    "overlapped, moved, residual": {"overlap": 1, "moves": True, "apply_residual": True},
+    "residual": {"apply_residual": True},
+    "every": {"every": 2},
+    "momentum": {"outer_momentum": 0.5},
+}
+
+
+def kill(one: Trainer) -> None:
+    """Kill a node, unless it has finished."""
+    if one.share.next_step < one.steps:
+        one.world.kill(one.node)
+
+
+def deaths(seed: int, how: dict[str, Any]) -> None:
+    steps = 20
+    with cluster(seed) as world:
+        count = world.random.choice([3, 4, 5])
+        trainers = [
+            Trainer(world, 10 * (1 + at), steps, min_peers=count - 1, **how) for at in range(count)
+        ]
+        dead = world.random.sample(trainers, world.random.choice([1, 1, 2]))
+        turn = world.random.randint(40 * count, 220 * count)
+        for one in dead:
+            world.plan(turn + world.random.randint(0, 60), lambda d=one: kill(d))
+        world.run()
+    assert_identical(trainers)
+    if "outer_momentum" not in how and "every" not in how:
+        assert_nothing_lost(trainers)
+
+
+@histories
+@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+def test_a_death_loses_only_what_the_dead_node_kept(seed: int, how: Any) -> None:
+    deaths(seed, how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", seeds(75))
+@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+def test_deaths_in_every_phase(seed: int, how: Any) -> None:
+    deaths(1000 + seed, how)
+
+
+@histories
+@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+def test_nodes_come_and_leave_and_nothing_is_lost(seed: int, how: Any) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 25, min_peers=2, **how) for node_id in (10, 20, 30)]
+        trainers[world.random.randrange(3)].leaves_after = 12
+        for node_id in (5, 25):
+            turn = world.random.randint(60, 250)
+            world.plan(
+                turn, lambda n=node_id: trainers.append(Trainer(world, n, 25, min_peers=1, **how))
+            )
+        world.run()
+    assert_identical(trainers)
+    if "outer_momentum" not in how:
+        assert_nothing_lost(trainers)
+    gone = next(one for one in trainers if one.leaves_after is not None)
+    assert not gone.kept().any()
+    assert all(one.share.stats.orphaned == 0 for one in trainers)
+
+
+@histories
+@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+def test_a_node_that_is_left_behind_comes_in_again_with_all_its_updates(
+    seed: int, how: Any
+) -> None:
+    with cluster(seed) as world:
+        trainers = [
+            Trainer(world, node_id, 30, min_peers=2, on_straggler="drop", **how)
+            for node_id in (10, 20, 30)
+        ]
+        slow = trainers[world.random.randrange(3)]
+        slow.pause = {6: 45.0}  # longer than twice timeout_s
+        for one in trainers:
+            if one is not slow:
+                one.pause = dict.fromkeys(range(7, 30), 2.0)
+        world.run()
+    assert_identical(trainers)
+    if "outer_momentum" not in how:
+        assert_nothing_lost(trainers)
+    assert slow.node.peer in [
+        gone for result in trainers[trainers[0] is slow].results for gone in result.lost
+    ]
+
+
+@histories
+@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+def test_a_broken_connection_loses_nothing(seed: int, how: Any) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 40, min_peers=2, **how) for node_id in (10, 20, 30, 40)]
+        one, other = world.random.sample(trainers, 2)
+        turn = world.random.randint(60, 350)
+        world.plan(turn, lambda: world.cut(one.node, other.node))
+        world.plan(turn + 60, lambda: world.connect(one.node, other.node))
+        for each in trainers:
+            each.pause = dict.fromkeys(range(8, 40), 0.5)
+        world.run()
+    assert_identical(trainers)
+    if "outer_momentum" not in how:
+        assert_nothing_lost(trainers)
+
+
+@histories
+@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+def test_a_resync_loses_nothing(seed: int, how: Any) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 40, min_peers=2, **how) for node_id in (10, 20, 30)]
+        trainers[1].resyncs_at = 9
+        world.run()
+    assert trainers[1].resyncs_at is None
+    assert_identical(trainers)
+    if "outer_momentum" not in how:
+        assert_nothing_lost(trainers)
