@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradwire.transport.discovery import SEEDS_MAX
 from gradwire.transport.endpoint import HALF_OPEN_MAX, Endpoint
 from gradwire.transport.receiver import Receiver
-from gradwire.transport.sender import Sender
+from gradwire.transport.sender import SKIPPED, Sender
 from gradwire.transport.session import State
 from gradwire.transport.wire import ACK_WINDOW_RECORDS
 
@@ -50,13 +50,15 @@ def check_sender(sender: Sender) -> None:
     """Check that each fragment of an open record is acknowledged, waiting, or in flight."""
     in_flight = 0
     for flight in sender._flights.values():
-        assert flight.record is None or flight.number < sender.limit, "sent without credit"
+        assert flight.record is SKIPPED or flight.number < sender.limit, "sent without credit"
         under_way = 0
         for sent in flight.sent:
             assert not under_way & sent.mask, "a fragment is in flight twice"
             under_way |= sent.mask
-            in_flight += flight.bytes_of(sent.mask)
-        assert flight.acked | flight.to_send | under_way == flight.full, "a fragment is forgotten"
+            in_flight += flight.record.bytes_of(sent.mask)
+        assert flight.acked | flight.to_send | under_way == flight.record.full, (
+            "a fragment is forgotten"
+        )
         assert bool(flight.to_send) == (flight.number in sender._waiting)
     assert set(sender._waiting) <= set(sender._flights)
     assert sender.rate.bytes_in_flight == in_flight, "sent = acknowledged + lost + in flight"

@@ -7,6 +7,7 @@ import pytest
 from gradwire.transport.congestion import (
     ACK_DELAY_MAX_S,
     BURST_MAX_BYTES,
+    NEVER_S,
     SHARE_MIN_BYTES,
     WINDOW_INITIAL_BYTES,
     WINDOW_MIN_BYTES,
@@ -100,7 +101,7 @@ def run_link(
     delivered = count = 0
     while now_s < seconds:
         allowed_s = control.send_allowed_at_s()
-        while allowed_s is not None and allowed_s <= now_s:
+        while allowed_s <= now_s:
             nbytes = min(control.burst_bytes, 60_000)
             mark = control.on_sent(nbytes, now_s, 0, 0)
             free_s = max(free_s, now_s) + nbytes / rate
@@ -109,10 +110,8 @@ def run_link(
                 (free_s + delay_s, nbytes, mark, bool(loss_every) and count % loss_every == 0)
             )
             allowed_s = control.send_allowed_at_s()
-        times = [in_flight[0][0]] if in_flight else []
-        if allowed_s is not None:
-            times.append(allowed_s)
-        now_s = max(now_s + 1e-7, min(times))
+        arrives_s = in_flight[0][0] if in_flight else NEVER_S
+        now_s = max(now_s + 1e-7, min(arrives_s, allowed_s))
         while in_flight and in_flight[0][0] <= now_s:
             _, nbytes, mark, is_lost = in_flight.pop(0)
             if is_lost:
@@ -172,7 +171,6 @@ def test_probes_that_ignore_the_pace_delay_the_next_burst_by_one_of_them() -> No
     for _ in range(100):
         control.on_sent(1_200, 3.0, 0, 0)
     allowed_s = control.send_allowed_at_s()
-    assert allowed_s is not None
     assert 3.0 < allowed_s < 3.005
 
 
@@ -183,10 +181,10 @@ def test_the_window_stays_near_two_bandwidth_delay_products() -> None:
 
 def test_nothing_more_may_be_sent_when_the_window_is_full() -> None:
     control = RateController(RttEstimator())
-    assert control.send_allowed_at_s() is not None
+    assert control.send_allowed_at_s() < NEVER_S
     assert control.room_bytes(1.0) == WINDOW_INITIAL_BYTES
     mark = control.on_sent(WINDOW_INITIAL_BYTES, 1.0, 0, 0)
-    assert control.send_allowed_at_s() is None
+    assert control.send_allowed_at_s() == NEVER_S
     assert control.room_bytes(1.0) == 0
     control.on_delivered(1_000, mark, 1.1)
     assert control.bytes_in_flight == WINDOW_INITIAL_BYTES - 1_000
@@ -195,7 +193,6 @@ def test_nothing_more_may_be_sent_when_the_window_is_full() -> None:
 def test_pace_burst_and_window_limit_the_bytes_that_may_leave_at_once() -> None:
     control, _ = run_link(12.5e6, 0.02, 0, 1.0)
     allowed_s = control.send_allowed_at_s()
-    assert allowed_s is not None
     later_s = allowed_s + 0.001
     control.bytes_in_flight, control.window_bytes = 90_000, 100_000
     assert control.room_bytes(later_s) == 10_000

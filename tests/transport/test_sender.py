@@ -10,8 +10,8 @@ from gradwire.transport.congestion import RttEstimator
 from gradwire.transport.crypto import KeyChain
 from gradwire.transport.receiver import ReceiveBudget, Receiver
 from gradwire.transport.records import Record, Sealer, SendLog
-from gradwire.transport.sender import Burst, Sender
-from gradwire.transport.types import Stats
+from gradwire.transport.sender import Sender
+from gradwire.transport.types import Stats, Transmit
 from gradwire.transport.wire import Ack, DataHeader, Skip
 
 from .invariants import check_receiver, check_sender
@@ -19,6 +19,7 @@ from .invariants import check_receiver, check_sender
 SESSION, OTHER = 1, 2
 SEGMENT = 1_200
 STREAM = 8
+PEER = ("10.0.0.2", 5)
 
 
 def keys() -> KeyChain:
@@ -44,23 +45,23 @@ class Log(SendLog):
         return found
 
 
-def all_items(sender: Sender, now_s: float) -> list[Burst | Skip]:
+def all_items(sender: Sender, now_s: float) -> list[Transmit | Skip]:
     items = []
-    while (item := sender.next_item(now_s)) is not None:
+    while (item := sender.next_item(now_s, PEER)) is not None:
         items.append(item)
     return items
 
 
-def sent_datagrams(items: list[Burst | Skip]) -> list[tuple[int, int]]:
+def sent_datagrams(items: list[Transmit | Skip]) -> list[tuple[int, int]]:
     """Return (record, fragment) of each datagram."""
     headers = [DataHeader.decode(memoryview(datagram), 0) for datagram in datagrams(items)]
     return [(header.record, header.first) for header in headers]
 
 
-def datagrams(items: list[Burst | Skip]) -> list[bytes]:
+def datagrams(items: list[Transmit | Skip]) -> list[bytes]:
     found = []
     for item in items:
-        if isinstance(item, Burst):
+        if isinstance(item, Transmit):
             assert all(len(piece) % SEGMENT == 0 for piece in item.slices[:-1])
             data = b"".join(item.slices)
             found += [data[at : at + SEGMENT] for at in range(0, len(data), SEGMENT)]
@@ -115,7 +116,7 @@ def later(sender: Sender) -> list[tuple[int, int]]:
     """Return the datagrams that the sender sends again once what is missing is overdue."""
     due_s = sender.deadline_s()
     assert 1.111 < due_s < 1.12
-    sender.on_timer(due_s)
+    sender.on_timer(due_s, PEER)
     return sent_datagrams(all_items(sender, due_s))
 
 
@@ -155,7 +156,7 @@ def test_a_truncated_report_says_nothing_about_the_records_beyond_it() -> None:
 
 def test_a_pong_shows_that_nothing_that_left_before_its_ping_is_on_its_way() -> None:
     sender, _ = two_records()
-    assert sender.on_timer(1.15)
+    assert sender.on_timer(1.15, PEER)
     assert not sender._waiting
     sender.on_ack(Ack(1, 16, 0, 0, ((2, 0b1000_0000),)), 1.17)
     sender.on_pong(sender.transmissions, 1.4)
@@ -207,7 +208,7 @@ def test_sender_and_receiver_deliver_everything_once_in_order_whatever_is_lost(s
             nbytes = generator.choice((10, 5_000, 61_528, 200_000))
             log.publish(bytes(nbytes), SESSION if is_mine else OTHER)
         items = all_items(sender, now_s)
-        is_ping_due = sender.on_timer(now_s)
+        is_ping_due = sender.on_timer(now_s, PEER)
         is_hole = generator.random() < holes
         for item in items:
             if isinstance(item, Skip) and not is_hole:

@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+NEVER_S: Final = float("inf")
 RTT_VARIATION_FLOOR_S: Final = 0.001  # the timers of a busy machine are no better
 ACK_DELAY_MAX_S: Final = 0.001
 PTO_MAX_S: Final = 1.0
@@ -42,6 +43,11 @@ class RttEstimator:
 
     def __init__(self) -> None:
         self.smoothed_s = self.variation_s = self.latest_s = self.minimum_s = 0.0
+        self.probe_timeout_s = 0.2  # time to wait for an acknowledgement before probing
+        # The same for the first probe: at most two round trips (RFC 8985, section 7.2).
+        self.first_probe_timeout_s = 0.2
+        # Time after its sending at which a fragment counts as lost, once a later fragment has arrived.
+        self.loss_delay_s = 0.0005
         # (time, sample) of the last ten seconds, without those followed by a smaller one.
         self._smallest: deque[tuple[float, float]] = deque()
 
@@ -49,6 +55,7 @@ class RttEstimator:
         """Begin with a time that may be too long because it is unknown which of several datagrams was answered."""
         if self.smoothed_s == 0.0:
             self.smoothed_s, self.variation_s = sample_s, sample_s / 2
+            self._update_timeouts()
 
     def add_sample(self, sample_s: float, now_s: float) -> None:
         """Add one measured round trip."""
@@ -65,28 +72,17 @@ class RttEstimator:
         while now_s - smallest[0][0] > 10.0:
             smallest.popleft()
         self.minimum_s = smallest[0][1]
+        self._update_timeouts()
 
-    @property
-    def probe_timeout_s(self) -> float:
-        """Time to wait for an acknowledgement before probing."""
-        if self.smoothed_s == 0.0:
-            return 0.2  # nothing is known about the path
-        variation_s = max(4 * self.variation_s, RTT_VARIATION_FLOOR_S)
-        return self.smoothed_s + variation_s + ACK_DELAY_MAX_S
-
-    @property
-    def first_probe_timeout_s(self) -> float:
-        """The same for the first probe: at most two round trips (RFC 8985, section 7.2)."""
+    def _update_timeouts(self) -> None:
+        smoothed_s, variation_s = self.smoothed_s, self.variation_s
+        margin_s = max(4 * variation_s, RTT_VARIATION_FLOOR_S)
+        self.probe_timeout_s = smoothed_s + margin_s + ACK_DELAY_MAX_S
         # Where queues fill and empty, the variation is a multiple of the round trip.
-        most_s = self.smoothed_s + max(self.smoothed_s, RTT_VARIATION_FLOOR_S) + ACK_DELAY_MAX_S
-        return min(self.probe_timeout_s, most_s) if self.smoothed_s else self.probe_timeout_s
-
-    @property
-    def loss_delay_s(self) -> float:
-        """Time after its sending at which a fragment counts as lost, once a later fragment has arrived."""
-        longest_s = max(self.smoothed_s, self.latest_s)
-        usual_s = self.smoothed_s + 2 * self.variation_s
-        return max(1.125 * longest_s, usual_s, 0.0005)
+        margin_s = min(margin_s, max(smoothed_s, RTT_VARIATION_FLOOR_S))
+        self.first_probe_timeout_s = smoothed_s + margin_s + ACK_DELAY_MAX_S
+        longest_s = max(smoothed_s, self.latest_s)
+        self.loss_delay_s = max(1.125 * longest_s, smoothed_s + 2 * variation_s, 0.0005)
 
 
 @dataclass(slots=True)
@@ -206,17 +202,17 @@ class RateController:
         space = self.window_bytes - self.bytes_in_flight
         if space <= 0:
             return 0
-        if self._next_send_at_s > now_s and (self.send_allowed_at_s() or 0.0) > now_s:
+        if self._next_send_at_s > now_s and self.send_allowed_at_s() > now_s:
             return 0
         # A window of several bursts may be overdrawn by a part of one: a part costs as much as a full burst.
         if self.window_bytes >= 2 * BURST_MAX_BYTES:
             return self.burst_bytes
         return min(space, self.burst_bytes)
 
-    def send_allowed_at_s(self) -> float | None:
-        """Return when the next burst may leave, in the past if at once; None until bytes are acknowledged."""
+    def send_allowed_at_s(self) -> float:
+        """Return when the next burst may leave, in the past if at once; infinity until bytes are acknowledged."""
         if self.bytes_in_flight >= self.window_bytes:
-            return None
+            return NEVER_S
         if self._delivered_bytes < self._app_limited_until_bytes:
             # A sender of small messages measures only its own rate; pacing by that rate would slow it down for nothing.
             unpaced = WINDOW_INITIAL_BYTES if self.loss_rate < UNPACED_LOSS else WINDOW_MIN_BYTES

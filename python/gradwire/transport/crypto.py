@@ -223,14 +223,16 @@ class KeyChain:
     ) -> None:
         """Seal one record; ``out`` has 16 bytes more than ``plaintext``."""
         epoch_key = self._epoch_key(record)
-        epoch_key.encrypt_into(epoch_key.nonce(record), plaintext, associated, out)
+        nonce = (epoch_key.iv_number ^ record).to_bytes(IV_BYTES, "big")
+        epoch_key.encrypt_into(nonce, plaintext, associated, out)
 
     def open_into(
         self, record: int, ciphertext: memoryview, associated: bytes, out: memoryview
     ) -> None:
         """Open one record, or raise `AuthenticationError`; ``out`` has 16 bytes less than ``ciphertext``."""
         epoch_key = self._epoch_key(record)
-        epoch_key.decrypt_into(epoch_key.nonce(record), ciphertext, associated, out)
+        nonce = (epoch_key.iv_number ^ record).to_bytes(IV_BYTES, "big")
+        epoch_key.decrypt_into(nonce, ciphertext, associated, out)
 
     def _epoch_key(self, record: int) -> _EpochKey:
         epoch = record >> EPOCH_BITS
@@ -251,13 +253,10 @@ class _EpochKey:
 
     def __init__(self, key: bytes, iv: bytes) -> None:
         self.key, self.iv = key, iv
-        self._iv_number = int.from_bytes(iv, "big")
+        self.iv_number = int.from_bytes(iv, "big")
         aead = AESGCM(key)
         self.encrypt_into: Transform = getattr(aead, "encrypt_into", _copying(aead.encrypt))
         self.decrypt_into: Transform = getattr(aead, "decrypt_into", _copying(aead.decrypt))
-
-    def nonce(self, record: int) -> bytes:
-        return (self._iv_number ^ record).to_bytes(IV_BYTES, "big")
 
 
 def _copying(transform: Callable[[bytes, memoryview, bytes], bytes]) -> Transform:

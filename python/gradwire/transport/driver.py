@@ -120,15 +120,15 @@ class Driver:
             errors=self._errors,
         )
 
-    def receive(self, endpoint: _Endpoint) -> None:
-        """Hand waiting datagrams to the endpoint, up to a bound, so that sending does not have to wait."""
+    def receive(self, endpoint: _Endpoint) -> bool:
+        """Hand waiting datagrams to the endpoint, up to a bound, after which ACKs leave; return False if none came."""
         time_s = now_s()
-        for _ in range(RECEIVES_PER_PUMP):
+        for number in range(RECEIVES_PER_PUMP):
             try:
                 nbytes, ancillary, _, source = self._socket.recvmsg_into([self._buffer], 64)
             except OSError as error:
                 if error.errno in TRY_LATER:
-                    return
+                    return number > 0
                 self._errors += 1
                 continue
             segment_bytes = nbytes
@@ -137,7 +137,8 @@ class Driver:
                     segment_bytes = struct.unpack_from("=i", data)[0]
                 elif level == socket.SOL_SOCKET and kind == SO_RXQ_OVFL:
                     endpoint.counters.kernel_drops = struct.unpack_from("=I", data)[0]
-            endpoint.receive(self._view[:nbytes], segment_bytes, (source[0], source[1]), time_s)
+            endpoint.receive(self._view[:nbytes], segment_bytes, source[:2], time_s)
+        return True
 
     def transmit(self, endpoint: _Endpoint) -> float:
         """Send the endpoint's datagrams, up to a bound; return when to call this again unless a datagram comes."""
@@ -148,7 +149,7 @@ class Driver:
             time_s = now_s()
             self.unsent.extend(endpoint.poll(time_s))
             due_s = endpoint.next_timeout_s(time_s)
-            if not self.unsent:
+            if not self._send_unsent() or due_s is None or due_s > time_s:
                 break
         idle_s = now_s() + IDLE_WAIT_S
         return idle_s if due_s is None else min(due_s, idle_s)
@@ -163,7 +164,7 @@ class Driver:
 
     def _send(self, transmit: Transmit) -> bool:
         address, slices, segment_bytes = transmit
-        is_single = transmit.nbytes <= segment_bytes
+        is_single = len(slices) == 1 and len(slices[0]) <= segment_bytes
         if is_single or self.has_gso:
             option = (socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", segment_bytes))
             try:

@@ -232,15 +232,14 @@ class Endpoint:
 
         Never raises, whatever the bytes are: malformed, forged and stray datagrams are counted and dropped.
         """
-        total_bytes = len(data)
-        self.counters.udp_bytes_received += total_bytes
-        self.counters.datagrams_received += max(1, -(-total_bytes // max(1, segment_bytes)))
-        self.counters.malformed_datagrams += not total_bytes
-        position = 0
+        total_bytes, position, counters = len(data), 0, self.counters
+        counters.udp_bytes_received += total_bytes
+        counters.datagrams_received += -(-total_bytes // segment_bytes) if total_bytes else 1
+        counters.malformed_datagrams += not total_bytes
         while position < total_bytes:
             end = min(position + segment_bytes, total_bytes)
             if end - position < HEADER_BYTES:
-                self.counters.malformed_datagrams += 1
+                counters.malformed_datagrams += 1
             elif data[position] == wire.DATA:
                 end = self._receive_data(data, position, segment_bytes, address, now_s)
             else:
@@ -356,18 +355,14 @@ class Endpoint:
             out.extend(due[(self._turn + index) % len(due)].poll(now_s))
         out.extend(self._final_datagrams)
         self._final_datagrams.clear()
-        for transmit in out:
-            nbytes = transmit.nbytes
-            self.counters.udp_bytes_sent += nbytes
-            self.counters.datagrams_sent += -(-nbytes // transmit.segment_bytes)
         return out
 
     def next_timeout_s(self, now_s: float) -> float | None:
         """Return the time at which to call `poll` next; None when only a datagram or the caller can change things."""
         if self._final_datagrams:
             return now_s
-        at_s = min((session.wake_at_s for session in self.sessions.values()), default=NEVER_S)
-        self._expected_at_s = at_s = min(at_s, self._connect_at_s)
+        wakes_s = [session.wake_at_s for session in self.sessions.values()]
+        self._expected_at_s = at_s = min(self._connect_at_s, *wakes_s, NEVER_S)
         return None if at_s == NEVER_S else max(at_s, 0.0)
 
     def _notice_sleep(self, now_s: float) -> None:
@@ -528,4 +523,4 @@ class Endpoint:
         """Drop the records that every peer has acknowledged."""
         self._is_release_due = False
         senders = [each.sender for each in self.sessions.values() if each.sender is not None]
-        self.log.release_below(min((each.cumulative for each in senders), default=self.log.head))
+        self.log.release_below(min([each.cumulative for each in senders], default=self.log.head))

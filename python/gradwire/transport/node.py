@@ -291,6 +291,7 @@ class Node:
             except WouldBlock:
                 self._pump()  # acknowledgements may be waiting in the socket
                 ticket = self._endpoint.publish(payload, tag, to, now_s())
+            self._driver.receive(self._endpoint)  # ACKs that make the message leave sooner
             self._transmit()
         return ticket
 
@@ -313,8 +314,9 @@ class Node:
         self._check_open()
         with self._lock:
             self._wait_for(lambda: bool(self._endpoint.messages), timeout_s)
+            has_waiting = self._endpoint.budget.has_waiting
             messages = self._endpoint.take_messages(now_s())
-            if messages:
+            if has_waiting:
                 self._transmit()  # the messages taken make space, which renews the senders' credit
         return messages
 
@@ -381,8 +383,8 @@ class Node:
         return is_done()
 
     def _pump(self) -> None:
-        self._driver.receive(self._endpoint)
-        self._transmit()
+        if self._driver.receive(self._endpoint):
+            self._transmit()
 
     def _transmit(self) -> None:
         """Send what may leave now, and wake the I/O thread if it would sleep past the next timer."""

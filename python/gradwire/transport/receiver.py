@@ -15,8 +15,16 @@ import numpy as np
 from . import wire
 from .crypto import AuthenticationError, KeyChain
 from .types import Stats
-from .wire import ACK_WINDOW_RECORDS, HEADER_BYTES, RECORD_NUMBER_MAX, Ack, DataHeader
+from .wire import (
+    ACK_WINDOW_RECORDS,
+    FRAGMENTS_MAX,
+    HEADER_BYTES,
+    RECORD_NUMBER_MAX,
+    Ack,
+    DataHeader,
+)
 
+NEVER_S: Final = float("inf")
 ACK_DELAY_S: Final = 0.0005
 ACK_EVERY_BYTES: Final = 300_000  # one ACK per record would cost more than the data
 
@@ -47,25 +55,24 @@ class ReceiveBudget:
 class Partial:
     """The fragments of one incomplete record that have arrived."""
 
-    __slots__ = ("_buffer", "_sealed_bytes", "associated", "got")
+    __slots__ = ("_buffer", "_sealed_bytes", "got", "shape")
 
-    def __init__(self, header: DataHeader) -> None:
-        self.associated = header.associated
+    def __init__(self, fragments: int, fragment_bytes: int) -> None:
+        self.shape = fragments, fragment_bytes
         self.got = 0  # a bit for each fragment
-        self._buffer = np.empty((header.fragments, header.fragment_bytes), dtype=np.uint8)
+        self._buffer = np.empty(self.shape, np.uint8)
         self._sealed_bytes = 0
 
     def add_fragments(self, first: int, count: int, batch: memoryview) -> memoryview | None:
         """Store neighbouring fragments, headers included; return the record's sealed bytes once all have arrived."""
-        fragments, size = self._buffer.shape
+        fragments, size = self.shape
         segment = size + HEADER_BYTES
         full = len(batch) // segment
-        framed = np.frombuffer(batch, np.uint8)
         if full:
-            rows = framed[: full * segment].reshape(full, segment)
+            rows = np.ndarray((full, segment), np.uint8, batch)
             self._buffer[first : first + full] = rows[:, HEADER_BYTES:]
         if full < count:
-            tail = framed[full * segment + HEADER_BYTES :]
+            tail = np.frombuffer(batch, np.uint8, offset=full * segment + HEADER_BYTES)
             self._buffer[first + full, : len(tail)] = tail
         if first + count == fragments:
             self._sealed_bytes = first * size + len(batch) - count * HEADER_BYTES
@@ -104,7 +111,7 @@ class Receiver:
         self._counters = counters
         self.cumulative = start  # every record below this number is complete
         self.limit = start  # the first record number for which no credit has been granted
-        self.ack_at_s: float | None = None  # when an acknowledgement is due, if one is
+        self.ack_at_s = NEVER_S  # when an acknowledgement is due
         self.error = ""  # how the authenticated peer broke the protocol: the session has to end
         self._consumed = start
         self._window = 0
@@ -114,7 +121,7 @@ class Receiver:
         self._assembly: _Assembly | None = None
         self._unacknowledged_bytes = 0
         self._last_arrival_s = 0.0
-        self._frontier = (start, 0)  # record and fragment that come next if nothing is lost
+        self._frontier = start * FRAGMENTS_MAX  # position of the fragment after the newest one
 
     def grant_credit(self, window_records: int, now_s: float) -> None:
         """Let the peer send ``window_records`` beyond the consumed records; credit is never withdrawn."""
@@ -127,23 +134,23 @@ class Receiver:
 
     def acknowledge_by(self, at_s: float) -> None:
         """Have an acknowledgement sent at this time or earlier."""
-        self.ack_at_s = at_s if self.ack_at_s is None else min(self.ack_at_s, at_s)
+        self.ack_at_s = min(self.ack_at_s, at_s)
 
     def on_fragments(self, header: DataHeader, batch: memoryview, now_s: float) -> bool:
         """Take neighbouring fragments of one record, headers included; return False if no valid record has them.
 
         ``header`` is that of the first fragment; all datagrams of the batch but the last have the same size.
         """
-        record, fragments, first = header.record, header.fragments, header.first
-        segment_bytes = header.fragment_bytes + HEADER_BYTES
-        count = -(-len(batch) // segment_bytes)
+        _, record, fragments, fragment_bytes, first = header
+        nbytes, segment_bytes = len(batch), fragment_bytes + HEADER_BYTES
+        count = -(-nbytes // segment_bytes)
         end = first + count
         is_valid = (
             wire.DATAGRAM_BYTES_MIN <= segment_bytes <= wire.DATAGRAM_BYTES_MAX
-            and end <= fragments <= wire.FRAGMENTS_MAX
+            and end <= fragments <= FRAGMENTS_MAX
             and fragments * segment_bytes <= wire.RECORD_BYTES_MAX
-            and len(batch) > HEADER_BYTES
-            and (len(batch) == count * segment_bytes or end == fragments)
+            and nbytes > HEADER_BYTES
+            and (nbytes == count * segment_bytes or end == fragments)
         )
         if not is_valid:
             return False
@@ -153,20 +160,22 @@ class Receiver:
             self._counters.duplicate_fragments += count
             self.acknowledge_by(now_s)
             return True
-        self._unacknowledged_bytes += len(batch)
+        self._unacknowledged_bytes += nbytes
         partial = self._partials.get(record)
-        if partial is None or partial.associated != header.associated:
+        if partial is None or partial.shape != (fragments, fragment_bytes):
             # One of two contradicting headers is forged. The newer one replaces the older, so that a forgery that came
             # first cannot block the record for ever.
-            partial = self._partials[record] = Partial(header)
+            partial = self._partials[record] = Partial(fragments, fragment_bytes)
         again = partial.got >> first & ((1 << count) - 1)
         self._counters.duplicate_fragments += again.bit_count()
         sealed = partial.add_fragments(first, count, batch)
         if sealed is not None:
             del self._partials[record]
-            self._open(record, sealed, partial.associated)
-        is_ahead = (record, first) > self._frontier
-        self._frontier = max(self._frontier, (record, end) if end < fragments else (record + 1, 0))
+            self._open(record, sealed, header.associated)
+        position = record * FRAGMENTS_MAX + first
+        is_ahead = position > self._frontier
+        after = position + count if end < fragments else (record + 1) * FRAGMENTS_MAX
+        self._frontier = max(self._frontier, after)
         # A gap is reported once, when it opens; `_take_record` sees to the end of a message.
         is_urgent = self._unacknowledged_bytes >= ACK_EVERY_BYTES
         is_urgent = is_urgent or (is_ahead and self._has_gap(record))
@@ -197,9 +206,12 @@ class Receiver:
     def _advance(self) -> None:
         """Move `cumulative` over complete and skipped records, and consume them."""
         while (found := self._complete.get(self.cumulative)) is not None:
-            self.cumulative = found if isinstance(found, int) else self.cumulative + 1
-        for record in [each for each in self._partials if each < self.cumulative]:
-            del self._partials[record]
+            if isinstance(found, int):
+                self.cumulative = found
+                for record in [each for each in self._partials if each < found]:
+                    del self._partials[record]
+            else:
+                self.cumulative += 1
         self.consume()
 
     def consume(self) -> None:
@@ -259,7 +271,7 @@ class Receiver:
 
     def make_ack(self, now_s: float) -> Ack:
         """Return the acknowledgement to send now, with all the credit there is."""
-        self.ack_at_s = None
+        self.ack_at_s = NEVER_S
         self._unacknowledged_bytes = 0
         self.limit = max(self.limit, min(self._consumed + self._window, RECORD_NUMBER_MAX))
         base, partials, space = self.cumulative, [], wire.ACK_PARTIAL_BYTES_MAX

@@ -38,21 +38,14 @@ class Record(NamedTuple):
 
     def slices(self, mask: int) -> list[memoryview]:
         """Return the datagrams whose bits are set, neighbours as one slice; only the last may be short."""
-        size = self.segment_bytes
-        return [self.wire[first * size : (first + count) * size] for first, count in runs(mask)]
-
-
-def runs(mask: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, count) for each run of set bits, lowest first."""
-    position = 0
-    while mask:
-        gap = (mask & -mask).bit_length() - 1
-        mask >>= gap
-        position += gap
-        count = (~mask & (mask + 1)).bit_length() - 1
-        yield position, count
-        mask >>= count
-        position += count
+        size, found = self.segment_bytes, []
+        while mask:
+            lowest = mask & -mask
+            after = mask + lowest  # the carry clears the lowest run and sets the bit after it
+            end = (after & -after).bit_length() - 1
+            found.append(self.wire[(lowest.bit_length() - 1) * size : end * size])
+            mask &= after
+        return found
 
 
 def lowest_bits(mask: int, count: int) -> int:

@@ -7,11 +7,11 @@ overdue. When no acknowledgement arrives at all, a PING asks for one, and its PO
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from .congestion import PTO_MAX_S, RateController, RttEstimator, Sent
 from .records import Record, SendLog, lowest_bits
-from .types import Stats
+from .types import Address, Stats, Transmit
 from .wire import Ack, Skip
 
 # With many senders to one receiver single datagrams are lost repeatedly, and an early pause would outlast the crowd.
@@ -21,14 +21,10 @@ PLAUSIBLE: Final = 0.75
 NEVER_S: Final = float("inf")
 
 
-class Burst(NamedTuple):
-    """Datagrams of one record to send with one system call."""
+# Stands for the skipped records of a `Flight`.
+SKIPPED: Final = Record(-1, memoryview(b""), 0, 1, 1, 0, frozenset())
 
-    slices: list[memoryview]
-    segment_bytes: int
-
-
-Sending: TypeAlias = Burst | Skip
+Sending: TypeAlias = Transmit | Skip  # the datagrams leave with one system call
 
 
 @dataclass(slots=True)
@@ -36,19 +32,14 @@ class Flight:
     """One record, or one run of skipped records, on its way to the peer."""
 
     number: int  # of the record, or of the first skipped one
-    record: Record | None  # None for skipped ones
+    record: Record
     span: int  # record numbers that it covers
-    full: int  # a bit for each fragment
     to_send: int  # fragments that wait to be sent
     first_order: int  # order of the first transmission
     acked: int = 0  # fragments that the peer has
     ever: int = 0  # fragments that were sent
     again: int = 0  # fragments that were sent more than once
     sent: list[Sent] = field(default_factory=list)  # the transmissions, oldest first
-
-    def bytes_of(self, mask: int) -> int:
-        """Return the size on the wire of these fragments."""
-        return 0 if self.record is None else self.record.bytes_of(mask)
 
 
 class Sender:
@@ -79,7 +70,7 @@ class Sender:
         """Whether the peer has acknowledged everything in the log."""
         return not self._flights and self.cursor == self._log.head
 
-    def next_item(self, now_s: float) -> Sending | None:
+    def next_item(self, now_s: float, address: Address) -> Sending | None:
         """Return what to send now, or None when nothing may or need be sent."""
         space = self.rate.room_bytes(now_s)
         if not space:
@@ -89,47 +80,43 @@ class Sender:
             self.rate.on_app_limited()
             return None
         mask, record = flight.to_send, flight.record
-        if record is not None and space < record.nbytes:
+        if space < record.nbytes:
             mask = lowest_bits(mask, max(1, space // record.segment_bytes))
-        return self._send(flight, mask, now_s)
+        return self._send(flight, mask, now_s, address)
 
     def _open_next(self) -> Flight | None:
         number = end = self.cursor
-        record = self._own_record(number)
-        if record is not None:
-            if number >= self.limit:
-                return None
-            flight = Flight(number, record, 1, record.full, record.full, self.transmissions)
-        else:
-            while end < self._log.head and self._own_record(end) is None:
-                end += 1
-            if end == number:
-                return None
-            flight = Flight(number, None, end - number, 1, 1, self.transmissions)
-        self.cursor += flight.span
+        while (record := self._log.get(end)) and self._session not in record.recipients:
+            end += 1
+        if end > number:
+            record = SKIPPED
+        elif record is None or number >= self.limit:
+            return None
+        span = max(1, end - number)
+        flight = Flight(number, record, span, record.full, self.transmissions)
+        self.cursor += span
         self._flights[number] = self._waiting[number] = flight
         return flight
 
-    def _own_record(self, number: int) -> Record | None:
-        """Return a record of the log if it is meant for this peer."""
-        record = self._log.get(number)
-        return record if record is not None and self._session in record.recipients else None
-
-    def _send(self, flight: Flight, mask: int, now_s: float) -> Sending:
-        nbytes = flight.bytes_of(mask)
+    def _send(self, flight: Flight, mask: int, now_s: float, address: Address) -> Sending:
+        record, counters = flight.record, self._counters
+        slices = record.slices(mask)
+        nbytes = sum(map(len, slices))
         again = mask & flight.ever
         if again:
             flight.again |= again
-            self._counters.retransmitted_bytes += flight.bytes_of(again)
-            self._counters.retransmitted_fragments += again.bit_count()
+            counters.retransmitted_bytes += record.bytes_of(again)
+            counters.retransmitted_fragments += again.bit_count()
         flight.ever |= mask
         self._set_to_send(flight, flight.to_send & ~mask)
         flight.sent.append(self.rate.on_sent(nbytes, now_s, self.transmissions, mask))
         self.transmissions += 1
         self._progress_at_s = now_s
-        if flight.record is None:
+        if record is SKIPPED:
             return Skip(flight.number, flight.span)
-        return Burst(flight.record.slices(mask), flight.record.segment_bytes)
+        counters.udp_bytes_sent += nbytes
+        counters.datagrams_sent += mask.bit_count()
+        return Transmit(address, slices, record.segment_bytes)
 
     def _set_to_send(self, flight: Flight, mask: int) -> None:
         flight.to_send = mask
@@ -156,7 +143,7 @@ class Sender:
             if dropped:  # their record failed authentication
                 flight.acked &= got
                 self._set_to_send(flight, flight.to_send | dropped)
-            if got == flight.full:
+            if got == flight.record.full:
                 del self._flights[flight.number]
         if newest is not None:
             self._timeouts = 0
@@ -180,15 +167,16 @@ class Sender:
         for number, flight in self._flights.items():
             if number >= end:
                 break
+            full = flight.record.full
             if number + flight.span <= cumulative:
-                result.append((flight, flight.full))
+                result.append((flight, full))
             elif number >= cumulative:
                 if complete >> (number - cumulative) & 1:
-                    result.append((flight, flight.full))
+                    result.append((flight, full))
                 elif number <= last_partial or not ack.truncated:
                     # A bitmap with every bit set belongs to an incomplete record only if the peer is confused.
-                    got = partials.get(number, 0) & flight.full
-                    result.append((flight, got if got != flight.full else 0))
+                    got = partials.get(number, 0) & full
+                    result.append((flight, got if got != full else 0))
         return result
 
     def _mark_delivered(
@@ -198,25 +186,24 @@ class Sender:
         flight.acked |= newly
         if flight.to_send:
             self._set_to_send(flight, flight.to_send & ~newly)
-        usual_s = min(self._rtt.smoothed_s, self._rtt.latest_s)
         nbytes = 0
         newest: Sent | None = None
         for sent in flight.sent:
             hit = sent.mask & newly
             if not hit:
                 continue
-            sent.mask &= ~hit
-            nbytes += flight.bytes_of(hit)
-            is_early = arrived_s - sent.sent_at_s < PLAUSIBLE * usual_s
-            if hit & flight.again and (is_early or sent.is_probe):
-                # The first copy of a fragment may have arrived, which tells nothing about the second.
-                hit &= ~flight.again
-                if not hit:
-                    continue
+            sent.mask ^= hit
+            nbytes += flight.record.bytes_of(hit)
+            if hit & flight.again:
+                usual_s = min(self._rtt.smoothed_s, self._rtt.latest_s)
+                if sent.is_probe or arrived_s - sent.sent_at_s < PLAUSIBLE * usual_s:
+                    # The first copy of a fragment may have arrived, which tells nothing about the second.
+                    hit &= ~flight.again
+                    if not hit:
+                        continue
             newest = sent
             sent.has_single_copy = bool(hit & ~flight.again)
             self._newest = max(self._newest, (sent.order, hit.bit_length() - 1))
-        flight.sent = [sent for sent in flight.sent if sent.mask]
         if newest is None:
             self.rate.on_abandoned(nbytes)
             nbytes = 0
@@ -238,8 +225,9 @@ class Sender:
                     overdue &= (1 << newest_bit) - 1
                 if overdue and now_s - sent.sent_at_s >= delay_s:
                     sent.mask &= ~overdue
-                    self._counters.lost_bytes += flight.bytes_of(overdue)
-                    self.rate.on_lost(flight.bytes_of(overdue))
+                    lost_bytes = flight.record.bytes_of(overdue)
+                    self._counters.lost_bytes += lost_bytes
+                    self.rate.on_lost(lost_bytes)
                     self._set_to_send(flight, flight.to_send | overdue)
                 elif overdue:
                     due_at_s = min(due_at_s, sent.sent_at_s + delay_s)
@@ -250,8 +238,7 @@ class Sender:
         """Return when `on_timer` or `next_item` should be called next; infinity if there is nothing to wait for."""
         at_s = min(self._loss_due_at_s, self._probe_at_s())
         if self._waiting or self.cursor < min(self._log.head, self.limit):
-            allowed_at_s = self.rate.send_allowed_at_s()
-            at_s = at_s if allowed_at_s is None else min(at_s, allowed_at_s)
+            at_s = min(at_s, self.rate.send_allowed_at_s())
         return at_s
 
     def _probe_at_s(self) -> float:
@@ -264,7 +251,7 @@ class Sender:
             timeout_s = max(timeout_s, min(timeout_s * backoff, PTO_MAX_S))
         return self._progress_at_s + timeout_s
 
-    def on_timer(self, now_s: float) -> Sending | None:
+    def on_timer(self, now_s: float, address: Address) -> Sending | None:
         """Find losses; if a probe timeout has expired, return the last missing fragment, to send again with a PING."""
         if now_s >= self._loss_due_at_s:
             self._find_losses(now_s)
@@ -272,14 +259,14 @@ class Sender:
             return None
         self._timeouts += 1
         flight = list(self._flights.values())[-1]
-        bit = 1 << ((flight.full & ~flight.acked).bit_length() - 1)
+        bit = 1 << ((flight.record.full & ~flight.acked).bit_length() - 1)
         for sent in flight.sent:
             if sent.mask & bit:
-                sent.mask &= ~bit
-                self._counters.lost_bytes += flight.bytes_of(bit)
-                self.rate.on_abandoned(flight.bytes_of(bit))
-        flight.sent = [sent for sent in flight.sent if sent.mask]
-        probe = self._send(flight, bit, now_s)
+                sent.mask ^= bit
+                lost_bytes = flight.record.bytes_of(bit)
+                self._counters.lost_bytes += lost_bytes
+                self.rate.on_abandoned(lost_bytes)
+        probe = self._send(flight, bit, now_s, address)
         flight.sent[-1].is_probe = True
         return probe
 

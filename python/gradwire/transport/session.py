@@ -27,7 +27,7 @@ from .crypto import (
 from .discovery import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
 from .receiver import ReceiveBudget, Receiver
 from .records import SendLog
-from .sender import Burst, Sender, Sending
+from .sender import Sender, Sending
 from .types import Address, Limits, Peer, PeerStats, Stats, Ticket, Transmit
 
 logger = logging.getLogger(__name__)
@@ -316,11 +316,11 @@ class Session:
     def on_fragments(self, header: wire.DataHeader, batch: memoryview, now_s: float) -> bool:
         """Process neighbouring fragments of one record; return False if they are malformed."""
         receiver = self.receiver
-        if receiver is None or not self.is_established:
+        if receiver is None:
             return True
         self.data_heard_at_s = now_s
         is_valid = receiver.on_fragments(header, batch, now_s)
-        self.wake_at_s = min(self.wake_at_s, receiver.ack_at_s or NEVER_S)
+        self.wake_at_s = min(self.wake_at_s, receiver.ack_at_s)
         return is_valid
 
     def resume(self, now_s: float) -> None:
@@ -381,7 +381,10 @@ class Session:
         self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
 
     def _emit_control(self, datagram: bytes, out: list[Transmit]) -> None:
-        self._endpoint.counters.control_bytes_sent += len(datagram)
+        counters = self._endpoint.counters
+        counters.control_bytes_sent += len(datagram)
+        counters.udp_bytes_sent += len(datagram)
+        counters.datagrams_sent += 1
         out.append(Transmit(self.address, [datagram], len(datagram)))
 
     def _check_timers(self, now_s: float) -> None:
@@ -405,26 +408,26 @@ class Session:
             self._send_ping(now_s)
 
     def _poll_data(self, sender: Sender, now_s: float, out: list[Transmit]) -> None:
-        probe = sender.on_timer(now_s)
+        probe = sender.on_timer(now_s, self.address)
         if probe is not None:
             self._emit(probe, out)
             self._send_ping(now_s)
         for _ in range(BURSTS_PER_POLL):
-            item = sender.next_item(now_s)
+            item = sender.next_item(now_s, self.address)
             if item is None:
                 break
             self._emit(item, out)
 
     def _emit(self, item: Sending, out: list[Transmit]) -> None:
-        if isinstance(item, Burst):
-            out.append(Transmit(self.address, item.slices, item.segment_bytes))
+        if isinstance(item, Transmit):
+            out.append(item)
         else:
             self._frames.append(wire.encode_frame(item))
 
     def _poll_control(self, now_s: float, out: list[Transmit]) -> None:
         receiver = self.receiver
-        ack_at_s = None if receiver is None else receiver.ack_at_s
-        if receiver is not None and ack_at_s is not None and (self._frames or now_s >= ack_at_s):
+        ack_at_s = NEVER_S if receiver is None else receiver.ack_at_s
+        if receiver is not None and (now_s >= ack_at_s or (self._frames and ack_at_s < NEVER_S)):
             # Before a CLOSE, after which the peer reads nothing, so that received messages count as delivered.
             self._frames.insert(0, wire.encode_frame(receiver.make_ack(now_s)))
         while self._frames and self._channel is not None:
@@ -443,15 +446,15 @@ class Session:
             return min(self._retry_at_s, self._began_at_s + ATTEMPT_S + 0.001)
         if self._frames:
             return now_s
-        limits = self._endpoint.limits
-        at_s = min(self._retry_at_s, self.heard_at_s + limits.down_s + 0.001)
-        if self.state is State.UP:
-            at_s = min(at_s, self._control_sent_at_s + limits.heartbeat_s)
-        if self.receiver is not None and self.receiver.ack_at_s is not None:
-            at_s = min(at_s, self.receiver.ack_at_s)
-        if self.sender is not None and self.state in (State.UP, State.CLOSING):
-            at_s = min(at_s, self.sender.deadline_s())
-        return at_s
+        limits, sender, receiver = self._endpoint.limits, self.sender, self.receiver
+        is_up, is_closing = self.state is State.UP, self.state is State.CLOSING
+        return min(
+            self._retry_at_s,
+            self.heard_at_s + limits.down_s + 0.001,
+            self._control_sent_at_s + limits.heartbeat_s if is_up else NEVER_S,
+            sender.deadline_s() if sender is not None and (is_up or is_closing) else NEVER_S,
+            receiver.ack_at_s if receiver is not None else NEVER_S,
+        )
 
     # ---- the end ------------------------------------------------------------------------------------------------
 

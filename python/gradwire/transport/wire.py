@@ -281,9 +281,9 @@ def run_length(data: memoryview, position: int, segment_bytes: int, first: int, 
     stop = position + (most - 1) * segment_bytes + HEADER_BYTES
     if most <= 1 or stop > len(data):  # the last datagram is too short for a header
         return 1
-    indices, numbers = (data[position + at : stop : segment_bytes].tobytes() for at in (2, 8))
-    expected = (_FRAGMENT_INDICES[first : first + most], numbers[:1] * most)
-    differences = 1 << 8 * most  # ends the search for the lowest byte that differs
-    for found, wanted in zip((indices, numbers), expected, strict=True):
-        differences |= int.from_bytes(found, "little") ^ int.from_bytes(wanted, "little")
-    return ((differences & -differences).bit_length() - 1) // 8
+    indices = data[position + 2 : stop : segment_bytes].tobytes()
+    numbers = data[position + 8 : stop : segment_bytes].tobytes()
+    if indices == _FRAGMENT_INDICES[first : first + most] and numbers == numbers[:1] * most:
+        return most
+    headers = zip(indices, numbers, strict=True)
+    return next(at for at, each in enumerate(headers) if each != (first + at, numbers[0]))

@@ -1,0 +1,124 @@
+"""The cost model's prediction of a step beside the measured step, over shaped links and loopback.
+
+Every node is a process in a network namespace of its own, which needs root, iproute2 and a quiet machine. A step's
+computation is a sleep, because the nodes share few processors; for the same reason the machine's rates are slowed by
+the number of nodes over that of processors.
+
+    python benchmarks/bench_cost.py --json cost.json        # an hour
+    python benchmarks/bench_cost.py --links 100 --nodes 2 --elements 1000000
+    python benchmarks/publish.py cost.json docs/scale.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from contextlib import nullcontext
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from children import children
+from harness import Report, Row, Target
+from training.network import network
+from transport_goodput import SECRET
+from updates import THRESHOLD, SteadyState
+
+COMPUTE_S, DENSITY = 0.02, 0.01
+WARMUP_STEPS, STEPS_MIN, STEPS_MAX, MEASURED_S = 2, 2, 30, 20.0
+LOOPBACK_BYTES_PER_S = 5e9  # no limit of the kernel's; the processors are slower
+WAYS: dict[str, dict[str, Any]] = {
+    "mesh": {"topology": "mesh"},
+    "sharded": {"topology": "sharded"},
+    "dense": {"topology": "mesh", "codec": "dense"},
+}
+
+
+def take_steps(pipe: Connection, rank: int, host: str, elements: int, way: str, steps: int) -> None:
+    """Be one node, and report the seconds of every step."""
+    import gradwire as gw
+
+    state, params = SteadyState.make(elements, DENSITY, rank), np.zeros(elements, np.float32)
+    encoder = gw.Encoder(elements, threshold=gw.FixedThreshold(THRESHOLD))
+    encoder.residual[...] = state.residual
+    with gw.Node(f"{host}:0", secret=SECRET) as node:
+        pipe.send(node.address)
+        addresses = pipe.recv()
+        for address in addresses[:rank]:
+            node.add_peer(address)
+        share = gw.Exchange(
+            encoder, node, min_peers=len(addresses) - 1, timeout_s=600.0, **WAYS[way]
+        )
+        seconds = []
+        for _ in range(WARMUP_STEPS + steps):
+            begin_s = time.perf_counter()
+            time.sleep(COMPUTE_S)
+            share.step(state.update, params)
+            seconds.append(time.perf_counter() - begin_s)
+        pipe.send(seconds[WARMUP_STEPS:])
+        pipe.recv()
+
+
+def measured(nodes: int, mbit: int, elements: int, way: str, steps: int) -> list[float]:
+    """Return the seconds of every step of the first node."""
+    unlimited = nullcontext((["127.0.0.1"] * nodes, []))
+    with network(nodes, mbit) if mbit else unlimited as (hosts, commands):
+        spaces = tuple(command[-1] for command in commands)
+        calls = [(take_steps, rank, host, elements, way, steps) for rank, host in enumerate(hosts)]
+        with children(*calls, namespaces=spaces) as pipes:
+            addresses = [pipe.recv() for pipe in pipes]
+            for pipe in pipes:
+                pipe.send(addresses)
+            found = [pipe.recv() for pipe in pipes]
+            for pipe in pipes:
+                pipe.send("end")
+    return list(found[0])
+
+
+def main() -> None:
+    """Measure, print, and write JSON if asked."""
+    from gradwire import calibration, cost
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--links", type=int, nargs="+", default=[10, 100, 1_000, 0], help="Mbit/s")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--elements", type=int, nargs="+", default=[1_000_000, 5_000_000])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--json", type=Path, help="write the report here as well")
+    options = parser.parse_args()
+    report, errors = Report("cost", {"computation": f"{COMPUTE_S * 1e3:g} ms"}), []
+    rates = calibration.measure()
+    for mbit in options.links:
+        for nodes in options.nodes:
+            for elements in options.elements:
+                job = cost.Job(
+                    elements=elements,
+                    nodes=nodes,
+                    step_s=COMPUTE_S,
+                    link_bytes_per_s=mbit * 125_000.0 or LOOPBACK_BYTES_PER_S,
+                    latency_s=2e-5,
+                    density=DENSITY,
+                    frame_bytes=42,
+                    rates=rates.slowed(max(1.0, nodes / (os.cpu_count() or 1))),
+                )
+                for way in options.ways:
+                    predicted_s = cost.exchange(job, **WAYS[way]).step_s
+                    steps = round(min(max(MEASURED_S / predicted_s, STEPS_MIN), STEPS_MAX))
+                    step_s = statistics.median(measured(nodes, mbit, elements, way, steps))
+                    errors.append(abs(predicted_s / step_s - 1.0))
+                    where = f"{mbit} Mbit/s" if mbit else "loopback", f"{nodes} nodes"
+                    what = f"{', '.join(where)}, {elements / 1e6:g} M elements"
+                    note = f"{step_s * 1e3:.4g} ms, predicted {predicted_s * 1e3:.4g} ms"
+                    ratio = predicted_s / step_s
+                    report.add([Row("cost", what, way, ratio, ratio, note=note)])
+    figures = statistics.median(errors), max(errors)
+    for name, figure, most in zip(("median", "largest"), figures, (0.15, 0.35), strict=True):
+        report.add([Row("cost-errors", "error", name, figure, figure, target=Target("<=", most))])
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()
