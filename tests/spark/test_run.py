@@ -1,4 +1,4 @@
-"""Spark tasks that train together: real Spark, in local mode.
+"""Spark tasks that train together: real Spark.
 
 What goes to the tasks is defined inside the tests: Spark sends such functions whole, others by their module's name.
 """
@@ -6,8 +6,8 @@ What goes to the tasks is defined inside the tests: Spark sends such functions w
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,31 +19,6 @@ import gradwire.spark
 # ruff: noqa: ARG001, ARG005 - tasks get their rows whether they want them or not
 
 TASKS = 3
-
-
-@pytest.fixture(scope="module")
-def spark() -> Iterator[Any]:
-    """A Spark of this machine with four slots."""
-    import pyspark
-
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYSPARK_PYTHON", sys.executable)
-    paths = os.pathsep.join(path for path in sys.path if path)
-    configuration = (
-        pyspark.SparkConf()
-        .setMaster("local[4]")
-        .set("spark.ui.enabled", "false")
-        .set("spark.driver.host", "127.0.0.1")
-        .set("spark.driver.bindAddress", "127.0.0.1")
-        .set("spark.executorEnv.PYTHONPATH", paths)
-        .set("spark.scheduler.barrier.maxConcurrentTasksCheck.maxFailures", "1")
-        .set("spark.scheduler.barrier.maxConcurrentTasksCheck.interval", "1s")
-    )
-    context = pyspark.SparkContext(conf=configuration)
-    context.setLogLevel("OFF")
-    yield context
-    context.stop()
-    patch.undo()
 
 
 @pytest.mark.spark
@@ -149,6 +124,31 @@ def test_outside_a_barrier_stage_the_error_says_what_to_use(spark: Any) -> None:
 
     [text] = spark.parallelize([1], 1).mapPartitions(task).collect()
     assert "must be called in a task of a barrier stage" in text
+
+
+@pytest.mark.spark
+def test_a_stage_whose_task_dies_runs_again(spark: Any, tmp_path: Path) -> None:
+    flag = str(tmp_path / "died")
+
+    def train(node: gw.Node, rows: Iterator[int]) -> tuple[int, int]:
+        if node.id == 1 and not os.path.exists(flag):
+            open(flag, "w").close()
+            os._exit(1)
+        return node.id, sum(rows)
+
+    results = gradwire.spark.run(spark.parallelize(range(4), 2), train)
+    assert os.path.exists(flag)
+    assert results == [(0, 1), (1, 5)]
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_results_that_are_together_larger_than_the_driver_accepts_arrive(spark: Any) -> None:
+    """Each fits spark.driver.maxResultSize of 1 GiB, all together do not."""
+    results = gradwire.spark.run(
+        spark.parallelize(range(4), 2), lambda node, rows: bytes(560 << 20 if node.id < 2 else 0)
+    )
+    assert [len(one) for one in results] == [560 << 20] * 2
 
 
 @pytest.mark.spark

@@ -1,4 +1,4 @@
-"""Training on Spark: a connected node in every task of a barrier stage.
+"""Training on Spark: estimators for DataFrames, and a connected node in every task of a barrier stage.
 
 Spark starts all tasks at the same time and gives each its part of the data. Updates travel directly between the tasks,
 not through the driver; there is no master.
@@ -8,118 +8,37 @@ Requires ``pip install "gradwire[spark]"`` where the driver runs, and gradwire o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeVar
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from gradwire.errors import TransportError
-from gradwire.transport import Node, generate_secret, parse_secret
-
-from .placement import host_of, where_to_bind
+from .masters import ParameterAveraging, SharedTraining
+from .tasks import node, run
 
 if TYPE_CHECKING:
-    from pyspark import RDD
+    from .estimator import TorchEstimator, TorchModel
+    from .stream import Production, stream
 
-__all__ = ["node", "run"]
+__all__ = [
+    "ParameterAveraging",
+    "Production",
+    "SharedTraining",
+    "TorchEstimator",
+    "TorchModel",
+    "node",
+    "run",
+    "stream",
+]
 
-Result = TypeVar("Result")
-
-
-def run(
-    data: RDD[Any],
-    train: Callable[[Node, Iterator[Any]], Result],
-    *,
-    secret: bytes | str | PathLike[str] | None = None,
-    **options: Any,
-) -> list[Result]:
-    """Train on all partitions of ``data`` at the same time, one task and one node for each.
-
-    Args:
-        data: an RDD, for a DataFrame its ``.rdd``. The cluster needs a free slot for every partition at once.
-        train: called in every task as ``train(node, rows)``, with the node connected to those of all other tasks and
-            the rows of the task's partition; its result must be picklable.
-        secret: as for `Node`; by default a new one for this call. The secret is sent to the executors with ``train``,
-            unencrypted unless Spark's own connections are encrypted.
-        options: for `node`.
-
-    Returns:
-        The results of ``train``, in the order of the partitions.
-
-    Raises:
-        TypeError: ``data`` is no RDD.
-        ValueError: the secret is weak or malformed.
-        py4j.protocol.Py4JJavaError: a task failed (the error has its traceback), or there were too few slots.
-
-    Example:
-        >>> def train(node, rows):  # doctest: +SKIP
-        ...     inputs = np.array(list(rows), np.float32)
-        ...     share = gw.Exchange(gw.Encoder(params.size), node)
-        ...     for _ in range(100):
-        ...         share.step(-0.1 * gradient(inputs, params), params)
-        ...     return params
-        >>> results = gradwire.spark.run(sc.parallelize(rows, 4), train)  # doctest: +SKIP
-    """
-    if not callable(getattr(data, "barrier", None)):
-        raise TypeError(
-            f"data must be an RDD, got {type(data).__name__}; use a DataFrame's .rdd, or without one (Spark Connect) "
-            "call gradwire.spark.node in df.mapInPandas(..., barrier=True)"
-        )
-    key = parse_secret(generate_secret() if secret is None else secret)
-
-    def task(rows: Iterator[Any]) -> Iterator[Result]:
-        with node(secret=key, **options) as connected:
-            yield train(connected, rows)
-
-    results: list[Result] = data.barrier().mapPartitions(task).collect()
-    return results
+# Imported at first use: they need torch, pyarrow and pandas.
+_LAZY = {
+    "Production": "stream",
+    "TorchEstimator": "estimator",
+    "TorchModel": "estimator",
+    "stream": "stream",
+}
 
 
-def node(
-    *,
-    secret: bytes | str | PathLike[str] | None = None,
-    network_mask: str | None = None,
-    port: int = 0,
-    timeout_s: float = 60.0,
-    **options: Any,
-) -> Node:
-    """Return a node connected to those of all other tasks; call this once in each task of a barrier stage.
-
-    The node's id is the number of the task's partition, so checkpoints fit when the stage runs again. Without a mask
-    and without GRADWIRE_IP the node binds the address that routes to the executors of other machines, or loopback if
-    there are none.
-
-    Args:
-        secret: the same in all tasks; see `Node`.
-        network_mask: a network such as "10.1.1.0/24" in which every machine has one address.
-        port: the first UDP port for the tasks of each machine, which use consecutive ports; 0 lets the system choose.
-        timeout_s: how long to wait for the other tasks' nodes once all tasks have begun.
-        options: for `Node`.
-
-    Raises:
-        TransportError: not called in a task of a barrier stage.
-        TimeoutError: not all nodes could be reached; the message names those that were.
-        ValueError: the port does not fit, no address reaches the other executors, or an option of `Node` is wrong.
-        OSError: the address cannot be bound.
-    """
-    from pyspark import BarrierTaskContext
-
-    try:
-        context = BarrierTaskContext.get()
-    except Exception as error:
-        raise TransportError(
-            "gradwire.spark.node must be called in a task of a barrier stage: use gradwire.spark.run, "
-            "rdd.barrier().mapPartitions or df.mapInPandas(..., barrier=True)"
-        ) from error
-    rank = context.partitionId()
-    hosts = [host_of(info.address) for info in context.getTaskInfos()]
-    bind = where_to_bind(hosts, rank, port, network_mask)
-    made = Node(bind, secret=secret, network_mask=network_mask, node_id=rank, **options)
-    try:
-        for address in context.allGather(made.address):
-            made.add_peer(address)
-        made.wait_for_peers(len(hosts) - 1, timeout_s)
-        context.barrier()  # a task that finishes early must not close its node before all are connected
-    except BaseException:
-        made.close(timeout_s=0.0)
-        raise
-    return made
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"gradwire.spark.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'gradwire.spark' has no attribute {name!r}")

@@ -1,0 +1,436 @@
+"""An estimator of `pyspark.ml` that trains a torch model on all executors, and the model that it gives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from pyspark import cloudpickle
+from pyspark.ml import Estimator, Model
+from pyspark.ml.param import Param, Params
+from pyspark.ml.util import (
+    DefaultParamsReader,
+    DefaultParamsWriter,
+    MLReadable,
+    MLReader,
+    MLWritable,
+    MLWriter,
+)
+from pyspark.sql import functions as F  # noqa: N812
+
+from ..errors import Closed, GradwireError
+from ..transport import Node, generate_secret, parse_secret
+from . import data, rounds
+from .history import History
+from .masters import ParameterAveraging, SharedTraining
+from .session import cancelled_with_this, check_slots, driver_address
+from .tasks import PIECE_BYTES
+from .train import OUTPUT, Job, device_of, train, unpack
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+__all__ = ["TorchEstimator", "TorchModel"]
+
+_LOG = logging.getLogger("gradwire.spark")
+
+# Options that the model takes from its estimator, and their defaults.
+_BOTH: dict[str, Any] = {
+    "model": None,
+    "features_col": "features",
+    "prediction_col": "prediction",
+    "raw_prediction_col": None,
+    "probability_col": None,
+    "batch_size": 64,
+    "device": "auto",
+}
+_ESTIMATOR: dict[str, Any] = {
+    **_BOTH,
+    "optimizer": None,
+    "loss": None,
+    "label_col": "label",
+    "weight_col": None,
+    "validation_indicator_col": None,
+    "num_workers": 2,
+    "epochs": 1,
+    "seed": 0,
+    "training": None,
+    "patience": 0,
+    "checkpoint": None,
+    "checkpoint_every": 1000,
+    "collect_stats": False,
+}
+
+
+def _with_params(defaults: dict[str, Any]) -> Callable[[type], type]:
+    """Add a Param for every option to a class."""
+
+    def add(kind: type) -> type:
+        for name in defaults:
+            param: Any = Param(Params._dummy(), name, f"see {kind.__name__}")
+            setattr(kind, name, param)
+        return kind
+
+    return add
+
+
+class _Stored(MLReadable[Any], MLWritable):
+    """Saving and loading: parameters and state as rows of a DataFrame, in any file system of Spark."""
+
+    def write(self) -> MLWriter:
+        """Return the writer."""
+        return _Writer(self)
+
+    @classmethod
+    def read(cls) -> MLReader[Any]:
+        """Return the reader."""
+        return _Reader(cls)
+
+
+class _Writer(MLWriter):
+    def __init__(self, instance: Any) -> None:
+        super().__init__()
+        self._instance = instance
+
+    def saveImpl(self, path: str) -> None:  # noqa: N802  (Spark's name)
+        one = self._instance
+        DefaultParamsWriter.saveMetadata(one, path, self.sparkSession, paramMap={})
+        values = {param.name: value for param, value in one._paramMap.items()}
+        stored = {"params": cloudpickle.dumps(values), **one._stored()}
+        rows = [
+            (kind, part, data[start : start + PIECE_BYTES])
+            for kind, data in stored.items()
+            for part, start in enumerate(range(0, len(data), PIECE_BYTES))
+        ]
+        frame = self.sparkSession.createDataFrame(rows, "kind string, part int, data binary")
+        frame.write.parquet(f"{path}/data")
+
+
+class _Reader(MLReader[Any]):
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def load(self, path: str) -> Any:
+        spark = self.sparkSession
+        name = f"{self._kind.__module__}.{self._kind.__name__}"
+        metadata = DefaultParamsReader.loadMetadata(path, spark, name)
+        pieces: dict[str, list[bytes]] = {}
+        for row in spark.read.parquet(f"{path}/data").orderBy("kind", "part").toLocalIterator():
+            pieces.setdefault(row.kind, []).append(bytes(row.data))
+        stored = {kind: b"".join(found) for kind, found in pieces.items()}
+        one = self._kind()
+        one._resetUid(metadata["uid"])
+        one._set(**cloudpickle.loads(stored.pop("params")))
+        one._restore(stored)
+        return one
+
+
+@_with_params(_ESTIMATOR)
+class TorchEstimator(Estimator["TorchModel"], _Stored):
+    """Trains a torch model on the executors of a Spark cluster.
+
+    ``model``, ``optimizer`` and ``loss`` are functions that the workers call: each makes its own copy, with the same
+    initial parameters. Rows are spilled to the executors' disks. Every worker takes ceil(rows / (workers × batch_size))
+    steps per epoch: a worker with more rows continues next time where it stopped, one with fewer begins again.
+
+    Args:
+        model: function without arguments that returns the module.
+        optimizer: function of the parameters that returns the optimiser.
+        loss: function without arguments, or a class, that returns the loss of (outputs, labels). With
+            ``weight_col`` the loss returns one value per row (``reduction="none"``).
+        features_col: a column of arrays or vectors, or a list of columns of numbers; float32 for the model.
+        label_col: a column of whole numbers (int64 for the loss), other numbers, arrays or vectors (float32).
+        weight_col: a column of the rows' weights.
+        validation_indicator_col: a boolean column; true: not for training.
+        prediction_col: for the model's prediction: the output, or with several outputs the index of the largest.
+        raw_prediction_col: for the vector of outputs.
+        probability_col: for the vector of their softmax.
+        num_workers: tasks that train at the same time; the cluster needs so many free slots.
+        batch_size: rows in each worker's batch.
+        epochs: passes over the rows.
+        seed: of initial parameters and order.
+        device: "auto" takes the GPU that Spark assigned to the task, or the CPU.
+        training: `SharedTraining` (the default) or `ParameterAveraging`.
+        patience: epochs without a better validation loss before training stops; the best model is returned then.
+        checkpoint: a folder, any fsspec URL that all executors reach: training goes on from there after an executor was
+            lost.
+        checkpoint_every: steps between checkpoints.
+        collect_stats: keep every worker's times and bytes in ``model.history``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        unknown = options.keys() - _ESTIMATOR.keys()
+        if unknown:
+            raise TypeError(f"unknown options {sorted(unknown)}; there are {', '.join(_ESTIMATOR)}")
+        self._setDefault(**_ESTIMATOR)
+        self._set(**options)
+        self._resume: str | None = None
+
+    def value(self, name: str) -> Any:
+        """Return the value of a parameter."""
+        return self.getOrDefault(self.getParam(name))
+
+    def fit(self, dataset: Any, params: Any = None, *, resume: str | None = None) -> Any:
+        """Train.
+
+        Args:
+            dataset: a DataFrame.
+            params: parameters that override the estimator's, or a list of such, as for every estimator.
+            resume: folder with the checkpoints of an earlier fit, as its log names it.
+
+        Raises:
+            GradwireError: a worker failed; the error has its traceback.
+            ValueError, TypeError: a parameter or column is wrong.
+        """
+        if resume is not None:
+            continued = self.copy()
+            continued._resume = resume
+            return continued.fit(dataset, params)
+        return super().fit(dataset, params)
+
+    def _fit(self, dataset: DataFrame) -> TorchModel:
+        spark = dataset.sparkSession
+        job, rows = self._job(), self._rows(dataset)
+        workers = self.value("num_workers")
+        if isinstance(job.training, ParameterAveraging) and job.training.via == "spark":
+            with cancelled_with_this(spark, self.uid):
+                history, state = rounds.fit(job, rows, workers, _report)
+        else:
+            check_slots(spark, workers)
+            history, state = self._run(spark, job, rows)
+        model = TorchModel()
+        model._set(**{name: self.value(name) for name in _BOTH})
+        model.state, model.rows = state, history
+        model.has_stats = self.value("collect_stats")
+        return model._resetUid(self.uid)
+
+    def _job(self) -> Job:
+        values = {name: self.value(name) for name in _ESTIMATOR}
+        for name in ("model", "optimizer", "loss"):
+            if not callable(values[name]):
+                raise TypeError(f"{name} is {values[name]!r}, must be a function that makes it")
+        for name, least in (
+            *(("num_workers", 1), ("batch_size", 1), ("epochs", 1)),
+            *(("checkpoint_every", 1), ("patience", 0)),
+        ):
+            if not isinstance(values[name], int) or values[name] < least:
+                raise ValueError(f"{name} is {values[name]!r}, must be {least} or more")
+        training = SharedTraining() if values["training"] is None else values["training"]
+        if not isinstance(training, (SharedTraining, ParameterAveraging)):
+            raise TypeError(
+                f"training is {training!r}, must be SharedTraining or ParameterAveraging"
+            )
+        if values["patience"] and values["validation_indicator_col"] is None:
+            raise ValueError("patience needs validation_indicator_col")
+        checkpoint = values["checkpoint"]
+        if checkpoint is not None:
+            # A folder of its own: two fits with the same parameters do not meet.
+            checkpoint = f"{checkpoint.rstrip('/')}/{self.uid}-{secrets.token_hex(4)}"
+            _LOG.info("checkpoints are in %s", checkpoint)
+        names = ("model", "optimizer", "loss", "batch_size", "epochs", "seed", "device", "patience")
+        return Job(
+            **{name: values[name] for name in (*names, "checkpoint_every")},
+            training=training,
+            secret=parse_secret(generate_secret()),
+            checkpoint=checkpoint,
+            resume=self._resume.rstrip("/") if self._resume else None,
+            driver=None,
+        )
+
+    def _rows(self, dataset: DataFrame) -> DataFrame:
+        """Return the rows in one partition per worker."""
+        columns = [data.features(dataset, self.value("features_col")).alias(data.FEATURES)]
+        for name, role in (
+            *(("label_col", data.LABEL), ("weight_col", data.WEIGHT)),
+            ("validation_indicator_col", data.VALIDATION),
+        ):
+            if self.value(name) is not None:
+                columns.append(data.numeric(dataset, self.value(name), role).alias(role))
+        return dataset.select(*columns).repartition(self.value("num_workers"))
+
+    def _run(self, spark: SparkSession, job: Job, rows: DataFrame) -> tuple[list[Any], bytes]:
+        """Train in a barrier stage; return the history and the model's state."""
+        from dataclasses import replace
+
+        pieces: dict[str, dict[int, bytes]] = {}
+        with cancelled_with_this(spark, self.uid), _Progress(spark, job.secret) as progress:
+            told = replace(job, driver=progress.address)
+            # Without a shuffle behind it Spark would not repeat a barrier stage whose executor was lost.
+            trained = rows.mapInArrow(lambda batches: train(told, batches), OUTPUT, barrier=True)
+            for row in trained.repartition(4).toLocalIterator():
+                if row.kind == "error":
+                    raise GradwireError(f"worker {row.worker} failed:\n{bytes(row.data).decode()}")
+                pieces.setdefault(row.kind, {})[row.part] = bytes(row.data)
+            found = {
+                kind: b"".join(parts[part] for part in sorted(parts))
+                for kind, parts in pieces.items()
+            }
+            history = json.loads(found["history"])
+            progress.finish(history)
+        return history, found["model"]
+
+    def _stored(self) -> dict[str, bytes]:
+        return {}
+
+    def _restore(self, stored: dict[str, bytes]) -> None:
+        """Do nothing: the parameters are all there is."""
+
+
+@_with_params(_BOTH)
+class TorchModel(Model, _Stored):
+    """A trained torch model; made by `TorchEstimator`.
+
+    Attributes:
+        state: the module's ``state_dict``, as bytes of ``torch.save``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(**_BOTH)
+        self.state = b""
+        self.rows: list[dict[str, Any]] = []
+        self.has_stats = False
+
+    @property
+    def history(self) -> History:
+        """A pandas frame with one row per epoch, or per epoch and worker with ``collect_stats=True``."""
+        frame = History(self.rows)
+        if self.has_stats or not self.rows:
+            return frame
+        names = {"loss": "first", "validation_loss": "first", "rows": "sum"}
+        found = frame.groupby("epoch", as_index=False).agg(
+            {**names, "steps": "max", "seconds": "max"}
+        )
+        return History(found)
+
+    def module(self) -> torch.nn.Module:
+        """Return the trained module, on the CPU."""
+        module: torch.nn.Module = self.getOrDefault("model")()
+        module.load_state_dict(unpack(self.state))
+        return module.eval()
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        values = {name: self.getOrDefault(name) for name in _BOTH}
+        predict = F.pandas_udf(  # type: ignore[attr-defined,call-overload,unused-ignore]
+            _predictor(values, self.state),
+            "prediction double, raw array<float>, probability array<float>",
+        )
+        from pyspark.ml.functions import array_to_vector
+
+        names = dataset.columns
+        outputs = predict(data.features(dataset, values["features_col"]))
+        found = dataset.withColumn("gradwire_outputs", outputs)
+        outputs = F.col("gradwire_outputs")
+        for name, column in (
+            ("prediction_col", outputs["prediction"]),
+            ("raw_prediction_col", array_to_vector(outputs["raw"])),
+            ("probability_col", array_to_vector(outputs["probability"])),
+        ):
+            if values[name]:
+                found = found.withColumn(values[name], column)
+                names = [*names, values[name]]
+        return found.select(*dict.fromkeys(names))
+
+    def _stored(self) -> dict[str, bytes]:
+        about = {"history": self.rows, "has_stats": self.has_stats}
+        return {"model": self.state, "about": json.dumps(about).encode()}
+
+    def _restore(self, stored: dict[str, bytes]) -> None:
+        about = json.loads(stored["about"])
+        self.state, self.rows, self.has_stats = (
+            stored["model"],
+            about["history"],
+            about["has_stats"],
+        )
+
+
+def _predictor(values: dict[str, Any], state: bytes) -> Callable[..., Any]:
+    """Return the function that predicts, batch by batch; it loads the model once per task."""
+
+    def predict(batches: Iterator[pd.Series]) -> Iterator[pd.DataFrame]:
+        device = device_of(values["device"])
+        module = values["model"]().to(device)
+        module.load_state_dict(unpack(state))
+        module.eval()
+        for series in batches:
+            parts = []
+            for first in range(0, len(series), values["batch_size"]):
+                rows = series.iloc[first : first + values["batch_size"]]
+                if rows.isna().any():
+                    raise ValueError(
+                        f"column {values['features_col']!r} has a null: fill or drop such rows first"
+                    )
+                with torch.no_grad():
+                    inputs = torch.from_numpy(np.stack(rows.to_numpy()).astype(np.float32))
+                    parts.append(module(inputs.to(device)).reshape(len(rows), -1).float().cpu())
+            raw = torch.cat(parts) if parts else torch.empty(0, 1)
+            chosen = raw[:, 0] if raw.shape[1] == 1 else raw.argmax(1)
+            yield pd.DataFrame(
+                {
+                    "prediction": chosen.double().numpy(),
+                    "raw": list(raw.numpy()),
+                    "probability": list(torch.softmax(raw, 1).numpy()),
+                }
+            )
+
+    return predict
+
+
+def _report(rows: list[dict[str, Any]]) -> None:
+    """Log one epoch."""
+    first, seconds = rows[0], max(one["seconds"] for one in rows)
+    own = sum(one["encode_s"] + one["wait_s"] + one["apply_s"] for one in rows)
+    _LOG.info(
+        "epoch %d: loss %.4g, validation %.4g, %.0f rows/s, %.0f%% of the time in gradwire",
+        first["epoch"],
+        first["loss"],
+        first["validation_loss"],
+        sum(one["rows"] for one in rows) / max(seconds, 1e-9),
+        100 * own / max(sum(one["seconds"] for one in rows), 1e-9),
+    )
+
+
+class _Progress:
+    """Epochs as they end: one worker sends them to the driver, where it can reach the driver's node."""
+
+    def __init__(self, spark: SparkSession, secret: bytes) -> None:
+        self._node = Node("0.0.0.0:0", secret=secret)
+        self.address = driver_address(spark, self._node)
+        self._told = -1
+        self._thread = threading.Thread(target=self._listen, name="gradwire-progress", daemon=True)
+
+    def __enter__(self) -> _Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._node.close(0.0)
+        self._thread.join()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(Closed):
+            while True:
+                for message in self._node.receive(1.0):
+                    self._tell(json.loads(bytes(message.payload)))
+
+    def _tell(self, rows: list[dict[str, Any]]) -> None:
+        if rows[0]["epoch"] > self._told:
+            self._told = rows[0]["epoch"]
+            _report(rows)
+
+    def finish(self, history: list[dict[str, Any]]) -> None:
+        """Report the epochs of which no message came."""
+        self._node.close(0.0)
+        self._thread.join()
+        for epoch in sorted({one["epoch"] for one in history}):
+            self._tell([one for one in history if one["epoch"] == epoch])

@@ -1,0 +1,89 @@
+"""The two ways in which the workers of an estimator train together."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..policy import TargetDensity
+
+__all__ = ["ParameterAveraging", "SharedTraining"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedTraining:
+    """Every worker's optimiser steps are shared as threshold messages (Deeplearning4j's SharedTrainingMaster).
+
+    Attributes:
+        threshold: a threshold policy, or a number.
+        topology: "mesh", "sharded" or "auto", as for `Exchange`.
+        mode: "sync": a step waits for all workers' messages; "async": it takes those that have arrived.
+        every: steps between exchanges.
+        port: the first UDP port of the workers of each machine; 0: the system chooses.
+        network_mask: a network such as "10.1.1.0/24", in which every machine has one address.
+        workers_per_node: workers of a machine that share one residual and send one message per step; 1: each worker
+            sends its own.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    threshold: Any = field(default_factory=lambda: TargetDensity(0.01))
+    topology: Literal["auto", "mesh", "sharded"] = "auto"
+    mode: Literal["sync", "async"] = "sync"
+    every: int = 1
+    port: int = 0
+    network_mask: str | None = None
+    workers_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        _check_choice("topology", self.topology, "auto", "mesh", "sharded")
+        _check_choice("mode", self.mode, "sync", "async")
+        _check_common(self)
+        if self.workers_per_node != 1:
+            raise ValueError(
+                f"workers_per_node is {self.workers_per_node}; Spark's tasks are processes that cannot form a team "
+                "yet, use 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterAveraging:
+    """Workers train on their own and average their parameters (Deeplearning4j's ParameterAveragingTrainingMaster).
+
+    Attributes:
+        every: steps between averages.
+        average_optimizer: average the optimiser's state too.
+        via: "udp": between the workers; "spark": through Spark's own connections, one job per average, where firewalls
+            allow nothing else.
+        port: as `SharedTraining.port`.
+        network_mask: as `SharedTraining.network_mask`.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    every: int = 5
+    average_optimizer: bool = True
+    via: Literal["udp", "spark"] = "udp"
+    port: int = 0
+    network_mask: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("via", self.via, "udp", "spark")
+        _check_common(self)
+
+
+def _check_common(training: SharedTraining | ParameterAveraging) -> None:
+    if not isinstance(training.every, int) or training.every < 1:
+        raise ValueError(f"every is {training.every!r}, must be a number of steps, 1 or more")
+    if not 0 <= training.port <= 65_535:
+        raise ValueError(f"port is {training.port}, must be 0 to 65535")
+    if training.network_mask is not None:
+        ipaddress.ip_network(training.network_mask, strict=False)
+
+
+def _check_choice(name: str, value: str, *choices: str) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, must be one of {', '.join(choices)}")

@@ -1,0 +1,86 @@
+"""A Spark session, classic or Connect: its slots, its jobs, and the driver's address."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from ..exchange.clock import now_s
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from ..transport import Node
+
+__all__ = ["cancelled_with_this", "check_slots", "driver_address", "is_connect"]
+
+_SLOTS_S: Final = 45.0  # for executors to register
+
+
+def is_connect(spark: SparkSession) -> bool:
+    """Return whether a session is one of Spark Connect."""
+    return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def check_slots(spark: SparkSession, workers: int) -> None:
+    """Raise if the cluster cannot run all workers at the same time; Spark itself would say so after ten minutes.
+
+    Raises:
+        ValueError: dynamic allocation is on, or there are too few slots.
+    """
+    if str(spark.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true":
+        raise ValueError(
+            "all workers train at the same time, which Spark does not allow with dynamic allocation: set "
+            "spark.dynamicAllocation.enabled=false"
+        )
+    slots = _slots(spark)
+    end_s = now_s() + _SLOTS_S
+    while slots is not None and slots < workers and now_s() < end_s and not is_connect(spark):
+        threading.Event().wait(0.5)  # executors may be on their way
+        slots = _slots(spark)
+    if slots is not None and slots < workers:
+        raise ValueError(
+            f"num_workers is {workers}, and the cluster has slots for {slots} tasks: use fewer workers, or more "
+            "executors or cores (spark.executor.instances, spark.executor.cores), or a smaller spark.task.cpus"
+        )
+
+
+def _slots(spark: SparkSession) -> int | None:
+    """Return the number of tasks that the cluster runs at the same time; None if it cannot be known."""
+    if not is_connect(spark):
+        context = spark.sparkContext._jsc.sc()
+        profile = context.resourceProfileManager().defaultResourceProfile()
+        return int(context.maxNumConcurrentTasks(profile))
+    master = str(spark.conf.get("spark.master", ""))
+    cores = re.fullmatch(r"local\[(\d+)(?:,\d+)?\]|local-cluster\[(\d+),(\d+),\d+\]", master)
+    if cores is None:
+        return None
+    local, executors, each = (int(one or 0) for one in cores.groups())
+    return (local + executors * each) // int(spark.conf.get("spark.task.cpus", "1") or 1)
+
+
+@contextlib.contextmanager
+def cancelled_with_this(spark: SparkSession, name: str) -> Iterator[None]:
+    """Cancel the jobs of the block when it is left by an exception, such as KeyboardInterrupt."""
+    tag = f"{name}-{threading.get_ident()}"
+    spark.addTag(tag)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error counts
+            spark.interruptTag(tag)
+        raise
+    finally:
+        spark.removeTag(tag)
+
+
+def driver_address(spark: SparkSession, node: Node) -> str:
+    """Return the address at which executors reach a node of this process, as far as Spark knows it."""
+    if is_connect(spark):
+        return node.address
+    context: Any = spark.sparkContext
+    host = context.getConf().get("spark.driver.host")
+    return f"{host}:{node.address.rpartition(':')[2]}"

@@ -1,0 +1,567 @@
+"""One worker of a training: a task of a barrier stage with its rows, its node and its copy of the model."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import math
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from ..codec import Encoder
+from ..errors import GradwireError, PeerLost, TransportError
+from ..exchange import Exchange, Groups, StepResult
+from ..exchange.clock import now_s
+from ..torch import SharedOptimizer
+from ..transport import Node
+from .data import FEATURES, LABEL, WEIGHT, Shuffled, Spill, spill
+from .masters import ParameterAveraging, SharedTraining
+from .placement import host_of, where_to_bind
+from .tasks import PIECE_BYTES
+
+__all__ = ["OUTPUT", "Job", "batch_loss", "device_of", "pack", "train", "unpack"]
+
+OUTPUT: Final = "worker int, kind string, part int, data binary"
+CONNECT_S: Final = (
+    40.0  # so that a cluster whose machines do not reach each other fails within a minute
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a worker has to know."""
+
+    model: Callable[[], torch.nn.Module]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    loss: Callable[[], Callable[..., torch.Tensor]]
+    training: SharedTraining | ParameterAveraging
+    secret: bytes
+    batch_size: int
+    epochs: int
+    seed: int
+    device: str
+    patience: int
+    checkpoint: str | None  #: folder of this fit, by fsspec
+    checkpoint_every: int
+    resume: str | None
+    driver: str | None  #: address of the driver's node
+
+
+@dataclass
+class Times:
+    """Seconds, bytes and rows of one worker in one epoch."""
+
+    epoch: int = 0
+    start_s: float = 0.0
+    seconds: float = 0.0
+    loss: float = 0.0
+    rows: int = 0
+    steps: int = 0
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    encode_s: float = 0.0
+    wait_s: float = 0.0
+    apply_s: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    held_loss: float = 0.0
+    held_weight: float = 0.0
+
+    @property
+    def gradwire_s(self) -> float:
+        """Seconds in gradwire."""
+        return self.encode_s + self.wait_s + self.apply_s
+
+    def add(self, result: StepResult | None) -> None:
+        """Count an exchange."""
+        if result is not None:
+            for name in ("encode_s", "wait_s", "apply_s", "sent_bytes", "received_bytes"):
+                setattr(self, name, getattr(self, name) + getattr(result, name))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the values by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+class Stopped(GradwireError):
+    """Another worker failed, and said so."""
+
+
+def pack(value: Any) -> bytes:
+    """Return tensors and numbers as torch writes them."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """Return what ``pack`` was given: tensors and plain values only."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def device_of(name: str) -> torch.device:
+    """Return a task's device: "auto" is the GPU that Spark gave to the task, or else the CPU."""
+    from pyspark import TaskContext
+
+    if name == "cpu":
+        return torch.device("cpu")
+    context = TaskContext.get()
+    gpus = context.resources().get("gpu") if context is not None else None
+    if gpus is None:
+        return torch.device("cpu" if name == "auto" else name)
+    address = gpus.addresses[0]
+    # Where CUDA shows some devices only, they have new numbers.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return torch.device("cuda", visible.index(address) if address in visible else int(address))
+
+
+def batch_loss(
+    loss: Callable[..., torch.Tensor], outputs: torch.Tensor, rows: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return the mean loss of a batch, weighted if the rows have weights."""
+    labels = rows[LABEL]
+    if outputs.dim() == labels.dim() + 1 and outputs.shape[-1] == 1:
+        outputs = outputs.squeeze(-1)  # or else (n, 1) - (n,) would become (n, n)
+    values = loss(outputs, labels)
+    weights = rows.get(WEIGHT)
+    if values.dim() == 0:
+        if weights is not None:
+            raise ValueError(
+                'with weight_col the loss must return one value per row: give it reduction="none"'
+            )
+        return values
+    values = values.flatten(1).mean(1) if values.dim() > 1 else values
+    return values.mean() if weights is None else (values * weights).sum() / weights.sum()
+
+
+def gather(context: Any, message: dict[str, Any]) -> list[Any]:
+    """Return every worker's value; raise `Stopped` if one sent an error."""
+    found = [json.loads(text) for text in context.allGather(json.dumps(message))]
+    if any("error" in one for one in found):
+        raise Stopped("another worker failed")
+    return [one["value"] for one in found]
+
+
+class Sharing:
+    """Threshold messages after every step of the optimiser."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, training: SharedTraining, node: Node, workers: int
+    ) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        options: dict[str, Any] = {}
+        if "topology" in inspect.signature(Exchange).parameters:
+            options["topology"] = training.topology
+        self.exchange = Exchange(
+            Groups.of(params, training.threshold),
+            node,
+            min_peers=workers - 1,
+            mode=training.mode,
+            every=training.every,
+            apply_residual=True,
+            **options,
+        )
+        self.optimizer = SharedOptimizer(optimizer, self.exchange)
+        self.is_async = training.mode == "async"
+
+    def begin(self) -> None:
+        """Take part."""
+        self.optimizer.join()
+
+    def step(self) -> Any:
+        """Move the parameters; return what was exchanged."""
+        self.optimizer.step()
+        return self.optimizer.result
+
+    def end_epoch(self) -> Any:
+        """Take what has arrived."""
+        if self.is_async:
+            self.optimizer.catch_up(0.2)
+
+    def shared(self) -> contextlib.AbstractContextManager[None]:
+        """Let the model hold the parameters that all workers share."""
+        return self.optimizer.shared_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimiser's state with the residual."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], *, is_own: bool) -> None:
+        """Continue; another worker's residual is not loaded, because that worker has it."""
+        self.optimizer.load_state_dict(
+            state
+            if is_own
+            else {name: value for name, value in state.items() if name != "gradwire"}
+        )
+
+
+class Averaging:
+    """The mean of parameters, and of the optimiser's state, every few steps."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        training: ParameterAveraging,
+        node: Node,
+        workers: int,
+    ) -> None:
+        self._inner, self._training, self._node, self._workers = optimizer, training, node, workers
+        self.exchange: Exchange | None = None
+        self._since = 0
+
+    def begin(self) -> None:
+        """Do nothing: the exchange is made when the optimiser has a state."""
+
+    def step(self) -> Any:
+        """Move the parameters; return what was exchanged, or None."""
+        self._inner.step()
+        self._since += 1
+        return self._average() if self._since == self._training.every else None
+
+    def end_epoch(self) -> Any:
+        """Average what is left of the last steps."""
+        return self._average() if self._since else None
+
+    def shared(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: at the end of an epoch all parameters are the mean."""
+        return contextlib.nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimiser's state."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], *, is_own: bool) -> None:  # noqa: ARG002  (as Sharing's)
+        """Continue."""
+        self._inner.load_state_dict(
+            {name: one for name, one in state.items() if name != "gradwire"}
+        )
+
+    def _average(self) -> Any:
+        self._since = 0
+        tensors = averaged_tensors(self._inner, self._training)
+        flat = flatten(tensors)
+        if self.exchange is None:
+            encoder = Encoder(flat.size, threshold=1.0)
+            self.exchange = Exchange(
+                encoder, self._node, min_peers=self._workers - 1, codec="dense"
+            )
+        mean = np.zeros_like(flat)
+        result = self.exchange.step(flat, mean)
+        put(tensors, mean)
+        return result
+
+
+def averaged_tensors(
+    optimizer: torch.optim.Optimizer, training: ParameterAveraging
+) -> list[torch.Tensor]:
+    """Return the parameters and, if wanted, the tensors of the optimiser's state, in the same order everywhere."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = [param.detach() for param in params]
+    if training.average_optimizer:
+        for param in params:
+            state = optimizer.state.get(param, {})
+            found += [
+                state[name]
+                for name in sorted(state)
+                if torch.is_tensor(state[name]) and state[name].is_floating_point()
+            ]
+    return found
+
+
+def flatten(tensors: list[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return all values, one after the other."""
+    return torch.cat([one.reshape(-1).float().cpu() for one in tensors]).numpy()
+
+
+def put(tensors: list[torch.Tensor], flat: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+    """Copy values back into tensors."""
+    start = 0
+    for one in tensors:
+        piece = torch.from_numpy(flat[start : start + one.numel()])
+        one.copy_(piece.reshape(one.shape))
+        start += one.numel()
+
+
+class Worker:
+    """The training of one task."""
+
+    def __init__(self, job: Job, context: Any) -> None:
+        self.job, self.context, self.rank = job, context, context.partitionId()
+        self.device = device_of(job.device)
+        torch.set_num_threads(max(1, context.cpus()))
+        torch.manual_seed(job.seed)
+        self.model = job.model().to(self.device)
+        self.optimizer = job.optimizer(self.model.parameters())
+        self.loss = job.loss()
+        self.progress: Node | None = None
+        self.history: list[dict[str, Any]] = []
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every worker's value; raise if one has failed."""
+        return gather(self.context, {"value": value})
+
+    def run(self, batches: Iterator[pa.RecordBatch]) -> list[tuple[str, bytes]]:
+        """Train; return the history and the model, from one worker only."""
+        training, held = spill(batches, self.rank)
+        sizes = [training.rows, held.rows, training.width(FEATURES), training.width(LABEL)]
+        found = self.gather(sizes)
+        self.active = active = [rank for rank, one in enumerate(found) if one[0]]
+        if not active:
+            raise ValueError("there are no rows to train on")
+        for index, name in ((2, FEATURES), (3, LABEL)):
+            widths = {one[index] for one in found if one[0]}
+            if len(widths) > 1:
+                raise ValueError(f"column {name!r} has rows of {sorted(widths)} values")
+        if self.job.patience and not any(one[1] for one in found):
+            raise ValueError("patience needs rows for validation, and there are none")
+        steps = -(-sum(one[0] for one in found) // (len(active) * self.job.batch_size))
+        with contextlib.ExitStack() as stack:
+            node = self.connect(stack)
+            if node is None:
+                self.watch()
+                return []
+            kind: Any = Sharing if isinstance(self.job.training, SharedTraining) else Averaging
+            self.sharing = kind(self.optimizer, self.job.training, node, len(active))
+            done = self.resume()
+            self.sharing.begin()
+            return self.train(training, held, steps, done)
+
+    def connect(self, stack: contextlib.ExitStack) -> Node | None:
+        """Return a node connected to those of all workers that have rows; None if this one has none."""
+        job, options, made = self.job, self.job.training, None
+        if self.rank in self.active:
+            infos = self.context.getTaskInfos()
+            hosts = [host_of(infos[rank].address) for rank in self.active]
+            place = self.active.index(self.rank)
+            bind = where_to_bind(hosts, place, options.port, options.network_mask)
+            mask = options.network_mask
+            made = Node(bind, secret=job.secret, network_mask=mask, node_id=self.rank)
+            stack.callback(made.close, 1.0)
+        addresses = self.gather(made.address if made else None)
+        if made is not None:
+            for address in filter(None, addresses):
+                made.add_peer(address)
+            try:
+                made.wait_for_peers(len(self.active) - 1, CONNECT_S)
+            except TimeoutError as error:
+                raise TimeoutError(
+                    f"{error}. Set network_mask to the network that connects the executors, or open its UDP ports "
+                    '(port=...); where no UDP is allowed, use ParameterAveraging(via="spark")'
+                ) from None
+        self.gather(None)
+        if self.is_lead and job.driver:
+            self.progress = Node("0.0.0.0:0", [job.driver], secret=job.secret)
+            stack.callback(self.progress.close, 0.5)
+        return made
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this worker returns the model: the first one that has rows."""
+        return bool(self.rank == self.active[0])
+
+    def watch(self) -> None:
+        """Take part in all agreements, without rows: the mean must not count a worker that learns nothing."""
+        epoch = 0
+        while epoch < self.job.epochs:
+            found = self.gather(None)
+            if any(one is not None and "epoch" in one for one in found):
+                epoch = self.end_epoch(found)
+        self.gather(None)
+
+    def train(self, training: Spill, held: Spill, steps: int, done: int) -> list[tuple[str, bytes]]:
+        """Train epoch after epoch, all workers for the same number of steps."""
+        job = self.job
+        order = Shuffled(training.rows, [job.seed, self.rank, done])
+        began_s = now_s()
+        epoch, best, state = done // steps, math.inf, {}
+        while epoch < job.epochs:
+            times = Times(epoch=epoch, start_s=now_s() - began_s)
+            self.model.train()
+            while done < (epoch + 1) * steps:
+                self.step(training, order, times)
+                done += 1
+                if job.checkpoint and done % job.checkpoint_every == 0:
+                    self.save(done)
+            self.end_steps(times)
+            with self.sharing.shared():
+                self.evaluate(held, times)
+                times.seconds = now_s() - began_s - times.start_s
+                times.compute_s = times.seconds - times.data_s - times.gradwire_s
+                found = self.gather(times.as_dict())
+                epoch = self.end_epoch(found)
+                measure = self.history[-1]["validation_loss"]
+                if self.is_lead and (not job.patience or measure < best):
+                    best = measure
+                    state = {
+                        name: value.detach().cpu().clone()
+                        for name, value in self.model.state_dict().items()
+                    }
+        results = []
+        if self.is_lead:
+            results = [("history", json.dumps(self.history).encode()), ("model", pack(state))]
+        self.gather(None)  # whatever fails before this, all workers learn
+        return results
+
+    def step(self, training: Spill, order: Shuffled, times: Times) -> None:
+        """Take one step together with the others."""
+        start_s = now_s()
+        rows = self.batch(training, order.take(self.job.batch_size))
+        times.data_s += now_s() - start_s
+        self.optimizer.zero_grad()
+        loss = batch_loss(self.loss, self.model(rows[FEATURES]), rows)
+        value = loss.item()
+        if not math.isfinite(value):
+            raise ValueError(
+                f"the loss is {value} in step {times.steps} of epoch {times.epoch}: lower the learning rate, or look "
+                "for such values in the features"
+            )
+        loss.backward()
+        times.add(self.sharing.step())
+        times.loss += value
+        times.steps += 1
+        times.rows += len(rows[LABEL])
+        exchange = self.sharing.exchange
+        if exchange is not None and len(exchange.members) < len(self.active) - 1:
+            raise PeerLost("another worker is gone")
+
+    def end_steps(self, times: Times) -> None:
+        """Let every worker have all messages."""
+        start_s = now_s()
+        if isinstance(self.job.training, SharedTraining) and self.job.training.mode == "async":
+            self.gather({})
+            times.wait_s += now_s() - start_s
+        times.add(self.sharing.end_epoch())
+
+    def batch(self, rows: Spill, chosen: Any) -> dict[str, torch.Tensor]:
+        """Return rows as tensors on the device."""
+        return {
+            name: torch.from_numpy(np.array(array[chosen])).to(self.device)
+            for name, array in rows.arrays.items()
+        }
+
+    def evaluate(self, held: Spill, times: Times) -> None:
+        """Add the loss of this worker's rows for validation."""
+        self.model.eval()
+        with torch.no_grad():
+            for first in range(0, held.rows, self.job.batch_size):
+                rows = self.batch(held, slice(first, first + self.job.batch_size))
+                weights = rows.get(WEIGHT)
+                weight = len(rows[LABEL]) if weights is None else weights.sum().item()
+                loss = batch_loss(self.loss, self.model(rows[FEATURES]), rows)
+                times.held_loss += loss.item() * weight
+                times.held_weight += weight
+
+    def end_epoch(self, found: list[Any]) -> int:
+        """Add an epoch to the history; return the number of the next, or of the last where training stops early."""
+        rows = [{"worker": rank, **one} for rank, one in enumerate(found) if one is not None]
+        steps = sum(one["steps"] for one in rows)
+        weight = sum(one.pop("held_weight") for one in rows)
+        held = sum(one.pop("held_loss") for one in rows)
+        mean = {
+            "loss": sum(one.pop("loss") for one in rows) / steps if steps else math.nan,
+            "validation_loss": held / weight if weight else math.nan,
+        }
+        self.history += [{**one, **mean} for one in rows]
+        epoch = int(rows[0]["epoch"])
+        if self.progress is not None:
+            with contextlib.suppress(
+                TransportError
+            ):  # the driver may be out of reach; it has the history at the end
+                self.progress.publish(json.dumps(self.history[-len(rows) :]).encode())
+        losses = [
+            one["validation_loss"] for one in self.history if one["worker"] == rows[0]["worker"]
+        ]
+        best = min(range(len(losses)), key=losses.__getitem__)
+        if self.job.patience and len(losses) - 1 - best >= self.job.patience:
+            return self.job.epochs
+        return epoch + 1
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(self, done: int) -> None:
+        """Write this worker's state; once all have, name it the latest."""
+        import fsspec
+
+        folder = f"{self.job.checkpoint}/step-{done:09d}"
+        with self.sharing.shared():
+            state = {"model": self.model.state_dict(), "optimizer": self.sharing.state_dict()}
+            files, path = fsspec.core.url_to_fs(folder)
+            files.makedirs(path, exist_ok=True)
+            with fsspec.open(f"{folder}/worker-{self.rank}.pt", "wb") as file:
+                file.write(pack(state))
+        self.gather({})
+        if self.is_lead:
+            with fsspec.open(f"{self.job.checkpoint}/latest.json", "w") as file:
+                json.dump({"done": done, "active": self.active}, file)
+            old = f"{path[: -len(str(f'{done:09d}'))]}{done - 2 * self.job.checkpoint_every:09d}"
+            if files.exists(old):
+                files.rm(old, recursive=True)
+
+    def resume(self) -> int:
+        """Load the latest checkpoint of this fit or of the one to resume; return the number of steps done."""
+        import fsspec
+
+        for folder in filter(None, (self.job.checkpoint, self.job.resume)):
+            try:
+                with fsspec.open(f"{folder}/latest.json") as file:
+                    latest = json.load(file)
+            except FileNotFoundError:
+                continue
+            is_own = latest["active"] == self.active
+            rank = self.rank if is_own else latest["active"][0]
+            with fsspec.open(f"{folder}/step-{latest['done']:09d}/worker-{rank}.pt") as file:
+                state = unpack(file.read())
+            self.model.load_state_dict(state["model"])
+            self.sharing.load_state_dict(state["optimizer"], is_own=is_own)
+            return int(latest["done"])
+        if self.job.resume:
+            raise FileNotFoundError(f"there is no checkpoint in {self.job.resume}")
+        return 0
+
+
+def train(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Run one worker; yield its results in pieces, or its error.
+
+    An error is a result: Spark would run the whole stage again, several times, where the same would happen.
+    """
+    from pyspark import BarrierTaskContext
+
+    context = BarrierTaskContext.get()
+    results: list[tuple[str, bytes]] = []
+    try:
+        results = Worker(job, context).run(batches)
+    except Stopped:
+        pass
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))[-8000:]
+        with contextlib.suppress(Stopped):
+            gather(context, {"error": text})
+        results = [("error", text.encode())]
+    for kind, data in results:
+        for part, start in enumerate(range(0, len(data), PIECE_BYTES)):
+            piece = data[start : start + PIECE_BYTES]
+            yield pa.RecordBatch.from_pydict(
+                {
+                    "worker": [context.partitionId()],
+                    "kind": [kind],
+                    "part": [part],
+                    "data": [piece],
+                },
+                schema=pa.schema(
+                    [
+                        ("worker", pa.int32()),
+                        ("kind", pa.string()),
+                        ("part", pa.int32()),
+                        ("data", pa.binary()),
+                    ]
+                ),
+            )

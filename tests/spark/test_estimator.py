@@ -1,0 +1,361 @@
+"""Estimators on real Spark: fit, transform, save and load, and everything that goes wrong.
+
+What goes to the workers is defined inside functions: Spark sends such functions whole, others by their module's name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.spark import ParameterAveraging, SharedTraining
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.torch]
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("pyspark", reason="pyspark is not installed")
+
+
+def make_estimator(**options: Any) -> Any:
+    from gradwire.spark import TorchEstimator
+
+    def model() -> Any:
+        import torch
+
+        return torch.nn.Linear(4, 3)
+
+    def optimizer(params: Any) -> Any:
+        import torch
+
+        return torch.optim.SGD(params, lr=0.5, momentum=0.9)
+
+    defaults = {
+        "model": model,
+        "optimizer": optimizer,
+        "loss": torch.nn.CrossEntropyLoss,
+        "num_workers": 2,
+        "batch_size": 16,
+        "epochs": 2,
+    }
+    return TorchEstimator(**{**defaults, **options})
+
+
+@pytest.fixture(scope="module")
+def rows(session: Any) -> Any:
+    """Three classes that a line separates; every fifth row is for validation."""
+    rng = np.random.default_rng(5)
+    labels = rng.integers(3, size=300)
+    points = rng.standard_normal((300, 4)) + 4.0 * np.eye(4)[labels]
+    found = [
+        (point.tolist(), int(label), index % 5 == 0, float(index % 2))
+        for index, (point, label) in enumerate(zip(points, labels, strict=True))
+    ]
+    names = "features array<float>, label int, held boolean, weight float"
+    return session.createDataFrame(found, names).repartition(3).cache()
+
+
+def accuracy(model: Any, data: Any) -> float:
+    from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+
+    evaluator = MulticlassClassificationEvaluator(metricName="accuracy")
+    return float(evaluator.evaluate(model.transform(data)))
+
+
+MASTERS = [
+    SharedTraining(),
+    SharedTraining(mode="async"),
+    SharedTraining(every=3, threshold=0.01),
+    ParameterAveraging(every=2),
+    ParameterAveraging(every=3, average_optimizer=False, via="spark"),
+]
+
+
+@pytest.mark.parametrize("training", MASTERS, ids=str)
+def test_every_way_of_training_learns(
+    rows: Any, training: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gradwire.spark")
+    estimator = make_estimator(training=training, validation_indicator_col="held")
+    model = estimator.fit(rows)
+    assert accuracy(model, rows) > 0.9
+    history = model.history
+    assert history.epoch.tolist() == [0, 1]
+    assert (history.rows >= 200).all()
+    assert history.validation_loss.iloc[-1] < 0.5
+    lines = [record.getMessage() for record in caplog.records if "rows/s" in record.getMessage()]
+    assert len(lines) == 2
+    assert lines[1].startswith("epoch 1: loss 0.")
+
+
+def test_a_model_saved_and_loaded_predicts_the_same(rows: Any, tmp_path: Path) -> None:
+    from gradwire.spark import TorchEstimator, TorchModel
+
+    estimator = make_estimator(collect_stats=True, raw_prediction_col="raw", probability_col="p")
+    estimator.save(f"{tmp_path}/estimator")
+    model = TorchEstimator.load(f"{tmp_path}/estimator").fit(rows)
+    model.save(f"{tmp_path}/model")
+    loaded = TorchModel.load(f"{tmp_path}/model")
+    assert loaded.uid == model.uid == estimator.uid
+    expected = model.transform(rows).orderBy("features").toPandas()
+    found = loaded.transform(rows).orderBy("features").toPandas()
+    assert found.equals(expected)
+    assert [len(raw) for raw in found.raw] == [3] * 300
+    assert np.allclose([sum(one) for one in found.p], 1.0)
+    assert loaded.history.equals(model.history)
+    model.history.plot(tmp_path / "history.png")
+    assert (tmp_path / "history.png").stat().st_size > 1000
+    assert sorted(set(model.history.worker)) == [0, 1]
+    assert (model.history.sent_bytes > 0).all()
+    with pytest.raises(Exception, match="TorchEstimator"):
+        TorchEstimator.load(f"{tmp_path}/model")
+
+
+def test_it_works_in_a_pipeline_and_in_cross_validation(rows: Any) -> None:
+    from pyspark.ml import Pipeline
+    from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+    from pyspark.ml.feature import VectorAssembler
+    from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+
+    columns = [f"x{number}" for number in range(4)]
+    data = rows.select(*[rows.features[i].alias(name) for i, name in enumerate(columns)], "label")
+    assembler = VectorAssembler(inputCols=columns, outputCol="vector")
+    estimator = make_estimator(features_col="vector", num_workers=1, epochs=1)
+    pipeline = Pipeline(stages=[assembler, estimator])
+    grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 2]).build()
+    evaluator = MulticlassClassificationEvaluator(metricName="accuracy")
+    tuned = CrossValidator(
+        estimator=pipeline, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2, parallelism=2
+    ).fit(data)
+    assert max(tuned.avgMetrics) > 0.9
+    assert evaluator.evaluate(tuned.transform(data)) > 0.9
+
+
+def test_columns_of_numbers_weights_and_a_single_output(session: Any) -> None:
+    """Rows of weight zero, which would pull the line away, count for nothing."""
+    rng = np.random.default_rng(2)
+    values = rng.standard_normal((200, 2))
+    found = [
+        (float(a), float(b), float(3 * a - b if index % 2 else 50.0), float(index % 2))
+        for index, (a, b) in enumerate(values)
+    ]
+    data = session.createDataFrame(found, "a double, b double, target double, weight double")
+
+    def model() -> Any:
+        import torch
+
+        return torch.nn.Linear(2, 1)
+
+    def loss() -> Any:
+        import torch
+
+        return torch.nn.MSELoss(reduction="none")
+
+    estimator = make_estimator(
+        model=model,
+        loss=loss,
+        features_col=["a", "b"],
+        label_col="target",
+        weight_col="weight",
+        epochs=8,
+        optimizer=lambda params: __import__("torch").optim.SGD(params, lr=0.1),
+        training=ParameterAveraging(every=1),
+    )
+    fitted = estimator.fit(data)
+    found = fitted.transform(data.filter("weight > 0")).toPandas()
+    assert np.abs(found.prediction - found.target).max() < 0.2
+    with pytest.raises(gw.GradwireError, match='give it reduction="none"'):
+        estimator.copy({estimator.loss: torch.nn.MSELoss}).fit(data)
+
+
+def test_partitions_without_rows_train_nothing_and_hold_up_nobody(rows: Any) -> None:
+    model = make_estimator(collect_stats=True, epochs=1).fit(rows.limit(1))
+    assert model.history.worker.tolist() in ([0], [1])
+    assert model.history.rows.tolist() == [1]
+    with pytest.raises(gw.GradwireError, match="there are no rows to train on"):
+        make_estimator().fit(rows.filter("label > 5"))
+
+
+def test_training_stops_early_and_gives_the_best_model(rows: Any) -> None:
+    """The validation loss grows from the second epoch on."""
+
+    def loss() -> Any:
+        import torch
+
+        def value(outputs: Any, labels: Any) -> Any:
+            value.calls += torch.is_grad_enabled()
+            right = torch.nn.functional.cross_entropy(outputs, labels)
+            return right if value.calls <= 16 else -right
+
+        value.calls = 0
+        return value
+
+    def optimizer(params: Any) -> Any:
+        import torch
+
+        return torch.optim.SGD(params, lr=0.5)
+
+    estimator = make_estimator(
+        loss=loss, optimizer=optimizer, epochs=9, patience=2, validation_indicator_col="held"
+    )
+    model = estimator.fit(rows.selectExpr("features", "label", "held"))
+    losses = model.history.validation_loss.tolist()
+    assert len(losses) < 9
+    assert losses.index(min(losses)) == len(losses) - 3
+
+
+def test_a_worker_that_dies_is_replaced_and_training_goes_on_from_the_checkpoint(
+    rows: Any, tmp_path: Path
+) -> None:
+    model = fit_with(rows, tmp_path, die_at=10)
+    assert (tmp_path / "died").exists()
+    assert accuracy(model, rows) > 0.9
+    assert model.history.epoch.tolist()[-1] == 2
+    assert model.history.steps.sum() < 3 * 10  # those before the checkpoint were not taken again
+
+
+def test_another_fit_resumes_from_the_checkpoints_of_an_earlier_one(
+    rows: Any, tmp_path: Path
+) -> None:
+    fit_with(rows, tmp_path)
+    [folder] = (tmp_path / "checkpoints").iterdir()
+    model = fit_with(rows, tmp_path, epochs=4, resume=str(folder))
+    assert model.history.epoch.tolist() == [2, 3]
+    with pytest.raises(gw.GradwireError, match="there is no checkpoint in /nowhere"):
+        fit_with(rows, tmp_path, resume="/nowhere")
+
+
+def fit_with(
+    rows: Any, folder: Path, *, die_at: int = 0, epochs: int = 3, resume: str | None = None
+) -> Any:
+    flag = str(folder / "died")
+
+    def loss() -> Any:
+        import torch
+
+        def value(outputs: Any, labels: Any) -> Any:
+            value.calls += 1
+            if value.calls == die_at and not os.path.exists(flag):
+                open(flag, "w").close()
+                os._exit(1)
+            return torch.nn.functional.cross_entropy(outputs, labels)
+
+        value.calls = 0
+        return value
+
+    checkpoint = f"file://{folder}/checkpoints"
+    estimator = make_estimator(loss=loss, epochs=epochs, checkpoint=checkpoint, checkpoint_every=7)
+    return estimator.fit(rows, resume=resume)
+
+
+def failing_loss() -> Callable[[], Any]:
+    def loss() -> Any:
+        from pyspark import TaskContext
+
+        if TaskContext.get().partitionId() == 1:
+            raise RuntimeError("the disk of worker 1 is full")
+        import torch
+
+        return torch.nn.functional.cross_entropy
+
+    return loss
+
+
+def test_what_a_worker_raises_reaches_the_driver_at_once(rows: Any) -> None:
+    with pytest.raises(
+        gw.GradwireError, match=r"(?s)worker 1 failed:.*the disk of worker 1 is full"
+    ):
+        make_estimator(loss=failing_loss()).fit(rows)
+
+
+def test_a_loss_that_is_not_finite_ends_training(rows: Any) -> None:
+    with pytest.raises(gw.GradwireError, match=r"(?s)the loss is nan in step 0 of epoch 0"):
+        make_estimator().fit(
+            rows.selectExpr("transform(features, x -> float('nan')) features", "label")
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            "slice(features, 1, 3)",
+            r"column 'features': 3 values instead of 4|4 values instead of 3",
+        ),
+        ("cast(null as array<float>)", "column 'features': null in None"),
+        ("transform(features, (x, i) -> if(i = 2, null, x))", "column 'features': null in"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_column(rows: Any, change: str, text: str) -> None:
+    bad = rows.selectExpr(f"if(rand(1) < 0.05, {change}, features) features", "label")
+    with pytest.raises(gw.GradwireError, match=rf"(?s)row \d+ of worker \d, .*({text})"):
+        make_estimator().fit(bad)
+
+
+def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: Any) -> None:
+    for options, error, text in (
+        ({"features_col": "label"}, TypeError, "column 'label', for features, has type int"),
+        ({"label_col": "missing"}, ValueError, "there is no column 'missing' for label"),
+        ({"features_col": ["features"]}, TypeError, "must be a number"),
+        ({"validation_indicator_col": "label"}, TypeError, "it must be boolean"),
+        ({"patience": 2}, ValueError, "patience needs validation_indicator_col"),
+        ({"num_workers": 0}, ValueError, "num_workers is 0"),
+        ({"model": None}, TypeError, "model is None"),
+        ({"training": "shared"}, TypeError, "must be SharedTraining or ParameterAveraging"),
+        ({"num_workers": 99}, ValueError, r"num_workers is 99, and the cluster has slots for \d+"),
+    ):
+        with pytest.raises(error, match=text):
+            make_estimator(**options).fit(rows)
+    with pytest.raises(TypeError, match="unknown options"):
+        make_estimator(worker=3)
+
+
+def test_a_cancelled_training_ends_at_once_and_leaves_the_slots(session: Any, rows: Any) -> None:
+    begun = threading.Event()
+    estimator = make_estimator(epochs=100_000)
+    errors: list[Exception] = []
+
+    class Heard(logging.Handler):
+        def emit(self, _record: logging.LogRecord) -> None:
+            begun.set()
+
+    def fit() -> None:
+        try:
+            estimator.fit(rows)
+        except Exception as error:
+            errors.append(error)
+
+    logger = logging.getLogger("gradwire.spark")
+    handler = Heard()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        thread = threading.Thread(target=fit)
+        thread.start()
+        assert begun.wait(120.0)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    session.interruptAll()
+    thread.join(60.0)
+    assert len(errors) == 1
+    assert accuracy(make_estimator().fit(rows), rows) > 0.9
+
+
+def test_masters_refuse_what_cannot_be() -> None:
+    for kind, options, text in (
+        (SharedTraining, {"mode": "fast"}, "must be one of sync, async"),
+        (SharedTraining, {"topology": "ring"}, "must be one of auto, mesh, sharded"),
+        (SharedTraining, {"every": 0}, "every is 0"),
+        (SharedTraining, {"port": 70_000}, "port is 70000"),
+        (ParameterAveraging, {"via": "pigeon"}, "must be one of udp, spark"),
+        (ParameterAveraging, {"network_mask": "x"}, "'x' does not appear to be"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            kind(**options)
