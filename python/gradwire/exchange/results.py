@@ -193,7 +193,7 @@ class Watch:
             return
         residuals = [one.residual for one in groups.encoders if device_of(one.residual) < 0]
         parts = [one[:: max(1, one.size // _LOOK_NUMEL)].astype(np.float64) for one in residuals]
-        norm = math.sqrt(sum(float(np.vdot(part, part)) for part in parts))
+        norm = math.sqrt(sum(float(np.square(part).sum()) for part in parts))
         self._grown = self._grown + 1 if norm > 1.1 * self._norm else 0
         self._norm = norm
         if self._grown == _LOOKS:
