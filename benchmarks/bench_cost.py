@@ -5,7 +5,6 @@ computation is a sleep, because the nodes share few processors; for the same rea
 the number of nodes over that of processors.
 
     python benchmarks/bench_cost.py --json cost.json        # an hour
-    python benchmarks/bench_cost.py --links 100 --nodes 2 --elements 1000000
     python benchmarks/publish.py cost.json docs/scale.md
 """
 
@@ -16,6 +15,7 @@ import os
 import statistics
 import time
 from contextlib import nullcontext
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -86,34 +86,30 @@ def main() -> None:
     parser.add_argument("--links", type=int, nargs="+", default=[10, 100, 1_000, 0], help="Mbit/s")
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--elements", type=int, nargs="+", default=[1_000_000, 5_000_000])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--json", type=Path, help="write the report here as well")
     options = parser.parse_args()
     report, errors = Report("cost", {"computation": f"{COMPUTE_S * 1e3:g} ms"}), []
     rates = calibration.measure()
-    for mbit in options.links:
-        for nodes in options.nodes:
-            for elements in options.elements:
-                job = cost.Job(
-                    elements=elements,
-                    nodes=nodes,
-                    step_s=COMPUTE_S,
-                    link_bytes_per_s=mbit * 125_000.0 or LOOPBACK_BYTES_PER_S,
-                    latency_s=2e-5,
-                    density=DENSITY,
-                    frame_bytes=42,
-                    rates=rates.slowed(max(1.0, nodes / (os.cpu_count() or 1))),
-                )
-                for way in options.ways:
-                    predicted_s = cost.exchange(job, **WAYS[way]).step_s
-                    steps = round(min(max(MEASURED_S / predicted_s, STEPS_MIN), STEPS_MAX))
-                    step_s = statistics.median(measured(nodes, mbit, elements, way, steps))
-                    errors.append(abs(predicted_s / step_s - 1.0))
-                    where = f"{mbit} Mbit/s" if mbit else "loopback", f"{nodes} nodes"
-                    what = f"{', '.join(where)}, {elements / 1e6:g} M elements"
-                    note = f"{step_s * 1e3:.4g} ms, predicted {predicted_s * 1e3:.4g} ms"
-                    ratio = predicted_s / step_s
-                    report.add([Row("cost", what, way, ratio, ratio, note=note)])
+    for mbit, nodes, elements in product(options.links, options.nodes, options.elements):
+        job = cost.Job(
+            elements=elements,
+            nodes=nodes,
+            step_s=COMPUTE_S,
+            link_bytes_per_s=mbit * 125_000.0 or LOOPBACK_BYTES_PER_S,
+            latency_s=2e-5,
+            density=DENSITY,
+            frame_bytes=42,
+            rates=rates.slowed(max(1.0, nodes / (os.cpu_count() or 1))),
+        )
+        link = f"{mbit} Mbit/s" if mbit else "loopback"
+        what = f"{link}, {nodes} nodes, {elements / 1e6:g} M elements"
+        for way in WAYS:
+            predicted_s = cost.exchange(job, **WAYS[way]).step_s
+            steps = round(min(max(MEASURED_S / predicted_s, STEPS_MIN), STEPS_MAX))
+            step_s = statistics.median(measured(nodes, mbit, elements, way, steps))
+            errors.append(abs(predicted_s / step_s - 1.0))
+            note = f"{step_s * 1e3:.4g} ms, predicted {predicted_s * 1e3:.4g} ms"
+            report.add([Row("cost", what, way, *[predicted_s / step_s] * 2, note=note)])
     figures = statistics.median(errors), max(errors)
     for name, figure, most in zip(("median", "largest"), figures, (0.15, 0.35), strict=True):
         report.add([Row("cost-errors", "error", name, figure, figure, target=Target("<=", most))])

@@ -52,11 +52,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        if self.density is None:
-            return "dense"
+        if self.density is None or not self.owners:
+            return "dense" if self.density is None else f"mesh, {self.density:g}"
         falling = ", falling from 10 times" if self.falls else ""
-        owned = f" {self.owners} owners, {self.density:g} and {self.owner_density:g}{falling}"
-        return f"sharded,{owned}" if self.owners else f"mesh, {self.density:g}{falling}"
+        return (
+            f"sharded, {self.owners} owners, {self.density:g} and {self.owner_density:g}{falling}"
+        )
 
 
 def tensors(params: Floats) -> Iterator[Floats]:
@@ -118,11 +119,8 @@ def train(run: Run, seed: int) -> tuple[float, float, float]:
     """Return the held-out loss, and the bytes that the mean node receives per parameter and step, all and coded."""
     rng = np.random.default_rng(seed)
     both = zip(digits.training(0, 1), digits.held_out(), strict=True)
-    images = digits.Images(*(np.concatenate(one) for one in both))
-    images, held_out = (
-        digits.Images(*(one[half] for one in images))
-        for half in (slice(TRAINING_IMAGES), slice(TRAINING_IMAGES, None))
-    )
+    halves = zip(*(np.split(np.concatenate(one), [TRAINING_IMAGES]) for one in both), strict=True)
+    images, held_out = (digits.Images(*half) for half in halves)
     shared = np.zeros((1, NUMEL), np.float32)
     for weights, _ in zip(*[iter(tensors(shared))] * 2, strict=True):
         weights[...] = rng.standard_normal(weights.shape) * math.sqrt(2.0 / weights.shape[1])
@@ -141,22 +139,19 @@ def train(run: Run, seed: int) -> tuple[float, float, float]:
             received += 2 * (run.nodes - 1) * 4 * NUMEL // run.nodes
             continue
         if run.falls and step <= FALLING_STEPS:
-            for one, density in [(one, run.density) for one in encoders] + [
-                (one, run.owner_density) for one in owners
-            ]:
+            for one in (*encoders, *owners):
+                density = run.density if one in encoders else run.owner_density
                 one.set_policy(policy(density, run, step))
-        for encoder, update in zip(encoders, updates, strict=True):
+        pairs = list(zip(encoders, updates, strict=True))
+        for encoder, update in pairs:
             learn_first_threshold(encoder, update)
         if not run.owners:
-            messages = [one.encode(update) for one, update in zip(encoders, updates, strict=True)]
+            messages = [one.encode(update) for one, update in pairs]
             gw.apply_many(messages, shared, 1.0 / run.nodes)
             received += (run.nodes - 1) * sum(one.nbytes for one in messages) // run.nodes
             headers += (run.nodes - 1) * HEADER_BYTES
             continue
-        parts = [
-            one.encode(update, parts=partition)
-            for one, update in zip(encoders, updates, strict=True)
-        ]
+        parts = [one.encode(update, parts=partition) for one, update in pairs]
         results = []
         for index, owner in enumerate(owners):
             gw.apply_many([one[index] for one in parts], owner.residual, 1.0 / run.nodes)
@@ -183,23 +178,16 @@ def policy(density: float, run: Run, step: int) -> gw.TargetDensity:
 def runs() -> Iterator[tuple[str, list[Run]]]:
     """Yield the name of every table, and its lines; the first two are dense and mesh."""
     for nodes in (16, 64):
-        lines = [
-            Run(nodes, None),
-            Run(nodes, 0.01),
-            Run(nodes, 0.01, owners=nodes),
-            Run(nodes, 0.01, owners=8),
-        ]
-        yield f"sgd, {nodes} nodes", lines
+        mesh = Run(nodes, 0.01)
+        sharded = [replace(mesh, owners=owners) for owners in (nodes, 8)]
+        yield f"sgd, {nodes} nodes", [Run(nodes, None), mesh, *sharded]
     for rate, steps in ((1e-3, 300), (1e-3, 1_200), (3e-3, 300), (3e-3, 1_200)):
         one = Run(16, 0.01, adam=True, rate=rate, steps=steps)
         sharded = replace(one, owners=16, owner_density=0.03)
-        dense, ways = (
-            replace(one, density=None),
-            [one, sharded, replace(sharded, owner_density=0.01)],
-        )
+        ways = [replace(one, density=None), one, sharded, replace(sharded, owner_density=0.01)]
         ways += [replace(sharded, falls=True), replace(sharded, density=0.02, owner_density=0.06)]
         ways += [replace(sharded, density=0.04, owner_density=0.12)]
-        yield f"adam, 16 nodes, rate {rate:g}, {steps} steps", [dense, *ways]
+        yield f"adam, 16 nodes, rate {rate:g}, {steps} steps", ways
 
 
 def main() -> None:
@@ -216,12 +204,10 @@ def main() -> None:
         found = [[train(line, seed) for seed in range(options.seeds)] for line in lines]
         means = [[statistics.mean(column) for column in zip(*one, strict=True)] for one in found]
         for line, figures, each in zip(lines, means, found, strict=True):
-            cells = [
-                f"{one:.4f} | {one / mesh:.3f}" for one, mesh in zip(figures, means[1], strict=True)
-            ]
-            losses = [one for one, *_ in each]
-            cells[0] = cells[0].replace(" |", f" ({min(losses):.4f} to {max(losses):.4f}) |")
-            print(f"| {line.name} | {' | '.join(cells)} |", flush=True)
+            pairs = zip(figures, means[1], strict=True)
+            cells = " | ".join(f"{one:.4f} | {one / mesh:.3f}" for one, mesh in pairs)
+            spread = f" ({min(each)[0]:.4f} to {max(each)[0]:.4f}) |"
+            print(f"| {line.name} | {cells.replace(' |', spread, 1)} |", flush=True)
 
 
 if __name__ == "__main__":

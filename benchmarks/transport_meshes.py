@@ -7,7 +7,6 @@ imported by the child processes only.
 
 from __future__ import annotations
 
-import inspect
 import os
 import socket
 import time
@@ -80,19 +79,15 @@ def exchange_mesh(rank: int, count: int, numel: int) -> Generator[Any, Any, None
     state, params = SteadyState.make(numel, DENSITY, rank), np.zeros(numel, np.float32)
     encoder = gw.Encoder(numel, threshold=gw.FixedThreshold(THRESHOLD))
     encoder.residual[...] = state.residual
-    # A checkout from before the renaming takes the number as `peers`.
-    name = "min_peers" if "min_peers" in inspect.signature(gw.Exchange).parameters else "peers"
     with gw.Node("127.0.0.1:0", secret=SECRET) as node:
         addresses = yield node.address
         for address in addresses[:rank]:
             node.add_peer(address)
-        exchange = gw.Exchange(encoder, node, timeout_s=PATIENCE_S, **{name: count - 1})
+        exchange = gw.Exchange(encoder, node, timeout_s=PATIENCE_S, min_peers=count - 1)
         yield lambda _: exchange.step(state.update, params)
     updates = [SteadyState.make(numel, DENSITY, other).update for other in range(count)]
     total = exchange.stats.steps * sum(updates)
-    # The mean of all updates, or, before the renaming, their sum.
-    right = [np.allclose(params, factor * total, atol=1e-3) for factor in (1.0 / count, 1.0)]
-    assert any(right), "all updates must be applied"
+    assert np.allclose(params, total / count, atol=1e-3), "all updates must be applied"
 
 
 def grpc_mesh(rank: int, count: int, nbytes: int) -> Generator[Any, Any, None]:

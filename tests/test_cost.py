@@ -17,6 +17,8 @@ from gradwire.cost import Job, Rates, dense_ring, exchange
 from gradwire.transport.crypto import KeyChain
 from gradwire.transport.records import Sealer
 
+from .transport.simulator import Link, Simulator
+
 FREE = Rates(**dict.fromkeys(Rates.__dataclass_fields__, 0.0))
 
 
@@ -52,6 +54,40 @@ def test_a_transfer_takes_as_many_bytes_as_the_transport_puts_on_the_wire(
     # Only the last fragment of each record may be short: one datagram per record between the two.
     slack = sealer.records_of(nbytes) * 16
     assert cost.transfer_bytes(nbytes, given) == pytest.approx(sealer.wire_bytes(nbytes), abs=slack)
+
+
+@pytest.mark.parametrize(
+    "nodes", [8, *(pytest.param(nodes, marks=pytest.mark.slow) for nodes in (32, 64))]
+)
+def test_simulated_nodes_send_the_predicted_bytes(nodes: int) -> None:
+    simulator = Simulator(1, Link(0.0005))
+    hosts, given = simulator.mesh(nodes), job(nodes=nodes, owners=nodes, frame_bytes=0)
+    sizes = [
+        round(cost.message_bytes(given.elements / nodes, density))
+        for density in (given.density, given.result_density)
+    ]
+
+    def sent(topology: cost.Topology) -> float:
+        before = [host.endpoint.stats().udp_bytes_sent for host in hosts]
+        expected = len(hosts[0].received)
+        size = round(cost.message_bytes(given.elements, given.density))
+        if topology == "sharded":
+            size = sizes[1]
+            for host in hosts:
+                for peer in host.endpoint.peers:
+                    simulator.publish(host, bytes(sizes[0]), to=peer)
+            expected += nodes - 1
+            simulator.run_until(lambda: all(len(one.received) == expected for one in hosts), 60.0)
+        for host in hosts:
+            simulator.publish(host, bytes(size))
+        expected += nodes - 1
+        simulator.run_until(lambda: all(len(one.received) == expected for one in hosts), 60.0)
+        simulator.run_for(0.05)
+        after = [host.endpoint.stats().udp_bytes_sent for host in hosts]
+        return (sum(after) - sum(before)) / nodes
+
+    for topology in ("mesh", "sharded"):
+        assert sent(topology) == pytest.approx(exchange(given, topology).sent_bytes, rel=0.1)
 
 
 def test_a_mesh_s_bytes_grow_with_the_nodes_and_a_sharded_exchange_s_do_not() -> None:

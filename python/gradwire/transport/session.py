@@ -216,6 +216,10 @@ class Session:
         """Have `poll` called at once."""
         self.wake_at_s = -NEVER_S
 
+    def wake_by(self, at_s: float) -> None:
+        """Have `poll` called at this time at the latest."""
+        self.wake_at_s = min(self.wake_at_s, at_s)
+
     def on_control(
         self, counter: int, header: bytes, body: memoryview, address: Address, now_s: float
     ) -> None:
