@@ -52,9 +52,10 @@ ALLOWED = {
     "exchange": CODEC | {"exchange", "transport"},
     "feed": {"errors", "feed", "transport"},
     "cli": CODEC | {"calibration", "cli", "cost", "exchange", "transport", INTERFACE},
-    "torch": CODEC | {"exchange", "torch", "transport", INTERFACE},
+    "sharing": CODEC | {"exchange", "rendezvous", "transport"},
+    "torch": CODEC | {"exchange", "sharing", "torch", "transport", INTERFACE},
     "spark": CODEC | {"exchange", "feed", "spark", "torch", "transport", INTERFACE},
-    "__init__": CODEC | {"cost", "exchange", "hosted", "transport"},
+    "__init__": CODEC | {"cost", "exchange", "hosted", "sharing", "transport"},
     "__main__": {"cli"},
 }
 FRAMEWORKS = {"cupy", "jax", "matplotlib", "pyspark", "sklearn", "torch"}

@@ -16,7 +16,12 @@ import pytest
 import gradwire
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+# The one with torch runs in tests/torch/test_share.py.
+EXAMPLES = [
+    one
+    for one in re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+    if "gradwire.torch" not in one
+]
 
 # Modules that need what a plain installation does not have.
 OPTIONAL = (
@@ -58,7 +63,16 @@ def public_classes() -> list[type]:
     return [value for value in values if isinstance(value, type)]
 
 
-RESULTS = ("EncoderStats", "ExchangeStats", "Joined", "Message", "Peer", "StepResult")
+RESULTS = (
+    "EncoderStats",
+    "ExchangeStats",
+    "Joined",
+    "Message",
+    "Part",
+    "Peer",
+    "SharedArrays",
+    "StepResult",
+)
 
 
 @pytest.mark.parametrize("public", public_classes(), ids=lambda public: public.__name__)

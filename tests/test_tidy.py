@@ -26,8 +26,9 @@ LINES_MAX = {
     "python/gradwire/transport/": 4_050,  # 4,000 and ``Node.from_env``
     "python/gradwire/cli/doctor": 600,
     "python/gradwire/reference.py": 450,
-    # What there was before, the sharded exchange, `share`, the cost model with all that reads it, Spark with feeds.
-    "python/gradwire/": 14_500 + 1_200 + 1_600 + 1_300 + 1_600,
+    # What there was before, the sharded exchange, `share`, the cost model with all that reads it, Spark with feeds;
+    # Spark and its feeds needed a thousand more.
+    "python/gradwire/": 14_500 + 1_200 + 1_600 + 1_300 + 1_600 + 1_000,
     "benchmarks/": 3_500,
 }
 DOCSTRING_LINES_MAX = 40

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from . import cost, dl4j
     from .exchange import Exchange, ExchangeStats, Groups, Joined, LocalTeam, StepResult
     from .hosted import HostedModel
+    from .sharing import SharedArrays, share
     from .transport import Node, Peer
 
 __all__ = [
@@ -87,6 +88,7 @@ __all__ = [
     "PeerLost",
     "ResidualClip",
     "ShakeUp",
+    "SharedArrays",
     "StepResult",
     "StepThreshold",
     "TargetDensity",
@@ -104,11 +106,14 @@ __all__ = [
     "dl4j",
     "max_message_bytes",
     "parse_many",
+    "share",
 ]
 
 _EXCHANGE = ("Exchange", "ExchangeStats", "Groups", "Joined", "LocalTeam", "StepResult")
 _LAZY = {
     "HostedModel": "hosted",
+    "SharedArrays": "sharing",
+    "share": "sharing",
     **dict.fromkeys(("Node", "Peer"), "transport"),
     **dict.fromkeys(_EXCHANGE, "exchange"),
 }

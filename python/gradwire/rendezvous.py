@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Placement", "placement"]
+__all__ = ["Placement", "has_secret", "name_of", "placement"]
 
 BIND, PEERS, MIN_PEERS = "GRADWIRE_BIND", "GRADWIRE_PEERS", "GRADWIRE_MIN_PEERS"
 SECRETS = ("GRADWIRE_SECRET", "GRADWIRE_SECRET_FILE")
@@ -121,6 +121,11 @@ def has_secret(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether the environment has a cluster secret."""
     variables = os.environ if environ is None else environ
     return any(variables.get(name) for name in SECRETS)
+
+
+def name_of(place: Placement) -> str:
+    """Return a name of the run that this machine's processes share and other runs do not."""
+    return f"run-{zlib.crc32(place.run.encode()):08x}"
 
 
 def _torchrun(variables: Mapping[str, str]) -> Placement | None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
-from gradwire.exchange import LocalExchange, LocalTeam
+from gradwire.exchange import LocalExchange, LocalTeam, local
 
 SECRET = bytes(range(32))
 SHAPES = [(7, 3), (5,)]
@@ -243,3 +247,118 @@ def test_states_of_the_workers_optimisers_are_not_taken_for_shared_ones() -> Non
         return True
 
     assert run_team(work, 2)[0] == [True, True]
+
+
+# ---- processes that meet by name -------------------------------------------------------------------------------------
+
+WORKER = """
+import sys
+import numpy as np
+import gradwire as gw
+
+name, rank, size, steps = sys.argv[1], *map(int, sys.argv[2:])
+params, node = [np.zeros(9, np.float32)], None
+team = gw.LocalTeam.join(name, size=size, rank=rank, timeout_s=20.0)
+if rank == 0:
+    node = gw.Node("127.0.0.1:0", secret=bytes(range(32)))
+    share = team.lead(gw.Exchange(gw.Encoder(9), node, codec="dense", min_peers=0))
+else:
+    share = team.follow(rank)
+share.join(params)
+print("joined", flush=True)
+for step in range(steps):
+    if sys.stdin.readline() != "step\\n":
+        break
+    share.step([np.full(9, 2.0 ** rank, np.float32)], params)
+    print(params[0].tolist()[0], flush=True)
+"""
+
+
+class Worker:
+    """A process of a team that takes a step when it is told to."""
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        command = [sys.executable, "-c", WORKER, name, str(rank), str(size), "99"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self.process: Any = subprocess.Popen(command, env=environment, text=True, **pipes)
+
+    def says(self) -> str:
+        line: str = self.process.stdout.readline()
+        return line.strip() or self.process.stderr.read()[-400:]
+
+    def step(self) -> None:
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            pipe.close()
+
+
+def step_all(workers: list[Worker]) -> set[str]:
+    for worker in workers:
+        worker.step()
+    return {worker.says() for worker in workers}
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"test-{os.getpid()}"
+    yield name
+    for path in Path("/dev/shm").glob(f"gradwire-*-team-{name}*"):
+        path.unlink()
+
+
+def files(name: str) -> list[str]:
+    return [path.name for path in Path("/dev/shm").glob(f"gradwire-*-team-{name}*")]
+
+
+def test_processes_that_meet_by_name_lose_a_worker_and_get_another(name: str) -> None:
+    # Rank 0 of an earlier run died here; its leftovers are replaced.
+    crashed = Worker(name, 0, 1)
+    assert crashed.says() == "joined"
+    crashed.end()
+    assert files(name)
+    workers = [Worker(name, rank, 3) for rank in range(3)]
+    assert [worker.says() for worker in workers] == ["joined"] * 3
+    [before] = {round(float(found), 4) for found in step_all(workers)}
+    assert before == round(7 / 3, 4)
+    workers[1].end()
+    survivors = [workers[0], workers[2]]
+    [after] = {round(float(found), 4) for found in step_all(survivors)}
+    assert abs(after - before - 2.5) < 1e-3, "the mean of the updates 1 and 4"
+    late = Worker(name, 1, 3)
+    while not any(local._is_locked(path) for path in Path("/dev/shm").glob(f"*-team-{name}.rank1")):
+        threading.Event().wait(0.01)
+    for worker in survivors:
+        worker.step()
+    assert late.says() == "joined"
+    [third] = {round(float(worker.says()), 4) for worker in survivors}
+    [fourth] = {round(float(found), 4) for found in step_all([*survivors, late])}
+    assert abs(third - after - 2.5) < 1e-3
+    assert abs(fourth - third - 7 / 3) < 1e-3
+    for worker in (*survivors, late):
+        worker.process.stdin.close()
+        worker.process.wait(20)
+        worker.process.stdout.close()
+        worker.process.stderr.close()
+    assert files(name) == []
+
+
+def test_two_runs_do_not_meet_and_wrong_workers_are_refused(name: str) -> None:
+    params = [np.zeros(3, np.float32)]
+    with LocalTeam.join(name, params, size=2, rank=0, timeout_s=0.1):
+        with pytest.raises(ValueError, match=f"a living process is rank 0 of team '{name}'"):
+            LocalTeam.join(name, params, size=2, rank=0)
+        with pytest.raises(gw.Mismatch, match="worker 1 of team"):
+            LocalTeam.join(name, [np.zeros(4, np.float32)], size=2, rank=1)
+        with pytest.raises(ValueError, match="rank is 2"):
+            LocalTeam.join(name, params, size=2, rank=2)
+    assert files(name) == []
+    with pytest.raises(TimeoutError, match="rank 0 of team"):
+        LocalTeam.join(name, params, size=2, rank=1, timeout_s=0.05)
+    with pytest.raises(ValueError, match="other characters"):
+        LocalTeam.join("../run", params, size=1, rank=0)

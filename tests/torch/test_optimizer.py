@@ -556,7 +556,7 @@ def test_the_workers_of_a_machine_share_one_model(options: dict[str, Any]) -> No
             adam = torch.optim.Adam(models[rank].parameters(), lr=0.02)
             optimizer = SharedOptimizer(adam, workers[rank])
             losses = []
-            for _ in range(30):
+            for _ in range(40):
                 optimizer.zero_grad()
                 loss = (
                     (models[rank](inputs[rank]) - inputs[rank].sum(1, keepdim=True)).square().mean()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["POLL_S", "ROOM_POLL_S", "now_s"]
+__all__ = ["POLL_S", "ROOM_POLL_S", "now_s", "sleep"]
 
 # Longest wait for messages before a loop checks the connected peers and the clock again.
 POLL_S = 0.05
@@ -13,3 +13,5 @@ POLL_S = 0.05
 ROOM_POLL_S = 0.001
 
 now_s = time.perf_counter
+
+sleep = time.sleep

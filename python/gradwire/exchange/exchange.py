@@ -239,6 +239,11 @@ class Exchange:
         return is_settled and self._replica.local_steps + 1 < self._options.every
 
     @property
+    def applies_residual(self) -> bool:
+        """Whether the parameters hold this node's residual (``apply_residual``)."""
+        return self._options.apply_residual
+
+    @property
     def has_local_steps(self) -> bool:
         """Whether local steps were taken since the last exchange (``every``)."""
         return self._replica.local_steps > 0
@@ -287,6 +292,24 @@ class Exchange:
             params: as in ``step``; not modified.
         """
         return copies(self._replica.shared or writable_views(params))
+
+    def holds(self, params: Any) -> bool:
+        """Return whether ``params`` are what the last step left, rather than other values put there since."""
+        return self._replica.pending is not None or self._replica.holds(params)
+
+    def end(self) -> None:
+        """Tell the others that this node has finished, without sending the residual; close the node afterwards."""
+        if self._membership.phase is Phase.IN and self._replica.pending is None:
+            self._join.say_goodbye()
+
+    def place_shared(self, arrays: Sequence[NDArray[Any]]) -> bool:
+        """Keep the shared copy in ``arrays`` from now on; return whether there is one."""
+        shared = self._replica.shared
+        if shared and shared[0] is not arrays[0]:
+            for to, of in zip(arrays, shared, strict=True):
+                to[...] = of
+            self._replica.shared = list(arrays)
+        return bool(shared)
 
     # ---- joining and leaving -----------------------------------------------------------------------------------------
 

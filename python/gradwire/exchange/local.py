@@ -6,19 +6,29 @@ not grow with its workers.
 
 from __future__ import annotations
 
-import multiprocessing
+import fcntl
+import json
+import logging
+import mmap
 import operator
+import os
 import pickle
+import re
+import secrets
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import GradwireError
+from ..errors import GradwireError, Mismatch, PeerLost
 from ..transport import Peer
+from . import clock
 from .exchange import Exchange
 from .options import Reduction
 from .parameters import Arrays, copies, difference, put, views, writable_views
@@ -26,8 +36,24 @@ from .results import ExchangeStats, Joined, StepResult
 
 __all__ = ["LocalExchange", "LocalTeam"]
 
+_LOG = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (files there never reach a disk)
+
+# The file: a page with magic, number of this team, bytes of the layout, the layout; words; the mail; the arrays.
+_MAGIC = 0x31_6D_61_65_74_77_67  # "gwteam1"
 _MAIL_BYTES = 1 << 16
 _ALIGNMENT = 64
+_HEAD_WORDS = 8
+_GO, _DONE, _IS_SUM, _BEGUN = 3, 4, 5, 6
+_ARRIVED, _TAKES_PART, _WEIGHT, _REDUCED = range(4)  # rows of words, one word for every worker
+
+# Looks at a lock, which others hold for a moment when they look too.
+_TRIES = 20
+
+# Waiting: the pause between two looks at the memory, and the time between two looks at the others' locks.
+_PAUSE_S, _PAUSE_MAX_S, _LOOK_S = 0.00005, 0.002, 0.1
 
 _Result = TypeVar("_Result")
 
@@ -41,24 +67,30 @@ class _Outcome:
     next_step: int
     members: tuple[Peer, ...]
     stats: ExchangeStats
+    has_shared: bool
 
 
 class LocalTeam:
-    """The shared memory of the workers of one machine: parameters, the sum of their updates, and a barrier.
+    """The shared memory of the workers of one machine: parameters, and every worker's update.
 
-    Make the team before the workers, threads or processes, and pass it to each; processes get it as an argument of
-    ``multiprocessing.Process``, forked or spawned. One worker leads: it has the node and the exchange.
+    Make the team before the workers, threads or processes, and pass it to each, or let processes that nobody of ours
+    has started meet by name with `LocalTeam.join`. Worker 0 leads: it has the node and the exchange. A worker that dies
+    is noticed by the lock that it held; the others go on, and a new process may take its rank.
 
     Args:
         params: the initial parameters, float32 or float64 arrays; copied.
         workers: number of workers, the leader included.
         reduction: "mean": the machine's update is the mean of the workers' updates; "sum": their sum.
-        timeout_s: longest wait of a worker for the others, and for the leader's step.
-        context: of multiprocessing; None: the default one.
+        timeout_s: longest wait for a worker that has not come at all; a late one that lives is waited for.
+        context: of multiprocessing; not needed.
+
+    Attributes:
+        rank: of this process; None before `lead`, `follow`, or `join`.
 
     Raises:
         ValueError: ``workers`` is less than 1, or ``reduction`` is neither.
         TypeError: ``workers`` is no int.
+        OSError: there is too little shared memory.
 
     Example:
         >>> import threading, numpy as np, gradwire as gw
@@ -83,91 +115,231 @@ class LocalTeam:
         timeout_s: float = 60.0,
         context: Any = None,
     ) -> None:
+        del context
+        self._set(f"team-{secrets.token_hex(8)}", workers, reduction, timeout_s)
+        self._create(writable_views(params))
+
+    @classmethod
+    def join(
+        cls,
+        name: str,
+        params: Any = None,
+        *,
+        size: int,
+        rank: int,
+        reduction: Reduction = "mean",
+        timeout_s: float = 60.0,
+    ) -> LocalTeam:
+        """Return the team of this name on this machine, as worker ``rank`` of ``size``.
+
+        Rank 0 makes the memory, and replaces what a crashed run has left under the name; the others wait for it. Then
+        rank 0 calls ``lead(exchange)``, each other ``follow(rank)``. The memory goes when rank 0 ends, however it ends.
+
+        Args:
+            name: of the run: letters, digits, ".", "_" and "-", at most 64. Other runs of this user need other names.
+            params: the initial parameters, rank 0's for all; None: those of the first call of the exchange.
+            size: number of workers.
+            rank: of this worker.
+            reduction: as for the class.
+            timeout_s: as for the class.
+
+        Raises:
+            ValueError: the name, size or rank cannot be used, or a living process has this rank.
+            TimeoutError: rank 0 did not come in time.
+            Mismatch: this worker's arrays are others than rank 0's.
+        """
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f'the name {name!r} has other characters than letters, digits, ".", "_" and "-", or not 1 to 64'
+            )
+        team = cls.__new__(cls)
+        team._set(name, size, reduction, timeout_s)
+        if not 0 <= rank < size:
+            raise ValueError(f"rank is {rank}, must be 0 to {size - 1}")
+        team._take(rank)
+        if params is not None:
+            team.attach(params)
+        return team
+
+    def _set(self, name: str, workers: int, reduction: Reduction, timeout_s: float) -> None:
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is {reduction!r}, must be 'mean' or 'sum'")
         if operator.index(workers) < 1:
             raise ValueError(f"workers is {workers}, must be 1 or more")
-        initial = writable_views(params)
+        self.name = name
         self.workers = workers
         self.reduction = reduction
         self.timeout_s = timeout_s
-        self._layout = [(array.dtype.str, array.shape) for array in initial]
-        self._barrier = (context or multiprocessing).Barrier(workers)
-        self._span = sum(array.nbytes + _ALIGNMENT for array in initial)
-        size = _MAIL_BYTES + 2 * self._span
-        self._memory: Any = (context or multiprocessing).RawArray("B", size)
-        self._map_arrays()
-        put(self.params, initial)
+        self.rank: int | None = None
+        self._path = _SHARED_MEMORY / f"gradwire-{os.getuid()}-team-{name}"
+        self._memory: mmap.mmap | None = None
+        self._finalizers: list[Any] = []
 
-    def _map_arrays(self) -> None:
-        """Set the arrays to their places in the shared memory."""
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def attach(self, params: Any) -> None:
+        """Map the team's memory, which rank 0 makes with the layout of ``params``; nothing where that is done.
+
+        Raises:
+            TimeoutError, Mismatch: as `join`.
+        """
+        if self._memory is not None:
+            return
+        arrays = writable_views(params)
+        if self.rank == 0:
+            self._create(arrays)
+            _lock_path(self._path, 0).write_text(str(int(self._words[1])))
+            return
+        deadline_s = clock.now_s() + self.timeout_s
+        while not self._open(_layout_of(arrays)):
+            if clock.now_s() >= deadline_s:
+                raise TimeoutError(
+                    f"rank 0 of team {self.name!r} did not come within {self.timeout_s:g} s: start all "
+                    f"{self.workers} workers of this machine"
+                )
+            clock.sleep(_PAUSE_MAX_S)
+
+    def _create(self, initial: Arrays) -> None:
+        """Make the file under another name, and move it to its place when it is complete."""
+        layout = _layout_of(initial)
+        text = json.dumps([self.workers, layout]).encode()
+        path = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, self._size(len(text), layout))
+            self._map(descriptor, len(text), layout)
+        except OSError as error:
+            path.unlink()
+            raise OSError(error.errno, f"no shared memory for a team: {error.strerror}") from None
+        finally:
+            os.close(descriptor)
+        self._number = secrets.randbits(63)
+        self._words[0:3] = _MAGIC, self._number, len(text)
+        start = 8 * _HEAD_WORDS
+        self._bytes[start : start + len(text)] = np.frombuffer(text, np.uint8)
+        put(self.params, initial)
+        path.replace(self._path)
+        self._finalizers.append(
+            weakref.finalize(self, _remove, self._path, self._number, os.getpid())
+        )
+
+    def _open(self, layout: list[Any]) -> bool:
+        """Map the file of a living rank 0; return False if there is none yet."""
+        lock = _lock_path(self._path, 0)
+        try:
+            if self.rank is not None and (not _is_locked(lock) or not lock.read_text()):
+                return False
+            descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return False
+        try:
+            head = np.frombuffer(os.pread(descriptor, 8 * _HEAD_WORDS, 0), np.uint64)
+            if self.rank is not None and str(int(head[1])) != lock.read_text():
+                return False  # of a run that crashed: rank 0 is about to replace it
+            nbytes = int(head[2])
+            workers, theirs = json.loads(os.pread(descriptor, nbytes, 8 * _HEAD_WORDS))
+            if (workers, theirs) != (self.workers, layout):
+                raise Mismatch(
+                    f"worker {self.rank} of team {self.name!r} has {self.workers} workers and arrays {layout}, rank 0 "
+                    f"has {workers} and {theirs}"
+                )
+            self._map(descriptor, nbytes, layout)
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _size(self, layout_bytes: int, layout: list[Any]) -> int:
+        words = 8 * (_HEAD_WORDS + 4 * self.workers)
+        return (
+            layout_bytes + words + _MAIL_BYTES + (3 + self.workers) * _span(layout) + 4 * _ALIGNMENT
+        )
+
+    def _map(self, descriptor: int, layout_bytes: int, layout: list[Any]) -> None:
+        self._layout, self._layout_bytes = layout, layout_bytes
+        self._memory = mmap.mmap(descriptor, self._size(layout_bytes, layout))
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
-        self.params = self._arrays(_MAIL_BYTES)
-        self.total = self._arrays(_MAIL_BYTES + self._span)
+        self._words = self._bytes[: 8 * _HEAD_WORDS].view(np.uint64)
+        self._number = int(self._words[1])
+        at = _aligned(8 * _HEAD_WORDS + layout_bytes)
+        self._rows = self._bytes[at : at + 32 * self.workers].view(np.uint64).reshape(4, -1)
+        self._mail_at = at = _aligned(at + 32 * self.workers)
+        at += _MAIL_BYTES
+        span = _span(layout)
+        self.params, self.shared, self.total, *self._slots = (
+            self._arrays(at + index * span) for index in range(3 + self.workers)
+        )
+        self._call = int(self._words[_GO])
 
     def _arrays(self, start: int) -> Arrays:
         found: Arrays = []
         for dtype, shape in self._layout:
             array: NDArray[Any] = np.ndarray(shape, dtype, self._bytes, start)
             found.append(array)
-            start += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+            start += _aligned(array.nbytes)
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but the arrays, which a spawned process finds in the same memory."""
-        arrays = ("params", "total", "_bytes")
-        return {name: value for name, value in self.__dict__.items() if name not in arrays}
+        """Return what a spawned process needs to find the memory."""
+        names = ("name", "workers", "reduction", "timeout_s", "_path", "_layout")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Attach to the memory of the process that made the team."""
         self.__dict__.update(state)
-        self._map_arrays()
+        self.rank, self._memory, self._finalizers = None, None, []
+        if not self._open(self._layout):
+            raise GradwireError(f"team {self.name!r} has been closed")
+
+    def _take(self, rank: int) -> None:
+        """Take the lock of a rank, which the kernel releases when this process ends."""
+        path = _lock_path(self._path, rank)
+        for _ in range(_TRIES):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            with suppress(BlockingIOError, FileNotFoundError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    break
+            os.close(
+                descriptor
+            )  # held, or looked at by another worker just now, or removed meanwhile
+            clock.sleep(_PAUSE_MAX_S)
+        else:
+            raise ValueError(
+                f"a living process is rank {rank} of team {self.name!r}: give every run of this machine a name of its "
+                "own, or end that process"
+            )
+        os.ftruncate(descriptor, 0)
+        self.rank = rank
+        self._finalizers.append(weakref.finalize(self, _release, descriptor, path, os.getpid()))
 
     def lead(self, exchange: Exchange) -> LocalExchange:
         """Return the leader's exchange, worker 0's."""
+        if self.rank is None:
+            self._take_more(0)
         return LocalExchange(self, 0, exchange)
 
     def follow(self, rank: int) -> LocalExchange:
         """Return the exchange of another worker, 1 to ``workers`` - 1.
 
         Raises:
-            ValueError: there is no such worker.
+            ValueError: there is no such worker, or a living process has this rank.
         """
         if not 1 <= rank < self.workers:
             raise ValueError(f"rank is {rank}, must be 1 to {self.workers - 1}")
+        if self.rank != rank:
+            self._take_more(rank)
         return LocalExchange(self, rank, None)
 
-    def wait_for_all(self) -> None:
-        """Wait for all workers.
-
-        Raises:
-            TimeoutError: a worker did not come in time; the team is unusable then.
-        """
-        try:
-            self._barrier.wait(self.timeout_s)
-        except threading.BrokenBarrierError:
-            raise TimeoutError(
-                f"not all {self.workers} workers of this machine came within {self.timeout_s:g} s"
-            ) from None
-
-    def post_outcome(self, outcome: _Outcome) -> None:
-        """Leave the leader's outcome for the other workers."""
-        data = pickle.dumps(outcome)
-        if len(data) > _MAIL_BYTES - 8:
-            short = GradwireError(str(outcome)[:500])
-            data = pickle.dumps(replace(outcome, result=None, error=short, members=()))
-        self._bytes[:8].view(np.uint64)[0] = len(data)
-        self._bytes[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
-
-    def read_outcome(self) -> _Outcome:
-        """Return the leader's outcome, which ``post_outcome`` of this team wrote, never another machine."""
-        size = int(self._bytes[:8].view(np.uint64)[0])
-        found: _Outcome = pickle.loads(self._bytes[8 : 8 + size].tobytes())  # noqa: S301
-        return found
+    def _take_more(self, rank: int) -> None:
+        """Take the lock of one of the threads that share this object."""
+        self._take(rank)
+        self.rank = None
 
     def close(self) -> None:
-        """Release the arrays; the memory goes with the last worker."""
-        self.params, self.total = [], []
+        """Release the memory and this process's ranks; the others notice that these are gone."""
+        for finalizer in reversed(self._finalizers):
+            finalizer()
+        self.params, self.total, self.shared, self._slots = [], [], [], []
 
     def __enter__(self) -> LocalTeam:
         """Return the team."""
@@ -176,6 +348,152 @@ class LocalTeam:
     def __exit__(self, *_: object) -> None:
         """Close the team."""
         self.close()
+
+    # ---- one call of all workers -------------------------------------------------------------------------------------
+
+    def begin(self, rank: int, update: Arrays | None, call: int, *, leads: bool) -> int:
+        """Leave an update, and return the number of the call when all have come and their updates are added up.
+
+        Args:
+            rank: of this worker.
+            update: None: the call needs none.
+            call: number of this worker's next call.
+            leads: whether this worker is rank 0.
+
+        Raises:
+            TimeoutError: a worker has not come at all.
+            PeerLost: rank 0 is gone.
+        """
+        rows, words = self._rows, self._words
+        if update is not None:
+            for slot, array in zip(self._slots[rank], update, strict=True):
+                np.copyto(slot, array.reshape(slot.shape), casting="same_kind")
+        while True:
+            _fence()
+            rows[_WEIGHT, rank] = update is not None
+            rows[_ARRIVED, rank] = call
+            if leads:
+                self._gather(call)
+                words[_IS_SUM] = update is not None
+                _fence()
+                words[_GO] = call
+            else:
+                self._wait(lambda at=call: words[_GO] >= at, (0,))  # type: ignore[misc]
+            _fence()
+            if int(words[_GO]) == call and rows[_TAKES_PART, rank]:
+                break
+            call = (
+                int(words[_GO]) + 1
+            )  # the others have gone on without this worker, which was not here in time
+        if words[_IS_SUM]:
+            self._reduce(rank)
+        _fence()
+        rows[_REDUCED, rank] = call
+        if leads:
+            for other in np.flatnonzero(rows[_TAKES_PART]).tolist():
+                self._wait(lambda at=other: rows[_REDUCED, at] == call, (other,), is_needed=False)  # type: ignore[misc]
+                if rows[_REDUCED, other] != call and words[_IS_SUM]:
+                    self._reduce(other)  # the update of a worker that has just died is complete
+            _fence()
+        return call
+
+    def end(self, call: int, *, leads: bool) -> None:
+        """Let the others read the outcome, or wait for the leader's."""
+        words = self._words
+        _fence()
+        if leads:
+            words[_DONE] = call
+        else:
+            self._wait(lambda: words[_DONE] >= call, (0,))
+        _fence()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the workers have made a call."""
+        return bool(self._words[_GO])
+
+    def _gather(self, call: int) -> None:
+        """Wait for all workers that live, and note who takes part; the first time for all."""
+        rows = self._rows
+        for rank in range(self.workers):
+            self._wait(
+                lambda at=rank: rows[_ARRIVED, at] >= call,  # type: ignore[misc]
+                (rank,),
+                is_needed=not self.is_begun,
+            )
+        before = rows[_TAKES_PART].copy()
+        rows[_TAKES_PART] = rows[_ARRIVED] == call
+        gone = np.flatnonzero(before > rows[_TAKES_PART]).tolist()
+        if gone:
+            count = int(rows[_TAKES_PART].sum())
+            _LOG.warning("team %r: worker %s gone, %d go on", self.name, gone, count)
+
+    def _reduce(self, rank: int) -> None:
+        """Sum one worker's part of the elements, over all updates in the order of the ranks."""
+        members = np.flatnonzero(self._rows[_TAKES_PART]).tolist()
+        senders = [one for one in members if self._rows[_WEIGHT, one]]
+        factor = 1.0 / len(senders) if self.reduction == "mean" else 1.0
+        part = members.index(rank)
+        for index, total in enumerate(self.total):
+            flat = total.reshape(-1)
+            first, last = (flat.size * at // len(members) for at in (part, part + 1))
+            piece, scale = flat[first:last], flat.dtype.type(factor)
+            piece[:] = 0.0
+            for sender in senders:
+                update = self._slots[sender][index].reshape(-1)[first:last]
+                np.add(piece, update * scale if factor != 1.0 else update, out=piece)
+
+    def _wait(
+        self, is_done: Callable[[], Any], ranks: Sequence[int], *, is_needed: bool = True
+    ) -> None:
+        """Wait until something is done by a worker, or the worker is gone.
+
+        Raises:
+            TimeoutError: a needed worker has not come in time.
+            PeerLost: rank 0 is gone.
+        """
+        begin_s = look_s = clock.now_s()
+        warn_s, pause_s = begin_s + self.timeout_s, _PAUSE_S
+        while not is_done():
+            clock.sleep(pause_s)
+            pause_s = min(2.0 * pause_s, _PAUSE_MAX_S)
+            now_s = clock.now_s()
+            if now_s < look_s:
+                continue
+            look_s = now_s + _LOOK_S
+            is_gone = not all(_is_locked(_lock_path(self._path, rank)) for rank in ranks)
+            if is_done():
+                return
+            if is_gone and not is_needed:
+                return
+            if is_gone and 0 in ranks and self.is_begun:
+                raise PeerLost(
+                    f"rank 0 of team {self.name!r}, which has the node, is gone: start all its workers again"
+                )
+            if now_s >= warn_s:
+                text = f"not all {self.workers} workers of this machine came within {self.timeout_s:g} s"
+                text += f": rank {ranks[0]}"
+                if is_gone:
+                    raise TimeoutError(f"{text} is missing")
+                _LOG.warning("%s is late, and waited for", text)
+                warn_s = now_s + self.timeout_s
+
+    def post_outcome(self, outcome: _Outcome) -> None:
+        """Leave the leader's outcome for the other workers."""
+        data = pickle.dumps(outcome)
+        if len(data) > _MAIL_BYTES - 8:
+            short = GradwireError(str(outcome)[:500])
+            data = pickle.dumps(replace(outcome, result=None, error=short, members=()))
+        mail = self._bytes[self._mail_at :]
+        mail[:8].view(np.uint64)[0] = len(data)
+        mail[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
+
+    def read_outcome(self) -> _Outcome:
+        """Return the leader's outcome, which ``post_outcome`` of this team wrote, never another machine."""
+        mail = self._bytes[self._mail_at :]
+        size = int(mail[:8].view(np.uint64)[0])
+        found: _Outcome = pickle.loads(mail[8 : 8 + size].tobytes())  # noqa: S301
+        return found
 
 
 class LocalExchange:
@@ -196,6 +514,8 @@ class LocalExchange:
         self._next_step = 0 if exchange is None else exchange.next_step
         self._members: tuple[Peer, ...] = ()
         self._stats: ExchangeStats | None = None
+        self._call: int | None = None
+        self._has_shared = False
 
     @property
     def next_step(self) -> int:
@@ -222,14 +542,18 @@ class LocalExchange:
         """See `Exchange.wait_for_peers`."""
         return self._call_together(lambda lead: lead.wait_for_peers())
 
-    def join(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
+    def join(
+        self, params: Any, optimizer_state: Sequence[Any] = (), *, equalize: bool = False
+    ) -> Joined:
         """See `Exchange.join`; ``params`` of every worker are the shared ones afterwards.
 
         Raises:
             ValueError: there is an ``optimizer_state``: every worker has its own.
         """
         _refuse_state(optimizer_state)
-        return self._call_together(lambda lead: lead.join(self.team.params), params)
+        return self._call_together(
+            lambda lead: lead.join(self.team.params, equalize=equalize), params
+        )
 
     def resync(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
         """See `Exchange.resync`."""
@@ -250,6 +574,7 @@ class LocalExchange:
     def step_moved(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """See `Exchange.step_moved`: the difference to the team's parameters is this worker's update."""
         _refuse_state(optimizer_state)
+        self.team.attach(params)
         update = difference(views(params), self.team.params)
         return self._call_together(self._lead_step, params, update)
 
@@ -265,17 +590,11 @@ class LocalExchange:
     def shared(self, params: Any) -> Arrays:  # noqa: ARG002  (as Exchange.shared)
         """See `Exchange.shared`; of the team's parameters, which every worker's are."""
         team = self.team
-        # The sum's memory serves, which is zero between the calls, and has to be again before the next can begin.
-        team.wait_for_all()
-        if self.exchange is not None:
-            put(team.total, self.exchange.shared(team.params))
-        team.wait_for_all()
-        found = copies(team.total)
-        team.wait_for_all()
-        if self.exchange is not None:
-            self._clear_total()
-        team.wait_for_all()
-        return found
+        return copies(team.shared if self._has_shared else team.params)
+
+    def holds(self, params: Any) -> bool:
+        """See `Exchange.holds`."""
+        return all(map(np.array_equal, writable_views(params), self.team.params))
 
     def state_dict(self) -> dict[str, Any]:
         """See `Exchange.state_dict`: the leader's; empty for the others."""
@@ -303,16 +622,21 @@ class LocalExchange:
             params: of this worker; None: they stay as they are.
             update: of this worker; None: the action needs none.
         """
-        team = self.team
+        team, leads = self.team, self.exchange is not None
+        if params is not None:
+            team.attach(params)
         if update is not None:
-            self._add_update(update)
-        team.wait_for_all()
+            self._check_sizes(update)
+        # A worker that takes the place of a dead one begins with whatever the others do, without an update.
+        begun = int(team._words[_GO]) if self._call is None else self._call
+        call = team.begin(self.rank, update, begun + 1, leads=leads)
         if self.exchange is not None:
             self._act(self.exchange, action)
-        team.wait_for_all()
+        team.end(call, leads=leads)
+        self._call = call
         outcome = team.read_outcome()
         self._next_step, self._members = outcome.next_step, outcome.members
-        self._stats = outcome.stats
+        self._stats, self._has_shared = outcome.stats, outcome.has_shared
         own = team.params if params is None else writable_views(params)
         if not all(np.shares_memory(*pair) for pair in zip(own, team.params, strict=True)):
             put(own, team.params)
@@ -327,26 +651,17 @@ class LocalExchange:
             result = action(exchange)
         except Exception as caught:
             error = caught
-        self._clear_total()
-        outcome = _Outcome(result, error, exchange.next_step, exchange.members, exchange.stats)
-        self.team.post_outcome(outcome)
+        team = self.team
+        has_shared = exchange.place_shared(team.shared)
+        state = exchange.next_step, exchange.members, exchange.stats, has_shared
+        team.post_outcome(_Outcome(result, error, *state))
 
-    def _clear_total(self) -> None:
-        for array in self.team.total:
-            array[...] = 0.0
-
-    def _add_update(self, update: Arrays) -> None:
-        """Add to the shared sum, in turns, so that the order is always the same and no two workers write to one part.
-
-        In turn t worker r adds its part (r + t) mod workers.
-        """
-        workers = self.team.workers
-        factor = 1.0 / workers if self.team.reduction == "mean" else 1.0
-        for turn in range(workers):
-            part = (self.rank + turn) % workers
-            for total, array in zip(self.team.total, update, strict=True):
-                _add_part(total.reshape(-1), array.reshape(-1), part, workers, factor)
-            self.team.wait_for_all()
+    def _check_sizes(self, update: Arrays) -> None:
+        sizes = [one.size for one in update], [one.size for one in self.team.params]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"an update of arrays with {sizes[0]} elements for parameters of {sizes[1]}"
+            )
 
 
 def _refuse_state(optimizer_state: Sequence[Any]) -> None:
@@ -356,13 +671,65 @@ def _refuse_state(optimizer_state: Sequence[Any]) -> None:
         )
 
 
-def _add_part(
-    total: NDArray[Any], update: NDArray[Any], part: int, parts: int, factor: float
-) -> None:
-    if update.size != total.size:
-        raise ValueError(f"an update of {update.size} elements for parameters of {total.size}")
-    first, last = total.size * part // parts, total.size * (part + 1) // parts
-    piece = update[first:last]
-    if factor != 1.0:
-        piece = piece * total.dtype.type(factor)
-    np.add(total[first:last], piece, out=total[first:last], casting="same_kind")
+def _layout_of(arrays: Arrays) -> list[Any]:
+    return [[array.dtype.str, list(array.shape)] for array in arrays]
+
+
+def _span(layout: list[Any]) -> int:
+    sizes = (
+        np.dtype(dtype).itemsize * int(np.prod(shape, dtype=np.int64)) for dtype, shape in layout
+    )
+    return sum(map(_aligned, sizes))
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _lock_path(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.name}.rank{rank}")
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a living process holds the lock."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _release(descriptor: int, path: Path, process: int) -> None:
+    """Give a rank's lock back; a forked child leaves it to the process that took it."""
+    if os.getpid() == process:
+        with suppress(OSError):
+            path.unlink()
+    os.close(descriptor)
+
+
+def _remove(path: Path, number: int, process: int) -> None:
+    """Remove a team's memory, unless another run has replaced it, and locks that nobody holds."""
+    if os.getpid() != process:
+        return
+    with suppress(OSError):
+        with path.open("rb") as file:
+            found = file.read(16)
+        if int.from_bytes(found[8:], "little") == number:
+            path.unlink()
+    for lock in path.parent.glob(f"{path.name}.rank*"):
+        if not _is_locked(lock):
+            lock.unlink(missing_ok=True)
+
+
+def _fence() -> None:
+    """Keep loads and stores before this call before those after it: a lock's release and acquisition are ordered."""
+    lock = threading.Lock()
+    for _ in range(2):
+        with lock:
+            pass

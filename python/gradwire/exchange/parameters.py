@@ -555,6 +555,22 @@ class Replica:
             bound = _ROUNDING * (np.abs(shared) + np.abs(residual))
             np.copyto(param, expected, where=~(np.abs(param - expected) <= bound))
 
+    def holds(self, params: Any) -> bool:
+        """Return whether ``params`` are what the last step left, but for rounding; local steps cannot be told."""
+        if not self.shared or self.local_steps:
+            return True
+        if not self._applies_residual:
+            return all(map(np.array_equal, writable_views(params), self.shared))
+        return all(
+            bool(
+                (
+                    np.abs(param - shared - residual)
+                    <= _ROUNDING * (np.abs(shared) + np.abs(residual))
+                ).all()
+            )
+            for param, shared, residual in self._parts(params)
+        )
+
     def local_delta(self, params: Any) -> tuple[Arrays | None, Callable[[int], None] | None]:
         """Return the sum of the local steps since the last exchange.
 

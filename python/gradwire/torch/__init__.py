@@ -10,6 +10,7 @@ if importlib.util.find_spec("torch") is None:
 from . import ops
 from .hook import HookStats, ThresholdState, register_threshold_hook, threshold_hook
 from .optimizer import SharedOptimizer
+from .share import share
 
 __all__ = [
     "HookStats",
@@ -17,5 +18,6 @@ __all__ = [
     "ThresholdState",
     "ops",
     "register_threshold_hook",
+    "share",
     "threshold_hook",
 ]

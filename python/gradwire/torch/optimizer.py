@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
+from ..errors import NonFiniteUpdate
 from ..exchange.parameters import copies, put, writable_views
 from .staging import Staging
 
 if TYPE_CHECKING:
     from ..exchange import Exchange, Joined, LocalExchange, StepResult
 
-__all__ = ["SharedOptimizer"]
+__all__ = ["SharedOptimizer", "is_adaptive", "parameters_of"]
 
 _STATE_KEY = "gradwire"
+
+# Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, Adafactor, RMSprop, and others that normalise in the same way.
+_ADAPTIVE = re.compile(r"ada(?!pter)|rmsprop|lamb|lion|muon|novograd|sophia|shampoo", re.IGNORECASE)
 
 
 class SharedOptimizer(torch.optim.Optimizer):
@@ -41,8 +47,16 @@ class SharedOptimizer(torch.optim.Optimizer):
             optimiser's parameter groups; or one worker's part of a `LocalTeam`.
         share_state: also pass the optimiser's state to the exchange, so that late nodes begin with that state. The
             state is then created, as zeros, before the first step.
+        update_scale: factor of every update: a number, or "auto": the square root of the number of nodes for an
+            adaptive optimiser, 1.0 for SGD and its like. An adaptive optimiser divides by the size of its own
+            gradients, noise included, so the mean of n nodes' updates is shorter than the update of their mean
+            gradient by up to sqrt(n). The optimiser's learning rates carry the factor during its step.
+        equalize: begin with the parameters of the node with the lowest id, on all nodes; without, nodes that begin with
+            other parameters are refused.
+        buffers: further float32 or float64 tensors in host memory that late nodes take over, such as a model's buffers.
 
     Raises:
+        ValueError: ``update_scale`` is not "auto", nor positive and finite.
         TypeError: ``optimizer`` or ``exchange`` has the wrong type.
 
     Example:
@@ -57,6 +71,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         1
     """
 
+    counts_workers = True  # whether the workers of a team have gradients of their own
+
     # Without this, GradScaler would not call ``step`` on overflow, and the other nodes would wait.
     _step_supports_amp_scaling = True
 
@@ -66,6 +82,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         exchange: Exchange | LocalExchange,
         *,
         share_state: bool = False,
+        update_scale: float | Literal["auto"] = 1.0,
+        equalize: bool = False,
+        buffers: Sequence[torch.Tensor] = (),
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be one of torch's, got {optimizer!r}")
@@ -75,10 +94,19 @@ class SharedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.exchange = exchange
         self.share_state = share_state
+        if update_scale != "auto" and not 0.0 < update_scale < math.inf:
+            raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
+        self._scale = update_scale
+        self._equalizes = equalize
+        self._buffers = [Staging(buffer) for buffer in buffers]
+        self._own: list[np.ndarray[Any, Any]] | None = (
+            None  # while the model holds the shared parameters
+        )
         self.result: StepResult | None = None
-        self._params = [Staging(param) for param in _parameters(optimizer)]
+        self._params = [Staging(param) for param in parameters_of(optimizer)]
         self._state: list[Staging] = []
         self._loaded: list[torch.Tensor] = []
+        self._local: list[np.ndarray[Any, Any]] = []
         self._has_joined = False
 
     def __getattr__(self, name: str) -> Any:
@@ -102,15 +130,19 @@ class SharedOptimizer(torch.optim.Optimizer):
         if self.share_state:
             _create_state(self.optimizer)
             self._state = [Staging(tensor) for tensor in _state_tensors(self.optimizer)]
+        self._state += self._buffers
         for staging in (*self._params, *self._state):
             staging.mark_ready()
             staging.fetch()
         for staging, shared in zip(self._params, self._loaded, strict=False):
             if staging.is_rounded:
                 staging.host.copy_(shared)
-        joined = self.exchange.join(*self._hosts)
-        if joined.is_late or not self.exchange.has_local_steps:
+        joined = self.exchange.join(*self._hosts, equalize=self._equalizes)
+        if self._local and not joined.is_late:
+            put(writable_views(self._hosts[0]), self._local)
+        if joined.is_late or self._local or not self.exchange.has_local_steps:
             self._store()
+        self._local = []
         self._has_joined = True
         return joined
 
@@ -139,12 +171,20 @@ class SharedOptimizer(torch.optim.Optimizer):
             The closure's result, None without one.
 
         Raises:
-            NonFiniteUpdate: the optimiser made parameters NaN or infinite; its update is reverted.
+            NonFiniteUpdate: a gradient is NaN or infinite, found before the optimiser's state has changed; or the
+                optimiser made parameters NaN or infinite, and its update is reverted.
+            RuntimeError: inside ``shared_parameters``.
             WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.step_moved``.
         """
-        if not self._has_joined:
-            self.join()
-        loss = self._local_step(closure)
+        if self._own is not None:
+            raise RuntimeError(
+                "a step inside shared_parameters() would be lost: train outside, where the model has this node's "
+                "own parameters"
+            )
+        loss = None
+        if self._has_joined or not self._join_moves() or closure is not None:
+            with self._scaled_rates():
+                loss = self._local_step(closure)
         if self.exchange.is_next_local:
             self.result = self.exchange.step_moved(*self._hosts)
             return loss
@@ -188,15 +228,36 @@ class SharedOptimizer(torch.optim.Optimizer):
         >>> model.bias.item() == before - 0.25
         True
         """
+        if self._own is not None:
+            raise RuntimeError("shared_parameters() inside shared_parameters()")
         with self._staged() as (params, _):
             hosts = writable_views(params)
-            own = copies(hosts)
+            self._own = copies(hosts)
             put(hosts, self.exchange.shared(hosts))
         try:
             yield
         finally:
-            put(hosts, own)
+            put(hosts, self._own)
+            self._own = None
             self._store()
+
+    def shared_tensors(self) -> list[torch.Tensor]:
+        """Return copies of the shared parameters, in host memory, in the order of the optimiser's parameters."""
+        hosts = writable_views(self._hosts[0])
+        params = [param.detach() for param in parameters_of(self.optimizer)]
+        if not self._has_joined or self._own is not None or not self._is_as_left(params):
+            return [param.cpu().clone() for param in params]
+        return [torch.from_numpy(one) for one in self.exchange.shared(hosts)]
+
+    def _is_as_left(self, params: list[torch.Tensor]) -> bool:
+        """Return whether the model holds what the last step left: no other weights were loaded or copied into it."""
+        for param, staging in zip(params, self._params, strict=True):
+            local = param.to_local() if hasattr(param, "to_local") else param
+            if staging.host.data_ptr() != local.data_ptr():
+                left = staging.host.to(local.device, local.dtype)
+                if not torch.equal(left, local):
+                    return False
+        return self.exchange.holds(writable_views(self._hosts[0]))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimiser does."""
@@ -214,9 +275,17 @@ class SharedOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimiser's state as it is, with this node's exchange's under "gradwire"."""
+        """Return the wrapped optimiser's state as it is, with this node's exchange's under "gradwire".
+
+        The latter includes this node's own parameters, so that training goes on bit for bit whatever the model was
+        saved with.
+        """
         state: dict[str, Any] = {**self.optimizer.state_dict()}
-        state[_STATE_KEY] = _map_leaves(self.exchange.state_dict(), np.ndarray, torch.from_numpy)
+        shared = self.exchange.state_dict()
+        if getattr(self.exchange, "applies_residual", False) and not shared["local_steps"]:
+            own = self._own if self._own is not None else writable_views(self._hosts[0])
+            shared["local"] = copies(own)
+        state[_STATE_KEY] = _map_leaves(shared, np.ndarray, torch.from_numpy)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -232,6 +301,15 @@ class SharedOptimizer(torch.optim.Optimizer):
             self.exchange.load_state_dict(_map_leaves(shared, torch.Tensor, torch.Tensor.numpy))
             # Absent from the state of a worker that does not lead its team.
             self._loaded = shared.get("shared", [])
+            self._local = [one.numpy() for one in shared.get("local", [])]
+            self.restore()
+
+    def restore(self) -> None:
+        """Let the model hold this node's parameters of a loaded state, until the first step; share() sees to it."""
+        if self._local and not self._has_joined:
+            put(writable_views(self._hosts[0]), self._local)
+            for staging in self._params:
+                staging.store()
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -239,8 +317,17 @@ class SharedOptimizer(torch.optim.Optimizer):
         """Run the wrapped optimiser, unless GradScaler has found infinity."""
         inner = self.optimizer
         found_inf = self.__dict__.get("found_inf")
+        if found_inf is None and closure is not None:
+
+            def checked() -> Any:
+                loss = closure()
+                self._check_gradients()
+                return loss
+
+            return inner.step(checked)
         if found_inf is None:
-            return inner.step(closure) if closure is not None else inner.step()
+            self._check_gradients()
+            return inner.step()
         scale = self.__dict__.get("grad_scale")
         if getattr(inner, "_step_supports_amp_scaling", False):
             inner.found_inf, inner.grad_scale = found_inf, scale
@@ -251,10 +338,58 @@ class SharedOptimizer(torch.optim.Optimizer):
         if found_inf.item():
             return None
         if scale is not None:
-            for param in _parameters(inner):
+            for param in parameters_of(inner):
                 if param.grad is not None:
                     param.grad.div_(scale.item())
         return inner.step()
+
+    def _join_moves(self) -> bool:
+        """Join; return whether that has changed the parameters, to which the gradients then do not belong."""
+        before = [param.detach().clone() for param in parameters_of(self.optimizer)]
+        self.join()
+        return not all(map(torch.equal, before, parameters_of(self.optimizer)))
+
+    def _check_gradients(self) -> None:
+        """Refuse gradients that are not finite, before they spoil the optimiser's state."""
+        grads = [param.grad for param in parameters_of(self.optimizer) if param.grad is not None]
+        if not grads or any(grad.is_sparse for grad in grads):
+            return
+        # Infinity minus infinity is NaN, and both spread through a sum: one pass, and one number per tensor.
+        sums = torch.stack([grad.detach().sum(dtype=torch.float64).cpu() for grad in grads])
+        if bool(sums.isfinite().all()):
+            return
+        counts = [int((~grad.isfinite()).sum()) for grad in grads]
+        if sum(counts):
+            index = next(index for index, count in enumerate(counts) if count)
+            raise NonFiniteUpdate(
+                f"{sum(counts)} elements of the gradient are NaN or infinite, the first in parameter {index} of shape "
+                f"{tuple(grads[index].shape)}: nothing was sent, and the optimiser's state is unchanged; clip "
+                "gradients, lower the learning rate, or use GradScaler",
+                sum(counts),
+            )
+
+    @property
+    def update_scale(self) -> float:
+        """The factor of the next update, see ``update_scale``."""
+        if self._scale != "auto":
+            return self._scale
+        team = getattr(self.exchange, "team", None)
+        workers = 1 if team is None or not self.counts_workers else team.workers
+        nodes = (len(self.exchange.members) + 1) * workers
+        return math.sqrt(nodes) if is_adaptive(self.optimizer) else 1.0
+
+    @contextmanager
+    def _scaled_rates(self) -> Iterator[None]:
+        """Let the learning rates carry ``update_scale``."""
+        groups, factor = self.optimizer.param_groups, self.update_scale
+        rates = [group["lr"] for group in groups] if factor != 1.0 else []
+        try:
+            for group, rate in zip(groups, rates, strict=False):
+                group["lr"] = rate * factor
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=False):
+                group["lr"] = rate
 
     @property
     def _hosts(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -277,7 +412,13 @@ class SharedOptimizer(torch.optim.Optimizer):
             staging.store()
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimiser divides its updates by the size of its own gradients, as its name says."""
+    return bool(_ADAPTIVE.search(type(optimizer).__name__))
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups, in order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -285,7 +426,7 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
     """Let the optimiser create its state, which happens in its first step; the parameters stay unchanged."""
     if optimizer.state:
         return
-    groups, params = optimizer.param_groups, _parameters(optimizer)
+    groups, params = optimizer.param_groups, parameters_of(optimizer)
     grads, rates = [param.grad for param in params], [group["lr"] for group in groups]
     values = [param.detach().clone() for param in params]
     for param in params:
@@ -305,7 +446,7 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the tensors of the optimiser's state in an order that is the same on every node."""
-    for param in _parameters(optimizer):
+    for param in parameters_of(optimizer):
         state = optimizer.state.get(param, {})
         yield from (state[key] for key in sorted(state) if torch.is_tensor(state[key]))
 

@@ -1,0 +1,221 @@
+"""One call for NumPy arrays, and what the integrations have in common: encoders by name, node, exchange, goodbye."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from . import rendezvous
+from .codec import Encoder
+from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
+from .policy import TargetDensity
+from .transport import Node
+
+__all__ = ["Density", "SharedArrays", "exchange_for", "groups_for", "share"]
+
+DENSITY = 0.01
+
+Density = float | Mapping[str, float | Literal["dense"]]
+
+# One thread of an encoder for so many elements, at most.
+_THREAD_NUMEL = 1 << 20
+
+
+class SharedArrays:
+    """Parameters that all nodes of a run share; made by `share`.
+
+    Attributes:
+        params: the parameters, changed in place by every step.
+        exchange: does the work.
+        result: of the last step.
+    """
+
+    def __init__(self, params: Any, exchange: Exchange | LocalExchange) -> None:
+        self.params = params
+        self.exchange = exchange
+        self.result: StepResult | None = None
+        exchange.join(params, equalize=True)
+
+    def __repr__(self) -> str:
+        return f"<gradwire.SharedArrays over {self.exchange!r}>"
+
+    def step(self, update: Any) -> StepResult:
+        """Add this node's update, and the part of the others' updates that has been sent, to the parameters.
+
+        Args:
+            update: addition to the parameters, such as -learning_rate * gradient; arrays of the parameters' shapes,
+                float32, float64 or float16, in host memory; not modified.
+
+        Raises:
+            NonFiniteUpdate, TimeoutError, PeerLost, Closed: as ``Exchange.step``.
+        """
+        self.result = self.exchange.step(update, self.params)
+        return self.result
+
+    def shared(self) -> Any:
+        """Return a copy of the parameters that all nodes share, without this node's residual: to save or to compare."""
+        shared = self.exchange.shared(self.params)
+        return shared if isinstance(self.params, (list, tuple)) else shared[0]
+
+
+def share(
+    params: Any,
+    *,
+    node: Node | None = None,
+    density: float = DENSITY,
+    timeout_s: float = 60.0,
+    min_members: int = 1,
+    **options: Any,
+) -> SharedArrays:
+    """Share arrays with the other nodes of this run: one call, and then ``step`` with every update.
+
+    The node's place in the run comes from the environment, see `Node.from_env`; several processes of one machine are a
+    `LocalTeam`. All begin with the parameters of rank 0; whoever comes late takes the present ones.
+
+    Args:
+        params: one NumPy array, or a list of arrays: float32 or float64, contiguous, writable. Changed in place.
+        node: a node to use and to close; None: one from the environment, closed when the process ends.
+        density: share of the elements that a step sends.
+        timeout_s: longest wait for the others at the start; later on a log entry names the node that all wait for.
+        min_members: number of nodes below which a step raises `PeerLost`.
+        options: of `Exchange`.
+
+    Raises:
+        TimeoutError: not all nodes of the run appeared; the message names the missing ones.
+        Mismatch: another node shares arrays of other shapes or dtypes, or with other options.
+        ValueError: an argument or environment variable that cannot be used.
+
+    >>> import numpy as np, gradwire as gw
+    >>> weights = np.zeros(3, np.float32)
+    >>> shared = gw.share(weights, density=0.5)
+    >>> result = shared.step(np.array([0.5, 0.25, -0.5], np.float32))
+    >>> weights.tolist()
+    [0.5, 0.25, -0.5]
+    """
+    arrays = list(params) if isinstance(params, (list, tuple)) else [params]
+    groups = groups_for([(str(index), one) for index, one in enumerate(arrays)], density)
+    exchange = exchange_for(
+        groups, arrays, node=node, timeout_s=timeout_s, min_members=min_members, **options
+    )
+    return SharedArrays(params, exchange)
+
+
+def groups_for(
+    named: Sequence[tuple[str, Any]],
+    density: Density,
+    *,
+    threads: int | None = None,
+    local_size: int = 1,
+) -> Groups:
+    """Return one group of all tensors with the same density.
+
+    All of them share a threshold and a message: a group for every tensor costs small models several times the bytes.
+
+    Args:
+        named: names and arrays, in order.
+        density: for all; or by pattern of the names (the first that fits), where "dense" sends whole updates.
+        threads: of the encoders; None: to suit the size and the machine.
+        local_size: number of processes that share the machine's processors.
+
+    Raises:
+        ValueError: a density out of (0, 1), or below one element of its tensors; a pattern that matches nothing.
+    """
+    patterns = density if isinstance(density, Mapping) else {}
+    default = DENSITY if isinstance(density, Mapping) else density
+    found: dict[float | str, list[int]] = {}
+    used = set()
+    for index, (name, _) in enumerate(named):
+        pattern = next((one for one in patterns if fnmatchcase(name, one)), None)
+        used.add(pattern)
+        found.setdefault(default if pattern is None else patterns[pattern], []).append(index)
+    unused = [pattern for pattern in patterns if pattern not in used]
+    if unused:
+        names = ", ".join(name for name, _ in named[:6])
+        raise ValueError(
+            f"density: {', '.join(unused)} matches no parameter that an earlier pattern leaves; the names are {names}"
+            f"{', ...' if len(named) > 6 else ''}"
+        )
+    dtype = "float64" if any("float64" in str(array.dtype) for _, array in named) else "float32"
+    groups = []
+    for key, (value, indices) in enumerate(found.items()):
+        numel = sum(math.prod(named[index][1].shape) for index in indices)
+        policy = None if value == "dense" else _policy(value, numel)
+        count = threads or max(1, min(_processors() // local_size, numel // _THREAD_NUMEL))
+        encoder = Encoder(numel, policy, dtype=dtype, key=key, threads=count)
+        tensors = tuple(indices) if len(found) > 1 else None
+        groups.append(Group(encoder, tensors, is_dense=value == "dense"))
+    return Groups(groups)
+
+
+def _policy(density: Any, numel: int) -> TargetDensity:
+    if isinstance(density, (bool, str)) or not 0.0 < density < 1.0:
+        raise ValueError(f'density is {density!r}, must be in (0, 1), about 0.01, or "dense"')
+    if density * numel < 1.0:
+        raise ValueError(
+            f"density {density:g} of {numel} elements is less than one element: give at least {1.0 / numel:.2g}"
+        )
+    return TargetDensity(density)
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def exchange_for(
+    groups: Groups,
+    params: Sequence[Any],
+    *,
+    node: Node | None,
+    team: tuple[int, int] | None = None,
+    timeout_s: float,
+    min_members: int,
+    **options: Any,
+) -> Exchange | LocalExchange:
+    """Return the exchange of this process: with a node of its own, or one worker's part of its machine's team.
+
+    Args:
+        groups: of this process's update.
+        params: in host memory; of the team's leader the initial ones.
+        node: to use; None: one from the environment, closed at the end of the process.
+        team: rank and size of the team on this machine; None: from the environment.
+        timeout_s: of `Exchange`.
+        min_members: of `Exchange`.
+        options: of `Exchange`.
+    """
+    if timeout_s <= 0.0:
+        raise ValueError(f"timeout_s is {timeout_s}, must be positive")
+    place = rendezvous.placement()
+    rank, size = team or (place.local_rank, place.local_size)
+    chosen: dict[str, Any] = {"apply_residual": True, "on_straggler": "wait", **options}
+    if chosen.get("mode") == "async" and "on_straggler" not in options:
+        chosen["on_straggler"] = "raise"
+
+    def make(node: Node | None, *, per_machine: bool) -> Exchange:
+        own = node is None
+        made = node or Node.from_env(per_machine=per_machine)
+        exchange = Exchange(groups, made, timeout_s=timeout_s, min_members=min_members, **chosen)
+        if own:
+            atexit.register(_say_goodbye, weakref.ref(exchange), made)
+        return exchange
+
+    if size == 1 or (node is not None and team is None):
+        return make(node, per_machine=False)
+    local = LocalTeam.join(
+        rendezvous.name_of(place), params, size=size, rank=rank, timeout_s=timeout_s
+    )
+    return local.lead(make(node, per_machine=True)) if rank == 0 else local.follow(rank)
+
+
+def _say_goodbye(exchange: weakref.ref[Exchange], node: Node) -> None:
+    """Deliver the last messages when the process ends; after an error without a goodbye, so that others know."""
+    has_failed = getattr(sys, "last_value", None) is not None
+    share = exchange()
+    if share is not None and not has_failed:
+        share.end()
+    node.close(0.0 if has_failed else 5.0)

@@ -1,0 +1,175 @@
+"""One call: an optimiser that trains a model together with the other machines of a run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ..sharing import DENSITY, exchange_for, groups_for
+from .optimizer import SharedOptimizer, parameters_of
+from .staging import Staging
+
+if TYPE_CHECKING:
+    from ..sharing import Density
+    from ..transport import Node
+
+__all__ = ["share"]
+
+
+def share(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    node: Node | None = None,
+    density: Density = DENSITY,
+    update_scale: float | Literal["auto"] = "auto",
+    process_group: dist.ProcessGroup | None = None,
+    min_members: int = 1,
+    timeout_s: float = 60.0,
+    **options: Any,
+) -> SharedOptimizer:
+    """Return an optimiser that trains ``model`` together with the other nodes of this run.
+
+    Use the result in the place of ``optimizer``: the loop, schedules, GradScaler, accumulation and checkpoints stay as
+    they are. All nodes begin with the parameters of rank 0; ``model.state_dict()`` has the parameters that all nodes
+    share. The place in the run comes from the environment (torchrun, SLURM, MPI, Kubernetes, `gradwire run`, or
+    ``GRADWIRE_PEERS``, see `Node.from_env`); several ranks of one machine send one message together.
+
+    Args:
+        model: the model; DistributedDataParallel and ``torch.compile`` may wrap it.
+        optimizer: of the model's parameters, at the learning rate for one machine's gradients averaged over all.
+        node: a node to use and to close; None: one from the environment, closed when the process ends.
+        density: share of the elements that a step sends; or by pattern of the parameters' names, such as
+            ``{"lm_head*": 0.02, "*.bias": "dense"}``, where "dense" sends whole updates and the rest has 0.01.
+        update_scale: factor of every update, see `SharedOptimizer`.
+        process_group: the ranks of this machine, whose gradients DistributedDataParallel averages already.
+        min_members: number of nodes below which a step raises `PeerLost`.
+        timeout_s: longest wait for the others at the start; later on a log entry names the node that all wait for.
+        options: of `Exchange`, such as ``mode="async"`` or ``every=4, overlap=1``.
+
+    Raises:
+        TypeError: ``model`` or ``optimizer`` has the wrong type.
+        ValueError: the optimiser has parameters that are not the model's, an option is out of range, or the environment
+            cannot be used.
+        TimeoutError: not all nodes of the run appeared; the message names the missing ones.
+
+    Example:
+        >>> import gradwire.torch, torch
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = gradwire.torch.share(model, torch.optim.AdamW(model.parameters()), density=0.5)
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> optimizer.step()
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, SharedOptimizer):
+        raise TypeError(f"optimizer must be one of torch's, got {type(optimizer).__name__}")
+    inner: Any = _unwrapped(model)
+    names = {param: name for name, param in inner.named_parameters()}
+    params: list[Any] = parameters_of(optimizer)
+    strange = [tuple(param.shape) for param in params if param not in names]
+    if strange:
+        raise ValueError(
+            f"{len(strange)} of the optimiser's parameters are not the model's, the first of shape {strange[0]}: "
+            "make the optimiser from model.parameters()"
+        )
+    named = [(names[param], param) for param in params]
+    team = None
+    if process_group is not None:
+        team = dist.get_rank(process_group), dist.get_world_size(process_group)
+    hosts = [Staging(param).fetch() for param in params]
+    exchange = exchange_for(
+        groups_for(named, density),
+        hosts,
+        node=node,
+        team=team,
+        timeout_s=timeout_s,
+        min_members=min_members,
+        **options,
+    )
+    is_team = hasattr(exchange, "team")
+    on_host = all(param.device.type == "cpu" for param in params)
+    shared = SharedOptimizer(
+        optimizer,
+        exchange,
+        share_state=on_host
+        and not is_team
+        and type(optimizer).__module__.startswith("torch.optim")
+        and not isinstance(optimizer, torch.optim.LBFGS),
+        update_scale=update_scale,
+        equalize=True,
+        buffers=() if is_team else list(_float_buffers(inner)),
+    )
+    shared.counts_workers = process_group is None
+    inner._register_state_dict_hook(_SavesShared(shared, [names[param] for param in params]))
+    optimizer_of = weakref.ref(shared)
+    inner.register_load_state_dict_post_hook(_Restores(optimizer_of))
+    return shared
+
+
+class _Restores:
+    """A hook that lets a model hold this node's parameters after a checkpoint of both was loaded in whatever order."""
+
+    def __init__(self, optimizer: weakref.ref[SharedOptimizer]) -> None:
+        self._optimizer = optimizer
+
+    def __call__(self, *_: object) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.restore()
+
+    def __reduce__(self) -> Any:
+        return _do_nothing, ()
+
+
+class _SavesShared:
+    """A hook that puts the shared parameters into a model's state; copies of the model have none."""
+
+    def __init__(self, optimizer: SharedOptimizer, names: list[str]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._names = names
+
+    def __call__(
+        self, _module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+    ) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        for name, shared in zip(self._names, optimizer.shared_tensors(), strict=False):
+            saved = state.get(prefix + name)
+            if saved is not None:
+                state[prefix + name] = shared.to(saved.device, saved.dtype)
+
+    def __reduce__(self) -> Any:
+        return _do_nothing, ()
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing: the hook of a copied or unpickled model."""
+
+
+def _do_nothing() -> Any:
+    return _nothing
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model itself, without DistributedDataParallel and torch.compile."""
+    inner: Any = model
+    while True:
+        if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
+            inner = inner.module
+        elif hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        else:
+            return inner
+
+
+def _float_buffers(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the buffers in host memory that late nodes take over, such as running means."""
+    for buffer in model.buffers():
+        if buffer.dtype in (torch.float32, torch.float64) and buffer.device.type == "cpu":
+            yield buffer

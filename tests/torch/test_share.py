@@ -1,0 +1,273 @@
+"""One call shares a training: equal starts, shared checkpoints, the scale of adaptive optimisers, wrong use."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+
+import gradwire as gw  # noqa: E402
+import gradwire.torch  # noqa: E402
+from gradwire import rendezvous  # noqa: E402
+
+from .test_optimizer import (  # noqa: E402
+    OPTIMIZERS,
+    flat,
+    loss_of,
+    model,
+    run_together,
+    same_bits,
+    train,
+)
+
+pytestmark = pytest.mark.torch
+
+SECRET = bytes(range(32))
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", rendezvous.PEERS, rendezvous.MIN_PEERS):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def pair() -> Iterator[list[gw.Node]]:
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET, node_id=1) as one,
+        gw.Node("127.0.0.1:0", [one.address], secret=SECRET, node_id=2) as two,
+    ):
+        one.expected_peers = two.expected_peers = 1
+        yield [one, two]
+
+
+def varied(rank: int) -> Any:
+    net = model()
+    with torch.no_grad():
+        for param in net.parameters():
+            param.add_(rank)
+    return net
+
+
+def share(net: Any, node: gw.Node | None = None, name: str = "AdamW", **options: Any) -> Any:
+    options.setdefault("density", 0.1)
+    return gradwire.torch.share(net, OPTIMIZERS[name](net.parameters()), node=node, **options)
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_nodes_that_begin_differently_save_the_same_parameters(
+    pair: list[gw.Node], name: str
+) -> None:
+    def work(rank: int) -> Any:
+        net = varied(rank)
+        optimizer = share(net, pair[rank], name)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
+        losses = []
+        for step in range(60):
+            losses += train(net, optimizer, rank, range(step, step + 1))
+            schedule.step()
+        return net.state_dict(), losses, optimizer.update_scale, flat(net)
+
+    (first, losses, scale, own), (second, *_, other) = run_together(work, 2)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert not same_bits(own, other), "each node's model holds its own residual"
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    assert scale == (2.0**0.5 if name == "AdamW" else 1.0)
+
+
+def test_a_checkpoint_has_the_shared_parameters_and_goes_on_bit_for_bit() -> None:
+    def saved(*things: Any) -> Any:
+        file = io.BytesIO()
+        torch.save([thing.state_dict() for thing in things], file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    straight = model()
+    optimizer = share(straight)
+    train(straight, optimizer, 0, range(8))
+    with optimizer.shared_parameters():
+        inside = copy.deepcopy(straight.state_dict())
+        states = saved(straight, optimizer)
+    outside = saved(straight, optimizer)
+    train(straight, optimizer, 0, range(8, 16))
+    for weights, state in (states, outside):
+        assert all(torch.equal(weights[key], inside[key]) for key in inside)
+        net = model()
+        again = share(net)
+        if state is outside[1]:
+            net.load_state_dict(weights)
+        again.load_state_dict(state)
+        net.load_state_dict(weights)
+        train(net, again, 0, range(8, 16))
+        assert same_bits(flat(net), flat(straight))
+
+
+def test_weights_that_were_loaded_are_saved_as_they_are() -> None:
+    net, other = model(), varied(5)
+    optimizer = share(net)
+    train(net, optimizer, 0, range(3))
+    assert not torch.equal(net.state_dict()["0.weight"], net[0].weight)
+    net.load_state_dict(other.state_dict())
+    assert torch.equal(net.state_dict()["0.weight"], other[0].weight)
+
+
+def test_copies_of_a_model_have_no_part_in_sharing() -> None:
+    net = model()
+    optimizer = share(net)
+    train(net, optimizer, 0, range(3))
+    average = torch.optim.swa_utils.AveragedModel(net)
+    average.update_parameters(net)
+    assert torch.equal(average.state_dict()["module.0.weight"], net[0].weight)
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded.state_dict()["0.weight"], net[0].weight)
+
+
+def test_accumulation_gradscaler_and_compile_work_as_without_it() -> None:
+    net = model()
+    optimizer = share(net)
+    compiled = torch.compile(net, backend="eager")
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(4):
+        optimizer.zero_grad()
+        for part in range(2):
+            scaler.scale(loss_of(compiled, part, step) / 2).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.result.step == 3
+    assert sorted(compiled.state_dict())[0] == "_orig_mod.0.bias"
+    assert torch.equal(compiled.state_dict()["_orig_mod.0.weight"], net.state_dict()["0.weight"])
+
+
+def test_density_by_name_and_small_tensors_in_one_message() -> None:
+    net = model()
+    assert len(share(net).exchange._groups) == 1
+    optimizer = share(net, density={"2.*": 0.25, "*.bias": "dense"})
+    groups = optimizer.exchange._groups.groups
+    assert [(group.tensors, group.is_dense) for group in groups] == [
+        ((0,), False),
+        ((1,), True),
+        ((2, 3), False),
+    ]
+    train(net, optimizer, 0, range(3))
+    with pytest.raises(ValueError, match=r"lm_head\* matches no parameter"):
+        share(model(), density={"lm_head*": 0.1})
+
+
+# ---- wrong use -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("density", [0.0, 1.0, True, "none", 1e-6])
+def test_a_density_that_sends_nothing_is_refused(density: Any) -> None:
+    with pytest.raises(ValueError, match="density"):
+        share(model(), density=density)
+
+
+def test_arguments_of_the_wrong_kind_are_refused() -> None:
+    net = model()
+    with pytest.raises(TypeError, match="Module"):
+        gradwire.torch.share(net.parameters(), OPTIMIZERS["SGD"](net.parameters()))
+    with pytest.raises(TypeError, match="SharedOptimizer"):
+        gradwire.torch.share(net, share(net))
+    with pytest.raises(ValueError, match="not the model's"):
+        gradwire.torch.share(model(), OPTIMIZERS["SGD"](net.parameters()))
+    with pytest.raises(ValueError, match="update_scale"):
+        share(net, update_scale=0.0)
+
+
+def test_a_step_inside_shared_parameters_is_an_error() -> None:
+    net = model()
+    optimizer = share(net)
+    train(net, optimizer, 0, range(2))
+    with optimizer.shared_parameters(), pytest.raises(RuntimeError, match="would be lost"):
+        train(net, optimizer, 0, range(1))
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_optimiser_as_it_was() -> None:
+    net = model()
+    optimizer = share(net)
+    train(net, optimizer, 0, range(2))
+    before = copy.deepcopy(optimizer.optimizer.state_dict())
+    loss_of(net, 0, 3).backward()
+    net[2].bias.grad[1] = float("nan")
+    with pytest.raises(gw.NonFiniteUpdate, match=r"1 elements .* parameter 3 of shape \(3,\)"):
+        optimizer.step()
+    after = optimizer.optimizer.state_dict()["state"]
+    for index, state in before["state"].items():
+        assert all(torch.equal(value, after[index][key]) for key, value in state.items())
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+import gradwire.torch
+
+torch.manual_seed({seed})
+model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.Tanh(), torch.nn.Linear(32, 3))
+optimizer = gradwire.torch.share(model, torch.optim.AdamW(model.parameters(), lr=0.01), density=0.1)
+for step in range(30):
+    inputs = torch.randn(16, 20)
+    optimizer.zero_grad()
+    (model(inputs) - inputs[:, :3]).square().mean().backward()
+    optimizer.step()
+weights = torch.cat([one.flatten() for one in model.state_dict().values()])
+print("checksum", int(weights.view(torch.int32).sum()), optimizer.update_scale, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--as-machines",)], ids=["a team", "machines"])
+def test_processes_share_a_training_without_another_word(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("{seed}", "__import__('os').getpid()"))
+    command = [sys.executable, "-m", "gradwire", "run", "-n", "2", *options, str(script)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line[4:] for line in done.stdout.splitlines()]
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
+    assert lines[0].endswith(" 1.4142135623730951")
+
+
+def test_the_readme_s_five_lines_run() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    [example] = [
+        one for one in re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S) if "torch" in one
+    ]
+    assert len([line for line in example.splitlines() if line.strip()]) <= 8
+    net, data = model(), [(torch.ones(2, 20), torch.zeros(2, 3))] * 3
+    names = {"model": net, "data": data, "loss_of": lambda out, want: (out - want).square().mean()}
+    before = flat(net)
+    exec(compile(example, "README.md", "exec"), names)
+    assert not same_bits(before, flat(net))
+    assert names["optimizer"].exchange.next_step == 3
+
+
+def test_the_example_in_the_docstring_runs() -> None:
+    from gradwire.torch import share as function
+
+    result = doctest.testmod(sys.modules[function.__module__])
+    assert (result.attempted > 3, result.failed) == (True, 0)
