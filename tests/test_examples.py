@@ -89,6 +89,17 @@ def workers_agree(output: str, count: int) -> None:
 
 
 @pytest.mark.slow
+def test_a_coprocessor_trains_while_a_worker_is_killed_and_replaced() -> None:
+    output = run(str(EXAMPLES / "coprocessor.py"))
+    found = re.findall(r"version (\d+): accuracy ([\d.]+)%", output)
+    versions = [int(version) for version, _ in found]
+    assert versions == sorted(set(versions))
+    assert versions[-1] >= 3_000
+    assert float(found[-1][1]) > 96.0
+    assert "worker 4 is killed, and replaced" in output
+
+
+@pytest.mark.slow
 @pytest.mark.torch
 def test_two_ranks_under_torchrun_learn_the_digits() -> None:
     script = str(EXAMPLES / "torch_ddp.py")
