@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from ..message import Message, apply, apply_many, parse_many
 from ..policy import ResidualClip, ShakeUp, TargetDensity, ThresholdPolicy
 from ..state import check_format
 from .gather import Gather, Gathered
+from .optimizer import is_adaptive
 from .parameter_state import ParameterState, ParameterStates
 from .staging import Staging
 
@@ -122,7 +123,7 @@ class ThresholdState:
 
     Args:
         process_group: as given to DDP; None is the default group. Not pickled.
-        threshold: policy of the thresholds, one per parameter.
+        threshold: policy of the thresholds, one per parameter; None: ``TargetDensity(0.01)``.
         size_exponent: with a policy that aims at a density, a parameter k times as small as the largest gets
             k^size_exponent times that density, up to 0.08. 0.0: all have the same.
         shakeup: periodic messages with a smaller threshold, or None.
@@ -170,7 +171,7 @@ class ThresholdState:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, must be one of {allowed}")
         check_size_exponent(self.size_exponent)
         if self.threshold is None:
-            self.threshold = TargetDensity()
+            self.threshold = TargetDensity(0.01)
         self._step, self._scale = 0, 1.0
         self._set_up()
         self._make_encoder(1, "float32", 0, 1)  # raises now what the first bucket's would later
@@ -463,18 +464,24 @@ def threshold_hook(
 def register_threshold_hook(
     model: torch.nn.parallel.DistributedDataParallel,
     state: ThresholdState | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
     **options: Any,
 ) -> ThresholdState:
     """Register the hook with ``model``, use the model's parameter names in checkpoints, and return the hook's state.
 
+    All ranks of the model's process group call this together: they compare their options.
+
     Args:
         model: wrapped in DDP, before its first backward pass.
         state: an unpickled state to continue with; None makes a new one.
+        optimizer: of the model; refused if the hook cannot serve it.
         options: of ``ThresholdState``, for a new one.
 
     Raises:
-        ValueError: the state has begun with another model, or an option is out of range.
-        TypeError: ``model`` is not wrapped in DDP.
+        ValueError: the state has begun with another model; an option is out of range, or another rank has another; or
+            the optimiser is adaptive, or has momentum beside the hook's.
+        TypeError: ``model`` is not wrapped in DDP, or ``optimizer`` is none of torch's.
     """
     if not hasattr(model, "register_comm_hook"):
         raise TypeError(
@@ -484,10 +491,48 @@ def register_threshold_hook(
         state = ThresholdState(**options)
     elif options:
         raise ValueError(f"the state given has its options already: {', '.join(options)}")
+    if optimizer is not None:
+        _check_optimizer(optimizer, state.momentum)
     state.process_group = model.process_group
+    _compare_options(state)
     state.name_parameters(model.module.named_parameters())
     model.register_comm_hook(state, threshold_hook)
     return state
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, momentum: float) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be one of torch's, got {type(optimizer).__name__}")
+    name = type(optimizer).__name__
+    if is_adaptive(optimizer):
+        raise ValueError(
+            f"{name} divides by a running mean of squares, which sparse gradients distort: use "
+            "gradwire.torch.share(model, optimizer), which shares the optimiser's updates, or SGD"
+        )
+    inner = max(group.get("momentum", 0.0) for group in optimizer.param_groups)
+    if momentum and inner:
+        raise ValueError(
+            f"{name} has momentum {inner} and the hook {momentum}: give momentum to the hook alone"
+        )
+
+
+def _compare_options(state: ThresholdState) -> None:
+    """Refuse other options on another rank, which would hang or fail in the middle of training."""
+    own = {
+        one.name: repr(getattr(state, one.name))
+        for one in fields(state)
+        if one.name not in ("process_group", "scaler", "threads")
+    }
+    found: list[Any] = [None] * dist.get_world_size(state.process_group)
+    dist.all_gather_object(found, own, group=state.process_group)
+    for rank, theirs in enumerate(found):
+        different = [name for name in own if theirs.get(name) != found[0].get(name)]
+        if different:
+            name = different[0]
+            raise ValueError(
+                f"ranks 0 and {rank} registered the hook with other options: {name} is {found[0].get(name)} on rank 0, "
+                f"{theirs.get(name)} on rank {rank}"
+            )
 
 
 def _split(buffer: torch.Tensor, states: list[ParameterState]) -> list[torch.Tensor]:
