@@ -179,7 +179,7 @@ class Receiver:
         # A gap is reported once, when it opens; `_take_record` sees to the end of a message.
         is_urgent = self._unacknowledged_bytes >= ACK_EVERY_BYTES
         is_urgent = is_urgent or (is_ahead and self._has_gap(record))
-        self.acknowledge_by(now_s if is_urgent else now_s + ACK_DELAY_S)
+        self.ack_at_s = min(self.ack_at_s, now_s if is_urgent else now_s + ACK_DELAY_S)
         return True
 
     def _open(self, record: int, sealed: memoryview, associated: bytes) -> None:

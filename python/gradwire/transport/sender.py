@@ -236,14 +236,12 @@ class Sender:
 
     def deadline_s(self) -> float:
         """Return when `on_timer` or `next_item` should be called next; infinity if there is nothing to wait for."""
-        at_s = min(self._loss_due_at_s, self._probe_at_s())
+        at_s = min(self._loss_due_at_s, self._probe_at_s()) if self._flights else NEVER_S
         if self._waiting or self.cursor < min(self._log.head, self.limit):
             at_s = min(at_s, self.rate.send_allowed_at_s())
         return at_s
 
     def _probe_at_s(self) -> float:
-        if not self._flights:
-            return NEVER_S
         rtt = self._rtt
         timeout_s = rtt.probe_timeout_s if self._timeouts else rtt.first_probe_timeout_s
         if self._timeouts > PROBES_AT_FIRST:
@@ -255,7 +253,7 @@ class Sender:
         """Find losses; if a probe timeout has expired, return the last missing fragment, to send again with a PING."""
         if now_s >= self._loss_due_at_s:
             self._find_losses(now_s)
-        if now_s < self._probe_at_s():
+        if not self._flights or now_s < self._probe_at_s():
             return None
         self._timeouts += 1
         flight = list(self._flights.values())[-1]
