@@ -58,3 +58,8 @@ def test_types_and_the_compiled_core_are_shipped() -> None:
     from gradwire import _core
 
     assert Path(_core.__file__).suffix in (".so", ".pyd")
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = (Path(__file__).parents[1] / "CITATION.cff").read_text()
+    assert f"\nversion: {gw.__version__}\n" in citation
