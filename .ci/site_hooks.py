@@ -6,15 +6,22 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File, Files
+
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]+)(#[^)]*)?\)")
 
 
+def on_files(files: Files, config: Any, **_: Any) -> Files:
+    """Add README.md, with its links as seen from docs/."""
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"\]\((?!docs/|https?:|#)", "](../", text).replace("](docs/", "](")
+    files.append(File.generated(config, "index.md", content=text))
+    return files
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Return the Markdown of a page as the site needs it."""
-    if page.file.src_uri == "index.md":
-        markdown = (ROOT / "README.md").read_text()
-        markdown = re.sub(r"\]\((?!docs/|https?:|#)", "](../", markdown).replace("](docs/", "](")
+    """Replace links that lead out of docs/, where they lead somewhere."""
 
     def as_text(link: re.Match[str]) -> str:
         if not (ROOT / "docs" / link[2]).exists():
