@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
+from gradwire.exchange.parameters import add_owner_state
 from gradwire.exchange.sharding import ShardedReplica
 
 from ..seeds import seeds
@@ -54,9 +55,12 @@ class Trainer:
         *,
         moves: bool = False,
         loads: dict[str, Any] | None = None,
+        params: Params | None = None,
+        counts_from: int = 0,
         **options: Any,
     ) -> None:
         self.world, self.steps, self.moves = world, steps, moves
+        self.counts_from = counts_from
         self.node: FakeNode = world.node(node_id)
         self.groups = gw.Groups(
             [
@@ -73,7 +77,7 @@ class Trainer:
         self.share = gw.Exchange(self.groups, self.node, **self.options)
         if loads is not None:
             self.share.load_state_dict(loads)
-        self.params = start()
+        self.params = start() if params is None else params
         self.put_in = np.zeros(sum(SIZES))
         self.results: list[gw.StepResult] = []
         self.joined: gw.Joined | None = None
@@ -84,7 +88,7 @@ class Trainer:
 
     def train(self) -> None:
         self.joined = self.share.join(self.params)
-        for count in itertools.count():
+        for count in itertools.count(self.counts_from):
             if self.share.next_step >= self.steps:
                 break
             self.world.compute(self.node, self.pause.get(self.share.next_step, COMPUTE_S))
@@ -100,6 +104,8 @@ class Trainer:
             if self.leaves_after is not None and len(self.results) >= self.leaves_after:
                 self.results.append(self.share.leave(self.params))
                 break
+        self.saved = self.share.state_dict()
+        self.saved_params = [one.copy() for one in self.params]
         if self.options.get("overlap") and self.leaves_after is None:
             self.share.catch_up(self.params)
         self.world.close(self.node)
@@ -128,13 +134,14 @@ class Trainer:
     def kept(self) -> NDArray[np.float64]:
         """Return what is in both residuals, and in parts that no owner took."""
         total = flat([one.residual for one in self.groups.encoders])
+        if self.options["topology"] == "mesh":
+            return total
         for part in self.replica._sent_parts():
             if part.is_open:
                 total += self.scattered(part.piece)
-        if self.replica._owner is not None:
-            owner = self.replica._owner
-            total += self.scattered(owner.as_piece())
-        return total
+        owned = [np.zeros(size) for size in SIZES]
+        add_owner_state(self.replica.owner_state(), owned, 1.0)
+        return total + flat(owned)
 
     def scattered(self, piece: Any) -> NDArray[np.float64]:
         found = [np.zeros(size) for size in SIZES]
@@ -293,3 +300,58 @@ def test_a_resync_loses_nothing(seed: int, how: Any) -> None:
     assert_identical(trainers)
     if "outer_momentum" not in how:
         assert_nothing_lost(trainers)
+
+
+@histories
+@pytest.mark.parametrize("how", [{}, {"overlap": 1}, {"apply_residual": True}], ids=str)
+def test_training_resumes_from_checkpoints_bit_for_bit(seed: int, how: Any) -> None:
+    def train(world: Cluster, steps: int, before: list[Trainer] | None = None) -> list[Trainer]:
+        found = []
+        for rank in range(4):
+            resumed: dict[str, Any] = {}
+            if before is not None:
+                params = [one.copy() for one in before[rank].saved_params]
+                resumed = {"loads": before[rank].saved, "params": params, "counts_from": 9}
+            found.append(Trainer(world, 10 * (1 + rank), steps, min_peers=3, **how, **resumed))
+        world.run()
+        return found
+
+    with cluster(seed) as world:
+        whole = train(world, 20)
+    with cluster(seed + 100) as world:
+        first = train(world, 9)
+    with cluster(seed + 200) as world:
+        second = train(world, 20, first)
+    if "overlap" not in how:
+        assert second[0].shared.tobytes() == whole[0].shared.tobytes()
+        assert [one.kept().tolist() for one in second] == [one.kept().tolist() for one in whole]
+    for one, before in zip(second, first, strict=True):
+        one.put_in += before.put_in
+    assert_identical(second)
+    assert_nothing_lost(second)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("topology", ["sharded", "mesh"])
+def test_another_number_of_nodes_keeps_everything(world_size: int, topology: str) -> None:
+    with cluster(1) as world:
+        before = [Trainer(world, 10 * (1 + rank), 9, min_peers=3) for rank in range(4)]
+        world.run()
+    states = gw.exchange.redistribute([one.saved for one in before], world_size, reduction="sum")
+    with cluster(2) as world:
+        after = [
+            Trainer(
+                world,
+                100 + rank,
+                15,
+                min_peers=world_size - 1,
+                loads=state,
+                params=[one.copy() for one in before[0].saved_params],
+                topology=topology,
+            )
+            for rank, state in enumerate(states)
+        ]
+        world.run()
+    put_in = sum(one.put_in for one in [*before, *after])
+    kept = sum(one.kept() for one in after)
+    np.testing.assert_array_equal(after[0].shared + kept, flat(start()) + put_in)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..state import check_format
 from .options import Reduction
-from .parameters import ExactSum, MomentumSum, Replica, copies
+from .parameters import ExactSum, MomentumSum, Replica, add_owner_state, copies
 
 __all__ = ["load_state", "redistribute", "state_of"]
 
@@ -31,6 +31,7 @@ def state_of(replica: Replica) -> dict[str, Any]:
         "local_steps": replica.local_steps,
         "exact": total.state_dict() if isinstance(total, ExactSum) else None,
         "outer_velocity": copies(total.velocity) if isinstance(total, MomentumSum) else [],
+        "owner": replica.owner_state(),
     }
 
 
@@ -57,6 +58,7 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
         )
     for encoder, one in zip(encoders, state["encoders"], strict=True):
         encoder.load_state_dict(one)
+    replica.load_owner(state.get("owner"))
     if isinstance(total, ExactSum):
         total.load_state_dict(state["exact"])
     if isinstance(total, MomentumSum):
@@ -71,8 +73,8 @@ def redistribute(
 ) -> list[dict[str, Any]]:
     """Redistribute the states of all workers among another number of workers; no unsent update is lost.
 
-    Worker i of the new world gets the sum of the residuals of the old workers i, i + world_size, and so on; workers
-    without a predecessor get residuals of zeros. All other state is the same everywhere, or old worker i's.
+    Worker i of the new world gets the sum of the residuals of the old workers i, i + world_size, and so on, as nodes and
+    as owners; workers without a predecessor get residuals of zeros. All other state is the same everywhere, or old worker i's.
 
     Args:
         states: of all old workers, by rank, taken after the same step; not modified.
@@ -118,21 +120,27 @@ def redistribute(
     # A worker's own parameters, which ``gradwire.torch`` adds, hold its old residual.
     states = [{name: one[name] for name in one if name != "local"} for one in states]
     factor = world_size / len(states) if reduction == "mean" else 1.0
+    weight = len(states) if reduction == "mean" else 1
     return [
-        _merged(states[rank % len(states)], states[rank::world_size], factor)
+        _merged(states[rank % len(states)], states[rank::world_size], factor, weight)
         for rank in range(world_size)
     ]
 
 
 def _merged(
-    like: dict[str, Any], states: Sequence[dict[str, Any]], factor: float
+    like: dict[str, Any], states: Sequence[dict[str, Any]], factor: float, weight: int
 ) -> dict[str, Any]:
-    """Return a state like ``like`` with the sum of the residuals of ``states``, times a factor."""
-    encoders = []
-    for index, encoder in enumerate(like["encoders"]):
-        total = np.zeros(encoder["residual"].shape, np.float64)
-        for state in states:
-            total += state["encoders"][index]["residual"]
-        residual = (total * factor).astype(encoder["residual"].dtype)
-        encoders.append({**encoder, "residual": residual})
-    return {**like, "encoders": encoders}
+    """Return a state like ``like`` with the sum of the residuals of ``states``, times a factor.
+
+    A sum that an owner keeps weighs as much as ``weight`` updates of one node.
+    """
+    totals = [np.zeros(one["residual"].shape, np.float64) for one in like["encoders"]]
+    for state in states:
+        for total, one in zip(totals, state["encoders"], strict=True):
+            total += one["residual"]
+        add_owner_state(state.get("owner"), totals, weight)
+    encoders = [
+        {**one, "residual": (total * factor).astype(one["residual"].dtype)}
+        for one, total in zip(like["encoders"], totals, strict=True)
+    ]
+    return {**like, "encoders": encoders, "owner": None}

@@ -592,4 +592,5 @@ class Exchange:
         if self._membership.phase is not Phase.NEW:
             raise RuntimeError("this exchange has begun: load the state into a new one")
         checkpoint.load_state(state, self._replica)
+        self._membership.next_step = self._replica.step  # introductions name it
         self._is_loaded = True

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..arrays import device_of
 from ..message import Message, apply, apply_many, apply_to_both, apply_with_momentum
+from ..partition import Partition
 from ..transport import Peer, Ticket
 from .groups import Codec, Groups
 
@@ -24,6 +25,7 @@ __all__ = [
     "PlainSum",
     "Replica",
     "add",
+    "add_owner_state",
     "copies",
     "described",
     "difference",
@@ -387,6 +389,19 @@ class OwnUpdate:
         return ()
 
 
+def add_owner_state(
+    state: Mapping[str, Any] | None, residuals: Sequence[NDArray[Any]], factor: float
+) -> None:
+    """Add the residual in ``Replica.owner_state``, times a factor, to the residuals of all groups."""
+    if state is None:
+        return
+    for index, one in zip(state["groups"], state["encoders"], strict=True):
+        residual, parts = residuals[index], state["parts"]
+        part = Partition(residual.size, parts, first=index % parts)[state["at"]]
+        for of_whole, of_part in part.slices():
+            residual[of_whole] += factor * one["residual"][of_part]
+
+
 class Replica:
     """Everything that this node's next step depends on, besides the other nodes.
 
@@ -522,6 +537,16 @@ class Replica:
 
     def deal(self, contributors: Iterable[Peer], step: int) -> None:
         """Note the nodes that take part from ``step`` on."""
+
+    def owner_state(self) -> dict[str, Any] | None:
+        """Return a copy of this node's state as an owner; None if it owns nothing."""
+        return None
+
+    def load_owner(self, state: dict[str, Any] | None) -> None:
+        """Continue as the owner of a checkpoint; here this node's updates get what the owner kept."""
+        if state is not None:
+            residuals = [encoder.residual for encoder in self.groups.encoders]
+            add_owner_state(state, residuals, state["nodes"] if self._is_mean else 1)
 
     def drain_orphaned(self) -> int:
         """Return the number of elements that lost their owner since the last call."""

@@ -297,6 +297,7 @@ class ShardedReplica(Replica):
             tuple[Piece, float]
         ] = []  # added to the residual, and not to parameters that contain it
         self._orphaned = 0
+        self._loaded: dict[str, Any] | None = None  # of a checkpoint, until it is known who owns what
 
     # ---- who owns what -----------------------------------------------------------------------------------------------
 
@@ -319,11 +320,51 @@ class ShardedReplica(Replica):
         self._owner = (
             Owner(self.groups, self._shares, self.me, parts, index, step) if index < parts else None
         )
+        self._use_loaded()
+
+    def owner_state(self) -> dict[str, Any] | None:
+        """Return a copy of this node's state as an owner; None if it owns nothing."""
+        owner = self._owner
+        if owner is None or owner.groups is None:
+            return self._loaded
+        encoders = [one.state_dict() for one in owner.encoders]
+        own: Any = self.pending
+        if own is not None:  # the nodes that sent these parts put them back into their states
+            for index, one in enumerate(encoders):
+                for message in own.messages[index : index + 1]:
+                    apply(message, one["residual"])
+                for piece in own.took or ():
+                    apply(piece[index], one["residual"], -own.scale)
+        groups = [index for index, _ in self._shares.of(owner.parts, owner.at)]
+        place = {"parts": owner.parts, "at": owner.at, "nodes": len(self.senders)}
+        return {**place, "groups": groups, "encoders": encoders}
+
+    def load_owner(self, state: dict[str, Any] | None) -> None:
+        """Continue as the owner of a checkpoint, or pass on what it kept where it owns another part now."""
+        self._loaded = state
+
+    def _use_loaded(self) -> None:
+        loaded, owner = self._loaded, self._owner
+        self._loaded = None
+        if loaded is None:
+            return
+        if owner is not None and (owner.parts, owner.at) == (loaded["parts"], loaded["at"]):
+            for encoder, one in zip(owner.encoders, loaded["encoders"], strict=True):
+                encoder.load_state_dict(one)
+            return
+        messages = [dense_message(one["residual"]) for one in loaded["encoders"]]
+        piece = Piece(messages, self.me, 0, loaded["parts"], loaded["at"])
+        self._add_to_residual(piece, self._weight)
+
+    @property
+    def _weight(self) -> float:
+        """Number of nodes' updates that weigh as much as a sum that an owner keeps."""
+        return float(len(self.senders)) if self._is_mean else 1.0
 
     def _retire(self, owner: Owner | None) -> None:
         """Move an owner's residual to this node's, from where it goes to the new owners."""
         if owner is not None:
-            self._add_to_residual(owner.as_piece(), len(self.senders) if self._is_mean else 1.0)
+            self._add_to_residual(owner.as_piece(), self._weight)
 
     # ---- this node's parts -------------------------------------------------------------------------------------------
 
