@@ -84,6 +84,8 @@ class Trainer:
         self.leaves_after: int | None = None
         self.resyncs_at: int | None = None
         self.pause: dict[int, float] = {}  # seconds to compute before a step, where not COMPUTE_S
+        self.is_done = self.is_drained = False
+        self.cohort: list[Trainer] = []
         self.worker = world.start(self.node, self.train)
 
     def train(self) -> None:
@@ -108,6 +110,16 @@ class Trainer:
         self.saved_params = [one.copy() for one in self.params]
         if self.options.get("overlap") and self.leaves_after is None:
             self.share.catch_up(self.params)
+        self.is_done = True
+        quiet = 0
+        while self.options.get("mode") == "async" and self.leaves_after is None and quiet < 5:
+            self.share.catch_up(self.params, 0.5)
+            others = [one for one in self.cohort if one.remains]
+            under_way = [*self.world._links.values(), *(one.node.inbox for one in others)]
+            quiet = 0 if any(under_way) or not all(one.is_done for one in others) else quiet + 1
+        self.is_drained = True
+        while self.cohort and not all(one.is_drained for one in self.cohort if one.remains):
+            self.world.compute(self.node, 0.1)
         self.world.close(self.node)
 
     def take_step(self, one: Params) -> gw.StepResult:
@@ -151,9 +163,10 @@ class Trainer:
 
 def assert_identical(trainers: list[Trainer]) -> None:
     remaining = [one for one in trainers if one.remains]
-    assert len({one.share.next_step for one in remaining}) == 1
+    if remaining[0].options.get("mode") != "async":
+        assert len({one.share.next_step for one in remaining}) == 1
     assert len({one.shared.tobytes() for one in remaining}) == 1
-    if remaining[0].options["digest_s"]:
+    if remaining[0].options["digest_s"] and "mode" not in remaining[0].options:
         assert all(one.share.stats.digests for one in remaining if len(one.results) > 10)
 
 
@@ -161,7 +174,7 @@ def assert_nothing_lost(trainers: list[Trainer]) -> None:
     """Everything put in is in the parameters or with one node; dead nodes keep what nobody applied."""
     survivor = next(one for one in trainers if one.remains)
     membership = survivor.share._membership
-    for dead in (one for one in trainers if one.node.is_dead):
+    for dead in (one for one in trainers if not one.remains):
         dead.replica.take_back_unapplied(dict(membership.finals), survivor.replica.taken, 10**6)
     put_in = sum(one.put_in for one in trainers)
     kept = sum(one.kept() for one in trainers)
@@ -355,3 +368,57 @@ def test_another_number_of_nodes_keeps_everything(world_size: int, topology: str
     put_in = sum(one.put_in for one in [*before, *after])
     kept = sum(one.kept() for one in after)
     np.testing.assert_array_equal(after[0].shared + kept, flat(start()) + put_in)
+
+
+# --- asynchronous -----------------------------------------------------------------------------------------------------
+
+ASYNC: dict[str, dict[str, Any]] = {
+    "plain": {"mode": "async"},
+    "moved": {"mode": "async", "moves": True},
+    "every": {"mode": "async", "every": 2},
+    "residual": {"mode": "async", "apply_residual": True, "moves": True},
+}
+
+
+def asynchronous(seed: int, how: dict[str, Any], *events: str) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, 10 * (1 + at), 25, min_peers=3, **how) for at in range(4)]
+        for one in trainers:
+            one.cohort = trainers
+            one.pause = {count: world.random.choice([0.02, 0.1, 0.5]) for count in range(30)}
+        if "death" in events:
+            dead = world.random.choice(trainers)
+            world.plan(world.random.randint(100, 500), lambda: kill(dead))
+        if "leave" in events:
+            world.random.choice(trainers).leaves_after = 12
+        if "cut" in events:
+            one, other = world.random.sample(trainers, 2)
+            turn = world.random.randint(60, 350)
+            world.plan(turn, lambda: world.cut(one.node, other.node))
+            world.plan(turn + 60, lambda: world.connect(one.node, other.node))
+        if "join" in events:
+
+            def join() -> None:
+                late = Trainer(world, 5, 25, min_peers=1, **how)
+                late.cohort = trainers
+                trainers.append(late)
+
+            world.plan(world.random.randint(60, 250), join)
+        world.run()
+    assert_identical(trainers)
+    if "every" not in how or "death" not in events:  # a dead node's local steps are nowhere
+        assert_nothing_lost(trainers)
+
+
+@histories
+@pytest.mark.parametrize("how", ASYNC.values(), ids=ASYNC.keys())
+@pytest.mark.parametrize("event", ["", "death", "leave", "join", "cut"])
+def test_asynchronous_owners_lose_nothing(seed: int, how: Any, event: str) -> None:
+    asynchronous(seed, how, event)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", seeds(60))
+@pytest.mark.parametrize("events", [("death", "leave"), ("join", "leave"), ("death",), ("cut",)])
+def test_asynchronous_deaths_and_cuts(seed: int, events: tuple[str, ...]) -> None:
+    asynchronous(3000 + seed, ASYNC["plain"], *events)

@@ -73,8 +73,9 @@ def redistribute(
 ) -> list[dict[str, Any]]:
     """Redistribute the states of all workers among another number of workers; no unsent update is lost.
 
-    Worker i of the new world gets the sum of the residuals of the old workers i, i + world_size, and so on, as nodes and
-    as owners; workers without a predecessor get residuals of zeros. All other state is the same everywhere, or old worker i's.
+    Worker i of the new world gets the sum of the residuals of the old workers i, i + world_size, and so on, as nodes
+    and as owners; workers without a predecessor get residuals of zeros. All other state is the same everywhere, or old
+    worker i's.
 
     Args:
         states: of all old workers, by rank, taken after the same step; not modified.

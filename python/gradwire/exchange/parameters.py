@@ -552,6 +552,9 @@ class Replica:
         """Return the number of elements that lost their owner since the last call."""
         return 0
 
+    def put_back_departed(self, members: Container[Peer]) -> None:
+        """Note the members, in asynchronous mode."""
+
     def own_to_params(self, own: OwnUpdate, params: Arrays, factor: float) -> None:
         """Add the messages of one of this node's updates, times a factor, to parameters."""
         add_scaled(self.groups, [own.messages], params, factor)

@@ -36,7 +36,9 @@ from .parameters import (
 __all__ = ["Piece", "ShardedReplica"]
 
 _HEAD = struct.Struct("<HHHH")  # parts, index, number of entries, whether this is the last
-_ENTRY = struct.Struct("<QQQ")  # id and incarnation of a sender, first part that was not taken
+_ENTRY = struct.Struct(
+    "<QQQQ"
+)  # id and incarnation of a sender, first part taken, first part not taken
 
 # A sum of sparse parts is denser than each of them; docs/exchange.md has the measurement.
 OWNER_DENSITY = 3.0
@@ -51,7 +53,8 @@ class Piece(list[Message]):
         number: of the sender's step.
         parts: number of parts of which this is one.
         at: number of the part; ``parts`` for the empty result of a node that owns nothing.
-        taken: of a result: by sender, the first part that the owner had not taken, where the step does not say so.
+        taken: of a result: by sender, the first part that the owner has taken and the first that it has not, where the
+            step does not say so. Parts before the first are lost.
         is_last: of a result: whether its sender leaves.
     """
 
@@ -63,7 +66,7 @@ class Piece(list[Message]):
         parts: int,
         index: int,
         *,
-        taken: Mapping[Peer, int] | None = None,
+        taken: Mapping[Peer, tuple[int, int]] | None = None,
         is_last: bool = False,
     ) -> None:
         super().__init__(messages)
@@ -79,7 +82,7 @@ class Piece(list[Message]):
     def pack(self) -> bytes:
         """Return the piece as bytes."""
         head = _HEAD.pack(self.parts, self.at, len(self.taken), self.is_last)
-        entries = [_ENTRY.pack(one.id, one.incarnation, at) for one, at in self.taken.items()]
+        entries = [_ENTRY.pack(one.id, one.incarnation, *at) for one, at in self.taken.items()]
         return b"".join([head, *entries, *map(bytes, self)])
 
     @staticmethod
@@ -99,7 +102,7 @@ class Piece(list[Message]):
                 )
         except (struct.error, ValueError) as error:
             raise MessageError(f"a piece of an update that cannot be read: {error}") from error
-        taken = {Peer(node, run, "unknown"): at for node, run, at in entries}
+        taken = {Peer(node, run, "unknown"): (first, stop) for node, run, first, stop in entries}
         messages = parse_many(payload[start:])
         return Piece(messages, sender, number, parts, index, taken=taken, is_last=bool(is_last))
 
@@ -112,7 +115,8 @@ class ShardedUpdate(OwnUpdate):
         parts: by owner.
         owner: what this node owns at this step.
         took: the parts that the result contains; None: not yet taken.
-        numbers: by sender, the first part that is not taken, where it is not the step's successor.
+        numbers: see ``Piece.taken``.
+        passed_on: parts of an earlier dealing, which went to this node's residual.
         scale: factor of the taken parts.
         is_last: whether this node leaves with this step.
     """
@@ -120,7 +124,8 @@ class ShardedUpdate(OwnUpdate):
     parts: dict[Peer, Piece] = field(default_factory=dict)
     owner: Owner | None = None
     took: list[Piece] | None = None
-    numbers: dict[Peer, int] = field(default_factory=dict)
+    numbers: dict[Peer, tuple[int, int]] = field(default_factory=dict)
+    passed_on: list[Piece] = field(default_factory=list)
     scale: float = 1.0
     is_last: bool = False
 
@@ -289,7 +294,7 @@ class ShardedReplica(Replica):
         self._is_sync = is_sync
         self._owners_max = owners_max
         self._owners: tuple[Peer, ...] = ()
-        self._left: set[Peer] = set()  # leave with the step that is being finished
+        self._left: set[Peer] = set()  # have published their last result
         self._owner: Owner | None = None
         self._kept: dict[Peer, dict[int, SentPart]] = {}  # by owner and number
         self._arrived: dict[Peer, dict[int, Piece]] = {}  # parts for this owner
@@ -297,19 +302,24 @@ class ShardedReplica(Replica):
             tuple[Piece, float]
         ] = []  # added to the residual, and not to parameters that contain it
         self._orphaned = 0
-        self._loaded: dict[str, Any] | None = None  # of a checkpoint, until it is known who owns what
+        self._loaded: dict[str, Any] | None = (
+            None  # of a checkpoint, until it is known who owns what
+        )
 
     # ---- who owns what -----------------------------------------------------------------------------------------------
 
     def deal(self, contributors: Iterable[Peer], step: int) -> None:
         """Deal the parameters to the nodes that take part from ``step`` on: the same owners on all nodes."""
-        senders = tuple(sorted(set(contributors) - self._left))
-        self._left.clear()
-        for newcomer in set(senders) - set(self.senders):
+        present = set(contributors)
+        self._left &= present
+        senders = tuple(sorted(present - self._left))
+        for newcomer in set(senders) - set(self.senders) if self._is_sync else ():
             for numbers in self.taken.values():
                 numbers.pop(newcomer, None)
             for sender in self.taken.get(newcomer, {}).keys() & set(senders):
                 del self.taken[newcomer][sender]
+        if not self._is_sync:
+            self._count_orphaned(set(self._owners) - present - self._left)
         self.senders = senders
         self._owners = senders[: self._owners_max]
         parts = len(self._owners)
@@ -469,13 +479,15 @@ class ShardedReplica(Replica):
         if own.payload:
             return frozenset()
         owner = own.owner
-        if owner is not None and own.took is None:
+        if own.took is None and not self._is_sync:
+            self._take_arrived(own)
+        elif own.took is None and owner is not None:
             missing = [
                 peer
                 for peer in self.senders
                 if peer not in lost and own.step not in self._arrived.get(peer, {})
             ]
-            if self._is_sync and owner.encoders and missing:
+            if owner.encoders and missing:
                 return frozenset(missing)
             self._take(own, owner)
         messages = [] if owner is None else owner.encode(None if own.is_last else self._codec)
@@ -492,7 +504,7 @@ class ShardedReplica(Replica):
         for peer in self.senders if owner.encoders else ():
             piece = self._arrived.get(peer, {}).get(own.step)
             if piece is None:
-                own.numbers[peer] = own.step
+                own.numbers[peer] = 0, own.step
             elif (piece.parts, piece.at) != (owner.parts, owner.at):
                 del self._arrived[peer][own.step]
                 raise MessageError(
@@ -506,6 +518,33 @@ class ShardedReplica(Replica):
         own.took = took
         own.scale = 1.0 / max(len(took), 1) if self._is_mean else 1.0
         owner.add_pieces(took, own.scale)
+
+    def _take_arrived(self, own: ShardedUpdate) -> None:
+        """Take whatever has arrived; parts of another dealing go to this node's residual, and on from there."""
+        owner, own.took = own.owner, []
+        for peer, found in sorted(self._arrived.items()):
+            first = stop = min(found, default=0)
+            while stop in found:  # one run at a time: what is missing before the next is lost
+                piece = found.pop(stop)
+                stop += 1
+                if owner is not None and (piece.parts, piece.at) == (owner.parts, owner.at):
+                    own.took.append(piece)
+                else:
+                    own.passed_on.append(piece)
+            if stop > first:
+                own.numbers[peer] = first, stop
+        own.scale = 1.0 / max(len(self.senders), 1) if self._is_mean else 1.0
+        if owner is not None:
+            owner.add_pieces(own.took, own.scale)
+        for piece in own.passed_on:
+            self._add_to_residual(piece)
+
+    def put_back_departed(self, members: Container[Peer]) -> None:
+        """Put back the parts for owners that are gone and of whom no result is still to come."""
+        for owner, sent in self._kept.items():
+            for part in sent.values() if owner not in members and owner != self.me else ():
+                if part.is_open:
+                    self._put_part_back(part)
 
     # ---- results -----------------------------------------------------------------------------------------------------
 
@@ -558,19 +597,18 @@ class ShardedReplica(Replica):
     def _settle(self, result: Piece) -> None:
         """Note which of this node's parts a result contains; put back those that its owner never will take."""
         if result.taken:
-            known = self.taken.setdefault(result.sender, {})
-            # In synchronous mode a part that is not taken is the last.
-            self.taken[result.sender] = (
-                {**result.taken, **known} if self._is_sync else {**known, **result.taken}
-            )
+            known = self.taken.get(result.sender, {})
+            news = {sender: stop for sender, (_, stop) in result.taken.items()}
+            # In synchronous mode no other part follows one that is not taken.
+            self.taken[result.sender] = {**news, **known} if self._is_sync else {**known, **news}
         if result.is_last:
             self._left.add(result.sender)
-        sent = self._kept.get(result.sender, {})
-        first_left = result.taken.get(self.me, result.number + 1 if self._is_sync else 0)
-        for number, part in sent.items():
-            if part.is_open and number < first_left:
+        by_default = (0, result.number + 1 if self._is_sync else 0)
+        first, stop = result.taken.get(self.me, by_default)
+        for number, part in self._kept.get(result.sender, {}).items():
+            if part.is_open and first <= number < stop:
                 part.is_open = False
-            elif part.is_open and self._is_sync and number <= result.number:
+            elif part.is_open and number < (result.number + 1 if self._is_sync else first):
                 self._put_part_back(part)
 
     def _settle_silent(self, results: Sequence[Piece]) -> None:
@@ -580,13 +618,17 @@ class ShardedReplica(Replica):
             for number, part in sent.items() if owner not in heard else ():
                 if part.is_open and number <= self.step:
                     self._put_part_back(part)
-        parts = len(self._owners)
-        for index, owner in enumerate(self._owners):
-            if owner not in heard:
-                self._orphaned += sum(part.numel for _, part in self._shares.of(parts, index))
-                numbers = self.taken.setdefault(owner, {})
-                for sender in self.senders:
-                    numbers.setdefault(sender, self.step)
+        silent = set(self._owners) - heard
+        self._count_orphaned(silent)
+        for owner in silent:
+            numbers = self.taken.setdefault(owner, {})
+            for sender in self.senders:
+                numbers.setdefault(sender, self.step)
+
+    def _count_orphaned(self, gone: Container[Peer]) -> None:
+        for at, owner in enumerate(self._owners):
+            shares = self._shares.of(len(self._owners), at) if owner in gone else ()
+            self._orphaned += sum(part.numel for _, part in shares)
 
     def _put_part_back(self, part: SentPart) -> None:
         part.is_open, part.is_back = False, True
@@ -617,16 +659,26 @@ class ShardedReplica(Replica):
         owners = [self._owner]
         unfinished: list[Any] = self.take_unfinished()
         for own in unfinished:
-            if own.owner is not None and (final is None or own.step >= final):
-                own.owner.undo(own)
-                owners.append(own.owner)
+            if final is None or own.step >= final:
+                for piece in own.passed_on:
+                    self._add_to_residual(piece, -1.0)
+                if own.owner is not None:
+                    own.owner.undo(own)
+                    owners.append(own.owner)
         self.taken = taken
         for owner, sent in self._kept.items():
             for number, part in sent.items():
-                if final is not None and step <= number <= final:
+                stop = taken.get(owner, {}).get(self.me, (final or 0) + 1 if self._is_sync else 0)
+                if final is None:
+                    is_taken = False
+                elif not self._is_sync:
+                    is_taken = number < (final if owner == self.me else stop)
+                    if not is_taken and owner not in finals:
+                        continue  # its result may still come
+                elif step <= number <= final:
                     continue  # the owner's result of this step is still to come
-                numbers = taken.get(owner, {})
-                is_taken = final is not None and number < numbers.get(self.me, final + 1)
+                else:
+                    is_taken = number < stop
                 if is_taken == part.is_back:
                     self._add_to_residual(part.piece, -1.0 if is_taken else 1.0)
                 part.is_open, part.is_back = False, not is_taken

@@ -71,6 +71,9 @@ class Step:
         refresh = None
         if has_moved:
             update, refresh = replica.local_delta(params)
+        if not self._is_sync:
+            replica.put_back_departed(self._membership.members)
+            replica.deal([self._membership.me, *self._membership.peers], replica.step)
         own = replica.encode(update, codec, refresh)
         self._hold(own, params, begin_s, has_moved=has_moved)
         if self._options.overlap:
