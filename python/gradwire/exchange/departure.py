@@ -117,6 +117,11 @@ class Departure:
             _LOG.warning("%s: %d nodes go on", membership.departed(gone), count)
             if membership.phase is Phase.IN:
                 self._router.announce(Phase.IN)
+        for peer in gone if not self._is_sync else ():
+            # It may have come in again before the others agreed that it had gone.
+            hello = membership.fitting(Phase.IN).get(peer)
+            if hello and peer in membership.others and hello.first >= membership.finals[peer]:
+                membership.admit(peer, hello.first)
 
     def report(self, to: Peer | None = None) -> None:
         """Tell all members, or one, which members are gone and how many of their updates this node has."""
