@@ -443,3 +443,10 @@ def test_entries_that_describe_no_message_are_refused(
         gw.Message.from_entries(
             np.array(positions), np.array(negative), numel=numel, threshold=threshold
         )
+
+
+def test_a_scale_of_zero_and_a_threshold_of_true_are_refused() -> None:
+    with pytest.raises(ValueError, match="scale is 0"):
+        gw.apply(gw.Encoder(3).encode(np.ones(3, np.float32)), np.zeros(3, np.float32), scale=0)
+    with pytest.raises(TypeError, match="threshold is True"):
+        gw.Encoder(3, threshold=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import struct
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -211,3 +213,13 @@ def test_policies_are_frozen_comparable_and_hashable(policy: object) -> None:
     copy = dataclasses.replace(policy)
     assert copy == policy
     assert hash(copy) == hash(policy)
+
+
+@pytest.mark.parametrize(
+    "option", [TargetDensity(0.02), ShakeUp(7), ResidualClip(2.0), StepThreshold()]
+)
+def test_options_make_dicts_and_come_back(option: Any) -> None:
+    found = json.loads(json.dumps(option.to_dict()))
+    assert type(option).from_dict(found) == option
+    with pytest.raises(ValueError, match="kind is 'Nothing'"):
+        type(option).from_dict({"kind": "Nothing"})

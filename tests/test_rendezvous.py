@@ -206,3 +206,11 @@ time.sleep(600)
     assert done.returncode == 1
     assert "[1] no data" in done.stderr
     assert "[1] ended with status 1; the others are ended" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("bind", "peer"), [("[::1]:0", "127.0.0.1:40123"), ("127.0.0.1:0", "[::1]:40123")]
+)
+def test_a_peer_of_the_other_ip_version_is_named_as_that(bind: str, peer: str) -> None:
+    with pytest.raises(ValueError, match="bind an address of the peers' IP version"):
+        gw.Node(bind, [peer], secret=bytes(range(32)))

@@ -121,6 +121,8 @@ class Encoder:
     ) -> None:
         if threshold is None:
             threshold = AdaptiveThreshold()
+        elif isinstance(threshold, (bool, np.bool_)):
+            raise TypeError(f"threshold is {threshold!r}, must be a threshold policy or a number")
         elif isinstance(threshold, (int, float, np.integer, np.floating)):
             threshold = FixedThreshold(float(threshold))
         _check_kind("threshold", threshold, "next_threshold", "a threshold policy or a number")

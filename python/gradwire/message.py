@@ -45,7 +45,7 @@ def apply(
         message: the message.
         target: float32 or float64 array, C-contiguous and writable, or a list or tuple of such arrays that together
             have ``message.numel`` elements, all on the CPU or on one CUDA device; modified in place.
-        scale: finite factor.
+        scale: finite factor, not 0.
         part: ``partition[i]`` of a message of this part of the target's elements, as ``encode(parts=partition)``
             returns it; ``target`` then has ``partition.numel`` elements. None for a message of all.
         stream: on a CUDA device, see ``gradwire.arrays.stream_of``.
@@ -65,6 +65,8 @@ def apply(
     >>> params.tolist()
     [0.5, 0.0, -0.5]
     """
+    if scale == 0:
+        raise ValueError("scale is 0: nothing would be added")
     apply_many([message], target, scale, part, stream=stream, threads=threads)
 
 

@@ -9,8 +9,9 @@ Policies and schedules are frozen and have no hidden state. The encoder owns the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 __all__ = [
     "AdaptiveThreshold",
@@ -99,8 +100,37 @@ def round_threshold(threshold: float) -> float:
     return math.ldexp(quanta, exponent)
 
 
+class Plain:
+    """An object of plain numbers, which makes a dict, for configuration files and logs, and comes back from it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the class's name under "kind", and the values by name.
+
+        >>> ShakeUp(every=3).to_dict()
+        {'kind': 'ShakeUp', 'every': 3, 'divisor': 3.0}
+        """
+        return {"kind": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Any:
+        """Return the object that ``to_dict`` described: of this class, or called on any of a kind, of that kind.
+
+        Raises:
+            ValueError: the kind is unknown, or a value is out of its range.
+            TypeError: a value is missing, unknown or of the wrong kind.
+
+        >>> TargetDensity.from_dict({"kind": "TargetDensity", "density": 0.01})
+        TargetDensity(density=0.01, initial=0.0001, minimum=1e-08)
+        """
+        kinds = {one.__name__: one for one in Plain.__subclasses__()}
+        kind = values.get("kind", cls.__name__)
+        if kind not in kinds:
+            raise ValueError(f"kind is {kind!r}, must be one of {', '.join(sorted(kinds))}")
+        return kinds[kind](**{name: one for name, one in values.items() if name != "kind"})
+
+
 @dataclass(frozen=True)
-class FixedThreshold:
+class FixedThreshold(Plain):
     """The same threshold in every step.
 
     >>> FixedThreshold(0.5).initial
@@ -130,7 +160,7 @@ class FixedThreshold:
 
 
 @dataclass(frozen=True)
-class AdaptiveThreshold:
+class AdaptiveThreshold(Plain):
     """Multiply or divide by ``decay`` while the density is outside its band.
 
     >>> AdaptiveThreshold(initial=1e-3, decay=0.5).next_threshold(1e-3, 0.0, 1, None)
@@ -172,7 +202,7 @@ class AdaptiveThreshold:
 
 
 @dataclass(frozen=True)
-class StepThreshold:
+class StepThreshold(Plain):
     """Subtract ``step`` when the density is below ``trigger``, at most once in ``delay`` steps.
 
     >>> policy = StepThreshold(initial=0.5, minimum=0.25, step=0.125, delay=2)
@@ -212,7 +242,7 @@ class StepThreshold:
 
 
 @dataclass(frozen=True)
-class TargetDensity:
+class TargetDensity(Plain):
     """Aim at a density: predict the quantile of the next step from a sample of this step.
 
     The prediction does not depend on the old threshold, so the density is near the target after one or two steps from
@@ -266,7 +296,7 @@ class TargetDensity:
 
 
 @dataclass(frozen=True)
-class ShakeUp:
+class ShakeUp(Plain):
     """The schedule of shake-ups: every ``every``-th message uses the threshold divided by ``divisor``.
 
     >>> ShakeUp(every=3).is_due(step=2)
@@ -290,7 +320,7 @@ class ShakeUp:
 
 
 @dataclass(frozen=True)
-class ResidualClip:
+class ResidualClip(Plain):
     """The schedule of clipping: every ``every``-th step limits the residual to ``limit`` thresholds after encoding.
 
     >>> ResidualClip(limit=5.0, every=5).is_due(step=4)

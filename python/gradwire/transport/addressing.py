@@ -134,7 +134,10 @@ def resolve(text: str, like: Address) -> Address:
     try:
         entries = socket.getaddrinfo(host, port, _family(like), socket.SOCK_DGRAM)
     except OSError as error:
-        raise ValueError(f"peer {text!r} cannot be resolved: {error}") from error
+        hint = ""
+        if (":" in host) != (":" in like[0]):
+            hint = f", because this node is bound to {format_address(like)}: bind an address of the peers' IP version"
+        raise ValueError(f"peer {text!r} cannot be resolved{hint}: {error}") from error
     return str(entries[0][4][0]), port
 
 
