@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import gradwire as gw
-from gradwire.exchange.groups import learn_first_threshold
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 import digits
@@ -143,8 +142,6 @@ def train(run: Run, seed: int) -> tuple[float, float, float]:
                 density = run.density if one in encoders else run.owner_density
                 one.set_policy(policy(density, run, step))
         pairs = list(zip(encoders, updates, strict=True))
-        for encoder, update in pairs:
-            learn_first_threshold(encoder, update)
         if not run.owners:
             messages = [one.encode(update) for one, update in pairs]
             gw.apply_many(messages, shared, 1.0 / run.nodes)
@@ -155,8 +152,6 @@ def train(run: Run, seed: int) -> tuple[float, float, float]:
         results = []
         for index, owner in enumerate(owners):
             gw.apply_many([one[index] for one in parts], owner.residual, 1.0 / run.nodes)
-            if step == 0:
-                learn_first_threshold(owner, np.zeros(owner.numel, np.float32))
             results.append(owner.encode())
             gw.apply(results[-1], shared, part=partition[index])
         # An owner's own part and result do not travel; the others', to and from n - 1 nodes.

@@ -166,9 +166,6 @@ Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOp
                            const Partition& partition) {
     const auto threshold = static_cast<Residual>(bfloat16_to_float(options.threshold));
     Encoded encoded;
-    if (options.sample_density > 0)
-        encoded.quantiles = sample_quantiles(static_cast<const Residual*>(residual_), numel_, update, threshold,
-                                             options.sample_density);
     const PartLists lists = extract<Residual>(update, threshold, partition);
     const Extracted all = total(lists, partition);
     if (all.nonfinite > 0 && !options.skip_nonfinite) {
@@ -194,6 +191,14 @@ Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOp
         }
     });
     return encoded;
+}
+
+SampledQuantiles Encoder::sample(const std::vector<ConstArray>* update, uint16_t threshold, double density) const {
+    return with_value_of(dtype_, [&](auto zero) {
+        using Residual = decltype(zero);
+        return sample_quantiles(static_cast<const Residual*>(residual_), numel_, update,
+                                static_cast<Residual>(bfloat16_to_float(threshold)), density);
+    });
 }
 
 Encoded Encoder::encode(const std::vector<ConstArray>* update, const EncodeOptions& options,

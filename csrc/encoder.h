@@ -17,13 +17,11 @@ struct EncodeOptions {
     uint32_t key = 0;
     uint32_t step = 0;
     bool skip_nonfinite = false;
-    double sample_density = 0;  // > 0: sample the quantiles of this density
 };
 
 struct Encoded {
     std::vector<MessageBytes> messages;  // one for each part
     uint64_t skipped = 0;                // non-finite elements left out
-    SampledQuantiles quantiles;
 };
 
 struct Clipped {
@@ -48,6 +46,9 @@ class Encoder {
     // The same, but send the whole residual, as dense messages of `dtype`.
     Encoded encode_dense(const std::vector<ConstArray>* update, DenseType dtype, const EncodeOptions& options,
                          const Partition& partition);
+
+    // Sample the quantiles of a density before a step with this update and threshold (bfloat16 bits).
+    SampledQuantiles sample(const std::vector<ConstArray>* update, uint16_t threshold, double density) const;
 
     // residual = now - before: arrays of the same sizes and dtypes, float32 or float64.
     void hold_difference(const std::vector<ConstArray>& now, const std::vector<ConstArray>& before);

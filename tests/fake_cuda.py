@@ -95,11 +95,18 @@ class Encoder:
     capacity = 0
 
     def __init__(
-        self, device: int, numel: int, float64: bool, policy: dict[str, Any], threshold: float
+        self,
+        device: int,
+        numel: int,
+        float64: bool,
+        policy: dict[str, Any],
+        threshold: float,
+        trend: float,
+        deviation: float,
     ) -> None:
         assert device == 0
         self._cpu = gw.Encoder(numel, policy_of(policy), dtype="float64" if float64 else "float32")
-        assert self._cpu.threshold == threshold
+        assert (self._cpu.threshold, self._cpu._course) == (threshold, (trend, deviation))
 
     def encode(
         self, update: Any, key: int, skip_nonfinite: bool, dense: str, out: Any, stream: int
@@ -124,14 +131,17 @@ class Encoder:
         QUEUE.wait()
         state, stats = self._cpu.state_dict(), self._cpu.stats
         totals = {name: getattr(stats, name) for name in stats.__dataclass_fields__}
-        return {name: state[name] for name in ("threshold", "step", "changed_at")} | totals
+        trend, deviation = state["course"]
+        kept = {name: state[name] for name in ("threshold", "step", "changed_at")}
+        return {**kept, "trend": trend, "deviation": deviation, **totals}
 
-    def set_state(self, threshold: float, step: int, changed_at: int) -> None:
+    def set_state(
+        self, threshold: float, step: int, changed_at: int, trend: float, deviation: float
+    ) -> None:
         QUEUE.wait()
         state = self._cpu.state_dict()
-        self._cpu.load_state_dict(
-            {**state, "threshold": threshold, "step": step, "changed_at": changed_at}
-        )
+        new = {"threshold": threshold, "step": step, "changed_at": changed_at}
+        self._cpu.load_state_dict({**state, **new, "course": (trend, deviation)})
 
     def set_policy(self, policy: dict[str, Any]) -> None:
         QUEUE.wait()

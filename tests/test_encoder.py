@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import os
 import pickle
 import subprocess
@@ -23,6 +24,8 @@ from gradwire.policy import ThresholdPolicy
 from gradwire.reference import ReferenceEncoder
 
 from .bfloat16 import Bfloat16Array, to_bfloat16
+
+Array = np.ndarray[Any, Any]
 
 SIZES = [0, 1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 255, 1_000, 4_097, 16_385, 100_003]
 DENSITIES = [0.0, 1e-3, 0.01, 0.1, 0.35, 0.5, 0.8, 1.0]
@@ -302,6 +305,50 @@ def test_target_density_is_within_a_fifth_after_five_steps(wrong_by: float) -> N
         ratios.append(encoder.encode(update).density / density)
     assert not 0.5 < ratios[0] < 2.0
     assert all(0.8 <= ratio <= 1.2 for ratio in ratios[5:]), ratios
+
+
+def updates_of(kind: str, numel: int) -> Iterator[Array]:
+    rng = np.random.default_rng(51)
+    constant = rng.standard_normal(numel, dtype=np.float32)
+    velocity = np.zeros(numel, np.float32)
+    while True:
+        new = rng.standard_normal(numel, dtype=np.float32)
+        velocity = np.float32(0.9) * velocity + new
+        laplace = np.sign(new) * rng.standard_exponential(numel, dtype=np.float32)
+        yield {"gauss": new, "laplace": laplace, "constant": constant, "momentum": velocity}[kind]
+
+
+@pytest.mark.parametrize("kind", ["gauss", "laplace", "constant", "momentum"])
+@pytest.mark.parametrize("density", [1e-2, 1e-3])
+def test_target_density_is_kept_on_average_without_a_first_burst(kind: str, density: float) -> None:
+    numel = 2**16
+    encoder = gw.Encoder(numel, gw.TargetDensity(density))
+    updates = itertools.islice(updates_of(kind, numel), 80)
+    ratios = [encoder.encode(update).density / density for update in updates]
+    assert 0.5 <= ratios[0] <= 2.0
+    assert max(ratios[:5]) <= 2.0, ratios
+    assert 0.8 <= np.mean(ratios[5:30]) <= 1.2, ratios
+    assert 0.8 <= np.mean(ratios[30:]) <= 1.2, ratios
+
+
+def test_a_target_density_follows_updates_that_become_a_hundred_times_as_small() -> None:
+    numel = 2**16
+    encoder = gw.Encoder(numel, gw.TargetDensity(0.01))
+    scales = [1.0] * 40 + [0.01] * 80
+    updates = zip(scales, updates_of("gauss", numel), strict=False)
+    ratios = [encoder.encode(np.float32(s) * one).density / 0.01 for s, one in updates]
+    assert 0.6 <= np.mean(ratios[90:]) <= 1.2, ratios[40:]
+
+
+def test_an_update_of_zeros_teaches_no_threshold() -> None:
+    encoder = gw.Encoder(10_000)
+    updates = updates_of("gauss", 10_000)
+    assert encoder.encode(np.zeros(10_000, np.float32)).count == 0
+    assert 0.005 <= encoder.encode(next(updates)).density <= 0.02
+
+
+def test_target_density_is_the_default() -> None:
+    assert gw.Encoder(10).policy == gw.TargetDensity() == gw.TargetDensity(0.01)
 
 
 @pytest.mark.parametrize("wrong_by", [0.01, 100.0])

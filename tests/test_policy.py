@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from gradwire.policy import (
     AdaptiveThreshold,
+    Course,
     FixedThreshold,
     ResidualClip,
     ShakeUp,
@@ -22,7 +23,11 @@ from gradwire.policy import (
     Tail,
     TargetDensity,
     ThresholdPolicy,
+    begin,
+    follow,
+    learned_threshold,
     round_threshold,
+    sampled_density,
 )
 
 EVERY_POLICY: list[ThresholdPolicy] = [
@@ -145,7 +150,7 @@ def test_step_threshold_waits_while_enough_is_sent() -> None:
 def test_target_density_predicts_from_the_tail(tail: Tail | None, expected: float) -> None:
     policy = TargetDensity()
     assert policy.next_threshold(8.0, 0.5, 1, tail) == expected
-    assert policy.sample_density == 1e-3
+    assert policy.sample_density == 0.01
 
 
 def test_a_target_density_goes_below_repeated_sums_of_which_nothing_was_sent() -> None:
@@ -157,6 +162,49 @@ def test_a_target_density_goes_below_repeated_sums_of_which_nothing_was_sent() -
     assert policy.next_threshold(1.5, 0.0, 1, changing) == policy.next_threshold(
         1.5, 1.0, 1, changing
     )
+
+
+def test_a_target_density_learns_its_first_threshold_and_then_expects_the_same_update() -> None:
+    policy = TargetDensity(0.1)
+    threshold, course = begin(policy)
+    nothing = Tail(now=0.0, shuffled=0.0, next=0.0, same=0.0, agreement=0.5)
+    assert sampled_density(policy, 0, course) == 0.1
+    assert follow(policy, threshold, 0.0, 0, nothing, course) == (threshold, course)
+    assert sampled_density(policy, 99, course) == 0.1  # still to be learned
+    seen = nothing._replace(now=0.25, next=0.3, same=0.5)
+    assert learned_threshold(policy, threshold, nothing) == threshold
+    learned = learned_threshold(policy, threshold, seen)
+    assert learned == 0.25
+    after, course = follow(policy, learned, 0.1, 0, seen, course)
+    assert after == 0.5
+    assert course.trend > 0.0
+    assert begin(TargetDensity(0.1, initial=0.7)) == (0.7, course)
+
+
+def test_a_target_density_samples_a_few_steps_and_where_the_density_stays_away() -> None:
+    policy = TargetDensity(0.1)
+    threshold, course = 1.0, begin(TargetDensity(0.1, initial=1.0))[1]
+    sampled = []
+    for age in range(40):
+        sampled.append(sampled_density(policy, age, course) > 0.0)
+        density = 0.1 if age < 20 else 0.05
+        threshold, course = follow(policy, threshold, density, age, None, course)
+    assert sampled[:20] == [True] * 8 + [False] * 12
+    assert sampled[20:24] == [False] * 4
+    assert sampled[24:] == [True] * 16
+
+
+@pytest.mark.parametrize(("density", "falls"), [(0.05, True), (0.2, False)])
+def test_a_late_sample_moves_the_threshold_only_towards_the_target(
+    density: float, falls: bool
+) -> None:
+    policy = TargetDensity(0.1)
+    course = Course(trend=0.0, deviation=-2.0 if falls else 2.0)
+    for predicted in (0.5, 2.0):
+        tail = Tail(now=predicted, shuffled=predicted, next=predicted, same=1.0, agreement=0.5)
+        after, _ = follow(policy, 1.0, density, 50, tail, course)
+        assert after == (predicted if (predicted < 1.0) == falls else pytest.approx(1.0, abs=0.1))
+        assert (after < 1.0) == falls
 
 
 def test_only_target_density_asks_for_a_sample() -> None:

@@ -47,22 +47,27 @@ class PyEncoder {
     }
 
     py::tuple encode(const py::object& update, double threshold, uint8_t flags, uint32_t key, uint32_t step,
-                     bool skip_nonfinite, double sample_density, const py::object& partition) {
+                     bool skip_nonfinite, const py::object& partition) {
         EncodeOptions options;
         options.threshold = float_to_bfloat16(static_cast<float>(threshold));
         options.flags = flags;
         options.key = key;
         options.step = step;
         options.skip_nonfinite = skip_nonfinite;
-        options.sample_density = sample_density;
         const Partition parts = partition_or_whole(partition);
         Encoded encoded = with_update(
             update, [&](const std::vector<ConstArray>* arrays) { return encoder_.encode(arrays, options, parts); });
-        const SampledQuantiles& sampled = encoded.quantiles;
-        py::object quantiles = py::none();
-        if (sample_density > 0)
-            quantiles = py::make_tuple(sampled.now, sampled.shuffled, sampled.next, sampled.same, sampled.agreement);
-        return py::make_tuple(messages_of(encoded, partition), encoded.skipped, quantiles);
+        return py::make_tuple(messages_of(encoded, partition), encoded.skipped);
+    }
+
+    py::tuple sample(const py::object& update, double threshold, double density) {
+        SampledQuantiles sampled;
+        const uint16_t rounded = float_to_bfloat16(static_cast<float>(threshold));
+        with_update(update, [&](const std::vector<ConstArray>* arrays) {
+            sampled = encoder_.sample(arrays, rounded, density);
+            return Encoded{};
+        });
+        return py::make_tuple(sampled.now, sampled.shuffled, sampled.next, sampled.same, sampled.agreement);
     }
 
     py::tuple encode_dense(const py::object& update, const std::string& dtype, uint32_t key, uint32_t step,
@@ -278,8 +283,8 @@ void register_encoder(py::module_& module) {
     py::class_<PyEncoder>(module, "Encoder")
         .def(py::init<uint64_t, bool, unsigned>(), py::arg("numel"), py::arg("float64"), py::arg("threads"))
         .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("threshold"), py::arg("flags"),
-             py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"), py::arg("sample_density"),
-             py::arg("partition"))
+             py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"), py::arg("partition"))
+        .def("sample", &PyEncoder::sample, py::arg("update").none(true), py::arg("threshold"), py::arg("density"))
         .def("encode_dense", &PyEncoder::encode_dense, py::arg("update").none(true), py::arg("dtype"), py::arg("key"),
              py::arg("step"), py::arg("skip_nonfinite"), py::arg("partition"))
         .def("hold_difference", &PyEncoder::hold_difference, py::arg("now"), py::arg("before"))

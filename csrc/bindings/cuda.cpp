@@ -136,9 +136,11 @@ LentBytes lent_bytes(const py::object& array, const char* role) {
 
 class PyEncoder {
   public:
-    PyEncoder(int device, uint64_t numel, bool float64, const py::dict& policy, double threshold)
+    PyEncoder(int device, uint64_t numel, bool float64, const py::dict& policy, double threshold, double trend,
+              double deviation)
         : float64_(float64),
-          encoder_(device, numel, float64 ? Dtype::kFloat64 : Dtype::kFloat32, policy_of(policy), threshold),
+          encoder_(device, numel, float64 ? Dtype::kFloat64 : Dtype::kFloat32, policy_of(policy),
+                   {threshold, trend, deviation}),
           pool_(std::make_shared<cuda::BufferPool>(device, capacity())) {}
 
     // Return the size of a buffer for ternary messages.
@@ -177,6 +179,8 @@ class PyEncoder {
         }
         py::dict words;
         words["threshold"] = state.threshold;
+        words["trend"] = state.trend;
+        words["deviation"] = state.deviation;
         words["step"] = state.step;
         words["changed_at"] = state.changed_at;
         words["messages"] = state.messages;
@@ -187,10 +191,10 @@ class PyEncoder {
         words["clipped_sum"] = state.clipped_sum;
         return words;
     }
-    void set_state(double threshold, uint64_t step, uint64_t changed_at) {
+    void set_state(double threshold, uint64_t step, uint64_t changed_at, double trend, double deviation) {
         const Exclusive exclusive(busy_);
         const py::gil_scoped_release release;
-        encoder_.set_state(threshold, step, changed_at);
+        encoder_.set_state({threshold, trend, deviation}, step, changed_at);
     }
 
     void set_policy(const py::dict& policy) {
@@ -393,12 +397,14 @@ void register_message(py::module_& module) {
 
 void register_encoder(py::module_& module) {
     py::class_<PyEncoder>(module, "Encoder")
-        .def(py::init<int, uint64_t, bool, const py::dict&, double>(), py::arg("device"), py::arg("numel"),
-             py::arg("float64"), py::arg("policy"), py::arg("threshold"))
+        .def(py::init<int, uint64_t, bool, const py::dict&, double, double, double>(), py::arg("device"),
+             py::arg("numel"), py::arg("float64"), py::arg("policy"), py::arg("threshold"), py::arg("trend"),
+             py::arg("deviation"))
         .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("key"), py::arg("skip_nonfinite"),
              py::arg("dense"), py::arg("out").none(true), py::arg("stream"))
         .def("state", &PyEncoder::state)
-        .def("set_state", &PyEncoder::set_state, py::arg("threshold"), py::arg("step"), py::arg("changed_at"))
+        .def("set_state", &PyEncoder::set_state, py::arg("threshold"), py::arg("step"), py::arg("changed_at"),
+             py::arg("trend"), py::arg("deviation"))
         .def("set_policy", &PyEncoder::set_policy, py::arg("policy"))
         .def("residual_to_host", &PyEncoder::residual_to_host)
         .def("residual_from_host", &PyEncoder::residual_from_host, py::arg("residual"))

@@ -189,7 +189,8 @@ __global__ void __launch_bounds__(kBlock) publish_kernel(const uint4* message, c
 template <class Residual>
 __global__ void __launch_bounds__(kBlock)
     sample_kernel(const __grid_constant__ ArrayTable updates, const Residual* residual, uint64_t begin, uint64_t end,
-                  uint64_t numel, uint64_t stride, uint32_t* bins, EncoderState* state) {
+                  uint64_t numel, uint64_t stride, uint32_t* bins, Policy policy, EncoderState* state) {
+    if (!samples(policy, *state)) return;
     const uint64_t first = ((begin + stride - 1) / stride + uint64_t{blockIdx.x} * kBlock + threadIdx.x) * stride;
     if (first >= end) return;
     sample_group(residual, updates, first, numel, threshold_of<Residual>(*state), bins, &state->sample);
@@ -210,6 +211,9 @@ __global__ void begin_kernel(EncoderState* state, uint16_t threshold, uint32_t s
     state->flags = 0;
     state->nonfinite = {0, UINT64_MAX};
 }
+
+// One thread: the sample decides the threshold of the very first step.
+__global__ void learn_kernel(Policy policy, EncoderState* state) { learn_threshold(policy, *state); }
 
 __global__ void clear_sample_kernel(EncoderState* state) { state->sample = SampleTotals{}; }
 
@@ -267,10 +271,10 @@ std::unique_ptr<Workspace> allocate_workspace(uint64_t numel, uint64_t residual_
 
 }  // namespace
 
-DeviceEncoder::DeviceEncoder(int device, uint64_t numel, Dtype dtype, const Policy& policy, double threshold)
+DeviceEncoder::DeviceEncoder(int device, uint64_t numel, Dtype dtype, const Policy& policy, const Course& course)
     : device_(device), numel_(numel), dtype_(dtype), policy_(policy) {
     allocate(numel * bytes_per_element(dtype));
-    set_state(threshold, 0, 0);
+    set_state(course, 0, 0);
 }
 
 DeviceEncoder::DeviceEncoder(int device, uint64_t numel, Dtype dtype) : device_(device), numel_(numel), dtype_(dtype) {
@@ -298,9 +302,11 @@ EncoderState DeviceEncoder::state() {
     return state;
 }
 
-void DeviceEncoder::set_state(double threshold, uint64_t step, uint64_t changed_at) {
+void DeviceEncoder::set_state(const Course& course, uint64_t step, uint64_t changed_at) {
     EncoderState state = this->state();
-    state.threshold = threshold;
+    state.threshold = course.threshold;
+    state.trend = course.trend;
+    state.deviation = course.deviation;
     state.step = step;
     state.changed_at = changed_at;
     clear_step(state);
@@ -350,7 +356,7 @@ void DeviceEncoder::sample(const std::vector<ConstArray>* update, cudaStream_t s
     const auto launch = [&](const ArrayTable& updates, uint64_t begin, uint64_t end) {
         const uint64_t groups = (end - begin) / stride + 1;
         CUDA_LAUNCH("sample", sample_kernel<Residual>, static_cast<unsigned>((groups + kBlock - 1) / kBlock), kBlock,
-                    stream, updates, residual, begin, end, numel_, stride, work_->bins, work_->state);
+                    stream, updates, residual, begin, end, numel_, stride, work_->bins, policy_, work_->state);
     };
     if (update)
         for (const ArrayRange& range : cut_ranges(*update, numel_, kGroupElements))
@@ -359,6 +365,7 @@ void DeviceEncoder::sample(const std::vector<ConstArray>* update, cudaStream_t s
         launch(ArrayTable{}, 0, numel_);
     CUDA_LAUNCH("quantile", quantile_kernel, kSampleQuantiles, kBlock, stream, work_->bins, policy_.density,
                 work_->state);
+    CUDA_LAUNCH("learn", learn_kernel, 1, 1, stream, policy_, work_->state);
 }
 
 template <class Residual>

@@ -29,6 +29,13 @@ struct Policy {
     double clip_limit = 0;
 };
 
+// A threshold, and the memory of kTargetDensity: Course in policy.py.
+struct Course {
+    double threshold;
+    double trend;
+    double deviation;
+};
+
 // The sample of kTargetDensity (SampledQuantiles in quantile_sample.h).
 struct SampleTotals {
     double quantile[4];  // now, shuffled, next, same
@@ -37,12 +44,14 @@ struct SampleTotals {
 
 struct EncoderState {
     double threshold;  // the policy's, for the next step
+    double trend;      // memory of kTargetDensity: Course in policy.py
+    double deviation;
     uint64_t step;
-    uint64_t changed_at;
-    uint16_t rounded;  // the threshold, bfloat16
-    uint16_t used;     // the threshold of the next message: the rounded one, or that of a shake-up
-    uint8_t flags;     // of the next message
-    uint8_t clips;     // whether the next step clips
+    uint64_t changed_at;  // for kTargetDensity the step at which the policy began
+    uint16_t rounded;     // the threshold, bfloat16
+    uint16_t used;        // the threshold of the next message: the rounded one, or that of a shake-up
+    uint8_t flags;        // of the next message
+    uint8_t clips;        // whether the next step clips
     Nonfinite nonfinite;
     uint64_t clipped_now;  // by the current step
     double clipped_sum_now;
@@ -84,7 +93,58 @@ GRADWIRE_HD inline double predict_quantile(const SampleTotals& sample, double de
     return density == 0.0 && agreement >= kRepeated ? predicted * kBelowTies : predicted;
 }
 
-GRADWIRE_HD inline double next_threshold(const Policy& policy, const EncoderState& state, double density) {
+// As in policy.py, below as well.
+constexpr uint64_t kSampledSteps = 8;
+constexpr double kDeviationSampled = 1.5;
+constexpr double kDeviationMax = 3.0;
+constexpr double kTrendMax = 1.5;
+constexpr double kFirstTrend = 0.5;
+
+// Return whether this step is sampled.
+GRADWIRE_HD inline bool samples(const Policy& policy, const EncoderState& state) {
+    if (policy.rule != Rule::kTargetDensity) return false;
+    if (state.trend < 0) return true;
+    if (state.flags & kFlagShakeUp) return false;
+    return state.step - state.changed_at < kSampledSteps || std::fabs(state.deviation) > kDeviationSampled;
+}
+
+GRADWIRE_HD inline double bounded(double value, double least, double most) {
+    return std::fmin(std::fmax(value, least), most);
+}
+
+// Return the next threshold under kTargetDensity: TargetDensity.follow in policy.py.
+GRADWIRE_HD inline double follow_target(const Policy& policy, EncoderState& state, double density) {
+    const auto age = static_cast<double>(state.step - state.changed_at);
+    const double off = std::fmin(density / policy.density - 1.0, kDeviationMax);
+    const double deviation =
+        age >= kSampledSteps - 2 ? bounded(0.9 * state.deviation + off, -kDeviationMax, kDeviationMax) : 0.0;
+    const double span = std::fmin(age + 1.0, 1.0 / policy.density);
+    const bool sampled = state.sample.elements > 0;
+    if (state.trend < 0) {
+        if (!sampled || state.sample.quantile[0] <= 0) return state.threshold;
+        state.trend = kFirstTrend;
+        state.deviation = deviation;
+        return bounded(2.0 * state.threshold, policy.minimum, kLargestThreshold);
+    }
+    state.deviation = deviation;
+    if (sampled && state.sample.quantile[2] <= 0) return state.threshold;
+    double predicted = state.threshold;
+    if (sampled) {
+        predicted = bounded(predict_quantile(state.sample, density), policy.minimum, kLargestThreshold);
+        if (age == 1)
+            predicted = std::fmax(predicted, bounded(state.sample.quantile[3], policy.minimum, kLargestThreshold));
+        const double seen = bounded(span * (predicted / state.threshold - 1.0), 0.0, kTrendMax);
+        state.trend += (seen - state.trend) / 4.0;
+        if (age < kSampledSteps) return predicted;
+    }
+    state.trend = bounded(state.trend + 0.1 * off / span, 0.0, kTrendMax);
+    const double growth = age + 1.0 < 1.0 / policy.density ? state.trend : 0.0;
+    double after = state.threshold * (1.0 + (growth + 0.1 * (off + 2.0 * deviation)) / span);
+    if (sampled) after = deviation < 0 ? std::fmin(after, predicted) : std::fmax(after, predicted);
+    return bounded(after, policy.minimum, kLargestThreshold);
+}
+
+GRADWIRE_HD inline double next_threshold(const Policy& policy, EncoderState& state, double density) {
     const double threshold = state.threshold;
     switch (policy.rule) {
         case Rule::kFixed: break;
@@ -98,10 +158,7 @@ GRADWIRE_HD inline double next_threshold(const Policy& policy, const EncoderStat
             if (density < policy.trigger && waited && lower >= policy.minimum) return lower;
             break;
         }
-        case Rule::kTargetDensity:
-            if (state.sample.elements > 0 && state.sample.quantile[2] > 0)
-                return std::fmin(std::fmax(predict_quantile(state.sample, density), policy.minimum), kLargestThreshold);
-            break;
+        case Rule::kTargetDensity: return follow_target(policy, state, density);
     }
     return threshold;
 }
@@ -117,15 +174,21 @@ GRADWIRE_HD inline void prepare_step(const Policy& policy, EncoderState& state) 
     state.clips = policy.clip_every > 0 && (state.step + 1) % policy.clip_every == 0;
 }
 
+// Learn the first threshold from the sample of the first update.
+GRADWIRE_HD inline void learn_threshold(const Policy& policy, EncoderState& state) {
+    if (state.trend >= 0 || state.sample.quantile[0] <= 0) return;
+    state.threshold = bounded(state.sample.quantile[0], policy.minimum, kLargestThreshold);
+    prepare_step(policy, state);
+}
+
 // Finish a step that sent `count` elements. `follows` is false for a dense message, which does not feed the policy.
 GRADWIRE_HD inline void finish_step(const Policy& policy, EncoderState& state, uint64_t numel, uint64_t count,
                                     uint64_t message_bytes, bool follows) {
-    if (follows && !(state.flags & kFlagShakeUp)) {
-        const double density = numel > 0 ? static_cast<double>(count) / static_cast<double>(numel) : 0.0;
-        const double next = next_threshold(policy, state, density);
+    if (follows && !(state.flags & kFlagShakeUp) && numel > 0) {
+        const double next = next_threshold(policy, state, static_cast<double>(count) / static_cast<double>(numel));
         if (next != state.threshold) {
             state.threshold = next;
-            state.changed_at = state.step + 1;
+            if (policy.rule != Rule::kTargetDensity) state.changed_at = state.step + 1;
         }
     }
     ++state.step;

@@ -83,9 +83,11 @@ class Encoder:
         key: int,
         step: int,
         skip_nonfinite: bool,
-        sample_density: float,
         partition: Any,
-    ) -> tuple[list[Message], int, tuple[float, float, float, float, float] | None]: ...
+    ) -> tuple[list[Message], int]: ...
+    def sample(
+        self, update: Any, threshold: float, density: float
+    ) -> tuple[float, float, float, float, float]: ...
     def encode_dense(
         self, update: Any, dtype: str, key: int, step: int, skip_nonfinite: bool, partition: Any
     ) -> tuple[list[Message], int]: ...

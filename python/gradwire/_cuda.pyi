@@ -52,7 +52,14 @@ class CudaMessage:
 
 class Encoder:
     def __init__(
-        self, device: int, numel: int, float64: bool, policy: dict[str, Any], threshold: float
+        self,
+        device: int,
+        numel: int,
+        float64: bool,
+        policy: dict[str, Any],
+        threshold: float,
+        trend: float,
+        deviation: float,
     ) -> None: ...
     def encode(
         self,
@@ -64,7 +71,9 @@ class Encoder:
         stream: int,
     ) -> CudaMessage: ...
     def state(self) -> dict[str, Any]: ...
-    def set_state(self, threshold: float, step: int, changed_at: int) -> None: ...
+    def set_state(
+        self, threshold: float, step: int, changed_at: int, trend: float, deviation: float
+    ) -> None: ...
     def set_policy(self, policy: dict[str, Any]) -> None: ...
     def residual_to_host(self) -> NDArray[Any]: ...
     def residual_from_host(self, residual: NDArray[Any]) -> None: ...

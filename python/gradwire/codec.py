@@ -15,13 +15,18 @@ from .arrays import cuda_problem
 from .message import Message, apply
 from .partition import Partition
 from .policy import (
-    AdaptiveThreshold,
+    FIRST_TREND,
     FixedThreshold,
     ResidualClip,
     ShakeUp,
     Tail,
+    TargetDensity,
     ThresholdPolicy,
+    begin,
+    follow,
+    learned_threshold,
     round_threshold,
+    sampled_density,
 )
 from .state import EncoderState, check_range
 
@@ -64,7 +69,7 @@ class Encoder:
 
     Args:
         numel: elements of the update, 0 to 2^48.
-        threshold: a threshold policy, or a number for a fixed threshold. The default is ``AdaptiveThreshold()``.
+        threshold: a threshold policy, or a number for a fixed threshold. The default is ``TargetDensity(0.01)``.
         shakeup: schedule of messages with a smaller threshold, or None.
         clip: schedule of clipping of the residual, or None.
         dtype: "float32" or "float64", of the residual.
@@ -120,7 +125,7 @@ class Encoder:
         threads: int = 1,
     ) -> None:
         if threshold is None:
-            threshold = AdaptiveThreshold()
+            threshold = TargetDensity(0.01)
         elif isinstance(threshold, (bool, np.bool_)):
             raise TypeError(f"threshold is {threshold!r}, must be a threshold policy or a number")
         elif isinstance(threshold, (int, float, np.integer, np.floating)):
@@ -163,8 +168,8 @@ class Encoder:
         self._residual: NDArray[Any] = self._core.residual
         self._step = 0
         self._changed_at = 0
-        self._sample_density = self.policy.sample_density or 0.0
-        self._set_threshold(self.policy.initial)
+        threshold, self._course = begin(self.policy)
+        self._set_threshold(threshold)
         # Totals of EncoderStats, which is frozen and created on request only.
         self._messages = self._message_bytes = self._sent_count = 0
         self._nonfinite_count = self._clipped_count = 0
@@ -239,7 +244,7 @@ class Encoder:
                 of another number of elements.
             RuntimeError: another thread uses this encoder.
         """
-        step, rounded = self._step, self._rounded
+        step = self._step
         number = step & _STEP_MASK
         partition = None if parts is None else self._partition(parts)
         if dense:
@@ -249,20 +254,21 @@ class Encoder:
             self._finish(messages, skipped)
             return messages[0] if partition is None else messages
         shakeup = self.shakeup if self.shakeup is not None and self.shakeup.is_due(step) else None
-        messages, skipped, tail = self._core.encode(
+        tail = self._sample(update, shakeup is not None)
+        rounded = self._rounded
+        messages, skipped = self._core.encode(
             update,
             round_threshold(self._threshold / shakeup.divisor) if shakeup else rounded,
             _FLAG_SHAKEUP if shakeup else 0,
             self.key,
             number,
             self._skip,
-            self._sample_density,
             partition,
         )
-        if shakeup is None:
-            density = sum(one.count for one in messages) / max(self.numel, 1)
+        if shakeup is None and self.numel > 0:
+            density = sum(one.count for one in messages) / self.numel
             try:
-                self._follow_policy(density, None if tail is None else Tail(*tail))
+                self._follow_policy(density, tail)
             except BaseException:
                 # An error of the policy must not lose the update: put the messages back into the residual.
                 owners = [None] if partition is None else list(partition)
@@ -302,7 +308,8 @@ class Encoder:
         if threshold is not None:
             self._set_threshold(threshold)
         self.policy = policy
-        self._sample_density = policy.sample_density or 0.0
+        # The threshold in use is better than one learned from a single update.
+        self._course = begin(policy)[1]._replace(trend=FIRST_TREND)
         self._changed_at = self._step
 
     @overload
@@ -331,7 +338,7 @@ class Encoder:
         The policies are not part of the state, because they are immutable.
         """
         return EncoderState(
-            self._residual.copy(), self._threshold, self._step, self._changed_at
+            self._residual.copy(), self._threshold, self._step, self._changed_at, self._course
         ).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -345,6 +352,7 @@ class Encoder:
         self._set_threshold(found.threshold)
         self._step = found.step
         self._changed_at = found.changed_at
+        self._course = found.course
 
     def __repr__(self) -> str:
         return (
@@ -356,12 +364,24 @@ class Encoder:
         self._rounded = round_threshold(threshold)  # raises before anything changes
         self._threshold = threshold
 
+    def _sample(self, update: Any, is_shakeup: bool) -> Tail | None:
+        """Sample the quantiles that the policy wants in this step, and learn the first threshold from them."""
+        learns = self._course.trend < 0.0
+        density = sampled_density(self.policy, self._step - self._changed_at, self._course)
+        if not density or (is_shakeup and not learns):
+            return None
+        tail = Tail(*self._core.sample(update, self._rounded, density))
+        if learns:
+            self._set_threshold(learned_threshold(self.policy, self._threshold, tail))
+        return tail
+
     def _follow_policy(self, density: float, tail: Tail | None) -> None:
-        since = self._step + 1 - self._changed_at
-        after = self.policy.next_threshold(self._threshold, density, since, tail)
+        age = self._step - self._changed_at
+        after, self._course = follow(self.policy, self._threshold, density, age, tail, self._course)
         if after != self._threshold:
             self._set_threshold(after)
-            self._changed_at = self._step + 1
+            if not isinstance(self.policy, TargetDensity):
+                self._changed_at = self._step + 1
 
     def _partition(self, parts: Partition | int) -> Partition:
         partition = parts if isinstance(parts, Partition) else Partition(self.numel, parts)

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from .arrays import cuda_core, stream_of
 from .codec import Encoder, EncoderStats, dense_dtype
 from .policy import (
+    FIRST_TREND,
     AdaptiveThreshold,
+    Course,
     FixedThreshold,
     ResidualClip,
     ShakeUp,
     StepThreshold,
     TargetDensity,
     ThresholdPolicy,
+    begin,
     round_threshold,
 )
 from .state import EncoderState
@@ -46,12 +49,14 @@ class CudaEncoder(Encoder, device="cuda"):
 
     def _allocate(self) -> None:
         self._number = int(str(self.device).partition(":")[2] or 0)
+        threshold, course = begin(self.policy)
         self._device_core = cuda_core().Encoder(
             self._number,
             self.numel,
             self.dtype == "float64",
             _policy_words(self.policy, self.shakeup, self.clip),
-            self.policy.initial,
+            threshold,
+            *course,
         )
 
     @property
@@ -146,7 +151,8 @@ class CudaEncoder(Encoder, device="cuda"):
         self._device_core.set_policy(words)
         self.policy = policy
         kept = state["threshold"] if threshold is None else threshold
-        self._device_core.set_state(kept, state["step"], state["step"])
+        course = begin(policy)[1]._replace(trend=FIRST_TREND)
+        self._device_core.set_state(kept, state["step"], state["step"], *course)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as on the CPU, with host arrays: it can be loaded on either side. Waits for the device."""
@@ -156,6 +162,7 @@ class CudaEncoder(Encoder, device="cuda"):
             state["threshold"],
             state["step"],
             state["changed_at"],
+            Course(state["trend"], state["deviation"]),
         ).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -166,7 +173,7 @@ class CudaEncoder(Encoder, device="cuda"):
         """
         found = EncoderState.of(state, self.numel, self.dtype)
         self._device_core.residual_from_host(found.residual)
-        self._device_core.set_state(found.threshold, found.step, found.changed_at)
+        self._device_core.set_state(found.threshold, found.step, found.changed_at, *found.course)
 
     def __repr__(self) -> str:
         return f"<gradwire.Encoder {self.dtype}[{self.numel}] key={self.key} device={self.device}>"
@@ -185,7 +192,9 @@ def _policy_words(
             f"a policy on a device must be one of gradwire's, which run there, not {policy!r}"
         )
     rule, names = known
-    words: dict[str, Any] = {"rule": rule, "minimum": policy.initial}  # of a fixed threshold
+    words: dict[str, Any] = {"rule": rule}
+    if isinstance(policy, FixedThreshold):
+        words["minimum"] = policy.value
     words |= {name: getattr(policy, name) for name in names}
     if shakeup is not None:
         # No threshold on the device falls below this one, so check here that it can be rounded.

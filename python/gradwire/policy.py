@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 __all__ = [
+    "FIRST_TREND",
     "AdaptiveThreshold",
+    "Course",
     "FixedThreshold",
     "ResidualClip",
     "ShakeUp",
@@ -22,7 +24,11 @@ __all__ = [
     "Tail",
     "TargetDensity",
     "ThresholdPolicy",
+    "begin",
+    "follow",
+    "learned_threshold",
     "round_threshold",
+    "sampled_density",
 ]
 
 # bfloat16: 8 significant bits, and the smallest subnormal is 2^-133.
@@ -36,6 +42,15 @@ _MAX_THRESHOLD = 255.0 * 2.0**120
 # or, usually, not at all. From this agreement in sign on updates repeat so exactly that they would never pass.
 _REPEATED = 0.99
 _BELOW_TIES = 31.0 / 32.0
+# The numbers of TargetDensity.follow, chosen by simulation (docs/algorithm.md). csrc/cuda/policy.h has the same.
+_SAMPLED_STEPS = 8
+_DEVIATION_SAMPLED = 1.5
+_DEVIATION_MAX = 3.0
+_TREND_MAX = 1.5
+FIRST_TREND = 0.5
+_LEARNS = -1.0
+# The threshold before the first is learned, for updates of nothing but zeros.
+_UNKNOWN = 1.0
 
 
 class Tail(NamedTuple):
@@ -59,12 +74,26 @@ class Tail(NamedTuple):
     agreement: float
 
 
+class Course(NamedTuple):
+    """The memory of ``TargetDensity`` between steps, which the encoder keeps.
+
+    Attributes:
+        trend: growth of the threshold since the policy began, as an exponent of the number of steps; -1 until the first
+            threshold has been learned.
+        deviation: recent relative deviations of the density from the target, summed with weights that fade by a tenth
+            per step.
+    """
+
+    trend: float
+    deviation: float = 0.0
+
+
 class ThresholdPolicy(Protocol):
     """The interface of a threshold policy."""
 
     @property
-    def initial(self) -> float:
-        """The threshold of the first step, not rounded."""
+    def initial(self) -> float | None:
+        """The threshold of the first step, not rounded; None if it is learned."""
 
     @property
     def sample_density(self) -> float | None:
@@ -243,10 +272,17 @@ class StepThreshold(Plain):
 
 @dataclass(frozen=True)
 class TargetDensity(Plain):
-    """Aim at a density: predict the quantile of the next step from a sample of this step.
+    """Aim at a density, from samples of the first steps and the counts of later ones.
 
-    The prediction does not depend on the old threshold, so the density is near the target after one or two steps from
-    any threshold. A group with fewer than ``1 / density`` elements sends about one element a step.
+    The first threshold is learned from the first update. In the first steps, and again whenever the density stays away
+    from the target, the encoder samples the quantile of the next step. Between samples the threshold continues its
+    trend, corrected by the densities that the messages had, which costs nothing. A group with fewer than
+    ``1 / density`` elements sends about one element a step.
+
+    Args:
+        density: the target, in (0, 1).
+        initial: threshold of the first step, or None to learn it from the first update.
+        minimum: least threshold.
 
     >>> tail = Tail(now=0.5, shuffled=0.25, next=0.25, same=1.0, agreement=0.5)
     >>> TargetDensity(1e-3).next_threshold(1e-4, 0.9, 1, tail)
@@ -258,12 +294,12 @@ class TargetDensity(Plain):
         ValueError: a value is out of its range.
     """
 
-    density: float = 1e-3
-    initial: float = 1e-4
+    density: float = 0.01
+    initial: float | None = None
     minimum: float = 1e-8
 
     def __post_init__(self) -> None:
-        _check_thresholds(self.initial, self.minimum)
+        _check_thresholds(self.minimum if self.initial is None else self.initial, self.minimum)
         if not 0.0 < self.density < 1.0:
             raise ValueError(f"density must be in (0, 1), got {self.density!r}")
 
@@ -271,6 +307,58 @@ class TargetDensity(Plain):
     def sample_density(self) -> float:
         """The target density."""
         return self.density
+
+    def samples(self, age: int, course: Course) -> bool:
+        """Return whether the encoder samples in the step after ``age`` steps under this policy."""
+        return (
+            age < _SAMPLED_STEPS or abs(course.deviation) > _DEVIATION_SAMPLED or course.trend < 0
+        )
+
+    def follow(
+        self, threshold: float, density: float, age: int, tail: Tail | None, course: Course
+    ) -> tuple[float, Course]:
+        """Return the threshold of the next step, not rounded, and the memory.
+
+        Args:
+            threshold: the threshold of this step, not rounded.
+            density: changed elements of this step / numel.
+            age: steps under this policy before this one.
+            tail: quantiles sampled in this step, or None.
+            course: the memory at this step.
+        """
+        off = min(density / self.density - 1.0, _DEVIATION_MAX)
+        deviation = 0.0
+        if age >= _SAMPLED_STEPS - 2:
+            deviation = min(max(0.9 * course.deviation + off, -_DEVIATION_MAX), _DEVIATION_MAX)
+        # Residuals settle within about 1 / density steps, so corrections become smaller until then.
+        span = min(age + 1.0, 1.0 / self.density)
+        trend = course.trend
+        if trend < 0.0:
+            if tail is None or tail.now <= 0.0:
+                return threshold, course
+            # If the next update is the same, the magnitudes double.
+            return self._bounded(2.0 * threshold), Course(FIRST_TREND, deviation)
+        if tail is not None and tail.next <= 0.0:
+            return threshold, Course(trend, deviation)
+        predicted = threshold
+        if tail is not None:
+            predicted = self.next_threshold(threshold, density, age + 1, tail)
+            if age == 1:  # two steps do not show yet whether updates repeat
+                predicted = max(predicted, self._bounded(tail.same))
+            seen = min(max(span * (predicted / threshold - 1.0), 0.0), _TREND_MAX)
+            trend += (seen - trend) / 4.0
+            if age < _SAMPLED_STEPS:
+                return predicted, Course(trend, deviation)
+        trend = min(max(trend + 0.1 * off / span, 0.0), _TREND_MAX)
+        growth = trend if age + 1.0 < 1.0 / self.density else 0.0
+        after = threshold * (1.0 + (growth + 0.1 * (off + 2.0 * deviation)) / span)
+        if tail is not None:
+            # The counts say in which direction the threshold was wrong.
+            after = min(after, predicted) if deviation < 0.0 else max(after, predicted)
+        return self._bounded(after), Course(trend, deviation)
+
+    def _bounded(self, threshold: float) -> float:
+        return min(max(threshold, self.minimum), _MAX_THRESHOLD)
 
     def next_threshold(
         self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
@@ -292,7 +380,7 @@ class TargetDensity(Plain):
         predicted = math.hypot(*weighted)
         if density == 0.0 and tail.agreement >= _REPEATED:
             predicted *= _BELOW_TIES
-        return min(max(predicted, self.minimum), _MAX_THRESHOLD)
+        return self._bounded(predicted)
 
 
 @dataclass(frozen=True)
@@ -343,6 +431,43 @@ class ResidualClip(Plain):
     def is_due(self, step: int) -> bool:
         """Return whether the residual is clipped after the message of ``step``."""
         return (step + 1) % self.every == 0
+
+
+def begin(policy: ThresholdPolicy) -> tuple[float, Course]:
+    """Return the first threshold under a policy, not rounded and possibly still to be learned, and the memory."""
+    if policy.initial is None:
+        return _UNKNOWN, Course(_LEARNS)
+    return policy.initial, Course(FIRST_TREND)
+
+
+def learned_threshold(policy: ThresholdPolicy, threshold: float, tail: Tail) -> float:
+    """Return the first threshold that a sample of the first update asks for; of zeros nothing is learned."""
+    learned = min(max(tail.now, getattr(policy, "minimum", 0.0)), _MAX_THRESHOLD)
+    return learned if tail.now > 0.0 else threshold
+
+
+def sampled_density(policy: ThresholdPolicy, age: int, course: Course) -> float:
+    """Return the density whose quantiles are sampled in the step after ``age`` steps under a policy, or 0."""
+    if isinstance(policy, TargetDensity) and not policy.samples(age, course):
+        return 0.0
+    return policy.sample_density or 0.0
+
+
+def follow(
+    policy: ThresholdPolicy,
+    threshold: float,
+    density: float,
+    age: int,
+    tail: Tail | None,
+    course: Course,
+) -> tuple[float, Course]:
+    """Return the next threshold under any policy, and the memory: see ``TargetDensity.follow``.
+
+    ``age`` counts the steps since the threshold last changed, or under ``TargetDensity`` since that policy began.
+    """
+    if isinstance(policy, TargetDensity):
+        return policy.follow(threshold, density, age, tail, course)
+    return policy.next_threshold(threshold, density, age + 1, tail), course
 
 
 def _check_thresholds(initial: float, minimum: float) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from . import policy as rules
 from .errors import MessageError, NonFiniteUpdate
 from .policy import ResidualClip, ShakeUp, Tail, ThresholdPolicy, round_threshold
 
@@ -378,20 +379,21 @@ class ReferenceEncoder:
         on_nonfinite: str = "raise",
     ) -> None:
         self.residual: NDArray[Any] = np.zeros(numel, dtype)
-        self.threshold = threshold.initial
+        self.threshold, self._course = rules.begin(threshold)
         self.step = self.changed_at = 0
-        self.nonfinite_count = self.clipped_count = 0
-        self.clipped_sum = 0.0
+        self.nonfinite_count, self.clipped_count, self.clipped_sum = 0, 0, 0.0
         self._policy, self._shakeup, self._clip, self._key = threshold, shakeup, clip, key
         self._raises = on_nonfinite == "raise"
 
     def encode(self, update: NDArray[Any] | None = None) -> bytes:
         """Add ``update`` to the residual, subtract ±threshold where it is reached, and encode these elements."""
         shakeup = self._shakeup if self._shakeup and self._shakeup.is_due(self.step) else None
-        used = self.threshold
-        threshold = round_threshold(used / (shakeup.divisor if shakeup else 1.0))
-        quantum = self.residual.dtype.type(threshold)
-        before, numel = self.residual.copy(), self.residual.size
+        before, numel, age = self.residual.copy(), self.residual.size, self.step - self.changed_at
+        wanted = rules.sampled_density(self._policy, age, self._course)
+        if self._course.trend < 0 and (first := tail_quantiles(before, update, before, wanted)):
+            self.threshold = rules.learned_threshold(self._policy, self.threshold, first)
+        threshold = round_threshold(self.threshold / (shakeup.divisor if shakeup else 1.0))
+        quantum, used = self.residual.dtype.type(threshold), self.threshold
         bad = self._accumulate(update)
         passing = np.flatnonzero(np.abs(self.residual) >= quantum)
         sent = np.copysign(quantum, self.residual[passing])
@@ -401,12 +403,11 @@ class ReferenceEncoder:
         self._count_nonfinite(bad)
         header = {"key": self._key, "step": self.step % 2**32, "flags": int(shakeup is not None)}
         message = encode_ternary(passing, sent < 0, numel=numel, threshold=threshold, **header)
-        if shakeup is None:
-            density, wanted = passing.size / max(numel, 1), self._policy.sample_density
+        if shakeup is None and numel > 0:
             tail = tail_quantiles(before, update, self.residual, wanted) if wanted else None
-            since = self.step + 1 - self.changed_at
-            self.threshold = self._policy.next_threshold(used, density, since, tail)
-            if self.threshold != used:
+            now = self._policy, used, passing.size / numel, age, tail, self._course
+            self.threshold, self._course = rules.follow(*now)
+            if self.threshold != used and not isinstance(self._policy, rules.TargetDensity):
                 self.changed_at = self.step + 1
         if self._clip is not None and self._clip.is_due(self.step):
             bound = self.residual.dtype.type(self._clip.limit * round_threshold(used))

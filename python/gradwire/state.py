@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .policy import round_threshold
+from .policy import Course, round_threshold
 
 __all__ = ["EncoderState", "check_format", "check_range"]
 
@@ -51,13 +51,15 @@ class EncoderState:
         residual: float32[numel] or float64[numel], contiguous, in host memory.
         threshold: the policy's threshold, not rounded.
         step: number of the next message.
-        changed_at: step at which the threshold last changed.
+        changed_at: step at which the threshold last changed, or at which a ``TargetDensity`` began.
+        course: memory of a ``TargetDensity``.
     """
 
     residual: NDArray[Any]
     threshold: float
     step: int
     changed_at: int
+    course: Course
 
     def as_dict(self) -> dict[str, Any]:
         """Return the state as host arrays and plain numbers."""
@@ -69,6 +71,7 @@ class EncoderState:
             "threshold": self.threshold,
             "step": self.step,
             "changed_at": self.changed_at,
+            "course": tuple(self.course),
         }
 
     @staticmethod
@@ -79,7 +82,7 @@ class EncoderState:
             ValueError: another format, size or dtype, or not the state of an encoder.
         """
         check_format(state, _ENCODER_FORMAT)
-        missing = {"residual", "threshold", "step", "changed_at"} - state.keys()
+        missing = {"residual", "threshold", "step", "changed_at", "course"} - state.keys()
         if missing:
             raise ValueError(
                 f"state lacks {', '.join(sorted(missing))}: it is not that of an encoder"
@@ -94,4 +97,5 @@ class EncoderState:
         round_threshold(threshold)
         check_range("step", step, 0, 2**63)
         changed_at = int(state["changed_at"])
-        return EncoderState(np.ascontiguousarray(residual), threshold, step, changed_at)
+        course = Course(*map(float, state["course"]))
+        return EncoderState(np.ascontiguousarray(residual), threshold, step, changed_at, course)

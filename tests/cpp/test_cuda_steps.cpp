@@ -54,11 +54,7 @@ CASE(the_sampled_quantiles_are_those_of_the_cpu) {
                     const std::vector<ConstArray>* given = dtype == Dtype::kNone ? nullptr : &views;
                     const cuda::SampleTotals sample =
                         measure_emulated(encoder, encoder.residual(), given, density, numel % 2 == 0);
-                    EncodeOptions options;
-                    options.threshold = 0x3f00;
-                    options.skip_nonfinite = true;
-                    options.sample_density = density;
-                    const SampledQuantiles expected = encoder.encode(given, options).quantiles;
+                    const SampledQuantiles expected = encoder.sample(given, 0x3f00, density);
                     CHECK(same(sample.quantile[0], expected.now));
                     CHECK(same(sample.quantile[1], expected.shuffled));
                     CHECK(same(sample.quantile[2], expected.next));
@@ -119,6 +115,7 @@ CASE(thresholds_follow_their_rules) {
     policy = {};
     policy.rule = cuda::Rule::kTargetDensity;
     policy.minimum = 1e-8;
+    policy.density = 0.5;
     state.sample = {{0.5, 0.25, 0.25, 1.0}, 1000, 1, 1};  // signs agree half of the time: independent updates
     CHECK_EQUAL(next_threshold(policy, state, 0.9), 0.5);
     state.sample = {{0.5, 0.25, 0.25, 1.0}, 1000, 5, 0};  // signs always agree: the update repeats
@@ -128,6 +125,32 @@ CASE(thresholds_follow_their_rules) {
     CHECK(next_threshold(policy, state, 0.0) == next_threshold(policy, state, 0.9));
     state.sample.quantile[2] = 0;
     CHECK_EQUAL(next_threshold(policy, state, 0.9), state.threshold);
+}
+
+CASE(the_first_threshold_is_learned_and_samples_end_when_the_density_is_right) {
+    cuda::Policy policy;
+    policy.rule = cuda::Rule::kTargetDensity;
+    policy.minimum = 1e-8;
+    policy.density = 0.125;
+    cuda::EncoderState state{};
+    state.threshold = 1;
+    state.trend = -1;
+    cuda::prepare_step(policy, state);
+    CHECK(samples(policy, state));
+    state.sample = {{0, 0, 0, 0}, 1000, 0, 0};  // an update of zeros
+    learn_threshold(policy, state);
+    finish_step(policy, state, 1000, 0, 48, true);
+    CHECK_EQUAL(state.threshold, 1.0);
+    state.sample = {{0.25, 0.25, 0.25, 0.25}, 1000, 0, 0};
+    learn_threshold(policy, state);
+    CHECK_EQUAL(state.used, cuda::round_threshold(0.25));
+    finish_step(policy, state, 1000, 125, 48, true);
+    CHECK_EQUAL(state.threshold, 0.5);
+    CHECK_EQUAL(state.trend, 0.5);
+    for (; state.step < 8; finish_step(policy, state, 1000, 125, 48, true)) CHECK(samples(policy, state));
+    CHECK(!samples(policy, state));
+    for (int i = 0; i < 3; ++i) finish_step(policy, state, 1000, 0, 48, true);
+    CHECK(samples(policy, state));
 }
 
 CASE(shake_ups_and_clips_follow_their_schedules_and_do_not_feed_the_policy) {

@@ -144,18 +144,15 @@ def test_smaller_tensors_are_sent_more_densely() -> None:
 
 
 @pytest.mark.parametrize("is_in_residual", [False, True])
-@pytest.mark.parametrize("initial", [1e-6, 1e3])
 @pytest.mark.parametrize("split", [1, 4])
-def test_the_first_message_has_the_density_aimed_at(
-    initial: float, is_in_residual: bool, split: int
-) -> None:
+def test_the_first_message_has_the_density_aimed_at(is_in_residual: bool, split: int) -> None:
     rng = np.random.default_rng(23)
     update = rng.standard_normal((split, 100_000 // split)).astype(np.float32)
-    groups = gw.Groups([Group(gw.Encoder(update.size, gw.TargetDensity(0.01, initial, 1e-6)))])
+    groups = gw.Groups([Group(gw.Encoder(update.size, gw.TargetDensity(0.01)))])
     if is_in_residual:
         groups.encoders[0].residual[:] = update.ravel()
     (message,) = groups.encode(None if is_in_residual else list(update), "threshold")
-    assert 0.0097 < message.density < 0.0103
+    assert 0.0095 < message.density < 0.0105
 
 
 def test_the_first_threshold_is_learned_after_whole_and_empty_updates_too() -> None:

@@ -1,4 +1,4 @@
-"""Groups of tensors with one encoder each, and the density and first threshold of a group."""
+"""Groups of tensors with one encoder each, and the density of a group."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes, parse_many
 from ..partition import Partition
-from ..policy import Tail, TargetDensity, ThresholdPolicy
+from ..policy import TargetDensity, ThresholdPolicy
 
-__all__ = ["Codec", "Group", "Groups", "check_size_exponent", "for_size", "learn_first_threshold"]
+__all__ = ["Codec", "Group", "Groups", "check_size_exponent", "for_size"]
 
 Codec = Literal["threshold", "dense", "bfloat16"]
 
@@ -30,9 +30,6 @@ _DENSE: dict[str, bool | Literal["bfloat16"]] = {
 
 # A higher density makes the quantum of a small tensor so small that its largest elements cannot keep up.
 _SMALL_DENSITY_MAX = 0.08
-
-# Elements, at most about, from which a first threshold is learned.
-_SAMPLE_NUMEL_MAX = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -98,8 +95,7 @@ class Groups:
 
         Args:
             params: the tensors, or anything else with a ``shape``.
-            threshold: policy of every group that ``thresholds`` does not name. A policy that aims at a density takes
-                its first threshold from the first update; its ``initial`` serves only for encoders on a device.
+            threshold: policy of every group that ``thresholds`` does not name; None stands for ``TargetDensity(0.01)``.
             dense_below: tensors of fewer elements are sent as dense messages.
             dense_one_dimensional: so are tensors with fewer than two dimensions.
             thresholds: policies by number of the group; the tensors that are sent densely are not counted.
@@ -112,6 +108,7 @@ class Groups:
             ValueError: ``thresholds`` names no group, or ``size_exponent`` is negative.
         """
         check_size_exponent(size_exponent)
+        threshold = TargetDensity(0.01) if threshold is None else threshold
         shapes = [tuple(one.shape) for one in params]
         sizes = [math.prod(shape) for shape in shapes]
         dense = [
@@ -241,8 +238,6 @@ class Groups:
             if refresh is not None:
                 refresh(index)
             dense = _DENSE["dense" if group.is_dense and codec == "threshold" else codec]
-            if not dense:
-                learn_first_threshold(group.encoder, part)
             if partitions is None:
                 return group.encoder.encode(part, dense=dense)
             return group.encoder.encode(part, dense=dense, parts=partitions[index])
@@ -316,7 +311,7 @@ def _on_host(message: Any) -> Message:
     return message if isinstance(message, Message) else Message.parse(bytes(message))
 
 
-# ---- density and first threshold of a tensor -------------------------------------------------------------------------
+# ---- density of a tensor ---------------------------------------------------------------------------------------------
 
 
 def for_size(
@@ -340,38 +335,3 @@ def check_size_exponent(exponent: float) -> None:
     """
     if not 0.0 <= exponent < math.inf:
         raise ValueError(f"size_exponent must be finite and 0 or more, got {exponent}")
-
-
-def learn_first_threshold(encoder: Encoder, update: Any) -> None:
-    """Set the first threshold of a policy that aims at a density to the one that its first update asks for.
-
-    No initial value suits every update: a threshold far too small sends a tiny quantum of every element, at many times
-    the bytes, and the rest comes late. Encoders that have followed their policy, and those on a device, stay as they
-    are.
-
-    Args:
-        encoder: about to encode.
-        update: as ``Encoder.encode`` takes it, or None; not modified.
-    """
-    density = encoder.policy.sample_density
-    has_learned = encoder.threshold != encoder.policy.initial
-    if density is None or has_learned or device_of(encoder.residual) >= 0:
-        return
-    # An even stride could meet the same columns of a matrix again and again.
-    stride = (encoder.numel // _SAMPLE_NUMEL_MAX) | 1
-    sums = encoder.residual[::stride].copy()
-    if update is not None:
-        arrays = update if isinstance(update, (list, tuple)) else [update]
-        try:
-            flat = [np.asarray(part).reshape(-1) for part in arrays]
-            sums += np.concatenate(flat)[::stride] if len(flat) > 1 else flat[0][::stride]
-        except (TypeError, ValueError, RuntimeError):
-            return  # half precision of torch, say, or an update that ``encode`` refuses
-    magnitudes = np.abs(sums[np.isfinite(sums)])
-    if not magnitudes.any():
-        return
-    rank = min(int(density * magnitudes.size), magnitudes.size - 1)
-    seen = float(-np.partition(-magnitudes, rank)[rank])
-    tail = Tail(now=seen, shuffled=seen, next=seen, same=seen, agreement=0.5)
-    learned = encoder.policy.next_threshold(encoder.threshold, density, 1, tail)
-    encoder.set_policy(encoder.policy, threshold=learned)

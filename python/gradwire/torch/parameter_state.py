@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..codec import Encoder
-from ..exchange.groups import learn_first_threshold
 from ..message import Message
 from ..state import check_format
 
@@ -56,7 +55,6 @@ class ParameterState:
         Raises:
             NonFiniteUpdate: the update is not finite; the residual holds its finite part.
         """
-        learn_first_threshold(self.encoder, update)
         return self.encoder.encode(update)
 
     def revert_update(self, update: torch.Tensor) -> None:
