@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -140,6 +141,23 @@ def test_a_ring_hides_all_but_its_last_bucket_behind_the_backward_pass() -> None
     seen_s = dense_ring(large).step_s - 1e4
     assert seen_s == pytest.approx((whole.step_s - 1e4) * (25 << 20) / 4e8)
     assert dense_ring(large).step_s < whole.step_s
+
+
+def test_whole_updates_are_never_faster_than_sparse_ones() -> None:
+    for elements, nodes, mbit in itertools.product(
+        (10**4, 10**6, 10**9), (2, 8, 64), (10, 1e3, 1e6)
+    ):
+        for density, topology in itertools.product((0.01, 0.2), ("mesh", "sharded")):
+            given = job(
+                elements=elements,
+                nodes=nodes,
+                density=density,
+                step_s=0.0,
+                link_bytes_per_s=mbit * 125e3,
+            )
+            sparse = exchange(given, topology)  # type: ignore[arg-type]
+            for codec in ("dense", "bfloat16"):
+                assert sparse.step_s < exchange(given, topology, codec).step_s  # type: ignore[arg-type]
 
 
 def test_workers_of_a_machine_add_no_bytes_to_an_exchange() -> None:
