@@ -25,7 +25,7 @@ from gradwire.feed import Feed
 from gradwire.spark import stream
 
 SERIES, POINTS, BATCHES, WINDOW, BATCH = 64, 20_000, 300, 32, 64
-TARGET = 0.02
+TARGET = 0.006
 
 
 def cut(batches: Iterator[Any]) -> Iterator[dict[str, np.ndarray]]:

@@ -183,7 +183,7 @@ def test_partitions_without_rows_train_nothing_and_hold_up_nobody(rows: Any) -> 
 
 
 def test_training_stops_early_and_gives_the_best_model(rows: Any) -> None:
-    """The validation loss grows from the second epoch on."""
+    """From the second epoch on every step makes the model worse."""
 
     def loss() -> Any:
         import torch

@@ -16,7 +16,7 @@ from .tasks import node, run
 
 if TYPE_CHECKING:
     from .estimator import TorchEstimator, TorchModel
-    from .stream import Production, stream
+    from .production import Production, stream
 
 __all__ = [
     "ParameterAveraging",
@@ -31,10 +31,10 @@ __all__ = [
 
 # Imported at first use: they need torch, pyarrow and pandas.
 _LAZY = {
-    "Production": "stream",
+    "Production": "production",
     "TorchEstimator": "estimator",
     "TorchModel": "estimator",
-    "stream": "stream",
+    "stream": "production",
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import json
 import math
@@ -159,7 +158,7 @@ class Sharing:
     ) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         options: dict[str, Any] = {}
-        if "topology" in inspect.signature(Exchange).parameters:
+        if training.topology != "auto":  # otherwise the exchange's default
             options["topology"] = training.topology
         self.exchange = Exchange(
             Groups.of(params, training.threshold),
@@ -332,6 +331,7 @@ class Worker:
             kind: Any = Sharing if isinstance(self.job.training, SharedTraining) else Averaging
             self.sharing = kind(self.optimizer, self.job.training, node, len(active))
             done = self.resume()
+            self.gather(None)  # a worker without its checkpoint must not be waited for
             self.sharing.begin()
             return self.train(training, held, steps, done)
 
