@@ -169,7 +169,7 @@ class Sharing:
             apply_residual=True,
             **options,
         )
-        self.optimizer = SharedOptimizer(optimizer, self.exchange)
+        self.optimizer = SharedOptimizer(optimizer, self.exchange, update_scale="auto")
         self.is_async = training.mode == "async"
 
     def begin(self) -> None:
