@@ -135,3 +135,9 @@ def test_two_workers_with_jax_and_optax_learn_the_digits() -> None:
 @pytest.mark.spark
 def test_four_spark_tasks_learn_the_digits() -> None:
     workers_agree(run(str(EXAMPLES / "spark_digits.py")), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_ddp_within_a_machine_and_gradwire_between_machines_learn_the_digits() -> None:
+    workers_agree(run("-m", "gradwire", "run", "-n", "2", str(EXAMPLES / "torch_machines.py")), 2)

@@ -53,6 +53,7 @@ ALLOWED = {
     "feed": {"errors", "feed", "transport"},
     "cli": CODEC | {"calibration", "cli", "cost", "exchange", "transport", INTERFACE},
     "sharing": CODEC | {"exchange", "rendezvous", "transport"},
+    "jax": {"sharing", "transport"},
     "torch": CODEC | {"exchange", "sharing", "torch", "transport", INTERFACE},
     "spark": CODEC | {"exchange", "feed", "spark", "torch", "transport", INTERFACE},
     "__init__": CODEC | {"cost", "exchange", "hosted", "sharing", "transport"},

@@ -26,6 +26,7 @@ EXAMPLES = [
 # Modules that need what a plain installation does not have.
 OPTIONAL = (
     "gradwire.feed.torch",
+    "gradwire.jax",
     "gradwire.torch",
     "gradwire.spark",
     "gradwire._cuda",

@@ -117,7 +117,7 @@ _LAZY = {
     **dict.fromkeys(("Node", "Peer"), "transport"),
     **dict.fromkeys(_EXCHANGE, "exchange"),
 }
-_MODULES = ("cost", "dl4j", "exchange", "feed", "reference", "torch", "transport")
+_MODULES = ("cost", "dl4j", "exchange", "feed", "jax", "reference", "torch", "transport")
 
 
 def __getattr__(name: str) -> Any:

@@ -148,8 +148,8 @@ class Plain:
             ValueError: the kind is unknown, or a value is out of its range.
             TypeError: a value is missing, unknown or of the wrong kind.
 
-        >>> TargetDensity.from_dict({"kind": "TargetDensity", "density": 0.01})
-        TargetDensity(density=0.01, initial=0.0001, minimum=1e-08)
+        >>> ShakeUp.from_dict({"kind": "ShakeUp", "every": 3})
+        ShakeUp(every=3, divisor=3.0)
         """
         kinds = {one.__name__: one for one in Plain.__subclasses__()}
         kind = values.get("kind", cls.__name__)

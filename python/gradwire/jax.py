@@ -1,0 +1,103 @@
+"""JAX: an optax transformation whose updates are shared between nodes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .sharing import DENSITY, exchange_for, groups_for
+from .transport import Node
+
+__all__ = ["ShareState", "share"]
+
+
+# Fields of optax's states that hold a running mean of squares: Adam and its like, RMSprop, Adagrad, Adafactor.
+_SQUARES = {"nu", "sum_of_squares", "v_row", "e_g"}
+
+
+class ShareState(NamedTuple):
+    """The state of the wrapped transformation; the exchange has its own."""
+
+    inner: Any
+
+
+def share(
+    optimizer: Any,
+    *,
+    node: Node | None = None,
+    density: float = DENSITY,
+    update_scale: float | str = "auto",
+    timeout_s: float = 60.0,
+    min_members: int = 1,
+    **options: Any,
+) -> Any:
+    """Return an optax transformation that shares the updates of ``optimizer`` with the other nodes of this run.
+
+    The place in the run comes from the environment, see `Node.from_env`. All nodes begin with the parameters of rank 0:
+    the first update moves the others to them. Arrays in host memory are read in place. ``update`` needs the parameters
+    and exchanges messages, so it stays outside ``jax.jit``; the gradient and ``optimizer.update`` may be compiled.
+
+    Args:
+        optimizer: an optax ``GradientTransformation``.
+        node: a node to use and to close; None: one from the environment.
+        density: share of the elements that a step sends.
+        update_scale: factor of every update; "auto": the square root of the number of nodes where ``optimizer`` keeps a
+            mean of squares, as Adam does, otherwise 1.0.
+        timeout_s: longest wait for the others at the start.
+        min_members: number of nodes below which an update raises `PeerLost`.
+        options: of `Exchange`.
+
+    Raises:
+        ValueError: an option or environment variable that cannot be used.
+        TimeoutError: not all nodes of the run appeared.
+    """
+    import jax
+    import optax
+
+    if update_scale != "auto" and not (
+        isinstance(update_scale, (int, float)) and 0.0 < update_scale < math.inf
+    ):
+        raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
+    exchange: Any = None
+    own: list[Any] = []
+    is_adaptive = False
+
+    def init(params: Any) -> ShareState:
+        nonlocal exchange, is_adaptive
+        leaves = [np.array(leaf) for leaf in jax.tree.leaves(params)]
+        groups = groups_for([(str(at), one) for at, one in enumerate(leaves)], density)
+        exchange = exchange_for(
+            groups, leaves, node=node, timeout_s=timeout_s, min_members=min_members, **options
+        )
+        exchange.join(leaves, equalize=True)
+        own[:] = leaves
+        inner = optimizer.init(params)
+        is_adaptive = update_scale == "auto" and _has_squares(inner)
+        return ShareState(inner)
+
+    def update(updates: Any, state: ShareState, params: Any = None) -> tuple[Any, ShareState]:
+        if params is None:
+            raise ValueError(
+                "update needs the parameters: optimizer.update(gradients, state, params)"
+            )
+        moved, inner = optimizer.update(updates, state.inner, params)
+        leaves, tree = jax.tree.flatten(moved)
+        team = getattr(exchange, "team", None)
+        nodes = (len(exchange.members) + 1) * (1 if team is None else team.workers)
+        automatic = math.sqrt(nodes) if is_adaptive else 1.0
+        factor = np.float32(automatic if update_scale == "auto" else update_scale)
+        exchange.step([np.asarray(leaf) * factor for leaf in leaves], own)
+        before = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+        deltas = [jax.numpy.asarray(new - old) for new, old in zip(own, before, strict=True)]
+        return jax.tree.unflatten(tree, deltas), ShareState(inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _has_squares(state: Any) -> bool:
+    """Return whether a part of an optimiser's state is a mean of squares."""
+    if not isinstance(state, (tuple, list)):
+        return hasattr(state, "inner_state") and _has_squares(state.inner_state)
+    return bool(_SQUARES & set(getattr(state, "_fields", ()))) or any(map(_has_squares, state))

@@ -1,0 +1,58 @@
+"""An optax transformation shares its updates: the same parameters on all nodes, at the scale of the optimiser."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax: Any = pytest.importorskip("jax", reason="jax is not installed")
+optax: Any = pytest.importorskip("optax", reason="optax is not installed")
+
+import gradwire as gw  # noqa: E402
+import gradwire.jax  # noqa: E402
+
+pytestmark = pytest.mark.jax
+
+
+@pytest.mark.parametrize("make", [optax.adamw, optax.sgd], ids=["adamw", "sgd"])
+def test_nodes_learn_together_with_optax(make: Any) -> None:
+    def loss(params: Any, inputs: Any) -> Any:
+        return ((inputs @ params["weights"] + params["bias"] - inputs[:, :2]) ** 2).mean()
+
+    def train(rank: int) -> Any:
+        rng = np.random.default_rng(rank)
+        params = {"weights": jax.numpy.full((6, 2), 0.5 * rank), "bias": jax.numpy.zeros(2)}
+        optimizer = gradwire.jax.share(make(0.05), node=nodes[rank], density=0.25)
+        state, losses = optimizer.init(params), []
+        for _ in range(80):
+            inputs = jax.numpy.asarray(rng.standard_normal((16, 6)), "float32")
+            value, gradients = jax.value_and_grad(loss)(params, inputs)
+            updates, state = optimizer.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+            losses.append(float(value))
+        return losses, params
+
+    with (
+        gw.Node("127.0.0.1:0", secret=bytes(range(32)), node_id=1) as one,
+        gw.Node("127.0.0.1:0", [one.address], secret=bytes(range(32)), node_id=2) as two,
+    ):
+        nodes = [one, two]
+        one.expected_peers = two.expected_peers = 1
+        with ThreadPoolExecutor(2) as pool:
+            (losses, params), (_, others) = pool.map(train, range(2))
+    assert np.mean(losses[-10:]) < 0.3 * np.mean(losses[:10])
+    for mine, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=0.1)  # but for both residuals
+
+
+def test_wrong_use_is_refused() -> None:
+    with pytest.raises(ValueError, match="update_scale"):
+        gradwire.jax.share(optax.sgd(0.1), update_scale=-1.0)
+    optimizer = gradwire.jax.share(optax.sgd(0.1), density=0.5)
+    params = jax.numpy.zeros(4)
+    state = optimizer.init(params)
+    with pytest.raises(ValueError, match="needs the parameters"):
+        optimizer.update(params, state)
