@@ -191,7 +191,8 @@ def test_training_stops_early_and_gives_the_best_model(rows: Any) -> None:
         def value(outputs: Any, labels: Any) -> Any:
             value.calls += torch.is_grad_enabled()
             right = torch.nn.functional.cross_entropy(outputs, labels)
-            return right if value.calls <= 16 else -right
+            is_late = torch.is_grad_enabled() and value.calls > 16
+            return -right if is_late else right
 
         value.calls = 0
         return value

@@ -31,7 +31,7 @@ from ..transport import Node, generate_secret, parse_secret
 from . import data, rounds
 from .history import History
 from .masters import ParameterAveraging, SharedTraining
-from .session import cancelled_with_this, check_slots, driver_address
+from .session import check_slots, driver_address, tagged
 from .tasks import PIECE_BYTES
 from .train import OUTPUT, Job, device_of, train, unpack
 
@@ -203,7 +203,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         job, rows = self._job(), self._rows(dataset)
         workers = self.value("num_workers")
         if isinstance(job.training, ParameterAveraging) and job.training.via == "spark":
-            with cancelled_with_this(spark, self.uid):
+            with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"):
                 history, state = rounds.fit(job, rows, workers, _report)
         else:
             check_slots(spark, workers)
@@ -263,7 +263,10 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         from dataclasses import replace
 
         pieces: dict[str, dict[int, bytes]] = {}
-        with cancelled_with_this(spark, self.uid), _Progress(spark, job.secret) as progress:
+        with (
+            tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"),
+            _Progress(spark, job.secret) as progress,
+        ):
             told = replace(job, driver=progress.address)
             # Without a shuffle behind it Spark would not repeat a barrier stage whose executor was lost.
             trained = rows.mapInArrow(lambda batches: train(told, batches), OUTPUT, barrier=True)

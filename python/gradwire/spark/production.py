@@ -14,7 +14,7 @@ import pyarrow as pa
 from ..errors import Closed
 from ..feed import Feed
 from ..transport import Node, generate_secret
-from .session import driver_address
+from .session import cancel, driver_address, tagged
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -98,9 +98,9 @@ class Production:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _run(self, job: DataFrame) -> None:
-        self._session.addTag(self._tag)
         try:
-            count = sum(row.batches for row in job.collect())
+            with tagged(self._session, self._tag):
+                count = sum(row.batches for row in job.collect())
             _LOG.info("production ended after %d batches", count)
             for feed in self._feeds:
                 feed.finish()
@@ -119,7 +119,7 @@ class Production:
         while not self._ended.wait(_POLL_S):
             if any(feed.is_closed for feed in self._feeds):
                 with contextlib.suppress(Exception):  # the job may have ended by itself meanwhile
-                    self._session.interruptTag(self._tag)
+                    cancel(self._session, self._tag)
                 self._ended.wait(1.0)
 
     def join(self, timeout_s: float | None = None) -> bool:

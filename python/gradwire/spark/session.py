@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ..transport import Node
 
-__all__ = ["cancelled_with_this", "check_slots", "driver_address", "is_connect"]
+__all__ = ["cancel", "check_slots", "driver_address", "is_connect", "tagged"]
 
 _SLOTS_S: Final = 45.0  # for executors to register
 
@@ -63,18 +63,30 @@ def _slots(spark: SparkSession) -> int | None:
 
 
 @contextlib.contextmanager
-def cancelled_with_this(spark: SparkSession, name: str) -> Iterator[None]:
-    """Cancel the jobs of the block when it is left by an exception, such as KeyboardInterrupt."""
-    tag = f"{name}-{threading.get_ident()}"
-    spark.addTag(tag)
+def tagged(spark: SparkSession, tag: str) -> Iterator[None]:
+    """Give the jobs that this thread starts in the block a tag; cancel them if an exception leaves the block."""
+    # A classic session's own tags are known only to the thread that set them.
+    place: Any = spark if is_connect(spark) else spark.sparkContext
+    add, remove = ("addTag", "removeTag") if is_connect(spark) else ("addJobTag", "removeJobTag")
+    if not is_connect(spark):
+        place.setInterruptOnCancel(True)
+    getattr(place, add)(tag)
     try:
         yield
     except BaseException:
         with contextlib.suppress(Exception):  # the first error counts
-            spark.interruptTag(tag)
+            cancel(spark, tag)
         raise
     finally:
-        spark.removeTag(tag)
+        getattr(place, remove)(tag)
+
+
+def cancel(spark: SparkSession, tag: str) -> None:
+    """Cancel the jobs with a tag, from any thread."""
+    if is_connect(spark):
+        spark.interruptTag(tag)
+    else:
+        spark.sparkContext.cancelJobsWithTag(tag)
 
 
 def driver_address(spark: SparkSession, node: Node) -> str:
