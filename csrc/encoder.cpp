@@ -161,35 +161,107 @@ void Encoder::restore(const PartLists& lists, Residual threshold, const Partitio
         }
 }
 
+namespace {
+
+// Return the upper bits of a magnitude, which are those of the largest bfloat16 value up to it.
+unsigned magnitude_bin(float value) { return bit_cast<uint32_t>(absolute(value)) >> 16; }
+unsigned magnitude_bin(double value) {
+    const double magnitude = absolute(value);
+    const auto narrow = static_cast<float>(magnitude);
+    const uint32_t bits = bit_cast<uint32_t>(narrow) - (static_cast<double>(narrow) > magnitude);
+    return bits >> 16;
+}
+
+}  // namespace
+
 template <class Residual>
-Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options,
-                           const Partition& partition) {
-    const auto threshold = static_cast<Residual>(bfloat16_to_float(options.threshold));
-    Encoded encoded;
-    const PartLists lists = extract<Residual>(update, threshold, partition);
-    const Extracted all = total(lists, partition);
-    if (all.nonfinite > 0 && !options.skip_nonfinite) {
-        restore(lists, threshold, partition);
-        throw NonFiniteUpdate(all.nonfinite, all.first_nonfinite);
+uint16_t Encoder::keep_largest(PartLists& lists, Residual threshold, uint64_t most, const Partition& partition) {
+    const auto values_of = [&](uint64_t p, const MaskWord& word) {
+        return static_cast<Residual*>(residual_) + element_of_whole({partition, p}, word.index * 64);
+    };
+    std::vector<uint64_t> bins(uint64_t{1} << 15);
+    for (uint64_t p = 0; p < partition.parts; ++p)
+        for (const MaskWord* word = lists[p].words; word < lists[p].words + lists[p].extracted.words; ++word)
+            for (uint64_t bits = word->changed; bits != 0; bits &= bits - 1) {
+                const unsigned i = static_cast<unsigned>(__builtin_ctzll(bits));
+                Residual& value = values_of(p, *word)[i];
+                value += word->negative >> i & 1 ? -threshold : threshold;
+                ++bins[magnitude_bin(value)];
+            }
+    auto lowest = static_cast<unsigned>(bins.size());  // the bin of which not all are kept
+    uint64_t above = 0;
+    while (lowest-- > 1 && above + bins[lowest] <= most) above += bins[lowest];
+    lowest = std::max(lowest, 1U);
+    uint64_t ties = most - above;
+    const auto raised = static_cast<Residual>(bfloat16_to_float(static_cast<uint16_t>(lowest)));
+    for (uint64_t p = 0; p < partition.parts; ++p) {
+        Extracted& extracted = lists[p].extracted;
+        const MaskWord* const end = lists[p].words + extracted.words;
+        extracted.words = extracted.count = 0;
+        for (const MaskWord* word = lists[p].words; word < end; ++word) {
+            MaskWord kept{word->index, 0, 0};
+            Residual* const values = values_of(p, *word);
+            for (uint64_t bits = word->changed; bits != 0; bits &= bits - 1) {
+                Residual& value = values[__builtin_ctzll(bits)];
+                const unsigned bin = magnitude_bin(value);
+                if (bin < lowest || (bin == lowest && ties == 0)) continue;
+                ties -= bin == lowest;
+                kept.changed |= bits & (~bits + 1);
+                if (value < 0) kept.negative |= bits & (~bits + 1);
+                value -= value < 0 ? -raised : raised;
+            }
+            lists[p].words[extracted.words] = kept;
+            extracted.words += kept.changed != 0;
+            extracted.count += static_cast<unsigned>(__builtin_popcountll(kept.changed));
+        }
     }
-    encoded.skipped = all.nonfinite;
-    const unsigned threads = threads_for(all.words * 4);
+    return static_cast<uint16_t>(lowest);
+}
+
+void Encoder::write_messages(const PartLists& lists, const EncodeOptions& options, uint16_t threshold,
+                             const Partition& partition, std::vector<MessageBytes>& messages) {
+    const unsigned threads = threads_for(total(lists, partition).words * 4);
     const auto at_once = static_cast<unsigned>(std::min<uint64_t>(threads, partition.parts));
     if (ternary_.size() < at_once) ternary_.resize(at_once);
-    encoded.messages.resize(partition.parts);
+    messages.resize(partition.parts);
     run_parts(partition.parts, at_once, [&](unsigned t, uint64_t begin, uint64_t end) {
         Header header;
         header.flags = options.flags;
-        header.threshold = options.threshold;
+        header.threshold = threshold;
         header.key = options.key;
         header.step = options.step;
         for (uint64_t p = begin; p < end; ++p) {
             header.numel = numel_of({partition, p});
             const Extracted& extracted = lists[p].extracted;
-            encoded.messages[p] =
+            messages[p] =
                 ternary_[t].encode(lists[p].words, extracted.words, extracted.count, header, threads / at_once);
         }
     });
+}
+
+template <class Residual>
+Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options,
+                           const Partition& partition) {
+    const auto threshold = static_cast<Residual>(bfloat16_to_float(options.threshold));
+    PartLists lists = extract<Residual>(update, threshold, partition);
+    const Extracted all = total(lists, partition);
+    if (all.nonfinite > 0 && !options.skip_nonfinite) {
+        restore(lists, threshold, partition);
+        throw NonFiniteUpdate(all.nonfinite, all.first_nonfinite);
+    }
+    Encoded encoded;
+    encoded.skipped = all.nonfinite;
+    encoded.reached = all.count;
+    uint64_t bytes = all.count / 8;  // the signs alone
+    if (bytes <= options.max_bytes) {
+        write_messages(lists, options, options.threshold, partition, encoded.messages);
+        bytes = 0;
+        for (const MessageBytes& message : encoded.messages) bytes += message.size;
+    }
+    if (bytes > options.max_bytes) {
+        const uint16_t raised = keep_largest(lists, threshold, options.most_changed, partition);
+        write_messages(lists, options, raised, partition, encoded.messages);
+    }
     return encoded;
 }
 

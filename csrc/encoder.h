@@ -17,11 +17,16 @@ struct EncodeOptions {
     uint32_t key = 0;
     uint32_t step = 0;
     bool skip_nonfinite = false;
+    // If the messages have more than `max_bytes` in all, only the `most_changed` largest elements are sent. They must
+    // be so few that their messages always fit.
+    uint64_t max_bytes = UINT64_MAX;
+    uint64_t most_changed = UINT64_MAX;
 };
 
 struct Encoded {
     std::vector<MessageBytes> messages;  // one for each part
     uint64_t skipped = 0;                // non-finite elements left out
+    uint64_t reached = 0;                // elements that reached the threshold, sent or not
 };
 
 struct Clipped {
@@ -77,6 +82,12 @@ class Encoder {
     Encoded encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options, const Partition& partition);
     template <class Residual>
     void restore(const PartLists& lists, Residual threshold, const Partition& partition);
+    // Undo `extract` and extract the `most` largest of its elements instead, with the threshold that is returned. Of
+    // elements that agree in the bits of a bfloat16 those with the lowest part and index come first.
+    template <class Residual>
+    uint16_t keep_largest(PartLists& lists, Residual threshold, uint64_t most, const Partition& partition);
+    void write_messages(const PartLists& lists, const EncodeOptions& options, uint16_t threshold,
+                        const Partition& partition, std::vector<MessageBytes>& messages);
     unsigned threads_for(uint64_t words) const;
     // Call f(part, first word, end word) for parts of all words, one for each thread; return the number of parts.
     template <class F>

@@ -47,17 +47,21 @@ class PyEncoder {
     }
 
     py::tuple encode(const py::object& update, double threshold, uint8_t flags, uint32_t key, uint32_t step,
-                     bool skip_nonfinite, const py::object& partition) {
+                     bool skip_nonfinite, const py::object& partition, uint64_t max_bytes, uint64_t most_changed) {
         EncodeOptions options;
         options.threshold = float_to_bfloat16(static_cast<float>(threshold));
         options.flags = flags;
         options.key = key;
         options.step = step;
         options.skip_nonfinite = skip_nonfinite;
+        if (max_bytes > 0) {
+            options.max_bytes = max_bytes;
+            options.most_changed = most_changed;
+        }
         const Partition parts = partition_or_whole(partition);
         Encoded encoded = with_update(
             update, [&](const std::vector<ConstArray>* arrays) { return encoder_.encode(arrays, options, parts); });
-        return py::make_tuple(messages_of(encoded, partition), encoded.skipped);
+        return py::make_tuple(messages_of(encoded, partition), encoded.skipped, encoded.reached);
     }
 
     py::tuple sample(const py::object& update, double threshold, double density) {
@@ -283,7 +287,8 @@ void register_encoder(py::module_& module) {
     py::class_<PyEncoder>(module, "Encoder")
         .def(py::init<uint64_t, bool, unsigned>(), py::arg("numel"), py::arg("float64"), py::arg("threads"))
         .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("threshold"), py::arg("flags"),
-             py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"), py::arg("partition"))
+             py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"), py::arg("partition"), py::arg("max_bytes"),
+             py::arg("most_changed"))
         .def("sample", &PyEncoder::sample, py::arg("update").none(true), py::arg("threshold"), py::arg("density"))
         .def("encode_dense", &PyEncoder::encode_dense, py::arg("update").none(true), py::arg("dtype"), py::arg("key"),
              py::arg("step"), py::arg("skip_nonfinite"), py::arg("partition"))

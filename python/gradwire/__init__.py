@@ -50,6 +50,7 @@ from .policy import (
     ResidualClip,
     ShakeUp,
     StepThreshold,
+    TargetBytes,
     TargetDensity,
 )
 
@@ -91,6 +92,7 @@ __all__ = [
     "SharedArrays",
     "StepResult",
     "StepThreshold",
+    "TargetBytes",
     "TargetDensity",
     "TooLarge",
     "TransportError",

@@ -84,7 +84,9 @@ class Encoder:
         step: int,
         skip_nonfinite: bool,
         partition: Any,
-    ) -> tuple[list[Message], int]: ...
+        max_bytes: int,
+        most_changed: int,
+    ) -> tuple[list[Message], int, int]: ...
     def sample(
         self, update: Any, threshold: float, density: float
     ) -> tuple[float, float, float, float, float]: ...

@@ -20,11 +20,13 @@ from .policy import (
     ResidualClip,
     ShakeUp,
     Tail,
+    TargetBytes,
     TargetDensity,
     ThresholdPolicy,
     begin,
     follow,
     learned_threshold,
+    most_changed,
     round_threshold,
     sampled_density,
 )
@@ -115,7 +117,7 @@ class Encoder:
     def __init__(
         self,
         numel: int,
-        threshold: ThresholdPolicy | float | None = None,
+        threshold: ThresholdPolicy | TargetBytes | float | None = None,
         shakeup: ShakeUp | None = None,
         clip: ResidualClip | None = None,
         dtype: Any = "float32",
@@ -130,7 +132,8 @@ class Encoder:
             raise TypeError(f"threshold is {threshold!r}, must be a threshold policy or a number")
         elif isinstance(threshold, (int, float, np.integer, np.floating)):
             threshold = FixedThreshold(float(threshold))
-        _check_kind("threshold", threshold, "next_threshold", "a threshold policy or a number")
+        if not isinstance(threshold, TargetBytes):
+            _check_kind("threshold", threshold, "next_threshold", "a threshold policy or a number")
         if shakeup is not None:
             _check_kind("shakeup", shakeup, "divisor", "a ShakeUp")
         if clip is not None:
@@ -168,7 +171,8 @@ class Encoder:
         self._residual: NDArray[Any] = self._core.residual
         self._step = 0
         self._changed_at = 0
-        threshold, self._course = begin(self.policy)
+        self._set_rule(self.policy)
+        threshold, self._course = begin(self._rule)
         self._set_threshold(threshold)
         # Totals of EncoderStats, which is frozen and created on request only.
         self._messages = self._message_bytes = self._sent_count = 0
@@ -204,7 +208,12 @@ class Encoder:
 
     @overload
     def encode(
-        self, update: Any = None, *, dense: bool | Literal["bfloat16"] = False, parts: None = None
+        self,
+        update: Any = None,
+        *,
+        dense: bool | Literal["bfloat16"] = False,
+        parts: None = None,
+        max_bytes: int | None = None,
     ) -> Message: ...
     @overload
     def encode(
@@ -213,6 +222,7 @@ class Encoder:
         *,
         dense: bool | Literal["bfloat16"] = False,
         parts: Partition | int,
+        max_bytes: int | None = None,
     ) -> list[Message]: ...
     def encode(
         self,
@@ -220,6 +230,7 @@ class Encoder:
         *,
         dense: bool | Literal["bfloat16"] = False,
         parts: Partition | int | None = None,
+        max_bytes: int | None = None,
     ) -> Message | list[Message]:
         """Add ``update`` to the residual and encode the elements that reach the threshold.
 
@@ -233,6 +244,9 @@ class Encoder:
             parts: a partition of the ``numel`` elements, or its number of parts, for one message per part. Message i
                 numbers the elements of ``partition[i]`` from 0; of a part without elements it is empty. All have the
                 same threshold and step, and the policy follows their sum.
+            max_bytes: most bytes of the message, or of all messages of the parts together. If the elements that reach
+                the threshold need more, only the largest of them are sent, with a larger threshold, and the rest stays
+                in the residual.
 
         Returns:
             The message, or the list of the parts' messages. A message owns its bytes.
@@ -240,23 +254,31 @@ class Encoder:
         Raises:
             NonFiniteUpdate: see ``on_nonfinite``; ``step`` does not advance and nothing was sent.
             TypeError: the residual cannot represent the dtype of the update exactly.
-            ValueError: wrong size, device or layout, memory shared with the residual, another ``dense``, or a partition
-                of another number of elements.
+            ValueError: wrong size, device or layout, memory shared with the residual, another ``dense``, a partition of
+                another number of elements, or ``max_bytes`` with ``dense`` or for less than one element.
             RuntimeError: another thread uses this encoder.
         """
         step = self._step
         number = step & _STEP_MASK
         partition = None if parts is None else self._partition(parts)
         if dense:
+            if max_bytes is not None:
+                raise ValueError("max_bytes is for messages of a threshold, not for dense ones")
             messages, skipped = self._core.encode_dense(
                 update, dense_dtype(dense), self.key, number, self._skip, partition
             )
             self._finish(messages, skipped)
             return messages[0] if partition is None else messages
+        budget = (
+            self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes or max_bytes)
+        )
+        most = self.numel
+        if budget is not None:
+            most = most_changed(budget, self.numel, 1 if partition is None else partition.parts)
         shakeup = self.shakeup if self.shakeup is not None and self.shakeup.is_due(step) else None
         tail = self._sample(update, shakeup is not None)
         rounded = self._rounded
-        messages, skipped = self._core.encode(
+        messages, skipped, reached = self._core.encode(
             update,
             round_threshold(self._threshold / shakeup.divisor) if shakeup else rounded,
             _FLAG_SHAKEUP if shakeup else 0,
@@ -264,11 +286,12 @@ class Encoder:
             number,
             self._skip,
             partition,
+            budget or 0,
+            most,
         )
         if shakeup is None and self.numel > 0:
-            density = sum(one.count for one in messages) / self.numel
             try:
-                self._follow_policy(density, tail)
+                self._follow_policy(reached / self.numel, tail)
             except BaseException:
                 # An error of the policy must not lose the update: put the messages back into the residual.
                 owners = [None] if partition is None else list(partition)
@@ -297,19 +320,23 @@ class Encoder:
         """
         self._core.hold_difference(now, before)
 
-    def set_policy(self, policy: ThresholdPolicy, threshold: float | None = None) -> None:
+    def set_policy(
+        self, policy: ThresholdPolicy | TargetBytes, threshold: float | None = None
+    ) -> None:
         """Change the policy from the next step on, and the threshold if one is given.
 
         Raises:
             ValueError: ``threshold`` is not a threshold.
             TypeError: ``policy`` is not a threshold policy.
         """
-        _check_kind("policy", policy, "next_threshold", "a threshold policy")
+        if not isinstance(policy, TargetBytes):
+            _check_kind("policy", policy, "next_threshold", "a threshold policy")
         if threshold is not None:
             self._set_threshold(threshold)
+        self._set_rule(policy)
         self.policy = policy
         # The threshold in use is better than one learned from a single update.
-        self._course = begin(policy)[1]._replace(trend=FIRST_TREND)
+        self._course = begin(self._rule)[1]._replace(trend=FIRST_TREND)
         self._changed_at = self._step
 
     @overload
@@ -364,23 +391,31 @@ class Encoder:
         self._rounded = round_threshold(threshold)  # raises before anything changes
         self._threshold = threshold
 
+    def _set_rule(self, policy: ThresholdPolicy | TargetBytes) -> None:
+        """Set the policy that thresholds follow, which for a budget of bytes depends on ``numel``."""
+        self._max_bytes: int | None = None
+        if isinstance(policy, TargetBytes):
+            self._max_bytes = policy.max_bytes_per_step
+            policy = policy.density_of(self.numel)
+        self._rule: ThresholdPolicy = policy
+
     def _sample(self, update: Any, is_shakeup: bool) -> Tail | None:
         """Sample the quantiles that the policy wants in this step, and learn the first threshold from them."""
         learns = self._course.trend < 0.0
-        density = sampled_density(self.policy, self._step - self._changed_at, self._course)
+        density = sampled_density(self._rule, self._step - self._changed_at, self._course)
         if not density or (is_shakeup and not learns):
             return None
         tail = Tail(*self._core.sample(update, self._rounded, density))
         if learns:
-            self._set_threshold(learned_threshold(self.policy, self._threshold, tail))
+            self._set_threshold(learned_threshold(self._rule, self._threshold, tail))
         return tail
 
     def _follow_policy(self, density: float, tail: Tail | None) -> None:
         age = self._step - self._changed_at
-        after, self._course = follow(self.policy, self._threshold, density, age, tail, self._course)
+        after, self._course = follow(self._rule, self._threshold, density, age, tail, self._course)
         if after != self._threshold:
             self._set_threshold(after)
-            if not isinstance(self.policy, TargetDensity):
+            if not isinstance(self._rule, TargetDensity):
                 self._changed_at = self._step + 1
 
     def _partition(self, parts: Partition | int) -> Partition:

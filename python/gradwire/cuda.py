@@ -16,6 +16,7 @@ from .policy import (
     ResidualClip,
     ShakeUp,
     StepThreshold,
+    TargetBytes,
     TargetDensity,
     ThresholdPolicy,
     begin,
@@ -49,12 +50,14 @@ class CudaEncoder(Encoder, device="cuda"):
 
     def _allocate(self) -> None:
         self._number = int(str(self.device).partition(":")[2] or 0)
-        threshold, course = begin(self.policy)
+        words = _policy_words(self.policy, self.shakeup, self.clip)
+        self._set_rule(self.policy)
+        threshold, course = begin(self._rule)
         self._device_core = cuda_core().Encoder(
             self._number,
             self.numel,
             self.dtype == "float64",
-            _policy_words(self.policy, self.shakeup, self.clip),
+            words,
             threshold,
             *course,
         )
@@ -138,7 +141,9 @@ class CudaEncoder(Encoder, device="cuda"):
         """Return the whole residual as one dense message; the residual keeps only the rounding error."""
         return self.encode(None, dense=True if dtype is None else dtype)
 
-    def set_policy(self, policy: ThresholdPolicy, threshold: float | None = None) -> None:
+    def set_policy(
+        self, policy: ThresholdPolicy | TargetBytes, threshold: float | None = None
+    ) -> None:
         """Change the policy from the next step on, and the threshold if one is given; waits for the device.
 
         Raises:
@@ -151,7 +156,8 @@ class CudaEncoder(Encoder, device="cuda"):
         self._device_core.set_policy(words)
         self.policy = policy
         kept = state["threshold"] if threshold is None else threshold
-        course = begin(policy)[1]._replace(trend=FIRST_TREND)
+        self._set_rule(policy)
+        course = begin(self._rule)[1]._replace(trend=FIRST_TREND)
         self._device_core.set_state(kept, state["step"], state["step"], *course)
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,7 +189,7 @@ class CudaEncoder(Encoder, device="cuda"):
 
 
 def _policy_words(
-    policy: ThresholdPolicy, shakeup: ShakeUp | None, clip: ResidualClip | None
+    policy: ThresholdPolicy | TargetBytes, shakeup: ShakeUp | None, clip: ResidualClip | None
 ) -> dict[str, Any]:
     """Return the fields of Policy in csrc/cuda/policy.h."""
     known = next((rule for kind, rule in _RULES.items() if isinstance(policy, kind)), None)

@@ -9,8 +9,10 @@ Policies and schedules are frozen and have no hidden state. The encoder owns the
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 __all__ = [
@@ -22,11 +24,13 @@ __all__ = [
     "ShakeUp",
     "StepThreshold",
     "Tail",
+    "TargetBytes",
     "TargetDensity",
     "ThresholdPolicy",
     "begin",
     "follow",
     "learned_threshold",
+    "most_changed",
     "round_threshold",
     "sampled_density",
 ]
@@ -381,6 +385,70 @@ class TargetDensity(Plain):
         if density == 0.0 and tail.agreement >= _REPEATED:
             predicted *= _BELOW_TIES
         return self._bounded(predicted)
+
+
+@dataclass(frozen=True)
+class TargetBytes(Plain):
+    """A budget: the messages of a step never have more bytes, and usually nearly as many.
+
+    The encoder aims at the density whose messages just fit. If an update reaches the threshold in more elements than
+    fit, only the largest are sent, and the rest stays in the residual. Dense messages (``flush``) are not limited.
+
+    Args:
+        max_bytes_per_step: most bytes of all messages of a step, headers included; at least about 64 for each part.
+        minimum: least threshold.
+
+    >>> most_changed(1_000, 1_000_000, 1)
+    531
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    max_bytes_per_step: int
+    minimum: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _check_whole("max_bytes_per_step", self.max_bytes_per_step, least=1)
+        round_threshold(self.minimum)
+
+    def density_of(self, numel: int) -> TargetDensity:
+        """Return the policy that aims at the density whose messages just fit."""
+        if numel == 0:
+            return TargetDensity(minimum=self.minimum)
+        share = most_changed(self.max_bytes_per_step, numel, 1) / numel
+        return TargetDensity(min(0.9 * share, 0.5), minimum=self.minimum)
+
+
+@lru_cache(maxsize=64)
+def most_changed(max_bytes: int, numel: int, parts: int) -> int:
+    """Return how many changed elements fit into messages of so many bytes, wherever they are (``docs/algorithm.md``).
+
+    Raises:
+        ValueError: not even one changed element fits.
+    """
+    _check_whole("max_bytes", max_bytes, least=1)
+    header = 48
+    if max_bytes >= parts * (header + 1) + (22 * numel + 99) // 100:
+        return numel
+
+    def bytes_of(changed: int) -> int:
+        # An upper bound of log2(numel / changed - 1/2) in 16ths: log2(1 + m) < m + 0.09, and 0.13 is rounding.
+        scaled = (2 * numel - changed) * 8 // changed
+        exponent = scaled.bit_length() - 1
+        logarithm = 16 * (exponent - 4) + ((scaled - (1 << exponent)) << 4 >> exponent) + 4
+        bits = changed * (logarithm + 49) // 16
+        chunks = min(changed // 256, math.isqrt(changed * parts) * 3 // 8 + 1)
+        return parts * (header + 1) + chunks * 2 * (numel.bit_length() // 7 + 1) + bits // 8 + 1
+
+    most = bisect_right(range(1, numel // 2 + 1), max_bytes, key=bytes_of)
+    if most == 0 and numel > 0:
+        least = bytes_of(1)
+        raise ValueError(
+            f"max_bytes is {max_bytes}, too few for one changed element of {numel} in {parts} "
+            f"messages: must be at least {least}"
+        )
+    return most
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 // Pass 1: every table against an oracle that processes one element at a time.
 #include <limits>
 #include <memory>
+#include "apply.h"
 
 #include "support.h"
 
@@ -340,6 +341,38 @@ CASE(encoding_without_an_update_sends_the_rest) {
         CHECK_EQUAL(encoder.encode(nullptr, options).messages[0].header.count, 100U);
         CHECK_EQUAL(encoder.encode(nullptr, options).messages[0].header.count, 0U);
         for (uint64_t i = 0; i < 100; ++i) CHECK_EQUAL(static_cast<const float*>(encoder.residual())[i], 0.25F);
+    });
+}
+
+CASE(a_budget_keeps_the_largest_elements_and_puts_the_others_back) {
+    for_every_table([] {
+        for (const unsigned threads : {1U, 3U})
+            for (const uint64_t parts : Numbers{1, 3}) {
+                const uint64_t numel = 600'003;
+                Random random(9);
+                std::vector<float> update(numel);
+                for (float& value : update) value = static_cast<float>(random.below(512)) / 64 - 4;  // exact
+                const std::vector<ConstArray> views{{update.data(), numel, Dtype::kFloat32}};
+                const Partition partition{numel, parts, 10};
+                EncodeOptions options;
+                options.threshold = 0x3f00;
+                options.max_bytes = 2000;
+                options.most_changed = 1000;
+                Encoder encoder(numel, Dtype::kFloat32, threads);
+                const Encoded encoded = encoder.encode(&views, options, partition);
+                std::vector<float> sum(numel);
+                uint64_t count = 0;
+                for (uint64_t p = 0; p < parts; ++p) {
+                    const MessageBytes& message = encoded.messages[p];
+                    count += message.header.count;
+                    CHECK_EQUAL(message.header.threshold, 0x4080);  // 4, of which there are more than enough
+                    apply_messages({message.view()}, {{sum.data(), numel, Dtype::kFloat32}}, {partition, p}, 1.0);
+                }
+                CHECK_EQUAL(count, 1000U);
+                CHECK(encoded.reached > 400'000);
+                const auto* residual = static_cast<const float*>(encoder.residual());
+                for (uint64_t i = 0; i < numel; ++i) CHECK_EQUAL(sum[i] + residual[i], update[i]);
+            }
     });
 }
 

@@ -1,0 +1,181 @@
+"""Messages within a budget of bytes: what is sent, what stays, and that no message is larger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradwire as gw
+from gradwire import _core
+from gradwire.policy import most_changed
+
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture(params=_core.usable_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every instruction set of this machine in turn."""
+    before = _core.isa()
+    _core.select_isa(request.param)
+    yield request.param
+    _core.select_isa(before)
+
+
+def gauss(numel: int, seed: int = 0, scale: float = 1.0) -> Array:
+    return np.random.default_rng(seed).standard_normal(numel, dtype=np.float32) * np.float32(scale)
+
+
+def largest(values: Array, most: int) -> tuple[Array, float]:
+    """Return the positions that are kept, and the threshold: the specification, with a sort."""
+    bins = np.abs(values).astype(np.float32).view(np.uint32) >> 16
+    order = np.argsort(-bins.astype(np.int64), kind="stable")
+    lowest = bins[order[most]]
+    kept = order[:most][bins[order[:most]] >= lowest]
+    return np.sort(kept), float(np.uint32(lowest << 16).view(np.float32))
+
+
+# --- what fits ------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(1, 30_000),
+    st.integers(0, 2**32 - 1),
+    st.floats(0.0005, 0.22),
+    st.sampled_from(["spread", "start", "end", "pairs", "clusters"]),
+    st.integers(1, 9),
+)
+def test_so_many_changed_elements_fit_wherever_they_are(
+    numel: int, seed: int, share: float, where: str, parts: int
+) -> None:
+    max_bytes = 64 * parts + int(share * numel)
+    most = most_changed(max_bytes, numel, parts)
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(numel)
+    if where == "start":
+        order = np.arange(numel)
+    elif where == "end":
+        order = np.arange(numel)[::-1]
+    elif where == "pairs":
+        order = (rng.permutation(numel // 2 + 1)[:, None] * 2 + [0, 1]).ravel()
+    elif where == "clusters":
+        order = (rng.permutation(numel // 100 + 1)[:, None] * 100 + np.arange(100)).ravel()
+    update = np.zeros(numel, np.float32)
+    update[order[order < numel][:most]] = 1.0
+    messages = gw.Encoder(numel, 1.0).encode(update, parts=parts)
+    assert sum(one.count for one in messages) == min(most, numel)
+    assert sum(one.nbytes for one in messages) <= max_bytes
+
+
+@pytest.mark.parametrize(("max_bytes", "slack"), [(2_000, 0.88), (20_000, 0.88), (100_000, 0.85)])
+def test_a_budget_is_used(max_bytes: int, slack: float) -> None:
+    message = gw.Encoder(2**20, 0.01).encode(gauss(2**20), max_bytes=max_bytes)
+    assert slack * max_bytes <= message.nbytes <= max_bytes
+
+
+@pytest.mark.parametrize("parts", [None, 3])
+def test_a_budget_below_one_element_is_refused(parts: int | None) -> None:
+    encoder = gw.Encoder(1_000, 0.5)
+    with pytest.raises(ValueError, match="max_bytes is 50, too few for one changed element"):
+        encoder.encode(gauss(1_000), parts=parts, max_bytes=50)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="max_bytes is for messages of a threshold"):
+        encoder.encode(gauss(1_000), dense=True, max_bytes=5_000)
+    assert not encoder.residual.any()
+    with pytest.raises(ValueError, match="max_bytes_per_step"):
+        gw.TargetBytes(0)
+
+
+# --- what is sent ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize(("dtype", "threads"), [("float32", 1), ("float64", 3)])
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_the_largest_elements_are_sent_and_the_rest_stays(
+    dtype: str, threads: int, scale: float
+) -> None:
+    numel, max_bytes = 300_000, 5_000
+    update = np.rint(gauss(numel, scale=64 * scale)) / np.float32(64)  # exact
+    encoder = gw.Encoder(numel, 0.5, dtype=dtype, threads=threads)
+    message = encoder.encode(update, max_bytes=max_bytes)
+    kept, threshold = largest(update, most_changed(max_bytes, numel, 1))
+    assert message.nbytes <= max_bytes
+    assert message.threshold == threshold
+    positions, negative = message.entries()
+    np.testing.assert_array_equal(positions, kept)
+    np.testing.assert_array_equal(negative, update[kept] < 0)
+    np.testing.assert_array_equal(gw.decode(message) + encoder.residual, update)
+
+
+@pytest.mark.usefixtures("isa")
+def test_parts_share_one_budget() -> None:
+    numel, max_bytes = 300_000, 5_000
+    update = np.rint(gauss(numel, scale=64)) / np.float32(64)
+    partition = gw.Partition(numel, 5, first=2)
+    encoder = gw.Encoder(numel, 0.5, threads=2)
+    messages = encoder.encode(update, parts=partition, max_bytes=max_bytes)
+    assert sum(one.nbytes for one in messages) <= max_bytes
+    assert sum(one.count for one in messages) == most_changed(max_bytes, numel, 5)
+    sent = np.zeros(numel, np.float32)
+    for part, message in zip(partition, messages, strict=True):
+        gw.apply(message, sent, part=part)
+    np.testing.assert_array_equal(sent + encoder.residual, update)
+
+
+@pytest.mark.usefixtures("isa")
+def test_equal_magnitudes_are_sent_in_turn() -> None:
+    numel = 10_000
+    encoder = gw.Encoder(numel, 1.0)
+    sent = np.zeros(numel, np.float32)
+    for step in range(40):
+        update = np.full(numel, -1.0 if step == 0 else 0.0, np.float32)
+        gw.apply(encoder.encode(update, max_bytes=600), sent)
+        np.testing.assert_array_equal(sent + encoder.residual, -1.0)
+    assert (sent == -1.0).all()
+
+
+def test_a_message_that_fits_is_the_same_without_a_budget() -> None:
+    one, two = gw.Encoder(50_000, 2.0), gw.Encoder(50_000, 2.0)
+    without = one.encode(gauss(50_000))
+    assert bytes(without) == bytes(two.encode(gauss(50_000), max_bytes=without.nbytes))
+    np.testing.assert_array_equal(one.residual, two.residual)
+
+
+# --- the policy -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [None, 4])
+def test_no_message_is_larger_whatever_the_update(parts: int | None) -> None:
+    numel, max_bytes = 2**16, 3_000
+    encoder = gw.Encoder(numel, gw.TargetBytes(max_bytes), shakeup=gw.ShakeUp(10))
+    put_in, sent = np.zeros(numel), np.zeros(numel)
+    scales = [0.0, 1.0, *[1.0] * 10, 100.0, 1e-3, *[1.0] * 10, 1e4, *[1.0] * 6]
+    for step, scale in enumerate(scales):
+        update = np.rint(gauss(numel, step, 2.0**10 * scale)) * np.float32(2.0**-10)
+        messages = encoder.encode(update, parts=parts or 1)
+        assert sum(one.nbytes for one in messages) <= max_bytes
+        for part, message in zip(gw.Partition(numel, parts or 1), messages, strict=True):
+            gw.apply(message, sent, part=part)
+        put_in += update
+    np.testing.assert_allclose(sent + encoder.residual, put_in, rtol=1e-4, atol=1e-2)
+
+
+def test_a_budget_is_nearly_used_by_ordinary_updates() -> None:
+    numel, max_bytes = 2**18, 4_000
+    encoder = gw.Encoder(numel, gw.TargetBytes(max_bytes))
+    sizes = [encoder.encode(gauss(numel, step)).nbytes for step in range(40)]
+    assert 0.7 * max_bytes <= np.mean(sizes[5:]) <= max_bytes
+    assert encoder.policy == gw.TargetBytes(max_bytes)
+
+
+def test_a_budget_goes_on_after_a_checkpoint() -> None:
+    one, two = (gw.Encoder(10_000, gw.TargetBytes(500)) for _ in range(2))
+    for step in range(12):
+        one.encode(gauss(10_000, step))
+    two.load_state_dict(one.state_dict())
+    for step in range(12):
+        assert bytes(one.encode(gauss(10_000, step))) == bytes(two.encode(gauss(10_000, step)))
