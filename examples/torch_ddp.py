@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import gradwire as gw
 from gradwire.torch import register_threshold_hook
 
 EPOCHS, BATCH = 30, 32
@@ -30,16 +29,19 @@ def main() -> None:
         torch.nn.Linear(256, 10),
     )  # fmt: skip
     ddp = DistributedDataParallel(model)
-    state = register_threshold_hook(ddp, threshold=gw.TargetDensity(1e-2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)  # the hook has the momentum
+    state = register_threshold_hook(ddp, optimizer=optimizer, momentum=0.9)
 
     pixels, labels = map(torch.from_numpy, digits.training(rank, workers))
     shuffled = torch.Generator().manual_seed(rank)
-    for _ in range(EPOCHS):
+    for epoch in range(EPOCHS):
         for batch in torch.randperm(len(labels), generator=shuffled).split(BATCH)[:-1]:
             optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(ddp(pixels[batch]), labels[batch]).backward()
+            loss = torch.nn.functional.cross_entropy(ddp(pixels[batch]), labels[batch])
+            loss.backward()
             optimizer.step()
+        if rank == 0 and epoch % 5 == 4:
+            print(f"epoch {epoch + 1}: loss {loss.item():.4f}", flush=True)
 
     pixels, labels = map(torch.from_numpy, digits.held_out())
     accuracy = (model(pixels).argmax(1) == labels).float().mean().item()

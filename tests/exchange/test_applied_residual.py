@@ -207,3 +207,16 @@ def test_a_checkpoint_of_another_world_size_acts_in_the_parameters() -> None:
         np.testing.assert_array_equal(params, put_in)
         share.step_moved(params)
         np.testing.assert_array_equal(params, put_in)
+
+
+def test_rounding_of_a_large_quantum_is_no_foreign_change_of_the_parameters() -> None:
+    params = np.full(4, 1e-9, np.float32)
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        encoder = gw.Encoder(4, gw.FixedThreshold(0.0625))
+        share = gw.Exchange(encoder, node, min_peers=0, apply_residual=True)
+        share.join(params)
+        assert share.holds(params)
+        params += np.float32(1e-9)  # 0.0625 was added and taken away again
+        assert share.holds(params)
+        params[1] = 0.01
+        assert not share.holds(params)
