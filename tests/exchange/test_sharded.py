@@ -167,7 +167,11 @@ def assert_identical(trainers: list[Trainer]) -> None:
         assert len({one.share.next_step for one in remaining}) == 1
     assert len({one.shared.tobytes() for one in remaining}) == 1
     if remaining[0].options["digest_s"] and "mode" not in remaining[0].options:
-        assert all(one.share.stats.digests for one in remaining if len(one.results) > 10)
+        assert all(
+            one.share.stats.digests
+            for one in remaining
+            if len(one.results) > 10 and one.options.get("role") != "observer"
+        )
 
 
 def assert_nothing_lost(trainers: list[Trainer]) -> None:
@@ -422,3 +426,138 @@ def test_asynchronous_owners_lose_nothing(seed: int, how: Any, event: str) -> No
 @pytest.mark.parametrize("events", [("death", "leave"), ("join", "leave"), ("death",), ("cut",)])
 def test_asynchronous_deaths_and_cuts(seed: int, events: tuple[str, ...]) -> None:
     asynchronous(3000 + seed, ASYNC["plain"], *events)
+
+
+# --- roles ------------------------------------------------------------------------------------------------------------
+
+
+class Follower(Trainer):
+    """A node without updates."""
+
+    def train(self) -> None:
+        while self.share.next_step < self.steps:
+            self.results.append(gw.StepResult(step=self.share.follow(self.params, timeout_s=0.2)))
+        self.is_done = self.is_drained = True
+        while not all(one.is_done for one in self.cohort):
+            self.world.compute(self.node, 0.1)
+        self.world.close(self.node)
+
+
+def with_roles(seed: int, roles: dict[int, str], **how: Any) -> list[Trainer]:
+    with cluster(seed) as world:
+        trainers = [
+            (Follower if role in ("owner", "observer") else Trainer)(
+                world,
+                node_id,
+                20,
+                role=role,
+                min_peers=sum(one != "observer" for one in roles.values()) - 1,
+                **how,
+            )
+            for node_id, role in roles.items()
+        ]
+        for one in trainers:
+            one.cohort = trainers
+        world.run()
+    return trainers
+
+
+ROLES = {
+    "workers": {10: "member", 20: "worker", 30: "member", 40: "worker"},
+    "parameter server": {10: "worker", 20: "owner", 30: "worker"},
+    "two servers": {10: "owner", 20: "owner", 30: "worker", 40: "member"},
+    "observer": {5: "observer", 10: "member", 20: "member", 30: "worker"},
+}
+
+
+@histories
+@pytest.mark.parametrize("roles", ROLES.values(), ids=ROLES.keys())
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_every_role_sees_the_same_parameters(
+    seed: int, roles: dict[int, str], reduction: str
+) -> None:
+    trainers = with_roles(seed, roles, reduction=reduction)
+    assert_identical(trainers)
+    for one in trainers:
+        assert one.share.stats.orphaned == 0
+        if one.options["role"] == "worker":
+            assert one.replica.owner_state() is None
+    if reduction == "sum":
+        assert_nothing_lost(trainers)
+
+
+@histories
+def test_an_observer_comes_at_any_time_and_holds_up_nobody(seed: int) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, 10 * (1 + at), 30, min_peers=2) for at in range(3)]
+        late: list[Follower] = []
+
+        def join() -> None:
+            late.append(Follower(world, 5, 30, role="observer"))
+            trainers.append(late[0])
+            for one in trainers:
+                one.cohort = trainers
+
+        world.plan(world.random.randint(50, 150), join)
+        world.run(until=lambda: bool(late) and late[0].share.next_step > 12)
+        world.slow_links |= {(late[0].node.peer, one.node.peer) for one in trainers}
+        world.run(until=lambda: trainers[0].share.next_step >= 28)
+        world.slow_links.clear()
+        world.run()
+    assert_identical(trainers)
+    assert all(not result.joined for one in trainers[:3] for result in one.results)
+
+
+def test_without_an_owner_the_error_says_so_and_the_residuals_stay() -> None:
+    def work(node: FakeNode) -> str:
+        encoder = gw.Encoder(8, 1.0)
+        share = gw.Exchange(encoder, node, min_peers=1, topology="sharded", role="worker")
+        encoder.residual[...] = node.peer.id / 4
+        with pytest.raises(gw.GradwireError, match="no owner") as caught:
+            share.step(np.ones(8, np.float32), np.zeros(8, np.float32))
+        assert (encoder.residual == node.peer.id / 4).all()
+        return str(caught.value)
+
+    with cluster(0) as world:
+        nodes = [world.node(1), world.node(2)]
+        workers = [world.start(node, lambda n=node: work(n)) for node in nodes]
+        world.run()
+    assert all("step 0" in worker.result for worker in workers)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"role": "worker"}, "needs topology"),
+        ({"role": "owner"}, "needs topology"),
+        ({"role": "boss"}, "must be one of"),
+        ({"topology": "ring"}, "must be one of"),
+        ({"topology": "sharded", "exact": True}, "exact is for the mesh"),
+        ({"topology": "sharded", "owners_max": 0}, "1 or more"),
+    ],
+    ids=str,
+)
+def test_what_does_not_combine_is_refused(options: Any, text: str) -> None:
+    with cluster(0) as world, pytest.raises(ValueError, match=text):
+        gw.Exchange(gw.Encoder(4, 1.0), world.node(1), **options)
+
+
+@pytest.mark.parametrize("other", [{"topology": "mesh"}, {"owners_max": 3}], ids=str)
+def test_another_topology_is_a_mismatch_that_names_both_sides(other: Any) -> None:
+    def begin(node: FakeNode, options: Any) -> str:
+        share = gw.Exchange(gw.Encoder(4, 1.0), node, min_peers=1, **options)
+        with pytest.raises(gw.Mismatch) as caught:
+            share.wait_for_peers()
+        return str(caught.value)
+
+    with cluster(0) as world:
+        one, two = world.node(1), world.node(2)
+        workers = [
+            world.start(one, lambda: begin(one, {"topology": "sharded"})),
+            world.start(two, lambda: begin(two, {"topology": "sharded", **other})),
+        ]
+        world.run()
+    for worker in workers:
+        assert next(iter(other)) in worker.result
+        assert "127.0.0.1:1001" in worker.result
+        assert "127.0.0.1:1002" in worker.result

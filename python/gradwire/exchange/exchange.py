@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from ..codec import Encoder
 from ..errors import NonFiniteUpdate, PeerLost
-from . import checkpoint
+from . import checkpoint, clock
 from .consistency import Consistency, start_of
 from .departure import Departure
 from .groups import Codec, Group, Groups
 from .join import Join
 from .membership import Membership, Router
 from .metrics import Listener, Meter, MetricsServer, describe, offer_page, prometheus_text
-from .options import Options, Reduction
+from .options import Options, Reduction, Role
 from .parameters import (
     ExactSum,
     MomentumSum,
@@ -98,6 +98,7 @@ class Exchange:
         codec: "threshold"; "dense" or "bfloat16" send whole updates.
         every: steps between exchanges; those in between change only this node's parameters.
         overlap: steps that are computed while a step's messages travel, at most ``every``.
+        role: "member"; "worker" owns no parameters; "owner" and "observer" have no updates, see ``follow``.
         topology: "mesh", or "sharded": at most ``owners_max`` owners each add up a part of all updates for the others.
         outer_momentum: Nesterov's momentum of the shared parameters, for ``every`` > 1.
         apply_residual: let this node's parameters hold its residual, so that gradients use up-to-date parameters.
@@ -136,6 +137,7 @@ class Exchange:
         overlap: int = 0,
         topology: Literal["mesh", "sharded"] = "mesh",
         owners_max: int = 64,
+        role: Role = "member",
         outer_momentum: float = 0.0,
         apply_residual: bool = False,
         on_straggler: Literal["raise", "drop", "wait"] = "raise",
@@ -156,6 +158,7 @@ class Exchange:
             overlap=overlap,
             topology=topology,
             owners_max=owners_max,
+            role=role,
             outer_momentum=outer_momentum,
             apply_residual=apply_residual,
             on_straggler=on_straggler,
@@ -198,11 +201,13 @@ class Exchange:
             },
             step=replica.step,
             keeps=options.kept_updates,
+            role=role,
         )
         membership.names = getattr(node, "names", {})
         router = Router(node, membership, replica.parse)
         if isinstance(replica, ShardedReplica):
             router.handlers[Kind.PART] = replica.add_part
+            replica.roles = membership.roles
         departure = Departure(membership, router, is_sync=options.is_sync)
         self._consistency = Consistency(options, membership, replica)
         self._join = Join(options, membership, router, departure, replica, self._consistency)
@@ -323,7 +328,7 @@ class Exchange:
             Mismatch: the others train something else, or begin at another step.
         """
         if self._membership.phase is Phase.NEW:
-            expected = self._options.min_peers
+            expected = 1 if self._options.role == "observer" else self._options.min_peers
             if expected is None:
                 expected = getattr(self._node, "expected_peers", None)
             if expected is None:
@@ -423,6 +428,7 @@ class Exchange:
             TypeError, ValueError: the first step's parameters or an update do not fit the encoders; nothing was taken.
             Diverged: the step is done, and most others turned out to hold other parameters; see ``resync``.
         """
+        self._refuse_update()
         finished = self._begin(params, optimizer_state)
         if self._options.every > 1:
             if update is None:
@@ -452,6 +458,7 @@ class Exchange:
             NonFiniteUpdate: as ``step``; ``params`` is without the movement.
             WouldBlock, TimeoutError, MessageError, TooLarge, Closed, Diverged: as ``step``.
         """
+        self._refuse_update()
         if not self._replica.shared:
             raise ValueError(
                 "nothing is known of the parameters before they were moved: call join(params) first"
@@ -494,6 +501,56 @@ class Exchange:
         self._join.serve(params, self._optimizer_state)
         self._consistency.compare(params)
         return len(arrived)
+
+    @_by_one_thread
+    def follow(
+        self, params: Any, optimizer_state: Sequence[Any] = (), *, timeout_s: float = 0.0
+    ) -> int:
+        """Take part without an update: for the roles "owner" and "observer".
+
+        An owner takes one step, and an observer all steps that the members have finished.
+
+        Args:
+            params: as in ``step``.
+            optimizer_state: as in ``join``.
+            timeout_s: longest wait of an observer for a step, and of an asynchronous owner for the parts of all nodes
+                before it publishes those that it has. A synchronous owner waits as ``step`` does.
+
+        Returns:
+            The number of steps an observer has followed, or of messages that were added.
+
+        Raises:
+            ValueError: this node's role has updates: call ``step``.
+            TimeoutError, MessageError, Mismatch, Closed: as ``step`` and ``join``.
+        """
+        if self._options.role not in ("owner", "observer"):
+            raise ValueError(f'role="{self._options.role}" has updates to share: call step')
+        if self._options.role == "observer":
+            self._announce_params(params)
+            self.wait_for_peers()
+            return self._join.observe(params, optimizer_state, timeout_s)
+        finished = self._begin(params, optimizer_state)
+        if not self._options.is_sync and not self._await_parts(timeout_s):
+            return self.catch_up(params)
+        if self._options.apply_residual:
+            self._replica.copy_shared(params)
+        result = self._step.run(None, params, optimizer_state)
+        self._end_step(result, params, optimizer_state)
+        result = result or finished
+        return 0 if result is None else result.received
+
+    def _await_parts(self, timeout_s: float) -> bool:
+        """Wait for the parts of all nodes; return whether there are any."""
+        replica, deadline_s = self._replica, clock.now_s() + timeout_s
+        if not isinstance(replica, ShardedReplica):
+            return False
+        while not replica.has_all_parts and clock.now_s() < deadline_s:
+            self._join.poll(clock.POLL_S)
+        return replica.has_parts
+
+    def _refuse_update(self) -> None:
+        if self._options.role in ("owner", "observer"):
+            raise ValueError(f'role="{self._options.role}" has no updates of its own: call follow')
 
     def _begin(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult | None:
         """Prepare a step; return the result of an earlier one if that is finished now."""

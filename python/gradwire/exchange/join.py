@@ -100,7 +100,7 @@ class Join:
             membership.phase = Phase.JOINING
         elif membership.mismatched and not good and len(membership.mismatched) >= expected:
             raise Mismatch(membership.mismatches())
-        elif not self._is_any_silent():
+        elif self._destination is Phase.IN and not self._is_any_silent():
             initial = membership.fitting(Phase.NEW)
             if len(initial) >= expected:
                 # Also on a node that does not name the members: the one that does would name none.
@@ -242,7 +242,8 @@ class Join:
             stream = membership.others.setdefault(peer, membership.new_stream())
             if stream.first is None:
                 stream.start_at(hello.fresh)
-            if membership.phase is Phase.IN:
+            follows = self._options.role == "observer" and not self._options.is_sync
+            if membership.phase is Phase.IN or (membership.phase is Phase.READY and follows):
                 was_outside = before is not None and before.phase is not Phase.IN
                 self._add_unknown_member(peer, hello, was_outside=was_outside)
 
@@ -293,6 +294,8 @@ class Join:
             at, note = membership.own_note or (None, None)
             notes.append(note if at == step else None)
             dealt.append(membership.me)
+        for node, incarnation, role in (one for note in notes if note for one in note.roles):
+            membership.roles[Peer(node, incarnation, "a newcomer")] = role
         admitted = _named_by_all(notes)
         known = by_run(membership.others) if admitted else {}
         for run in sorted(admitted):
@@ -336,7 +339,7 @@ class Join:
             self._membership.origin,
             exact,
             self._replica.taken,
-            self._replica.senders,
+            {peer: self._membership.roles.get(peer, "member") for peer in self._replica.senders},
         )
 
     def _add_request(self, peer: Peer, number: int, payload: memoryview) -> None:
@@ -356,7 +359,7 @@ class Join:
         if membership.phase is Phase.LEAVING:
             raise RuntimeError("this exchange has left")
         deadline_s = clock.now_s() + self._options.timeout_s
-        while membership.phase is not Phase.IN:
+        while membership.phase is not self._destination:
             if membership.phase is Phase.JOINING:
                 if not membership.fitting() and any(
                     membership.hellos[peer].phase is Phase.IN for peer in membership.mismatched
@@ -364,7 +367,7 @@ class Join:
                     raise Mismatch(membership.mismatches())
                 self._join_with_snapshot(params, optimizer_state)
             self.poll(clock.POLL_S)
-            while membership.is_ready_for(self._replica.step):
+            while self._options.is_sync and membership.is_ready_for(self._replica.step):
                 self._follow_step(params)
                 deadline_s = clock.now_s() + self._options.timeout_s
             if clock.now_s() >= deadline_s:
@@ -372,6 +375,30 @@ class Join:
                     f"this node did not come in within {self._options.timeout_s:g} s, "
                     f"from {len(membership.fitting(Phase.IN))} members that it sees"
                 )
+
+    @property
+    def _destination(self) -> Phase:
+        return Phase.READY if self._options.role == "observer" else Phase.IN
+
+    def observe(self, params: Any, optimizer_state: Sequence[Any], timeout_s: float) -> int:
+        """Apply the members' updates without being one; see ``Exchange.follow``."""
+        membership, deadline_s = self._membership, clock.now_s() + timeout_s
+        count = 0
+        while True:
+            if membership.phase is not Phase.READY and membership.fitting(Phase.IN):
+                self.ensure_member(params, optimizer_state)
+            self.poll(max(0.0, min(clock.POLL_S, deadline_s - clock.now_s())))
+            while self._options.is_sync and membership.is_ready_for(self._replica.step):
+                self._follow_step(params)
+                count += 1
+            if not self._options.is_sync and membership.phase is Phase.READY:
+                arrived = [messages for _, messages in membership.take_updates()]
+                self._departure.remove_departed()
+                if arrived:
+                    self._replica.apply(arrived, params, nodes=max(len(membership.peers), 1))
+                count += len(arrived)
+            if count or clock.now_s() >= deadline_s:
+                return count
 
     def _follow_step(self, params: Any) -> None:
         """Apply a step of the members, without an update of this node's own."""
@@ -451,7 +478,7 @@ class Join:
         membership.origin = snapshot.origin
         finals = {Peer(*run, "unknown"): at for run, at in snapshot.finals.items()}
         membership.follow_snapshot(positions, finals, snapshot.step)
-        if self._options.is_sync:
+        if self._options.is_sync or self._options.role == "observer":
             self._router.announce(Phase.READY)
         else:
             membership.first_step = snapshot.step
@@ -462,6 +489,7 @@ class Join:
         self._replica.import_state(snapshot.arrays[: snapshot.params], snapshot.exact, params)
         put(writable_views(optimizer_state), snapshot.arrays[snapshot.params :])
         self._replica.step = snapshot.step
+        self._membership.roles.update(snapshot.senders)
         self._replica.deal(snapshot.senders, snapshot.step)
         self._consistency.digests.reset()
 

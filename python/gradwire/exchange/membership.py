@@ -135,6 +135,7 @@ class Membership:
     Args:
         me: this node.
         signature: this node's run signature.
+        role: of this node.
         step: number of this node's first step.
         keeps: applied updates of every member that are kept, for peers that miss some when their sender dies.
 
@@ -155,14 +156,24 @@ class Membership:
         reported: the nodes that this node's last report names.
         hellos: the latest introduction of every connected node.
         mismatched: the nodes among them that train something else, and how they differ.
+        roles: of this node, of all that have introduced themselves, and of admitted newcomers.
         heard: notes of applied updates, for the comparison of replicas.
         outgoing: what the comparison adds to this node's next note.
         own_note: step and note of this node's last update that had one.
         lost, joined, ignored: members and number of messages for the next step's result.
     """
 
-    def __init__(self, me: Peer, signature: dict[str, Any], *, step: int, keeps: int) -> None:
+    def __init__(
+        self,
+        me: Peer,
+        signature: dict[str, Any],
+        *,
+        step: int,
+        keeps: int,
+        role: str = "member",
+    ) -> None:
         self.me = me
+        self.role = role
         self.run = run_of(me)
         self.signature = signature
         self.phase = Phase.NEW
@@ -181,6 +192,7 @@ class Membership:
         self.reported: set[Peer] = set()
         self.hellos: dict[Peer, Hello] = {}
         self.mismatched: dict[Peer, str] = {}
+        self.roles: dict[Peer, str] = {me: role}
         self.heard: list[tuple[Peer, Note]] = []
         self.outgoing: Note | None = None
         self.own_note: tuple[int, Note] | None = None
@@ -280,7 +292,11 @@ class Membership:
     def make_note(self, step: int) -> Note | None:
         """Return the note for this node's update of ``step``, None if there is nothing to say."""
         self.next_step = step + 1
-        note = replace(self.outgoing or Note(), admits=self.newcomers)
+        admits = self.newcomers
+        roles = tuple(
+            (*run, role) for run in admits if (role := self.roles[Peer(*run, "")]) != "member"
+        )
+        note = replace(self.outgoing or Note(), admits=admits, roles=roles)
         self.outgoing = None
         if note == Note():
             return None
@@ -308,6 +324,7 @@ class Membership:
             self.first_step,
             self.next_step,
             self.origin,
+            self.role,
             self.start,
         )
 
@@ -319,6 +336,7 @@ class Membership:
             hello = Hello.of_another_version(payload)
         before = None if peer in self.mismatched else self.hellos.get(peer)
         self.hellos[peer] = hello
+        self.roles[peer] = hello.role
         self._compare_signature(peer, hello)
         return hello, before
 
@@ -334,11 +352,13 @@ class Membership:
         return True
 
     def fitting(self, phase: Phase | None = None) -> dict[Peer, Hello]:
-        """Return the introductions of connected nodes that train the same: of all, or of those in one phase."""
+        """Return the introductions of connected nodes that train the same, without observers: all or of one phase."""
         return {
             peer: hello
             for peer, hello in self.hellos.items()
-            if peer not in self.mismatched and phase in (None, hello.phase)
+            if peer not in self.mismatched
+            and phase in (None, hello.phase)
+            and hello.role != "observer"
         }
 
     def mismatches(self) -> str:

@@ -9,9 +9,10 @@ import numpy as np
 
 from .groups import Codec
 
-__all__ = ["Options", "Reduction"]
+__all__ = ["Options", "Reduction", "Role"]
 
 Reduction = Literal["mean", "sum"]
+Role = Literal["member", "worker", "owner", "observer"]
 
 _KEPT_UPDATES = 3  # a member may be one step ahead of another
 
@@ -35,6 +36,7 @@ class Options:
     overlap: int
     topology: Literal["mesh", "sharded"]
     owners_max: int
+    role: Role
     outer_momentum: float
     apply_residual: bool
     on_straggler: Literal["raise", "drop", "wait"]
@@ -53,6 +55,11 @@ class Options:
         _check_int("overlap", self.overlap, 0)
         _check_int("owners_max", self.owners_max, 1)
         _check_choice("topology", self.topology, "mesh", "sharded")
+        _check_choice("role", self.role, "member", "worker", "owner", "observer")
+        if self.role in ("worker", "owner") and self.topology == "mesh":
+            raise ValueError(
+                f'role="{self.role}" needs topology="sharded": in the mesh nobody adds up updates for the others'
+            )
         _check_choice("reduction", self.reduction, "mean", "sum")
         _check_choice("mode", self.mode, "sync", "async")
         _check_choice("codec", self.codec, "threshold", "dense", "bfloat16")

@@ -93,6 +93,7 @@ class Hello:
         first: number of the sender's first update as a member.
         fresh: first update that the receiver gets from the sender directly.
         origin: the node that began the training.
+        role: of the sender.
         start: digests of the sender's initial parameters and of its initial residual; empty: unknown, or none.
     """
 
@@ -103,6 +104,7 @@ class Hello:
     first: int
     fresh: int
     origin: NodeRun
+    role: str = "member"
     start: tuple[str, str] = ("", "")
 
     def encode(self) -> bytes:
@@ -122,6 +124,7 @@ class Hello:
                 int(found["first"]),
                 int(found["fresh"]),
                 _run(found["origin"]),
+                str(found["role"]),
                 (str(found["start"][0]), str(found["start"][1])),
             ),
         )
@@ -142,11 +145,13 @@ class Note:
 
     Attributes:
         admits: ready newcomers that the sender sees; those that all members see in the same step become members.
+        roles: of those of them that are not of the usual role.
         cut: step K of the next comparison: the state with all updates below K and no others; or None.
         digest: (cut, digest), or None.
     """
 
     admits: tuple[NodeRun, ...] = ()
+    roles: tuple[tuple[int, int, str], ...] = ()
     cut: int | None = None
     digest: tuple[int, str] | None = None
 
@@ -161,6 +166,7 @@ class Note:
             payload,
             lambda found: Note(
                 tuple(map(_run, found["admits"])),
+                tuple((int(node), int(run), str(role)) for node, run, role in found["roles"]),
                 None if found["cut"] is None else int(found["cut"]),
                 (int(found["digest"][0]), str(found["digest"][1])) if found["digest"] else None,
             ),

@@ -275,6 +275,9 @@ class ShardedReplica(Replica):
 
     Every number is a step of its sender. A part is kept until a result says that its owner has taken it, and is put
     back into the residual when it turns out that the owner never will.
+
+    Attributes:
+        roles: of the nodes, where it is not that of a member.
     """
 
     def __init__(
@@ -290,6 +293,7 @@ class ShardedReplica(Replica):
     ) -> None:
         super().__init__(groups, total, me, **options)
         self._shares = Shares(groups)
+        self.roles: dict[Peer, str] = {}
         self._codec = codec
         self._is_sync = is_sync
         self._owners_max = owners_max
@@ -321,7 +325,8 @@ class ShardedReplica(Replica):
         if not self._is_sync:
             self._count_orphaned(set(self._owners) - present - self._left)
         self.senders = senders
-        self._owners = senders[: self._owners_max]
+        owners = [peer for peer in senders if self.roles.get(peer) not in ("worker", "observer")]
+        self._owners = tuple(owners[: self._owners_max])
         parts = len(self._owners)
         index = self._owners.index(self.me) if self.me in self._owners else parts
         if self._owner is not None and (self._owner.parts, self._owner.at) == (parts, index):
@@ -369,7 +374,12 @@ class ShardedReplica(Replica):
     @property
     def _weight(self) -> float:
         """Number of nodes' updates that weigh as much as a sum that an owner keeps."""
-        return float(len(self.senders)) if self._is_mean else 1.0
+        return self._count_updates(self.senders)
+
+    def _count_updates(self, senders: Iterable[Peer]) -> float:
+        """Return the number of nodes that share a mean: dedicated owners send only what they have to pass on."""
+        count = sum(self.roles.get(peer) != "owner" for peer in senders)
+        return float(max(count, 1)) if self._is_mean else 1.0
 
     def _retire(self, owner: Owner | None) -> None:
         """Move an owner's residual to this node's, from where it goes to the new owners."""
@@ -516,7 +526,7 @@ class ShardedReplica(Replica):
         for piece in took:
             del self._arrived[piece.sender][own.step]
         own.took = took
-        own.scale = 1.0 / max(len(took), 1) if self._is_mean else 1.0
+        own.scale = 1.0 / self._count_updates(piece.sender for piece in took)
         owner.add_pieces(took, own.scale)
 
     def _take_arrived(self, own: ShardedUpdate) -> None:
@@ -533,11 +543,22 @@ class ShardedReplica(Replica):
                     own.passed_on.append(piece)
             if stop > first:
                 own.numbers[peer] = first, stop
-        own.scale = 1.0 / max(len(self.senders), 1) if self._is_mean else 1.0
+        own.scale = 1.0 / self._count_updates(self.senders)
         if owner is not None:
             owner.add_pieces(own.took, own.scale)
         for piece in own.passed_on:
             self._add_to_residual(piece)
+
+    @property
+    def has_all_parts(self) -> bool:
+        """Whether a part of every other node has arrived, in asynchronous mode."""
+        others = [peer for peer in self.senders if peer != self.me]
+        return all(self._arrived.get(peer) for peer in others)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether a part of another node has arrived."""
+        return any(found for peer, found in self._arrived.items() if peer != self.me)
 
     def put_back_departed(self, members: Container[Peer]) -> None:
         """Put back the parts for owners that are gone and of whom no result is still to come."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,8 @@ class Snapshot:
         params: number of the former.
         origin: the node that began the training.
         exact: divisor and exactness of an exact sum, or None.
-        taken, senders: see `Replica`.
+        taken: see `Replica`.
+        senders: as there, with their roles.
         missing: the arrays' bytes that have not arrived, for a snapshot in transit.
     """
 
@@ -50,7 +51,7 @@ class Snapshot:
     origin: NodeRun
     exact: dict[str, Any] | None = None
     taken: Taken = field(default_factory=dict)
-    senders: Sequence[Peer] = ()
+    senders: dict[Peer, str] = field(default_factory=dict)
     missing: deque[memoryview] = field(default_factory=deque)
 
     def header(self) -> bytes:
@@ -64,7 +65,7 @@ class Snapshot:
                 "params": self.params,
                 "origin": self.origin,
                 "exact": self.exact,
-                "senders": [run_of(peer) for peer in self.senders],
+                "senders": [[*run_of(peer), role] for peer, role in self.senders.items()],
                 "taken": [
                     [*run_of(owner), *run_of(sender), number]
                     for owner, numbers in self.taken.items()
@@ -99,7 +100,10 @@ class Snapshot:
                 (int(found["origin"][0]), int(found["origin"][1])),
                 found["exact"],
                 taken,
-                [Peer(int(node), int(run), "unknown") for node, run in found["senders"]],
+                {
+                    Peer(int(node), int(run), "unknown"): str(role)
+                    for node, run, role in found["senders"]
+                },
                 deque(_bytes_of(array) for array in arrays if array.nbytes),
             )
         except (ValueError, TypeError, LookupError, MemoryError) as error:
