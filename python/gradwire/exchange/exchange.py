@@ -98,8 +98,7 @@ class Exchange:
         codec: "threshold"; "dense" or "bfloat16" send whole updates.
         every: steps between exchanges; those in between change only this node's parameters.
         overlap: steps that are computed while a step's messages travel, at most ``every``.
-        role: "member"; "worker" owns no parameters; "owner" and "observer" have no updates, see ``follow``.
-        topology: "mesh", or "sharded": at most ``owners_max`` owners each add up a part of all updates for the others.
+        topology, owners_max, role: "mesh", or "sharded": owners add up the updates (docs: "The sharded exchange").
         outer_momentum: Nesterov's momentum of the shared parameters, for ``every`` > 1.
         apply_residual: let this node's parameters hold its residual, so that gradients use up-to-date parameters.
         on_straggler: whether a connected member that sends nothing for ``timeout_s`` makes the step "raise"
@@ -520,8 +519,8 @@ class Exchange:
             The number of steps an observer has followed, or of messages that were added.
 
         Raises:
-            ValueError: this node's role has updates: call ``step``.
-            TimeoutError, MessageError, Mismatch, Closed: as ``step`` and ``join``.
+            ValueError: this node's role has updates.
+            TimeoutError, MessageError, Mismatch, Closed: as ``step``.
         """
         if self._options.role not in ("owner", "observer"):
             raise ValueError(f'role="{self._options.role}" has updates to share: call step')
@@ -536,17 +535,14 @@ class Exchange:
             self._replica.copy_shared(params)
         result = self._step.run(None, params, optimizer_state)
         self._end_step(result, params, optimizer_state)
-        result = result or finished
-        return 0 if result is None else result.received
+        return getattr(result or finished, "received", 0)
 
     def _await_parts(self, timeout_s: float) -> bool:
         """Wait for the parts of all nodes; return whether there are any."""
         replica, deadline_s = self._replica, clock.now_s() + timeout_s
-        if not isinstance(replica, ShardedReplica):
-            return False
-        while not replica.has_all_parts and clock.now_s() < deadline_s:
+        while not all(replica.waiting()) and clock.now_s() < deadline_s:
             self._join.poll(clock.POLL_S)
-        return replica.has_parts
+        return any(replica.waiting())
 
     def _refuse_update(self) -> None:
         if self._options.role in ("owner", "observer"):

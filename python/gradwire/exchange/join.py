@@ -242,8 +242,7 @@ class Join:
             stream = membership.others.setdefault(peer, membership.new_stream())
             if stream.first is None:
                 stream.start_at(hello.fresh)
-            follows = self._options.role == "observer" and not self._options.is_sync
-            if membership.phase is Phase.IN or (membership.phase is Phase.READY and follows):
+            if membership.phase in (Phase.IN, None if self._options.is_sync else self._destination):
                 was_outside = before is not None and before.phase is not Phase.IN
                 self._add_unknown_member(peer, hello, was_outside=was_outside)
 
@@ -382,8 +381,7 @@ class Join:
 
     def observe(self, params: Any, optimizer_state: Sequence[Any], timeout_s: float) -> int:
         """Apply the members' updates without being one; see ``Exchange.follow``."""
-        membership, deadline_s = self._membership, clock.now_s() + timeout_s
-        count = 0
+        membership, deadline_s, count = self._membership, clock.now_s() + timeout_s, 0
         while True:
             if membership.phase is not Phase.READY and membership.fitting(Phase.IN):
                 self.ensure_member(params, optimizer_state)

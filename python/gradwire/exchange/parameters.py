@@ -491,25 +491,14 @@ class Replica:
     def encode(
         self, update: Any, codec: Codec | None, refresh: Callable[[int], None] | None = None
     ) -> OwnUpdate:
-        """Encode this node's update of the next step, as ``Groups.encode`` does.
-
-        Args:
-            update: see there.
-            codec: see there; None: everything that is left, as this node's last update.
-            refresh: see there.
-        """
-        encode, flush = self.groups.encode, self.groups.flush
-        messages = flush() if codec is None else encode(update, codec, refresh)
+        """Encode an update as ``Groups.encode`` does; with None for the codec all that is left, as the last update."""
+        encode = self.groups.encode
+        messages = self.groups.flush() if codec is None else encode(update, codec, refresh)
         payload = messages[0] if len(messages) == 1 else b"".join(map(bytes, messages))
         return OwnUpdate(self.step, messages, payload)
 
     def prepare(self, own: OwnUpdate, lost: Container[Peer]) -> frozenset[Peer]:  # noqa: ARG002
-        """Complete the payload of an update; return the nodes of which something is missing for that.
-
-        Args:
-            own: this node's update.
-            lost: nodes of which nothing more comes.
-        """
+        """Complete the payload of an update; return the nodes, except lost ones, of which it lacks something."""
         return frozenset()
 
     def take_back(self, own: OwnUpdate) -> None:
@@ -528,11 +517,7 @@ class Replica:
                 apply(message, residual)
 
     def parse(self, sender: Peer, number: int, payload: memoryview) -> list[Message]:  # noqa: ARG002
-        """Return the messages of a node's update.
-
-        Raises:
-            MessageError: not messages, or not those of these groups.
-        """
+        """Return the messages of a node's update; raise `MessageError` if they do not fit these groups."""
         return self.groups.parse(payload)
 
     def deal(self, contributors: Iterable[Peer], step: int) -> None:
@@ -551,6 +536,10 @@ class Replica:
     def drain_orphaned(self) -> int:
         """Return the number of elements that lost their owner since the last call."""
         return 0
+
+    def waiting(self) -> list[bool]:
+        """Return for every other node whether a part of it has arrived (sharded exchange)."""
+        return []
 
     def put_back_departed(self, members: Container[Peer]) -> None:
         """Note the members, in asynchronous mode."""

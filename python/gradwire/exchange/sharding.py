@@ -6,6 +6,7 @@ of its own, encoded once. Whatever carries updates in the mesh carries results h
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -36,9 +37,8 @@ from .parameters import (
 __all__ = ["Piece", "ShardedReplica"]
 
 _HEAD = struct.Struct("<HHHH")  # parts, index, number of entries, whether this is the last
-_ENTRY = struct.Struct(
-    "<QQQQ"
-)  # id and incarnation of a sender, first part taken, first part not taken
+# id and incarnation of a sender, first part taken, first part not taken
+_ENTRY = struct.Struct("<QQQQ")
 
 # A sum of sparse parts is denser than each of them; docs/exchange.md has the measurement.
 OWNER_DENSITY = 3.0
@@ -59,20 +59,12 @@ class Piece(list[Message]):
     """
 
     def __init__(
-        self,
-        messages: Iterable[Message],
-        sender: Peer,
-        number: int,
-        parts: int,
-        index: int,
-        *,
-        taken: Mapping[Peer, tuple[int, int]] | None = None,
-        is_last: bool = False,
+        self, messages: Iterable[Message], sender: Peer, number: int, parts: int, at: int
     ) -> None:
         super().__init__(messages)
-        self.sender, self.number, self.parts, self.at = sender, number, parts, index
-        self.taken = dict(taken or {})
-        self.is_last = is_last
+        self.sender, self.number, self.parts, self.at = sender, number, parts, at
+        self.taken: dict[Peer, tuple[int, int]] = {}
+        self.is_last = False
 
     @property
     def nbytes(self) -> int:
@@ -87,24 +79,19 @@ class Piece(list[Message]):
 
     @staticmethod
     def parse(sender: Peer, number: int, payload: memoryview) -> Piece:
-        """Return the piece in a payload.
-
-        Raises:
-            MessageError: the bytes are none.
-        """
+        """Return the piece in a payload; raise `MessageError` if the bytes are none."""
         try:
             parts, index, count, is_last = _HEAD.unpack_from(payload)
             start = _HEAD.size + count * _ENTRY.size
             entries = list(_ENTRY.iter_unpack(payload[_HEAD.size : start]))
             if len(entries) < count or index > parts:
-                raise ValueError(
-                    f"{len(payload)} bytes for {count} entries, part {index} of {parts}"
-                )
+                raise ValueError(f"part {index} of {parts}, {count} entries")
         except (struct.error, ValueError) as error:
             raise MessageError(f"a piece of an update that cannot be read: {error}") from error
-        taken = {Peer(node, run, "unknown"): (first, stop) for node, run, first, stop in entries}
-        messages = parse_many(payload[start:])
-        return Piece(messages, sender, number, parts, index, taken=taken, is_last=bool(is_last))
+        piece = Piece(parse_many(payload[start:]), sender, number, parts, index)
+        piece.taken = {Peer(node, run, ""): (first, stop) for node, run, first, stop in entries}
+        piece.is_last = bool(is_last)
+        return piece
 
 
 @dataclass
@@ -144,9 +131,8 @@ class ShardedUpdate(OwnUpdate):
     @property
     def taken(self) -> Sequence[Sequence[Message]]:
         """The parts of other nodes that the result contains."""
-        if self.owner is None:
-            return ()
-        return [piece for piece in self.took or () if piece.sender != self.owner.me]
+        me = None if self.owner is None else self.owner.me
+        return [piece for piece in self.took or () if piece.sender != me]
 
 
 @dataclass(slots=True)
@@ -178,13 +164,10 @@ class Owner:
         self, whole: Groups, shares: Shares, me: Peer, parts: int, at: int, step: int
     ) -> None:
         self.me, self.parts, self.at = me, parts, at
-        owned = [
-            Group(
-                _owner_encoder(whole.encoders[index], part.numel, step),
-                is_dense=whole.groups[index].is_dense,
-            )
-            for index, part in shares.of(parts, at)
-        ]
+        owned = []
+        for index, part in shares.of(parts, at):
+            encoder = _owner_encoder(whole.encoders[index], part.numel, step)
+            owned.append(Group(encoder, is_dense=whole.groups[index].is_dense))
         self.groups = Groups(owned) if owned else None
 
     @property
@@ -230,13 +213,7 @@ def _owner_encoder(like: Encoder, numel: int, step: int) -> Encoder:
         policy = replace(policy, **densities)
     # An overflow of the sum must not stop all nodes, of which none could repair it.
     made = Encoder(
-        numel,
-        policy,
-        like.shakeup,
-        dtype=like.dtype,
-        key=like.key,
-        on_nonfinite="skip",
-        threads=like.threads,
+        numel, policy, like.shakeup, None, like.dtype, "cpu", like.key, "skip", like.threads
     )
     made.load_state_dict({**made.state_dict(), "step": step, "changed_at": step})
     return made
@@ -247,27 +224,20 @@ class Shares:
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self._partitions: dict[int, list[Partition]] = {}
-        self._shares: dict[tuple[int, int], list[tuple[int, Part]]] = {}
+        self._found: dict[tuple[int, int], list[tuple[int, Part]]] = {}
 
     def partitions(self, parts: int) -> list[Partition]:
-        """Return the partition of each group."""
-        if parts not in self._partitions:
-            # Small groups have few blocks: they begin at different parts.
-            self._partitions[parts] = [
-                Partition(one.numel, parts, first=index % parts)
-                for index, one in enumerate(self._groups.encoders)
-            ]
-        return self._partitions[parts]
+        """Return the partition of each group; small groups, which have few blocks, begin at different parts."""
+        encoders = enumerate(self._groups.encoders)
+        return [Partition(one.numel, parts, first=index % parts) for index, one in encoders]
 
     def of(self, parts: int, at: int) -> list[tuple[int, Part]]:
         """Return the index of every group of which a part has elements, and those elements."""
-        if at >= parts:
-            return []
-        if (parts, at) not in self._shares:
-            found = [(index, whole[at]) for index, whole in enumerate(self.partitions(parts))]
-            self._shares[parts, at] = [one for one in found if one[1].numel]
-        return self._shares[parts, at]
+        if (parts, at) not in self._found:
+            wholes = self.partitions(parts) if at < parts else []
+            found = [(index, whole[at]) for index, whole in enumerate(wholes)]
+            self._found[parts, at] = [one for one in found if one[1].numel]
+        return self._found[parts, at]
 
 
 class ShardedReplica(Replica):
@@ -294,21 +264,16 @@ class ShardedReplica(Replica):
         super().__init__(groups, total, me, **options)
         self._shares = Shares(groups)
         self.roles: dict[Peer, str] = {}
-        self._codec = codec
-        self._is_sync = is_sync
-        self._owners_max = owners_max
+        self._codec, self._is_sync, self._owners_max = codec, is_sync, owners_max
         self._owners: tuple[Peer, ...] = ()
         self._left: set[Peer] = set()  # have published their last result
         self._owner: Owner | None = None
         self._kept: dict[Peer, dict[int, SentPart]] = {}  # by owner and number
         self._arrived: dict[Peer, dict[int, Piece]] = {}  # parts for this owner
-        self._late: list[
-            tuple[Piece, float]
-        ] = []  # added to the residual, and not to parameters that contain it
+        # Added to the residual, and not yet to parameters that contain the residual.
+        self._late: list[tuple[Piece, float]] = []
         self._orphaned = 0
-        self._loaded: dict[str, Any] | None = (
-            None  # of a checkpoint, until it is known who owns what
-        )
+        self._loaded: dict[str, Any] | None = None  # until it is known who owns what
 
     # ---- who owns what -----------------------------------------------------------------------------------------------
 
@@ -369,12 +334,7 @@ class ShardedReplica(Replica):
             return
         messages = [dense_message(one["residual"]) for one in loaded["encoders"]]
         piece = Piece(messages, self.me, 0, loaded["parts"], loaded["at"])
-        self._add_to_residual(piece, self._weight)
-
-    @property
-    def _weight(self) -> float:
-        """Number of nodes' updates that weigh as much as a sum that an owner keeps."""
-        return self._count_updates(self.senders)
+        self._add_to_residual(piece, self._count_updates(self.senders))
 
     def _count_updates(self, senders: Iterable[Peer]) -> float:
         """Return the number of nodes that share a mean: dedicated owners send only what they have to pass on."""
@@ -384,23 +344,18 @@ class ShardedReplica(Replica):
     def _retire(self, owner: Owner | None) -> None:
         """Move an owner's residual to this node's, from where it goes to the new owners."""
         if owner is not None:
-            self._add_to_residual(owner.as_piece(), self._weight)
+            self._add_to_residual(owner.as_piece(), self._count_updates(self.senders))
 
     # ---- this node's parts -------------------------------------------------------------------------------------------
 
     def encode(
         self, update: Any, codec: Codec | None, refresh: Callable[[int], None] | None = None
     ) -> OwnUpdate:
-        """Encode this node's update of the next step in parts, as ``Groups.encode`` does.
-
-        Raises:
-            GradwireError: no node owns parameters; the residuals are intact.
-        """
+        """Encode this node's update of the next step in parts; raise `GradwireError` where no node owns parameters."""
         parts = len(self._owners)
         if not parts:
             raise GradwireError(
-                f"step {self.step} has no owner left: nobody would add up the updates, which stay in the residual; "
-                "start a node that owns parameters"
+                f"step {self.step} has no owner left, and updates stay in the residual: start one (role)"
             )
         partitions = self._shares.partitions(parts)
         if codec is None:
@@ -409,9 +364,7 @@ class ShardedReplica(Replica):
             found = self.groups.encode(update, codec, refresh, partitions)
         own = ShardedUpdate(self.step, [], owner=self._owner, is_last=codec is None)
         for index, peer in enumerate(self._owners):
-            messages = [
-                of[index] for of, one in zip(found, partitions, strict=True) if one.sizes[index]
-            ]
+            messages = [found[group][index] for group, _ in self._shares.of(parts, index)]
             if messages:
                 piece = Piece(messages, self.me, self.step, parts, index)
                 own.parts[peer] = piece
@@ -443,10 +396,9 @@ class ShardedReplica(Replica):
 
     def put_back_into(self, residuals: Sequence[Any]) -> None:
         """Add everything that may not be applied yet to copies of the residuals."""
-        if self._is_sync:
-            for part in self._sent_parts():
-                if part.is_open:
-                    self._add_piece(part.piece, residuals, 1.0)
+        for part in self._sent_parts() if self._is_sync else ():
+            if part.is_open:
+                self._add_piece(part.piece, residuals, 1.0)
 
     def own_to_params(self, own: Any, params: Arrays, factor: float) -> None:
         """Add the parts of one of this node's updates, times a factor, to parameters."""
@@ -461,17 +413,10 @@ class ShardedReplica(Replica):
             self._arrived.setdefault(peer, {})[number] = self.parse(peer, number, payload)
 
     def parse(self, sender: Peer, number: int, payload: memoryview) -> Piece:
-        """Return the messages of a node's update.
-
-        Raises:
-            MessageError: not messages, or not those of these groups.
-        """
-        piece = Piece.parse(sender, number, payload)
-        encoders = self.groups.encoders
-        expected = [
-            (encoders[index].key, part.numel)
-            for index, part in self._shares.of(piece.parts, piece.at)
-        ]
+        """Return the messages of a node's update; raise `MessageError` if they do not fit these groups."""
+        piece, encoders = Piece.parse(sender, number, payload), self.groups.encoders
+        shares = self._shares.of(piece.parts, piece.at)
+        expected = [(encoders[index].key, part.numel) for index, part in shares]
         found = [(message.key, message.numel) for message in piece]
         if found != expected:
             raise MessageError(
@@ -480,12 +425,7 @@ class ShardedReplica(Replica):
         return piece
 
     def prepare(self, own: Any, lost: Container[Peer]) -> frozenset[Peer]:
-        """Encode this node's result; return the nodes whose parts are missing for that.
-
-        Args:
-            own: this node's update.
-            lost: nodes of which nothing more comes.
-        """
+        """Encode this node's result; return the nodes whose parts are missing for that."""
         if own.payload:
             return frozenset()
         owner = own.owner
@@ -503,8 +443,8 @@ class ShardedReplica(Replica):
         messages = [] if owner is None else owner.encode(None if own.is_last else self._codec)
         parts = len(self._owners)
         index = parts if owner is None else owner.at
-        numbers, last = own.numbers, own.is_last
-        result = Piece(messages, self.me, own.step, parts, index, taken=numbers, is_last=last)
+        result = Piece(messages, self.me, own.step, parts, index)
+        result.taken, result.is_last = own.numbers, own.is_last
         own.messages, own.payload = result, result.pack()
         return frozenset()
 
@@ -549,16 +489,9 @@ class ShardedReplica(Replica):
         for piece in own.passed_on:
             self._add_to_residual(piece)
 
-    @property
-    def has_all_parts(self) -> bool:
-        """Whether a part of every other node has arrived, in asynchronous mode."""
-        others = [peer for peer in self.senders if peer != self.me]
-        return all(self._arrived.get(peer) for peer in others)
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether a part of another node has arrived."""
-        return any(found for peer, found in self._arrived.items() if peer != self.me)
+    def waiting(self) -> list[bool]:
+        """Return for every other node whether a part of it has arrived."""
+        return [bool(self._arrived.get(peer)) for peer in self.senders if peer != self.me]
 
     def put_back_departed(self, members: Container[Peer]) -> None:
         """Put back the parts for owners that are gone and of whom no result is still to come."""
@@ -611,9 +544,8 @@ class ShardedReplica(Replica):
             for target in targets:
                 add(writable_views(target), added)
             return
-        for target in targets:
-            for result in results:
-                self._add_to_params(result, target, 1.0)
+        for target, result in itertools.product(targets, results):
+            self._add_to_params(result, target, 1.0)
 
     def _settle(self, result: Piece) -> None:
         """Note which of this node's parts a result contains; put back those that its owner never will take."""
@@ -668,11 +600,8 @@ class ShardedReplica(Replica):
             owner: {at: part for at, part in sent.items() if part.is_open or at >= oldest}
             for owner, sent in self._kept.items()
         }
-        if self._is_sync:
-            self._arrived = {
-                peer: {number: piece for number, piece in found.items() if number >= self.step}
-                for peer, found in self._arrived.items()
-            }
+        for found in self._arrived.values() if self._is_sync else ():
+            found.pop(own.step, None)
 
     def take_back_unapplied(self, finals: Mapping[Peer, int], taken: Taken, step: int) -> None:
         """Return this node's parts that no owner took, and what it took for results that nobody applied."""
@@ -716,10 +645,8 @@ class ShardedReplica(Replica):
 
     def _messages(self, piece: Piece) -> Iterator[tuple[int, Message, Part]]:
         """Yield group, message and part of every message of a piece."""
-        for message, (index, part) in zip(
-            piece, self._shares.of(piece.parts, piece.at), strict=True
-        ):
-            yield index, message, part
+        shares = self._shares.of(piece.parts, piece.at)
+        yield from ((at, message, part) for message, (at, part) in zip(piece, shares, strict=True))
 
     def _add_piece(self, piece: Piece, residuals: Sequence[Any], factor: float) -> None:
         for index, message, part in self._messages(piece):
