@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -561,3 +563,68 @@ def test_another_topology_is_a_mismatch_that_names_both_sides(other: Any) -> Non
         assert next(iter(other)) in worker.result
         assert "127.0.0.1:1001" in worker.result
         assert "127.0.0.1:1002" in worker.result
+
+
+@histories
+@pytest.mark.parametrize("name", ["workers", "parameter server"])
+def test_asynchronous_owners_serve_workers(seed: int, name: str) -> None:
+    with cluster(seed) as world:
+        trainers = [
+            (Server if role == "owner" else Trainer)(
+                world, node_id, 15, role=role, min_peers=len(ROLES[name]) - 1, mode="async"
+            )
+            for node_id, role in ROLES[name].items()
+        ]
+        for one in trainers:
+            one.cohort = trainers
+        world.run()
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
+
+
+class Server(Trainer):
+    """A dedicated owner, which serves as long as others have updates."""
+
+    def train(self) -> None:
+        self.is_done = True
+        others = [one for one in self.cohort if one is not self]
+        while not all(one.is_drained for one in others):
+            self.share.follow(self.params, timeout_s=0.2)
+        self.is_drained = True
+        self.world.close(self.node)
+
+
+def test_real_nodes_share_through_owners() -> None:
+    secret, steps = bytes(range(32)), 12
+    with ExitStack() as stack:
+        nodes: list[gw.Node] = []
+        for _ in range(3):
+            seeds_so_far = [one.address for one in nodes]
+            nodes.append(stack.enter_context(gw.Node("127.0.0.1:0", seeds_so_far, secret=secret)))
+
+        def train(node: gw.Node, rank: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+            encoder = gw.Encoder(5000, THRESHOLD)
+            share = gw.Exchange(
+                encoder, node, reduction="sum", min_peers=2, topology="sharded", timeout_s=30.0
+            )
+            params = np.zeros(5000, np.float32)
+            for step in range(steps):
+                rng = np.random.default_rng([47, rank, step])
+                one = (rng.integers(-256, 256, 5000) / 2.0**12).astype(np.float32)
+                result = share.step(one, params)
+                assert result.received == 2
+                assert result.received_bytes > 0
+            state = share.state_dict()
+            kept = [state["encoders"][0]["residual"].astype(np.float64)]
+            add_owner_state(state["owner"], kept, 1.0)
+            return params, kept[0]
+
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(train, nodes, range(3)))
+    assert len({params.tobytes() for params, _ in found}) == 1
+    put_in = sum(
+        np.random.default_rng([47, rank, step]).integers(-256, 256, 5000) / 2.0**12
+        for rank in range(3)
+        for step in range(steps)
+    )
+    np.testing.assert_array_equal(found[0][0] + sum(kept for _, kept in found), put_in)
