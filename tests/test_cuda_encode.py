@@ -30,6 +30,7 @@ POLICIES: dict[str, Any] = {
     "adaptive": gw.AdaptiveThreshold(initial=0.5, density_min=0.01, density_max=0.1),
     "step": gw.StepThreshold(initial=1.0, minimum=0.25, step=0.125, trigger=0.05, delay=2),
     "target": gw.TargetDensity(0.01, initial=0.5),
+    "learned": gw.TargetDensity(0.01),
 }
 
 

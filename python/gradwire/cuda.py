@@ -43,7 +43,8 @@ class CudaEncoder(Encoder, device="cuda"):
 
     Differences from an encoder on the CPU: ``encode`` only enqueues work, so NaN and infinity are reported when the
     message is first read; ``threshold``, ``step`` and ``stats`` wait for the device; the policy must be one of
-    gradwire's, because it runs on the device.
+    gradwire's that runs on the device, which ``TargetBytes`` does not; and ``encode`` takes neither ``parts`` nor
+    ``max_bytes``.
     """
 
     _devices = re.compile(r"cuda(:\d+)?")
