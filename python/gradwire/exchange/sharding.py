@@ -439,7 +439,7 @@ class ShardedReplica(Replica):
             ]
             if owner.encoders and missing:
                 return frozenset(missing)
-            self._take(own, owner)
+            self._take(own, owner, lost)
         messages = [] if owner is None else owner.encode(None if own.is_last else self._codec)
         parts = len(self._owners)
         index = parts if owner is None else owner.at
@@ -448,14 +448,16 @@ class ShardedReplica(Replica):
         own.messages, own.payload = result, result.pack()
         return frozenset()
 
-    def _take(self, own: ShardedUpdate, owner: Owner) -> None:
+    def _take(self, own: ShardedUpdate, owner: Owner, lost: Container[Peer]) -> None:
         """Add the parts that have arrived to the owner's residual, in the order (node, number)."""
         took: list[Piece] = []
         for peer in self.senders if owner.encoders else ():
             piece = self._arrived.get(peer, {}).get(own.step)
-            if piece is None:
+            fits = piece is not None and (piece.parts, piece.at) == (owner.parts, owner.at)
+            # A node that is lost may have seen an update that nobody else has.
+            if piece is None or (peer in lost and not fits):
                 own.numbers[peer] = 0, own.step
-            elif (piece.parts, piece.at) != (owner.parts, owner.at):
+            elif not fits:
                 del self._arrived[peer][own.step]
                 raise MessageError(
                     f"{peer.address} sent part {piece.at} of {piece.parts} for step {own.step}, this node "
@@ -463,8 +465,6 @@ class ShardedReplica(Replica):
                 )
             else:
                 took.append(piece)
-        for piece in took:
-            del self._arrived[piece.sender][own.step]
         own.took = took
         own.scale = 1.0 / self._count_updates(piece.sender for piece in took)
         owner.add_pieces(took, own.scale)
