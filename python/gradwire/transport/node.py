@@ -208,26 +208,31 @@ class Node:
 
         Raises:
             TimeoutError: fewer connected in time; the message names the missing ranks and addresses, and the rejected
-                peers. A node with another secret, version or the same id is known, and an error, after three seconds.
+                peers. From the third second on, a node with another secret, version or the same id is an error at once.
             Closed: the node has been closed.
         """
+        rejected = self._endpoint.handshakes.rejected
+        rejected_before, began_s = rejected.count, now_s()
 
         def is_done() -> bool:
             return len(self._endpoint.peers) >= count
+
+        def is_settled() -> bool:
+            return is_done() or rejected.count > rejected_before
 
         self._check_open()
         first_s = min(MISSING_LOG_S, timeout_s)
         with self._lock:
             if not self._wait_for(is_done, first_s) and first_s < timeout_s:
-                if self._endpoint.handshakes.rejected.last is not None:
-                    raise TimeoutError(self._describe_missing(count, first_s))
-                logger.warning("%s", self._describe_missing(count, first_s))
-            if not self._wait_for(is_done, timeout_s - first_s):
-                raise TimeoutError(self._describe_missing(count, timeout_s))
+                if not is_settled():
+                    logger.warning("%s", self._describe_missing(count, first_s))
+                self._wait_for(is_settled, timeout_s - first_s)
+            if not is_done():
+                raise TimeoutError(self._describe_missing(count, now_s() - began_s))
             return self._endpoint.peers
 
     def _describe_missing(self, count: int, waited_s: float) -> str:
-        text = f"{len(self._endpoint.peers)} of {count} peers connected to {self.address} within {waited_s:g} s"
+        text = f"{len(self._endpoint.peers)} of {count} peers connected to {self.address} within {waited_s:.3g} s"
         here = {self.id, *(peer.id for peer in self._endpoint.peers)}
         missing = [name for node, name in sorted(self.names.items()) if node not in here]
         if missing:
