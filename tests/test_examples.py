@@ -141,3 +141,15 @@ def test_four_spark_tasks_learn_the_digits() -> None:
 @pytest.mark.torch
 def test_ddp_within_a_machine_and_gradwire_between_machines_learn_the_digits() -> None:
     workers_agree(run("-m", "gradwire", "run", "-n", "2", str(EXAMPLES / "torch_machines.py")), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@pytest.mark.torch
+def test_spark_stops_producing_when_training_on_its_series_ends() -> None:
+    output = run(str(EXAMPLES / "stream_series.py"))
+    found = re.search(r"(\d+) steps in .*; (\d+) batches produced, (\d+) of them wasted", output)
+    assert found is not None, output
+    steps, produced, wasted = map(int, found.groups())
+    assert produced == steps + wasted
+    assert wasted <= 32  # what the feed holds
