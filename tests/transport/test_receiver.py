@@ -153,6 +153,16 @@ def test_a_message_larger_than_the_budget_is_taken_when_nothing_else_is_there() 
     assert len(feed.got) == 2
 
 
+def test_acknowledged_messages_arrive_though_their_sender_has_gone_meanwhile() -> None:
+    feed = Feed(budget_bytes=100_000)
+    for record in records(*[bytes(60_000)] * 3):
+        feed.feed(record)
+    assert len(feed.got) == 1
+    feed.receiver.abandon()
+    assert len(feed.got) == 3
+    assert feed.budget.used_bytes == 180_000
+
+
 def test_an_abandoned_message_gives_its_budget_back() -> None:
     feed = Feed()
     feed.feed(records(bytes(200_000))[0])

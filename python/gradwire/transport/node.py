@@ -27,9 +27,7 @@ logger = logging.getLogger(__name__)
 TICK_S: Final = 0.001  # by which timers may be late rather than wake the I/O thread
 SWITCH_INTERVAL_S: Final = 0.0005
 CLOSE_LINGER_S: Final = 0.5
-MISSING_LOG_S: Final = (
-    3.0  # a caller who waits longer for peers gets a log entry about the missing ones
-)
+MISSING_LOG_S: Final = 3.0  # whoever waits longer for peers gets a log entry about the missing ones
 
 
 class Node:
@@ -217,16 +215,15 @@ class Node:
         def is_done() -> bool:
             return len(self._endpoint.peers) >= count
 
-        def is_settled() -> bool:
-            return is_done() or rejected.count > rejected_before
-
         self._check_open()
         first_s = min(MISSING_LOG_S, timeout_s)
         with self._lock:
             if not self._wait_for(is_done, first_s) and first_s < timeout_s:
-                if not is_settled():
+                if rejected.count == rejected_before:
                     logger.warning("%s", self._describe_missing(count, first_s))
-                self._wait_for(is_settled, timeout_s - first_s)
+                self._wait_for(
+                    lambda: is_done() or rejected.count > rejected_before, timeout_s - first_s
+                )
             if not is_done():
                 raise TimeoutError(self._describe_missing(count, now_s() - began_s))
             return self._endpoint.peers

@@ -39,9 +39,9 @@ class ReceiveBudget:
     used_bytes: int = 0
     has_waiting: bool = False  # some message waits for its share
 
-    def take(self, nbytes: int) -> bool:
+    def take(self, nbytes: int, *, may_wait: bool = True) -> bool:
         """Reserve bytes for a message; return False when the message has to wait."""
-        if self.used_bytes and self.used_bytes + nbytes > self.limit_bytes:
+        if may_wait and self.used_bytes and self.used_bytes + nbytes > self.limit_bytes:
             self.has_waiting = True
             return False
         self.used_bytes += nbytes
@@ -114,6 +114,7 @@ class Receiver:
         self.ack_at_s = NEVER_S  # when an acknowledgement is due
         self.error = ""  # how the authenticated peer broke the protocol: the session has to end
         self._consumed = start
+        self._is_ended = False
         self._window = 0
         self._partials: dict[int, Partial] = {}
         # By record number: the plaintext of a complete record, or the end of a skip that begins there.
@@ -239,7 +240,7 @@ class Receiver:
                 self.error = f"message {number} of {message_bytes} bytes is larger than {self._message_bytes_max}"
                 return False
             self._drop_assembly()
-            if not self._budget.take(message_bytes):
+            if not self._budget.take(message_bytes, may_wait=not self._is_ended):
                 return False
             payload = chunk if end == message_bytes else _empty(message_bytes)
             assembly = self._assembly = _Assembly(number, tag, payload)
@@ -291,7 +292,9 @@ class Receiver:
         )
 
     def abandon(self) -> None:
-        """Give back the budget of unfinished messages: the peer is gone."""
+        """Deliver the complete messages that wait for their share, which are acknowledged, and drop the others."""
+        self._is_ended = True
+        self.consume()
         self._drop_assembly()
         self._partials.clear()
         self._complete.clear()
