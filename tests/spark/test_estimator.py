@@ -72,6 +72,7 @@ MASTERS = [
     SharedTraining(),
     SharedTraining(mode="async"),
     SharedTraining(every=3, threshold=0.01),
+    SharedTraining(workers_per_node=2),
     ParameterAveraging(every=2),
     ParameterAveraging(every=3, average_optimizer=False, via="spark"),
 ]
@@ -221,19 +222,47 @@ def test_a_worker_that_dies_is_replaced_and_training_goes_on_from_the_checkpoint
     assert model.history.steps.sum() < 3 * 10  # those before the checkpoint were not taken again
 
 
+@pytest.mark.parametrize(
+    "training", [SharedTraining(workers_per_node=2), ParameterAveraging(via="spark")], ids=str
+)
 def test_another_fit_resumes_from_the_checkpoints_of_an_earlier_one(
-    rows: Any, tmp_path: Path
+    rows: Any, tmp_path: Path, training: Any
 ) -> None:
-    fit_with(rows, tmp_path)
+    fit_with(rows, tmp_path, training=training)
     [folder] = (tmp_path / "checkpoints").iterdir()
-    model = fit_with(rows, tmp_path, epochs=4, resume=str(folder))
+    assert len(list(folder.glob("step-*"))) == 2
+    model = fit_with(rows, tmp_path, epochs=4, resume=str(folder), training=training)
     assert model.history.epoch.tolist() == [2, 3]
-    with pytest.raises(gw.GradwireError, match="there is no checkpoint in /nowhere"):
-        fit_with(rows, tmp_path, resume="/nowhere")
+    assert accuracy(model, rows) > 0.9
+    ended = fit_with(rows, tmp_path, epochs=2, resume=str(folder), training=training)
+    assert accuracy(ended, rows) > 0.9
+    assert ended.history.empty
+    with pytest.raises((gw.GradwireError, OSError), match="there is no checkpoint in /nowhere"):
+        fit_with(rows, tmp_path, resume="/nowhere", training=training)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_local_steps_that_are_left_at_the_end_of_an_epoch_are_exchanged(
+    rows: Any, mode: Any
+) -> None:
+    training = SharedTraining(every=1000, mode=mode, threshold=0.3)
+    estimator = make_estimator(training=training, collect_stats=True)
+    model = estimator.fit(rows)
+    assert (model.history.sent_bytes > 0).all()
+    torch.manual_seed(0)
+    initial = torch.nn.Linear(4, 3)
+    moved = model.module().weight - initial.weight
+    assert float(moved.abs().max()) > 0.1
 
 
 def fit_with(
-    rows: Any, folder: Path, *, die_at: int = 0, epochs: int = 3, resume: str | None = None
+    rows: Any,
+    folder: Path,
+    *,
+    die_at: int = 0,
+    epochs: int = 3,
+    resume: str | None = None,
+    training: Any = None,
 ) -> Any:
     flag = str(folder / "died")
 
@@ -251,7 +280,9 @@ def fit_with(
         return value
 
     checkpoint = f"file://{folder}/checkpoints"
-    estimator = make_estimator(loss=loss, epochs=epochs, checkpoint=checkpoint, checkpoint_every=7)
+    estimator = make_estimator(
+        loss=loss, epochs=epochs, checkpoint=checkpoint, checkpoint_every=7, training=training
+    )
     return estimator.fit(rows, resume=resume)
 
 
@@ -355,6 +386,7 @@ def test_masters_refuse_what_cannot_be() -> None:
         (SharedTraining, {"topology": "ring"}, "must be one of auto, mesh, sharded"),
         (SharedTraining, {"every": 0}, "every is 0"),
         (SharedTraining, {"port": 70_000}, "port is 70000"),
+        (SharedTraining, {"workers_per_node": 0}, "workers_per_node is 0"),
         (ParameterAveraging, {"via": "pigeon"}, "must be one of udp, spark"),
         (ParameterAveraging, {"network_mask": "x"}, "'x' does not appear to be"),
     ):

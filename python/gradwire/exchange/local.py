@@ -335,6 +335,11 @@ class LocalTeam:
         self._take(rank)
         self.rank = None
 
+    @property
+    def present(self) -> int:
+        """Number of workers that took part in the last call."""
+        return int(np.count_nonzero(self._rows[_TAKES_PART]))
+
     def close(self) -> None:
         """Release the memory and this process's ranks; the others notice that these are gone."""
         for finalizer in reversed(self._finalizers):

@@ -29,11 +29,12 @@ from pyspark.sql import functions as F  # noqa: N812
 from ..errors import Closed, GradwireError
 from ..transport import Node, generate_secret, parse_secret
 from . import data, rounds
+from .checkpoints import Checkpoints, unpack
 from .history import History
 from .masters import ParameterAveraging, SharedTraining
 from .session import check_slots, driver_address, tagged
 from .tasks import PIECE_BYTES
-from .train import OUTPUT, Job, device_of, train, unpack
+from .train import OUTPUT, Job, device_of, train
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -239,11 +240,14 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
             _LOG.info("checkpoints are in %s", checkpoint)
         names = ("model", "optimizer", "loss", "batch_size", "epochs", "seed", "device", "patience")
         return Job(
-            **{name: values[name] for name in (*names, "checkpoint_every")},
+            **{name: values[name] for name in names},
             training=training,
             secret=parse_secret(generate_secret()),
-            checkpoint=checkpoint,
-            resume=self._resume.rstrip("/") if self._resume else None,
+            checkpoints=Checkpoints(
+                checkpoint,
+                self._resume.rstrip("/") if self._resume else None,
+                values["checkpoint_every"],
+            ),
             driver=None,
         )
 

@@ -22,8 +22,9 @@ class SharedTraining:
         every: steps between exchanges.
         port: the first UDP port of the workers of each machine; 0: the system chooses.
         network_mask: a network such as "10.1.1.0/24", in which every machine has one address.
-        workers_per_node: workers of a machine that share one residual and send one message per step; 1: each worker
-            sends its own.
+        workers_per_node: workers of a machine that share one residual and send one message per step, through shared
+            memory; 1: each worker sends its own. Every message counts the same in the mean, so let all machines have
+            equally many workers.
 
     Raises:
         ValueError: a value is out of range.
@@ -41,11 +42,8 @@ class SharedTraining:
         _check_choice("topology", self.topology, "auto", "mesh", "sharded")
         _check_choice("mode", self.mode, "sync", "async")
         _check_common(self)
-        if self.workers_per_node != 1:
-            raise ValueError(
-                f"workers_per_node is {self.workers_per_node}; Spark's tasks are processes that cannot form a team "
-                "yet, use 1"
-            )
+        if not isinstance(self.workers_per_node, int) or self.workers_per_node < 1:
+            raise ValueError(f"workers_per_node is {self.workers_per_node!r}, must be 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

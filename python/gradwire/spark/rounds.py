@@ -15,8 +15,9 @@ import pyarrow as pa
 import torch
 
 from ..exchange.clock import now_s
-from .data import FEATURES, VALIDATION, WEIGHT, Shuffled, spill
-from .train import Job, Times, averaged_tensors, batch_loss, device_of, flatten, pack, put, unpack
+from .checkpoints import pack, unpack
+from .data import VALIDATION, Shuffled, spill
+from .train import Job, Times, averaged_tensors, device_of, flatten, held_loss, learn, put, tensors
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -65,13 +66,15 @@ def _fit(
     torch.manual_seed(job.seed)
     model = job.model()
     optimizer = job.optimizer(model.parameters())
-    state = pack({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    done, found = job.checkpoints.read(0, []) or (0, None)
+    state = pack(found or {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     history: list[dict[str, Any]] = []
-    best, kept, waited = np.inf, b"", 0
+    best, kept, waited = np.inf, state, 0
     began_s = now_s()
-    for epoch in range(job.epochs):
+    for epoch in range(done // (rounds * every), job.epochs):
         start_s, stats = now_s(), []
-        for number in np.random.default_rng([job.seed, epoch]).permutation(rounds).tolist():
+        order = np.random.default_rng([job.seed, epoch]).permutation(rounds).tolist()
+        for number in order[done // every - epoch * rounds :]:
             chosen = learned.filter((F.col("round") * rounds).cast("int") == number).drop("round")
             trained = chosen.mapInArrow(_task(job, state, epoch), _SCHEMA)
             pieces: dict[int, Any] = {}
@@ -84,13 +87,17 @@ def _fit(
                     pieces[chunk] = bytes(data)
             if pieces:
                 state = _mean(job, model, pieces)
+            done += every
+            if job.checkpoints.is_due(done - every, done):
+                job.checkpoints.write(done, 0, state)
+                job.checkpoints.finish(done, [0])
         loss = np.nan
         if held is not None:
-            found = [
+            scores = [
                 json.loads(one.data)
                 for one in held.drop("round").mapInArrow(_score(job, state), _SCHEMA).collect()
             ]
-            loss = sum(one[0] for one in found) / max(sum(one[1] for one in found), 1e-30)
+            loss = sum(one[0] for one in scores) / max(sum(one[1] for one in scores), 1e-30)
         mean = sum(one["loss"] for one in stats) / sum(one["steps"] for one in stats)
         by_worker: dict[int, dict[str, Any]] = {}
         for one in stats:
@@ -151,18 +158,9 @@ def _task(
         loss, device = job.loss(), device_of(job.device)
         order = Shuffled(rows.rows, [job.seed, epoch, rank])
         for _ in range(min(job.training.every, -(-rows.rows // job.batch_size))):
-            chosen = order.take(job.batch_size)
-            batch = {
-                name: torch.from_numpy(np.asarray(array[chosen])).to(device)
-                for name, array in rows.arrays.items()
-            }
-            optimizer.zero_grad()
-            value = batch_loss(loss, model(batch[FEATURES]), batch)
-            value.backward()
+            batch = tensors(rows, order.take(job.batch_size), device)
+            learn(model, optimizer, loss, batch, times)
             optimizer.step()
-            times.loss += value.item()
-            times.steps += 1
-            times.rows += len(chosen)
         times.compute_s = now_s() - start_s
         flat = flatten(averaged_tensors(optimizer, job.training))  # type: ignore[arg-type]
         times.sent_bytes = flat.nbytes
@@ -185,18 +183,9 @@ def _score(
     def score(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         held = spill(batches, 0)[1]
         model, _ = _load(job, state)
-        model.eval()
-        loss, device, total, weight = job.loss(), device_of(job.device), 0.0, 0.0
-        for first in range(0, held.rows, job.batch_size):
-            batch = {
-                name: torch.from_numpy(np.asarray(array[first : first + job.batch_size])).to(device)
-                for name, array in held.arrays.items()
-            }
-            part = batch[WEIGHT].sum().item() if WEIGHT in batch else len(batch[FEATURES])
-            with torch.no_grad():
-                total += batch_loss(loss, model(batch[FEATURES]), batch).item() * part
-            weight += part
-        yield _batch(_STATS, json.dumps([total, weight]).encode())
+        device = device_of(job.device)
+        found = held_loss(model, job.loss(), held, job.batch_size, device)
+        yield _batch(_STATS, json.dumps(found).encode())
 
     return score
 

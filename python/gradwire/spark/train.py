@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import os
+import secrets
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import numpy as np
@@ -18,16 +18,18 @@ import torch
 
 from ..codec import Encoder
 from ..errors import GradwireError, PeerLost, TransportError
-from ..exchange import Exchange, Groups, StepResult
+from ..exchange import Exchange, Groups, LocalExchange, LocalTeam, StepResult
 from ..exchange.clock import now_s
 from ..torch import SharedOptimizer
+from ..torch.optimizer import parameters_of
 from ..transport import Node
+from .checkpoints import Checkpoints, pack
 from .data import FEATURES, LABEL, WEIGHT, Shuffled, Spill, spill
 from .masters import ParameterAveraging, SharedTraining
 from .placement import host_of, where_to_bind
 from .tasks import PIECE_BYTES
 
-__all__ = ["OUTPUT", "Job", "batch_loss", "device_of", "pack", "train", "unpack"]
+__all__ = ["OUTPUT", "Job", "Times", "device_of", "held_loss", "learn", "tensors", "train"]
 
 OUTPUT: Final = "worker int, kind string, part int, data binary"
 CONNECT_S: Final = (
@@ -49,9 +51,7 @@ class Job:
     seed: int
     device: str
     patience: int
-    checkpoint: str | None  #: folder of this fit, by fsspec
-    checkpoint_every: int
-    resume: str | None
+    checkpoints: Checkpoints
     driver: str | None  #: address of the driver's node
 
 
@@ -95,18 +95,6 @@ class Stopped(GradwireError):
     """Another worker failed, and said so."""
 
 
-def pack(value: Any) -> bytes:
-    """Return tensors and numbers as torch writes them."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpack(data: bytes) -> Any:
-    """Return what ``pack`` was given: tensors and plain values only."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
 def device_of(name: str) -> torch.device:
     """Return a task's device: "auto" is the GPU that Spark gave to the task, or else the CPU."""
     from pyspark import TaskContext
@@ -142,6 +130,59 @@ def batch_loss(
     return values.mean() if weights is None else (values * weights).sum() / weights.sum()
 
 
+def tensors(rows: Spill, chosen: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return rows as tensors on the device."""
+    return {
+        name: torch.from_numpy(np.array(array[chosen])).to(device)
+        for name, array in rows.arrays.items()
+    }
+
+
+def learn(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[..., torch.Tensor],
+    rows: dict[str, torch.Tensor],
+    times: Times,
+) -> None:
+    """Compute the gradients of a batch, and count its loss and rows.
+
+    Raises:
+        ValueError: the loss is not finite.
+    """
+    optimizer.zero_grad()
+    found = batch_loss(loss, model(rows[FEATURES]), rows)
+    value = found.item()
+    if not math.isfinite(value):
+        raise ValueError(
+            f"the loss is {value} in step {times.steps} of epoch {times.epoch}: lower the learning rate, or look "
+            "for such values in the features"
+        )
+    found.backward()
+    times.loss += value
+    times.steps += 1
+    times.rows += len(rows[LABEL])
+
+
+def held_loss(
+    model: torch.nn.Module,
+    loss: Callable[..., torch.Tensor],
+    held: Spill,
+    batch_size: int,
+    device: torch.device,
+) -> tuple[float, float]:
+    """Return the sum of the loss over rows for validation, and the rows' total weight."""
+    model.eval()
+    total = weights = 0.0
+    for first in range(0, held.rows, batch_size):
+        rows = tensors(held, slice(first, first + batch_size), device)
+        weight = rows[WEIGHT].sum().item() if WEIGHT in rows else len(rows[LABEL])
+        with torch.no_grad():
+            total += batch_loss(loss, model(rows[FEATURES]), rows).item() * weight
+        weights += weight
+    return total, weights
+
+
 def gather(context: Any, message: dict[str, Any]) -> list[Any]:
     """Return every worker's value; raise `Stopped` if one sent an error."""
     found = [json.loads(text) for text in context.allGather(json.dumps(message))]
@@ -154,37 +195,65 @@ class Sharing:
     """Threshold messages after every step of the optimiser."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, training: SharedTraining, node: Node, workers: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        training: SharedTraining,
+        node: Node | None,
+        team: tuple[str, int, int],
+        machines: int,
     ) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = parameters_of(optimizer)
         options: dict[str, Any] = {}
         if training.topology != "auto":  # otherwise the exchange's default
             options["topology"] = training.topology
-        self.exchange = Exchange(
-            Groups.of(params, training.threshold),
-            node,
-            min_peers=workers - 1,
-            mode=training.mode,
-            every=training.every,
-            apply_residual=True,
-            **options,
-        )
+        name, rank, size = team
+        self.exchange: Exchange | LocalExchange
+        if node is not None:
+            self.exchange = lead = Exchange(
+                Groups.of(params, training.threshold),
+                node,
+                min_peers=machines - 1,
+                mode=training.mode,
+                every=training.every,
+                apply_residual=True,
+                **options,
+            )
+        self.team: LocalTeam | None = None
+        if size > 1:
+            self.team = LocalTeam.join(name, size=size, rank=rank, timeout_s=CONNECT_S)
+            self.exchange = self.team.follow(rank) if rank else self.team.lead(lead)
         self.optimizer = SharedOptimizer(optimizer, self.exchange, update_scale="auto")
         self.is_async = training.mode == "async"
+        self._others = machines - 1
 
     def begin(self) -> None:
         """Take part."""
         self.optimizer.join()
 
-    def step(self) -> Any:
+    def step(self) -> StepResult | None:
         """Move the parameters; return what was exchanged."""
         self.optimizer.step()
-        return self.optimizer.result
+        is_whole = self.team is None or self.team.present == self.team.workers
+        if len(self.exchange.members) < self._others or not is_whole:
+            raise PeerLost("another worker is gone")
+        result = self.optimizer.result
+        is_follower = getattr(self.exchange, "rank", 0) > 0
+        return replace(result, sent_bytes=0, received_bytes=0) if result and is_follower else result
 
-    def end_epoch(self) -> Any:
-        """Take what has arrived."""
+    def end_epoch(self) -> StepResult | None:
+        """Exchange the local steps that are left, and take what has arrived."""
+        result = None
+        while self.exchange.has_local_steps or getattr(self.optimizer.result, "is_local", False):
+            self.optimizer.zero_grad()  # without gradients a step moves nothing
+            result = self.step()
         if self.is_async:
             self.optimizer.catch_up(0.2)
+        return result
+
+    def close(self) -> None:
+        """Release the memory of the machine's team."""
+        if self.team is not None:
+            self.team.close()
 
     def shared(self) -> contextlib.AbstractContextManager[None]:
         """Let the model hold the parameters that all workers share."""
@@ -194,13 +263,9 @@ class Sharing:
         """Return the optimiser's state with the residual."""
         return self.optimizer.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any], *, is_own: bool) -> None:
-        """Continue; another worker's residual is not loaded, because that worker has it."""
-        self.optimizer.load_state_dict(
-            state
-            if is_own
-            else {name: value for name, value in state.items() if name != "gradwire"}
-        )
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue."""
+        self.optimizer.load_state_dict(state)
 
 
 class Averaging:
@@ -211,24 +276,28 @@ class Averaging:
         optimizer: torch.optim.Optimizer,
         training: ParameterAveraging,
         node: Node,
+        _team: tuple[str, int, int],
         workers: int,
     ) -> None:
         self._inner, self._training, self._node, self._workers = optimizer, training, node, workers
-        self.exchange: Exchange | None = None
+        self._exchange: Exchange | None = None
         self._since = 0
 
     def begin(self) -> None:
         """Do nothing: the exchange is made when the optimiser has a state."""
 
-    def step(self) -> Any:
+    def step(self) -> StepResult | None:
         """Move the parameters; return what was exchanged, or None."""
         self._inner.step()
         self._since += 1
         return self._average() if self._since == self._training.every else None
 
-    def end_epoch(self) -> Any:
+    def end_epoch(self) -> StepResult | None:
         """Average what is left of the last steps."""
         return self._average() if self._since else None
+
+    def close(self) -> None:
+        """Do nothing: there is no team."""
 
     def shared(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: at the end of an epoch all parameters are the mean."""
@@ -238,24 +307,24 @@ class Averaging:
         """Return the optimiser's state."""
         return self._inner.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any], *, is_own: bool) -> None:  # noqa: ARG002  (as Sharing's)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue."""
-        self._inner.load_state_dict(
-            {name: one for name, one in state.items() if name != "gradwire"}
-        )
+        state.pop("gradwire", None)
+        self._inner.load_state_dict(state)
 
-    def _average(self) -> Any:
+    def _average(self) -> StepResult:
         self._since = 0
-        tensors = averaged_tensors(self._inner, self._training)
-        flat = flatten(tensors)
-        if self.exchange is None:
+        averaged = averaged_tensors(self._inner, self._training)
+        flat = flatten(averaged)
+        if self._exchange is None:
             encoder = Encoder(flat.size, threshold=1.0)
-            self.exchange = Exchange(
-                encoder, self._node, min_peers=self._workers - 1, codec="dense"
-            )
+            peers = self._workers - 1
+            self._exchange = Exchange(encoder, self._node, min_peers=peers, codec="dense")
         mean = np.zeros_like(flat)
-        result = self.exchange.step(flat, mean)
-        put(tensors, mean)
+        result = self._exchange.step(flat, mean)
+        if len(self._exchange.members) < self._workers - 1:
+            raise PeerLost("another worker is gone")
+        put(averaged, mean)
         return result
 
 
@@ -263,7 +332,7 @@ def averaged_tensors(
     optimizer: torch.optim.Optimizer, training: ParameterAveraging
 ) -> list[torch.Tensor]:
     """Return the parameters and, if wanted, the tensors of the optimiser's state, in the same order everywhere."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = parameters_of(optimizer)
     found = [param.detach() for param in params]
     if training.average_optimizer:
         for param in params:
@@ -288,6 +357,15 @@ def put(tensors: list[torch.Tensor], flat: np.ndarray[Any, np.dtype[np.float32]]
         piece = torch.from_numpy(flat[start : start + one.numel()])
         one.copy_(piece.reshape(one.shape))
         start += one.numel()
+
+
+def teams_of(hosts: dict[int, str], size: int) -> list[list[int]]:
+    """Return the workers in teams of at most ``size`` on the same machine."""
+    found = []
+    for host in dict.fromkeys(hosts.values()):
+        ranks = [rank for rank, one in hosts.items() if one == host]
+        found += [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    return found
 
 
 class Worker:
@@ -325,33 +403,45 @@ class Worker:
         steps = -(-sum(one[0] for one in found) // (len(active) * self.job.batch_size))
         with contextlib.ExitStack() as stack:
             node = self.connect(stack)
-            if node is None:
+            if self.rank not in self.active:
                 self.watch()
                 return []
             kind: Any = Sharing if isinstance(self.job.training, SharedTraining) else Averaging
-            self.sharing = kind(self.optimizer, self.job.training, node, len(active))
+            self.sharing = kind(self.optimizer, self.job.training, node, self.team, len(self.leads))
+            stack.callback(self.sharing.close)
             done = self.resume()
             self.gather(None)  # a worker without its checkpoint must not be waited for
             self.sharing.begin()
             return self.train(training, held, steps, done)
 
     def connect(self, stack: contextlib.ExitStack) -> Node | None:
-        """Return a node connected to those of all workers that have rows; None if this one has none."""
+        """Return a node connected to the other machines' nodes; None if this worker has no need of one."""
         job, options, made = self.job, self.job.training, None
-        if self.rank in self.active:
-            infos = self.context.getTaskInfos()
-            hosts = [host_of(infos[rank].address) for rank in self.active]
-            place = self.active.index(self.rank)
-            bind = where_to_bind(hosts, place, options.port, options.network_mask)
+        infos = self.context.getTaskInfos()
+        hosts = {rank: host_of(infos[rank].address) for rank in self.active}
+        size = getattr(options, "workers_per_node", 1)
+        teams = teams_of(hosts, size)
+        self.leads = sorted(team[0] for team in teams)
+        [own] = [team for team in teams if self.rank in team] or [[]]
+        if self.rank in self.leads:
+            bind = where_to_bind(
+                [hosts[rank] for rank in self.leads],
+                self.leads.index(self.rank),
+                options.port,
+                options.network_mask,
+            )
             mask = options.network_mask
             made = Node(bind, secret=job.secret, network_mask=mask, node_id=self.rank)
             stack.callback(made.close, 1.0)
-        addresses = self.gather(made.address if made else None)
+        # Another attempt of the stage may still hold the memory of a team, so every attempt has another name.
+        found = self.gather([made.address if made else None, secrets.token_hex(12)])
+        if own:
+            self.team = f"spark-{found[own[0]][1]}", own.index(self.rank), len(own)
         if made is not None:
-            for address in filter(None, addresses):
+            for address in filter(None, (one[0] for one in found)):
                 made.add_peer(address)
             try:
-                made.wait_for_peers(len(self.active) - 1, CONNECT_S)
+                made.wait_for_peers(len(self.leads) - 1, CONNECT_S)
             except TimeoutError as error:
                 raise TimeoutError(
                     f"{error}. Set network_mask to the network that connects the executors, or open its UDP ports "
@@ -382,56 +472,44 @@ class Worker:
         job = self.job
         order = Shuffled(training.rows, [job.seed, self.rank, done])
         began_s = now_s()
-        epoch, best, state = done // steps, math.inf, {}
+        epoch, best, state = done // steps, math.inf, b""
         while epoch < job.epochs:
             times = Times(epoch=epoch, start_s=now_s() - began_s)
             self.model.train()
             while done < (epoch + 1) * steps:
                 self.step(training, order, times)
                 done += 1
-                if job.checkpoint and done % job.checkpoint_every == 0:
+                if job.checkpoints.is_due(done - 1, done):
                     self.save(done)
             self.end_steps(times)
             with self.sharing.shared():
-                self.evaluate(held, times)
+                times.held_loss, times.held_weight = held_loss(
+                    self.model, self.loss, held, job.batch_size, self.device
+                )
                 times.seconds = now_s() - began_s - times.start_s
                 times.compute_s = times.seconds - times.data_s - times.gradwire_s
                 found = self.gather(times.as_dict())
                 epoch = self.end_epoch(found)
                 measure = self.history[-1]["validation_loss"]
                 if self.is_lead and (not job.patience or measure < best):
-                    best = measure
-                    state = {
-                        name: value.detach().cpu().clone()
-                        for name, value in self.model.state_dict().items()
-                    }
+                    best, state = measure, pack(self.model.state_dict())
+        if not self.history:  # the checkpoint was the last one of a training that had ended
+            self.end_steps(Times())
+            with self.sharing.shared():
+                state = pack(self.model.state_dict())
         results = []
         if self.is_lead:
-            results = [("history", json.dumps(self.history).encode()), ("model", pack(state))]
+            results = [("history", json.dumps(self.history).encode()), ("model", state)]
         self.gather(None)  # whatever fails before this, all workers learn
         return results
 
     def step(self, training: Spill, order: Shuffled, times: Times) -> None:
         """Take one step together with the others."""
         start_s = now_s()
-        rows = self.batch(training, order.take(self.job.batch_size))
+        rows = tensors(training, order.take(self.job.batch_size), self.device)
         times.data_s += now_s() - start_s
-        self.optimizer.zero_grad()
-        loss = batch_loss(self.loss, self.model(rows[FEATURES]), rows)
-        value = loss.item()
-        if not math.isfinite(value):
-            raise ValueError(
-                f"the loss is {value} in step {times.steps} of epoch {times.epoch}: lower the learning rate, or look "
-                "for such values in the features"
-            )
-        loss.backward()
+        learn(self.model, self.optimizer, self.loss, rows, times)
         times.add(self.sharing.step())
-        times.loss += value
-        times.steps += 1
-        times.rows += len(rows[LABEL])
-        exchange = self.sharing.exchange
-        if exchange is not None and len(exchange.members) < len(self.active) - 1:
-            raise PeerLost("another worker is gone")
 
     def end_steps(self, times: Times) -> None:
         """Let every worker have all messages."""
@@ -440,25 +518,6 @@ class Worker:
             self.gather({})
             times.wait_s += now_s() - start_s
         times.add(self.sharing.end_epoch())
-
-    def batch(self, rows: Spill, chosen: Any) -> dict[str, torch.Tensor]:
-        """Return rows as tensors on the device."""
-        return {
-            name: torch.from_numpy(np.array(array[chosen])).to(self.device)
-            for name, array in rows.arrays.items()
-        }
-
-    def evaluate(self, held: Spill, times: Times) -> None:
-        """Add the loss of this worker's rows for validation."""
-        self.model.eval()
-        with torch.no_grad():
-            for first in range(0, held.rows, self.job.batch_size):
-                rows = self.batch(held, slice(first, first + self.job.batch_size))
-                weights = rows.get(WEIGHT)
-                weight = len(rows[LABEL]) if weights is None else weights.sum().item()
-                loss = batch_loss(self.loss, self.model(rows[FEATURES]), rows)
-                times.held_loss += loss.item() * weight
-                times.held_weight += weight
 
     def end_epoch(self, found: list[Any]) -> int:
         """Add an epoch to the history; return the number of the next, or of the last where training stops early."""
@@ -488,44 +547,21 @@ class Worker:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self, done: int) -> None:
-        """Write this worker's state; once all have, name it the latest."""
-        import fsspec
-
-        folder = f"{self.job.checkpoint}/step-{done:09d}"
+        """Write this worker's state; once all have, make the checkpoint the latest."""
         with self.sharing.shared():
             state = {"model": self.model.state_dict(), "optimizer": self.sharing.state_dict()}
-            files, path = fsspec.core.url_to_fs(folder)
-            files.makedirs(path, exist_ok=True)
-            with fsspec.open(f"{folder}/worker-{self.rank}.pt", "wb") as file:
-                file.write(pack(state))
+            self.job.checkpoints.write(done, self.rank, pack(state))
         self.gather({})
         if self.is_lead:
-            with fsspec.open(f"{self.job.checkpoint}/latest.json", "w") as file:
-                json.dump({"done": done, "active": self.active}, file)
-            old = f"{path[: -len(str(f'{done:09d}'))]}{done - 2 * self.job.checkpoint_every:09d}"
-            if files.exists(old):
-                files.rm(old, recursive=True)
+            self.job.checkpoints.finish(done, self.active)
 
     def resume(self) -> int:
-        """Load the latest checkpoint of this fit or of the one to resume; return the number of steps done."""
-        import fsspec
-
-        for folder in filter(None, (self.job.checkpoint, self.job.resume)):
-            try:
-                with fsspec.open(f"{folder}/latest.json") as file:
-                    latest = json.load(file)
-            except FileNotFoundError:
-                continue
-            is_own = latest["active"] == self.active
-            rank = self.rank if is_own else latest["active"][0]
-            with fsspec.open(f"{folder}/step-{latest['done']:09d}/worker-{rank}.pt") as file:
-                state = unpack(file.read())
+        """Load the latest checkpoint; return the number of steps done."""
+        done, state = self.job.checkpoints.read(self.rank, self.active) or (0, None)
+        if state is not None:
             self.model.load_state_dict(state["model"])
-            self.sharing.load_state_dict(state["optimizer"], is_own=is_own)
-            return int(latest["done"])
-        if self.job.resume:
-            raise FileNotFoundError(f"there is no checkpoint in {self.job.resume}")
-        return 0
+            self.sharing.load_state_dict(state["optimizer"])
+        return done
 
 
 def train(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -1,0 +1,89 @@
+"""Checkpoints of a training, in a folder of any fsspec file system."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Checkpoints", "pack", "unpack"]
+
+
+def pack(value: Any) -> bytes:
+    """Return tensors and numbers as torch writes them."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """Return what ``pack`` was given: tensors and plain values only."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The folder of a fit, and the one of an earlier fit that it continues.
+
+    Attributes:
+        folder: URL of this fit's folder; None: nothing is written.
+        resume: URL of the earlier fit's folder.
+        every: steps between checkpoints.
+    """
+
+    folder: str | None
+    resume: str | None
+    every: int
+
+    def is_due(self, before: int, done: int) -> bool:
+        """Return whether to write a checkpoint after the steps from ``before`` to ``done``."""
+        return self.folder is not None and done // self.every > before // self.every
+
+    def write(self, done: int, rank: int, state: bytes) -> None:
+        """Write one worker's state after ``done`` steps."""
+        import fsspec
+
+        files, folder = fsspec.core.url_to_fs(f"{self.folder}/step-{done:09d}")
+        files.makedirs(folder, exist_ok=True)
+        with files.open(f"{folder}/worker-{rank}.pt", "wb") as file:
+            file.write(state)
+
+    def finish(self, done: int, active: list[int]) -> None:
+        """Make the checkpoint, which all active workers have written, the latest; keep it and the one before."""
+        import fsspec
+
+        files, folder = fsspec.core.url_to_fs(self.folder)
+        with files.open(f"{folder}/latest.json", "w") as file:
+            json.dump({"done": done, "active": active}, file)
+        for old in sorted(files.glob(f"{folder}/step-*"))[:-2]:
+            files.rm(old, recursive=True)
+
+    def read(self, rank: int, active: list[int]) -> tuple[int, dict[str, Any]] | None:
+        """Return the steps done and the state of the latest checkpoint, of this fit or of the one to resume.
+
+        With other workers than those that wrote the checkpoint, the state is the first one's, without its residual.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint to resume from.
+        """
+        import fsspec
+
+        for folder in filter(None, (self.folder, self.resume)):
+            try:
+                with fsspec.open(f"{folder}/latest.json") as file:
+                    latest = json.load(file)
+            except FileNotFoundError:
+                continue
+            is_own = latest["active"] == active
+            source = rank if is_own else latest["active"][0]
+            with fsspec.open(f"{folder}/step-{latest['done']:09d}/worker-{source}.pt") as file:
+                state = unpack(file.read())
+            if not is_own:
+                state["optimizer"].pop("gradwire", None)
+            return int(latest["done"]), state
+        if self.resume:
+            raise FileNotFoundError(f"there is no checkpoint in {self.resume}")
+        return None
