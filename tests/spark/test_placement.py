@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.spark import placement
-from gradwire.spark.placement import host_of, where_to_bind
+from gradwire.spark.placement import host_of, teams_of, where_to_bind
 from gradwire.transport.addressing import ADDRESS_VARIABLE
 from gradwire.transport.types import Address
 
@@ -83,3 +83,10 @@ def test_a_machine_without_a_way_to_the_others_says_what_to_give(routes: dict[st
     assert not routes
     with pytest.raises(ValueError, match=r"to the other executors \(b, c\): set network_mask"):
         where_to_bind(["a", "b", "c", "b"], 0)
+
+
+def test_teams_are_of_one_machine_and_of_limited_size() -> None:
+    hosts = {0: "a", 1: "b", 3: "a", 4: "a", 5: "b"}
+    assert teams_of(hosts, 1) == [[0], [3], [4], [1], [5]]
+    assert teams_of(hosts, 2) == [[0, 3], [4], [1, 5]]
+    assert teams_of(hosts, 9) == [[0, 3, 4], [1, 5]]

@@ -18,6 +18,15 @@ def host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
+def teams_of(hosts: dict[int, str], size: int) -> list[list[int]]:
+    """Return the workers in teams of at most ``size`` on the same machine."""
+    found = []
+    for host in dict.fromkeys(hosts.values()):
+        ranks = [rank for rank, one in hosts.items() if one == host]
+        found += [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    return found
+
+
 def where_to_bind(
     hosts: Sequence[str], rank: int, port: int = 0, network_mask: str | None = None
 ) -> str:

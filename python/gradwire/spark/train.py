@@ -26,7 +26,7 @@ from ..transport import Node
 from .checkpoints import Checkpoints, pack
 from .data import FEATURES, LABEL, WEIGHT, Shuffled, Spill, spill
 from .masters import ParameterAveraging, SharedTraining
-from .placement import host_of, where_to_bind
+from .placement import host_of, teams_of, where_to_bind
 from .tasks import PIECE_BYTES
 
 __all__ = ["OUTPUT", "Job", "Times", "device_of", "held_loss", "learn", "tensors", "train"]
@@ -357,15 +357,6 @@ def put(tensors: list[torch.Tensor], flat: np.ndarray[Any, np.dtype[np.float32]]
         piece = torch.from_numpy(flat[start : start + one.numel()])
         one.copy_(piece.reshape(one.shape))
         start += one.numel()
-
-
-def teams_of(hosts: dict[int, str], size: int) -> list[list[int]]:
-    """Return the workers in teams of at most ``size`` on the same machine."""
-    found = []
-    for host in dict.fromkeys(hosts.values()):
-        ranks = [rank for rank, one in hosts.items() if one == host]
-        found += [ranks[first : first + size] for first in range(0, len(ranks), size)]
-    return found
 
 
 class Worker:
