@@ -37,6 +37,7 @@ class Trainer:
         options = {
             "mode": "async",
             "reduction": "sum",
+            "topology": "mesh",
             "max_staleness": 4,
             "timeout_s": 10.0,
             **options,

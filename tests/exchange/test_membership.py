@@ -55,7 +55,13 @@ class Trainer:
         self.node: FakeNode = world.node(node_id)
         self.steps = steps
         self.encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
-        options = {"reduction": "sum", "timeout_s": 20.0, "digest_s": 0.0, **options}
+        options = {
+            "reduction": "sum",
+            "timeout_s": 20.0,
+            "digest_s": 0.0,
+            "topology": "mesh",
+            **options,
+        }
         self.share = gw.Exchange(self.encoder, self.node, **options)
         self.params = START.copy()
         self.moves, self.overlaps = moves, bool(options.get("overlap"))

@@ -532,8 +532,8 @@ def test_without_an_owner_the_error_says_so_and_the_residuals_stay() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"role": "worker"}, "needs topology"),
-        ({"role": "owner"}, "needs topology"),
+        ({"role": "worker", "topology": "mesh"}, "needs topology"),
+        ({"role": "owner", "topology": "mesh"}, "needs topology"),
         ({"role": "boss"}, "must be one of"),
         ({"topology": "ring"}, "must be one of"),
         ({"topology": "sharded", "exact": True}, "exact is for the mesh"),
@@ -546,7 +546,9 @@ def test_what_does_not_combine_is_refused(options: Any, text: str) -> None:
         gw.Exchange(gw.Encoder(4, 1.0), world.node(1), **options)
 
 
-@pytest.mark.parametrize("other", [{"topology": "mesh"}, {"owners_max": 3}], ids=str)
+@pytest.mark.parametrize(
+    "other", [{"topology": "mesh"}, {"topology": "auto"}, {"owners_max": 3}], ids=str
+)
 def test_another_topology_is_a_mismatch_that_names_both_sides(other: Any) -> None:
     def begin(node: FakeNode, options: Any) -> str:
         share = gw.Exchange(gw.Encoder(4, 1.0), node, min_peers=1, **options)

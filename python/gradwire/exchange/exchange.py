@@ -22,7 +22,7 @@ from .groups import Codec, Group, Groups
 from .join import Join
 from .membership import Membership, Router
 from .metrics import Listener, Meter, MetricsServer, describe, offer_page, prometheus_text
-from .options import Options, Reduction, Role
+from .options import Options, Reduction, Role, Topology
 from .parameters import (
     ExactSum,
     MomentumSum,
@@ -98,7 +98,7 @@ class Exchange:
         codec: "threshold"; "dense" or "bfloat16" send whole updates.
         every: steps between exchanges; those in between change only this node's parameters.
         overlap: steps that are computed while a step's messages travel, at most ``every``.
-        topology, owners_max, role: "mesh", or "sharded": owners add up the updates (docs: "The sharded exchange").
+        topology, owners_max, role: "mesh", "sharded", or "auto": sharded from four nodes on (docs, the same title).
         outer_momentum: Nesterov's momentum of the shared parameters, for ``every`` > 1.
         apply_residual: let this node's parameters hold its residual, so that gradients use up-to-date parameters.
         on_straggler: whether a connected member that sends nothing for ``timeout_s`` makes the step "raise"
@@ -134,7 +134,7 @@ class Exchange:
         codec: Codec = "threshold",
         every: int = 1,
         overlap: int = 0,
-        topology: Literal["mesh", "sharded"] = "mesh",
+        topology: Topology = "auto",
         owners_max: int = 64,
         role: Role = "member",
         outer_momentum: float = 0.0,
@@ -180,13 +180,14 @@ class Exchange:
             "keeps": options.kept_updates,
         }
         self._replica = replica = Replica(groups, total, node.peer, **common)
-        if topology == "sharded":
+        if options.may_shard:
             self._replica = replica = ShardedReplica(
                 groups,
                 total,
                 node.peer,
                 codec=codec,
                 is_sync=options.is_sync,
+                is_auto=topology == "auto",
                 owners_max=owners_max,
                 **common,
             )

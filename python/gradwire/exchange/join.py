@@ -308,6 +308,14 @@ class Join:
         self._departure.remove_departed()
         if admitted:
             self._router.announce(membership.phase)
+        # A newcomer that begins again after it was named sends no update for its first step.
+        again = [
+            peer
+            for run, peer in known.items()
+            if run in admitted and membership.fitting(Phase.JOINING).get(peer)
+        ]
+        if again and membership.phase is Phase.IN:
+            self._departure.suspect(again, "joins again")
 
     def serve(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Between two steps, give snapshots to the newcomers that have asked."""

@@ -9,10 +9,11 @@ import numpy as np
 
 from .groups import Codec
 
-__all__ = ["Options", "Reduction", "Role"]
+__all__ = ["Options", "Reduction", "Role", "Topology"]
 
 Reduction = Literal["mean", "sum"]
 Role = Literal["member", "worker", "owner", "observer"]
+Topology = Literal["auto", "mesh", "sharded"]
 
 _KEPT_UPDATES = 3  # a member may be one step ahead of another
 
@@ -34,7 +35,7 @@ class Options:
     codec: Codec
     every: int
     overlap: int
-    topology: Literal["mesh", "sharded"]
+    topology: Topology
     owners_max: int
     role: Role
     outer_momentum: float
@@ -54,11 +55,12 @@ class Options:
         _check_int("max_staleness", self.max_staleness, 0)
         _check_int("overlap", self.overlap, 0)
         _check_int("owners_max", self.owners_max, 1)
-        _check_choice("topology", self.topology, "mesh", "sharded")
+        _check_choice("topology", self.topology, "auto", "mesh", "sharded")
         _check_choice("role", self.role, "member", "worker", "owner", "observer")
-        if self.role in ("worker", "owner") and self.topology == "mesh":
+        if self.role in ("worker", "owner") and not self.may_shard:
             raise ValueError(
-                f'role="{self.role}" needs topology="sharded": in the mesh nobody adds up updates for the others'
+                f'role="{self.role}" needs topology="sharded" or "auto", and no exact: in the mesh nobody adds up '
+                "updates for the others"
             )
         _check_choice("reduction", self.reduction, "mean", "sum")
         _check_choice("mode", self.mode, "sync", "async")
@@ -98,6 +100,11 @@ class Options:
     def is_sync(self) -> bool:
         """Whether every step waits for all members' messages."""
         return self.mode == "sync"
+
+    @property
+    def may_shard(self) -> bool:
+        """Whether nodes may own parameters; exact sums need all messages on all nodes."""
+        return self.topology != "mesh" and not self.exact
 
     @property
     def kept_updates(self) -> int:

@@ -538,7 +538,7 @@ class Replica:
         return 0
 
     def waiting(self) -> list[bool]:
-        """Return for every other node whether a part of it has arrived (sharded exchange)."""
+        """Return for every other node whether a part of it has arrived; nothing where no node is an owner."""
         return []
 
     def put_back_departed(self, members: Container[Peer]) -> None:

@@ -37,12 +37,16 @@ from .parameters import (
 __all__ = ["Piece", "ShardedReplica"]
 
 _HEAD = struct.Struct("<HHHH")  # parts, index, number of entries, whether this is the last
+_MAGIC = b"GRDW"  # of a message. No head is the same: as an index, "DW" is larger than "GR" parts.
 # id and incarnation of a sender, first part taken, first part not taken
 _ENTRY = struct.Struct("<QQQQ")
 
-# A sum of sparse parts is denser than each of them; docs/exchange.md has the measurement.
+# A sum of sparse parts is denser than each of them; docs/scale.md has losses and bytes of both densities.
 OWNER_DENSITY = 3.0
 _DENSITY_MAX = 0.5
+
+# With topology="auto": from three nodes on owners move fewer bytes, but their second round trip costs time.
+SHARDED_FROM = 4
 
 
 class Piece(list[Message]):
@@ -51,11 +55,11 @@ class Piece(list[Message]):
     Attributes:
         sender: the node that encoded them.
         number: of the sender's step.
-        parts: number of parts of which this is one.
+        parts: number of parts of which this is one; 0: a whole update, for everybody, as in the mesh.
         at: number of the part; ``parts`` for the empty result of a node that owns nothing.
-        taken: of a result: by sender, the first part that the owner has taken and the first that it has not, where the
-            step does not say so. Parts before the first are lost.
-        is_last: of a result: whether its sender leaves.
+        taken: of what everybody gets: by sender, the first part that the owner has taken and the first that it has not,
+            where the step does not say so. Parts before the first are lost.
+        is_last: likewise, whether its sender leaves.
     """
 
     def __init__(
@@ -71,8 +75,10 @@ class Piece(list[Message]):
         """Size of the messages."""
         return sum(message.nbytes for message in self)
 
-    def pack(self) -> bytes:
-        """Return the piece as bytes."""
+    def pack(self) -> Message | bytes:
+        """Return the piece as it is sent; a whole update of which there is nothing to say as in the mesh."""
+        if not (self.parts or self.taken or self.is_last):
+            return self[0] if len(self) == 1 else b"".join(map(bytes, self))
         head = _HEAD.pack(self.parts, self.at, len(self.taken), self.is_last)
         entries = [_ENTRY.pack(one.id, one.incarnation, *at) for one, at in self.taken.items()]
         return b"".join([head, *entries, *map(bytes, self)])
@@ -80,6 +86,8 @@ class Piece(list[Message]):
     @staticmethod
     def parse(sender: Peer, number: int, payload: memoryview) -> Piece:
         """Return the piece in a payload; raise `MessageError` if the bytes are none."""
+        if payload[: len(_MAGIC)] == _MAGIC:
+            return Piece(parse_many(payload), sender, number, 0, 0)
         try:
             parts, index, count, is_last = _HEAD.unpack_from(payload)
             start = _HEAD.size + count * _ENTRY.size
@@ -96,10 +104,11 @@ class Piece(list[Message]):
 
 @dataclass
 class ShardedUpdate(OwnUpdate):
-    """This node's parts of one step, and its result as an owner.
+    """This node's parts of one step, and its result as an owner; or its whole update.
 
     Attributes:
         parts: by owner.
+        whole: what goes to everybody where no node is an owner.
         owner: what this node owns at this step.
         took: the parts that the result contains; None: not yet taken.
         numbers: see ``Piece.taken``.
@@ -109,6 +118,7 @@ class ShardedUpdate(OwnUpdate):
     """
 
     parts: dict[Peer, Piece] = field(default_factory=dict)
+    whole: Piece | None = None
     owner: Owner | None = None
     took: list[Piece] | None = None
     numbers: dict[Peer, tuple[int, int]] = field(default_factory=dict)
@@ -117,9 +127,14 @@ class ShardedUpdate(OwnUpdate):
     is_last: bool = False
 
     @property
+    def pieces(self) -> Iterable[Piece]:
+        """What this node's update was encoded into."""
+        return self.parts.values() if self.whole is None else [self.whole]
+
+    @property
     def encoded(self) -> Sequence[Message]:
         """The messages that this node's update was encoded into."""
-        return [message for piece in self.parts.values() for message in piece]
+        return [message for piece in self.pieces for message in piece]
 
     @property
     def nbytes(self) -> int:
@@ -201,6 +216,10 @@ class Owner:
         return Piece(messages, self.me, 0, self.parts, self.at)
 
 
+def _described(sizes: Iterable[tuple[int, int]]) -> str:
+    return ", ".join(f"{numel} elements in group {key}" for key, numel in sizes) or "nothing"
+
+
 def _owner_encoder(like: Encoder, numel: int, step: int) -> Encoder:
     """Return an encoder for an owner's share of a group: as the nodes', but for a higher density."""
     policy = like.policy
@@ -234,14 +253,14 @@ class Shares:
     def of(self, parts: int, at: int) -> list[tuple[int, Part]]:
         """Return the index of every group of which a part has elements, and those elements."""
         if (parts, at) not in self._found:
-            wholes = self.partitions(parts) if at < parts else []
+            wholes = self.partitions(parts or 1) if at < (parts or 1) else []
             found = [(index, whole[at]) for index, whole in enumerate(wholes)]
             self._found[parts, at] = [one for one in found if one[1].numel]
         return self._found[parts, at]
 
 
 class ShardedReplica(Replica):
-    """A replica whose updates go to their owners in parts.
+    """A replica whose updates go to their owners in parts, or whole to everybody while few nodes take part.
 
     Every number is a step of its sender. A part is kept until a result says that its owner has taken it, and is put
     back into the residual when it turns out that the owner never will.
@@ -258,6 +277,7 @@ class ShardedReplica(Replica):
         *,
         codec: Codec,
         is_sync: bool,
+        is_auto: bool,
         owners_max: int,
         **options: Any,
     ) -> None:
@@ -265,6 +285,7 @@ class ShardedReplica(Replica):
         self._shares = Shares(groups)
         self.roles: dict[Peer, str] = {}
         self._codec, self._is_sync, self._owners_max = codec, is_sync, owners_max
+        self._is_auto, self._is_mesh = is_auto, False
         self._owners: tuple[Peer, ...] = ()
         self._left: set[Peer] = set()  # have published their last result
         self._owner: Owner | None = None
@@ -278,7 +299,7 @@ class ShardedReplica(Replica):
     # ---- who owns what -----------------------------------------------------------------------------------------------
 
     def deal(self, contributors: Iterable[Peer], step: int) -> None:
-        """Deal the parameters to the nodes that take part from ``step`` on: the same owners on all nodes."""
+        """Deal the parameters to the nodes that take part from ``step`` on: the same owners, or none, on all nodes."""
         present = set(contributors)
         self._left &= present
         senders = tuple(sorted(present - self._left))
@@ -291,7 +312,9 @@ class ShardedReplica(Replica):
             self._count_orphaned(set(self._owners) - present - self._left)
         self.senders = senders
         owners = [peer for peer in senders if self.roles.get(peer) not in ("worker", "observer")]
-        self._owners = tuple(owners[: self._owners_max])
+        has_roles = any(self.roles.get(peer, "member") != "member" for peer in senders)
+        self._is_mesh = self._is_auto and len(senders) < SHARDED_FROM and not has_roles
+        self._owners = () if self._is_mesh else tuple(owners[: self._owners_max])
         parts = len(self._owners)
         index = self._owners.index(self.me) if self.me in self._owners else parts
         if self._owner is not None and (self._owner.parts, self._owner.at) == (parts, index):
@@ -351,7 +374,11 @@ class ShardedReplica(Replica):
     def encode(
         self, update: Any, codec: Codec | None, refresh: Callable[[int], None] | None = None
     ) -> OwnUpdate:
-        """Encode this node's update of the next step in parts; raise `GradwireError` where no node owns parameters."""
+        """Encode this node's update of the next step; raise `GradwireError` where it has no owner."""
+        if self._is_mesh:
+            whole = self.groups.encode(update, codec, refresh) if codec else self.groups.flush()
+            piece = Piece(whole, self.me, self.step, 0, 0)
+            return ShardedUpdate(self.step, [], whole=piece, is_last=codec is None)
         parts = len(self._owners)
         if not parts:
             raise GradwireError(
@@ -379,11 +406,14 @@ class ShardedReplica(Replica):
 
     def take_back(self, own: Any) -> None:
         """Return to the residual what the transport has refused because of its size."""
-        if own.unsent:
+        if own.unsent or own.whole is not None:
             self.put_back(own)
+            self._undo_passed_on(own)
             self.pending = None
             for peer in own.parts:
                 self._kept[peer].pop(own.step)
+            for piece in own.passed_on:
+                self._arrived[piece.sender][piece.number] = piece
             self._arrived.get(self.me, {}).pop(own.step, None)
         elif own.owner is not None and own.owner.groups is not None:
             own.owner.groups.put_back(own.messages)
@@ -391,18 +421,26 @@ class ShardedReplica(Replica):
 
     def put_back(self, own: Any, factor: float = 1.0) -> None:
         """Add the parts of one of this node's updates, times a factor, to the residuals."""
-        for piece in own.parts.values():
+        for piece in own.pieces:
             self._add_piece(piece, [one.residual for one in self.groups.encoders], factor)
+
+    def _undo_passed_on(self, own: ShardedUpdate) -> None:
+        """Forget parts of an earlier dealing, which their senders put back."""
+        for piece in own.passed_on:
+            self._add_to_residual(piece, -1.0)
 
     def put_back_into(self, residuals: Sequence[Any]) -> None:
         """Add everything that may not be applied yet to copies of the residuals."""
         for part in self._sent_parts() if self._is_sync else ():
             if part.is_open:
                 self._add_piece(part.piece, residuals, 1.0)
+        own: Any = self.pending
+        if own is not None and own.whole is not None:
+            self._add_piece(own.whole, residuals, 1.0)
 
     def own_to_params(self, own: Any, params: Arrays, factor: float) -> None:
         """Add the parts of one of this node's updates, times a factor, to parameters."""
-        for piece in own.parts.values():
+        for piece in own.pieces:
             self._add_to_params(piece, params, factor)
 
     # ---- this node's result ------------------------------------------------------------------------------------------
@@ -419,13 +457,14 @@ class ShardedReplica(Replica):
         expected = [(encoders[index].key, part.numel) for index, part in shares]
         found = [(message.key, message.numel) for message in piece]
         if found != expected:
+            what = f"part {piece.at} of {piece.parts}" if piece.parts else "the update"
             raise MessageError(
-                f"part {piece.at} of {piece.parts} has (group, elements) {found}, this node's has {expected}"
+                f"{what} has {_described(found)}, this node's has {_described(expected)}"
             )
         return piece
 
     def prepare(self, own: Any, lost: Container[Peer]) -> frozenset[Peer]:
-        """Encode this node's result; return the nodes whose parts are missing for that."""
+        """Encode what everybody gets from this node; return the nodes whose parts are missing for that."""
         if own.payload:
             return frozenset()
         owner = own.owner
@@ -440,10 +479,12 @@ class ShardedReplica(Replica):
             if owner.encoders and missing:
                 return frozenset(missing)
             self._take(own, owner, lost)
-        messages = [] if owner is None else owner.encode(None if own.is_last else self._codec)
-        parts = len(self._owners)
-        index = parts if owner is None else owner.at
-        result = Piece(messages, self.me, own.step, parts, index)
+        result = own.whole
+        if result is None:
+            messages = [] if owner is None else owner.encode(None if own.is_last else self._codec)
+            parts = len(self._owners)
+            index = parts if owner is None else owner.at
+            result = Piece(messages, self.me, own.step, parts, index)
         result.taken, result.is_last = own.numbers, own.is_last
         own.messages, own.payload = result, result.pack()
         return frozenset()
@@ -475,12 +516,15 @@ class ShardedReplica(Replica):
         for peer, found in sorted(self._arrived.items()):
             first = stop = min(found, default=0)
             while stop in found:  # one run at a time: what is missing before the next is lost
-                piece = found.pop(stop)
-                stop += 1
+                piece = found[stop]
                 if owner is not None and (piece.parts, piece.at) == (owner.parts, owner.at):
                     own.took.append(piece)
+                elif own.is_last:  # nothing is passed on: its sender puts the part back
+                    break
                 else:
                     own.passed_on.append(piece)
+                del found[stop]
+                stop += 1
             if stop > first:
                 own.numbers[peer] = first, stop
         own.scale = 1.0 / self._count_updates(self.senders)
@@ -490,8 +534,9 @@ class ShardedReplica(Replica):
             self._add_to_residual(piece)
 
     def waiting(self) -> list[bool]:
-        """Return for every other node whether a part of it has arrived."""
-        return [bool(self._arrived.get(peer)) for peer in self.senders if peer != self.me]
+        """Return for every other node whether a part of it has arrived; nothing where no node is an owner."""
+        others = [] if self._is_mesh else [peer for peer in self.senders if peer != self.me]
+        return [bool(self._arrived.get(peer)) for peer in others]
 
     def put_back_departed(self, members: Container[Peer]) -> None:
         """Put back the parts for owners that are gone and of whom no result is still to come."""
@@ -507,26 +552,16 @@ class ShardedReplica(Replica):
         payloads: Payloads,
         params: Any,
         *,
-        nodes: int,  # noqa: ARG002
+        nodes: int,
         own: OwnUpdate | None = None,
         has_moved: bool = False,
     ) -> bool:
-        """Add owners' results to the shared parameters, and settle what they say of this node's parts."""
+        """Add what everybody got to the shared parameters, and settle what it says of this node's parts."""
         results = [one for one in payloads if isinstance(one, Piece)]
-        if not self.shared:
-            self._add_results(results, [params])
-        elif self._applies_residual:
-            targets = writable_views(params)
-            self._add_results(results, [self.shared, targets])
-            if own is not None:
-                self.own_to_params(own, targets, -1.0)
+        if results and not any(result.parts for result in results):
+            super().apply(results, params, nodes=nodes, own=own, has_moved=has_moved)
         else:
-            targets = writable_views(params)
-            local = difference(targets, self.shared) if has_moved else []
-            self._add_results(results, [self.shared])
-            put(targets, self.shared)
-            if has_moved:
-                add(targets, local)
+            self._apply_results(results, params, nodes, own, has_moved=has_moved)
         for result in results:
             self._settle(result)
         if self._is_sync:
@@ -534,18 +569,43 @@ class ShardedReplica(Replica):
         self._add_late(params)
         return False
 
-    def _add_results(self, results: Sequence[Piece], targets: Sequence[Any]) -> None:
-        total = self.total
+    def _apply_results(
+        self,
+        results: Sequence[Piece],
+        params: Any,
+        nodes: int,
+        own: OwnUpdate | None,
+        *,
+        has_moved: bool,
+    ) -> None:
+        """Add owners' results to the shared parameters, among whole updates of nodes that have dealt otherwise."""
+        if not self.shared:
+            self._add_results(results, [params], nodes)
+        elif self._applies_residual:
+            targets = writable_views(params)
+            self._add_results(results, [self.shared, targets], nodes)
+            if own is not None:
+                self.own_to_params(own, targets, -1.0)
+        else:
+            targets = writable_views(params)
+            local = difference(targets, self.shared) if has_moved else []
+            self._add_results(results, [self.shared], nodes)
+            put(targets, self.shared)
+            if has_moved:
+                add(targets, local)
+
+    def _add_results(self, results: Sequence[Piece], targets: Sequence[Any], nodes: int) -> None:
+        total, of_whole = self.total, 1.0 / nodes if self._is_mean else 1.0
         if isinstance(total, MomentumSum):
             added = [np.zeros_like(one) for one in writable_views(targets[0])]
             for result in results:
-                self._add_to_params(result, added, 1.0)
+                self._add_to_params(result, added, 1.0 if result.parts else of_whole)
             total.accelerate(added)
             for target in targets:
                 add(writable_views(target), added)
             return
         for target, result in itertools.product(targets, results):
-            self._add_to_params(result, target, 1.0)
+            self._add_to_params(result, target, 1.0 if result.parts else of_whole)
 
     def _settle(self, result: Piece) -> None:
         """Note which of this node's parts a result contains; put back those that its owner never will take."""
@@ -556,6 +616,8 @@ class ShardedReplica(Replica):
             self.taken[result.sender] = {**news, **known} if self._is_sync else {**known, **news}
         if result.is_last:
             self._left.add(result.sender)
+        if self._is_sync and not result.parts:
+            return  # see _settle_silent
         by_default = (0, result.number + 1 if self._is_sync else 0)
         first, stop = result.taken.get(self.me, by_default)
         for number, part in self._kept.get(result.sender, {}).items():
@@ -565,18 +627,20 @@ class ShardedReplica(Replica):
                 self._put_part_back(part)
 
     def _settle_silent(self, results: Sequence[Piece]) -> None:
-        """Put back the parts for owners of whom nobody applies a result of this step."""
-        heard = {result.sender for result in results}
+        """Put back the parts for owners of whom nobody applies a result of this step, and note that they took none."""
+        heard = {result.sender for result in results if result.parts}
         for owner, sent in self._kept.items():
             for number, part in sent.items() if owner not in heard else ():
                 if part.is_open and number <= self.step:
                     self._put_part_back(part)
-        silent = set(self._owners) - heard
-        self._count_orphaned(silent)
-        for owner in silent:
+        self._count_orphaned(set(self._owners) - heard)
+        whole = {result.sender for result in results if not result.parts}
+        for owner in set(self._owners or self.senders) - heard:
             numbers = self.taken.setdefault(owner, {})
+            # A node that is lost may have sent parts to one that has sent its update whole.
             for sender in self.senders:
-                numbers.setdefault(sender, self.step)
+                if owner not in whole or sender not in whole:
+                    numbers.setdefault(sender, self.step)
 
     def _count_orphaned(self, gone: Container[Peer]) -> None:
         for at, owner in enumerate(self._owners):
@@ -610,8 +674,9 @@ class ShardedReplica(Replica):
         unfinished: list[Any] = self.take_unfinished()
         for own in unfinished:
             if final is None or own.step >= final:
-                for piece in own.passed_on:
-                    self._add_to_residual(piece, -1.0)
+                self._undo_passed_on(own)
+                if own.whole is not None:
+                    self.put_back(own)
                 if own.owner is not None:
                     own.owner.undo(own)
                     owners.append(own.owner)
@@ -643,10 +708,11 @@ class ShardedReplica(Replica):
 
     # ---- arrays ------------------------------------------------------------------------------------------------------
 
-    def _messages(self, piece: Piece) -> Iterator[tuple[int, Message, Part]]:
-        """Yield group, message and part of every message of a piece."""
+    def _messages(self, piece: Piece) -> Iterator[tuple[int, Message, Part | None]]:
+        """Yield group, message and part of every message of a piece; None: the whole group."""
         shares = self._shares.of(piece.parts, piece.at)
-        yield from ((at, message, part) for message, (at, part) in zip(piece, shares, strict=True))
+        for message, (at, part) in zip(piece, shares, strict=True):
+            yield at, message, part if piece.parts else None
 
     def _add_piece(self, piece: Piece, residuals: Sequence[Any], factor: float) -> None:
         for index, message, part in self._messages(piece):

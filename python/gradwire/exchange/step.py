@@ -207,7 +207,7 @@ class Step:
         deadline_s = clock.now_s() + timeout_s
         may_drop = self._options.on_straggler == "drop"
         self._last_missing = frozenset()
-        is_patient = self._options.topology == "sharded"
+        is_patient = bool(self._replica.waiting())
         poll_s = 0.0
         while True:
             needed = self._publish(own)

@@ -319,7 +319,9 @@ class Averaging:
         if self._exchange is None:
             encoder = Encoder(flat.size, threshold=1.0)
             peers = self._workers - 1
-            self._exchange = Exchange(encoder, self._node, min_peers=peers, codec="dense")
+            self._exchange = Exchange(
+                encoder, self._node, min_peers=peers, codec="dense", topology="mesh"
+            )
         mean = np.zeros_like(flat)
         result = self._exchange.step(flat, mean)
         if len(self._exchange.members) < self._workers - 1:

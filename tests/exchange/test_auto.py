@@ -1,0 +1,157 @@
+"""The automatic topology: the mesh below four nodes, owners from four on, and nothing is lost when it changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+
+from ..seeds import seeds
+from .cluster import cluster
+from .test_sharded import (
+    ASYNC,
+    MODES,
+    Trainer,
+    assert_identical,
+    assert_nothing_lost,
+    histories,
+    kill,
+)
+
+
+def kinds(one: Trainer) -> list[bool]:
+    """Return for every step whether this node has sent its update whole, as in the mesh."""
+    parsed = [
+        one.replica.parse(one.node.peer, step, memoryview(payload))
+        for step, payload in sorted(one.node.updates.items())
+    ]
+    return [not piece.parts for piece in parsed]
+
+
+def crossings(seed: int, how: dict[str, Any], *, deaths: int, initial: int = 3) -> list[Trainer]:
+    """Let nodes come, leave and die around the number from which the exchange is sharded."""
+    with cluster(seed) as world:
+        options = {"topology": "auto", **how}
+        trainers = [
+            Trainer(world, 10 * (1 + at), 30, min_peers=initial - 1, **options)
+            for at in range(initial)
+        ]
+        for one in trainers:
+            one.cohort = trainers if "mode" in how else []
+        trainers[world.random.randrange(initial)].leaves_after = world.random.randrange(8, 20, 2)
+
+        def join(node_id: int) -> None:
+            late = Trainer(world, node_id, 30, min_peers=1, **options)
+            late.cohort = trainers if "mode" in how else []
+            trainers.append(late)
+
+        for node_id in (5, 25):
+            world.plan(world.random.randint(60, 300), lambda n=node_id: join(n))
+        turn = world.random.randint(150, 600)
+        for _ in range(deaths):
+            chosen = world.random.randrange(initial)
+            when = turn + world.random.randint(0, 60)
+            world.plan(when, lambda at=chosen: kill(trainers[at]))
+        world.run()
+    assert_identical(trainers)
+    if "outer_momentum" not in how and not (deaths and "every" in how):
+        assert_nothing_lost(trainers)
+    return trainers
+
+
+@histories
+@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+def test_nodes_come_and_leave_across_the_threshold(seed: int, how: Any) -> None:
+    trainers = crossings(seed, how, deaths=0)
+    assert all(one.share.stats.orphaned == 0 for one in trainers)
+    assert {True, False} <= {kind for one in trainers for kind in kinds(one)}
+
+
+@histories
+@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+def test_nodes_die_across_the_threshold(seed: int, how: Any) -> None:
+    crossings(seed, how, deaths=2, initial=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", seeds(40))
+@pytest.mark.parametrize("initial", [3, 4])
+@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+def test_many_crossings(seed: int, how: Any, initial: int) -> None:
+    crossings(5000 + seed, how, deaths=1 + seed % 2, initial=initial)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed in seeds(30)]
+)
+@pytest.mark.parametrize("how", ASYNC.values(), ids=ASYNC.keys())
+@pytest.mark.parametrize("deaths", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_asynchronous_nodes_cross_the_threshold(seed: int, how: Any, deaths: int) -> None:
+    crossings(seed, how, deaths=deaths)
+
+
+@histories
+@pytest.mark.parametrize(
+    "how",
+    [*MODES.values(), {"codec": "dense"}, {"codec": "bfloat16"}, {"reduction": "mean"}],
+    ids=str,
+)
+def test_three_nodes_get_the_mesh_s_bits(seed: int, how: Any) -> None:
+    found = []
+    for topology in ("mesh", "auto"):
+        with cluster(seed) as world:
+            trainers = [
+                Trainer(world, 10 * (1 + at), 12, min_peers=2, topology=topology, **how)
+                for at in range(3)
+            ]
+            world.run()
+        assert_identical(trainers)
+        states = [
+            [one["residual"].tobytes() for one in each.saved["encoders"]] for each in trainers
+        ]
+        sent = [each.node.updates for each in trainers]
+        found.append((trainers[0].shared.tobytes(), states, sent))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("topology", ["auto", "sharded"])
+@pytest.mark.parametrize("codec", ["dense", "bfloat16"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_whole_updates_lose_nothing(topology: str, codec: str, mode: str) -> None:
+    with cluster(3) as world:
+        trainers = [
+            Trainer(
+                world, 10 * (1 + at), 12, min_peers=3, topology=topology, codec=codec, mode=mode
+            )
+            for at in range(4)
+        ]
+        for one in trainers:
+            one.cohort = trainers if mode == "async" else []
+        world.run()
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
+    assert not any(kinds(trainers[0]))
+
+
+def test_a_dedicated_role_makes_few_nodes_shard() -> None:
+    with cluster(0) as world:
+        trainers = [
+            Trainer(world, 10 * (1 + at), 8, min_peers=2, topology="auto", role=role)
+            for at, role in enumerate(("member", "worker", "worker"))
+        ]
+        world.run()
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
+    assert not any(kinds(trainers[0]))
+    assert trainers[1].replica.owner_state() is None
+
+
+def test_exact_sums_are_the_mesh_s() -> None:
+    with cluster(0) as world:
+        share = gw.Exchange(gw.Encoder(8, 1.0), world.node(1), min_peers=0, exact=True)
+        assert share.step(np.ones(8, np.float32), np.zeros(8, np.float32)).is_exact
+        with pytest.raises(ValueError, match="needs topology"):
+            gw.Exchange(gw.Encoder(8, 1.0), world.node(2), exact=True, role="worker")
