@@ -380,7 +380,9 @@ def test_parameters_of_other_shapes_or_dtypes_are_refused_before_they_are_overwr
 ) -> None:
     def intrude(node: FakeNode) -> None:
         params[0][...] = 7.0
-        share = gw.Exchange(gw.Encoder(NUMEL, THRESHOLD), node, reduction="sum", min_peers=1)
+        share = gw.Exchange(
+            gw.Encoder(NUMEL, THRESHOLD), node, reduction="sum", topology="mesh", min_peers=1
+        )
         with pytest.raises(gw.Mismatch, match=complaint):
             share.join(params, state)
         assert (params[0] == 7.0).all()

@@ -308,12 +308,10 @@ class Join:
         self._departure.remove_departed()
         if admitted:
             self._router.announce(membership.phase)
+        if membership.run in admitted and membership.reported:
+            self._departure.report()  # the members wait for a report of this node too, from now on
         # A newcomer that begins again after it was named sends no update for its first step.
-        again = [
-            peer
-            for run, peer in known.items()
-            if run in admitted and membership.fitting(Phase.JOINING).get(peer)
-        ]
+        again = [one for one in membership.fitting(Phase.JOINING) if run_of(one) in admitted]
         if again and membership.phase is Phase.IN:
             self._departure.suspect(again, "joins again")
 

@@ -401,7 +401,7 @@ class ShardedReplica(Replica):
         # The largest first: if the transport refuses it, no other was sent.
         for peer, piece in sorted(own.parts.items(), key=lambda one: -one[1].nbytes):
             if peer != self.me:
-                own.unsent.append((peer, piece.pack()))
+                own.unsent.append((peer, bytes(piece.pack())))
         return own
 
     def take_back(self, own: Any) -> None:
