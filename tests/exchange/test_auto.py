@@ -66,7 +66,6 @@ def crossings(seed: int, how: dict[str, Any], *, deaths: int, initial: int = 3) 
 @pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
 def test_nodes_come_and_leave_across_the_threshold(seed: int, how: Any) -> None:
     trainers = crossings(seed, how, deaths=0)
-    assert all(one.share.stats.orphaned == 0 for one in trainers)
     assert {True, False} <= {kind for one in trainers for kind in kinds(one)}
 
 
