@@ -181,16 +181,7 @@ class Exchange:
         }
         self._replica = replica = Replica(groups, total, node.peer, **common)
         if options.may_shard:
-            self._replica = replica = ShardedReplica(
-                groups,
-                total,
-                node.peer,
-                codec=codec,
-                is_sync=options.is_sync,
-                is_auto=topology == "auto",
-                owners_max=owners_max,
-                **common,
-            )
+            self._replica = replica = ShardedReplica(groups, total, node.peer, options, **common)
         self._membership = membership = Membership(
             node.peer,
             {

@@ -24,6 +24,7 @@ __all__ = [
     "OwnUpdate",
     "PlainSum",
     "Replica",
+    "SecondTarget",
     "add",
     "add_owner_state",
     "copies",
@@ -683,20 +684,24 @@ class Replica:
         """
         divisor = nodes if self._is_mean else 1
         if not self.shared:
-            return self.total.add_payloads(payloads, params, divisor)
+            return self._add_payloads(payloads, params, divisor)
         targets = writable_views(params)
         if self._applies_residual:
             messages = None if own is None else own.messages
             index = next((at for at, one in enumerate(payloads) if one is messages), None)
-            return self.total.add_payloads(
-                payloads, self.shared, divisor, SecondTarget(targets, index)
-            )
+            second = SecondTarget(targets, index)
+            return self._add_payloads(payloads, self.shared, divisor, second)
         local = difference(targets, self.shared) if has_moved else []
-        is_exact = self.total.add_payloads(payloads, self.shared, divisor)
+        is_exact = self._add_payloads(payloads, self.shared, divisor)
         put(targets, self.shared)
         if has_moved:
             add(targets, local)
         return is_exact
+
+    def _add_payloads(
+        self, payloads: Payloads, params: Any, divisor: int, second: SecondTarget | None = None
+    ) -> bool:
+        return self.total.add_payloads(payloads, params, divisor, second)
 
     def export_state(self, params: Any) -> tuple[Arrays, dict[str, Any] | None]:
         """Return the arrays that make up the shared parameters and their momentum, and what else an exact sum needs.

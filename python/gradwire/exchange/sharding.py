@@ -20,6 +20,7 @@ from ..message import Message, apply, apply_many, dense_message, parse_many
 from ..partition import Part, Partition
 from ..transport import Peer
 from .groups import Codec, Group, Groups
+from .options import Options
 from .parameters import (
     Arrays,
     MomentumSum,
@@ -27,10 +28,9 @@ from .parameters import (
     Payloads,
     PlainSum,
     Replica,
+    SecondTarget,
     Taken,
     add,
-    difference,
-    put,
     writable_views,
 )
 
@@ -107,8 +107,8 @@ class ShardedUpdate(OwnUpdate):
     """This node's parts of one step, and its result as an owner; or its whole update.
 
     Attributes:
-        parts: by owner.
-        whole: what goes to everybody where no node is an owner.
+        parts: by owner; where there is none, the whole update by this node.
+        is_whole: whether there is none.
         owner: what this node owns at this step.
         took: the parts that the result contains; None: not yet taken.
         numbers: see ``Piece.taken``.
@@ -118,7 +118,7 @@ class ShardedUpdate(OwnUpdate):
     """
 
     parts: dict[Peer, Piece] = field(default_factory=dict)
-    whole: Piece | None = None
+    is_whole: bool = False
     owner: Owner | None = None
     took: list[Piece] | None = None
     numbers: dict[Peer, tuple[int, int]] = field(default_factory=dict)
@@ -127,20 +127,14 @@ class ShardedUpdate(OwnUpdate):
     is_last: bool = False
 
     @property
-    def pieces(self) -> Iterable[Piece]:
-        """What this node's update was encoded into."""
-        return self.parts.values() if self.whole is None else [self.whole]
-
-    @property
     def encoded(self) -> Sequence[Message]:
         """The messages that this node's update was encoded into."""
-        return [message for piece in self.pieces for message in piece]
+        return [message for piece in self.parts.values() for message in piece]
 
     @property
     def nbytes(self) -> int:
         """Size of the parts for other owners and of the result."""
-        kept = () if self.owner is None else (self.owner.me,)
-        sent = sum(piece.nbytes for owner, piece in self.parts.items() if owner not in kept)
+        sent = sum(piece.nbytes for owner, piece in self.parts.items() if owner != piece.sender)
         return sent + sum(message.nbytes for message in self.messages)
 
     @property
@@ -270,22 +264,14 @@ class ShardedReplica(Replica):
     """
 
     def __init__(
-        self,
-        groups: Groups,
-        total: PlainSum,
-        me: Peer,
-        *,
-        codec: Codec,
-        is_sync: bool,
-        is_auto: bool,
-        owners_max: int,
-        **options: Any,
+        self, groups: Groups, total: PlainSum, me: Peer, options: Options, **common: Any
     ) -> None:
-        super().__init__(groups, total, me, **options)
+        super().__init__(groups, total, me, **common)
         self._shares = Shares(groups)
         self.roles: dict[Peer, str] = {}
-        self._codec, self._is_sync, self._owners_max = codec, is_sync, owners_max
-        self._is_auto, self._is_mesh = is_auto, False
+        self._codec, self._is_sync = options.codec, options.is_sync
+        self._is_auto, self._owners_max = options.topology == "auto", options.owners_max
+        self._is_mesh = False
         self._owners: tuple[Peer, ...] = ()
         self._left: set[Peer] = set()  # have published their last result
         self._owner: Owner | None = None
@@ -378,22 +364,23 @@ class ShardedReplica(Replica):
         if self._is_mesh:
             whole = self.groups.encode(update, codec, refresh) if codec else self.groups.flush()
             piece = Piece(whole, self.me, self.step, 0, 0)
-            return ShardedUpdate(self.step, [], whole=piece, is_last=codec is None)
-        parts = len(self._owners)
-        if not parts:
+            parts = {self.me: piece}
+            return ShardedUpdate(self.step, [], parts=parts, is_whole=True, is_last=not codec)
+        count = len(self._owners)
+        if not count:
             raise GradwireError(
                 f"step {self.step} has no owner left, and updates stay in the residual: start one (role)"
             )
-        partitions = self._shares.partitions(parts)
+        partitions = self._shares.partitions(count)
         if codec is None:
             found = self.groups.flush(partitions)
         else:
             found = self.groups.encode(update, codec, refresh, partitions)
         own = ShardedUpdate(self.step, [], owner=self._owner, is_last=codec is None)
         for index, peer in enumerate(self._owners):
-            messages = [found[group][index] for group, _ in self._shares.of(parts, index)]
+            messages = [found[group][index] for group, _ in self._shares.of(count, index)]
             if messages:
-                piece = Piece(messages, self.me, self.step, parts, index)
+                piece = Piece(messages, self.me, self.step, count, index)
                 own.parts[peer] = piece
                 self._kept.setdefault(peer, {})[self.step] = SentPart(piece)
         if self.me in own.parts:
@@ -406,13 +393,13 @@ class ShardedReplica(Replica):
 
     def take_back(self, own: Any) -> None:
         """Return to the residual what the transport has refused because of its size."""
-        if own.unsent or own.whole is not None:
+        if own.unsent or own.is_whole:
             self.put_back(own)
-            self._undo_passed_on(own)
             self.pending = None
             for peer in own.parts:
-                self._kept[peer].pop(own.step)
+                self._kept.get(peer, {}).pop(own.step, None)
             for piece in own.passed_on:
+                self._add_to_residual(piece, -1.0)
                 self._arrived[piece.sender][piece.number] = piece
             self._arrived.get(self.me, {}).pop(own.step, None)
         elif own.owner is not None and own.owner.groups is not None:
@@ -421,13 +408,8 @@ class ShardedReplica(Replica):
 
     def put_back(self, own: Any, factor: float = 1.0) -> None:
         """Add the parts of one of this node's updates, times a factor, to the residuals."""
-        for piece in own.pieces:
+        for piece in own.parts.values():
             self._add_piece(piece, [one.residual for one in self.groups.encoders], factor)
-
-    def _undo_passed_on(self, own: ShardedUpdate) -> None:
-        """Forget parts of an earlier dealing, which their senders put back."""
-        for piece in own.passed_on:
-            self._add_to_residual(piece, -1.0)
 
     def put_back_into(self, residuals: Sequence[Any]) -> None:
         """Add everything that may not be applied yet to copies of the residuals."""
@@ -435,12 +417,12 @@ class ShardedReplica(Replica):
             if part.is_open:
                 self._add_piece(part.piece, residuals, 1.0)
         own: Any = self.pending
-        if own is not None and own.whole is not None:
-            self._add_piece(own.whole, residuals, 1.0)
+        if own is not None and own.is_whole:
+            self._add_piece(own.parts[self.me], residuals, 1.0)
 
     def own_to_params(self, own: Any, params: Arrays, factor: float) -> None:
         """Add the parts of one of this node's updates, times a factor, to parameters."""
-        for piece in own.pieces:
+        for piece in own.parts.values():
             self._add_to_params(piece, params, factor)
 
     # ---- this node's result ------------------------------------------------------------------------------------------
@@ -457,10 +439,7 @@ class ShardedReplica(Replica):
         expected = [(encoders[index].key, part.numel) for index, part in shares]
         found = [(message.key, message.numel) for message in piece]
         if found != expected:
-            what = f"part {piece.at} of {piece.parts}" if piece.parts else "the update"
-            raise MessageError(
-                f"{what} has {_described(found)}, this node's has {_described(expected)}"
-            )
+            raise MessageError(f"{_described(found)}, but {_described(expected)} on this node")
         return piece
 
     def prepare(self, own: Any, lost: Container[Peer]) -> frozenset[Peer]:
@@ -479,12 +458,12 @@ class ShardedReplica(Replica):
             if owner.encoders and missing:
                 return frozenset(missing)
             self._take(own, owner, lost)
-        result = own.whole
-        if result is None:
-            messages = [] if owner is None else owner.encode(None if own.is_last else self._codec)
-            parts = len(self._owners)
-            index = parts if owner is None else owner.at
-            result = Piece(messages, self.me, own.step, parts, index)
+        messages = [] if owner is None else owner.encode(None if own.is_last else self._codec)
+        parts = len(self._owners)
+        index = parts if owner is None else owner.at
+        result = Piece(messages, self.me, own.step, parts, index)
+        if own.is_whole:
+            result = own.parts[self.me]
         result.taken, result.is_last = own.numbers, own.is_last
         own.messages, own.payload = result, result.pack()
         return frozenset()
@@ -557,11 +536,8 @@ class ShardedReplica(Replica):
         has_moved: bool = False,
     ) -> bool:
         """Add what everybody got to the shared parameters, and settle what it says of this node's parts."""
+        super().apply(payloads, params, nodes=nodes, own=own, has_moved=has_moved)
         results = [one for one in payloads if isinstance(one, Piece)]
-        if results and not any(result.parts for result in results):
-            super().apply(results, params, nodes=nodes, own=own, has_moved=has_moved)
-        else:
-            self._apply_results(results, params, nodes, own, has_moved=has_moved)
         for result in results:
             self._settle(result)
         if self._is_sync:
@@ -569,43 +545,25 @@ class ShardedReplica(Replica):
         self._add_late(params)
         return False
 
-    def _apply_results(
-        self,
-        results: Sequence[Piece],
-        params: Any,
-        nodes: int,
-        own: OwnUpdate | None,
-        *,
-        has_moved: bool,
-    ) -> None:
-        """Add owners' results to the shared parameters, among whole updates of nodes that have dealt otherwise."""
-        if not self.shared:
-            self._add_results(results, [params], nodes)
-        elif self._applies_residual:
-            targets = writable_views(params)
-            self._add_results(results, [self.shared, targets], nodes)
-            if own is not None:
-                self.own_to_params(own, targets, -1.0)
-        else:
-            targets = writable_views(params)
-            local = difference(targets, self.shared) if has_moved else []
-            self._add_results(results, [self.shared], nodes)
-            put(targets, self.shared)
-            if has_moved:
-                add(targets, local)
-
-    def _add_results(self, results: Sequence[Piece], targets: Sequence[Any], nodes: int) -> None:
-        total, of_whole = self.total, 1.0 / nodes if self._is_mean else 1.0
+    def _add_payloads(
+        self, payloads: Payloads, params: Any, divisor: int, second: SecondTarget | None = None
+    ) -> bool:
+        pieces, total = [one for one in payloads if isinstance(one, Piece)], self.total
+        if pieces and not any(piece.parts for piece in pieces):
+            return super()._add_payloads(payloads, params, divisor, second)
+        # Among the owners' results may be whole updates of nodes that have dealt otherwise.
+        added = targets = [params] if second is None else [params, second.params]
         if isinstance(total, MomentumSum):
-            added = [np.zeros_like(one) for one in writable_views(targets[0])]
-            for result in results:
-                self._add_to_params(result, added, 1.0 if result.parts else of_whole)
-            total.accelerate(added)
+            added = [[np.zeros_like(one) for one in writable_views(params)]]
+        for target, piece in itertools.product(added, pieces):
+            self._add_to_params(piece, target, 1.0 if piece.parts else 1.0 / divisor)
+        if isinstance(total, MomentumSum):
+            total.accelerate(added[0])
             for target in targets:
-                add(writable_views(target), added)
-            return
-        for target, result in itertools.product(targets, results):
-            self._add_to_params(result, target, 1.0 if result.parts else of_whole)
+                add(writable_views(target), added[0])
+        if second is not None and second.own is not None and self.pending is not None:
+            self.own_to_params(self.pending, second.params, -1.0)
+        return False
 
     def _settle(self, result: Piece) -> None:
         """Note which of this node's parts a result contains; put back those that its owner never will take."""
@@ -674,8 +632,9 @@ class ShardedReplica(Replica):
         unfinished: list[Any] = self.take_unfinished()
         for own in unfinished:
             if final is None or own.step >= final:
-                self._undo_passed_on(own)
-                if own.whole is not None:
+                for piece in own.passed_on:
+                    self._add_to_residual(piece, -1.0)
+                if own.is_whole:
                     self.put_back(own)
                 if own.owner is not None:
                     own.owner.undo(own)
