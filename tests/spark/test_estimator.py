@@ -215,10 +215,10 @@ def test_training_stops_early_and_gives_the_best_model(rows: Any) -> None:
 def test_a_worker_that_dies_is_replaced_and_training_goes_on_from_the_checkpoint(
     rows: Any, tmp_path: Path
 ) -> None:
-    model = fit_with(rows, tmp_path, die_at=10)
+    model = fit_with(rows, tmp_path, die_at=18)
     assert (tmp_path / "died").exists()
     assert accuracy(model, rows) > 0.9
-    assert model.history.epoch.tolist()[-1] == 2
+    assert model.history.epoch.tolist() == [0, 1, 2]
     assert model.history.steps.sum() < 3 * 10  # those before the checkpoint were not taken again
 
 
@@ -254,7 +254,7 @@ def test_local_steps_that_are_left_at_the_end_of_an_epoch_are_exchanged(
     torch.manual_seed(0)
     initial = torch.nn.Linear(4, 3)
     moved = model.module().weight - initial.weight
-    assert float(moved.abs().max()) > 0.1
+    assert moved.abs().max().item() > 0.1
 
 
 def fit_with(

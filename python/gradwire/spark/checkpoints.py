@@ -65,6 +65,7 @@ class Checkpoints:
         """Return the steps done and the state of the latest checkpoint, of this fit or of the one to resume.
 
         With other workers than those that wrote the checkpoint, the state is the first one's, without its residual.
+        Only this fit's own checkpoint has the earlier attempt's history and best model.
 
         Raises:
             FileNotFoundError: there is no checkpoint to resume from.
@@ -83,6 +84,8 @@ class Checkpoints:
                 state = unpack(file.read())
             if not is_own:
                 state["optimizer"].pop("gradwire", None)
+            if folder != self.folder or not is_own:
+                state.pop("attempt", None)
             return int(latest["done"]), state
         if self.resume:
             raise FileNotFoundError(f"there is no checkpoint in {self.resume}")

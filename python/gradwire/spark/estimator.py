@@ -8,6 +8,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from .checkpoints import Checkpoints, unpack
 from .history import History
 from .masters import ParameterAveraging, SharedTraining
 from .session import check_slots, driver_address, tagged
-from .tasks import PIECE_BYTES
+from .tasks import pieces_of
 from .train import OUTPUT, Job, device_of, train
 
 if TYPE_CHECKING:
@@ -107,9 +108,9 @@ class _Writer(MLWriter):
         values = {param.name: value for param, value in one._paramMap.items()}
         stored = {"params": cloudpickle.dumps(values), **one._stored()}
         rows = [
-            (kind, part, data[start : start + PIECE_BYTES])
+            (kind, part, piece)
             for kind, data in stored.items()
-            for part, start in enumerate(range(0, len(data), PIECE_BYTES))
+            for part, piece in enumerate(pieces_of(data))
         ]
         frame = self.sparkSession.createDataFrame(rows, "kind string, part int, data binary")
         frame.write.parquet(f"{path}/data")
@@ -264,8 +265,6 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
 
     def _run(self, spark: SparkSession, job: Job, rows: DataFrame) -> tuple[list[Any], bytes]:
         """Train in a barrier stage; return the history and the model's state."""
-        from dataclasses import replace
-
         pieces: dict[str, dict[int, bytes]] = {}
         with (
             tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -164,7 +165,7 @@ def _task(
         times.compute_s = now_s() - start_s
         flat = flatten(averaged_tensors(optimizer, job.training))  # type: ignore[arg-type]
         times.sent_bytes = flat.nbytes
-        stats = {"worker": rank, **times.as_dict()}
+        stats = {"worker": rank, **asdict(times)}
         yield _batch(_STATS, json.dumps(stats).encode())
         yield _batch(
             _STATE, pack({"model": model.state_dict(), "optimizer": optimizer.state_dict()})

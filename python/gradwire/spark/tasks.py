@@ -18,7 +18,13 @@ __all__ = ["node", "run"]
 
 Result = TypeVar("Result")
 
-PIECE_BYTES: Final = 4 << 20  # of a result on its way to the driver
+_PIECE_BYTES: Final = 4 << 20
+
+
+def pieces_of(data: bytes) -> Iterator[bytes]:
+    """Cut a result into rows of moderate size on its way to the driver or into a file."""
+    for start in range(0, len(data), _PIECE_BYTES):
+        yield data[start : start + _PIECE_BYTES]
 
 
 def run(
@@ -68,8 +74,8 @@ def run(
     def task(rows: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
         with node(secret=key, **options) as connected:
             result = CPickleSerializer().dumps(train(connected, iter(rows)))
-        for start in range(0, len(result), PIECE_BYTES):
-            yield connected.id, result[start : start + PIECE_BYTES]
+        for piece in pieces_of(result):
+            yield connected.id, piece
 
     # Spark repeats a failed barrier stage only if another stage follows, so the results pass through a shuffle. They
     # come to the driver task by task: together they may be larger than spark.driver.maxResultSize.

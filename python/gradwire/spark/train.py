@@ -9,7 +9,7 @@ import os
 import secrets
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -23,15 +23,18 @@ from ..exchange.clock import now_s
 from ..torch import SharedOptimizer
 from ..torch.optimizer import parameters_of
 from ..transport import Node
-from .checkpoints import Checkpoints, pack
+from .checkpoints import Checkpoints, pack, unpack
 from .data import FEATURES, LABEL, WEIGHT, Shuffled, Spill, spill
 from .masters import ParameterAveraging, SharedTraining
 from .placement import host_of, teams_of, where_to_bind
-from .tasks import PIECE_BYTES
+from .tasks import pieces_of
 
 __all__ = ["OUTPUT", "Job", "Times", "device_of", "held_loss", "learn", "tensors", "train"]
 
 OUTPUT: Final = "worker int, kind string, part int, data binary"
+_ARROW: Final = pa.schema(
+    {"worker": pa.int32(), "kind": pa.string(), "part": pa.int32(), "data": pa.binary()}
+)
 CONNECT_S: Final = (
     40.0  # so that a cluster whose machines do not reach each other fails within a minute
 )
@@ -75,20 +78,11 @@ class Times:
     held_loss: float = 0.0
     held_weight: float = 0.0
 
-    @property
-    def gradwire_s(self) -> float:
-        """Seconds in gradwire."""
-        return self.encode_s + self.wait_s + self.apply_s
-
     def add(self, result: StepResult | None) -> None:
         """Count an exchange."""
         if result is not None:
             for name in ("encode_s", "wait_s", "apply_s", "sent_bytes", "received_bytes"):
                 setattr(self, name, getattr(self, name) + getattr(result, name))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the values by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 class Stopped(GradwireError):
@@ -374,6 +368,7 @@ class Worker:
         self.loss = job.loss()
         self.progress: Node | None = None
         self.history: list[dict[str, Any]] = []
+        self.best: dict[str, Any] = {}  # the state of the model to return
 
     def gather(self, value: Any) -> list[Any]:
         """Return every worker's value; raise if one has failed."""
@@ -396,14 +391,19 @@ class Worker:
         steps = -(-sum(one[0] for one in found) // (len(active) * self.job.batch_size))
         with contextlib.ExitStack() as stack:
             node = self.connect(stack)
-            if self.rank not in self.active:
-                self.watch()
-                return []
             kind: Any = Sharing if isinstance(self.job.training, SharedTraining) else Averaging
-            self.sharing = kind(self.optimizer, self.job.training, node, self.team, len(self.leads))
-            stack.callback(self.sharing.close)
-            done = self.resume()
-            self.gather(None)  # a worker without its checkpoint must not be waited for
+            done = 0
+            if self.rank in self.active:
+                self.sharing = kind(
+                    self.optimizer, self.job.training, node, self.team, len(self.leads)
+                )
+                stack.callback(self.sharing.close)
+                done = self.resume()
+            # A worker without its checkpoint must not be waited for, and those without rows have none.
+            done, self.history = self.gather([done, self.history])[self.active[0]]
+            if self.rank not in self.active:
+                self.watch(done // steps)
+                return []
             self.sharing.begin()
             return self.train(training, held, steps, done)
 
@@ -451,9 +451,8 @@ class Worker:
         """Whether this worker returns the model: the first one that has rows."""
         return bool(self.rank == self.active[0])
 
-    def watch(self) -> None:
+    def watch(self, epoch: int) -> None:
         """Take part in all agreements, without rows: the mean must not count a worker that learns nothing."""
-        epoch = 0
         while epoch < self.job.epochs:
             found = self.gather(None)
             if any(one is not None and "epoch" in one for one in found):
@@ -465,7 +464,10 @@ class Worker:
         job = self.job
         order = Shuffled(training.rows, [job.seed, self.rank, done])
         began_s = now_s()
-        epoch, best, state = done // steps, math.inf, b""
+        if self.history:  # of an earlier attempt
+            began_s -= self.history[-1]["start_s"] + self.history[-1]["seconds"]
+        epoch = done // steps
+        has_ended = epoch >= job.epochs
         while epoch < job.epochs:
             times = Times(epoch=epoch, start_s=now_s() - began_s)
             self.model.train()
@@ -480,19 +482,23 @@ class Worker:
                     self.model, self.loss, held, job.batch_size, self.device
                 )
                 times.seconds = now_s() - began_s - times.start_s
-                times.compute_s = times.seconds - times.data_s - times.gradwire_s
-                found = self.gather(times.as_dict())
+                own_s = times.encode_s + times.wait_s + times.apply_s
+                times.compute_s = times.seconds - times.data_s - own_s
+                found = self.gather(asdict(times))
                 epoch = self.end_epoch(found)
-                measure = self.history[-1]["validation_loss"]
-                if self.is_lead and (not job.patience or measure < best):
-                    best, state = measure, pack(self.model.state_dict())
-        if not self.history:  # the checkpoint was the last one of a training that had ended
+                *earlier, last = [
+                    one["validation_loss"] for one in self.history if one["worker"] == self.rank
+                ]
+                if self.is_lead and (not job.patience or all(last < one for one in earlier)):
+                    self.best = unpack(pack(self.model.state_dict()))
+        if has_ended:  # the checkpoint was the last one: nothing is left but local steps
             self.end_steps(Times())
             with self.sharing.shared():
-                state = pack(self.model.state_dict())
+                if not job.patience or not self.best:
+                    self.best = unpack(pack(self.model.state_dict()))
         results = []
         if self.is_lead:
-            results = [("history", json.dumps(self.history).encode()), ("model", state)]
+            results = [("history", json.dumps(self.history).encode()), ("model", pack(self.best))]
         self.gather(None)  # whatever fails before this, all workers learn
         return results
 
@@ -543,7 +549,11 @@ class Worker:
         """Write this worker's state; once all have, make the checkpoint the latest."""
         with self.sharing.shared():
             state = {"model": self.model.state_dict(), "optimizer": self.sharing.state_dict()}
-            self.job.checkpoints.write(done, self.rank, pack(state))
+            attempt = {
+                "history": json.dumps(self.history),
+                "best": self.best if self.job.patience else {},
+            }
+            self.job.checkpoints.write(done, self.rank, pack({**state, "attempt": attempt}))
         self.gather({})
         if self.is_lead:
             self.job.checkpoints.finish(done, self.active)
@@ -554,6 +564,9 @@ class Worker:
         if state is not None:
             self.model.load_state_dict(state["model"])
             self.sharing.load_state_dict(state["optimizer"])
+            if "attempt" in state:
+                self.history = json.loads(state["attempt"]["history"])
+                self.best = state["attempt"]["best"]
         return done
 
 
@@ -576,21 +589,6 @@ def train(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatc
             gather(context, {"error": text})
         results = [("error", text.encode())]
     for kind, data in results:
-        for part, start in enumerate(range(0, len(data), PIECE_BYTES)):
-            piece = data[start : start + PIECE_BYTES]
-            yield pa.RecordBatch.from_pydict(
-                {
-                    "worker": [context.partitionId()],
-                    "kind": [kind],
-                    "part": [part],
-                    "data": [piece],
-                },
-                schema=pa.schema(
-                    [
-                        ("worker", pa.int32()),
-                        ("kind", pa.string()),
-                        ("part", pa.int32()),
-                        ("data", pa.binary()),
-                    ]
-                ),
-            )
+        for part, piece in enumerate(pieces_of(data)):
+            row = {"worker": context.partitionId(), "kind": kind, "part": part, "data": piece}
+            yield pa.RecordBatch.from_pylist([row], schema=_ARROW)
