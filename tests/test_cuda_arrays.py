@@ -362,6 +362,28 @@ def test_valid_golden_messages_are_applied_and_invalid_ones_refused() -> None:
 
 
 @pytest.mark.cuda
+def test_a_message_of_a_part_is_added_to_a_sequence_of_arrays() -> None:
+    numel = 150_000
+    partition = gw.Partition(numel, 3, first=1)
+    messages = gw.Encoder(numel, threshold=0.5).encode(
+        update_of(numel, "float32", 0.4, 1), parts=partition
+    )
+    cuts = sorted({0, numel, *range(7, numel, 911)})
+    expected = np.zeros(numel, np.float32)
+    targets = [torch().zeros(b - a, device="cuda") for a, b in itertools.pairwise(cuts)]
+    for part, message in zip(partition, messages, strict=True):
+        gw.apply(message, expected, part=part)
+        gw.apply(message, targets, part=part)
+    np.testing.assert_array_equal(np.concatenate([t.cpu().numpy() for t in targets]), expected)
+    with pytest.raises(gw.MessageError, match=f"part {partition[0].numel}"):
+        gw.apply(messages[1], targets, part=partition[0])
+    with pytest.raises(ValueError, match="target has"):
+        gw.apply(messages[0], targets[:1], part=partition[0])
+    with pytest.raises(ValueError, match=f"target or part {numel}"):
+        gw.apply(messages[0], targets)  # a message of a part, but no part is named
+
+
+@pytest.mark.cuda
 def test_a_message_for_another_target_is_refused() -> None:
     message = gw.Encoder(NUMEL, threshold=1.0, device="cuda").encode(on_device(update()))
     target = torch().zeros(NUMEL - 1, device="cuda")

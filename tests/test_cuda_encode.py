@@ -162,6 +162,99 @@ def test_a_dense_message_is_the_cpu_s(dense: Any, dtype: str) -> None:
         np.testing.assert_array_equal(residual_of(cuda), residual_of(cpu))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("numel", "parts", "first"),
+    [(0, 3, 1), (100, 1, 0), (100, 3, 2), (2049, 2, 0), (70001, 5, 3), (70001, 33, 32)],
+)
+def test_the_messages_of_parts_are_the_cpu_s(
+    numel: int, parts: int, first: int, dtype: str
+) -> None:
+    partition = gw.Partition(numel, parts, first=first)
+    cpu, cuda = pair(numel, threshold=gw.TargetDensity(0.05), dtype=dtype, key=3)
+    for step, density in enumerate([0.3, 0.0, 0.02, 0.9]):
+        update = update_of(numel, "float32", density, step)
+        dense = "bfloat16" if step == 2 else False
+        expected = cpu.encode(update, parts=partition, dense=dense)
+        messages = cuda.encode(on_device(update), parts=partition, dense=dense)
+        assert [bytes(one) for one in messages] == [bytes(one) for one in expected]
+        np.testing.assert_array_equal(residual_of(cuda), residual_of(cpu))
+        targets = np.ones((2, numel), dtype)
+        on_cuda = on_device(torch().from_numpy(targets[1]))
+        for part, ours, theirs in zip(partition, messages, expected, strict=True):
+            gw.apply_many([theirs, theirs], targets[0], scale=-0.7, part=part)
+            gw.apply_many([ours, theirs], on_cuda, scale=-0.7, part=part)
+        np.testing.assert_array_equal(on_cuda.cpu().numpy(), targets[0])
+        step_both((cpu, cuda), update_of(numel, "float32", 0.1, step))  # parts and no parts in turn
+    flushed = [bytes(one) for one in cuda.flush(parts=parts)]
+    assert flushed == [bytes(one) for one in cpu.flush(parts=parts)]
+    ours, theirs = cuda.stats, cpu.stats
+    assert ours == theirs
+    assert ours.messages == 4 * parts + 4 + parts
+
+
+def test_parts_of_blocks_as_large_as_tiles_are_the_cpu_s() -> None:
+    numel = 2 * 256 * 4096 + 77
+    for parts in (2, 1):
+        partition = gw.Partition(numel, parts)
+        assert partition.block == 4096
+        cpu, cuda = pair(numel, threshold=1.0)
+        update = update_of(numel, "float32", 0.01, parts)
+        expected = cpu.encode(update, parts=partition)
+        messages = cuda.encode(on_device(update), parts=partition)
+        assert [bytes(one) for one in messages] == [bytes(one) for one in expected]
+
+
+def test_parts_are_written_to_the_caller_s_memory() -> None:
+    cpu, cuda = pair(5000, threshold=1.0)
+    update = update_of(5000, "float32", 0.1, 1)
+    partition = gw.Partition(5000, 3)
+    sizes = [-(-gw.max_message_bytes(size) // 16) * 16 for size in partition.sizes]
+    outs = [torch().empty(size, dtype=torch().uint8, device="cuda") for size in sizes]
+    messages = cuda.encode(on_device(update), parts=partition, out=outs)
+    expected = cpu.encode(update, parts=partition)
+    assert [bytes(one) for one in messages] == [bytes(one) for one in expected]
+    assert bytes(gw.cuda_message(outs[2])) == bytes(expected[2])
+    with pytest.raises(ValueError, match="2 arrays for 3 parts"):
+        cuda.encode(parts=partition, out=outs[:2])
+    with pytest.raises(ValueError, match="partition has 4999 elements"):
+        cuda.encode(parts=gw.Partition(4999, 3))
+
+
+def test_no_part_of_a_nonfinite_update_is_sent() -> None:
+    update = update_of(9000, "float32", 0.2, 1)
+    update[4321] = float("inf")
+    cpu, cuda = pair(9000, threshold=1.0)
+    with pytest.raises(gw.NonFiniteUpdate) as expected:
+        cpu.encode(update, parts=4)
+    messages = cuda.encode(on_device(update), parts=4)
+    for message in messages:
+        with pytest.raises(gw.NonFiniteUpdate) as raised:
+            bytes(message)
+        assert raised.value.first_index == expected.value.first_index == 4321
+    np.testing.assert_array_equal(residual_of(cuda), residual_of(cpu))
+    assert cuda.step == 0
+    clip = gw.ResidualClip(limit=1.0, every=1)
+    both = pair(9000, threshold=0.125, on_nonfinite="skip", clip=clip)
+    sent = [
+        one.encode(u, parts=4) for one, u in zip(both, (update, on_device(update)), strict=True)
+    ]
+    assert [bytes(one) for one in sent[1]] == [bytes(one) for one in sent[0]]
+    np.testing.assert_array_equal(residual_of(both[1]), residual_of(both[0]))
+    assert both[1].stats.clipped_count == both[0].stats.clipped_count > 0
+
+
+def test_a_budget_of_bytes_is_refused_with_the_way_out() -> None:
+    encoder = gw.Encoder(1000, threshold=1.0, device="cuda")
+    with pytest.raises(ValueError, match=r'max_bytes is 100.*device="cpu"'):
+        encoder.encode(max_bytes=100)
+    with pytest.raises(ValueError, match=r'TargetBytes.*device="cpu"'):
+        encoder.set_policy(gw.TargetBytes(1000))
+    with pytest.raises(ValueError, match=r'TargetBytes.*device="cpu"'):
+        gw.Encoder(1000, threshold=gw.TargetBytes(1000), device="cuda")
+    assert encoder.step == 0
+
+
 def test_nonfinite_values_are_left_out_or_nothing_is_sent() -> None:
     for numel in (10, 5000, 100_000):
         update = update_of(numel, "float32", 0.1, numel)

@@ -15,6 +15,7 @@
 #include "errors.h"
 #include "exclusive.h"
 #include "message.h"
+#include "parts.h"
 
 namespace gradwire::bindings {
 namespace {
@@ -31,12 +32,6 @@ void require_alike(const HostArrays& arrays, const std::string& name, const std:
         throw py::value_error(name_of_others + " and " + name + " must be arrays of the same sizes and dtypes");
     for (const Array& one : others)
         arrays.require_apart(one.data, one.numel * bytes_per_element(one.dtype), ("the " + name_of_others).c_str());
-}
-
-// Read a gradwire.Partition, whose part `first` is the core's part 0.
-Partition partition_of(const py::object& partition) {
-    const auto field = [&](const char* name) { return partition.attr(name).cast<uint64_t>(); };
-    return {field("numel"), field("parts"), bit_length(field("block")) - 1};
 }
 
 class PyEncoder {
@@ -128,10 +123,9 @@ class PyEncoder {
     }
     static py::list messages_of(Encoded& encoded, const py::object& partition) {
         const size_t parts = encoded.messages.size();
-        const size_t first = partition.is_none() ? 0 : partition.attr("first").cast<size_t>();
         py::list messages;
         for (size_t i = 0; i < parts; ++i)
-            messages.append(Message(std::move(encoded.messages[(i + parts - first) % parts])));
+            messages.append(Message(std::move(encoded.messages[partition.is_none() ? i : position_of(partition, i)])));
         return messages;
     }
 
@@ -204,8 +198,7 @@ std::vector<MessageView> views_for(const HostArrays& arrays, const std::vector<c
 void apply_all(const std::vector<const Message*>& messages, const py::object& target, double scale, int64_t threads,
                const py::object& part) {
     const HostArrays arrays(target, "target");
-    std::optional<Part> own;
-    if (!part.is_none()) own = {partition_of(part.attr("partition")), part.attr("position").cast<uint64_t>()};
+    std::optional<Part> own = part_of(part);
     const std::vector<MessageView> views = views_for(arrays, messages, scale, own);
     const std::vector<Array> targets = arrays.targets();
     if (!own) own = {undivided(arrays.numel()), 0};

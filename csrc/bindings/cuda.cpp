@@ -17,6 +17,7 @@
 #include "errors.h"
 #include "exclusive.h"
 #include "message_fields.h"
+#include "parts.h"
 
 namespace gradwire::bindings {
 namespace {
@@ -140,19 +141,17 @@ class PyEncoder {
               double deviation)
         : float64_(float64),
           encoder_(device, numel, float64 ? Dtype::kFloat64 : Dtype::kFloat32, policy_of(policy),
-                   {threshold, trend, deviation}),
-          pool_(std::make_shared<cuda::BufferPool>(device, capacity())) {}
+                   {threshold, trend, deviation}) {}
 
     // Return the size of a buffer for ternary messages.
     uint64_t capacity() const { return cuda::message_capacity(max_ternary_bytes(encoder_.numel())); }
 
-    PyMessage encode(const py::object& update, uint32_t key, bool skip_nonfinite, const std::string& dense,
-                     const py::object& out, uintptr_t stream_number) {
+    // Return a list of messages, of one without a partition. `outs` is a list of as many arrays, or None.
+    py::list encode(const py::object& update, uint32_t key, bool skip_nonfinite, const std::string& dense,
+                    const py::object& partition, const py::object& outs, uintptr_t stream_number) {
         const cudaStream_t stream = stream_of(stream_number);
         const DenseType type = dense.empty() ? DenseType::kNone : dense_type(dense, encoder_.dtype());
-        const uint64_t needed = type == DenseType::kNone
-                                    ? capacity()
-                                    : cuda::message_capacity(kHeaderBytes + encoder_.numel() * bytes_per_value(type));
+        const Partition parts = partition.is_none() ? undivided(encoder_.numel()) : partition_of(partition);
         std::vector<ConstArray> updates;
         std::unique_ptr<DeviceArrays> arrays;
         if (!update.is_none()) {
@@ -161,12 +160,24 @@ class PyEncoder {
             updates = arrays->updates();
         }
         const Exclusive exclusive(busy_);
-        const std::shared_ptr<MessageBuffer> buffer = buffer_for(out, needed);
+        py::list messages;
+        std::vector<MessageBuffer*> to(parts.parts);
+        for (uint64_t i = 0; i < parts.parts; ++i) {
+            const py::object out = outs.is_none() ? py::none() : py::object(outs[py::int_(i)]);
+            const uint64_t position = partition.is_none() ? i : position_of(partition, i);
+            const uint64_t numel = numel_of({parts, position});
+            const uint64_t bytes =
+                type == DenseType::kNone ? max_ternary_bytes(numel) : kHeaderBytes + numel * bytes_per_value(type);
+            const std::shared_ptr<MessageBuffer> buffer =
+                buffer_for(out, cuda::message_capacity(bytes), type == DenseType::kNone);
+            to[position] = buffer.get();
+            messages.append(PyMessage(buffer, out));
+        }
         {
             const py::gil_scoped_release release;
-            encoder_.encode(arrays ? &updates : nullptr, key, skip_nonfinite, type, *buffer, stream);
+            encoder_.encode(arrays ? &updates : nullptr, key, skip_nonfinite, type, parts, to, stream);
         }
-        return PyMessage(buffer, out);
+        return messages;
     }
 
     // Wait for the device.
@@ -256,10 +267,12 @@ class PyEncoder {
         CUDA_TRY(cudaMemcpy(to, from, encoder_.numel() * (float64_ ? 8 : 4), kind));
     }
     // The caller's memory is looked up by its address, so that an encode inside a graph allocates nothing.
-    std::shared_ptr<MessageBuffer> buffer_for(const py::object& out, uint64_t needed) {
+    std::shared_ptr<MessageBuffer> buffer_for(const py::object& out, uint64_t needed, bool reused) {
         if (out.is_none()) {
-            if (needed == capacity()) return pool_->acquire();
-            return std::make_shared<cuda::BufferPool>(encoder_.device(), needed)->acquire();
+            std::shared_ptr<cuda::BufferPool> once;
+            std::shared_ptr<cuda::BufferPool>& pool = reused ? pools_[needed] : once;
+            if (!pool) pool = std::make_shared<cuda::BufferPool>(encoder_.device(), needed);
+            return pool->acquire();
         }
         const LentBytes lent = lent_bytes(out, "out");
         if (lent.device != encoder_.device())
@@ -277,7 +290,7 @@ class PyEncoder {
 
     bool float64_;
     cuda::DeviceEncoder encoder_;
-    std::shared_ptr<cuda::BufferPool> pool_;
+    std::map<uint64_t, std::shared_ptr<cuda::BufferPool>> pools_;  // by capacity
     std::map<uint8_t*, std::shared_ptr<MessageBuffer>> lent_;
     std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
 };
@@ -339,12 +352,21 @@ class Upload {
     cuda::StreamMemory memory_;
 };
 
+void require_numel(const MessageView& message, const Part& part) {
+    if (message.header.numel != numel_of(part))
+        throw MessageError("a message has " + std::to_string(message.header.numel) + " elements, its target or part " +
+                           std::to_string(numel_of(part)));
+}
+
 // A message is a CudaMessage, which is read after its last use, or an object with the buffer protocol whose bytes have
 // been checked on the host.
-void apply_many(const py::list& messages, const py::object& target, double scale, int device, uintptr_t number) {
+void apply_many(const py::list& messages, const py::object& target, double scale, const py::object& part, int device,
+                uintptr_t number) {
     const cudaStream_t stream = stream_of(number);
     const DeviceArrays arrays(target, "target", device, stream);
     arrays.require_targets();
+    const Part own = part_of(part).value_or(Part{undivided(arrays.numel()), 0});
+    arrays.require_numel(own.partition.numel);
     if (!std::isfinite(scale)) throw py::value_error("scale is " + std::to_string(scale) + ", must be finite");
     const std::vector<Array> targets = arrays.targets();
     const DeviceScope scope(device);
@@ -355,6 +377,7 @@ void apply_many(const py::list& messages, const py::object& target, double scale
     for (const py::handle message : messages) {
         if (!py::isinstance<PyMessage>(message)) {
             const py::buffer_info bytes = py::reinterpret_borrow<py::buffer>(message).request();
+            require_numel(read_message(static_cast<const uint8_t*>(bytes.ptr), static_cast<uint64_t>(bytes.size)), own);
             uploads.emplace_back(bytes, stream);
             refs.push_back(uploads.back().ref());
             from_host = true;
@@ -371,7 +394,7 @@ void apply_many(const py::list& messages, const py::object& target, double scale
     for (MessageBuffer* buffer : used) buffer->begin_use(stream);
     {
         const py::gil_scoped_release release;
-        cuda::apply_on_device(device, refs, targets, scale, stream);
+        cuda::apply_on_device(device, refs, targets, own, scale, stream);
         // The copy of pinned host bytes, which belong to the caller, is asynchronous.
         if (from_host) CUDA_TRY(cudaStreamSynchronize(stream));
     }
@@ -401,7 +424,7 @@ void register_encoder(py::module_& module) {
              py::arg("numel"), py::arg("float64"), py::arg("policy"), py::arg("threshold"), py::arg("trend"),
              py::arg("deviation"))
         .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("key"), py::arg("skip_nonfinite"),
-             py::arg("dense"), py::arg("out").none(true), py::arg("stream"))
+             py::arg("dense"), py::arg("partition").none(true), py::arg("outs").none(true), py::arg("stream"))
         .def("state", &PyEncoder::state)
         .def("set_state", &PyEncoder::set_state, py::arg("threshold"), py::arg("step"), py::arg("changed_at"),
              py::arg("trend"), py::arg("deviation"))
@@ -423,7 +446,8 @@ PYBIND11_MODULE(_cuda, module) {
     bindings::register_message(module);
     bindings::register_encoder(module);
     module.def("apply_many", &bindings::apply_many, pybind11::arg("messages"), pybind11::arg("target"),
-               pybind11::arg("scale"), pybind11::arg("device"), pybind11::arg("stream"));
+               pybind11::arg("scale"), pybind11::arg("part").none(true), pybind11::arg("device"),
+               pybind11::arg("stream"));
     module.def("encode_into", &bindings::encode_into, pybind11::arg("residual"), pybind11::arg("update"),
                pybind11::arg("threshold"), pybind11::arg("key"), pybind11::arg("step"), pybind11::arg("out"),
                pybind11::arg("stream"));

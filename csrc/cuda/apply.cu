@@ -104,12 +104,12 @@ __global__ void __launch_bounds__(kBlock, 3)
 
 __global__ void __launch_bounds__(kBlock, 2)
     apply_kernel(const __grid_constant__ MessageTable table, const __grid_constant__ ArrayTable targets, Work work,
-                 uint32_t first, uint64_t begin, uint64_t end, uint64_t window_elements, double scale) {
+                 uint32_t first, Part part, uint64_t begin, uint64_t end, uint64_t window_elements, double scale) {
     __shared__ BlockScratch<kBlock> sums;
     if (*work.failure != kSound) return;
     BlockTeam<kBlock> block(sums);
     const uint64_t from = begin + blockIdx.x * window_elements;
-    const Window window(targets, from, from + window_elements < end ? from + window_elements : end);
+    const Window window(targets, part, from, from + window_elements < end ? from + window_elements : end);
     for (uint32_t i = 0; i < table.count; ++i) {
         const uint32_t index = first + i;
         apply_message(block, table.source(i), work.messages[index], work.entries + index * work.entries_each, scale,
@@ -128,10 +128,10 @@ uint64_t window_for(uint64_t numel, int device) {
 }  // namespace
 
 void apply_on_device(int device, const std::vector<DeviceMessageRef>& messages, const std::vector<Array>& targets,
-                     double scale, cudaStream_t stream) {
+                     const Part& part, double scale, cudaStream_t stream) {
     if (messages.empty()) return;
     const DeviceScope scope(device);
-    const uint64_t numel = total_numel(targets);
+    const uint64_t numel = numel_of(part);
     const auto count = static_cast<uint32_t>(messages.size());
     Work work{};
     work.entries_each = most_chunks(numel);
@@ -161,18 +161,19 @@ void apply_on_device(int device, const std::vector<DeviceMessageRef>& messages, 
     }
     if (numel == 0) return;
     const uint64_t window = window_for(numel, device);
-    for (const ArrayRange& range : cut_ranges(targets, numel, window))
-        for (uint32_t i = 0; i < tables.size(); ++i) {
-            const uint64_t windows = (range.end - range.begin + window - 1) / window;
-            CUDA_LAUNCH("apply", apply_kernel, static_cast<unsigned>(windows), kBlock, stream, tables[i], range.arrays,
-                        work, i * kMostMessages, range.begin, range.end, window, scale);
-        }
+    for (const ArrayRange& range : cut_ranges(targets, part.partition.numel, window)) {
+        const uint64_t begin = numel_before(part, range.begin), end = numel_before(part, range.end);
+        const auto windows = static_cast<unsigned>((end - begin + window - 1) / window);
+        for (uint32_t i = 0; i < tables.size() && windows > 0; ++i)
+            CUDA_LAUNCH("apply", apply_kernel, windows, kBlock, stream, tables[i], range.arrays, work,
+                        i * kMostMessages, part, begin, end, window, scale);
+    }
 }
 
 const char* failure_text(uint32_t failure) {
     switch (failure) {
         case kBadHeader: return "its header breaks a rule of the format";
-        case kBadNumel: return "its numel is not the target's";
+        case kBadNumel: return "its numel is not that of the target or part";
         case kTruncated: return "it is truncated";
         case kBadDirectory: return "its directory is inconsistent";
         case kBadChecksum: return "its checksum is wrong: the message is corrupt";

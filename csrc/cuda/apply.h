@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../common/arrays.h"
+#include "../common/partition.h"
 #include "memory.h"
 
 namespace gradwire::cuda {
@@ -15,10 +16,11 @@ struct DeviceMessageRef {
     MessageStatus* status;  // receives the failure; may be null
 };
 
-// targets += scale * decoded, message by message in order, in one pass over the targets. All messages are checked
-// first; if one is refused, no target changes. The work is only enqueued: failures appear in the statuses.
+// targets += scale * decoded in the part's elements, message by message in order, in one pass over the targets. All
+// messages are checked first; if one is refused, no target changes. The work is only enqueued: failures appear in the
+// statuses.
 void apply_on_device(int device, const std::vector<DeviceMessageRef>& messages, const std::vector<Array>& targets,
-                     double scale, cudaStream_t stream);
+                     const Part& part, double scale, cudaStream_t stream);
 
 // Return a sentence for a Failure.
 const char* failure_text(uint32_t failure);

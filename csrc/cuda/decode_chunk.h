@@ -6,6 +6,7 @@
 // read stays inside the message and every write inside the window, even if the bytes have changed since the check.
 #pragma once
 
+#include "../common/partition.h"
 #include "read_message.h"
 #include "update_arrays.h"
 
@@ -133,19 +134,20 @@ GRADWIRE_TEAM uint32_t check_chunk(Team& team, const ByteSource& stream, const O
     return kSound;
 }
 
-// The elements of the target that one block processes, in the arrays of one launch.
+// The elements of a part of the target that one block processes, in the arrays of one launch.
 class Window {
   public:
-    GRADWIRE_HD Window(const ArrayTable& targets, uint64_t from, uint64_t to)
-        : begin(from), end(to), targets_(targets), array_(targets.find(from)) {}
+    GRADWIRE_HD Window(const ArrayTable& targets, const Part& part, uint64_t from, uint64_t to)
+        : begin(from), end(to), targets_(targets), part_(part), array_(targets.find(element_of_whole(part, from))) {}
 
     // Add `amount`, rounded once to the target's type. Elements outside the window are ignored.
     GRADWIRE_HD void add(uint64_t element, double amount) const {
         if (element < begin || element >= end) return;
+        const uint64_t whole = element_of_whole(part_, element);
         unsigned array = array_;
-        while (targets_.arrays[array].end <= element) ++array;
+        while (targets_.arrays[array].end <= whole) ++array;
         void* data = targets_.arrays[array].data;
-        const uint64_t at = element - targets_.first_of(array);
+        const uint64_t at = whole - targets_.first_of(array);
         if (static_cast<Dtype>(targets_.dtypes[array]) == Dtype::kFloat64)
             static_cast<double*>(data)[at] += amount;
         else
@@ -157,6 +159,7 @@ class Window {
 
   private:
     const ArrayTable& targets_;
+    const Part part_;
     const unsigned array_;
 };
 

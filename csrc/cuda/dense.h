@@ -6,18 +6,18 @@
 
 namespace gradwire::cuda {
 
-// Write one value in the type of the message and subtract it from the residual, which keeps the rounding error of
-// bfloat16.
+// Write value `index` of the message in the message's type and subtract it from the residual, which keeps the rounding
+// error of bfloat16.
 template <class Residual>
-GRADWIRE_HD void send_value(Residual* residual, uint64_t index, DenseType dtype, uint8_t* payload) {
-    const Residual value = residual[index];
+GRADWIRE_HD void send_value(Residual& residual, DenseType dtype, uint8_t* payload, uint64_t index) {
+    const Residual value = residual;
     if (dtype == DenseType::kBfloat16) {
         const uint16_t bits = to_finite_bfloat16(value);
         reinterpret_cast<uint16_t*>(payload)[index] = bits;
-        residual[index] = value + static_cast<Residual>(-1.0 * to_scalar<double>(Bfloat16{bits}));
+        residual = value + static_cast<Residual>(-1.0 * to_scalar<double>(Bfloat16{bits}));
     } else {
         reinterpret_cast<Residual*>(payload)[index] = value;
-        residual[index] = value + static_cast<Residual>(-1.0 * static_cast<double>(value));
+        residual = value + static_cast<Residual>(-1.0 * static_cast<double>(value));
     }
 }
 

@@ -2,6 +2,7 @@
 //
 //   kernel     work                                                  memory traffic
 //   extract    pass 1 over the data: residual, masks                 12 bytes an element (float32)
+//   deal       only for parts: the masks of each                     the listed words
 //   plan       one block: a scan of the groups' counts               4 bytes for 16,384 elements
 //   size       a block for each chunk: its borders and quotients     the listed words
 //   layout     zeros, directory, header                              the message
@@ -9,6 +10,8 @@
 //   clip       only in a step that clips                             the data
 //   seal       checksum, totals, threshold of the next step          the message
 //   publish    only with a pinned copy                               the message, over the bus
+//
+// From deal on, blockIdx.y is the part.
 #include <algorithm>
 
 #include "crc_tables.cuh"
@@ -22,19 +25,52 @@
 #include "ranges.h"
 
 namespace gradwire::cuda {
+
+// Values of one message that only kernels use.
+struct Scratch {
+    Plan plan;
+    uint32_t crc;
+    uint32_t sealed_blocks;
+};
+
+// Totals of the messages of one step.
+struct StepTotals {
+    unsigned long long count;
+    unsigned long long message_bytes;
+    uint32_t sealed_messages;
+};
+
+// The message of one part, and the memory of its pass 2.
+struct PartWork {
+    Masks masks;
+    Scratch* scratch;
+    ChunkRecord* records;
+    uint8_t* message;
+    uint8_t* copy;  // pinned; may be null
+    MessageStatus* status;
+
+    GRADWIRE_HD uint32_t* message_words() const { return reinterpret_cast<uint32_t*>(message); }
+};
+
+constexpr unsigned kMostParts = 32;  // of one launch
+
+// The parts first, first + 1, ... as the argument of a kernel.
+struct PartTable {
+    uint32_t first = 0;
+    uint32_t count = 0;
+    PartWork parts[kMostParts];
+
+    __device__ const PartWork& own() const { return parts[blockIdx.y]; }
+    __device__ uint64_t index() const { return first + blockIdx.y; }
+};
+static_assert(sizeof(PartTable) <= 3800, "fits beside a kernel's other arguments");
+
 namespace {
 
 constexpr unsigned kBlock = 256;
 constexpr unsigned kPlanBlock = 1024;
 constexpr unsigned kWarps = kBlock / kWarpThreads;
 static_assert(kWarps == kGroupTiles, "a block of warps for each group of tiles");
-
-// Values of one encoder that only kernels use.
-struct Scratch {
-    Plan plan;
-    uint32_t crc;
-    uint32_t sealed_blocks;
-};
 
 template <class Residual>
 __device__ Residual threshold_of(const EncoderState& state) {
@@ -44,6 +80,16 @@ __device__ Residual threshold_of(const EncoderState& state) {
 template <class Residual>
 __device__ Residual endless() {
     return static_cast<Residual>(__int_as_float(0x7f800000));
+}
+
+// Add up the counts of a group's tiles, of which each warp has one.
+__device__ void store_group_count(const Masks& masks, uint64_t group, uint32_t count, uint32_t* counts) {
+    if (threadIdx.x % kWarpThreads == 0) counts[threadIdx.x / kWarpThreads] = count;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    uint32_t sum = 0;
+    for (unsigned i = 0; i < kWarps; ++i) sum += counts[i];
+    masks.group_count[group] = sum;
 }
 
 // A warp for each tile. No finite value passes the infinite threshold of `dense`, which therefore only accumulates.
@@ -62,52 +108,72 @@ __global__ void __launch_bounds__(kBlock)
         WarpTeam warp;
         count = extract_tile<WarpTeam, Residual, Update>(warp, to, updates, threshold, tile, tiles[warp_index]);
     }
-    if (threadIdx.x % kWarpThreads == 0) counts[warp_index] = count;
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    uint32_t sum = 0;
-    for (const uint32_t one : counts) sum += one;
-    to.masks.group_count[group] = sum;
+    store_group_count(to.masks, group, count, counts);
+}
+
+// A warp for each tile of the parts.
+__global__ void __launch_bounds__(kBlock)
+    deal_kernel(Masks whole, Partition partition, const __grid_constant__ PartTable table) {
+    __shared__ uint32_t counts[kWarps];
+    const Masks masks = table.own().masks;
+    const uint64_t group = blockIdx.x;
+    if (group >= masks.group_total()) return;
+    const uint64_t tile = group * kGroupTiles + threadIdx.x / kWarpThreads;
+    uint32_t count = 0;
+    if (tile < masks.tile_count()) {
+        WarpTeam warp;
+        count = deal_tile(warp, whole, {partition, table.index()}, masks, tile);
+    }
+    store_group_count(masks, group, count, counts);
 }
 
 __global__ void __launch_bounds__(kPlanBlock)
-    plan_kernel(Masks masks, const EncoderState* state, bool skip_nonfinite, Scratch* scratch) {
+    plan_kernel(const __grid_constant__ PartTable table, const EncoderState* state, bool skip_nonfinite,
+                StepTotals* totals) {
     __shared__ BlockScratch<kPlanBlock> sums;
     BlockTeam<kPlanBlock> block(sums);
-    plan_message(block, masks, state->nonfinite, skip_nonfinite, &scratch->plan);
-    if (threadIdx.x == 0) scratch->crc = scratch->sealed_blocks = 0;
+    Scratch* scratch = table.own().scratch;
+    plan_message(block, table.own().masks, state->nonfinite, skip_nonfinite, &scratch->plan);
+    if (threadIdx.x > 0) return;
+    scratch->crc = scratch->sealed_blocks = 0;
+    if (table.index() == 0) *totals = {};
 }
 
-__global__ void __launch_bounds__(kBlock) size_kernel(Masks masks, const Scratch* scratch, ChunkRecord* records) {
+__global__ void __launch_bounds__(kBlock) size_kernel(const __grid_constant__ PartTable table) {
     __shared__ BlockScratch<kBlock> sums;
     __shared__ FindShared find;
     BlockTeam<kBlock> block(sums);
-    const Plan plan = scratch->plan;
-    for (uint64_t i = blockIdx.x; i < plan.chunks; i += gridDim.x) size_chunk(block, masks, plan, i, records, find);
+    const PartWork& own = table.own();
+    const Plan plan = own.scratch->plan;
+    for (uint64_t i = blockIdx.x; i < plan.chunks; i += gridDim.x)
+        size_chunk(block, own.masks, plan, i, own.records, find);
 }
 
-__global__ void __launch_bounds__(kBlock) layout_kernel(Masks masks, const EncoderState* state, uint32_t key,
-                                                        Scratch* scratch, ChunkRecord* records, uint32_t* message) {
+__global__ void __launch_bounds__(kBlock)
+    layout_kernel(const __grid_constant__ PartTable table, const EncoderState* state, uint32_t key) {
     __shared__ BlockScratch<kBlock> sums;
     BlockTeam<kBlock> block(sums);
+    const PartWork& own = table.own();
     const HeaderWords words{state->used, state->flags, key, static_cast<uint32_t>(state->step)};
-    layout_message(block, blockIdx.x, gridDim.x, masks, words, &scratch->plan, records, message);
+    layout_message(block, blockIdx.x, gridDim.x, own.masks, words, &own.scratch->plan, own.records,
+                   own.message_words());
 }
 
 // Undoes pass 1 instead if the update was not finite.
 template <class Residual>
 __global__ void __launch_bounds__(kBlock, 3)
-    write_kernel(Masks masks, Residual* residual, const EncoderState* state, const Scratch* scratch,
-                 const ChunkRecord* records, uint32_t* message) {
+    write_kernel(const __grid_constant__ PartTable table, Masks whole, Residual* residual, const EncoderState* state) {
     __shared__ BlockScratch<kBlock> sums;
     BlockTeam<kBlock> block(sums);
-    const Plan plan = scratch->plan;
-    for (uint64_t i = blockIdx.x; i < plan.chunks; i += gridDim.x) write_chunk(block, masks, plan, i, records, message);
-    if (!plan.restores) return;
+    const PartWork& own = table.own();
+    const Plan plan = own.scratch->plan;
+    for (uint64_t i = blockIdx.x; i < plan.chunks; i += gridDim.x)
+        write_chunk(block, own.masks, plan, i, own.records, own.message_words());
+    if (!plan.restores || table.index() > 0) return;
     const Residual threshold = threshold_of<Residual>(*state);
-    for (uint64_t tile = uint64_t{blockIdx.x} * kBlock + threadIdx.x; tile < masks.tile_count();
+    for (uint64_t tile = uint64_t{blockIdx.x} * kBlock + threadIdx.x; tile < whole.tile_count();
          tile += uint64_t{gridDim.x} * kBlock)
-        restore_tile(masks, residual, threshold, tile);
+        restore_tile(whole, residual, threshold, tile);
 }
 
 template <class Residual>
@@ -125,15 +191,18 @@ __global__ void __launch_bounds__(kBlock)
     }
 }
 
-// Writes a dense message but its checksum, or an empty message if the update was not finite.
+// Writes dense messages but their checksums, or empty messages if the update was not finite.
 template <class Residual>
 __global__ void __launch_bounds__(kBlock)
-    values_kernel(Residual* residual, uint64_t numel, DenseType dtype, uint32_t key, const EncoderState* state,
-                  Scratch* scratch, uint8_t* message) {
+    values_kernel(const __grid_constant__ PartTable table, Partition partition, Residual* residual, DenseType dtype,
+                  uint32_t key, const EncoderState* state) {
+    const PartWork& own = table.own();
+    Scratch* scratch = own.scratch;
+    const uint64_t numel = own.masks.numel;
     const bool refused = scratch->plan.restores;
     if (!refused)
         for (uint64_t i = uint64_t{blockIdx.x} * kBlock + threadIdx.x; i < numel; i += uint64_t{gridDim.x} * kBlock)
-            send_value(residual, i, dtype, message + kHeaderBytes);
+            send_value(residual[element_of_whole({partition, table.index()}, i)], dtype, own.message + kHeaderBytes, i);
     if (blockIdx.x > 0 || threadIdx.x > 0) return;
     Header header;
     header.key = key;
@@ -148,21 +217,25 @@ __global__ void __launch_bounds__(kBlock)
         header.count = numel;
         header.payload_bytes = numel * bytes_per_value(dtype);
     }
-    put_header(message, header);
+    put_header(own.message, header);
     scratch->plan.count = header.count;
     scratch->plan.stream_bits = header.payload_bytes * 8;
 }
 
-// The last block to finish writes the checksum, the status and the state of the next step.
-__global__ void __launch_bounds__(kBlock) seal_kernel(uint8_t* message, uint64_t numel, Policy policy, bool follows,
-                                                      Scratch* scratch, EncoderState* state, MessageStatus* status) {
+// The last block to finish a message writes its checksum and status, that of the last message also the state of the
+// next step.
+__global__ void __launch_bounds__(kBlock)
+    seal_kernel(const __grid_constant__ PartTable table, uint32_t messages, uint64_t numel,
+                const __grid_constant__ Policy policy, bool follows, StepTotals* totals, EncoderState* state) {
     __shared__ BlockScratch<kBlock> sums;
     __shared__ CrcWork work;
     __shared__ bool is_last;
     load_crc_work(work);
     BlockTeam<kBlock> block(sums);
+    const PartWork own = table.own();
+    Scratch* const scratch = own.scratch;
     const uint64_t size = kHeaderBytes + scratch->plan.payload_bytes();
-    const ByteSource bytes{message, size};
+    const ByteSource bytes{own.message, size};
     add_slices(block, blockIdx.x, gridDim.x, work.tables, work.powers, bytes, &scratch->crc);
     if (threadIdx.x == 0) {
         __threadfence();
@@ -172,15 +245,26 @@ __global__ void __launch_bounds__(kBlock) seal_kernel(uint8_t* message, uint64_t
     if (!is_last || threadIdx.x > 0) return;
     __threadfence();
     const uint32_t crc = finish_crc(work.tables, work.powers, bytes, atomicXor(&scratch->crc, 0U));
-    put_field(message + kCrcAt, crc);
+    put_field(own.message + kCrcAt, crc);
     const bool refused = scratch->plan.restores;
-    *status = {0, refused, state->nonfinite.count, state->nonfinite.first};
-    if (!refused) finish_step(policy, *state, numel, scratch->plan.count, size, follows);
+    *own.status = {0, refused, state->nonfinite.count, state->nonfinite.first};
+    atomicAdd(&totals->count, static_cast<unsigned long long>(scratch->plan.count));
+    atomicAdd(&totals->message_bytes, static_cast<unsigned long long>(size));
+    __threadfence();
+    if (atomicAdd(&totals->sealed_messages, 1U) + 1 < messages) return;
+    __threadfence();
+    if (!refused)
+        finish_step(policy, *state, numel, atomicAdd(&totals->count, 0ULL), messages,
+                    atomicAdd(&totals->message_bytes, 0ULL), follows);
     clear_step(*state);
 }
 
-__global__ void __launch_bounds__(kBlock) publish_kernel(const uint4* message, const Scratch* scratch, uint4* copy) {
-    const uint64_t vectors = (kHeaderBytes + scratch->plan.payload_bytes() + 15) / 16;
+__global__ void __launch_bounds__(kBlock) publish_kernel(const __grid_constant__ PartTable table) {
+    const PartWork& own = table.own();
+    if (!own.copy) return;
+    const auto* message = reinterpret_cast<const uint4*>(own.message);
+    auto* copy = reinterpret_cast<uint4*>(own.copy);
+    const uint64_t vectors = (kHeaderBytes + own.scratch->plan.payload_bytes() + 15) / 16;
     for (uint64_t i = uint64_t{blockIdx.x} * kBlock + threadIdx.x; i < vectors; i += uint64_t{gridDim.x} * kBlock)
         copy[i] = message[i];
 }
@@ -219,54 +303,103 @@ __global__ void clear_sample_kernel(EncoderState* state) { state->sample = Sampl
 
 }  // namespace
 
-// The memory of an encoder: one allocation.
+// The memory of an encoder: one allocation, and one for parts.
 struct Workspace {
     DeviceMemory<uint8_t> memory;
     uint8_t* residual;
     EncoderState* state;
-    Scratch* scratch;
-    Masks masks;
-    ChunkRecord* records;
+    StepTotals* totals;
     uint32_t* bins;
+    PartWork whole;  // the output of pass 1, and the work of an encode without parts
+
+    std::vector<DeviceMemory<uint8_t>> parts_memory;  // the last is in use; graphs may use the others
+    uint64_t parts_bytes = 0;
 };
 
 namespace {
 
+// Deals out the pieces of an allocation. With a null pointer the pieces are only counted.
+class Pieces {
+  public:
+    explicit Pieces(uint8_t* base) : base_(reinterpret_cast<uintptr_t>(base)) {}
+    template <class T>
+    T* take(uint64_t count) {
+        const uint64_t at = used_;
+        used_ += (count * sizeof(T) + 255) / 256 * 256;
+        return reinterpret_cast<T*>(base_ + at);
+    }
+    PartWork take_part(uint64_t numel) {
+        PartWork work{};
+        Masks& masks = work.masks;
+        masks.numel = numel;
+        masks.tiles = take<TileRecord>(masks.tile_count());
+        masks.pairs = take<MaskPair>(masks.tile_count() * kTileWords);
+        masks.group_count = take<uint32_t>(masks.group_total());
+        masks.group_first = take<uint64_t>(masks.group_total() + 1);
+        work.scratch = take<Scratch>(1);
+        work.records = take<ChunkRecord>(most_chunks(numel));
+        return work;
+    }
+    uint64_t used() const { return used_; }
+
+  private:
+    uintptr_t base_;
+    uint64_t used_ = 0;
+};
+
+uint64_t place(Workspace& work, uint64_t numel, uint64_t residual_bytes) {
+    Pieces pieces(work.memory.get());
+    work.residual = pieces.take<uint8_t>(residual_bytes);
+    work.state = pieces.take<EncoderState>(1);
+    work.totals = pieces.take<StepTotals>(1);
+    work.bins = pieces.take<uint32_t>(kSampleQuantiles * kBins);
+    work.whole = pieces.take_part(numel);
+    return pieces.used();
+}
+
 std::unique_ptr<Workspace> allocate_workspace(uint64_t numel, uint64_t residual_bytes) {
     auto work = std::make_unique<Workspace>();
-    work->masks.numel = numel;
-    uint64_t used = 0;
-    const auto reserve = [&](uint64_t bytes) {
-        const uint64_t at = used;
-        used += (bytes + 255) / 256 * 256;
-        return at;
-    };
-    const uint64_t tiles = work->masks.tile_count(), groups = work->masks.group_total();
-    const uint64_t residual = reserve(residual_bytes);
-    const uint64_t state = reserve(sizeof(EncoderState));
-    const uint64_t scratch = reserve(sizeof(Scratch));
-    const uint64_t tile_records = reserve(tiles * sizeof(TileRecord));
-    const uint64_t pairs = reserve(tiles * kTileWords * sizeof(MaskPair));
-    const uint64_t counts = reserve(groups * sizeof(uint32_t));
-    const uint64_t firsts = reserve((groups + 1) * sizeof(uint64_t));
-    const uint64_t records = reserve(most_chunks(numel) * sizeof(ChunkRecord));
-    const uint64_t bins = reserve(kSampleQuantiles * kBins * sizeof(uint32_t));
-    work->memory = allocate_device(used);
-    uint8_t* base = work->memory.get();
-    work->residual = base + residual;
-    work->state = reinterpret_cast<EncoderState*>(base + state);
-    work->scratch = reinterpret_cast<Scratch*>(base + scratch);
-    work->masks.tiles = reinterpret_cast<TileRecord*>(base + tile_records);
-    work->masks.pairs = reinterpret_cast<MaskPair*>(base + pairs);
-    work->masks.group_count = reinterpret_cast<uint32_t*>(base + counts);
-    work->masks.group_first = reinterpret_cast<uint64_t*>(base + firsts);
-    work->records = reinterpret_cast<ChunkRecord*>(base + records);
-    work->bins = reinterpret_cast<uint32_t*>(base + bins);
+    work->memory = allocate_device(place(*work, numel, residual_bytes));
+    place(*work, numel, residual_bytes);
     CUDA_TRY(cudaMemset(work->residual, 0, residual_bytes));
     CUDA_TRY(cudaMemset(work->state, 0, sizeof(EncoderState)));
-    CUDA_TRY(cudaMemset(work->scratch, 0, sizeof(Scratch)));
+    CUDA_TRY(cudaMemset(work->whole.scratch, 0, sizeof(Scratch)));
     CUDA_TRY(cudaMemset(work->bins, 0, kSampleQuantiles * kBins * sizeof(uint32_t)));
     return work;
+}
+
+std::vector<PartWork> place_parts(uint8_t* memory, const Partition& partition, uint64_t* bytes) {
+    Pieces pieces(memory);
+    std::vector<PartWork> parts;
+    for (uint64_t p = 0; p < partition.parts; ++p) parts.push_back(pieces.take_part(numel_of({partition, p})));
+    *bytes = pieces.used();
+    return parts;
+}
+
+// Return the parts in as many tables as they need.
+std::vector<PartTable> part_tables(Workspace& work, const Partition& partition, const std::vector<MessageBuffer*>& to) {
+    std::vector<PartWork> parts{work.whole};
+    if (partition.parts > 1) {
+        uint64_t bytes = 0;
+        place_parts(nullptr, partition, &bytes);
+        if (bytes > work.parts_bytes) {
+            bytes += bytes / 8;  // so that a few more parts need no other allocation
+            work.parts_memory.push_back(allocate_device(bytes));
+            work.parts_bytes = bytes;
+        }
+        parts = place_parts(work.parts_memory.back().get(), partition, &bytes);
+    }
+    std::vector<PartTable> tables((parts.size() + kMostParts - 1) / kMostParts);
+    for (uint32_t p = 0; p < parts.size(); ++p) {
+        PartTable& table = tables[p / kMostParts];
+        if (table.count == 0) table.first = p;
+        PartWork& own = table.parts[table.count++];
+        own = parts[p];
+        own.message = to[p]->on_device;
+        own.copy = to[p]->on_host;
+        own.status = to[p]->status;
+    }
+    return tables;
 }
 
 }  // namespace
@@ -322,7 +455,7 @@ unsigned DeviceEncoder::blocks_for(uint64_t work, unsigned per_processor) const 
 
 template <class Residual>
 void DeviceEncoder::extract(const std::vector<ConstArray>* update, bool dense, cudaStream_t stream) {
-    const ExtractTarget<Residual> to{reinterpret_cast<Residual*>(work_->residual), work_->masks,
+    const ExtractTarget<Residual> to{reinterpret_cast<Residual*>(work_->residual), work_->whole.masks,
                                      &work_->state->nonfinite};
     const auto launch = [&](auto kernel, const ArrayTable& updates, uint64_t begin, uint64_t end) {
         const uint64_t blocks = (end - begin + kGroupElements - 1) / kGroupElements;
@@ -368,57 +501,66 @@ void DeviceEncoder::sample(const std::vector<ConstArray>* update, cudaStream_t s
     CUDA_LAUNCH("learn", learn_kernel, 1, 1, stream, policy_, work_->state);
 }
 
+// All parts have messages of at most the size of part 0.
 template <class Residual>
-void DeviceEncoder::encode_ternary(uint32_t key, bool skip_nonfinite, MessageBuffer& to, cudaStream_t stream) {
+void DeviceEncoder::encode_ternary(const std::vector<PartTable>& tables, uint32_t key, cudaStream_t stream) {
     auto* residual = reinterpret_cast<Residual*>(work_->residual);
-    auto* message = reinterpret_cast<uint32_t*>(to.on_device);
-    const unsigned chunk_blocks = blocks_for(most_chunks(numel_), 6);
-    CUDA_LAUNCH("plan", plan_kernel, 1, kPlanBlock, stream, work_->masks, work_->state, skip_nonfinite, work_->scratch);
-    CUDA_LAUNCH("size", size_kernel, chunk_blocks, kBlock, stream, work_->masks, work_->scratch, work_->records);
-    CUDA_LAUNCH("layout", layout_kernel, blocks_for(to.capacity / 16384, 1), kBlock, stream, work_->masks, work_->state,
-                key, work_->scratch, work_->records, message);
-    CUDA_LAUNCH("write", write_kernel<Residual>, chunk_blocks, kBlock, stream, work_->masks, residual, work_->state,
-                work_->scratch, work_->records, message);
+    const uint64_t largest = tables[0].parts[0].masks.numel;
+    const unsigned chunk_blocks = blocks_for(most_chunks(largest), 6);
+    const unsigned layout_blocks = blocks_for(max_ternary_bytes(largest) / 16384, 1);
+    for (const PartTable& table : tables) {
+        const dim3 blocks(chunk_blocks, table.count);
+        CUDA_LAUNCH("size", size_kernel, blocks, kBlock, stream, table);
+        CUDA_LAUNCH("layout", layout_kernel, dim3(layout_blocks, table.count), kBlock, stream, table, work_->state,
+                    key);
+        CUDA_LAUNCH("write", write_kernel<Residual>, blocks, kBlock, stream, table, work_->whole.masks, residual,
+                    work_->state);
+    }
     if (policy_.clip_every == 0) return;
     CUDA_LAUNCH("clip", clip_kernel<Residual>, blocks_for(numel_ / kBlock, 8), kBlock, stream, residual, numel_,
-                policy_.clip_limit, work_->scratch, work_->state);
-}
-
-template <class Residual>
-void DeviceEncoder::send_values(DenseType dtype, uint32_t key, bool skip_nonfinite, MessageBuffer& to,
-                                cudaStream_t stream) {
-    CUDA_LAUNCH("plan", plan_kernel, 1, kPlanBlock, stream, work_->masks, work_->state, skip_nonfinite, work_->scratch);
-    CUDA_LAUNCH("values", values_kernel<Residual>, blocks_for(numel_ / kBlock, 8), kBlock, stream,
-                reinterpret_cast<Residual*>(work_->residual), numel_, dtype, key, work_->state, work_->scratch,
-                to.on_device);
+                policy_.clip_limit, tables[0].parts[0].scratch, work_->state);
 }
 
 template <class Residual>
 void DeviceEncoder::encode_as(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
-                              MessageBuffer& to, cudaStream_t stream) {
+                              const Partition& partition, const std::vector<MessageBuffer*>& to, cudaStream_t stream) {
+    const std::vector<PartTable> tables = part_tables(*work_, partition, to);
+    const PartWork& largest = tables[0].parts[0];
+    const uint64_t capacity = to[0]->capacity;
     const bool is_dense = dense != DenseType::kNone;
     if (!is_dense && policy_.rule == Rule::kTargetDensity && numel_ > 0) sample<Residual>(update, stream);
     extract<Residual>(update, is_dense, stream);
-    if (is_dense)
-        send_values<Residual>(dense, key, skip_nonfinite, to, stream);
-    else
-        encode_ternary<Residual>(key, skip_nonfinite, to, stream);
-    CUDA_LAUNCH("seal", seal_kernel, blocks_for(to.capacity / (kBlock * kCrcSlice), 2), kBlock, stream, to.on_device,
-                numel_, policy_, !is_dense, work_->scratch, work_->state, to.status);
-    if (!to.on_host) return;
-    CUDA_LAUNCH("publish", publish_kernel, blocks_for(to.capacity / (kBlock * 16), 1), kBlock, stream,
-                reinterpret_cast<const uint4*>(to.on_device), work_->scratch, reinterpret_cast<uint4*>(to.on_host));
+    for (const PartTable& table : tables) {
+        if (partition.parts > 1 && numel_ > 0)
+            CUDA_LAUNCH("deal", deal_kernel, dim3(static_cast<unsigned>(largest.masks.group_total()), table.count),
+                        kBlock, stream, work_->whole.masks, partition, table);
+        CUDA_LAUNCH("plan", plan_kernel, dim3(1, table.count), kPlanBlock, stream, table, work_->state, skip_nonfinite,
+                    work_->totals);
+        if (is_dense)
+            CUDA_LAUNCH("values", values_kernel<Residual>,
+                        dim3(blocks_for(largest.masks.numel / kBlock, 8), table.count), kBlock, stream, table,
+                        partition, reinterpret_cast<Residual*>(work_->residual), dense, key, work_->state);
+    }
+    if (!is_dense) encode_ternary<Residual>(tables, key, stream);
+    for (const PartTable& table : tables)
+        CUDA_LAUNCH("seal", seal_kernel, dim3(blocks_for(capacity / (kBlock * kCrcSlice), 2), table.count), kBlock,
+                    stream, table, static_cast<uint32_t>(partition.parts), numel_, policy_, !is_dense, work_->totals,
+                    work_->state);
+    for (const PartTable& table : tables)
+        if (table.parts[0].copy)
+            CUDA_LAUNCH("publish", publish_kernel, dim3(blocks_for(capacity / (kBlock * 16), 1), table.count), kBlock,
+                        stream, table);
 }
 
 void DeviceEncoder::encode(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
-                           MessageBuffer& to, cudaStream_t stream) {
+                           const Partition& partition, const std::vector<MessageBuffer*>& to, cudaStream_t stream) {
     const DeviceScope scope(device_);
-    to.begin_use(stream);
+    for (MessageBuffer* buffer : to) buffer->begin_use(stream);
     if (dtype_ == Dtype::kFloat64)
-        encode_as<double>(update, key, skip_nonfinite, dense, to, stream);
+        encode_as<double>(update, key, skip_nonfinite, dense, partition, to, stream);
     else
-        encode_as<float>(update, key, skip_nonfinite, dense, to, stream);
-    to.end_use(stream);
+        encode_as<float>(update, key, skip_nonfinite, dense, partition, to, stream);
+    for (MessageBuffer* buffer : to) buffer->end_use(stream);
 }
 
 void DeviceEncoder::encode_into(void* residual, const std::vector<ConstArray>& update, uint16_t threshold, uint32_t key,
@@ -426,7 +568,7 @@ void DeviceEncoder::encode_into(void* residual, const std::vector<ConstArray>& u
     const DeviceScope scope(device_);
     CUDA_LAUNCH("begin", begin_kernel, 1, 1, stream, work_->state, threshold, step);
     work_->residual = static_cast<uint8_t*>(residual);
-    encode(&update, key, true, DenseType::kNone, to, stream);
+    encode(&update, key, true, DenseType::kNone, undivided(numel_), {&to}, stream);
 }
 
 }  // namespace gradwire::cuda

@@ -6,6 +6,7 @@
 
 #include "../common/arrays.h"
 #include "../common/format.h"
+#include "../common/partition.h"
 #include "memory.h"
 #include "policy.h"
 
@@ -15,6 +16,7 @@ namespace gradwire::cuda {
 inline uint64_t message_capacity(uint64_t message_bytes) { return (message_bytes + 15) / 16 * 16; }
 
 struct Workspace;
+struct PartTable;
 
 // An encoder whose residual, threshold and step are on a device. Used by one thread at a time; the caller orders calls
 // on different streams.
@@ -26,10 +28,11 @@ class DeviceEncoder {
     DeviceEncoder(int device, uint64_t numel, Dtype dtype);
     ~DeviceEncoder();
 
-    // residual += update (unless it is null), and write the message of this step to `to`, whose capacity is at least
-    // message_capacity(max_ternary_bytes(numel)). With `dense` the whole residual is sent as values of that type.
+    // residual += update (unless it is null), and write the messages of this step to `to`, one for each part. The
+    // capacity is at least message_capacity(max_ternary_bytes(elements of the part)). With `dense` the whole residual
+    // is sent as values of that type. The first encode in more parts than before allocates memory.
     void encode(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
-                MessageBuffer& to, cudaStream_t stream);
+                const Partition& partition, const std::vector<MessageBuffer*>& to, cudaStream_t stream);
 
     // The same with the caller's residual, threshold (bfloat16 bits) and step, without any state between calls.
     // Elements that are not finite are left out.
@@ -55,12 +58,10 @@ class DeviceEncoder {
     template <class Residual>
     void sample(const std::vector<ConstArray>* update, cudaStream_t stream);
     template <class Residual>
-    void encode_ternary(uint32_t key, bool skip_nonfinite, MessageBuffer& to, cudaStream_t stream);
-    template <class Residual>
-    void send_values(DenseType dtype, uint32_t key, bool skip_nonfinite, MessageBuffer& to, cudaStream_t stream);
+    void encode_ternary(const std::vector<PartTable>& tables, uint32_t key, cudaStream_t stream);
     template <class Residual>
     void encode_as(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
-                   MessageBuffer& to, cudaStream_t stream);
+                   const Partition& partition, const std::vector<MessageBuffer*>& to, cudaStream_t stream);
     unsigned blocks_for(uint64_t work, unsigned per_processor) const;
 
     int device_;

@@ -7,6 +7,7 @@
 // flight (128 bytes).
 #pragma once
 
+#include "../common/partition.h"
 #include "update_arrays.h"
 
 namespace gradwire::cuda {
@@ -150,11 +151,32 @@ GRADWIRE_HD inline MaskPair mask_word(const TileShared& shared, unsigned lane) {
             pack_nibbles(low >> 4) | uint64_t{pack_nibbles(high >> 4)} << 32};
 }
 
+// Store the words with a change, of which word_of(lane) returns one for each lane, and the tile's record. Return the
+// number of changed elements. A team is a warp.
+template <class Team, class WordOf>
+GRADWIRE_TEAM uint32_t store_words(Team& team, const Masks& masks, uint64_t tile, WordOf word_of) {
+    static_assert(Team::kThreads == kTileWords, "a lane for each word");
+    Local<Team, uint64_t> counts;
+    Local<Team, bool> listed;
+    team.each([&](unsigned lane) {
+        const uint64_t changed = word_of(lane).changed;
+        counts[lane] = popcount(changed);
+        listed[lane] = changed != 0;
+    });
+    const uint32_t summary = team.ballot(listed);
+    const auto count = static_cast<uint32_t>(team.sum(counts));
+    team.each([&](unsigned lane) {
+        if (listed[lane])
+            masks.pairs[tile * kTileWords + popcount(summary & static_cast<uint32_t>(low_bits(lane)))] = word_of(lane);
+        if (lane == 0) masks.tiles[tile] = {count, summary};
+    });
+    return count;
+}
+
 // A team is a warp. Return the number of changed elements of the tile. `updates` covers the tile unless it is ignored.
 template <class Team, class Residual, class Update>
 GRADWIRE_TEAM uint32_t extract_tile(Team& team, const ExtractTarget<Residual>& to, const ArrayTable& updates,
                                     Residual threshold, uint64_t tile, TileShared& shared) {
-    static_assert(Team::kThreads == kTileWords, "a lane for each word");
     const uint64_t first = tile * kTileElements;
     const bool full = first + kTileElements <= to.masks.numel;
     auto* fours = reinterpret_cast<uint8_t*>(shared.fours);
@@ -167,22 +189,21 @@ GRADWIRE_TEAM uint32_t extract_tile(Team& team, const ExtractTarget<Residual>& t
         }
         extract_any_tile<Residual, Update>(to, updates, threshold, first, lane, fours);
     });
-    Local<Team, uint64_t> counts;
-    Local<Team, bool> listed;
-    team.each([&](unsigned lane) {
-        const uint64_t changed = mask_word(shared, lane).changed;
-        counts[lane] = popcount(changed);
-        listed[lane] = changed != 0;
+    return store_words(team, to.masks, tile, [&](unsigned lane) { return mask_word(shared, lane); });
+}
+
+// Gather a tile of a part from the masks of the whole. Blocks of a partition are whole words. A team is a warp. Return
+// the number of changed elements of the tile.
+template <class Team>
+GRADWIRE_TEAM uint32_t deal_tile(Team& team, const Masks& whole, const Part& part, const Masks& masks, uint64_t tile) {
+    return store_words(team, masks, tile, [&](unsigned lane) {
+        const uint64_t at = tile * kTileElements + lane * kWordElements;
+        if (at >= masks.numel) return MaskPair{0, 0};
+        const uint64_t word = element_of_whole(part, at) / kWordElements;
+        const uint32_t summary = whole.tiles[word / kTileWords].summary;
+        const auto inside = static_cast<unsigned>(word % kTileWords);
+        return summary >> inside & 1 ? whole.listed(word / kTileWords, summary, inside) : MaskPair{0, 0};
     });
-    const uint32_t summary = team.ballot(listed);
-    const auto count = static_cast<uint32_t>(team.sum(counts));
-    team.each([&](unsigned lane) {
-        if (listed[lane])
-            to.masks.pairs[tile * kTileWords + popcount(summary & static_cast<uint32_t>(low_bits(lane)))] =
-                mask_word(shared, lane);
-        if (lane == 0) to.masks.tiles[tile] = {count, summary};
-    });
-    return count;
 }
 
 // Undo pass 1 on a tile.

@@ -76,6 +76,15 @@ GRADWIRE_HD inline uint16_t round_threshold(double threshold) {
     return static_cast<uint16_t>(bit_cast<uint32_t>(static_cast<float>(std::ldexp(quanta, exponent))) >> 16);
 }
 
+// Return sin(pi x). The device's sin() has a branch for large arguments, whose call spills registers.
+GRADWIRE_HD inline double sin_pi(double x) {
+#if defined(__CUDA_ARCH__)
+    return sinpi(x);
+#else
+    return std::sin(3.141592653589793 * x);
+#endif
+}
+
 // As in policy.py: elements that repeat although none was sent all have about the same magnitude, just below the
 // prediction.
 constexpr double kRepeated = 0.99;
@@ -87,7 +96,7 @@ GRADWIRE_HD inline double predict_quantile(const SampleTotals& sample, double de
     const uint64_t either = sample.agreeing + sample.opposing;
     const double agreement = either > 0 ? static_cast<double>(sample.agreeing) / static_cast<double>(either) : 0.5;
     const double independent = std::fmax(next + (now - shuffled), 0.25 * next);
-    const double correlation = std::fmax(std::sin(3.141592653589793 * (agreement - 0.5)), 0.0);
+    const double correlation = std::fmax(sin_pi(agreement - 0.5), 0.0);
     const double repeats = correlation * correlation;
     const double predicted = std::hypot(std::sqrt(1.0 - repeats) * independent, std::sqrt(repeats) * same);
     return density == 0.0 && agreement >= kRepeated ? predicted * kBelowTies : predicted;
@@ -181,9 +190,16 @@ GRADWIRE_HD inline void learn_threshold(const Policy& policy, EncoderState& stat
     prepare_step(policy, state);
 }
 
-// Finish a step that sent `count` elements. `follows` is false for a dense message, which does not feed the policy.
+// Finish a step whose messages have `count` elements in all. `follows` is false for dense messages, which do not feed
+// the policy.
 GRADWIRE_HD inline void finish_step(const Policy& policy, EncoderState& state, uint64_t numel, uint64_t count,
-                                    uint64_t message_bytes, bool follows) {
+                                    uint64_t messages, uint64_t message_bytes, bool follows) {
+    state.messages += messages;
+    state.message_bytes += message_bytes;
+    state.sent += count;
+    state.nonfinite_total += state.nonfinite.count;
+    state.clipped += state.clipped_now;
+    state.clipped_sum += state.clipped_sum_now;
     if (follows && !(state.flags & kFlagShakeUp) && numel > 0) {
         const double next = next_threshold(policy, state, static_cast<double>(count) / static_cast<double>(numel));
         if (next != state.threshold) {
@@ -192,12 +208,6 @@ GRADWIRE_HD inline void finish_step(const Policy& policy, EncoderState& state, u
         }
     }
     ++state.step;
-    ++state.messages;
-    state.message_bytes += message_bytes;
-    state.sent += count;
-    state.nonfinite_total += state.nonfinite.count;
-    state.clipped += state.clipped_now;
-    state.clipped_sum += state.clipped_sum_now;
     prepare_step(policy, state);
 }
 

@@ -67,9 +67,10 @@ class Encoder:
         key: int,
         skip_nonfinite: bool,
         dense: str,
-        out: Any,
+        partition: Any,
+        outs: list[Any] | None,
         stream: int,
-    ) -> CudaMessage: ...
+    ) -> list[CudaMessage]: ...
     def state(self) -> dict[str, Any]: ...
     def set_state(
         self, threshold: float, step: int, changed_at: int, trend: float, deviation: float
@@ -83,7 +84,7 @@ class Encoder:
     def residual(self) -> DeviceArray: ...
 
 def apply_many(
-    messages: list[Any], target: Any, scale: float, device: int, stream: int
+    messages: list[Any], target: Any, scale: float, part: Any, device: int, stream: int
 ) -> None: ...
 def encode_into(
     residual: Any, update: Any, threshold: float, key: int, step: int, out: Any, stream: int

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .arrays import cuda_core, stream_of
 from .codec import Encoder, EncoderStats, dense_dtype
+from .partition import Partition
 from .policy import (
     FIRST_TREND,
     AdaptiveThreshold,
@@ -43,8 +44,7 @@ class CudaEncoder(Encoder, device="cuda"):
 
     Differences from an encoder on the CPU: ``encode`` only enqueues work, so NaN and infinity are reported when the
     message is first read; ``threshold``, ``step`` and ``stats`` wait for the device; the policy must be one of
-    gradwire's that runs on the device, which ``TargetBytes`` does not; and ``encode`` takes neither ``parts`` nor
-    ``max_bytes``.
+    gradwire's that runs on the device, which ``TargetBytes`` does not; and ``encode`` refuses ``max_bytes``.
     """
 
     _devices = re.compile(r"cuda(:\d+)?")
@@ -94,14 +94,16 @@ class CudaEncoder(Encoder, device="cuda"):
         """The least size of ``out`` in bytes: the ceiling of a message, in whole vectors of 16."""
         return int(self._device_core.capacity)
 
-    def encode(  # type: ignore[override]  # a CudaMessage has the attributes of a Message
+    def encode(
         self,
         update: Any = None,
         *,
         dense: bool | Literal["bfloat16"] = False,
+        parts: Partition | int | None = None,
+        max_bytes: int | None = None,
         out: Any = None,
         stream: Any = None,
-    ) -> CudaMessage:
+    ) -> Any:
         """Add ``update`` to the residual and enqueue the encoding. Never waits for the device.
 
         Args:
@@ -109,38 +111,46 @@ class CudaEncoder(Encoder, device="cuda"):
                 C-contiguous, of any shape; or a list or tuple of such arrays that together have ``numel`` elements. Not
                 modified, not copied. None for an update that the caller has already added to ``residual``.
             dense: as on the CPU.
+            parts: as on the CPU, for a list of messages. The first encode in more parts than before allocates memory.
+            max_bytes: None. Only an encoder on the CPU keeps to a budget of bytes.
             out: array of uint8 on this device for the message: at least ``message_bytes_max`` bytes (for a dense
                 message 48 and the values, in whole vectors of 16), aligned to 16. The first 48 bytes are the header,
                 whose bytes 40 to 47 are the number of bytes that follow. A later encode with the same ``out``
-                overwrites the message. None for memory owned by the message, with a copy in pinned host memory.
+                overwrites the message. With ``parts`` a list of arrays, one for each message. None for memory owned by
+                the message, with a copy in pinned host memory.
             stream: see ``gradwire.arrays.stream_of``. The caller must order calls on different streams. Inside a graph
                 capture ``out`` must have been used in an encode before the capture began.
 
         Returns:
-            The message. Reading its bytes or fields waits for the device, and raises ``NonFiniteUpdate`` if the update
-            was not finite; then nothing was sent and the step did not advance.
+            The message, or the list of the parts' messages. Reading its bytes or fields waits for the device, and
+            raises ``NonFiniteUpdate`` if the update was not finite; then nothing was sent and the step did not advance.
 
         Raises:
             TypeError: the residual cannot represent the dtype of the update exactly.
-            ValueError: wrong size, device or layout, or memory shared with the residual.
+            ValueError: wrong size, device or layout, memory shared with the residual, a partition of another number of
+                elements, or ``max_bytes``.
             CudaError: a CUDA call failed.
             RuntimeError: another thread uses this encoder.
         """
-        message: CudaMessage = self._device_core.encode(
+        if max_bytes is not None:
+            raise ValueError(
+                f"max_bytes is {max_bytes}, but an encoder on {self.device} keeps to no budget of bytes: "
+                'use Encoder(..., device="cpu"), or TargetDensity with a smaller density'
+            )
+        partition = None if parts is None else self._partition(parts)
+        outs = [out] if out is not None and partition is None else out
+        if partition is not None and outs is not None and len(outs) != len(partition):
+            raise ValueError(f"out has {len(outs)} arrays for {len(partition)} parts")
+        messages: list[CudaMessage] = self._device_core.encode(
             update,
             self.key,
             self._skip,
             (dense_dtype(dense) or "own") if dense else "",
-            out,
-            stream_of(stream, out if update is None else update, self._number),
+            partition,
+            outs,
+            stream_of(stream, outs if update is None else update, self._number),
         )
-        return message
-
-    def flush(  # type: ignore[override]
-        self, dtype: Literal["bfloat16"] | None = None
-    ) -> CudaMessage:
-        """Return the whole residual as one dense message; the residual keeps only the rounding error."""
-        return self.encode(None, dense=True if dtype is None else dtype)
+        return messages[0] if partition is None else messages
 
     def set_policy(
         self, policy: ThresholdPolicy | TargetBytes, threshold: float | None = None
@@ -195,6 +205,11 @@ def _policy_words(
     """Return the fields of Policy in csrc/cuda/policy.h."""
     known = next((rule for kind, rule in _RULES.items() if isinstance(policy, kind)), None)
     if known is None:
+        if isinstance(policy, TargetBytes):
+            raise ValueError(
+                f"{policy!r} runs on the CPU only: an encoder on a CUDA device keeps to no budget of bytes; "
+                'use Encoder(..., device="cpu"), or TargetDensity'
+            )
         raise ValueError(
             f"a policy on a device must be one of gradwire's, which run there, not {policy!r}"
         )

@@ -89,10 +89,8 @@ def apply_many(
         on_host = [_on_host(message) for message in messages]
         _core.apply_many(on_host, target, scale, threads, part)
     else:
-        if part is not None:
-            raise ValueError("parts are not supported on a CUDA device")
         number = stream_of(stream, target, device)
-        cuda_core().apply_many(list(messages), target, scale, device, number)
+        cuda_core().apply_many(list(messages), target, scale, part, device, number)
 
 
 def apply_to_both(

@@ -105,7 +105,7 @@ CASE(thresholds_follow_their_rules) {
     cuda::prepare_step(policy, state);
     const double expected[] = {0.5, 0.5, 0.375, 0.375, 0.375, 0.25, 0.25, 0.25, 0.25};
     for (const double threshold : expected) {
-        finish_step(policy, state, 100, 0, 48, true);
+        finish_step(policy, state, 100, 0, 1, 48, true);
         CHECK_EQUAL(state.threshold, threshold);
     }
     CHECK_EQUAL(state.step, 9U);
@@ -139,17 +139,17 @@ CASE(the_first_threshold_is_learned_and_samples_end_when_the_density_is_right) {
     CHECK(samples(policy, state));
     state.sample = {{0, 0, 0, 0}, 1000, 0, 0};  // an update of zeros
     learn_threshold(policy, state);
-    finish_step(policy, state, 1000, 0, 48, true);
+    finish_step(policy, state, 1000, 0, 1, 48, true);
     CHECK_EQUAL(state.threshold, 1.0);
     state.sample = {{0.25, 0.25, 0.25, 0.25}, 1000, 0, 0};
     learn_threshold(policy, state);
     CHECK_EQUAL(state.used, cuda::round_threshold(0.25));
-    finish_step(policy, state, 1000, 125, 48, true);
+    finish_step(policy, state, 1000, 125, 1, 48, true);
     CHECK_EQUAL(state.threshold, 0.5);
     CHECK_EQUAL(state.trend, 0.5);
-    for (; state.step < 8; finish_step(policy, state, 1000, 125, 48, true)) CHECK(samples(policy, state));
+    for (; state.step < 8; finish_step(policy, state, 1000, 125, 1, 48, true)) CHECK(samples(policy, state));
     CHECK(!samples(policy, state));
-    for (int i = 0; i < 3; ++i) finish_step(policy, state, 1000, 0, 48, true);
+    for (int i = 0; i < 3; ++i) finish_step(policy, state, 1000, 0, 1, 48, true);
     CHECK(samples(policy, state));
 }
 
@@ -170,11 +170,11 @@ CASE(shake_ups_and_clips_follow_their_schedules_and_do_not_feed_the_policy) {
         CHECK_EQUAL(state.clips != 0, step % 2 == 1);
         CHECK_EQUAL(state.used, cuda::round_threshold(step % 3 == 2 ? before / 2 : before));
         CHECK_EQUAL(state.rounded, cuda::round_threshold(before));
-        finish_step(policy, state, 100, 0, 48, true);
+        finish_step(policy, state, 100, 0, 1, 48, true);
         CHECK_EQUAL(state.threshold, step % 3 == 2 ? before : before / 2);
     }
     const double before = state.threshold;
-    finish_step(policy, state, 100, 100, 448, false);  // a dense message
+    finish_step(policy, state, 100, 100, 1, 448, false);  // a dense message
     CHECK_EQUAL(state.threshold, before);
 }
 
@@ -194,7 +194,7 @@ CASE(dense_messages_leave_the_residual_of_the_cpu) {
         std::memcpy(encoder.residual(), residual.data(), numel * sizeof(Residual));
         const Encoded encoded = encoder.encode_dense(nullptr, type, {}, undivided(encoder.numel()));
         Bytes payload(numel * bytes_per_value(type));
-        for (uint64_t i = 0; i < numel; ++i) cuda::send_value(residual.data(), i, type, payload.data());
+        for (uint64_t i = 0; i < numel; ++i) cuda::send_value(residual[i], type, payload.data(), i);
         CHECK(std::memcmp(payload.data(), encoded.messages[0].bytes.get() + kHeaderBytes, payload.size()) == 0);
         CHECK(std::memcmp(residual.data(), encoder.residual(), numel * sizeof(Residual)) == 0);
         Header header = encoded.messages[0].header;

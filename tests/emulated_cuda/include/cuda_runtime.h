@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <tuple>
@@ -114,6 +115,7 @@ inline unsigned atomicCAS(unsigned* word, unsigned expected, unsigned value) {
     return before;
 }
 
+inline double sinpi(double x) { return std::sin(3.141592653589793 * x); }
 inline int __popcll(long long word) { return __builtin_popcountll(static_cast<unsigned long long>(word)); }
 inline int __ffsll(long long word) { return __builtin_ffsll(word); }
 inline int __clzll(long long word) { return word == 0 ? 64 : __builtin_clzll(static_cast<unsigned long long>(word)); }
