@@ -19,6 +19,7 @@ from .test_sharded import (
     assert_nothing_lost,
     histories,
     kill,
+    modes,
 )
 
 
@@ -31,7 +32,14 @@ def kinds(one: Trainer) -> list[bool]:
     return [not piece.parts for piece in parsed]
 
 
-def crossings(seed: int, how: dict[str, Any], *, deaths: int, initial: int = 3) -> list[Trainer]:
+def crossings(
+    seed: int,
+    how: dict[str, Any],
+    *,
+    deaths: int,
+    initial: int = 3,
+    late: tuple[int, ...] = (5, 25),
+) -> list[Trainer]:
     """Let nodes come, leave and die around the number from which the exchange is sharded."""
     with cluster(seed) as world:
         options = {"topology": "auto", **how}
@@ -48,7 +56,7 @@ def crossings(seed: int, how: dict[str, Any], *, deaths: int, initial: int = 3) 
             late.cohort = trainers if "mode" in how else []
             trainers.append(late)
 
-        for node_id in (5, 25):
+        for node_id in late:
             world.plan(world.random.randint(60, 300), lambda n=node_id: join(n))
         turn = world.random.randint(150, 600)
         for _ in range(deaths):
@@ -63,39 +71,46 @@ def crossings(seed: int, how: dict[str, Any], *, deaths: int, initial: int = 3) 
 
 
 @histories
-@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+@modes
 def test_nodes_come_and_leave_across_the_threshold(seed: int, how: Any) -> None:
     trainers = crossings(seed, how, deaths=0)
     assert {True, False} <= {kind for one in trainers for kind in kinds(one)}
 
 
 @histories
-@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+@modes
 def test_nodes_die_across_the_threshold(seed: int, how: Any) -> None:
     crossings(seed, how, deaths=2, initial=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(40))
-@pytest.mark.parametrize("initial", [3, 4])
-@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
-def test_many_crossings(seed: int, how: Any, initial: int) -> None:
-    crossings(5000 + seed, how, deaths=1 + seed % 2, initial=initial)
+@pytest.mark.parametrize("initial", [4, 5])
+@modes
+def test_many_deaths(seed: int, how: Any, initial: int) -> None:
+    crossings(5000 + seed, how, deaths=1 + seed % 2, initial=initial, late=())
 
 
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed in seeds(30)]
 )
-@pytest.mark.parametrize("how", ASYNC.values(), ids=ASYNC.keys())
+@pytest.mark.parametrize("name", ["plain", pytest.param("every", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("deaths", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_asynchronous_nodes_cross_the_threshold(seed: int, how: Any, deaths: int) -> None:
-    crossings(seed, how, deaths=deaths)
+def test_asynchronous_nodes_cross_the_threshold(seed: int, name: str, deaths: int) -> None:
+    crossings(seed, ASYNC[name], deaths=deaths)
 
 
 @histories
 @pytest.mark.parametrize(
     "how",
-    [*MODES.values(), {"codec": "dense"}, {"codec": "bfloat16"}, {"reduction": "mean"}],
+    [
+        {},
+        MODES["momentum"],
+        MODES["residual"],
+        {"codec": "dense"},
+        {"codec": "bfloat16"},
+        {"reduction": "mean"},
+    ],
     ids=str,
 )
 def test_three_nodes_get_the_mesh_s_bits(seed: int, how: Any) -> None:

@@ -213,6 +213,20 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+def some_by_default(options: dict[str, dict[str, Any]], *names: str) -> Any:
+    """Parametrize ``how``: these names by default, the others with the slow tests."""
+    return pytest.mark.parametrize(
+        "how",
+        [
+            pytest.param(how, id=name, marks=[] if name in names else [pytest.mark.slow])
+            for name, how in options.items()
+        ],
+    )
+
+
+modes = some_by_default(MODES, "waiting", "overlapped, moved, residual")
+
+
 def kill(one: Trainer) -> None:
     """Kill a node, unless it has finished."""
     if one.share.next_step < one.steps:
@@ -237,20 +251,20 @@ def deaths(seed: int, how: dict[str, Any]) -> None:
 
 
 @histories
-@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+@modes
 def test_a_death_loses_only_what_the_dead_node_kept(seed: int, how: Any) -> None:
     deaths(seed, how)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(75))
-@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+@modes
 def test_deaths_in_every_phase(seed: int, how: Any) -> None:
     deaths(1000 + seed, how)
 
 
 @histories
-@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+@modes
 def test_nodes_come_and_leave_and_nothing_is_lost(seed: int, how: Any) -> None:
     with cluster(seed) as world:
         trainers = [Trainer(world, node_id, 25, min_peers=2, **how) for node_id in (10, 20, 30)]
@@ -270,7 +284,7 @@ def test_nodes_come_and_leave_and_nothing_is_lost(seed: int, how: Any) -> None:
 
 
 @histories
-@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+@modes
 def test_a_node_that_is_left_behind_comes_in_again_with_all_its_updates(
     seed: int, how: Any
 ) -> None:
@@ -294,7 +308,7 @@ def test_a_node_that_is_left_behind_comes_in_again_with_all_its_updates(
 
 
 @histories
-@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+@modes
 def test_a_broken_connection_loses_nothing(seed: int, how: Any) -> None:
     with cluster(seed) as world:
         trainers = [Trainer(world, node_id, 40, min_peers=2, **how) for node_id in (10, 20, 30, 40)]
@@ -311,7 +325,7 @@ def test_a_broken_connection_loses_nothing(seed: int, how: Any) -> None:
 
 
 @histories
-@pytest.mark.parametrize("how", MODES.values(), ids=MODES.keys())
+@modes
 def test_a_resync_loses_nothing(seed: int, how: Any) -> None:
     with cluster(seed) as world:
         trainers = [Trainer(world, node_id, 40, min_peers=2, **how) for node_id in (10, 20, 30)]
@@ -388,6 +402,9 @@ ASYNC: dict[str, dict[str, Any]] = {
 }
 
 
+asynchronous_modes = some_by_default(ASYNC, "plain", "residual")
+
+
 def asynchronous(seed: int, how: dict[str, Any], *events: str) -> None:
     with cluster(seed) as world:
         trainers = [Trainer(world, 10 * (1 + at), 25, min_peers=3, **how) for at in range(4)]
@@ -419,7 +436,7 @@ def asynchronous(seed: int, how: dict[str, Any], *events: str) -> None:
 
 
 @histories
-@pytest.mark.parametrize("how", ASYNC.values(), ids=ASYNC.keys())
+@asynchronous_modes
 @pytest.mark.parametrize("event", ["", "death", "leave", "join", "cut"])
 def test_asynchronous_owners_lose_nothing(seed: int, how: Any, event: str) -> None:
     asynchronous(seed, how, event)
