@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from ..errors import Closed
-from ..feed import Feed
+from ..feed import Feed, FeedFailed
 from ..transport import Node, generate_secret
 from .session import cancel, driver_address, tagged
 
@@ -110,6 +110,12 @@ class Production:
                 for feed in self._feeds:
                     feed.fail(error)
         finally:
+            for feed in self._feeds:
+                try:
+                    feed._local().check()
+                except (Closed, FeedFailed) as error:
+                    if isinstance(error, FeedFailed):  # a task told the consumers
+                        self.error = self.error or error
             self._ended.set()
             for node in self._nodes:
                 node.close(1.0)
@@ -156,9 +162,16 @@ def _produce(
     count = 0
     with contextlib.ExitStack() as stack, contextlib.suppress(Closed):
         feeds = [_open(name, address, secret, stack) for name, address in places]
-        for batch in make_batch(batches):
-            feeds[(context.partitionId() + count) % len(feeds)].put(batch)
-            count += 1
+        try:
+            for batch in make_batch(batches):
+                feeds[(context.partitionId() + count) % len(feeds)].put(batch)
+                count += 1
+        except Closed:
+            raise
+        except Exception as error:  # Spark repeats the task, which then puts nothing and succeeds
+            for feed in feeds:
+                feed.fail(error)
+            raise
     yield pa.RecordBatch.from_pydict({"batches": [count]})
 
 
