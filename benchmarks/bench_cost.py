@@ -25,10 +25,9 @@ from children import children
 from harness import Report, Row, Target
 from training.network import network
 from transport_goodput import SECRET
-from updates import THRESHOLD, SteadyState
 
 COMPUTE_S, DENSITY = 0.02, 0.01
-WARMUP_STEPS, STEPS_MIN, STEPS_MAX, MEASURED_S = 2, 2, 30, 20.0
+SETTLING_STEPS, STEPS_MIN, STEPS_MAX, MEASURED_S = 40, 2, 30, 20.0  # of the densities
 LOOPBACK_BYTES_PER_S = 5e9  # no limit of the kernel's; the processors are slower
 WAYS: dict[str, dict[str, Any]] = {
     "mesh": {"topology": "mesh"},
@@ -38,12 +37,13 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def take_steps(pipe: Connection, rank: int, host: str, elements: int, way: str, steps: int) -> None:
-    """Be one node, and report the seconds of every step."""
+    """Be one node, and report the seconds of every step and the mean of the bytes received."""
     import gradwire as gw
 
-    state, params = SteadyState.make(elements, DENSITY, rank), np.zeros(elements, np.float32)
-    encoder = gw.Encoder(elements, threshold=gw.FixedThreshold(THRESHOLD))
-    encoder.residual[...] = state.residual
+    update = np.random.default_rng(rank).standard_normal(elements, np.float32)
+    params = np.zeros(elements, np.float32)
+    encoder = gw.Encoder(elements, threshold=gw.TargetDensity(DENSITY))
+    settling = 2 if "codec" in WAYS[way] else SETTLING_STEPS
     with gw.Node(f"{host}:0", secret=SECRET) as node:
         pipe.send(node.address)
         addresses = pipe.recv()
@@ -52,18 +52,21 @@ def take_steps(pipe: Connection, rank: int, host: str, elements: int, way: str, 
         share = gw.Exchange(
             encoder, node, min_peers=len(addresses) - 1, timeout_s=600.0, **WAYS[way]
         )
-        seconds = []
-        for _ in range(WARMUP_STEPS + steps):
+        seconds, received = [], []
+        for step in range(settling + steps):
+            np.negative(update, out=update) if step % 3 else None  # noise rather than a drift
             begin_s = time.perf_counter()
             time.sleep(COMPUTE_S)
-            share.step(state.update, params)
+            received.append(share.step(update, params).received_bytes)
             seconds.append(time.perf_counter() - begin_s)
-        pipe.send(seconds[WARMUP_STEPS:])
+        pipe.send((seconds[settling:], statistics.mean(received[settling:])))
         pipe.recv()
 
 
-def measured(nodes: int, mbit: int, elements: int, way: str, steps: int) -> list[float]:
-    """Return the seconds of every step of the first node."""
+def measured(
+    nodes: int, mbit: int, elements: int, way: str, steps: int
+) -> tuple[list[float], float]:
+    """Return the seconds of every step of the first node, and the bytes that it receives in a step."""
     unlimited = nullcontext((["127.0.0.1"] * nodes, []))
     with network(nodes, mbit) if mbit else unlimited as (hosts, commands):
         spaces = tuple(command[-1] for command in commands)
@@ -75,7 +78,8 @@ def measured(nodes: int, mbit: int, elements: int, way: str, steps: int) -> list
             found = [pipe.recv() for pipe in pipes]
             for pipe in pipes:
                 pipe.send("end")
-    return list(found[0])
+    seconds, received = found[0]
+    return list(seconds), float(received)
 
 
 def main() -> None:
@@ -86,6 +90,7 @@ def main() -> None:
     parser.add_argument("--links", type=int, nargs="+", default=[10, 100, 1_000, 0], help="Mbit/s")
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--elements", type=int, nargs="+", default=[1_000_000, 5_000_000])
+    parser.add_argument("--ways", choices=WAYS, nargs="+", default=list(WAYS))
     parser.add_argument("--json", type=Path, help="write the report here as well")
     options = parser.parse_args()
     report, errors = Report("cost", {"computation": f"{COMPUTE_S * 1e3:g} ms"}), []
@@ -103,12 +108,15 @@ def main() -> None:
         )
         link = f"{mbit} Mbit/s" if mbit else "loopback"
         what = f"{link}, {nodes} nodes, {elements / 1e6:g} M elements"
-        for way in WAYS:
+        for way in options.ways:
             predicted_s = cost.exchange(job, **WAYS[way]).step_s
             steps = round(min(max(MEASURED_S / predicted_s, STEPS_MIN), STEPS_MAX))
-            step_s = statistics.median(measured(nodes, mbit, elements, way, steps))
+            seconds, received = measured(nodes, mbit, elements, way, steps)
+            step_s = statistics.median(seconds)
             errors.append(abs(predicted_s / step_s - 1.0))
-            note = f"{step_s * 1e3:.4g} ms, predicted {predicted_s * 1e3:.4g} ms"
+            note = (
+                f"{step_s * 1e3:.4g} ms, predicted {predicted_s * 1e3:.4g}; {received / 1e3:.4g} kB"
+            )
             report.add([Row("cost", what, way, *[predicted_s / step_s] * 2, note=note)])
     figures = statistics.median(errors), max(errors)
     for name, figure, most in zip(("median", "largest"), figures, (0.15, 0.35), strict=True):
