@@ -115,9 +115,8 @@ def main() -> None:
             seconds, received = measured(nodes, mbit, elements, way, steps)
             step_s = statistics.mean(seconds)  # the links' buckets make steps uneven
             errors.append(abs(predicted_s / step_s - 1.0))
-            note = (
-                f"{step_s * 1e3:.4g} ms, predicted {predicted_s * 1e3:.4g}; {received / 1e3:.4g} kB"
-            )
+            times = f"{step_s * 1e3:.4g} ms, predicted {predicted_s * 1e3:.4g}"
+            note = f"{times}; {received / 1e3:.4g} kB"
             report.add([Row("cost", what, way, *[predicted_s / step_s] * 2, note=note)])
     figures = statistics.median(errors), max(errors)
     for name, figure, most in zip(("median", "largest"), figures, (0.15, 0.35), strict=True):

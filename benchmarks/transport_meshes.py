@@ -83,9 +83,8 @@ def exchange_mesh(rank: int, count: int, numel: int) -> Generator[Any, Any, None
         addresses = yield node.address
         for address in addresses[:rank]:
             node.add_peer(address)
-        exchange = gw.Exchange(
-            encoder, node, timeout_s=PATIENCE_S, min_peers=count - 1, topology="mesh"
-        )
+        options = {"timeout_s": PATIENCE_S, "min_peers": count - 1, "topology": "mesh"}
+        exchange = gw.Exchange(encoder, node, **options)
         yield lambda _: exchange.step(state.update, params)
     updates = [SteadyState.make(numel, DENSITY, other).update for other in range(count)]
     total = exchange.stats.steps * sum(updates)

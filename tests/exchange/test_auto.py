@@ -1,4 +1,4 @@
-"""The automatic topology: the mesh below four nodes, owners from four on, and nothing is lost when it changes."""
+"""The automatic topology: the mesh with few nodes, owners with more, and nothing is lost when it changes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.exchange import sharding
 
 from ..seeds import seeds
 from .cluster import cluster
@@ -21,6 +22,12 @@ from .test_sharded import (
     kill,
     modes,
 )
+
+
+@pytest.fixture(autouse=True)
+def _sharded_from_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lower the threshold: fewer nodes are quicker."""
+    monkeypatch.setattr(sharding, "SHARDED_FROM", 4)
 
 
 def kinds(one: Trainer) -> list[bool]:

@@ -45,8 +45,8 @@ _ENTRY = struct.Struct("<QQQQ")
 OWNER_DENSITY = 3.0
 _DENSITY_MAX = 0.5
 
-# With topology="auto": from three nodes on owners move fewer bytes, but their second round trip costs time.
-SHARDED_FROM = 4
+# With topology="auto": from five nodes on, owners at three times the nodes' density move fewer bytes than the mesh.
+SHARDED_FROM = 5
 
 
 class Piece(list[Message]):
