@@ -282,8 +282,6 @@ class ShardedReplica(Replica):
         self._orphaned = 0
         self._loaded: dict[str, Any] | None = None  # until it is known who owns what
 
-    # ---- who owns what -----------------------------------------------------------------------------------------------
-
     def deal(self, contributors: Iterable[Peer], step: int) -> None:
         """Deal the parameters to the nodes that take part from ``step`` on: the same owners, or none, on all nodes."""
         present = set(contributors)
@@ -355,8 +353,6 @@ class ShardedReplica(Replica):
         if owner is not None:
             self._add_to_residual(owner.as_piece(), self._count_updates(self.senders))
 
-    # ---- this node's parts -------------------------------------------------------------------------------------------
-
     def encode(
         self, update: Any, codec: Codec | None, refresh: Callable[[int], None] | None = None
     ) -> OwnUpdate:
@@ -424,8 +420,6 @@ class ShardedReplica(Replica):
         """Add the parts of one of this node's updates, times a factor, to parameters."""
         for piece in own.parts.values():
             self._add_to_params(piece, params, factor)
-
-    # ---- this node's result ------------------------------------------------------------------------------------------
 
     def add_part(self, peer: Peer, number: int, payload: memoryview) -> None:
         """Keep a part that a node has sent to this owner."""
@@ -523,8 +517,6 @@ class ShardedReplica(Replica):
             for part in sent.values() if owner not in members and owner != self.me else ():
                 if part.is_open:
                     self._put_part_back(part)
-
-    # ---- results -----------------------------------------------------------------------------------------------------
 
     def apply(
         self,
@@ -664,8 +656,6 @@ class ShardedReplica(Replica):
 
     def _sent_parts(self) -> Iterator[SentPart]:
         return (part for sent in self._kept.values() for part in sent.values())
-
-    # ---- arrays ------------------------------------------------------------------------------------------------------
 
     def _messages(self, piece: Piece) -> Iterator[tuple[int, Message, Part | None]]:
         """Yield group, message and part of every message of a piece; None: the whole group."""
