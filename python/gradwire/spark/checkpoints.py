@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import fsspec
 import torch
 
 __all__ = ["Checkpoints", "pack", "unpack"]
@@ -44,8 +45,6 @@ class Checkpoints:
 
     def write(self, done: int, rank: int, state: bytes) -> None:
         """Write one worker's state after ``done`` steps."""
-        import fsspec
-
         files, folder = fsspec.core.url_to_fs(f"{self.folder}/step-{done:09d}")
         files.makedirs(folder, exist_ok=True)
         with files.open(f"{folder}/worker-{rank}.pt", "wb") as file:
@@ -53,8 +52,6 @@ class Checkpoints:
 
     def finish(self, done: int, active: list[int]) -> None:
         """Make the checkpoint, which all active workers have written, the latest; keep it and the one before."""
-        import fsspec
-
         files, folder = fsspec.core.url_to_fs(self.folder)
         with files.open(f"{folder}/latest.json", "w") as file:
             json.dump({"done": done, "active": active}, file)
@@ -70,8 +67,6 @@ class Checkpoints:
         Raises:
             FileNotFoundError: there is no checkpoint to resume from.
         """
-        import fsspec
-
         for folder in filter(None, (self.folder, self.resume)):
             try:
                 with fsspec.open(f"{folder}/latest.json") as file:

@@ -239,16 +239,13 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
             # A folder of its own: two fits with the same parameters do not meet.
             checkpoint = f"{checkpoint.rstrip('/')}/{self.uid}-{secrets.token_hex(4)}"
             _LOG.info("checkpoints are in %s", checkpoint)
+        resume = self._resume.rstrip("/") if self._resume else None
         names = ("model", "optimizer", "loss", "batch_size", "epochs", "seed", "device", "patience")
         return Job(
             **{name: values[name] for name in names},
             training=training,
             secret=parse_secret(generate_secret()),
-            checkpoints=Checkpoints(
-                checkpoint,
-                self._resume.rstrip("/") if self._resume else None,
-                values["checkpoint_every"],
-            ),
+            checkpoints=Checkpoints(checkpoint, resume, values["checkpoint_every"]),
             driver=None,
         )
 

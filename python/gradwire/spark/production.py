@@ -111,10 +111,10 @@ class Production:
                     feed.fail(error)
         finally:
             for feed in self._feeds:
-                try:
-                    feed._local().check()
-                except (Closed, FeedFailed) as error:
-                    if isinstance(error, FeedFailed):  # a task told the consumers
+                with contextlib.suppress(Closed):
+                    try:
+                        feed._local().check()
+                    except FeedFailed as error:  # a task told the consumers
                         self.error = self.error or error
             self._ended.set()
             for node in self._nodes:

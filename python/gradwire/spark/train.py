@@ -35,9 +35,7 @@ OUTPUT: Final = "worker int, kind string, part int, data binary"
 _ARROW: Final = pa.schema(
     {"worker": pa.int32(), "kind": pa.string(), "part": pa.int32(), "data": pa.binary()}
 )
-CONNECT_S: Final = (
-    40.0  # so that a cluster whose machines do not reach each other fails within a minute
-)
+CONNECT_S: Final = 40.0  # machines that do not reach each other are an error within a minute
 
 
 @dataclass(frozen=True)
@@ -197,9 +195,7 @@ class Sharing:
         machines: int,
     ) -> None:
         params = parameters_of(optimizer)
-        options: dict[str, Any] = {}
-        if training.topology != "auto":  # otherwise the exchange's default
-            options["topology"] = training.topology
+        options: Any = {} if training.topology == "auto" else {"topology": training.topology}
         name, rank, size = team
         self.exchange: Exchange | LocalExchange
         if node is not None:
@@ -262,7 +258,7 @@ class Sharing:
         self.optimizer.load_state_dict(state)
 
 
-class Averaging:
+class Averaging(Sharing):
     """The mean of parameters, and of the optimiser's state, every few steps."""
 
     def __init__(
@@ -273,7 +269,9 @@ class Averaging:
         _team: tuple[str, int, int],
         workers: int,
     ) -> None:
-        self._inner, self._training, self._node, self._workers = optimizer, training, node, workers
+        self.optimizer: Any = optimizer
+        self.team = None
+        self._training, self._node, self._workers = training, node, workers
         self._exchange: Exchange | None = None
         self._since = 0
 
@@ -282,7 +280,7 @@ class Averaging:
 
     def step(self) -> StepResult | None:
         """Move the parameters; return what was exchanged, or None."""
-        self._inner.step()
+        self.optimizer.step()
         self._since += 1
         return self._average() if self._since == self._training.every else None
 
@@ -290,32 +288,18 @@ class Averaging:
         """Average what is left of the last steps."""
         return self._average() if self._since else None
 
-    def close(self) -> None:
-        """Do nothing: there is no team."""
-
     def shared(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: at the end of an epoch all parameters are the mean."""
         return contextlib.nullcontext()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimiser's state."""
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue."""
-        state.pop("gradwire", None)
-        self._inner.load_state_dict(state)
-
     def _average(self) -> StepResult:
         self._since = 0
-        averaged = averaged_tensors(self._inner, self._training)
+        averaged = averaged_tensors(self.optimizer, self._training)
         flat = flatten(averaged)
         if self._exchange is None:
             encoder = Encoder(flat.size, threshold=1.0)
-            peers = self._workers - 1
-            self._exchange = Exchange(
-                encoder, self._node, min_peers=peers, codec="dense", topology="mesh"
-            )
+            options: Any = {"codec": "dense", "topology": "mesh", "min_peers": self._workers - 1}
+            self._exchange = Exchange(encoder, self._node, **options)
         mean = np.zeros_like(flat)
         result = self._exchange.step(flat, mean)
         if len(self._exchange.members) < self._workers - 1:
@@ -531,9 +515,7 @@ class Worker:
         self.history += [{**one, **mean} for one in rows]
         epoch = int(rows[0]["epoch"])
         if self.progress is not None:
-            with contextlib.suppress(
-                TransportError
-            ):  # the driver may be out of reach; it has the history at the end
+            with contextlib.suppress(TransportError):  # the driver has the history at the end
                 self.progress.publish(json.dumps(self.history[-len(rows) :]).encode())
         losses = [
             one["validation_loss"] for one in self.history if one["worker"] == rows[0]["worker"]
