@@ -109,23 +109,34 @@ class Encoder:
         assert (self._cpu.threshold, self._cpu._course) == (threshold, (trend, deviation))
 
     def encode(
-        self, update: Any, key: int, skip_nonfinite: bool, dense: str, out: Any, stream: int
-    ) -> CudaMessage:
-        assert out is None
+        self,
+        update: Any,
+        key: int,
+        skip_nonfinite: bool,
+        dense: str,
+        partition: gw.Partition | None,
+        outs: Any,
+        stream: int,
+    ) -> list[CudaMessage]:
+        assert outs is None
         assert stream == 0
         memory = None if update is None else memory_of(update)
-        message = CudaMessage()
+        messages = [CudaMessage() for _ in range(1 if partition is None else partition.parts)]
         kind: Any = {"": False, "own": True}.get(dense, dense)
 
         def work() -> None:
             self._cpu.key, self._cpu._skip = key, skip_nonfinite
             try:
-                message.made = self._cpu.encode(memory, dense=kind)
+                made = self._cpu.encode(memory, dense=kind, parts=partition or 1)
             except gw.NonFiniteUpdate as error:
-                message.error = error
+                for message in messages:
+                    message.error = error
+                return
+            for message, one in zip(messages, made, strict=True):
+                message.made = one
 
         QUEUE.work.append(work)
-        return message
+        return messages
 
     def state(self) -> dict[str, Any]:
         QUEUE.wait()
@@ -169,7 +180,9 @@ def policy_of(words: dict[str, Any]) -> Any:
     return gw.TargetDensity(words["density"], minimum=words["minimum"])
 
 
-def apply_many(messages: list[Any], target: Any, scale: float, device: int, stream: int) -> None:
+def apply_many(
+    messages: list[Any], target: Any, scale: float, part: Any, device: int, stream: int
+) -> None:
     assert (device, stream) == (0, 0)
     memory = memory_of(target)
     # Bytes of the host are read at once, those of the device when their turn comes.
@@ -179,7 +192,7 @@ def apply_many(messages: list[Any], target: Any, scale: float, device: int, stre
 
     def work() -> None:
         made = [one.made if isinstance(one, CudaMessage) else one for one in parts]
-        gw.apply_many([one for one in made if one is not None], memory, scale)
+        gw.apply_many([one for one in made if one is not None], memory, scale, part=part)
 
     QUEUE.work.append(work)
 

@@ -162,6 +162,7 @@ def test_what_is_no_rdd_is_refused_with_the_way_to_one() -> None:
         gradwire.spark.run([1, 2, 3], lambda node, rows: None)  # type: ignore[arg-type]
 
 
+@pytest.mark.spark
 def test_a_weak_secret_is_refused_before_anything_is_started() -> None:
     class Data:
         def barrier(self) -> None:
