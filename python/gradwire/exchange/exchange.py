@@ -98,7 +98,7 @@ class Exchange:
         codec: "threshold"; "dense" or "bfloat16" send whole updates.
         every: steps between exchanges; those in between change only this node's parameters.
         overlap: steps that are computed while a step's messages travel, at most ``every``.
-        topology, owners_max, role: "mesh", "sharded", or "auto": sharded from five nodes on (docs, the same title).
+        topology, owners_max, role: "mesh", "sharded", or "auto": synchronous steps are sharded from five nodes on.
         outer_momentum: Nesterov's momentum of the shared parameters, for ``every`` > 1.
         apply_residual: let this node's parameters hold its residual, so that gradients use up-to-date parameters.
         on_straggler: whether a connected member that sends nothing for ``timeout_s`` makes the step "raise"

@@ -297,7 +297,8 @@ class ShardedReplica(Replica):
         self.senders = senders
         owners = [peer for peer in senders if self.roles.get(peer) not in ("worker", "observer")]
         has_roles = any(self.roles.get(peer, "member") != "member" for peer in senders)
-        self._is_mesh = self._is_auto and len(senders) < SHARDED_FROM and not has_roles
+        is_small = len(senders) < SHARDED_FROM or not self._is_sync
+        self._is_mesh = self._is_auto and is_small and not has_roles
         self._owners = () if self._is_mesh else tuple(owners[: self._owners_max])
         parts = len(self._owners)
         index = self._owners.index(self.me) if self.me in self._owners else parts
