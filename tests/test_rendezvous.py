@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,8 @@ def test_a_peer_that_can_never_connect_is_an_error_long_before_the_timeout(
 
         thread = threading.Thread(target=wait)
         thread.start()
+        # Two nodes of one id that began in the same millisecond would take each other for themselves.
+        monkeypatch.setattr("time.time_ns", lambda now=time.time_ns: now() + 5_000_000)
         with gw.Node("127.0.0.1:0", [one.address], secret=secret, node_id=node_id):
             thread.join(10.0)
     assert found
