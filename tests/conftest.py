@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import gradwire as gw
+from gradwire import _core
 from gradwire.arrays import cuda_problem
 
 from .cuda_arrays import EMULATED_MODULE, is_emulated
@@ -34,6 +35,15 @@ if is_emulated():
     from .emulated_cuda.device import install
 
     install(Path(os.environ[EMULATED_MODULE]), int(os.environ.get("GRADWIRE_EMULATED_SEED", 0)))
+
+
+@pytest.fixture(params=_core.usable_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every instruction set of this machine in turn."""
+    before = _core.isa()
+    _core.select_isa(request.param)
+    yield request.param
+    _core.select_isa(before)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -13,22 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire as gw
-from gradwire import _core, reference
+from gradwire import reference
 from gradwire.message import apply_to_both, apply_with_momentum, dense_message
 
 from .bfloat16 import Bfloat16Array
 from .strategies import Changes, changes, changes_in_regions
 
 scales = st.sampled_from([1.0, -1.0, 0.5, 0.1, 1 / 3, -(2.0**-20), 1e-30, 12345.678])
-
-
-@pytest.fixture(params=_core.usable_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every instruction set of this machine in turn."""
-    before = _core.isa()
-    _core.select_isa(request.param)
-    yield request.param
-    _core.select_isa(before)
 
 
 def message_of(what: Changes, threshold: float = 0.5, **header: Any) -> gw.Message:

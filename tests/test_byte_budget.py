@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,19 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire as gw
-from gradwire import _core
 from gradwire.policy import most_changed
 
 Array = np.ndarray[Any, Any]
-
-
-@pytest.fixture(params=_core.usable_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every instruction set of this machine in turn."""
-    before = _core.isa()
-    _core.select_isa(request.param)
-    yield request.param
-    _core.select_isa(before)
 
 
 def gauss(numel: int, seed: int = 0, scale: float = 1.0) -> Array:

@@ -31,15 +31,6 @@ SIZES = [0, 1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 255, 1_000, 4_09
 DENSITIES = [0.0, 1e-3, 0.01, 0.1, 0.35, 0.5, 0.8, 1.0]
 
 
-@pytest.fixture(params=_core.usable_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every instruction set of this machine in turn."""
-    before = _core.isa()
-    _core.select_isa(request.param)
-    yield request.param
-    _core.select_isa(before)
-
-
 def assert_same(ours: gw.Encoder, theirs: ReferenceEncoder, update: Any, widened: Any) -> None:
     """Encode with both and compare the message, the residual and what steers the next step."""
     message = ours.encode(update)

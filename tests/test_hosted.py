@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
-from gradwire import HostedModel, hosted
+from gradwire import HostedModel, shared_memory
 
 HOST = """
 import sys, numpy as np
@@ -35,7 +35,7 @@ def arrays(value: float = 0.0) -> list[NDArray[Any]]:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep the files of these tests apart from those of the machine."""
-    monkeypatch.setattr(hosted, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     return tmp_path
 
 

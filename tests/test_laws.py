@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,15 +17,6 @@ from gradwire.policy import ThresholdPolicy
 from .strategies import changes_in_regions
 
 ISAS = _core.usable_isas()
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every instruction set of this machine in turn."""
-    before = _core.isa()
-    _core.select_isa(request.param)
-    yield request.param
-    _core.select_isa(before)
 
 
 def multiples(rng: np.random.Generator, numel: int, spread: float = 40.0) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,19 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire as gw
-from gradwire import _core
 from gradwire.reference import ReferenceEncoder
 
 Array = np.ndarray[Any, Any]
-
-
-@pytest.fixture(params=_core.usable_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every instruction set of this machine in turn."""
-    before = _core.isa()
-    _core.select_isa(request.param)
-    yield request.param
-    _core.select_isa(before)
 
 
 def gathered(values: Array, part: gw.Part) -> Array:

@@ -6,10 +6,8 @@ import fcntl
 import json
 import mmap
 import os
-import re
 import stat
 import struct
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import GradwireError, Mismatch
+from .shared_memory import aligned, arrays_at, fence, layout_of, path_of, span
 
 __all__ = ["HostedModel", "Snapshot"]
 
@@ -30,9 +29,6 @@ _HEADER = struct.Struct(
     "<8sQQ"
 )  # magic, sequence number, bytes of the layout, which follows as JSON
 _SEQUENCE_AT = 8
-_ALIGNMENT = 64
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (files there never reach a disk)
 _RETRY_S = 0.001
 _TRIES = 20
 
@@ -78,10 +74,10 @@ class HostedModel:
     """
 
     def __init__(self, name: str, params: Any) -> None:
-        path, initial = _path_of(name), _views(params)
-        layout = _layout_of(initial)
+        path, initial = path_of("model", name), _views(params)
+        layout = layout_of(initial)
         text = json.dumps(layout).encode()
-        lock = _create(path, _places(len(text), layout)[-1])
+        lock = _create(path, _start(len(text)) + span(layout))
         self._finalizer: Any = weakref.finalize(self, _release, lock, path, os.getpid())
         # A forked child would keep the lock, and the model alive, beyond the host's death. So would the mapping, which
         # duplicates its descriptor; therefore it has a file of its own.
@@ -93,7 +89,7 @@ class HostedModel:
         self._file, self._process = lock, os.getpid()
         for target, source in zip(self.params, initial, strict=True):
             target[...] = source
-        _fence()
+        fence()
         self._memory[: len(_MAGIC)] = _MAGIC  # from now on others attach
 
     @classmethod
@@ -111,7 +107,7 @@ class HostedModel:
             ValueError: the name cannot be used.
             PermissionError: the model belongs to another user.
         """
-        path, end_s = _path_of(name), time.monotonic() + timeout_s
+        path, end_s = path_of("model", name), time.monotonic() + timeout_s
         while True:
             file = _open_hosted(path)
             if file is not None:
@@ -121,7 +117,7 @@ class HostedModel:
             time.sleep(_RETRY_S)
         _, _, nbytes = _HEADER.unpack(file.read(_HEADER.size))
         layout = json.loads(file.read(nbytes))
-        expected = layout if like is None else _layout_of(_views(like))
+        expected = layout if like is None else layout_of(_views(like))
         if expected != layout:
             file.close()
             raise Mismatch(f"the model {name!r} has {layout}, expected {expected}")
@@ -135,12 +131,9 @@ class HostedModel:
         self, name: str, layout: _Layout, layout_bytes: int, file: BufferedRandom, access: int
     ) -> None:
         self.name, self._layout = name, layout
-        *starts, size = _places(layout_bytes, layout)
-        self._memory = mmap.mmap(file.fileno(), size, access=access)
-        self.params: _Arrays = [
-            np.ndarray(shape, dtype, self._memory, start)
-            for start, (dtype, shape) in zip(starts, layout, strict=True)
-        ]
+        start = _start(layout_bytes)
+        self._memory = mmap.mmap(file.fileno(), start + span(layout), access=access)
+        self.params: _Arrays = arrays_at(self._memory, start, layout)
         self._sequence = np.frombuffer(self._memory, np.uint64, 1, _SEQUENCE_AT)
 
     @property
@@ -163,11 +156,11 @@ class HostedModel:
         if self._process != os.getpid() or self._file.closed:
             raise GradwireError(f"only the process that hosts the model {self.name!r} writes to it")
         self._sequence += 1
-        _fence()
+        fence()
         try:
             yield self.params
         finally:
-            _fence()
+            fence()
             self._sequence += 1
 
     def update(self, params: Any) -> int:
@@ -181,8 +174,8 @@ class HostedModel:
             GradwireError: as ``writing``.
         """
         given = _views(params)
-        if _layout_of(given) != self._layout:
-            raise Mismatch(f"the model {self.name!r} has {self._layout}, got {_layout_of(given)}")
+        if layout_of(given) != self._layout:
+            raise Mismatch(f"the model {self.name!r} has {self._layout}, got {layout_of(given)}")
         with self.writing():
             for target, source in zip(self.params, given, strict=True):
                 target[...] = source
@@ -199,11 +192,11 @@ class HostedModel:
         copies = [np.empty_like(one) for one in self.params]
         while True:
             before = int(self._sequence[0])
-            _fence()
+            fence()
             if before % 2 == 0:
                 for target, source in zip(copies, self.params, strict=True):
                     target[...] = source
-                _fence()
+                fence()
                 if int(self._sequence[0]) == before:
                     return Snapshot(before // 2, copies)
             elif not self.is_live and int(self._sequence[0]) == before:
@@ -239,29 +232,9 @@ def _views(params: Any) -> _Arrays:
     return found
 
 
-def _layout_of(arrays: _Arrays) -> _Layout:
-    return [[one.dtype.str, list(one.shape)] for one in arrays]
-
-
-def _path_of(name: str) -> Path:
-    if not _NAME.fullmatch(name):
-        raise ValueError(
-            f'the name {name!r} has other characters than letters, digits, ".", "_" and "-", or not 1 to 64'
-        )
-    return _SHARED_MEMORY / f"gradwire-{os.getuid()}-{name}"
-
-
-def _places(layout_bytes: int, layout: _Layout) -> list[int]:
-    """Return the offset of every array, and the size of the whole."""
-    places = [_aligned(_HEADER.size + layout_bytes)]
-    for dtype, shape in layout:
-        nbytes = np.dtype(dtype).itemsize * int(np.prod(shape, dtype=np.int64))
-        places.append(_aligned(places[-1] + nbytes))
-    return places
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+def _start(layout_bytes: int) -> int:
+    """Return the offset of the first array."""
+    return aligned(_HEADER.size + layout_bytes)
 
 
 def _create(path: Path, size: int) -> BufferedRandom:
@@ -336,11 +309,3 @@ def _release(file: BufferedRandom, path: Path, process: int) -> None:
         with suppress(FileNotFoundError):
             path.unlink()
         file.close()
-
-
-def _fence() -> None:
-    """Keep loads and stores before this call before those after it: a lock's release and acquisition are ordered."""
-    lock = threading.Lock()
-    for _ in range(2):
-        with lock:
-            pass

@@ -13,9 +13,7 @@ import mmap
 import operator
 import os
 import pickle
-import re
 import secrets
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GradwireError, Mismatch, PeerLost
+from ..shared_memory import aligned, arrays_at, fence, layout_of, path_of, span
 from ..transport import Peer
 from . import clock
 from .exchange import Exchange
@@ -38,13 +37,9 @@ __all__ = ["LocalExchange", "LocalTeam"]
 
 _LOG = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (files there never reach a disk)
-
 # The file: a page with magic, number of this team, bytes of the layout, the layout; words; the mail; the arrays.
 _MAGIC = 0x31_6D_61_65_74_77_67  # "gwteam1"
 _MAIL_BYTES = 1 << 16
-_ALIGNMENT = 64
 _HEAD_WORDS = 8
 _GO, _DONE, _IS_SUM, _BEGUN = 3, 4, 5, 6
 _ARRIVED, _TAKES_PART, _WEIGHT, _REDUCED = range(4)  # rows of words, one word for every worker
@@ -148,10 +143,6 @@ class LocalTeam:
             TimeoutError: rank 0 did not come in time.
             Mismatch: this worker's arrays are others than rank 0's.
         """
-        if not _NAME.fullmatch(name):
-            raise ValueError(
-                f'the name {name!r} has other characters than letters, digits, ".", "_" and "-", or not 1 to 64'
-            )
         team = cls.__new__(cls)
         team._set(name, size, reduction, timeout_s)
         if not 0 <= rank < size:
@@ -171,7 +162,7 @@ class LocalTeam:
         self.reduction = reduction
         self.timeout_s = timeout_s
         self.rank: int | None = None
-        self._path = _SHARED_MEMORY / f"gradwire-{os.getuid()}-team-{name}"
+        self._path = path_of("team", name)
         self._memory: mmap.mmap | None = None
         self._finalizers: list[Any] = []
 
@@ -191,7 +182,7 @@ class LocalTeam:
             _lock_path(self._path, 0).write_text(str(int(self._words[1])))
             return
         deadline_s = clock.now_s() + self.timeout_s
-        while not self._open(_layout_of(arrays)):
+        while not self._open(layout_of(arrays)):
             if clock.now_s() >= deadline_s:
                 raise TimeoutError(
                     f"rank 0 of team {self.name!r} did not come within {self.timeout_s:g} s: start all "
@@ -201,7 +192,7 @@ class LocalTeam:
 
     def _create(self, initial: Arrays) -> None:
         """Make the file under another name, and move it to its place when it is complete."""
-        layout = _layout_of(initial)
+        layout = layout_of(initial)
         text = json.dumps([self.workers, layout]).encode()
         path = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -249,34 +240,25 @@ class LocalTeam:
         return True
 
     def _size(self, layout_bytes: int, layout: list[Any]) -> int:
-        words = 8 * (_HEAD_WORDS + 4 * self.workers)
-        return (
-            layout_bytes + words + _MAIL_BYTES + (3 + self.workers) * _span(layout) + 4 * _ALIGNMENT
-        )
+        words = 8 * 4 * self.workers
+        arrays = (3 + self.workers) * span(layout)
+        return aligned(aligned(8 * _HEAD_WORDS + layout_bytes) + words) + _MAIL_BYTES + arrays
 
     def _map(self, descriptor: int, layout_bytes: int, layout: list[Any]) -> None:
-        self._layout, self._layout_bytes = layout, layout_bytes
+        self._layout = layout
         self._memory = mmap.mmap(descriptor, self._size(layout_bytes, layout))
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
         self._words = self._bytes[: 8 * _HEAD_WORDS].view(np.uint64)
         self._number = int(self._words[1])
-        at = _aligned(8 * _HEAD_WORDS + layout_bytes)
+        at = aligned(8 * _HEAD_WORDS + layout_bytes)
         self._rows = self._bytes[at : at + 32 * self.workers].view(np.uint64).reshape(4, -1)
-        self._mail_at = at = _aligned(at + 32 * self.workers)
+        self._mail_at = at = aligned(at + 32 * self.workers)
         at += _MAIL_BYTES
-        span = _span(layout)
+        nbytes = span(layout)
         self.params, self.shared, self.total, *self._slots = (
-            self._arrays(at + index * span) for index in range(3 + self.workers)
+            arrays_at(self._bytes, at + index * nbytes, layout) for index in range(3 + self.workers)
         )
         self._call = int(self._words[_GO])
-
-    def _arrays(self, start: int) -> Arrays:
-        found: Arrays = []
-        for dtype, shape in self._layout:
-            array: NDArray[Any] = np.ndarray(shape, dtype, self._bytes, start)
-            found.append(array)
-            start += _aligned(array.nbytes)
-        return found
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a spawned process needs to find the memory."""
@@ -374,17 +356,17 @@ class LocalTeam:
             for slot, array in zip(self._slots[rank], update, strict=True):
                 np.copyto(slot, array.reshape(slot.shape), casting="same_kind")
         while True:
-            _fence()
+            fence()
             rows[_WEIGHT, rank] = update is not None
             rows[_ARRIVED, rank] = call
             if leads:
                 self._gather(call)
                 words[_IS_SUM] = update is not None
-                _fence()
+                fence()
                 words[_GO] = call
             else:
                 self._wait(lambda at=call: words[_GO] >= at, (0,))  # type: ignore[misc]
-            _fence()
+            fence()
             if int(words[_GO]) == call and rows[_TAKES_PART, rank]:
                 break
             call = (
@@ -392,25 +374,25 @@ class LocalTeam:
             )  # the others have gone on without this worker, which was not here in time
         if words[_IS_SUM]:
             self._reduce(rank)
-        _fence()
+        fence()
         rows[_REDUCED, rank] = call
         if leads:
             for other in np.flatnonzero(rows[_TAKES_PART]).tolist():
                 self._wait(lambda at=other: rows[_REDUCED, at] == call, (other,), is_needed=False)  # type: ignore[misc]
                 if rows[_REDUCED, other] != call and words[_IS_SUM]:
                     self._reduce(other)  # the update of a worker that has just died is complete
-            _fence()
+            fence()
         return call
 
     def end(self, call: int, *, leads: bool) -> None:
         """Let the others read the outcome, or wait for the leader's."""
         words = self._words
-        _fence()
+        fence()
         if leads:
             words[_DONE] = call
         else:
             self._wait(lambda: words[_DONE] >= call, (0,))
-        _fence()
+        fence()
 
     @property
     def is_begun(self) -> bool:
@@ -676,21 +658,6 @@ def _refuse_state(optimizer_state: Sequence[Any]) -> None:
         )
 
 
-def _layout_of(arrays: Arrays) -> list[Any]:
-    return [[array.dtype.str, list(array.shape)] for array in arrays]
-
-
-def _span(layout: list[Any]) -> int:
-    sizes = (
-        np.dtype(dtype).itemsize * int(np.prod(shape, dtype=np.int64)) for dtype, shape in layout
-    )
-    return sum(map(_aligned, sizes))
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
 def _lock_path(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.name}.rank{rank}")
 
@@ -730,11 +697,3 @@ def _remove(path: Path, number: int, process: int) -> None:
     for lock in path.parent.glob(f"{path.name}.rank*"):
         if not _is_locked(lock):
             lock.unlink(missing_ok=True)
-
-
-def _fence() -> None:
-    """Keep loads and stores before this call before those after it: a lock's release and acquisition are ordered."""
-    lock = threading.Lock()
-    for _ in range(2):
-        with lock:
-            pass

@@ -10,18 +10,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ..shared_memory import aligned
+
 __all__ = ["DESCRIPTION_BYTES", "Batch", "Layout", "read"]
 
 Batch = dict[str, NDArray[Any]] | tuple[NDArray[Any], ...] | NDArray[Any]
 
 # Space for the description, which a slot has beside the bytes of the arrays.
 DESCRIPTION_BYTES: Final = 4096
-_ALIGNMENT: Final = 64
 _LENGTH: Final = struct.Struct("<Q")
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class Layout:
@@ -52,10 +49,10 @@ class Layout:
         end, entries = 0, []
         for array in self._arrays:
             entries.append([array.dtype.str, list(array.shape), end])
-            end += _aligned(array.nbytes)
+            end += aligned(array.nbytes)
         description = {"names": names, "one": not (is_mapping or is_sequence), "arrays": entries}
         self._text = json.dumps(description).encode()
-        self._start = _aligned(_LENGTH.size + len(self._text))
+        self._start = aligned(_LENGTH.size + len(self._text))
         if self._start > DESCRIPTION_BYTES:
             raise ValueError(
                 f"the description of {len(values)} arrays has {self._start} bytes, at most "
@@ -88,7 +85,7 @@ def read(buffer: Any) -> Batch:
         (length,) = _LENGTH.unpack_from(buffer)
         text = bytes(memoryview(buffer).cast("B")[_LENGTH.size : _LENGTH.size + length])
         description = json.loads(text)
-        start = _aligned(_LENGTH.size + length)
+        start = aligned(_LENGTH.size + length)
         arrays = []
         for dtype, shape, place in description["arrays"]:
             count = int(np.prod(shape, dtype=np.int64))

@@ -26,12 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import Closed, GradwireError
+from ..shared_memory import FOLDER, aligned
 
 __all__ = ["FeedFailed", "Ring", "Slot"]
 
-_FOLDER: Final = Path("/dev/shm")  # noqa: S108  (where the system keeps shared memory)
 _PREFIX: Final = "gradwire-feed-"
-_ALIGNMENT: Final = 64
 _CHECK_S: Final = 0.25  # between looks for processes that died
 
 _MAGIC: Final = 0x6777_6665_6564_0001
@@ -89,12 +88,12 @@ class Ring:
 
     def _make(self, slots: int, slot_bytes: int) -> None:
         _remove_leftovers()
-        slot_bytes = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
+        slot_bytes = aligned(slot_bytes)
         size = _data_at(slots) + slots * slot_bytes
         try:
             # The resource tracker removes the memory also when this process is killed.
             self._memory = SharedMemory(self.name, create=True, size=size)
-            with (_FOLDER / self.name).open("r+b") as file:
+            with (FOLDER / self.name).open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, size)  # a full /dev/shm must not kill a writer
         except OSError as error:
             if self._memory is not None:
@@ -102,7 +101,7 @@ class Ring:
                 self._memory.unlink()
             raise OSError(
                 error.errno,
-                f"{slots} batches of {slot_bytes} bytes do not fit {_FOLDER} ({error.strerror}): use fewer or smaller "
+                f"{slots} batches of {slot_bytes} bytes do not fit {FOLDER} ({error.strerror}): use fewer or smaller "
                 "ones, or enlarge it (docker run --shm-size)",
             ) from error
         head: NDArray[np.int64] = np.ndarray(_FIELDS, np.int64, self._memory.buf)
@@ -116,7 +115,7 @@ class Ring:
         weakref.finalize(self, _remove, self.name, self._memory, os.getpid())
 
     def _fifos(self) -> tuple[Path, Path]:
-        return _FOLDER / f"{self.name}.space", _FOLDER / f"{self.name}.batch"
+        return FOLDER / f"{self.name}.space", FOLDER / f"{self.name}.batch"
 
     def _open(self) -> None:
         """Map the memory; again in a forked process, which must not share its parent's lock."""
@@ -124,7 +123,7 @@ class Ring:
         self._lock = threading.Lock()
         files: list[int] = []
         try:
-            self._file = os.open(_FOLDER / self.name, os.O_RDWR | os.O_CLOEXEC)
+            self._file = os.open(FOLDER / self.name, os.O_RDWR | os.O_CLOEXEC)
             files.append(self._file)
             for path in self._fifos():
                 files.append(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
@@ -333,13 +332,13 @@ def _remove(name: str, memory: SharedMemory, process: int) -> None:
     if os.getpid() != process:
         return
     for end in (".space", ".batch"):
-        (_FOLDER / (name + end)).unlink(missing_ok=True)
-    if (_FOLDER / name).exists():
+        (FOLDER / (name + end)).unlink(missing_ok=True)
+    if (FOLDER / name).exists():
         memory.unlink()
 
 
 def _remove_leftovers() -> None:
     """Remove the FIFOs of feeds whose process was killed; the resource tracker has removed their memory."""
-    for path in _FOLDER.glob(f"{_PREFIX}*.*"):
-        if not (_FOLDER / path.stem).exists():
+    for path in FOLDER.glob(f"{_PREFIX}*.*"):
+        if not (FOLDER / path.stem).exists():
             path.unlink(missing_ok=True)
