@@ -9,6 +9,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.exchange import sharding
+from gradwire.exchange.protocol import Phase
 
 from ..seeds import seeds
 from .cluster import cluster
@@ -36,6 +37,13 @@ def kinds(one: Trainer) -> list[bool]:
         for step, payload in sorted(one.node.updates.items())
     ]
     return [not piece.parts for piece in parsed]
+
+
+def kill_unless_last(trainers: list[Trainer], at: int) -> None:
+    """Kill a node, unless only newcomers would be left, who have nobody to take the parameters from."""
+    others = [one for one in trainers if one is not trainers[at] and one.remains]
+    if any(one.share._membership.phase is Phase.IN for one in others):
+        kill(trainers[at])
 
 
 def crossings(
@@ -68,7 +76,7 @@ def crossings(
         for _ in range(deaths):
             chosen = world.random.randrange(initial)
             when = turn + world.random.randint(0, 60)
-            world.plan(when, lambda at=chosen: kill(trainers[at]))
+            world.plan(when, lambda at=chosen: kill_unless_last(trainers, at))
         world.run()
     assert_identical(trainers)
     if "outer_momentum" not in how and not (deaths and "every" in how):
@@ -87,6 +95,32 @@ def test_nodes_come_and_leave_across_the_threshold(seed: int, how: Any) -> None:
 @modes
 def test_nodes_die_across_the_threshold(seed: int, how: Any) -> None:
     crossings(seed, how, deaths=2, initial=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "initial", "seed"),
+    [
+        ("waiting", 3, 5024),
+        ("momentum", 3, 5028),
+        ("momentum", 4, 5019),
+        ("every", 3, 5003),
+        ("every", 4, 5009),
+        ("moved", 3, 5034),
+        ("overlapped", 3, 5046),
+    ],
+)
+def test_a_newcomer_applies_what_the_members_apply_when_one_dies(
+    name: str, initial: int, seed: int
+) -> None:
+    crossings(seed, MODES[name], deaths=1 + seed % 2, initial=initial)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", seeds(40))
+@pytest.mark.parametrize("initial", [3, 4])
+@modes
+def test_many_joins_and_deaths(seed: int, how: Any, initial: int) -> None:
+    crossings(5000 + seed, how, deaths=1 + seed % 2, initial=initial)
 
 
 @pytest.mark.slow

@@ -55,8 +55,14 @@ class Departure:
         }
 
     def suspect(self, peers: Iterable[Peer], why: str) -> None:
-        """Consider members gone: begin to agree with the others on their last updates."""
+        """Consider members gone: begin to agree with the others on their last updates.
+
+        A node that only follows the members joins again: it may have applied an update that the members will not.
+        """
         membership = self._membership
+        if membership.phase is Phase.READY:
+            self.rejoin(f"{', '.join(map(membership.name_of, sorted(peers)))} {why}")
+            return
         for peer in sorted(peers):
             name = membership.name_of(peer)
             _LOG.warning("step %d: %s %s", membership.next_step, name, why)
@@ -66,20 +72,18 @@ class Departure:
         self._settle()
 
     def handle_lost(self, lost: set[Peer], step: int) -> None:
-        """Suspect members whose connection ended; a node that only follows the members joins again."""
+        """Suspect members whose connection ended."""
         membership = self._membership
         # A member that has sent its update of ``step`` is not missed before the next, unless there is more to agree on.
-        can_wait = self._is_sync and not self.unsettled
+        can_wait = self._is_sync and membership.phase is Phase.IN and not self.unsettled
         gone = [
             peer
             for peer in sorted(lost)
             if peer not in membership.departing
             and not (can_wait and step in membership.members[peer])
         ]
-        if gone and membership.phase is Phase.IN:
+        if gone and membership.phase in (Phase.IN, Phase.READY):
             self.suspect(gone, "is lost")
-        elif gone and membership.phase is Phase.READY:
-            self.rejoin(f"the connection to {gone[0].address} is lost")
 
     def suspect_mismatched(self) -> None:
         """Continue without members whose arrays turn out to be different, which they announced after the start.
@@ -130,9 +134,12 @@ class Departure:
             self._router.send(Kind.REPORT, 0, encode_steps(held), to)
 
     def _own_report(self) -> dict[Peer, int]:
-        """Return the first missing update of every reported node; 0 for nodes that were never members here."""
-        membership = self._membership
-        return {peer: membership.departing.get(peer, 0) for peer in membership.reported}
+        """Return the first missing update of every reported node; what others say of nodes unknown here."""
+        departing, reports = self._membership.departing, self._reports.values()
+        return {
+            peer: departing.get(peer, max((one.get(peer, 0) for one in reports), default=0))
+            for peer in self._membership.reported
+        }
 
     def _add_report(self, reporter: Peer, _: int, payload: memoryview) -> None:
         membership, found = self._membership, decode_steps(payload)
@@ -167,30 +174,24 @@ class Departure:
 
     def _settle(self) -> None:
         """Agree where all reports are in, relay what others lack, and remove members with nothing left to apply."""
-        membership = self._membership
-        if not membership.departing:
+        if not self._membership.departing:
             return
-        votes = membership.phase is Phase.IN
-        self._agree(votes=votes)
-        if votes:
+        self._agree()
+        if self._membership.phase is Phase.IN:
             self._relay()
-        elif membership.phase is Phase.READY and any(
-            held < membership.finals.get(peer, 0) for peer, held in membership.departing.items()
-        ):
-            self.rejoin("a member went and left this node without its last update")
         self.remove_departed()
 
-    def _agree(self, *, votes: bool) -> None:
-        """Decide on the last updates of departed members; without ``votes`` this node is no member itself."""
+    def _agree(self) -> None:
+        """Decide on the last updates of departed members."""
         membership, unsettled = self._membership, self.unsettled
         reports = [self._reports.get(peer, {}) for peer in membership.peers]
-        if not unsettled or not all(unsettled <= report.keys() for report in reports):
+        # A member may have gone before, and come in again: earlier reports are about that.
+        begun = {peer: self._is_sync and membership.members[peer].begun for peer in unsettled}
+        if any(report.get(peer, -1) < at for report in reports for peer, at in begun.items()):
             return
-        if votes:
-            reports.append(self._own_report())
         for peer in unsettled:
             held = [report[peer] for report in reports]
-            membership.finals[peer] = max(held, default=membership.departing[peer])
+            membership.finals[peer] = max([membership.departing[peer], *held])
 
     def _relay(self) -> None:
         """Relay updates of departed members that others lack, if this node is the first that has them."""

@@ -235,7 +235,7 @@ class Join:
         if hello.phase is Phase.JOINING and membership.phase is Phase.IN:
             self._router.introduce(peer)  # tells from which update on the newcomer gets all
         if is_member:
-            if membership.phase is Phase.IN and peer not in membership.departing:
+            if membership.phase in (Phase.IN, Phase.READY) and peer not in membership.departing:
                 why = "leaves" if hello.phase is Phase.LEAVING else "joins again"
                 self._departure.suspect([peer], why)
         elif hello.phase is Phase.IN:
@@ -306,10 +306,8 @@ class Join:
             dealt.append(known.get(run, Peer(*run, "a newcomer")))
         self._replica.deal(dealt, step + 1)
         self._departure.remove_departed()
-        if admitted:
-            self._router.announce(membership.phase)
-        if membership.run in admitted and membership.reported:
-            self._departure.report()  # the members wait for a report of this node too, from now on
+        if admitted and membership.phase is Phase.IN:
+            self._router.announce(Phase.IN)  # a newcomer waits for this
         # A newcomer that begins again after it was named sends no update for its first step.
         again = [one for one in membership.fitting(Phase.JOINING) if run_of(one) in admitted]
         if again and membership.phase is Phase.IN:
@@ -436,12 +434,12 @@ class Join:
         me = self._membership.me
         here = {run_of(peer) for peer in (me, *members)}
         able = sorted(peer for peer, hello in members.items() if here >= set(hello.members))
-        if not able:
+        firsts = {run_of(peer): self._membership.first_of(peer) for peer in members}
+        fresh: dict[NodeRun, int] = {run: at for run, at in firsts.items() if at is not None}
+        if not able or len(fresh) < len(members):
             return
         self._requests += 1
         donor = able[(me.id + self._requests) % len(able)]
-        firsts = {run_of(peer): self._membership.first_of(peer) for peer in members}
-        fresh: dict[NodeRun, int] = {run: at for run, at in firsts.items() if at is not None}
         self._asked, self._incoming = (donor, self._requests), None
         self._router.send(Kind.REQUEST, self._requests, encode_steps(fresh), to=donor)
 

@@ -278,10 +278,7 @@ class Membership:
         self.lost.append(peer)
 
     def forget_members(self) -> None:
-        """Stop being a member; the updates of the others continue to arrive."""
-        for peer, stream in self.members.items():
-            is_complete = peer not in self.departing and peer not in self.broken
-            self.others.setdefault(peer, stream if is_complete else self.new_stream())
+        """Stop being a member; updates count again from where the others introduce themselves to a newcomer."""
         self.members.clear()
         self.broken.clear()
         self.departing.clear()
@@ -405,7 +402,15 @@ class Membership:
 
     def is_ready_for(self, step: int) -> bool:
         """Return whether this node, not a member yet, can follow the members through ``step``."""
-        return self.phase is Phase.READY and bool(self.members) and not self.missing(step)
+        if self.phase is not Phase.READY or not self.members or self.missing(step):
+            return False
+        notes = [stream.notes.get(step) for stream in self.members.values()]
+        if not all(note is not None and self.run in note.admits for note in notes):
+            return True
+        # The step at which this node becomes a member: only when all members have finished it, and without a report,
+        # is it sure that they have applied the same updates.
+        hellos = map(self.hellos.get, self.members)
+        return all(hello is not None and self.run in hello.members for hello in hellos)
 
     def first_of(self, peer: Peer) -> int | None:
         """Return the first update of a node, not a member yet, that this node gets directly; None: unknown."""

@@ -645,7 +645,8 @@ class ShardedReplica(Replica):
                 elif step <= number <= final:
                     continue  # the owner's result of this step is still to come
                 else:
-                    is_taken = number < stop
+                    # Of older parts that came back all nodes know the same, and the owner may have come in again since.
+                    is_taken = number < stop and not (part.is_back and number < final - 1)
                 if is_taken == part.is_back:
                     self._add_to_residual(part.piece, -1.0 if is_taken else 1.0)
                 part.is_open, part.is_back = False, not is_taken
