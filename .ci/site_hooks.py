@@ -8,7 +8,8 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
 LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]+)(#[^)]*)?\)")
 
 
@@ -24,8 +25,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace links that lead out of docs/, where they lead somewhere."""
 
     def as_text(link: re.Match[str]) -> str:
-        if not (ROOT / "docs" / link[2]).exists():
+        target = (DOCS / page.file.src_uri).parent.joinpath(link[2]).resolve()
+        if not target.exists():
             raise FileNotFoundError(f"{page.file.src_uri} links to {link[2]}, which does not exist")
-        return f"{link[1]} (`{link[2].removeprefix('../')}`)" if "`" not in link[1] else link[1]
+        if target.is_relative_to(DOCS):
+            return link[0]
+        return link[1] if "`" in link[1] else f"{link[1]} (`{target.relative_to(ROOT)}`)"
 
     return LINK.sub(as_text, markdown)

@@ -60,6 +60,18 @@ def test_types_and_the_compiled_core_are_shipped() -> None:
     assert Path(_core.__file__).suffix in (".so", ".pyd")
 
 
+def test_the_licences_of_what_is_compiled_in_are_shipped() -> None:
+    assert DISTRIBUTION.metadata.get_all("License-File") == ["LICENSE", "NOTICE"]
+    notice = (Path(__file__).parents[1] / "NOTICE").read_text()
+    assert "Wenzel Jakob" in notice  # whose licence asks for it
+
+
+def test_every_extra_is_in_the_table() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "install.md").read_text()
+    extras = DISTRIBUTION.metadata.get_all("Provides-Extra") or []
+    assert [one for one in extras if f"`{one}`" not in page] == []
+
+
 def test_the_citation_names_this_version() -> None:
     citation = (Path(__file__).parents[1] / "CITATION.cff").read_text()
     assert f"\nversion: {gw.__version__}\n" in citation
