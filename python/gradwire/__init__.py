@@ -56,12 +56,27 @@ from .policy import (
 
 if TYPE_CHECKING:
     from . import cost, dl4j
-    from .exchange import Exchange, ExchangeStats, Groups, Joined, LocalTeam, StepResult
+    from .exchange import (
+        SGD,
+        Adagrad,
+        Adam,
+        AdamW,
+        Exchange,
+        ExchangeStats,
+        Groups,
+        Joined,
+        LocalTeam,
+        StepResult,
+    )
     from .hosted import HostedModel
     from .sharing import SharedArrays, share
     from .transport import Node, Peer
 
 __all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
     "AdaptiveThreshold",
     "BackendUnavailable",
     "Closed",
@@ -112,12 +127,13 @@ __all__ = [
 ]
 
 _EXCHANGE = ("Exchange", "ExchangeStats", "Groups", "Joined", "LocalTeam", "StepResult")
+_OPTIMIZERS = ("SGD", "Adagrad", "Adam", "AdamW")
 _LAZY = {
     "HostedModel": "hosted",
     "SharedArrays": "sharing",
     "share": "sharing",
     **dict.fromkeys(("Node", "Peer"), "transport"),
-    **dict.fromkeys(_EXCHANGE, "exchange"),
+    **dict.fromkeys((*_EXCHANGE, *_OPTIMIZERS), "exchange"),
 }
 _MODULES = ("cost", "dl4j", "exchange", "feed", "jax", "reference", "torch", "transport")
 

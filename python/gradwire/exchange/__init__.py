@@ -1,14 +1,15 @@
 """The exchange: one update in, all nodes' updates out. Only this package combines the codec and the transport.
 
-Modules, from the bottom: `protocol` (control messages), `groups` (encoders of tensors), `parameters` (sums of messages,
-the shared copy), `membership` (members, their updates, routing of messages), `sharding` (owners of parameters),
-`departure`, `consistency` (comparison of replicas), `snapshot`, `join`, `step` (one step), `exchange` (the public
-class), `local` (workers of one machine).
+Modules, from the bottom: `protocol` (control messages), `groups` (encoders of tensors), `descent` (owners' optimisers),
+`parameters` (sums of messages, the shared copy), `membership` (members, their updates, routing of messages), `sharding`
+(owners of parameters), `departure`, `consistency` (comparison of replicas), `snapshot`, `join`, `step` (one step),
+`exchange` (the public class), `local` (workers of one machine).
 """
 
 from __future__ import annotations
 
 from .checkpoint import redistribute
+from .descent import SGD, Adagrad, Adam, AdamW, Optimizer
 from .exchange import Exchange
 from .groups import Group, Groups
 from .local import LocalExchange, LocalTeam
@@ -17,6 +18,10 @@ from .parameters import is_sum_exact
 from .results import ExchangeStats, Joined, StepResult
 
 __all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
     "Exchange",
     "ExchangeStats",
     "Group",
@@ -25,6 +30,7 @@ __all__ = [
     "LocalExchange",
     "LocalTeam",
     "MetricsServer",
+    "Optimizer",
     "StepResult",
     "is_sum_exact",
     "log_every",

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..state import check_format
 from .options import Reduction
-from .parameters import ExactSum, MomentumSum, Replica, add_owner_state, copies
+from .parameters import ExactSum, MomentumSum, Replica, add_owner_state, copies, owner_arrays
 
 __all__ = ["load_state", "redistribute", "state_of"]
 
@@ -32,6 +32,8 @@ def state_of(replica: Replica) -> dict[str, Any]:
         "exact": total.state_dict() if isinstance(total, ExactSum) else None,
         "outer_velocity": copies(total.velocity) if isinstance(total, MomentumSum) else [],
         "owner": replica.owner_state(),
+        "estates": replica.estates(),
+        "slots": replica.slots,
     }
 
 
@@ -56,9 +58,12 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
         raise ValueError(
             "the state has a velocity of the shared parameters, this exchange no outer_momentum"
         )
+    slots = state.get("slots")
+    if slots != replica.slots:
+        raise ValueError(f"the state has {_owners(slots)}, this exchange {_owners(replica.slots)}")
     for encoder, one in zip(encoders, state["encoders"], strict=True):
         encoder.load_state_dict(one)
-    replica.load_owner(state.get("owner"))
+    replica.load_owner(state.get("owner"), state.get("estates", ()))
     if isinstance(total, ExactSum):
         total.load_state_dict(state["exact"])
     if isinstance(total, MomentumSum):
@@ -66,6 +71,10 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
     replica.shared = copies(state["shared"])
     replica.local_steps = state["local_steps"]
     replica.step = state["step"]
+
+
+def _owners(slots: int | None) -> str:
+    return "no optimizer" if slots is None else f"an optimizer of {slots} values for each element"
 
 
 def redistribute(
@@ -133,15 +142,26 @@ def _merged(
 ) -> dict[str, Any]:
     """Return a state like ``like`` with the sum of the residuals of ``states``, times a factor.
 
-    A sum that an owner keeps weighs as much as ``weight`` updates of one node.
+    Without an optimiser a sum that an owner keeps weighs as much as ``weight`` updates of one node.
     """
     totals = [np.zeros(one["residual"].shape, np.float64) for one in like["encoders"]]
     for state in states:
         for total, one in zip(totals, state["encoders"], strict=True):
             total += one["residual"]
-        add_owner_state(state.get("owner"), totals, weight)
+        if state.get("slots") is None:
+            add_owner_state(state.get("owner"), totals, weight)
     encoders = [
         {**one, "residual": (total * factor).astype(one["residual"].dtype)}
         for one, total in zip(like["encoders"], totals, strict=True)
     ]
-    return {**like, "encoders": encoders, "owner": None}
+    return {**like, "encoders": encoders, "owner": None, "estates": _estates(states)}
+
+
+def _estates(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what owners that run an optimiser have to hand over: changes of parameters, whatever is the mean."""
+    found = [one for state in states for one in state.get("estates", ())]
+    for owner in (state["owner"] for state in states if state.get("slots") is not None):
+        if owner is not None:
+            place = {"parts": owner["parts"], "at": owner["at"]}
+            found.append({**place, "arrays": owner_arrays(owner)})
+    return found

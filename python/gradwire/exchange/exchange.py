@@ -18,6 +18,7 @@ from ..errors import NonFiniteUpdate, PeerLost
 from . import checkpoint, clock
 from .consistency import Consistency, start_of
 from .departure import Departure
+from .descent import Optimizer
 from .groups import Codec, Group, Groups
 from .join import Join
 from .membership import Membership, Router
@@ -90,8 +91,7 @@ class Exchange:
         enc: one encoder, or `Groups` of encoders; their ``step`` numbers the steps, so all nodes begin with the same.
         node: the exchange takes all its messages.
         reduction: "mean" of the live nodes' messages, as DistributedDataParallel averages gradients, or their "sum".
-        min_peers: number of other nodes to wait for before the first step; None: as many as the node was told of
-            (``Node.from_env``: as the launcher says).
+        min_peers: number of other nodes to wait for before the first step; None: as many as the node was told of.
         mode: "sync": a step waits for all members' messages. "async": a step adds the messages that have arrived.
         max_staleness: steps that an asynchronous node may be ahead of the slowest member.
         exact: sum in float64, so that the order of the messages does not matter; ``params`` belong to the exchange.
@@ -99,6 +99,7 @@ class Exchange:
         every: steps between exchanges; those in between change only this node's parameters.
         overlap: steps that are computed while a step's messages travel, at most ``every``.
         topology, owners_max, role: "mesh", "sharded", or "auto": synchronous steps are sharded from five nodes on.
+        optimizer: of the owners: updates are gradients then, and the owners make the changes of the parameters.
         outer_momentum: Nesterov's momentum of the shared parameters, for ``every`` > 1.
         apply_residual: let this node's parameters hold its residual, so that gradients use up-to-date parameters.
         on_straggler: whether a connected member that sends nothing for ``timeout_s`` makes the step "raise"
@@ -137,6 +138,7 @@ class Exchange:
         topology: Topology = "auto",
         owners_max: int = 64,
         role: Role = "member",
+        optimizer: Optimizer | None = None,
         outer_momentum: float = 0.0,
         apply_residual: bool = False,
         on_straggler: Literal["raise", "drop", "wait"] = "raise",
@@ -158,6 +160,7 @@ class Exchange:
             topology=topology,
             owners_max=owners_max,
             role=role,
+            optimizer=optimizer,
             outer_momentum=outer_momentum,
             apply_residual=apply_residual,
             on_straggler=on_straggler,
@@ -450,12 +453,18 @@ class Exchange:
             WouldBlock, TimeoutError, MessageError, TooLarge, Closed, Diverged: as ``step``.
         """
         self._refuse_update()
+        self.refuse_movement()
         if not self._replica.shared:
             raise ValueError(
                 "nothing is known of the parameters before they were moved: call join(params) first"
             )
         finished = self._begin(params, optimizer_state)
         return self._local_step(params, optimizer_state, finished)
+
+    def refuse_movement(self) -> None:
+        """Raise `ValueError` where owners have an optimiser, which needs gradients, not movements."""
+        if self._options.optimizer is not None:
+            raise ValueError("nodes send gradients where owners have an optimizer: call step")
 
     @_by_one_thread
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
@@ -549,7 +558,7 @@ class Exchange:
             raise PeerLost(
                 f"{members} of at least {self._options.min_members} members are left: {gone}"
             )
-        if self._options.exact or self._options.outer_momentum:
+        if self._options.exact or self._options.outer_momentum or self._options.optimizer:
             writable_views(params)  # refuses parameters on a device before anything is encoded
         if self._options.apply_residual and not self._replica.shared:
             self._groups.residuals(writable_views(params))

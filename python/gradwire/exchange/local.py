@@ -563,7 +563,7 @@ class LocalExchange:
         _refuse_state(optimizer_state)
         self.team.attach(params)
         update = difference(views(params), self.team.params)
-        return self._call_together(self._lead_step, params, update)
+        return self._call_together(self._lead_moved, params, update)
 
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
         """See `Exchange.catch_up`."""
@@ -595,6 +595,10 @@ class LocalExchange:
 
     def _lead_step(self, lead: Exchange) -> StepResult:
         return lead.step(self.team.total, self.team.params)
+
+    def _lead_moved(self, lead: Exchange) -> StepResult:
+        lead.refuse_movement()
+        return self._lead_step(lead)
 
     def _call_together(
         self,

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from .descent import Optimizer, summary
 from .groups import Codec
 
 __all__ = ["Options", "Reduction", "Role", "Topology"]
@@ -38,6 +39,7 @@ class Options:
     topology: Topology
     owners_max: int
     role: Role
+    optimizer: Optimizer | None
     outer_momentum: float
     apply_residual: bool
     on_straggler: Literal["raise", "drop", "wait"]
@@ -90,6 +92,8 @@ class Options:
                 "exact is for the mesh: sharded replicas add the same results of the same owners, so their bits are "
                 "the same without it"
             )
+        if self.optimizer is not None:
+            _check_optimizer(self, self.optimizer)
         if self.exact and not self.is_sync and self.reduction == "mean":
             raise ValueError(
                 "exact asynchronous replicas cannot divide by a number of nodes that changes: give "
@@ -114,7 +118,30 @@ class Options:
     def signature(self) -> dict[str, Any]:
         """Return the options that have to be the same on all nodes."""
         names = ("reduction", "mode", "every", "exact", "outer_momentum", "topology", "owners_max")
-        return {name: getattr(self, name) for name in names}
+        return {
+            **{name: getattr(self, name) for name in names},
+            "optimizer": summary(self.optimizer),
+        }
+
+
+def _check_optimizer(options: Options, optimizer: Optimizer) -> None:
+    if not all(hasattr(optimizer, name) for name in ("slots", "is_linear", "update")):
+        raise TypeError(f"optimizer must be one as gradwire.SGD, got {optimizer!r}")
+    if options.topology != "sharded":
+        raise ValueError('optimizer needs topology="sharded": in the mesh no node owns parameters')
+    if options.every > 1:
+        raise ValueError("optimizer takes gradients, and local steps (every) change the parameters")
+    if options.apply_residual:
+        raise ValueError(
+            "apply_residual adds the residual to the parameters; with an optimizer it holds gradients"
+        )
+    if options.outer_momentum:
+        raise ValueError("give the optimizer the momentum, rather than outer_momentum")
+    if not optimizer.is_linear and options.codec == "threshold":
+        raise ValueError(
+            f"{type(optimizer).__name__} normalises gradients, and those of threshold messages are sparse, which ruins "
+            'training: give codec="dense" or "bfloat16", or run it on the nodes and share what it has done'
+        )
 
 
 def _check_number(name: str, value: float, is_good: bool, what: str) -> None:

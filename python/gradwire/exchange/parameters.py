@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..arrays import device_of
 from ..message import Message, apply, apply_many, apply_to_both, apply_with_momentum
-from ..partition import Partition
+from ..partition import Part, Partition
 from ..transport import Peer, Ticket
 from .groups import Codec, Groups
 
@@ -30,7 +31,9 @@ __all__ = [
     "copies",
     "described",
     "difference",
+    "gathered",
     "is_sum_exact",
+    "owner_arrays",
     "put",
     "views",
     "writable_views",
@@ -138,6 +141,20 @@ def add(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
 def difference(minuend: Sequence[NDArray[Any]], subtrahend: Sequence[NDArray[Any]]) -> Arrays:
     """Return the differences of all pairs of arrays, in new memory."""
     return [np.subtract(one, other) for one, other in zip(minuend, subtrahend, strict=True)]
+
+
+def gathered(arrays: Any, part: Part) -> NDArray[Any]:
+    """Return a copy of a part of the elements of several arrays."""
+    flat = [one.reshape(-1) for one in views(arrays)]
+    ends = np.cumsum([one.size for one in flat]).tolist()
+    found = []
+    for whole, _ in part.slices():
+        at, begin = bisect_right(ends, whole.start), whole.start
+        while begin < whole.stop:
+            first = ends[at] - flat[at].size
+            found.append(flat[at][begin - first : whole.stop - first])
+            begin, at = ends[at], at + 1
+    return np.concatenate(found)
 
 
 # ---- sums of messages ------------------------------------------------------------------------------------------------
@@ -403,6 +420,12 @@ def add_owner_state(
             residual[of_whole] += factor * one["residual"][of_part]
 
 
+def owner_arrays(state: Mapping[str, Any]) -> list[Arrays]:
+    """Return residual and optimiser's state in ``Replica.owner_state``, for each of its groups."""
+    pairs = zip(state["encoders"], state["states"], strict=True)
+    return [[one["residual"], *slots] for one, slots in pairs]
+
+
 class Replica:
     """Everything that this node's next step depends on, besides the other nodes.
 
@@ -426,7 +449,10 @@ class Replica:
         step: number of the next step, or of the unfinished one.
         pending: the messages of an unfinished step.
         sent: the messages of the last finished steps, which peers may not have yet.
+        slots: values of state for each element where owners have an optimiser; None: they have none.
     """
+
+    slots: int | None = None
 
     def __init__(
         self,
@@ -528,7 +554,15 @@ class Replica:
         """Return a copy of this node's state as an owner; None if it owns nothing."""
         return None
 
-    def load_owner(self, state: dict[str, Any] | None) -> None:
+    def estates(self) -> list[dict[str, Any]]:
+        """Return a copy of what this node has to hand over to owners."""
+        return []
+
+    def load_owner(
+        self,
+        state: dict[str, Any] | None,
+        estates: Sequence[dict[str, Any]] = (),  # noqa: ARG002
+    ) -> None:
         """Continue as the owner of a checkpoint; here this node's updates get what the owner kept."""
         if state is not None:
             residuals = [encoder.residual for encoder in self.groups.encoders]

@@ -36,8 +36,8 @@ class StepResult:
         ignored: messages from nodes that are not members of this exchange, since the step before.
         lost: members that went down, left or were left behind since the step before.
         joined: members that joined since the step before.
-        orphaned: elements whose owner was gone in this step (sharded exchange). The owner's residual is missing, unless
-            it comes back; what the other nodes sent it is in their residuals again.
+        orphaned: elements whose owner was gone in this step (sharded exchange). Its residual is missing, unless it
+            comes back, and so is its optimiser's state; what the other nodes sent it is in their residuals again.
         is_exact: whether the sum of the messages is provably free of rounding, so that any order gives the same bits;
             always False without ``exact=True``.
         is_local: whether this was a local step, which sends nothing (``every``).

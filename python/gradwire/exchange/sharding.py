@@ -19,6 +19,7 @@ from ..errors import GradwireError, MessageError
 from ..message import Message, apply, apply_many, dense_message, parse_many
 from ..partition import Part, Partition
 from ..transport import Peer
+from .descent import Descent, Handover, Place
 from .groups import Codec, Group, Groups
 from .options import Options
 from .parameters import (
@@ -31,15 +32,21 @@ from .parameters import (
     SecondTarget,
     Taken,
     add,
+    copies,
+    gathered,
+    owner_arrays,
+    put,
     writable_views,
 )
 
 __all__ = ["Piece", "ShardedReplica"]
 
-_HEAD = struct.Struct("<HHHH")  # parts, index, number of entries, whether this is the last
+# parts, index, number of entries, twice the number of handovers + whether this is the last
+_HEAD = struct.Struct("<HHHH")
 _MAGIC = b"GRDW"  # of a message. No head is the same: as an index, "DW" is larger than "GR" parts.
 # id and incarnation of a sender, first part taken, first part not taken
 _ENTRY = struct.Struct("<QQQQ")
+_HANDOVER = struct.Struct("<HHHH")  # both parts
 
 # A sum of sparse parts is denser than each of them; docs/scale.md has losses and bytes of both densities.
 OWNER_DENSITY = 3.0
@@ -60,6 +67,8 @@ class Piece(list[Message]):
         taken: of what everybody gets: by sender, the first part that the owner has taken and the first that it has not,
             where the step does not say so. Parts before the first are lost.
         is_last: likewise, whether its sender leaves.
+        handovers: residual and state of elements that the receiver owns from this step on; in the last result of an
+            owner that leaves, of elements that others own from the next step on.
     """
 
     def __init__(
@@ -69,36 +78,45 @@ class Piece(list[Message]):
         self.sender, self.number, self.parts, self.at = sender, number, parts, at
         self.taken: dict[Peer, tuple[int, int]] = {}
         self.is_last = False
+        self.handovers: list[Handover] = []
 
     @property
     def nbytes(self) -> int:
         """Size of the messages."""
-        return sum(message.nbytes for message in self)
+        return sum(message.nbytes for message in (*self, *self._handed_over()))
+
+    def _handed_over(self) -> Iterator[Message]:
+        return (message for one in self.handovers for message in one.messages)
 
     def pack(self) -> Message | bytes:
         """Return the piece as it is sent; a whole update of which there is nothing to say as in the mesh."""
         if not (self.parts or self.taken or self.is_last):
             return self[0] if len(self) == 1 else b"".join(map(bytes, self))
-        head = _HEAD.pack(self.parts, self.at, len(self.taken), self.is_last)
+        last = 2 * len(self.handovers) + self.is_last
+        head = _HEAD.pack(self.parts, self.at, len(self.taken), last)
         entries = [_ENTRY.pack(one.id, one.incarnation, *at) for one, at in self.taken.items()]
-        return b"".join([head, *entries, *map(bytes, self)])
+        entries += [_HANDOVER.pack(*one.of, *one.to) for one in self.handovers]
+        return b"".join([head, *entries, *map(bytes, self), *map(bytes, self._handed_over())])
 
     @staticmethod
     def parse(sender: Peer, number: int, payload: memoryview) -> Piece:
-        """Return the piece in a payload; raise `MessageError` if the bytes are none."""
+        """Return the piece in a payload, with the messages of handovers; raise `MessageError` if the bytes are none."""
         if payload[: len(_MAGIC)] == _MAGIC:
             return Piece(parse_many(payload), sender, number, 0, 0)
         try:
-            parts, index, count, is_last = _HEAD.unpack_from(payload)
-            start = _HEAD.size + count * _ENTRY.size
-            entries = list(_ENTRY.iter_unpack(payload[_HEAD.size : start]))
-            if len(entries) < count or index > parts:
+            parts, index, count, last = _HEAD.unpack_from(payload)
+            stop = _HEAD.size + count * _ENTRY.size
+            start = stop + last // 2 * _HANDOVER.size
+            entries = list(_ENTRY.iter_unpack(payload[_HEAD.size : stop]))
+            places = list(_HANDOVER.iter_unpack(payload[stop:start]))
+            if len(entries) < count or len(places) < last // 2 or index > parts:
                 raise ValueError(f"part {index} of {parts}, {count} entries")
         except (struct.error, ValueError) as error:
             raise MessageError(f"a piece of an update that cannot be read: {error}") from error
         piece = Piece(parse_many(payload[start:]), sender, number, parts, index)
         piece.taken = {Peer(node, run, ""): (first, stop) for node, run, first, stop in entries}
-        piece.is_last = bool(is_last)
+        piece.is_last = bool(last % 2)
+        piece.handovers = [Handover((a, b), (c, d), []) for a, b, c, d in places]
         return piece
 
 
@@ -115,6 +133,8 @@ class ShardedUpdate(OwnUpdate):
         passed_on: parts of an earlier dealing, which went to this node's residual.
         scale: factor of the taken parts.
         is_last: whether this node leaves with this step.
+        params: what this node owns of every group, for the optimiser.
+        before: the owner's residuals and state before it took the parts.
     """
 
     parts: dict[Peer, Piece] = field(default_factory=dict)
@@ -125,6 +145,8 @@ class ShardedUpdate(OwnUpdate):
     passed_on: list[Piece] = field(default_factory=list)
     scale: float = 1.0
     is_last: bool = False
+    params: Arrays = field(default_factory=list)
+    before: list[Arrays] | None = None
 
     @property
     def encoded(self) -> Sequence[Message]:
@@ -167,10 +189,18 @@ class Owner:
         parts: number of parts.
         at: number of this node's part.
         groups: encoders of the part's share of every group that has one; None: of no group.
+        arrays: for every such group the residual and the optimiser's state.
     """
 
     def __init__(
-        self, whole: Groups, shares: Shares, me: Peer, parts: int, at: int, step: int
+        self,
+        whole: Groups,
+        shares: Shares,
+        me: Peer,
+        parts: int,
+        at: int,
+        step: int,
+        descent: Descent | None = None,
     ) -> None:
         self.me, self.parts, self.at = me, parts, at
         owned = []
@@ -178,6 +208,15 @@ class Owner:
             encoder = _owner_encoder(whole.encoders[index], part.numel, step)
             owned.append(Group(encoder, is_dense=whole.groups[index].is_dense))
         self.groups = Groups(owned) if owned else None
+        states: list[Arrays] = [[] for _ in owned] if descent is None else descent.zeros(self.place)
+        self.arrays = [
+            [one.residual, *state[1:]] for one, state in zip(self.encoders, states, strict=True)
+        ]
+
+    @property
+    def place(self) -> Place:
+        """The part."""
+        return self.parts, self.at
 
     @property
     def encoders(self) -> Sequence[Encoder]:
@@ -281,6 +320,12 @@ class ShardedReplica(Replica):
         self._late: list[tuple[Piece, float]] = []
         self._orphaned = 0
         self._loaded: dict[str, Any] | None = None  # until it is known who owns what
+        self._descent: Descent | None = None
+        if options.optimizer is not None:
+            self._descent = Descent(options.optimizer, groups.encoders, self._shares.of)
+            self.slots = self._descent.slots
+        self._former: tuple[Peer, ...] = ()  # owners of the step before
+        self._inherited: list[Handover] = []  # from owners that have left
 
     def deal(self, contributors: Iterable[Peer], step: int) -> None:
         """Deal the parameters to the nodes that take part from ``step`` on: the same owners, or none, on all nodes."""
@@ -299,16 +344,19 @@ class ShardedReplica(Replica):
         has_roles = any(self.roles.get(peer, "member") != "member" for peer in senders)
         is_small = len(senders) < SHARDED_FROM or not self._is_sync
         self._is_mesh = self._is_auto and is_small and not has_roles
+        self._former = self._owners
         self._owners = () if self._is_mesh else tuple(owners[: self._owners_max])
         parts = len(self._owners)
         index = self._owners.index(self.me) if self.me in self._owners else parts
-        if self._owner is not None and (self._owner.parts, self._owner.at) == (parts, index):
-            return
-        self._retire(self._owner)
-        self._owner = (
-            Owner(self.groups, self._shares, self.me, parts, index, step) if index < parts else None
-        )
-        self._use_loaded()
+        if self._owner is None or self._owner.place != (parts, index):
+            self._retire(self._owner)
+            made = self.groups, self._shares, self.me, parts, index, step, self._descent
+            self._owner = Owner(*made) if index < parts else None
+            self._use_loaded()
+        if self._descent is not None and self._owner is not None:
+            for handover in self._inherited:
+                self._descent.add(handover, self._owner.place, self._owner.arrays)
+        self._inherited.clear()
 
     def owner_state(self) -> dict[str, Any] | None:
         """Return a copy of this node's state as an owner; None if it owns nothing."""
@@ -317,7 +365,11 @@ class ShardedReplica(Replica):
             return self._loaded
         encoders = [one.state_dict() for one in owner.encoders]
         own: Any = self.pending
-        if own is not None:  # the nodes that sent these parts put them back into their states
+        arrays = owner.arrays if own is None or own.before is None else own.before
+        if self._descent is not None:
+            for one, (residual, *_) in zip(encoders, arrays, strict=True):
+                one["residual"] = residual.copy()
+        elif own is not None:  # the nodes that sent these parts put them back into their states
             for index, one in enumerate(encoders):
                 for message in own.messages[index : index + 1]:
                     apply(message, one["residual"])
@@ -325,20 +377,44 @@ class ShardedReplica(Replica):
                     apply(piece[index], one["residual"], -own.scale)
         groups = [index for index, _ in self._shares.of(owner.parts, owner.at)]
         place = {"parts": owner.parts, "at": owner.at, "nodes": len(self.senders)}
-        return {**place, "groups": groups, "encoders": encoders}
+        states = [copies(state) for _, *state in arrays]
+        return {**place, "groups": groups, "encoders": encoders, "states": states}
 
-    def load_owner(self, state: dict[str, Any] | None) -> None:
+    def estates(self) -> list[dict[str, Any]]:
+        """Return a copy of what this node has to hand over, or has handed over in an unfinished step."""
+        if self._descent is None:
+            return []
+        under_way = [
+            handover
+            for part in self._sent_parts()
+            for handover in part.piece.handovers
+            if part.is_open and self._is_sync
+        ]
+        return self._descent.export(under_way)
+
+    def load_owner(
+        self, state: dict[str, Any] | None, estates: Sequence[dict[str, Any]] = ()
+    ) -> None:
         """Continue as the owner of a checkpoint, or pass on what it kept where it owns another part now."""
         self._loaded = state
+        if self._descent is not None:
+            for one in estates:
+                self._descent.keep((one["parts"], one["at"]), one["arrays"])
 
     def _use_loaded(self) -> None:
         loaded, owner = self._loaded, self._owner
         self._loaded = None
         if loaded is None:
             return
-        if owner is not None and (owner.parts, owner.at) == (loaded["parts"], loaded["at"]):
+        place = loaded["parts"], loaded["at"]
+        if owner is not None and owner.place == place:
             for encoder, one in zip(owner.encoders, loaded["encoders"], strict=True):
                 encoder.load_state_dict(one)
+            for index, state in enumerate(loaded.get("states", ())):
+                put(owner.arrays[index][1:], state)
+            return
+        if self._descent is not None:
+            self._descent.keep(place, owner_arrays(loaded))
             return
         messages = [dense_message(one["residual"]) for one in loaded["encoders"]]
         piece = Piece(messages, self.me, 0, loaded["parts"], loaded["at"])
@@ -351,7 +427,9 @@ class ShardedReplica(Replica):
 
     def _retire(self, owner: Owner | None) -> None:
         """Move an owner's residual to this node's, from where it goes to the new owners."""
-        if owner is not None:
+        if owner is not None and self._descent is not None:
+            self._descent.keep(owner.place, owner.arrays)
+        elif owner is not None:
             self._add_to_residual(owner.as_piece(), self._count_updates(self.senders))
 
     def encode(
@@ -378,8 +456,12 @@ class ShardedReplica(Replica):
             messages = [found[group][index] for group, _ in self._shares.of(count, index)]
             if messages:
                 piece = Piece(messages, self.me, self.step, count, index)
+                if self._descent is not None:
+                    piece.handovers = self._descent.hand_over((count, index))
                 own.parts[peer] = piece
                 self._kept.setdefault(peer, {})[self.step] = SentPart(piece)
+        if self._descent is not None:
+            self._descent.estates.clear()
         if self.me in own.parts:
             self._arrived.setdefault(self.me, {})[self.step] = own.parts[self.me]
         # The largest first: if the transport refuses it, no other was sent.
@@ -407,6 +489,18 @@ class ShardedReplica(Replica):
         """Add the parts of one of this node's updates, times a factor, to the residuals."""
         for piece in own.parts.values():
             self._add_piece(piece, [one.residual for one in self.groups.encoders], factor)
+            self._take_back_handovers(piece, factor)
+
+    def _take_back_handovers(self, piece: Piece, factor: float) -> None:
+        if self._descent is not None:
+            self._descent.take_back(piece.handovers, factor)
+
+    def remove_local_changes(self, params: Any, own: OwnUpdate, *, has_moved: bool) -> None:
+        """Remove local steps after an encode; see `Replica`. The parameters are those before the update."""
+        super().remove_local_changes(params, own, has_moved=has_moved)
+        if self._descent is not None and isinstance(own, ShardedUpdate) and own.owner is not None:
+            shares = self._shares.of(*own.owner.place)
+            own.params = [gathered(self.groups.select(params, at), part) for at, part in shares]
 
     def put_back_into(self, residuals: Sequence[Any]) -> None:
         """Add everything that may not be applied yet to copies of the residuals."""
@@ -432,9 +526,15 @@ class ShardedReplica(Replica):
         piece, encoders = Piece.parse(sender, number, payload), self.groups.encoders
         shares = self._shares.of(piece.parts, piece.at)
         expected = [(encoders[index].key, part.numel) for index, part in shares]
+        layouts = [] if self._descent is None else self._descent.layouts(piece.handovers)
+        expected += [(encoders[index].key, numel) for one in layouts for index, numel in one]
         found = [(message.key, message.numel) for message in piece]
-        if found != expected:
+        if found != expected or len(layouts) < len(piece.handovers):
             raise MessageError(f"{_described(found)}, but {_described(expected)} on this node")
+        rest = iter(piece[len(shares) :])
+        del piece[len(shares) :]
+        for one, layout in zip(piece.handovers, layouts, strict=True):
+            one.messages.extend(itertools.islice(rest, len(layout)))
         return piece
 
     def prepare(self, own: Any, lost: Container[Peer]) -> frozenset[Peer]:
@@ -460,6 +560,8 @@ class ShardedReplica(Replica):
         if own.is_whole:
             result = own.parts[self.me]
         result.taken, result.is_last = own.numbers, own.is_last
+        if own.is_last and owner is not None and self._descent is not None and self._descent.slots:
+            result.handovers = [self._descent.pack(owner.place, owner.arrays, (1, 0))]
         own.messages, own.payload = result, result.pack()
         return frozenset()
 
@@ -482,7 +584,17 @@ class ShardedReplica(Replica):
                 took.append(piece)
         own.took = took
         own.scale = 1.0 / self._count_updates(piece.sender for piece in took)
-        owner.add_pieces(took, own.scale)
+        self._add_taken(own, owner)
+
+    def _add_taken(self, own: ShardedUpdate, owner: Owner) -> None:
+        took = own.took or []
+        if self._descent is None:
+            owner.add_pieces(took, own.scale)
+        elif took:
+            own.before = [copies(one) for one in owner.arrays]
+            for handover in itertools.chain.from_iterable(piece.handovers for piece in took):
+                self._descent.add(handover, owner.place, owner.arrays)
+            self._descent.run(took, own.scale, owner.encoders, owner.arrays, own.params, own.step)
 
     def _take_arrived(self, own: ShardedUpdate) -> None:
         """Take whatever has arrived; parts of another dealing go to this node's residual, and on from there."""
@@ -503,7 +615,7 @@ class ShardedReplica(Replica):
                 own.numbers[peer] = first, stop
         own.scale = 1.0 / self._count_updates(self.senders)
         if owner is not None:
-            owner.add_pieces(own.took, own.scale)
+            self._add_taken(own, owner)
         for piece in own.passed_on:
             self._add_to_residual(piece)
 
@@ -535,6 +647,7 @@ class ShardedReplica(Replica):
             self._settle(result)
         if self._is_sync:
             self._settle_silent(results)
+            self._count_lost_handovers(results)
         self._add_late(params)
         return False
 
@@ -567,6 +680,7 @@ class ShardedReplica(Replica):
             self.taken[result.sender] = {**news, **known} if self._is_sync else {**known, **news}
         if result.is_last:
             self._left.add(result.sender)
+            self._inherited += result.handovers
         if self._is_sync and not result.parts:
             return  # see _settle_silent
         by_default = (0, result.number + 1 if self._is_sync else 0)
@@ -593,6 +707,17 @@ class ShardedReplica(Replica):
                 if owner not in whole or sender not in whole:
                     numbers.setdefault(sender, self.step)
 
+    def _count_lost_handovers(self, results: Sequence[Piece]) -> None:
+        """Count the elements whose former owner was gone before their new owner had their state."""
+        places = {peer: (len(self._former), at) for at, peer in enumerate(self._former)}
+        if self._descent is None or self._former == self._owners:
+            return
+        for result in results:
+            # In synchronous mode a result names those senders of which the owner has no part.
+            for sender in result.taken.keys() & places.keys():
+                place = result.parts, result.at
+                self._orphaned += self._descent.count_common(places[sender], place)
+
     def _count_orphaned(self, gone: Container[Peer]) -> None:
         for at, owner in enumerate(self._owners):
             shares = self._shares.of(len(self._owners), at) if owner in gone else ()
@@ -610,6 +735,8 @@ class ShardedReplica(Replica):
     def finish_step(self, own: OwnUpdate) -> None:
         """Keep a finished update a little longer, and advance to the next."""
         super().finish_step(own)
+        if isinstance(own, ShardedUpdate):
+            own.params, own.before = [], None
         oldest = self.step - (self.sent.maxlen or 0)
         self._kept = {
             owner: {at: part for at, part in sent.items() if part.is_open or at >= oldest}
@@ -629,7 +756,7 @@ class ShardedReplica(Replica):
                     self._add_to_residual(piece, -1.0)
                 if own.is_whole:
                     self.put_back(own)
-                if own.owner is not None:
+                if own.owner is not None and self._descent is None:
                     own.owner.undo(own)
                     owners.append(own.owner)
         self.taken = taken
@@ -652,6 +779,10 @@ class ShardedReplica(Replica):
                 part.is_open, part.is_back = False, not is_taken
         for gone in dict.fromkeys(owners):
             self._retire(gone)
+        if self._descent is not None:
+            # The others have begun anew with what this node has owned, and have counted it.
+            self._descent.estates.clear()
+        self._inherited.clear()
         self._owner = None
         self._owners = self.senders = ()
         self._arrived.clear()
@@ -677,6 +808,7 @@ class ShardedReplica(Replica):
     def _add_to_residual(self, piece: Piece, factor: float = 1.0) -> None:
         """Add a piece to the residual, and to parameters that contain the residual as soon as they are at hand."""
         self._add_piece(piece, [one.residual for one in self.groups.encoders], factor)
+        self._take_back_handovers(piece, factor)
         if self._applies_residual:
             self._late.append((piece, factor))
 
