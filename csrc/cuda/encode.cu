@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kBlock, 3)
     __shared__ BlockScratch<kBlock> sums;
     BlockTeam<kBlock> block(sums);
     const PartWork& own = table.own();
-    const Plan plan = own.scratch->plan;
+    const Plan& plan = own.scratch->plan;
     for (uint64_t i = blockIdx.x; i < plan.chunks; i += gridDim.x)
         write_chunk(block, own.masks, plan, i, own.records, own.message_words());
     if (!plan.restores || table.index() > 0) return;
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kBlock)
 
 // The last block to finish a message writes its checksum and status, that of the last message also the state of the
 // next step.
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kBlock, 4)
     seal_kernel(const __grid_constant__ PartTable table, uint32_t messages, uint64_t numel,
                 const __grid_constant__ Policy policy, bool follows, StepTotals* totals, EncoderState* state) {
     __shared__ BlockScratch<kBlock> sums;
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kBlock)
     __shared__ bool is_last;
     load_crc_work(work);
     BlockTeam<kBlock> block(sums);
-    const PartWork own = table.own();
+    const PartWork& own = table.own();
     Scratch* const scratch = own.scratch;
     const uint64_t size = kHeaderBytes + scratch->plan.payload_bytes();
     const ByteSource bytes{own.message, size};

@@ -281,9 +281,8 @@ class LocalTeam:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(descriptor), path.stat()):
                     break
-            os.close(
-                descriptor
-            )  # held, or looked at by another worker just now, or removed meanwhile
+            # Held, or looked at by another worker just now, or removed meanwhile.
+            os.close(descriptor)
             clock.sleep(_PAUSE_MAX_S)
         else:
             raise ValueError(
@@ -369,9 +368,8 @@ class LocalTeam:
             fence()
             if int(words[_GO]) == call and rows[_TAKES_PART, rank]:
                 break
-            call = (
-                int(words[_GO]) + 1
-            )  # the others have gone on without this worker, which was not here in time
+            # The others have gone on without this worker, which was not here in time.
+            call = int(words[_GO]) + 1
         if words[_IS_SUM]:
             self._reduce(rank)
         fence()
