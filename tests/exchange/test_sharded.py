@@ -442,11 +442,18 @@ def test_asynchronous_owners_lose_nothing(seed: int, how: Any, event: str) -> No
     asynchronous(seed, how, event)
 
 
+def test_an_owner_that_dies_right_after_the_parameters_were_dealt_keeps_its_residual() -> None:
+    asynchronous(14, ASYNC["residual"], "join", "death")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(60))
-@pytest.mark.parametrize("events", [("death", "leave"), ("join", "leave"), ("death",), ("cut",)])
-def test_asynchronous_deaths_and_cuts(seed: int, events: tuple[str, ...]) -> None:
-    asynchronous(3000 + seed, ASYNC["plain"], *events)
+@pytest.mark.parametrize("name", ["plain", "residual"])
+@pytest.mark.parametrize(
+    "events", [("death", "leave"), ("join", "leave"), ("join", "death"), ("death",), ("cut",)]
+)
+def test_asynchronous_joins_deaths_and_cuts(seed: int, name: str, events: tuple[str, ...]) -> None:
+    asynchronous(3000 + seed, ASYNC[name], *events)
 
 
 # --- roles ------------------------------------------------------------------------------------------------------------

@@ -57,13 +57,15 @@ class Departure:
     def suspect(self, peers: Iterable[Peer], why: str) -> None:
         """Consider members gone: begin to agree with the others on their last updates.
 
-        A node that only follows the members joins again: it may have applied an update that the members will not.
+        A node that not all members know of joins again: it may have applied an update on which they agree without it.
         """
-        membership = self._membership
-        if membership.phase is Phase.READY:
-            self.rejoin(f"{', '.join(map(membership.name_of, sorted(peers)))} {why}")
+        membership, gone = self._membership, sorted(peers)
+        remaining = [peer for peer in membership.peers if peer not in gone]
+        is_new = not self._is_sync and membership.is_late and not membership.is_known_to(remaining)
+        if membership.phase is Phase.READY or is_new:
+            self.rejoin(f"{', '.join(map(membership.name_of, gone))} {why}")
             return
-        for peer in sorted(peers):
+        for peer in gone:
             name = membership.name_of(peer)
             _LOG.warning("step %d: %s %s", membership.next_step, name, why)
             membership.departing[peer] = membership.members[peer].held
@@ -124,8 +126,13 @@ class Departure:
         for peer in gone if not self._is_sync else ():
             # It may have come in again before the others agreed that it had gone.
             hello = membership.fitting(Phase.IN).get(peer)
-            if hello and peer in membership.others and hello.first >= membership.finals[peer]:
+            if hello and peer in membership.others and not self.has_gone(peer, hello.first):
                 membership.admit(peer, hello.first)
+
+    def has_gone(self, peer: Peer, first: int) -> bool:
+        """Return whether a report says that a node went that had come in with its update ``first``."""
+        reports = [*self._reports.values(), self._membership.finals]
+        return any(report.get(peer, -1) >= first for report in reports)
 
     def report(self, to: Peer | None = None) -> None:
         """Tell all members, or one, which members are gone and how many of their updates this node has."""

@@ -256,7 +256,9 @@ class Join:
             self._departure.report(to=peer)
             return
         if was_outside and not self._options.is_sync and not own_group.isdisjoint(hello.members):
-            membership.admit(peer, hello.first)
+            if not self._departure.has_gone(peer, hello.first):
+                membership.admit(peer, hello.first)
+                self._router.introduce(peer)  # a newcomer waits for this
             return
         if names_this_node:  # synchronous newcomers are admitted at the end of a step
             return
@@ -420,7 +422,8 @@ class Join:
         elif snapshot is not None and not snapshot.missing:
             self._asked = None
             if not self._options.is_sync:
-                snapshot.step = max(snapshot.step, self._replica.step) + 1
+                # Later than any update with which this node may have gone.
+                snapshot.step = max(snapshot.step, self._replica.step + 1) + 1
             self._check_fits(snapshot, params, optimizer_state)
             if self._follow(snapshot):
                 # Local changes, and own updates that nobody applied, stay in the residual.
@@ -441,6 +444,7 @@ class Join:
         self._requests += 1
         donor = able[(me.id + self._requests) % len(able)]
         self._asked, self._incoming = (donor, self._requests), None
+        self._membership.reported.clear()
         self._router.send(Kind.REQUEST, self._requests, encode_steps(fresh), to=donor)
 
     def _add_part(self, peer: Peer, number: int, payload: memoryview) -> None:
@@ -465,13 +469,14 @@ class Join:
         """Adopt the members of a snapshot; return False if not all their later updates arrive here."""
         membership = self._membership
         known = by_run(membership.others)
-        if not snapshot.positions.keys() <= known.keys():
+        gone = set(map(run_of, membership.reported))
+        if not snapshot.positions.keys() <= known.keys() or not gone.isdisjoint(snapshot.positions):
             return False
         positions = {known[run]: at for run, at in snapshot.positions.items()}
         if not self._options.is_sync:
             # Nodes that joined after the donor took the snapshot, and of which it did not know.
             for peer, hello in membership.fitting(Phase.IN).items():
-                is_stale = hello.first < snapshot.finals.get(run_of(peer), 0)
+                is_stale = hello.first <= snapshot.finals.get(run_of(peer), -1)
                 if not is_stale and not snapshot.positions.keys().isdisjoint(hello.members):
                     positions.setdefault(peer, hello.first)
         firsts = [(membership.first_of(peer), at) for peer, at in positions.items()]

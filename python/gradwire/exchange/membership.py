@@ -147,6 +147,7 @@ class Membership:
         reasons: why connections ended.
         next_step: the first step whose update this node has not published.
         first_step: of this node as a member.
+        is_late: whether this node has joined with a snapshot.
         members: the update streams of the other members, by node id; of departed ones until all updates are applied.
         others: the update streams of nodes that are not members.
         past: the update streams of departed members.
@@ -183,6 +184,7 @@ class Membership:
         self.reasons: dict[Peer, str] = {}
         self.next_step = step
         self.first_step = step
+        self.is_late = False
         self.members: dict[Peer, UpdateStream] = {}
         self.others: dict[Peer, UpdateStream] = {}
         self.past: dict[Peer, UpdateStream] = {}
@@ -266,6 +268,7 @@ class Membership:
             step: the next step.
         """
         self.finals = finals
+        self.is_late = True
         self._oldest_cut = max(positions.values())
         self.next_step = step
         for peer, at in positions.items():
@@ -409,7 +412,11 @@ class Membership:
             return True
         # The step at which this node becomes a member: only when all members have finished it, and without a report,
         # is it sure that they have applied the same updates.
-        hellos = map(self.hellos.get, self.members)
+        return self.is_known_to(self.members)
+
+    def is_known_to(self, peers: Iterable[Peer]) -> bool:
+        """Return whether all of these nodes have named this node as a member when they last introduced themselves."""
+        hellos = map(self.hellos.get, peers)
         return all(hello is not None and self.run in hello.members for hello in hellos)
 
     def first_of(self, peer: Peer) -> int | None:

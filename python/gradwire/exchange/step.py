@@ -68,12 +68,12 @@ class Step:
         replica, codec = self._replica, self._options.codec
         self._wait_for_room(params, optimizer_state)
         begin_s = clock.now_s()
-        refresh = None
-        if has_moved:
-            update, refresh = replica.local_delta(params)
         if not self._is_sync:
             replica.put_back_departed(self._membership.members)
             replica.deal([self._membership.me, *self._membership.peers], replica.step)
+        refresh = None
+        if has_moved:
+            update, refresh = replica.local_delta(params)
         own = replica.encode(update, codec, refresh)
         self._hold(own, params, begin_s, has_moved=has_moved)
         if self._options.overlap:
