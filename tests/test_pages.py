@@ -79,6 +79,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_does_what_it_says(page: Path, tmp_path: Path, environment: dict[str, str]) -> None:
     for module in MODULES.get(NEEDS.get(page.stem, ""), ()):
@@ -109,7 +110,7 @@ def test_a_page_does_what_it_says(page: Path, tmp_path: Path, environment: dict[
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=540,  # Spark starts a Java process for each worker
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

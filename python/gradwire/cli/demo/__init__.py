@@ -18,12 +18,17 @@ def add_parser(commands: Any) -> None:
         "demo",
         help="train a network in several processes that exchange updates over UDP",
         description="Train a small network on scikit-learn's scanned digits in several processes "
-        "that exchange their updates over UDP: first whole float32 updates, then gradwire's "
-        "messages. Ends with a table and a picture of both.",
+        "that exchange their updates over UDP, each behind a link of limited rate: first whole float32 "
+        "updates, then gradwire's messages. Ends with a table and a picture of both.",
     )
     parser.add_argument("--workers", type=int, default=4, help="processes (default: 4)")
+    parser.add_argument("--epochs", type=int, default=5, help="passes over the images (default: 5)")
     parser.add_argument(
-        "--epochs", type=int, default=20, help="passes over the images (default: 20)"
+        "--link",
+        type=float,
+        default=100.0,
+        metavar="MBIT",
+        help="rate of each worker's link in Mbit/s, 0: not limited (default: 100)",
     )
     parser.add_argument(
         "--threshold",
@@ -50,21 +55,28 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     # Only now, so that the other commands do not wait for these imports.
     from . import report
+    from .link import links
     from .training import Recipe
     from .workers import WorkerFailed, train
 
     try:
         recipe = Recipe(arguments.workers, arguments.epochs, threshold=arguments.threshold)
+        if arguments.link < 0.0:
+            raise ValueError(f"link is {arguments.link}, must not be negative")
     except ValueError as error:
         print(f"gradwire demo: {error}", file=sys.stderr)
         return 2
-    report.print_plan(recipe)
-    recipes = (replace(recipe, dense=True), recipe)
+    runs = []
     try:
-        dense, sparse = (train(one, report.start_progress(one)) for one in recipes)
+        with links(recipe.workers, arguments.link) as (found, description):
+            report.print_plan(recipe, description)
+            for one in (replace(recipe, dense=True), recipe):
+                with report.progress(one) as show:
+                    runs.append(train(one, show, found))
     except WorkerFailed as error:
         print(f"gradwire demo: {error}", file=sys.stderr)
         return 1
+    dense, sparse = runs
     report.print_tables(dense, sparse)
     print(f"\npicture: {report.draw(dense, sparse, arguments.report)}")
     return 0

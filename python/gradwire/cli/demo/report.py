@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ class Epoch:
 
     Attributes:
         number: from 1.
+        elapsed_s: seconds since the first step began.
         loss: cross-entropy of the training batches.
         accuracy: on the held-out half, 0 to 1.
         udp_bytes: UDP payload bytes sent since the start of the run, of every kind; all workers together.
@@ -35,6 +38,7 @@ class Epoch:
     """
 
     number: int
+    elapsed_s: float
     loss: float
     accuracy: float
     udp_bytes: int
@@ -103,37 +107,47 @@ class Run:
         return self.epochs[-1].digest != ""
 
 
-def print_plan(recipe: Recipe) -> None:
-    """Print what is going to be trained."""
+def print_plan(recipe: Recipe, links: str) -> None:
+    """Print what is going to be trained, and over which links."""
     layers = "-".join(str(width) for width in recipe.layers)
     print(
         f"{recipe.workers} workers train a {layers} network "
         f"({Network(recipe.layers).numel:,} parameters) on {TRAINING_IMAGES} scanned digits,\n"
         f"{recipe.epochs} epochs of {recipe.steps_per_epoch} steps, {recipe.batch} images per "
-        "worker and step, and send each other their updates over UDP."
+        f"worker and step,\nand send each other their updates by UDP {links}."
     )
 
 
-def start_progress(recipe: Recipe) -> Callable[[Epoch], None]:
-    """Return a function that shows an epoch: in a line that rewrites itself on a terminal, in plain lines elsewhere."""
+@contextlib.contextmanager
+def progress(recipe: Recipe) -> Iterator[Callable[[Epoch], None]]:
+    """Yield a function that shows an epoch: on a terminal in a bar, if rich is installed, or a line; else in lines."""
     name = _name(recipe)
     is_terminal = sys.stdout.isatty()
     every = max(1, recipe.epochs // _LINES_PER_RUN)
     print(f"\n{name}: starting {recipe.workers} processes", flush=True)
 
-    def show(epoch: Epoch) -> None:
-        is_last = epoch.number == recipe.epochs
-        text = (
+    def text_of(epoch: Epoch) -> str:
+        return (
             f"{name}: epoch {epoch.number:3d}/{recipe.epochs}  "
             f"loss {epoch.loss:.4f}  test accuracy {100 * epoch.accuracy:5.2f} %  "
-            f"sent {format_bytes(epoch.udp_bytes)}"
+            f"sent {format_bytes(epoch.udp_bytes)}  {epoch.elapsed_s:.1f} s"
         )
-        if is_terminal:
-            print(f"\r{text}\x1b[K", end="\n" if is_last else "", flush=True)
-        elif is_last or epoch.number % every == 0:
-            print(text, flush=True)
 
-    return show
+    def show(epoch: Epoch) -> None:
+        is_last = epoch.number == recipe.epochs
+        if is_terminal:
+            print(f"\r{text_of(epoch)}\x1b[K", end="\n" if is_last else "", flush=True)
+        elif is_last or epoch.number % every == 0:
+            print(text_of(epoch), flush=True)
+
+    if not is_terminal or importlib.util.find_spec("rich") is None:
+        yield show
+        return
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    with Progress(BarColumn(20), TextColumn("{task.description}")) as bars:
+        bar = bars.add_task(name, total=recipe.epochs)
+        yield lambda epoch: bars.update(bar, completed=epoch.number, description=text_of(epoch))
 
 
 def print_tables(dense: Run, sparse: Run) -> None:
@@ -175,25 +189,28 @@ def _comparison(dense: Run, sparse: Run) -> Iterator[str]:
     yield row("encode, ms per step", lambda run: f"{1e3 * _mean(run.epochs, 'encode_s'):.2f}")
     yield row("wait, ms per step", lambda run: f"{1e3 * _mean(run.epochs, 'wait_s'):.2f}")
     yield row("apply, ms per step", lambda run: f"{1e3 * _mean(run.epochs, 'apply_s'):.2f}")
-    yield row("training time", lambda run: f"{run.seconds:.1f} s")
+    yield row(
+        "training time",
+        lambda run: f"{run.seconds:.1f} s",
+        f"{dense.seconds / sparse.seconds:.1f} times as fast",
+    )
     yield row("all workers end with the same bits", lambda run: "yes" if run.is_identical else "NO")
 
 
 def draw(dense: Run, sparse: Run, folder: Path) -> Path:
-    """Draw both learning curves against epochs and against bytes; return the picture's path."""
+    """Draw both learning curves against time and against bytes; return the picture's path."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    by_epoch, by_bytes = figure.subplots(1, 2, sharey=True)
+    by_time, by_bytes = figure.subplots(1, 2, sharey=True)
     for run in (dense, sparse):
         accuracies = [100 * epoch.accuracy for epoch in run.epochs]
         name = _name(run.recipe)
-        by_epoch.plot([epoch.number for epoch in run.epochs], accuracies, label=name)
+        by_time.plot([epoch.elapsed_s for epoch in run.epochs], accuracies, label=name)
         by_bytes.plot([epoch.udp_bytes for epoch in run.epochs], accuracies, label=name)
-    by_epoch.set(xlabel="epoch", ylabel="test accuracy, %")
-    by_epoch.xaxis.get_major_locator().set_params(integer=True)
+    by_time.set(xlabel="seconds", ylabel="test accuracy, %", xscale="log")
     by_bytes.set(xlabel="UDP payload bytes sent by all workers", xscale="log")
-    for axes in (by_epoch, by_bytes):
+    for axes in (by_time, by_bytes):
         axes.grid(alpha=0.3)
         axes.legend()
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,13 +7,14 @@ import logging
 import multiprocessing
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any
 
 import gradwire as gw
 
+from .link import Link
 from .report import Epoch, Run
 from .training import Digits, Floats, Recipe, Trainer
 
@@ -28,11 +29,16 @@ class WorkerFailed(RuntimeError):
 class _Worker:
     """A worker process, seen from the parent."""
 
-    def __init__(self, recipe: Recipe, rank: int, secret: bytes, stack: ExitStack) -> None:
+    def __init__(
+        self, recipe: Recipe, rank: int, secret: bytes, link: Link, stack: ExitStack
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=work, args=(recipe, rank, secret, theirs), name=f"worker {rank}", daemon=True
+            target=work,
+            args=(recipe, rank, secret, link, theirs),
+            name=f"worker {rank}",
+            daemon=True,
         )
         self._process.start()
         theirs.close()
@@ -66,15 +72,21 @@ class _Worker:
         self._pipe.close()
 
 
-def train(recipe: Recipe, on_epoch: Callable[[Epoch], None]) -> Run:
+def train(recipe: Recipe, on_epoch: Callable[[Epoch], None], links: Sequence[Link] = ()) -> Run:
     """Train ``recipe`` in processes of its own, calling ``on_epoch`` after every epoch.
+
+    Args:
+        recipe: the settings.
+        on_epoch: receives the measurements.
+        links: one for each worker; empty: loopback.
 
     Raises:
         WorkerFailed: a worker ended early or did not report in time; its traceback is on stderr.
     """
     secret = secrets.token_bytes(32)
     with ExitStack() as stack:
-        workers = [_Worker(recipe, rank, secret, stack) for rank in range(recipe.workers)]
+        places = links or [Link()] * recipe.workers
+        workers = [_Worker(recipe, rank, secret, place, stack) for rank, place in enumerate(places)]
         addresses: list[str] = []
         for worker in workers:
             addresses.append(worker.receive(addresses))
@@ -89,7 +101,7 @@ def train(recipe: Recipe, on_epoch: Callable[[Epoch], None]) -> Run:
     return Run(recipe, tuple(epochs), seconds)
 
 
-def work(recipe: Recipe, rank: int, secret: bytes, pipe: Connection) -> None:
+def work(recipe: Recipe, rank: int, secret: bytes, link: Link, pipe: Connection) -> None:
     """Train to the end as one worker; the entry point of the process.
 
     The parent sends the addresses of the workers before this one, and receives this one's address and then an `Epoch`
@@ -97,12 +109,13 @@ def work(recipe: Recipe, rank: int, secret: bytes, pipe: Connection) -> None:
     """
     from threadpoolctl import threadpool_limits
 
+    link.enter()
     # The network is so small that a step is mostly exchange, which the tables show anyway.
     logging.getLogger("gradwire.exchange.metrics").setLevel(logging.ERROR)
     trainer = Trainer(recipe, rank, Digits.load(recipe.seed))
     params = trainer.network.initial(recipe.seed)
     # The processes are the parallelism, and NumPy's results then do not depend on the number of cores.
-    with threadpool_limits(1), gw.Node("127.0.0.1:0", pipe.recv(), secret=secret) as node:
+    with threadpool_limits(1), gw.Node(f"{link.host}:0", pipe.recv(), secret=secret) as node:
         pipe.send(node.address)
         share = gw.Exchange(
             gw.Encoder(trainer.network.numel, threshold=_policy(recipe)),
@@ -110,8 +123,11 @@ def work(recipe: Recipe, rank: int, secret: bytes, pipe: Connection) -> None:
             min_peers=recipe.workers - 1,
             codec="dense" if recipe.dense else "threshold",
         )
+        share.wait_for_peers()
+        begin_s = time.monotonic()
         for number in range(1, recipe.epochs + 1):
-            pipe.send(_train_epoch(trainer, share, node, params, number))
+            epoch = _train_epoch(trainer, share, node, params, number, link, begin_s)
+            pipe.send(epoch)
 
 
 def _policy(recipe: Recipe) -> gw.FixedThreshold | gw.AdaptiveThreshold:
@@ -122,7 +138,13 @@ def _policy(recipe: Recipe) -> gw.FixedThreshold | gw.AdaptiveThreshold:
 
 
 def _train_epoch(
-    trainer: Trainer, share: gw.Exchange, node: gw.Node, params: Floats, number: int
+    trainer: Trainer,
+    share: gw.Exchange,
+    node: gw.Node,
+    params: Floats,
+    number: int,
+    link: Link,
+    begin_s: float,
 ) -> Epoch:
     """Train one epoch, numbered from 1; ``params`` (float32, shape (numel,)) is modified."""
     losses, results = [], []
@@ -132,6 +154,8 @@ def _train_epoch(
         result = share.step(update, params)
         if result.lost:
             raise gw.PeerLost(f"worker {result.lost[0].address} went down in step {step}")
+        if link.mbit:
+            link.wait(node.stats().udp_bytes_sent, begin_s)
         losses.append(loss)
         results.append(result)
     stats = node.stats()
@@ -141,6 +165,7 @@ def _train_epoch(
 
     return Epoch(
         number=number,
+        elapsed_s=time.monotonic() - begin_s,
         loss=sum(losses) / len(losses),
         accuracy=trainer.test_accuracy(params),
         udp_bytes=stats.udp_bytes_sent,

@@ -1,0 +1,85 @@
+"""Links of limited rate for the demo's workers: by the kernel where it can, else by a token bucket in each worker."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_BURST_BYTES, _QUEUE_S = 131_072, 0.05
+
+
+@dataclass(frozen=True)
+class Link:
+    """A worker's connection to the others.
+
+    Attributes:
+        mbit: rate that the worker itself keeps to, in Mbit/s; 0: the kernel does, or nothing is limited.
+        namespace: network namespace of the worker; "": that of the demo.
+        host: IP address to bind.
+    """
+
+    mbit: float = 0.0
+    namespace: str = ""
+    host: str = "127.0.0.1"
+
+    def enter(self) -> None:
+        """Move this thread, and those that it will start, to the namespace."""
+        if self.namespace:
+            with open(f"/run/netns/{self.namespace}") as file:
+                if ctypes.CDLL(None).setns(file.fileno(), 0) != 0:
+                    raise OSError(f"cannot enter the network namespace {self.namespace}")
+
+    def wait(self, sent_bytes: int, begin_s: float) -> None:
+        """Wait until a link of this rate would have carried so many bytes since ``begin_s`` (monotonic)."""
+        if self.mbit:
+            time.sleep(max(0.0, begin_s + sent_bytes * 8e-6 / self.mbit - time.monotonic()))
+
+
+@contextlib.contextmanager
+def links(workers: int, mbit: float) -> Iterator[tuple[list[Link], str]]:
+    """Yield a link of the given rate (0: not limited) for each worker, and what limits them, for people."""
+    if not mbit:
+        yield [Link()] * workers, "over loopback, whose rate is not limited"
+        return
+    name = f"gwdemo-{os.getpid()}"
+    spaces = [f"{name}-{number}" for number in range(workers)]
+    with contextlib.ExitStack() as stack:
+        try:
+            built = _build(name, spaces, mbit, stack)
+        except (OSError, subprocess.CalledProcessError):
+            how = "a token bucket in each worker (network namespaces need root, ip and tc)"
+            yield [Link(mbit)] * workers, f"over links of {mbit:g} Mbit/s: {how}"
+        else:
+            yield built, f"over links of {mbit:g} Mbit/s: network namespaces, limited by the kernel"
+
+
+def _build(name: str, spaces: list[str], mbit: float, stack: contextlib.ExitStack) -> list[Link]:
+    """Connect a namespace for each worker to a bridge, limited at both ends of each link; the stack removes them."""
+    for space in (name, *spaces):
+        _run("ip", "netns", "add", space)
+        stack.callback(subprocess.run, ["ip", "netns", "del", space], check=False)
+        _run("ip", "-n", space, "link", "set", "lo", "up")
+    _run("ip", "-n", name, "link", "add", "bridge", "type", "bridge")
+    _run("ip", "-n", name, "link", "set", "bridge", "up")
+    limit = str(int(mbit * 125_000 * _QUEUE_S) + _BURST_BYTES)
+    bucket = ("root", "tbf", "rate", f"{mbit}mbit", "burst", str(_BURST_BYTES), "limit", limit)
+    found = []
+    for number, space in enumerate(spaces):
+        port, host = f"p{number}", f"10.78.{number // 250}.{number % 250 + 1}"
+        _run(*f"ip link add v0 netns {space} type veth peer name {port} netns {name}".split())
+        _run("ip", "-n", name, "link", "set", port, "master", "bridge", "up")
+        _run("ip", "-n", space, "addr", "add", f"{host}/16", "dev", "v0")
+        _run("ip", "-n", space, "link", "set", "v0", "up")
+        for place, device in ((space, "v0"), (name, port)):
+            _run("tc", "-n", place, "qdisc", "add", "dev", device, *bucket)
+        found.append(Link(0.0, space, host))
+    return found
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)  # noqa: S603
