@@ -31,11 +31,6 @@ def add_parser(commands: Any) -> None:
         help="rate of each worker's link in Mbit/s, 0: not limited (default: 100)",
     )
     parser.add_argument(
-        "--threshold",
-        type=float,
-        help="a fixed threshold (default: one that keeps the density between 0.1 and 1 %%)",
-    )
-    parser.add_argument(
         "--report",
         type=Path,
         default=Path("demo-report"),
@@ -60,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .workers import WorkerFailed, train
 
     try:
-        recipe = Recipe(arguments.workers, arguments.epochs, threshold=arguments.threshold)
+        recipe = Recipe(arguments.workers, arguments.epochs)
         if arguments.link < 0.0:
             raise ValueError(f"link is {arguments.link}, must not be negative")
     except ValueError as error:
@@ -77,6 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"gradwire demo: {error}", file=sys.stderr)
         return 1
     dense, sparse = runs
-    report.print_tables(dense, sparse)
+    print("", *report.comparison(dense, sparse), sep="\n")
     print(f"\npicture: {report.draw(dense, sparse, arguments.report)}")
     return 0

@@ -63,11 +63,10 @@ def _build(name: str, spaces: list[str], mbit: float, stack: contextlib.ExitStac
     for space in (name, *spaces):
         _run("ip", "netns", "add", space)
         stack.callback(subprocess.run, ["ip", "netns", "del", space], check=False)
-        _run("ip", "-n", space, "link", "set", "lo", "up")
     _run("ip", "-n", name, "link", "add", "bridge", "type", "bridge")
     _run("ip", "-n", name, "link", "set", "bridge", "up")
-    limit = str(int(mbit * 125_000 * _QUEUE_S) + _BURST_BYTES)
-    bucket = ("root", "tbf", "rate", f"{mbit}mbit", "burst", str(_BURST_BYTES), "limit", limit)
+    limit = int(mbit * 125_000 * _QUEUE_S) + _BURST_BYTES
+    bucket = f"root tbf rate {mbit}mbit burst {_BURST_BYTES} limit {limit}".split()
     found = []
     for number, space in enumerate(spaces):
         port, host = f"p{number}", f"10.78.{number // 250}.{number % 250 + 1}"

@@ -13,8 +13,6 @@ from typing import Any
 from .training import TRAINING_IMAGES, Network, Recipe
 
 _LAST_EPOCHS = 5
-_LINES_PER_RUN = 10  # without a terminal
-_ROWS_OVER_TIME = 6
 
 
 @dataclass(frozen=True)
@@ -29,9 +27,6 @@ class Epoch:
         udp_bytes: UDP payload bytes sent since the start of the run, of every kind; all workers together.
         control_bytes: those of acknowledgements, keys and other control.
         digest: of the bits of the parameters; "" where workers differ.
-        message_bytes: size of one message.
-        density: share of the elements that one message changes.
-        threshold: quantum of the changes; 0.0 for dense messages.
         encode_s: seconds per step to encode.
         wait_s: seconds per step until all workers' messages had arrived.
         apply_s: seconds per step to add them to the parameters.
@@ -44,9 +39,6 @@ class Epoch:
     udp_bytes: int
     control_bytes: int
     digest: str
-    message_bytes: float
-    density: float
-    threshold: float
     encode_s: float
     wait_s: float
     apply_s: float
@@ -120,10 +112,8 @@ def print_plan(recipe: Recipe, links: str) -> None:
 
 @contextlib.contextmanager
 def progress(recipe: Recipe) -> Iterator[Callable[[Epoch], None]]:
-    """Yield a function that shows an epoch: on a terminal in a bar, if rich is installed, or a line; else in lines."""
+    """Yield a function that shows an epoch: in a bar on a terminal, if rich is installed, else in plain lines."""
     name = _name(recipe)
-    is_terminal = sys.stdout.isatty()
-    every = max(1, recipe.epochs // _LINES_PER_RUN)
     print(f"\n{name}: starting {recipe.workers} processes", flush=True)
 
     def text_of(epoch: Epoch) -> str:
@@ -133,15 +123,8 @@ def progress(recipe: Recipe) -> Iterator[Callable[[Epoch], None]]:
             f"sent {format_bytes(epoch.udp_bytes)}  {epoch.elapsed_s:.1f} s"
         )
 
-    def show(epoch: Epoch) -> None:
-        is_last = epoch.number == recipe.epochs
-        if is_terminal:
-            print(f"\r{text_of(epoch)}\x1b[K", end="\n" if is_last else "", flush=True)
-        elif is_last or epoch.number % every == 0:
-            print(text_of(epoch), flush=True)
-
-    if not is_terminal or importlib.util.find_spec("rich") is None:
-        yield show
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        yield lambda epoch: print(text_of(epoch), flush=True)
         return
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -150,26 +133,13 @@ def progress(recipe: Recipe) -> Iterator[Callable[[Epoch], None]]:
         yield lambda epoch: bars.update(bar, completed=epoch.number, description=text_of(epoch))
 
 
-def print_tables(dense: Run, sparse: Run) -> None:
-    """Print the comparison, and threshold and density over time."""
-    print(f"\n{'':44}{_name(dense.recipe):>14}{_name(sparse.recipe):>14}")
-    print("\n".join(_comparison(dense, sparse)))
-    print(f"\n{'epoch':>5}{'threshold':>12}{'density':>10}{'message':>11}")
-    last = len(sparse.epochs) - 1
-    indices = {round(last * row / (_ROWS_OVER_TIME - 1)) for row in range(_ROWS_OVER_TIME)}
-    for epoch in (sparse.epochs[index] for index in sorted(indices)):
-        print(
-            f"{epoch.number:5d}{epoch.threshold:12.2e}{100 * epoch.density:8.2f} %"
-            f"{format_bytes(epoch.message_bytes):>11}"
-        )
-
-
-def _comparison(dense: Run, sparse: Run) -> Iterator[str]:
-    """Yield the lines of the table."""
+def comparison(dense: Run, sparse: Run) -> Iterator[str]:
+    """Yield the lines of the table of both runs."""
 
     def row(label: str, show: Callable[[Run], str], note: str = "") -> str:
         return f"{label:44}{show(dense):>14}{show(sparse):>14}  {note}".rstrip()
 
+    yield row("", lambda run: _name(run.recipe))
     yield row(
         f"test accuracy, mean of the last {_LAST_EPOCHS} epochs",
         lambda run: f"{100 * run.accuracy:.2f} %",
@@ -180,9 +150,7 @@ def _comparison(dense: Run, sparse: Run) -> Iterator[str]:
         lambda run: format_bytes(run.udp_bytes / run.worker_steps),
         f"{dense.udp_bytes / sparse.udp_bytes:.0f} times fewer bytes",
     )
-    yield row(
-        "UDP payload in all", lambda run: format_bytes(run.udp_bytes), "acknowledgements included"
-    )
+    yield row("UDP payload in all", lambda run: format_bytes(run.udp_bytes))
     yield row(
         "  of which acknowledgements and control", lambda run: format_bytes(run.control_bytes)
     )

@@ -27,7 +27,6 @@ class Recipe:
         learning_rate: of the first step; falls linearly to zero.
         momentum: of the local updates.
         seed: of the split, the initial parameters and the order of the images.
-        threshold: a fixed threshold, or None for one that follows the density.
         dense: send every update as raw float32 values instead.
         layers: width of every layer of the network.
     """
@@ -38,7 +37,6 @@ class Recipe:
     learning_rate: float = 0.4
     momentum: float = 0.5
     seed: int = 0
-    threshold: float | None = None
     dense: bool = False
     layers: tuple[int, ...] = (64, 512, 256, 10)
 

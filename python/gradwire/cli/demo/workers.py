@@ -118,7 +118,11 @@ def work(recipe: Recipe, rank: int, secret: bytes, link: Link, pipe: Connection)
     with threadpool_limits(1), gw.Node(f"{link.host}:0", pipe.recv(), secret=secret) as node:
         pipe.send(node.address)
         share = gw.Exchange(
-            gw.Encoder(trainer.network.numel, threshold=_policy(recipe)),
+            # Begin near the size of the first updates' largest elements: far less would send coarse noise first.
+            gw.Encoder(
+                trainer.network.numel,
+                gw.AdaptiveThreshold(1e-2, density_min=1e-3, density_max=1e-2),
+            ),
             node,
             min_peers=recipe.workers - 1,
             codec="dense" if recipe.dense else "threshold",
@@ -128,13 +132,6 @@ def work(recipe: Recipe, rank: int, secret: bytes, link: Link, pipe: Connection)
         for number in range(1, recipe.epochs + 1):
             epoch = _train_epoch(trainer, share, node, params, number, link, begin_s)
             pipe.send(epoch)
-
-
-def _policy(recipe: Recipe) -> gw.FixedThreshold | gw.AdaptiveThreshold:
-    if recipe.threshold is not None:
-        return gw.FixedThreshold(recipe.threshold)
-    # A threshold near the size of the first updates' largest elements: a far smaller one would send coarse noise first.
-    return gw.AdaptiveThreshold(initial=1e-2, density_min=1e-3, density_max=1e-2)
 
 
 def _train_epoch(
@@ -171,9 +168,6 @@ def _train_epoch(
         udp_bytes=stats.udp_bytes_sent,
         control_bytes=stats.control_bytes_sent,
         digest=hashlib.sha256(params.tobytes()).hexdigest(),
-        message_bytes=mean("sent_bytes"),
-        density=mean("density"),
-        threshold=mean("threshold"),
         encode_s=mean("encode_s"),
         wait_s=mean("wait_s"),
         apply_s=mean("apply_s"),
