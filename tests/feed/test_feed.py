@@ -273,13 +273,6 @@ def test_nothing_is_left_in_shared_memory() -> None:
         Feed.attach(name)
 
 
-def test_fifos_of_a_feed_whose_memory_is_gone_are_removed_by_the_next() -> None:
-    leftover = SHARED / "gradwire-feed-0123456789abcdef.space"
-    os.mkfifo(leftover)
-    with Feed(2, 10):
-        assert not leftover.exists()
-
-
 @pytest.mark.parametrize(("batches", "batch_bytes"), [(1, 10), (2, 0)])
 def test_a_feed_has_two_batches_or_more_and_they_have_bytes(batches: int, batch_bytes: int) -> None:
     with pytest.raises(ValueError, match=r"is [01];"):

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..shared_memory import aligned
+from ..shared_memory import aligned, arrays_at, layout_of, span
 
 __all__ = ["DESCRIPTION_BYTES", "Batch", "Layout", "read"]
 
@@ -29,6 +29,7 @@ class Layout:
 
     Attributes:
         nbytes: size of the whole batch.
+        array_bytes: size of the arrays.
 
     Raises:
         TypeError: an array holds Python objects or fields.
@@ -36,9 +37,9 @@ class Layout:
     """
 
     def __init__(self, batch: Any) -> None:
-        is_mapping, is_sequence = isinstance(batch, Mapping), isinstance(batch, (tuple, list))
-        names = [str(name) for name in batch] if is_mapping else None
-        values = list(batch.values()) if is_mapping else list(batch) if is_sequence else [batch]
+        names = [str(name) for name in batch] if isinstance(batch, Mapping) else None
+        is_single = names is None and not isinstance(batch, (tuple, list))
+        values = [batch] if is_single else batch if names is None else batch.values()
         self._arrays = [np.asarray(value) for value in values]
         for index, array in enumerate(self._arrays):
             if array.dtype.hasobject or array.dtype.names:
@@ -46,33 +47,25 @@ class Layout:
                 raise TypeError(
                     f"array {name} of the batch has dtype {array.dtype}: a feed carries numbers"
                 )
-        end, entries = 0, []
-        for array in self._arrays:
-            entries.append([array.dtype.str, list(array.shape), end])
-            end += aligned(array.nbytes)
-        description = {"names": names, "one": not (is_mapping or is_sequence), "arrays": entries}
-        self._text = json.dumps(description).encode()
-        self._start = aligned(_LENGTH.size + len(self._text))
+        self._layout = layout_of(self._arrays)
+        text = json.dumps([names, is_single, self._layout]).encode()
+        self._head = _LENGTH.pack(len(text)) + text
+        self._start = aligned(len(self._head))
         if self._start > DESCRIPTION_BYTES:
             raise ValueError(
-                f"the description of {len(values)} arrays has {self._start} bytes, at most "
+                f"the description of {len(self._arrays)} arrays has {self._start} bytes, at most "
                 f"{DESCRIPTION_BYTES} are allowed: put fewer arrays with shorter names into a batch"
             )
-        self.nbytes = self._start + end
-        self.array_bytes = end
-        self._places = [place for _, _, place in entries]
+        self.array_bytes = span(self._layout)
+        self.nbytes = self._start + self.array_bytes
 
     def write(self, buffer: Any) -> None:
         """Copy the batch into a buffer of at least ``nbytes``."""
-        target = np.frombuffer(buffer, np.uint8)
-        header = _LENGTH.pack(len(self._text)) + self._text
-        target[: len(header)] = np.frombuffer(header, np.uint8)
-        for array, place in zip(self._arrays, self._places, strict=True):
-            if array.nbytes:
-                view: NDArray[Any] = np.ndarray(
-                    array.shape, array.dtype, target.data, self._start + place
-                )
-                view[...] = array
+        memoryview(buffer)[: len(self._head)] = self._head
+        for place, array in zip(
+            arrays_at(buffer, self._start, self._layout), self._arrays, strict=True
+        ):
+            place[...] = array
 
 
 def read(buffer: Any) -> Batch:
@@ -84,19 +77,10 @@ def read(buffer: Any) -> Batch:
     try:
         (length,) = _LENGTH.unpack_from(buffer)
         text = bytes(memoryview(buffer).cast("B")[_LENGTH.size : _LENGTH.size + length])
-        description = json.loads(text)
-        start = aligned(_LENGTH.size + length)
-        arrays = []
-        for dtype, shape, place in description["arrays"]:
-            count = int(np.prod(shape, dtype=np.int64))
-            flat = (
-                np.frombuffer(buffer, dtype, count, start + place)
-                if count
-                else np.empty(0, np.dtype(dtype))
-            )
-            arrays.append(flat.reshape(shape))
-    except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise ValueError(f"the buffer holds no batch: {error}") from error
-    if description["names"] is not None:
-        return dict(zip(description["names"], arrays, strict=True))
-    return arrays[0] if description["one"] else tuple(arrays)
+        names, is_single, layout = json.loads(text)
+        arrays = arrays_at(buffer, aligned(_LENGTH.size + length), layout)
+        if names is not None:
+            return dict(zip(names, arrays, strict=True))
+        return arrays[0] if is_single else tuple(arrays)
+    except (ValueError, TypeError, IndexError, struct.error, ArithmeticError, RecursionError) as bad:
+        raise ValueError(f"the buffer holds no batch: {bad}") from bad

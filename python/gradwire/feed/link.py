@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import Closed, NotConnected, WouldBlock
@@ -27,7 +28,7 @@ _POLL_S: Final = 0.02
 
 
 class Link:
-    """The producers' side of a feed on another machine."""
+    """The producers' side of a feed on another machine; its methods are those of `Ring`."""
 
     def __init__(self, node: Node, timeout_s: float) -> None:
         self._node = node
@@ -37,12 +38,9 @@ class Link:
         self._ended: Exception | None = None
         self.slot_bytes = 0
         self._peer = node.wait_for_peers(1, timeout_s)[0]
-        end_s = now_s() + timeout_s
         self._publish(b"", _HELLO)
-        while not self.slot_bytes and self._ended is None:
-            if now_s() > end_s:
-                raise TimeoutError(f"{self._peer.address} serves no feed: call feed.serve there")
-            self._receive(_POLL_S)
+        if not self._wait(lambda: self.slot_bytes > 0, timeout_s):
+            raise TimeoutError(f"{self._peer.address} serves no feed: call feed.serve there")
 
     @property
     def is_closed(self) -> bool:
@@ -52,18 +50,13 @@ class Link:
         return self._ended is not None
 
     def reserve(self, nbytes: int, timeout_s: float | None) -> Slot:
-        """Ask for a slot and wait for it, one thread after the other; see `Ring.reserve`."""
-        end_s = None if timeout_s is None else now_s() + timeout_s
+        """Ask for a slot and wait for it, one thread after the other."""
         with self._lock:
             if not self._grants and not self._is_asking:
                 self._publish(b"", _WANT)
                 self._is_asking = True
-            while not self._grants:
-                if self._ended is not None:
-                    raise self._ended
-                if end_s is not None and now_s() > end_s:
-                    raise TimeoutError(f"no space in the feed within {timeout_s:g} s")
-                self._receive(_POLL_S)
+            if not self._wait(lambda: self._grants > 0, timeout_s):
+                raise TimeoutError(f"no space in the feed within {timeout_s:g} s")
             self._grants -= 1
         return Slot(0, memoryview(bytearray(nbytes)))
 
@@ -72,7 +65,7 @@ class Link:
         with self._lock:
             self._publish(slot.buffer, _BATCH)
 
-    def abandon(self, slot: Slot) -> None:  # noqa: ARG002  (as Ring.abandon)
+    def abandon(self, _slot: Slot) -> None:
         """Keep the granted slot for the next batch."""
         with self._lock:
             self._grants += 1
@@ -86,6 +79,14 @@ class Link:
     def remove(self) -> None:
         """Do nothing: the name belongs to the other machine."""
 
+    def _wait(self, is_there: Callable[[], bool], timeout_s: float | None) -> bool:
+        end_s = None if timeout_s is None else now_s() + timeout_s
+        while not is_there() and (end_s is None or now_s() < end_s):
+            if self._ended is not None:
+                raise self._ended
+            self._receive(_POLL_S)
+        return is_there()
+
     def _receive(self, timeout_s: float) -> None:
         for _, tag, payload in self._node.receive(timeout_s):
             if tag == _HELLO:
@@ -94,7 +95,8 @@ class Link:
                 self._grants += 1
                 self._is_asking = False
             elif tag == _END and self._ended is None:
-                self._ended = _error_of(payload)
+                how, text = _ending(payload)
+                self._ended = FeedFailed(text) if how == "failed" else Closed("the feed has ended")
         if self._ended is None and self._peer not in self._node.peers:
             self._ended = Closed(f"{self._peer.address}, which has the feed, is gone")
 
@@ -102,18 +104,16 @@ class Link:
         while self._ended is None:
             try:
                 self._node.publish(data, tag, self._peer)
-            except WouldBlock:
+            except (WouldBlock, NotConnected):
                 self._receive(_POLL_S)
-            except NotConnected:
-                self._receive(0.0)
             else:
                 return
         raise self._ended
 
 
-def _error_of(payload: Any) -> Exception:
+def _ending(payload: Any) -> tuple[str, str]:
     how, _, text = bytes(payload).decode(errors="replace").partition(":")
-    return FeedFailed(text) if how == "failed" else Closed("the feed is closed or finished")
+    return how, text
 
 
 def serve(ring: Ring, node: Node) -> None:
@@ -133,7 +133,7 @@ class _Server:
 
     def run(self) -> None:
         """Serve until the feed has ended or the node is closed."""
-        told = ""
+        told = "closed:"
         with contextlib.suppress(Closed):
             try:
                 while True:
@@ -144,7 +144,7 @@ class _Server:
             except FeedFailed as error:
                 told = f"failed:{error}"
             except Closed:
-                told = "closed:"
+                pass
             for peer in self._node.peers:
                 with contextlib.suppress(NotConnected, WouldBlock):
                     self._node.publish(told.encode(), _END, peer)
@@ -163,21 +163,19 @@ class _Server:
             else:
                 self._ring.abandon(slot)
         elif tag == _END:
-            how, _, text = bytes(payload).decode(errors="replace").partition(":")
+            how, text = _ending(payload)
             self._ring.end(how=how, text=text)
 
     def _grant(self) -> None:
         """Give free slots to those who asked first; notice the end of the feed."""
         self._ring.check()
-        while self._waiting:
-            try:
+        with contextlib.suppress(TimeoutError):
+            while self._waiting:
                 slot = self._ring.reserve(self._ring.slot_bytes, 0.0)
-            except TimeoutError:
-                return
-            peer = self._waiting.pop(0)
-            self._slots[peer] = slot
-            with contextlib.suppress(NotConnected):  # noticed by the next look at the peers
-                self._node.publish(b"", _GRANT, peer)
+                peer = self._waiting.pop(0)
+                self._slots[peer] = slot
+                with contextlib.suppress(NotConnected):  # noticed by the next look at the peers
+                    self._node.publish(b"", _GRANT, peer)
 
     def _forget_lost_peers(self) -> None:
         connected = set(self._node.peers)

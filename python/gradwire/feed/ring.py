@@ -1,7 +1,7 @@
 """Slots for batches in shared memory, which any process of the machine can fill and empty.
 
 The state of every slot is in the shared memory; a lock on its file, which the system releases when a process dies,
-protects it. Two FIFOs wake the waiting processes: bytes in them are hints, the state decides.
+protects it. Who waits looks again every few milliseconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import fcntl
 import mmap
 import os
 import secrets
-import select
 import threading
 import time
 import weakref
@@ -30,10 +29,10 @@ from ..shared_memory import FOLDER, aligned
 
 __all__ = ["FeedFailed", "Ring", "Slot"]
 
-_PREFIX: Final = "gradwire-feed-"
+_POLL_S: Final = (1e-4, 5e-3)  # the first and the longest wait before another look
 _CHECK_S: Final = 0.25  # between looks for processes that died
 
-_MAGIC: Final = 0x6777_6665_6564_0001
+_MAGIC: Final = 0x6777_6665_6564_0002
 _FIELDS: Final = 16
 _MAGIC_AT, _SLOTS, _SLOT_BYTES, _PID, _STARTED, _ENDING, _SEQUENCE, _TAKEN, _ERROR_BYTES = range(9)
 _ERROR_AT: Final = 4096
@@ -81,14 +80,12 @@ class Ring:
 
     def __init__(self, name: str | None = None, slots: int = 0, slot_bytes: int = 0) -> None:
         self._memory: SharedMemory | None = None
-        self.name = name or _PREFIX + secrets.token_hex(8)
+        self.name = name or f"gradwire-feed-{secrets.token_hex(8)}"
         if name is None:
-            self._make(slots, slot_bytes)
+            self._make(slots, aligned(slot_bytes))
         self._open()
 
     def _make(self, slots: int, slot_bytes: int) -> None:
-        _remove_leftovers()
-        slot_bytes = aligned(slot_bytes)
         size = _data_at(slots) + slots * slot_bytes
         try:
             # The resource tracker removes the memory also when this process is killed.
@@ -109,33 +106,21 @@ class Ring:
         head[[_PID, _STARTED]] = os.getpid(), _started(os.getpid())
         head[_MAGIC_AT] = _MAGIC
         del head
-        for path in self._fifos():
-            os.mkfifo(path, 0o600)
         self._memory.close()  # mapped below as in every other process; this object only removes the name
         weakref.finalize(self, _remove, self.name, self._memory, os.getpid())
-
-    def _fifos(self) -> tuple[Path, Path]:
-        return FOLDER / f"{self.name}.space", FOLDER / f"{self.name}.batch"
 
     def _open(self) -> None:
         """Map the memory; again in a forked process, which must not share its parent's lock."""
         self._process, self._process_started = os.getpid(), _started(os.getpid())
         self._lock = threading.Lock()
-        files: list[int] = []
         try:
             self._file = os.open(FOLDER / self.name, os.O_RDWR | os.O_CLOEXEC)
-            files.append(self._file)
-            for path in self._fifos():
-                files.append(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
         except FileNotFoundError:
-            for file in files:
-                os.close(file)
             raise Closed(
                 f"there is no feed {self.name!r} on this machine: it was closed, or it is on another machine "
                 "(Feed.connect)"
             ) from None
-        self._space, self._batch = files[1:]
-        weakref.finalize(self, _close_files, files, self._process)
+        weakref.finalize(self, os.close, self._file)
         self._map = mmap.mmap(self._file, 0)
         self._head: NDArray[np.int64] = np.frombuffer(self._map, np.int64, _FIELDS)
         if self._head[_MAGIC_AT] != _MAGIC:
@@ -160,14 +145,12 @@ class Ring:
         """End the feed: "finished", "closed" or "failed"; only the first close or failure counts."""
         state = {"finished": _FINISHED, "closed": _CLOSED, "failed": _FAILED}[how]
         with self._locked():
-            if self._head[_ENDING] < _CLOSED and self._head[_ENDING] < state:
+            if self._head[_ENDING] < min(state, _CLOSED):
                 if state == _FAILED:
                     data = text.encode()[:_ERROR_BYTES_MAX]
                     self._map[_ERROR_AT : _ERROR_AT + len(data)] = data
                     self._head[_ERROR_BYTES] = len(data)
                 self._head[_ENDING] = state
-        for fifo in (self._space, self._batch):
-            _signal(fifo)  # stays there, so that everybody who waits wakes
 
     def check(self, *, is_producer: bool = True) -> None:
         """Raise `Closed` or `FeedFailed` if the feed has ended for this side."""
@@ -184,61 +167,27 @@ class Ring:
     # ---- slots -------------------------------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int, timeout_s: float | None) -> Slot:
-        """Return a free slot, of which ``nbytes`` are to be filled; wait for one.
-
-        Raises:
-            Closed, FeedFailed: the feed has ended.
-            TimeoutError: no slot became free in time.
-        """
-
-        def find() -> int:
-            free = np.flatnonzero(self._table[:, _STATE] == _FREE)
-            return int(free[0]) if len(free) else -1
-
-        index = self._acquire(find, _WRITING, self._space, timeout_s, is_producer=True)
-        first = self._span(index)[0]
+        """Wait for a free slot, of which ``nbytes`` are to be filled; see `Feed.put`."""
+        index = self._acquire(_WRITING, timeout_s)
+        first = self._first(index)
         return Slot(index, memoryview(self._map)[first : first + nbytes])
 
     def commit(self, slot: Slot) -> None:
         """Hand a filled slot to the consumers."""
         with self._locked():
-            self.check(is_producer=True)
+            self.check()
             self._table[slot.index, _ORDER] = self._head[_SEQUENCE]
             self._head[_SEQUENCE] += 1
             self._table[slot.index, _STATE] = _FULL
-            _signal(self._batch)
 
     def abandon(self, slot: Slot) -> None:
         """Give back a slot that is not filled."""
         self._table[slot.index, _STATE] = _FREE
-        _signal(self._space)
 
     def take(self, timeout_s: float | None) -> Any:
-        """Return the bytes of the oldest batch; the slot is free again once nothing refers to them.
-
-        Raises:
-            Closed: the feed is closed, or finished and empty.
-            FeedFailed: a producer failed.
-            TimeoutError: no batch came in time.
-            GradwireError: this process holds all slots.
-        """
-
-        def find() -> int:
-            full = np.flatnonzero(self._table[:, _STATE] == _FULL)
-            if len(full):
-                return int(full[self._table[full, _ORDER].argmin()])
-            if self._head[_ENDING] == _FINISHED:
-                raise Closed("the feed is finished and empty")
-            is_own = (self._table[:, _STATE] == _READING) & (self._table[:, _OWNER] == os.getpid())
-            if is_own.all():
-                raise GradwireError(
-                    f"this process holds all {self.slots} batches of the feed: drop earlier batches, or copy what is "
-                    "to be kept"
-                )
-            return -1
-
-        index = self._acquire(find, _READING, self._batch, timeout_s, is_producer=False)
-        block = (ctypes.c_char * self.slot_bytes).from_buffer(self._map, self._span(index)[0])
+        """Return the bytes of the oldest batch; the slot is free again once nothing refers to them; see `Feed.get`."""
+        index = self._acquire(_READING, timeout_s)
+        block = (ctypes.c_char * self.slot_bytes).from_buffer(self._map, self._first(index))
         weakref.finalize(block, self._release, index, os.getpid()).atexit = False
         return block
 
@@ -246,41 +195,52 @@ class Ring:
         """Free the slot of a batch that nothing refers to; without the lock: it may run anywhere."""
         if os.getpid() == process == self._process:
             self._table[index, _STATE] = _FREE
-            _signal(self._space)
 
-    def _span(self, index: int) -> tuple[int, int]:
-        first = _data_at(self.slots) + index * self.slot_bytes
-        return first, first + self.slot_bytes
+    def _first(self, index: int) -> int:
+        return _data_at(self.slots) + index * self.slot_bytes
 
-    def _acquire(
-        self, find: Any, state: int, fifo_hint: int, timeout_s: float | None, *, is_producer: bool
-    ) -> int:
-        """Return the slot that ``find`` finds, now in ``state`` and this process's; wait for it."""
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        if self._process != os.getpid():
-            self._open()
-            fifo_hint = self._space if is_producer else self._batch
+    def _acquire(self, state: int, timeout_s: float | None) -> int:
+        """Return a slot that is now this process's, to write into or to read from; wait for one."""
+        is_producer = state == _WRITING
+        began_s = looked_s = time.monotonic()
+        wait_s = _POLL_S[0]
         while True:
             with self._locked():
                 self.check(is_producer=is_producer)
-                with contextlib.suppress(BlockingIOError):
-                    os.read(fifo_hint, 1)  # the hint of this slot, or one without a slot
-                index: int = find()
+                index = self._find_free() if is_producer else self._find_oldest()
                 if index >= 0:
                     row = self._table[index]
                     row[_OWNER], row[_OWNER_STARTED] = self._process, self._process_started
                     row[_STATE] = state
-                    if state == _READING:
-                        self._head[_TAKEN] += 1
+                    self._head[_TAKEN] += not is_producer
                     return index
-            left_s = _CHECK_S if end_s is None else min(_CHECK_S, end_s - time.monotonic())
-            if left_s <= 0.0:
+            now_s = time.monotonic()
+            if timeout_s is not None and now_s - began_s >= timeout_s:
                 what = "no space" if is_producer else "no batch"
                 raise TimeoutError(f"{what} in the feed within {timeout_s:g} s")
-            poll = select.poll()
-            poll.register(fifo_hint, select.POLLIN)
-            if not poll.poll(left_s * 1000):
+            if now_s - looked_s > _CHECK_S:
+                looked_s = now_s
                 self._free_slots_of_the_dead()
+            time.sleep(wait_s)
+            wait_s = min(2.0 * wait_s, _POLL_S[1])
+
+    def _find_free(self) -> int:
+        free = np.flatnonzero(self._table[:, _STATE] == _FREE)
+        return int(free[0]) if len(free) else -1
+
+    def _find_oldest(self) -> int:
+        full = np.flatnonzero(self._table[:, _STATE] == _FULL)
+        if len(full):
+            return int(full[self._table[full, _ORDER].argmin()])
+        if self._head[_ENDING] == _FINISHED:
+            raise Closed("the feed is finished and empty")
+        is_own = (self._table[:, _STATE] == _READING) & (self._table[:, _OWNER] == os.getpid())
+        if is_own.all():
+            raise GradwireError(
+                f"this process holds all {self.slots} batches of the feed: drop earlier batches, or copy what is to "
+                "be kept"
+            )
+        return -1
 
     def _free_slots_of_the_dead(self) -> None:
         """Free what a process held when it died; end if it was the one that made the feed."""
@@ -291,7 +251,6 @@ class Ring:
                     pid = int(row[_OWNER])
                     if alive.setdefault(pid, _started(pid)) != row[_OWNER_STARTED]:
                         row[_STATE] = _FREE
-                        _signal(self._space)
         if _started(int(self._head[_PID])) != self._head[_STARTED]:
             self.end(how="closed")
 
@@ -317,28 +276,6 @@ def _data_at(slots: int) -> int:
     return -(-(_TABLE_AT + slots * _COLUMNS * 8) // page) * page
 
 
-def _signal(fifo: int) -> None:
-    with contextlib.suppress(BlockingIOError):  # so many hints already that nobody can miss them
-        os.write(fifo, b"\0")
-
-
-def _close_files(files: list[int], process: int) -> None:
-    if os.getpid() == process:
-        for file in files:
-            os.close(file)
-
-
 def _remove(name: str, memory: SharedMemory, process: int) -> None:
-    if os.getpid() != process:
-        return
-    for end in (".space", ".batch"):
-        (FOLDER / (name + end)).unlink(missing_ok=True)
-    if (FOLDER / name).exists():
+    if os.getpid() == process and (FOLDER / name).exists():
         memory.unlink()
-
-
-def _remove_leftovers() -> None:
-    """Remove the FIFOs of feeds whose process was killed; the resource tracker has removed their memory."""
-    for path in FOLDER.glob(f"{_PREFIX}*.*"):
-        if not (FOLDER / path.stem).exists():
-            path.unlink(missing_ok=True)
