@@ -67,7 +67,7 @@ FRAMEWORK_PACKAGES = {
     "feed": {"torch"},
     "spark": {"matplotlib", "pyspark", "torch"},
 }
-WITH_SOCKETS = {"feed/ring.py", "rendezvous.py", "transport/addressing.py", "transport/driver.py"}
+WITH_SOCKETS = {"rendezvous.py", "transport/addressing.py", "transport/driver.py"}
 WITH_A_CLOCK = {
     "calibration.py",
     "exchange/clock.py",

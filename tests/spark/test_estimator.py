@@ -177,8 +177,7 @@ def test_columns_of_numbers_weights_and_a_single_output(session: Any) -> None:
 
 def test_partitions_without_rows_train_nothing_and_hold_up_nobody(rows: Any) -> None:
     model = make_estimator(collect_stats=True, epochs=1).fit(rows.limit(1))
-    assert model.history.worker.tolist() in ([0], [1])
-    assert model.history.rows.tolist() == [1]
+    assert sorted(model.history.rows) == [0, 1]
     with pytest.raises(gw.GradwireError, match="there are no rows to train on"):
         make_estimator().fit(rows.filter("label > 5"))
 

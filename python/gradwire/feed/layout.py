@@ -82,5 +82,5 @@ def read(buffer: Any) -> Batch:
         if names is not None:
             return dict(zip(names, arrays, strict=True))
         return arrays[0] if is_single else tuple(arrays)
-    except (ValueError, TypeError, IndexError, struct.error, ArithmeticError, RecursionError) as bad:
+    except (ArithmeticError, RuntimeError, TypeError, ValueError, struct.error) as bad:
         raise ValueError(f"the buffer holds no batch: {bad}") from bad

@@ -50,18 +50,18 @@ class Checkpoints:
         with files.open(f"{folder}/worker-{rank}.pt", "wb") as file:
             file.write(state)
 
-    def finish(self, done: int, active: list[int]) -> None:
-        """Make the checkpoint, which all active workers have written, the latest; keep it and the one before."""
+    def finish(self, done: int, workers: int) -> None:
+        """Make the checkpoint, which all workers have written, the latest; keep it and the one before."""
         files, folder = fsspec.core.url_to_fs(self.folder)
         with files.open(f"{folder}/latest.json", "w") as file:
-            json.dump({"done": done, "active": active}, file)
+            json.dump({"done": done, "workers": workers}, file)
         for old in sorted(files.glob(f"{folder}/step-*"))[:-2]:
             files.rm(old, recursive=True)
 
-    def read(self, rank: int, active: list[int]) -> tuple[int, dict[str, Any]] | None:
-        """Return the steps done and the state of the latest checkpoint, of this fit or of the one to resume.
+    def read(self, rank: int, workers: int) -> tuple[int, dict[str, Any]]:
+        """Return the steps done and the state of the latest checkpoint; 0 and an empty one at the beginning.
 
-        With other workers than those that wrote the checkpoint, the state is the first one's, without its residual.
+        With another number of workers than wrote the checkpoint, the state is the first one's, without its residual.
         Only this fit's own checkpoint has the earlier attempt's history and best model.
 
         Raises:
@@ -73,15 +73,14 @@ class Checkpoints:
                     latest = json.load(file)
             except FileNotFoundError:
                 continue
-            is_own = latest["active"] == active
-            source = rank if is_own else latest["active"][0]
+            source = rank if latest["workers"] == workers else 0
             with fsspec.open(f"{folder}/step-{latest['done']:09d}/worker-{source}.pt") as file:
                 state = unpack(file.read())
-            if not is_own:
+            if latest["workers"] != workers:
                 state["optimizer"].pop("gradwire", None)
-            if folder != self.folder or not is_own:
+            if folder != self.folder:
                 state.pop("attempt", None)
             return int(latest["done"]), state
         if self.resume:
             raise FileNotFoundError(f"there is no checkpoint in {self.resume}")
-        return None
+        return 0, {}

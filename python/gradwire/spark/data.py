@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -29,65 +30,58 @@ __all__ = [
 
 FEATURES, LABEL, WEIGHT, VALIDATION = "features", "label", "weight", "is_validation"
 
+_NUMBER: Final = re.compile("tinyint|smallint|int|bigint|float|double|decimal")
+_ALLOWED: Final = {
+    FEATURES: ("an array of numbers", "a vector"),
+    LABEL: ("a number", "boolean", "an array of numbers", "a vector"),
+    VALIDATION: ("boolean",),
+}  # in other roles numbers
 
-def features(data: DataFrame, columns: str | list[str], role: str = FEATURES) -> Column:
-    """Return the features as one column of array<float>.
 
-    Args:
-        data: the DataFrame.
-        columns: a column of arrays or vectors, or several columns of numbers.
-        role: for errors.
-
-    Raises:
-        TypeError: a column has another type; the error names it.
-    """
+def features(data: DataFrame, columns: str | list[str]) -> Column:
+    """Return the features as one column of array<float>: a column of arrays or vectors, or several of numbers."""
     from pyspark.sql import functions as F  # noqa: N812
 
     if isinstance(columns, str):
-        return numeric(data, columns, role)
-    for name in columns:
-        if not _is_number(_type_of(data, name, role)):
-            raise TypeError(_wrong(role, name, _type_of(data, name, role), "a number"))
-    return F.array(*[F.col(name).cast("float") for name in columns])
+        return numeric(data, columns, FEATURES)
+    return F.array(*[numeric(data, name, "one feature").cast("float") for name in columns])
 
 
 def numeric(data: DataFrame, name: str, role: str) -> Column:
-    """Return a column of numbers: whole ones as bigint, others as float, arrays and vectors as array<float>."""
+    """Return a column of numbers: whole labels as bigint, others as float, arrays and vectors as array<float>.
+
+    Raises:
+        ValueError: there is no such column.
+        TypeError: the column's type does not suit its role.
+    """
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql import functions as F  # noqa: N812
 
-    kind = _type_of(data, name, role)
-    if kind == "vector":
-        return vector_to_array(F.col(name), "float32")
-    if kind.startswith("array<") and _is_number(kind[6:-1]):
-        return F.col(name).cast("array<float>")
-    if role == VALIDATION and kind == "boolean":
-        return F.col(name)
-    if role in (FEATURES, VALIDATION) or not _is_number(kind):
-        expected = "boolean" if role == VALIDATION else "an array or a vector of numbers"
-        raise TypeError(_wrong(role, name, kind, expected))
-    is_whole = role == LABEL and kind in ("tinyint", "smallint", "int", "bigint")
-    return F.col(name).cast("bigint" if is_whole else "float")
-
-
-def _type_of(data: DataFrame, name: str, role: str) -> str:
     try:
         kind = data.schema[name].dataType
     except KeyError:
         raise ValueError(
             f"there is no column {name!r} for {role}; the columns are {', '.join(data.columns)}"
         ) from None
-    return "vector" if "Vector" in type(kind).__name__ else kind.simpleString()
-
-
-def _is_number(kind: str) -> bool:
-    return kind.partition("(")[0] in (
-        *("tinyint", "smallint", "int", "bigint", "float", "double", "decimal", "boolean"),
-    )
-
-
-def _wrong(role: str, name: str, kind: str, expected: str) -> str:
-    return f"column {name!r}, for {role}, has type {kind}; it must be {expected}"
+    text, column = kind.simpleString(), F.col(name)
+    if "Vector" in type(kind).__name__:
+        found, column = "a vector", vector_to_array(column, "float32")
+    elif text.startswith("array<"):
+        found = "an array of numbers" if _NUMBER.match(text[6:]) else ""
+        column = column.cast("array<float>")
+    elif text == "boolean":
+        found = text
+        column = column if role == VALIDATION else column.cast("float")
+    else:
+        found = "a number" if _NUMBER.match(text) else ""
+        is_whole = role == LABEL and text.endswith("int")
+        column = column.cast("bigint" if is_whole else "float")
+    allowed = _ALLOWED.get(role, ("a number", "boolean"))
+    if found not in allowed:
+        raise TypeError(
+            f"column {name!r}, for {role}, has type {text}; it must be {' or '.join(allowed)}"
+        )
+    return column
 
 
 class Spill:

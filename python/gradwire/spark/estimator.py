@@ -72,20 +72,10 @@ _ESTIMATOR: dict[str, Any] = {
 }
 
 
-def _with_params(defaults: dict[str, Any]) -> Callable[[type], type]:
-    """Add a Param for every option to a class."""
-
-    def add(kind: type) -> type:
-        for name in defaults:
-            param: Any = Param(Params._dummy(), name, f"see {kind.__name__}")
-            setattr(kind, name, param)
-        return kind
-
-    return add
-
-
 class _Stored(MLReadable[Any], MLWritable):
     """Saving and loading: parameters and state as rows of a DataFrame, in any file system of Spark."""
+
+    _state: tuple[str, ...] = ()  # names of attributes that are saved with the parameters
 
     def write(self) -> MLWriter:
         """Return the writer."""
@@ -103,17 +93,12 @@ class _Writer(MLWriter):
         self._instance = instance
 
     def saveImpl(self, path: str) -> None:  # noqa: N802  (Spark's name)
-        one = self._instance
-        DefaultParamsWriter.saveMetadata(one, path, self.sparkSession, paramMap={})
+        one, spark = self._instance, self.sparkSession
+        DefaultParamsWriter.saveMetadata(one, path, spark, paramMap={})
         values = {param.name: value for param, value in one._paramMap.items()}
-        stored = {"params": cloudpickle.dumps(values), **one._stored()}
-        rows = [
-            (kind, part, piece)
-            for kind, data in stored.items()
-            for part, piece in enumerate(pieces_of(data))
-        ]
-        frame = self.sparkSession.createDataFrame(rows, "kind string, part int, data binary")
-        frame.write.parquet(f"{path}/data")
+        data = cloudpickle.dumps((values, {name: getattr(one, name) for name in one._state}))
+        rows = list(enumerate(pieces_of(data)))
+        spark.createDataFrame(rows, "part int, data binary").write.parquet(f"{path}/data")
 
 
 class _Reader(MLReader[Any]):
@@ -122,21 +107,16 @@ class _Reader(MLReader[Any]):
         self._kind = kind
 
     def load(self, path: str) -> Any:
-        spark = self.sparkSession
+        spark, one = self.sparkSession, self._kind()
         name = f"{self._kind.__module__}.{self._kind.__name__}"
-        metadata = DefaultParamsReader.loadMetadata(path, spark, name)
-        pieces: dict[str, list[bytes]] = {}
-        for row in spark.read.parquet(f"{path}/data").orderBy("kind", "part").toLocalIterator():
-            pieces.setdefault(row.kind, []).append(bytes(row.data))
-        stored = {kind: b"".join(found) for kind, found in pieces.items()}
-        one = self._kind()
-        one._resetUid(metadata["uid"])
-        one._set(**cloudpickle.loads(stored.pop("params")))
-        one._restore(stored)
+        one._resetUid(DefaultParamsReader.loadMetadata(path, spark, name)["uid"])
+        rows = spark.read.parquet(f"{path}/data").orderBy("part").toLocalIterator()
+        values, state = cloudpickle.loads(b"".join(bytes(row.data) for row in rows))
+        one._set(**values)
+        vars(one).update(state)
         return one
 
 
-@_with_params(_ESTIMATOR)
 class TorchEstimator(Estimator["TorchModel"], _Stored):
     """Trains a torch model on the executors of a Spark cluster.
 
@@ -201,9 +181,8 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         return super().fit(dataset, params)
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
-        spark = dataset.sparkSession
+        spark, workers = dataset.sparkSession, self.value("num_workers")
         job, rows = self._job(), self._rows(dataset)
-        workers = self.value("num_workers")
         if isinstance(job.training, ParameterAveraging) and job.training.via == "spark":
             with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"):
                 history, state = rounds.fit(job, rows, workers, _report)
@@ -263,10 +242,8 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
     def _run(self, spark: SparkSession, job: Job, rows: DataFrame) -> tuple[list[Any], bytes]:
         """Train in a barrier stage; return the history and the model's state."""
         pieces: dict[str, dict[int, bytes]] = {}
-        with (
-            tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"),
-            _Progress(spark, job.secret) as progress,
-        ):
+        progress = _Progress(spark, job.secret)
+        with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"), progress:
             told = replace(job, driver=progress.address)
             # Without a shuffle behind it Spark would not repeat a barrier stage whose executor was lost.
             trained = rows.mapInArrow(lambda batches: train(told, batches), OUTPUT, barrier=True)
@@ -274,28 +251,22 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
                 if row.kind == "error":
                     raise GradwireError(f"worker {row.worker} failed:\n{bytes(row.data).decode()}")
                 pieces.setdefault(row.kind, {})[row.part] = bytes(row.data)
-            found = {
-                kind: b"".join(parts[part] for part in sorted(parts))
-                for kind, parts in pieces.items()
-            }
-            history = json.loads(found["history"])
-            progress.finish(history)
+        found = {
+            kind: b"".join(data for _, data in sorted(pieces[kind].items())) for kind in pieces
+        }
+        history = json.loads(found["history"])
+        progress.tell(history)  # of which no message came
         return history, found["model"]
 
-    def _stored(self) -> dict[str, bytes]:
-        return {}
 
-    def _restore(self, stored: dict[str, bytes]) -> None:
-        """Do nothing: the parameters are all there is."""
-
-
-@_with_params(_BOTH)
 class TorchModel(Model, _Stored):
     """A trained torch model; made by `TorchEstimator`.
 
     Attributes:
         state: the module's ``state_dict``, as bytes of ``torch.save``.
     """
+
+    _state = ("state", "rows", "has_stats")
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,17 +315,10 @@ class TorchModel(Model, _Stored):
                 names = [*names, values[name]]
         return found.select(*dict.fromkeys(names))
 
-    def _stored(self) -> dict[str, bytes]:
-        about = {"history": self.rows, "has_stats": self.has_stats}
-        return {"model": self.state, "about": json.dumps(about).encode()}
 
-    def _restore(self, stored: dict[str, bytes]) -> None:
-        about = json.loads(stored["about"])
-        self.state, self.rows, self.has_stats = (
-            stored["model"],
-            about["history"],
-            about["has_stats"],
-        )
+for _kind, _options in ((TorchEstimator, _ESTIMATOR), (TorchModel, _BOTH)):
+    for _name in _options:
+        setattr(_kind, _name, Param(Params._dummy(), _name, f"see {_kind.__name__}"))
 
 
 def _predictor(values: dict[str, Any], state: bytes) -> Callable[..., Any]:
@@ -424,16 +388,11 @@ class _Progress:
         with contextlib.suppress(Closed):
             while True:
                 for message in self._node.receive(1.0):
-                    self._tell(json.loads(bytes(message.payload)))
+                    self.tell(json.loads(bytes(message.payload)))
 
-    def _tell(self, rows: list[dict[str, Any]]) -> None:
-        if rows[0]["epoch"] > self._told:
-            self._told = rows[0]["epoch"]
-            _report(rows)
-
-    def finish(self, history: list[dict[str, Any]]) -> None:
-        """Report the epochs of which no message came."""
-        self._node.close(0.0)
-        self._thread.join()
+    def tell(self, history: list[dict[str, Any]]) -> None:
+        """Report the epochs of which nothing was reported yet."""
         for epoch in sorted({one["epoch"] for one in history}):
-            self._tell([one for one in history if one["epoch"] == epoch])
+            if epoch > self._told:
+                self._told = epoch
+                _report([one for one in history if one["epoch"] == epoch])

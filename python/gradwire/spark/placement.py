@@ -18,11 +18,11 @@ def host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
-def teams_of(hosts: dict[int, str], size: int) -> list[list[int]]:
-    """Return the workers in teams of at most ``size`` on the same machine."""
+def teams_of(hosts: Sequence[str], size: int) -> list[list[int]]:
+    """Return the workers, whose hosts are given, in teams of at most ``size`` on the same machine."""
     found = []
-    for host in dict.fromkeys(hosts.values()):
-        ranks = [rank for rank, one in hosts.items() if one == host]
+    for host in dict.fromkeys(hosts):
+        ranks = [rank for rank, one in enumerate(hosts) if one == host]
         found += [ranks[first : first + size] for first in range(0, len(ranks), size)]
     return found
 

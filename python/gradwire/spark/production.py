@@ -83,18 +83,17 @@ class Production:
         self._nodes: list[Node] = []
         places: list[tuple[str, str]] = []
         for one in feeds:
-            if isinstance(one, str):
+            if isinstance(one, Feed):
+                node = Node("0.0.0.0:0", secret=secret)
+                one.serve(node)
+                self._nodes.append(node)
+                places.append((one.name, driver_address(self._session, node)))
+            else:
                 places.append(("", one))
-                continue
-            node = Node("0.0.0.0:0", secret=secret)
-            one.serve(node)
-            self._nodes.append(node)
-            places.append((one.name, driver_address(self._session, node)))
         job = rows.mapInArrow(
             lambda batches: _produce(places, secret, make_batch, batches), "batches long"
         )
-        self._job = threading.Thread(target=self._run, args=(job,), daemon=True)
-        self._job.start()
+        threading.Thread(target=self._run, args=(job,), daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _run(self, job: DataFrame) -> None:
@@ -102,8 +101,6 @@ class Production:
             with tagged(self._session, self._tag):
                 count = sum(row.batches for row in job.collect())
             _LOG.info("production ended after %d batches", count)
-            for feed in self._feeds:
-                feed.finish()
         except Exception as error:
             if not any(feed.is_closed for feed in self._feeds):
                 self.error = error
@@ -111,11 +108,13 @@ class Production:
                     feed.fail(error)
         finally:
             for feed in self._feeds:
-                with contextlib.suppress(Closed):
-                    try:
-                        feed._local().check()
-                    except FeedFailed as error:  # a task told the consumers
-                        self.error = self.error or error
+                feed.finish()  # nothing changes where it is closed or failed
+                try:
+                    feed._local().check(is_producer=False)
+                except FeedFailed as error:  # a task told the feed
+                    self.error = self.error or error
+                except Closed:
+                    pass
             self._ended.set()
             for node in self._nodes:
                 node.close(1.0)

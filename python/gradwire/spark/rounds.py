@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from ..exchange.clock import now_s
 from .checkpoints import pack, unpack
 from .data import VALIDATION, Shuffled, spill
-from .train import Job, Times, averaged_tensors, device_of, flatten, held_loss, learn, put, tensors
+from .train import Job, Learner, Times, averaged_values, epoch_rows, put_values
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -28,7 +28,9 @@ __all__ = ["fit"]
 _CHUNK: Final = 1 << 18  # elements
 _SCHEMA: Final = "chunk int, data binary"
 _ARROW: Final = pa.schema([("chunk", pa.int32()), ("data", pa.binary())])
-_STATS, _STATE = -1, -2
+_STATS, _STATE = -1, -2  # chunks that are no parameters
+
+_Task = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 
 def fit(
@@ -56,29 +58,26 @@ def _fit(
 ) -> tuple[list[dict[str, Any]], bytes]:
     from pyspark.sql import functions as F  # noqa: N812
 
-    learned, held = rows, None
-    if VALIDATION in rows.columns:
-        learned, held = rows.filter(~F.col(VALIDATION)), rows.filter(F.col(VALIDATION))
-    count = learned.count()
+    is_held = F.col(VALIDATION) if VALIDATION in rows.columns else F.lit(False)
+    count = rows.filter(~is_held).count()
     if not count:
         raise ValueError("there are no rows to train on")
     every = job.training.every
     rounds = -(-count // (workers * job.batch_size * every))
-    torch.manual_seed(job.seed)
-    model = job.model()
-    optimizer = job.optimizer(model.parameters())
-    done, found = job.checkpoints.read(0, []) or (0, None)
-    state = pack(found or {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    done, found = job.checkpoints.read(0, 1)
+    here = replace(job, device="cpu")
+    state = pack(found) if found else _state(Learner(here))
     history: list[dict[str, Any]] = []
-    best, kept, waited = np.inf, state, 0
+    best, losses = state, [np.inf]
     began_s = now_s()
     for epoch in range(done // (rounds * every), job.epochs):
         start_s, stats = now_s(), []
         order = np.random.default_rng([job.seed, epoch]).permutation(rounds).tolist()
         for number in order[done // every - epoch * rounds :]:
-            chosen = learned.filter((F.col("round") * rounds).cast("int") == number).drop("round")
-            trained = chosen.mapInArrow(_task(job, state, epoch), _SCHEMA)
-            pieces: dict[int, Any] = {}
+            is_chosen = (F.col("round") * rounds).cast("int") == number
+            chosen = rows.filter(~is_held & is_chosen).drop("round")
+            pieces: dict[int, bytes] = {}
+            trained = chosen.mapInArrow(_trainer(job, state, epoch), _SCHEMA)
             for chunk, data in (
                 trained.groupBy("chunk").applyInArrow(_sum, _SCHEMA).toLocalIterator()
             ):
@@ -87,108 +86,102 @@ def _fit(
                 else:
                     pieces[chunk] = bytes(data)
             if pieces:
-                state = _mean(job, model, pieces)
+                state = _mean(here, pieces)
             done += every
             if job.checkpoints.is_due(done - every, done):
                 job.checkpoints.write(done, 0, state)
-                job.checkpoints.finish(done, [0])
-        loss = np.nan
-        if held is not None:
-            scores = [
-                json.loads(one.data)
-                for one in held.drop("round").mapInArrow(_score(job, state), _SCHEMA).collect()
-            ]
-            loss = sum(one[0] for one in scores) / max(sum(one[1] for one in scores), 1e-30)
-        mean = sum(one["loss"] for one in stats) / sum(one["steps"] for one in stats)
-        by_worker: dict[int, dict[str, Any]] = {}
-        for one in stats:
-            total = by_worker.setdefault(one["worker"], dict.fromkeys(one, 0))
-            for name in one.keys() - {"worker"}:
-                total[name] += one[name]
-        seconds = now_s() - start_s
-        same = {"epoch": epoch, "loss": mean, "validation_loss": loss, "seconds": seconds}
-        same["start_s"] = start_s - began_s
-        history += [{**one, **same, "worker": rank} for rank, one in sorted(by_worker.items())]
-        tell(history[-len(by_worker) :])
-        waited = 0 if loss < best else waited + 1
-        if not job.patience or loss < best:
-            best, kept = loss, state
-        if job.patience and waited >= job.patience:
+                job.checkpoints.finish(done, 1)
+        if VALIDATION in rows.columns:
+            held = rows.filter(is_held).drop("round").mapInArrow(_scorer(job, state), _SCHEMA)
+            stats += [json.loads(one.data) for one in held.collect()]
+        same = {"epoch": epoch, "start_s": start_s - began_s, "seconds": now_s() - start_s}
+        history += epoch_rows([{**one, **same} for one in _by_worker(stats)])
+        tell([one for one in history if one["epoch"] == epoch])
+        losses.append(history[-1]["validation_loss"])
+        if not job.patience or losses[-1] < min(losses[:-1]):
+            best = state
+        elif len(losses) > losses.index(min(losses)) + job.patience:
             break
-    return history, pack(unpack(kept)["model"])
+    return history, pack(unpack(best)["model"])
 
 
-def _mean(job: Job, model: torch.nn.Module, pieces: dict[int, Any]) -> bytes:
+def _by_worker(stats: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row per worker with the sums of its tasks' numbers."""
+    found: dict[int, dict[str, Any]] = {}
+    for one in stats:
+        total = found.setdefault(one["worker"], dict.fromkeys(one, 0))
+        for name in one:
+            total[name] = one[name] if name == "worker" else total[name] + one[name]
+    return [found[worker] for worker in sorted(found)]
+
+
+def _mean(job: Job, pieces: dict[int, bytes]) -> bytes:
     """Return the state with the mean of all workers' values."""
-    optimizer = job.optimizer(model.parameters())
-    found = unpack(pieces.pop(_STATE))
-    model.load_state_dict(found["model"])
-    optimizer.load_state_dict(found["optimizer"])
+    learner = _load(job, pieces.pop(_STATE))
     flat = np.concatenate([np.frombuffer(pieces[chunk], np.float32) for chunk in sorted(pieces)])
-    with torch.no_grad():
-        put(averaged_tensors(optimizer, job.training), flat)  # type: ignore[arg-type]
-    return pack({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    put_values(learner.optimizer, job, flat)
+    return _state(learner)
 
 
-def _load(job: Job, state: bytes) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = job.model().to(device_of(job.device))
-    optimizer = job.optimizer(model.parameters())
+def _state(learner: Learner) -> bytes:
+    return pack({name: getattr(learner, name).state_dict() for name in ("model", "optimizer")})
+
+
+def _load(job: Job, state: bytes) -> Learner:
+    learner = Learner(job)
     values = unpack(state)
-    model.load_state_dict(values["model"])
+    learner.model.load_state_dict(values["model"])
     if job.training.average_optimizer:  # type: ignore[union-attr]
-        optimizer.load_state_dict(values["optimizer"])
-    return model, optimizer
+        learner.optimizer.load_state_dict(values["optimizer"])
+    return learner
 
 
-def _task(
-    job: Job, state: bytes, epoch: int
-) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+def _trainer(job: Job, state: bytes, epoch: int) -> _Task:
     """Return the function that trains on one task's rows of a round."""
 
     def train(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        from pyspark import TaskContext
-
-        context = TaskContext.get()
-        rank = context.partitionId() if context is not None else 0
+        rank = _rank()
         rows = spill(batches, rank)[0]
         if not rows.rows:
             return
-        times, start_s = Times(epoch=epoch), now_s()
+        times, start_s = Times(), now_s()
+        learner = _load(job, state)
         torch.manual_seed(job.seed + rank)
-        model, optimizer = _load(job, state)
-        loss, device = job.loss(), device_of(job.device)
         order = Shuffled(rows.rows, [job.seed, epoch, rank])
         for _ in range(min(job.training.every, -(-rows.rows // job.batch_size))):
-            batch = tensors(rows, order.take(job.batch_size), device)
-            learn(model, optimizer, loss, batch, times)
-            optimizer.step()
-        times.compute_s = now_s() - start_s
-        flat = flatten(averaged_tensors(optimizer, job.training))  # type: ignore[arg-type]
+            learner.learn(rows, order, times)
+            learner.optimizer.step()
+        times.compute_s = now_s() - start_s - times.data_s
+        flat = averaged_values(learner.optimizer, job)
         times.sent_bytes = flat.nbytes
-        stats = {"worker": rank, **asdict(times)}
-        yield _batch(_STATS, json.dumps(stats).encode())
-        yield _batch(
-            _STATE, pack({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        )
+        yield _stats(rank, times)
+        yield _batch(_STATE, _state(learner))
         for number, first in enumerate(range(0, flat.size, _CHUNK)):
             yield _batch(number, flat[first : first + _CHUNK].tobytes())
 
     return train
 
 
-def _score(
-    job: Job, state: bytes
-) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """Return the function that sums the loss of rows for validation."""
+def _scorer(job: Job, state: bytes) -> _Task:
+    """Return the function that adds up the loss of rows for validation."""
 
     def score(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        held = spill(batches, 0)[1]
-        model, _ = _load(job, state)
-        device = device_of(job.device)
-        found = held_loss(model, job.loss(), held, job.batch_size, device)
-        yield _batch(_STATS, json.dumps(found).encode())
+        rank, times = _rank(), Times()
+        _load(job, state).score(spill(batches, rank)[1], times)
+        yield _stats(rank, times)
 
     return score
+
+
+def _rank() -> int:
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    return context.partitionId() if context is not None else 0
+
+
+def _stats(rank: int, times: Times) -> pa.RecordBatch:
+    return _batch(_STATS, json.dumps({"worker": rank, **asdict(times)}).encode())
 
 
 def _batch(chunk: int, data: bytes) -> pa.RecordBatch:

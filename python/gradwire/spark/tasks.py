@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from gradwire.errors import TransportError
 from gradwire.transport import Node, generate_secret, parse_secret
@@ -12,7 +12,7 @@ from gradwire.transport import Node, generate_secret, parse_secret
 from .placement import host_of, where_to_bind
 
 if TYPE_CHECKING:
-    from pyspark import RDD
+    from pyspark import RDD, BarrierTaskContext
 
 __all__ = ["node", "run"]
 
@@ -122,16 +122,52 @@ def node(
             "gradwire.spark.node must be called in a task of a barrier stage: use gradwire.spark.run, "
             "rdd.barrier().mapPartitions or df.mapInPandas(..., barrier=True)"
         ) from error
-    rank = context.partitionId()
-    hosts = [host_of(info.address) for info in context.getTaskInfos()]
-    bind = where_to_bind(hosts, rank, port, network_mask)
-    made = Node(bind, secret=secret, network_mask=network_mask, node_id=rank, **options)
+    tasks = range(len(context.getTaskInfos()))
+    gather = context.allGather
+    made = connect(context, gather, tasks, secret, network_mask, port, timeout_s, **options)
+    return cast("Node", made)
+
+
+def hosts_of(context: BarrierTaskContext) -> list[str]:
+    """Return the host of every task's executor."""
+    return [host_of(info.address) for info in context.getTaskInfos()]
+
+
+def connect(
+    context: BarrierTaskContext,
+    gather: Callable[[str], list[str]],
+    chosen: Sequence[int],
+    secret: bytes | str | PathLike[str] | None,
+    network_mask: str | None,
+    port: int,
+    timeout_s: float,
+    **options: Any,
+) -> Node | None:
+    """Return a node connected to those of the chosen tasks, None in another task; called in all tasks.
+
+    ``gather`` gives every task's text to all tasks; the other arguments are those of `node`.
+    """
+    rank, hosts, made = context.partitionId(), hosts_of(context), None
     try:
-        for address in context.allGather(made.address):
-            made.add_peer(address)
-        made.wait_for_peers(len(hosts) - 1, timeout_s)
-        context.barrier()  # a task that finishes early must not close its node before all are connected
+        if rank in chosen:
+            bind = where_to_bind(
+                [hosts[one] for one in chosen], chosen.index(rank), port, network_mask
+            )
+            made = Node(bind, secret=secret, network_mask=network_mask, node_id=rank, **options)
+        addresses = gather(made.address if made else "")
+        if made is not None:
+            for address in filter(None, addresses):
+                made.add_peer(address)
+            try:
+                made.wait_for_peers(len(chosen) - 1, timeout_s)
+            except TimeoutError as error:
+                raise TimeoutError(
+                    f"{error}. Set network_mask to the network that connects the executors, or open its UDP ports "
+                    '(port=...); where no UDP is allowed, train with ParameterAveraging(via="spark")'
+                ) from None
+        gather("")  # a task that finishes early must not close its node before all are connected
     except BaseException:
-        made.close(timeout_s=0.0)
+        if made is not None:
+            made.close(timeout_s=0.0)
         raise
     return made

@@ -26,10 +26,20 @@ from ..transport import Node
 from .checkpoints import Checkpoints, pack, unpack
 from .data import FEATURES, LABEL, WEIGHT, Shuffled, Spill, spill
 from .masters import ParameterAveraging, SharedTraining
-from .placement import host_of, teams_of, where_to_bind
-from .tasks import pieces_of
+from .placement import teams_of
+from .tasks import connect, hosts_of, pieces_of
 
-__all__ = ["OUTPUT", "Job", "Times", "device_of", "held_loss", "learn", "tensors", "train"]
+__all__ = [
+    "OUTPUT",
+    "Job",
+    "Learner",
+    "Times",
+    "averaged_values",
+    "device_of",
+    "epoch_rows",
+    "put_values",
+    "train",
+]
 
 OUTPUT: Final = "worker int, kind string, part int, data binary"
 _ARROW: Final = pa.schema(
@@ -83,6 +93,9 @@ class Times:
                 setattr(self, name, getattr(self, name) + getattr(result, name))
 
 
+_OWN: Final = frozenset({"loss", "held_loss", "held_weight"})  # replaced by those of all workers
+
+
 class Stopped(GradwireError):
     """Another worker failed, and said so."""
 
@@ -103,76 +116,76 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda", visible.index(address) if address in visible else int(address))
 
 
-def batch_loss(
-    loss: Callable[..., torch.Tensor], outputs: torch.Tensor, rows: dict[str, torch.Tensor]
-) -> torch.Tensor:
-    """Return the mean loss of a batch, weighted if the rows have weights."""
-    labels = rows[LABEL]
-    if outputs.dim() == labels.dim() + 1 and outputs.shape[-1] == 1:
-        outputs = outputs.squeeze(-1)  # or else (n, 1) - (n,) would become (n, n)
-    values = loss(outputs, labels)
-    weights = rows.get(WEIGHT)
-    if values.dim() == 0:
-        if weights is not None:
+class Learner:
+    """A copy of the model with its optimiser and its loss."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.device = job, device_of(job.device)
+        torch.manual_seed(job.seed)
+        self.model = job.model().to(self.device)
+        self.optimizer = job.optimizer(self.model.parameters())
+        self.loss = job.loss()
+
+    def learn(self, rows: Spill, order: Shuffled, times: Times) -> None:
+        """Compute the gradients of the next batch, and count its loss and rows.
+
+        Raises:
+            ValueError: the loss is not finite.
+        """
+        self.optimizer.zero_grad()
+        start_s = now_s()
+        batch = self._tensors(rows, order.take(self.job.batch_size))
+        times.data_s += now_s() - start_s
+        found = self._batch_loss(batch)
+        value = found.item()
+        if not math.isfinite(value):
+            raise ValueError(
+                f"the loss is {value} in step {times.steps} of epoch {times.epoch}: lower the learning rate, or look "
+                "for such values in the features"
+            )
+        found.backward()
+        times.loss += value
+        times.steps += 1
+        times.rows += len(batch[LABEL])
+
+    def score(self, held: Spill, times: Times) -> None:
+        """Add up the loss of the rows for validation."""
+        self.model.eval()
+        for first in range(0, held.rows, self.job.batch_size):
+            rows = self._tensors(held, slice(first, first + self.job.batch_size))
+            weight = rows[WEIGHT].sum().item() if WEIGHT in rows else len(rows[LABEL])
+            with torch.no_grad():
+                times.held_loss += self._batch_loss(rows).item() * weight
+            times.held_weight += weight
+
+    def _tensors(self, rows: Spill, chosen: Any) -> dict[str, torch.Tensor]:
+        return {
+            name: torch.from_numpy(np.array(array[chosen])).to(self.device)
+            for name, array in rows.arrays.items()
+        }
+
+    def _batch_loss(self, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the mean loss of a batch, weighted if the rows have weights."""
+        outputs, labels, weights = self.model(rows[FEATURES]), rows[LABEL], rows.get(WEIGHT)
+        if outputs.dim() == labels.dim() + 1 and outputs.shape[-1] == 1:
+            outputs = outputs.squeeze(-1)  # or else (n, 1) - (n,) would become (n, n)
+        values = self.loss(outputs, labels)
+        if weights is None:
+            return values.mean()
+        if values.dim() == 0:
             raise ValueError(
                 'with weight_col the loss must return one value per row: give it reduction="none"'
             )
-        return values
-    values = values.flatten(1).mean(1) if values.dim() > 1 else values
-    return values.mean() if weights is None else (values * weights).sum() / weights.sum()
+        return (values.flatten(1).mean(1) if values.dim() > 1 else values) @ weights / weights.sum()
 
 
-def tensors(rows: Spill, chosen: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return rows as tensors on the device."""
-    return {
-        name: torch.from_numpy(np.array(array[chosen])).to(device)
-        for name, array in rows.arrays.items()
-    }
-
-
-def learn(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: Callable[..., torch.Tensor],
-    rows: dict[str, torch.Tensor],
-    times: Times,
-) -> None:
-    """Compute the gradients of a batch, and count its loss and rows.
-
-    Raises:
-        ValueError: the loss is not finite.
-    """
-    optimizer.zero_grad()
-    found = batch_loss(loss, model(rows[FEATURES]), rows)
-    value = found.item()
-    if not math.isfinite(value):
-        raise ValueError(
-            f"the loss is {value} in step {times.steps} of epoch {times.epoch}: lower the learning rate, or look "
-            "for such values in the features"
-        )
-    found.backward()
-    times.loss += value
-    times.steps += 1
-    times.rows += len(rows[LABEL])
-
-
-def held_loss(
-    model: torch.nn.Module,
-    loss: Callable[..., torch.Tensor],
-    held: Spill,
-    batch_size: int,
-    device: torch.device,
-) -> tuple[float, float]:
-    """Return the sum of the loss over rows for validation, and the rows' total weight."""
-    model.eval()
-    total = weights = 0.0
-    for first in range(0, held.rows, batch_size):
-        rows = tensors(held, slice(first, first + batch_size), device)
-        weight = rows[WEIGHT].sum().item() if WEIGHT in rows else len(rows[LABEL])
-        with torch.no_grad():
-            total += batch_loss(loss, model(rows[FEATURES]), rows).item() * weight
-        weights += weight
-    return total, weights
+def epoch_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the history's rows of one epoch: every worker's `Times`, with the losses of all instead of its own."""
+    totals = {name: sum(one[name] for one in rows) for name in ("steps", *_OWN)}
+    mean = {"loss": totals["loss"] / totals["steps"], "validation_loss": math.nan}
+    if totals["held_weight"]:
+        mean["validation_loss"] = totals["held_loss"] / totals["held_weight"]
+    return [{**{name: one[name] for name in one if name not in _OWN}, **mean} for one in rows]
 
 
 def gather(context: Any, message: dict[str, Any]) -> list[Any]:
@@ -187,26 +200,20 @@ class Sharing:
     """Threshold messages after every step of the optimiser."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        training: SharedTraining,
-        node: Node | None,
-        team: tuple[str, int, int],
-        machines: int,
+        self, job: Job, optimizer: Any, node: Any, team: tuple[str, int, int], machines: int
     ) -> None:
-        params = parameters_of(optimizer)
-        options: Any = {} if training.topology == "auto" else {"topology": training.topology}
+        training: Any = job.training
         name, rank, size = team
         self.exchange: Exchange | LocalExchange
         if node is not None:
             self.exchange = lead = Exchange(
-                Groups.of(params, training.threshold),
+                Groups.of(parameters_of(optimizer), training.threshold),
                 node,
                 min_peers=machines - 1,
                 mode=training.mode,
                 every=training.every,
+                topology=training.topology,
                 apply_residual=True,
-                **options,
             )
         self.team: LocalTeam | None = None
         if size > 1:
@@ -240,39 +247,22 @@ class Sharing:
             self.optimizer.catch_up(0.2)
         return result
 
-    def close(self) -> None:
-        """Release the memory of the machine's team."""
-        if self.team is not None:
-            self.team.close()
-
     def shared(self) -> contextlib.AbstractContextManager[None]:
         """Let the model hold the parameters that all workers share."""
         return self.optimizer.shared_parameters()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimiser's state with the residual."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue."""
-        self.optimizer.load_state_dict(state)
 
 
 class Averaging(Sharing):
     """The mean of parameters, and of the optimiser's state, every few steps."""
 
+    team = None
+    is_async = False
+
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        training: ParameterAveraging,
-        node: Node,
-        _team: tuple[str, int, int],
-        workers: int,
+        self, job: Job, optimizer: Any, node: Any, _team: tuple[str, int, int], workers: int
     ) -> None:
-        self.optimizer: Any = optimizer
-        self.team = None
-        self._training, self._node, self._workers = training, node, workers
-        self._exchange: Exchange | None = None
+        self.optimizer = optimizer
+        self._job, self._node, self._others = job, node, workers - 1
         self._since = 0
 
     def begin(self) -> None:
@@ -282,7 +272,7 @@ class Averaging(Sharing):
         """Move the parameters; return what was exchanged, or None."""
         self.optimizer.step()
         self._since += 1
-        return self._average() if self._since == self._training.every else None
+        return self._average() if self._since == self._job.training.every else None
 
     def end_epoch(self) -> StepResult | None:
         """Average what is left of the last steps."""
@@ -294,154 +284,108 @@ class Averaging(Sharing):
 
     def _average(self) -> StepResult:
         self._since = 0
-        averaged = averaged_tensors(self.optimizer, self._training)
-        flat = flatten(averaged)
-        if self._exchange is None:
+        flat = averaged_values(self.optimizer, self._job)
+        if not hasattr(self, "exchange"):
             encoder = Encoder(flat.size, threshold=1.0)
-            options: Any = {"codec": "dense", "topology": "mesh", "min_peers": self._workers - 1}
-            self._exchange = Exchange(encoder, self._node, **options)
+            options: Any = {"codec": "dense", "topology": "mesh", "min_peers": self._others}
+            self.exchange = Exchange(encoder, self._node, **options)
         mean = np.zeros_like(flat)
-        result = self._exchange.step(flat, mean)
-        if len(self._exchange.members) < self._workers - 1:
+        result = self.exchange.step(flat, mean)
+        if len(self.exchange.members) < self._others:
             raise PeerLost("another worker is gone")
-        put(averaged, mean)
+        put_values(self.optimizer, self._job, mean)
         return result
 
 
-def averaged_tensors(
-    optimizer: torch.optim.Optimizer, training: ParameterAveraging
-) -> list[torch.Tensor]:
+def _averaged(optimizer: torch.optim.Optimizer, job: Job) -> list[torch.Tensor]:
     """Return the parameters and, if wanted, the tensors of the optimiser's state, in the same order everywhere."""
     params = parameters_of(optimizer)
     found = [param.detach() for param in params]
-    if training.average_optimizer:
-        for param in params:
-            state = optimizer.state.get(param, {})
-            found += [
-                state[name]
-                for name in sorted(state)
-                if torch.is_tensor(state[name]) and state[name].is_floating_point()
-            ]
+    if job.training.average_optimizer:  # type: ignore[union-attr]
+        states = [optimizer.state.get(param, {}) for param in params]
+        values = [state[name] for state in states for name in sorted(state)]
+        found += [one for one in values if torch.is_tensor(one) and one.is_floating_point()]
     return found
 
 
-def flatten(tensors: list[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return all values, one after the other."""
-    return torch.cat([one.reshape(-1).float().cpu() for one in tensors]).numpy()
+def averaged_values(optimizer: Any, job: Job) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return all values that are averaged, one after the other."""
+    return torch.cat([one.reshape(-1).float().cpu() for one in _averaged(optimizer, job)]).numpy()
 
 
-def put(tensors: list[torch.Tensor], flat: np.ndarray[Any, np.dtype[np.float32]]) -> None:
-    """Copy values back into tensors."""
-    start = 0
-    for one in tensors:
-        piece = torch.from_numpy(flat[start : start + one.numel()])
+def put_values(optimizer: Any, job: Job, flat: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+    """Copy averaged values back."""
+    tensors = _averaged(optimizer, job)
+    pieces = torch.from_numpy(flat).split([one.numel() for one in tensors])
+    for one, piece in zip(tensors, pieces, strict=True):
         one.copy_(piece.reshape(one.shape))
-        start += one.numel()
 
 
-class Worker:
+class Worker(Learner):
     """The training of one task."""
 
     def __init__(self, job: Job, context: Any) -> None:
-        self.job, self.context, self.rank = job, context, context.partitionId()
-        self.device = device_of(job.device)
+        super().__init__(job)
+        self.context, self.rank = context, context.partitionId()
+        self.workers = len(context.getTaskInfos())
         torch.set_num_threads(max(1, context.cpus()))
-        torch.manual_seed(job.seed)
-        self.model = job.model().to(self.device)
-        self.optimizer = job.optimizer(self.model.parameters())
-        self.loss = job.loss()
         self.progress: Node | None = None
         self.history: list[dict[str, Any]] = []
-        self.best: dict[str, Any] = {}  # the state of the model to return
+        self.best: dict[str, Any] = {}  # with patience: the state of the model to return
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any = None) -> list[Any]:
         """Return every worker's value; raise if one has failed."""
         return gather(self.context, {"value": value})
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> list[tuple[str, bytes]]:
         """Train; return the history and the model, from one worker only."""
         training, held = spill(batches, self.rank)
-        sizes = [training.rows, held.rows, training.width(FEATURES), training.width(LABEL)]
-        found = self.gather(sizes)
-        self.active = active = [rank for rank, one in enumerate(found) if one[0]]
-        if not active:
-            raise ValueError("there are no rows to train on")
-        for index, name in ((2, FEATURES), (3, LABEL)):
-            widths = {one[index] for one in found if one[0]}
-            if len(widths) > 1:
-                raise ValueError(f"column {name!r} has rows of {sorted(widths)} values")
-        if self.job.patience and not any(one[1] for one in found):
-            raise ValueError("patience needs rows for validation, and there are none")
-        steps = -(-sum(one[0] for one in found) // (len(active) * self.job.batch_size))
+        done, state = self.job.checkpoints.read(self.rank, self.workers)
+        steps = self.agree(training, held)
         with contextlib.ExitStack() as stack:
-            node = self.connect(stack)
-            kind: Any = Sharing if isinstance(self.job.training, SharedTraining) else Averaging
-            done = 0
-            if self.rank in self.active:
-                self.sharing = kind(
-                    self.optimizer, self.job.training, node, self.team, len(self.leads)
-                )
-                stack.callback(self.sharing.close)
-                done = self.resume()
-            # A worker without its checkpoint must not be waited for, and those without rows have none.
-            done, self.history = self.gather([done, self.history])[self.active[0]]
-            if self.rank not in self.active:
-                self.watch(done // steps)
-                return []
+            self.connect(stack)
+            if state:
+                self.load(state)
+            self.gather()  # a worker that cannot begin must not be waited for
             self.sharing.begin()
             return self.train(training, held, steps, done)
 
-    def connect(self, stack: contextlib.ExitStack) -> Node | None:
-        """Return a node connected to the other machines' nodes; None if this worker has no need of one."""
-        job, options, made = self.job, self.job.training, None
-        infos = self.context.getTaskInfos()
-        hosts = {rank: host_of(infos[rank].address) for rank in self.active}
-        size = getattr(options, "workers_per_node", 1)
-        teams = teams_of(hosts, size)
-        self.leads = sorted(team[0] for team in teams)
-        [own] = [team for team in teams if self.rank in team] or [[]]
-        if self.rank in self.leads:
-            bind = where_to_bind(
-                [hosts[rank] for rank in self.leads],
-                self.leads.index(self.rank),
-                options.port,
-                options.network_mask,
-            )
-            mask = options.network_mask
-            made = Node(bind, secret=job.secret, network_mask=mask, node_id=self.rank)
-            stack.callback(made.close, 1.0)
+    def agree(self, training: Spill, held: Spill) -> int:
+        """Return the number of steps per epoch, the same for all workers."""
+        found = self.gather(
+            [training.width(FEATURES), training.width(LABEL), training.rows, held.rows]
+        )
+        rows = sum(one[2] for one in found)
+        if not rows:
+            raise ValueError("there are no rows to train on")
+        for index, name in enumerate((FEATURES, LABEL)):
+            widths = {one[index] for one in found if one[2]}
+            if len(widths) > 1:
+                raise ValueError(f"column {name!r} has rows of {sorted(widths)} values")
+        if self.job.patience and not any(one[3] for one in found):
+            raise ValueError("patience needs rows for validation, and there are none")
+        return math.ceil(rows / (self.workers * self.job.batch_size))
+
+    def connect(self, stack: contextlib.ExitStack) -> None:
+        """Connect the machines' nodes, and make what is shared over them."""
+        job, options = self.job, self.job.training
+        teams = teams_of(hosts_of(self.context), getattr(options, "workers_per_node", 1))
+        leads = sorted(team[0] for team in teams)
+        mask = options.network_mask
+        node = connect(self.context, self.gather, leads, job.secret, mask, options.port, CONNECT_S)
+        if node is not None:
+            stack.callback(node.close, 1.0)
         # Another attempt of the stage may still hold the memory of a team, so every attempt has another name.
-        found = self.gather([made.address if made else None, secrets.token_hex(12)])
-        if own:
-            self.team = f"spark-{found[own[0]][1]}", own.index(self.rank), len(own)
-        if made is not None:
-            for address in filter(None, (one[0] for one in found)):
-                made.add_peer(address)
-            try:
-                made.wait_for_peers(len(self.leads) - 1, CONNECT_S)
-            except TimeoutError as error:
-                raise TimeoutError(
-                    f"{error}. Set network_mask to the network that connects the executors, or open its UDP ports "
-                    '(port=...); where no UDP is allowed, use ParameterAveraging(via="spark")'
-                ) from None
-        self.gather(None)
-        if self.is_lead and job.driver:
+        names = self.gather(secrets.token_hex(12))
+        [own] = [team for team in teams if self.rank in team]
+        team = f"spark-{names[own[0]]}", own.index(self.rank), len(own)
+        kind = Sharing if isinstance(options, SharedTraining) else Averaging
+        self.sharing = kind(job, self.optimizer, node, team, len(leads))
+        if self.sharing.team is not None:
+            stack.callback(self.sharing.team.close)
+        if self.rank == 0 and job.driver:
             self.progress = Node("0.0.0.0:0", [job.driver], secret=job.secret)
             stack.callback(self.progress.close, 0.5)
-        return made
-
-    @property
-    def is_lead(self) -> bool:
-        """Whether this worker returns the model: the first one that has rows."""
-        return bool(self.rank == self.active[0])
-
-    def watch(self, epoch: int) -> None:
-        """Take part in all agreements, without rows: the mean must not count a worker that learns nothing."""
-        while epoch < self.job.epochs:
-            found = self.gather(None)
-            if any(one is not None and "epoch" in one for one in found):
-                epoch = self.end_epoch(found)
-        self.gather(None)
 
     def train(self, training: Spill, held: Spill, steps: int, done: int) -> list[tuple[str, bytes]]:
         """Train epoch after epoch, all workers for the same number of steps."""
@@ -451,7 +395,6 @@ class Worker:
         if self.history:  # of an earlier attempt
             began_s -= self.history[-1]["start_s"] + self.history[-1]["seconds"]
         epoch = done // steps
-        has_ended = epoch >= job.epochs
         while epoch < job.epochs:
             times = Times(epoch=epoch, start_s=now_s() - began_s)
             self.model.train()
@@ -462,94 +405,78 @@ class Worker:
                     self.save(done)
             self.end_steps(times)
             with self.sharing.shared():
-                times.held_loss, times.held_weight = held_loss(
-                    self.model, self.loss, held, job.batch_size, self.device
-                )
+                self.score(held, times)
                 times.seconds = now_s() - began_s - times.start_s
                 own_s = times.encode_s + times.wait_s + times.apply_s
                 times.compute_s = times.seconds - times.data_s - own_s
-                found = self.gather(asdict(times))
-                epoch = self.end_epoch(found)
-                *earlier, last = [
-                    one["validation_loss"] for one in self.history if one["worker"] == self.rank
-                ]
-                if self.is_lead and (not job.patience or all(last < one for one in earlier)):
+                epoch = self.end_epoch(self.gather(asdict(times)))
+                *earlier, last = self.losses
+                if job.patience and all(last < one for one in earlier):
                     self.best = unpack(pack(self.model.state_dict()))
-        if has_ended:  # the checkpoint was the last one: nothing is left but local steps
-            self.end_steps(Times())
-            with self.sharing.shared():
-                if not job.patience or not self.best:
-                    self.best = unpack(pack(self.model.state_dict()))
+        self.end_steps(Times())  # of a checkpoint after the last step
         results = []
-        if self.is_lead:
-            results = [("history", json.dumps(self.history).encode()), ("model", pack(self.best))]
-        self.gather(None)  # whatever fails before this, all workers learn
+        if self.rank == 0:
+            with self.sharing.shared():
+                state = pack(self.best or self.model.state_dict())
+            results = [("history", json.dumps(self.history).encode()), ("model", state)]
+        self.gather()  # whatever fails before this, all workers learn
         return results
 
     def step(self, training: Spill, order: Shuffled, times: Times) -> None:
         """Take one step together with the others."""
-        start_s = now_s()
-        rows = tensors(training, order.take(self.job.batch_size), self.device)
-        times.data_s += now_s() - start_s
-        learn(self.model, self.optimizer, self.loss, rows, times)
+        if training.rows:
+            self.learn(training, order, times)
+        else:
+            for param in parameters_of(self.optimizer):
+                param.grad = torch.zeros_like(param)
         times.add(self.sharing.step())
 
     def end_steps(self, times: Times) -> None:
         """Let every worker have all messages."""
         start_s = now_s()
-        if isinstance(self.job.training, SharedTraining) and self.job.training.mode == "async":
-            self.gather({})
+        if self.sharing.is_async:
+            self.gather()
             times.wait_s += now_s() - start_s
         times.add(self.sharing.end_epoch())
 
-    def end_epoch(self, found: list[Any]) -> int:
+    @property
+    def losses(self) -> list[float]:
+        """The validation loss of every epoch."""
+        return [one["validation_loss"] for one in self.history if one["worker"] == 0]
+
+    def end_epoch(self, rows: list[dict[str, Any]]) -> int:
         """Add an epoch to the history; return the number of the next, or of the last where training stops early."""
-        rows = [{"worker": rank, **one} for rank, one in enumerate(found) if one is not None]
-        steps = sum(one["steps"] for one in rows)
-        weight = sum(one.pop("held_weight") for one in rows)
-        held = sum(one.pop("held_loss") for one in rows)
-        mean = {
-            "loss": sum(one.pop("loss") for one in rows) / steps if steps else math.nan,
-            "validation_loss": held / weight if weight else math.nan,
-        }
-        self.history += [{**one, **mean} for one in rows]
-        epoch = int(rows[0]["epoch"])
+        self.history += epoch_rows([{"worker": rank, **one} for rank, one in enumerate(rows)])
         if self.progress is not None:
             with contextlib.suppress(TransportError):  # the driver has the history at the end
                 self.progress.publish(json.dumps(self.history[-len(rows) :]).encode())
-        losses = [
-            one["validation_loss"] for one in self.history if one["worker"] == rows[0]["worker"]
-        ]
-        best = min(range(len(losses)), key=losses.__getitem__)
-        if self.job.patience and len(losses) - 1 - best >= self.job.patience:
+        losses = self.losses
+        if self.job.patience and len(losses) > losses.index(min(losses)) + self.job.patience:
             return self.job.epochs
-        return epoch + 1
+        return int(rows[0]["epoch"]) + 1
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self, done: int) -> None:
         """Write this worker's state; once all have, make the checkpoint the latest."""
         with self.sharing.shared():
-            state = {"model": self.model.state_dict(), "optimizer": self.sharing.state_dict()}
-            attempt = {
-                "history": json.dumps(self.history),
-                "best": self.best if self.job.patience else {},
+            state = {
+                "model": self.model.state_dict(),
+                "optimizer": self.sharing.optimizer.state_dict(),
             }
+            attempt = {"history": json.dumps(self.history), "best": self.best}
             self.job.checkpoints.write(done, self.rank, pack({**state, "attempt": attempt}))
-        self.gather({})
-        if self.is_lead:
-            self.job.checkpoints.finish(done, self.active)
+        self.gather()
+        if self.rank == 0:
+            self.job.checkpoints.finish(done, self.workers)
 
-    def resume(self) -> int:
-        """Load the latest checkpoint; return the number of steps done."""
-        done, state = self.job.checkpoints.read(self.rank, self.active) or (0, None)
-        if state is not None:
-            self.model.load_state_dict(state["model"])
-            self.sharing.load_state_dict(state["optimizer"])
-            if "attempt" in state:
-                self.history = json.loads(state["attempt"]["history"])
-                self.best = state["attempt"]["best"]
-        return done
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.model.load_state_dict(state["model"])
+        self.sharing.optimizer.load_state_dict(state["optimizer"])
+        if "attempt" in state:
+            self.history = json.loads(state["attempt"]["history"])
+            self.best = state["attempt"]["best"]
 
 
 def train(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
