@@ -35,7 +35,7 @@ from .history import History
 from .masters import ParameterAveraging, SharedTraining
 from .session import check_slots, driver_address, tagged
 from .tasks import pieces_of
-from .train import OUTPUT, Job, device_of, train
+from .train import OUTPUT, Job, device_of, epoch_rows, train
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -122,7 +122,8 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
 
     ``model``, ``optimizer`` and ``loss`` are functions that the workers call: each makes its own copy, with the same
     initial parameters. Rows are spilled to the executors' disks. Every worker takes ceil(rows / (workers × batch_size))
-    steps per epoch: a worker with more rows continues next time where it stopped, one with fewer begins again.
+    steps per epoch: a worker with more rows continues next time where it stopped, one with fewer begins again, and one
+    without rows adds gradients of zero.
 
     Args:
         model: function without arguments that returns the module.
@@ -229,7 +230,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         )
 
     def _rows(self, dataset: DataFrame) -> DataFrame:
-        """Return the rows in one partition per worker."""
+        """Return the rows, dealt out to one partition per worker."""
         columns = [data.features(dataset, self.value("features_col")).alias(data.FEATURES)]
         for name, role in (
             *(("label_col", data.LABEL), ("weight_col", data.WEIGHT)),
@@ -237,12 +238,15 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         ):
             if self.value(name) is not None:
                 columns.append(data.numeric(dataset, self.value(name), role).alias(role))
-        return dataset.select(*columns).repartition(self.value("num_workers"))
+        # At random: dealt out in turn, rows in a regular order would give each worker other classes.
+        return dataset.select(*columns).repartition(
+            self.value("num_workers"), F.rand(self.value("seed"))
+        )
 
     def _run(self, spark: SparkSession, job: Job, rows: DataFrame) -> tuple[list[Any], bytes]:
         """Train in a barrier stage; return the history and the model's state."""
         pieces: dict[str, dict[int, bytes]] = {}
-        progress = _Progress(spark, job.secret)
+        progress = _Progress(spark, job.secret, self.value("num_workers"))
         with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"), progress:
             told = replace(job, driver=progress.address)
             # Without a shuffle behind it Spark would not repeat a barrier stage whose executor was lost.
@@ -368,10 +372,11 @@ def _report(rows: list[dict[str, Any]]) -> None:
 
 
 class _Progress:
-    """Epochs as they end: one worker sends them to the driver, where it can reach the driver's node."""
+    """Epochs as they end: the workers send them to the driver, where they can reach the driver's node."""
 
-    def __init__(self, spark: SparkSession, secret: bytes) -> None:
+    def __init__(self, spark: SparkSession, secret: bytes, workers: int) -> None:
         self._node = Node("0.0.0.0:0", secret=secret)
+        self._workers = workers
         self.address = driver_address(spark, self._node)
         self._told = -1
         self._thread = threading.Thread(target=self._listen, name="gradwire-progress", daemon=True)
@@ -385,10 +390,15 @@ class _Progress:
         self._thread.join()
 
     def _listen(self) -> None:
+        epochs: dict[int, dict[int, Any]] = {}
         with contextlib.suppress(Closed):
             while True:
                 for message in self._node.receive(1.0):
-                    self.tell(json.loads(bytes(message.payload)))
+                    row = json.loads(bytes(message.payload))
+                    rows = epochs.setdefault(row["epoch"], {})
+                    rows[row["worker"]] = row
+                    if len(rows) == self._workers:
+                        self.tell(epoch_rows(list(rows.values())))
 
     def tell(self, history: list[dict[str, Any]]) -> None:
         """Report the epochs of which nothing was reported yet."""

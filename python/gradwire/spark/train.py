@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -179,7 +179,7 @@ class Learner:
         return (values.flatten(1).mean(1) if values.dim() > 1 else values) @ weights / weights.sum()
 
 
-def epoch_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def epoch_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the history's rows of one epoch: every worker's `Times`, with the losses of all instead of its own."""
     totals = {name: sum(one[name] for one in rows) for name in ("steps", *_OWN)}
     mean = {"loss": totals["loss"] / totals["steps"], "validation_loss": math.nan}
@@ -330,7 +330,8 @@ class Worker(Learner):
         self.workers = len(context.getTaskInfos())
         torch.set_num_threads(max(1, context.cpus()))
         self.progress: Node | None = None
-        self.history: list[dict[str, Any]] = []
+        self.history: list[dict[str, Any]] = []  # this worker's rows
+        self.losses: list[float] = []  # with patience: the validation loss of every epoch
         self.best: dict[str, Any] = {}  # with patience: the state of the model to return
 
     def gather(self, value: Any = None) -> list[Any]:
@@ -341,32 +342,32 @@ class Worker(Learner):
         """Train; return the history and the model, from one worker only."""
         training, held = spill(batches, self.rank)
         done, state = self.job.checkpoints.read(self.rank, self.workers)
-        steps = self.agree(training, held)
+        steps, names = self.agree(training, held)
         with contextlib.ExitStack() as stack:
-            self.connect(stack)
+            self.connect(stack, names)
             if state:
                 self.load(state)
-            self.gather()  # a worker that cannot begin must not be waited for
             self.sharing.begin()
             return self.train(training, held, steps, done)
 
-    def agree(self, training: Spill, held: Spill) -> int:
-        """Return the number of steps per epoch, the same for all workers."""
-        found = self.gather(
-            [training.width(FEATURES), training.width(LABEL), training.rows, held.rows]
-        )
+    def agree(self, training: Spill, held: Spill) -> tuple[int, list[str]]:
+        """Return the number of steps per epoch, the same for all workers, and a name of each for its team."""
+        widths = training.width(FEATURES), training.width(LABEL)
+        # Another attempt of the stage may still hold the memory of a team, so every attempt has another name.
+        found = self.gather([*widths, training.rows, held.rows, secrets.token_hex(12)])
         rows = sum(one[2] for one in found)
         if not rows:
             raise ValueError("there are no rows to train on")
         for index, name in enumerate((FEATURES, LABEL)):
-            widths = {one[index] for one in found if one[2]}
-            if len(widths) > 1:
-                raise ValueError(f"column {name!r} has rows of {sorted(widths)} values")
+            different = {one[index] for one in found if one[2]}
+            if len(different) > 1:
+                raise ValueError(f"column {name!r} has rows of {sorted(different)} values")
         if self.job.patience and not any(one[3] for one in found):
             raise ValueError("patience needs rows for validation, and there are none")
-        return math.ceil(rows / (self.workers * self.job.batch_size))
+        steps = math.ceil(rows / (self.workers * self.job.batch_size))
+        return steps, [f"spark-{one[4]}" for one in found]
 
-    def connect(self, stack: contextlib.ExitStack) -> None:
+    def connect(self, stack: contextlib.ExitStack, names: list[str]) -> None:
         """Connect the machines' nodes, and make what is shared over them."""
         job, options = self.job, self.job.training
         teams = teams_of(hosts_of(self.context), getattr(options, "workers_per_node", 1))
@@ -375,15 +376,13 @@ class Worker(Learner):
         node = connect(self.context, self.gather, leads, job.secret, mask, options.port, CONNECT_S)
         if node is not None:
             stack.callback(node.close, 1.0)
-        # Another attempt of the stage may still hold the memory of a team, so every attempt has another name.
-        names = self.gather(secrets.token_hex(12))
         [own] = [team for team in teams if self.rank in team]
-        team = f"spark-{names[own[0]]}", own.index(self.rank), len(own)
+        team = names[own[0]], own.index(self.rank), len(own)
         kind = Sharing if isinstance(options, SharedTraining) else Averaging
         self.sharing = kind(job, self.optimizer, node, team, len(leads))
         if self.sharing.team is not None:
             stack.callback(self.sharing.team.close)
-        if self.rank == 0 and job.driver:
+        if job.driver:
             self.progress = Node("0.0.0.0:0", [job.driver], secret=job.secret)
             stack.callback(self.progress.close, 0.5)
 
@@ -409,18 +408,15 @@ class Worker(Learner):
                 times.seconds = now_s() - began_s - times.start_s
                 own_s = times.encode_s + times.wait_s + times.apply_s
                 times.compute_s = times.seconds - times.data_s - own_s
-                epoch = self.end_epoch(self.gather(asdict(times)))
-                *earlier, last = self.losses
-                if job.patience and all(last < one for one in earlier):
-                    self.best = unpack(pack(self.model.state_dict()))
+                epoch = self.end_epoch(times)
         self.end_steps(Times())  # of a checkpoint after the last step
-        results = []
-        if self.rank == 0:
-            with self.sharing.shared():
-                state = pack(self.best or self.model.state_dict())
-            results = [("history", json.dumps(self.history).encode()), ("model", state)]
-        self.gather()  # whatever fails before this, all workers learn
-        return results
+        found = self.gather(self.history)  # whatever fails before this, all workers learn
+        if self.rank != 0:
+            return []
+        history = [row for epoch in zip(*found, strict=True) for row in epoch_rows(epoch)]
+        with self.sharing.shared():
+            state = pack(self.best or self.model.state_dict())
+        return [("history", json.dumps(history).encode()), ("model", state)]
 
     def step(self, training: Spill, order: Shuffled, times: Times) -> None:
         """Take one step together with the others."""
@@ -439,21 +435,24 @@ class Worker(Learner):
             times.wait_s += now_s() - start_s
         times.add(self.sharing.end_epoch())
 
-    @property
-    def losses(self) -> list[float]:
-        """The validation loss of every epoch."""
-        return [one["validation_loss"] for one in self.history if one["worker"] == 0]
+    def end_epoch(self, times: Times) -> int:
+        """Add an epoch to the history; return the number of the next, or of the last where training stops early.
 
-    def end_epoch(self, rows: list[dict[str, Any]]) -> int:
-        """Add an epoch to the history; return the number of the next, or of the last where training stops early."""
-        self.history += epoch_rows([{"worker": rank, **one} for rank, one in enumerate(rows)])
+        All workers wait for each other only where they have to decide: a barrier of Spark takes a second.
+        """
+        row = {"worker": self.rank, **asdict(times)}
+        self.history.append(row)
         if self.progress is not None:
             with contextlib.suppress(TransportError):  # the driver has the history at the end
-                self.progress.publish(json.dumps(self.history[-len(rows) :]).encode())
-        losses = self.losses
-        if self.job.patience and len(losses) > losses.index(min(losses)) + self.job.patience:
-            return self.job.epochs
-        return int(rows[0]["epoch"]) + 1
+                self.progress.publish(json.dumps(row).encode())
+        if self.job.patience:
+            self.losses.append(epoch_rows(self.gather(row))[0]["validation_loss"])
+            best = self.losses.index(min(self.losses))
+            if best == len(self.losses) - 1:
+                self.best = unpack(pack(self.model.state_dict()))
+            if len(self.losses) > best + self.job.patience:
+                return self.job.epochs
+        return times.epoch + 1
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -464,7 +463,7 @@ class Worker(Learner):
                 "model": self.model.state_dict(),
                 "optimizer": self.sharing.optimizer.state_dict(),
             }
-            attempt = {"history": json.dumps(self.history), "best": self.best}
+            attempt = {name: getattr(self, name) for name in ("history", "losses", "best")}
             self.job.checkpoints.write(done, self.rank, pack({**state, "attempt": attempt}))
         self.gather()
         if self.rank == 0:
@@ -474,9 +473,7 @@ class Worker(Learner):
         """Continue from a checkpoint."""
         self.model.load_state_dict(state["model"])
         self.sharing.optimizer.load_state_dict(state["optimizer"])
-        if "attempt" in state:
-            self.history = json.loads(state["attempt"]["history"])
-            self.best = state["attempt"]["best"]
+        vars(self).update(state.get("attempt", {}))
 
 
 def train(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
