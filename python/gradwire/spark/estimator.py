@@ -246,15 +246,20 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
     def _run(self, spark: SparkSession, job: Job, rows: DataFrame) -> tuple[list[Any], bytes]:
         """Train in a barrier stage; return the history and the model's state."""
         pieces: dict[str, dict[int, bytes]] = {}
+        lost = ""
         progress = _Progress(spark, job.secret, self.value("num_workers"))
         with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"), progress:
             told = replace(job, driver=progress.address)
             # Without a shuffle behind it Spark would not repeat a barrier stage whose executor was lost.
             trained = rows.mapInArrow(lambda batches: train(told, batches), OUTPUT, barrier=True)
             for row in trained.repartition(4).toLocalIterator():
-                if row.kind == "error":
-                    raise GradwireError(f"worker {row.worker} failed:\n{bytes(row.data).decode()}")
+                if row.kind in ("error", "lost"):
+                    lost = f"worker {row.worker} failed:\n{bytes(row.data).decode()}"
+                    if row.kind == "error":
+                        raise GradwireError(lost)
                 pieces.setdefault(row.kind, {})[row.part] = bytes(row.data)
+            if lost:
+                raise GradwireError(lost)
         found = {
             kind: b"".join(data for _, data in sorted(pieces[kind].items())) for kind in pieces
         }

@@ -493,7 +493,8 @@ def train(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatc
         text = "".join(traceback.format_exception(error))[-8000:]
         with contextlib.suppress(Stopped):
             gather(context, {"error": text})
-        results = [("error", text.encode())]
+        # A worker that is gone has an error of its own, which says more.
+        results = [("lost" if isinstance(error, PeerLost) else "error", text.encode())]
     for kind, data in results:
         for part, piece in enumerate(pieces_of(data)):
             row = {"worker": context.partitionId(), "kind": kind, "part": part, "data": piece}
