@@ -257,9 +257,10 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
                     lost = f"worker {row.worker} failed:\n{bytes(row.data).decode()}"
                     if row.kind == "error":
                         raise GradwireError(lost)
-                pieces.setdefault(row.kind, {})[row.part] = bytes(row.data)
-            if lost:
-                raise GradwireError(lost)
+                else:
+                    pieces.setdefault(row.kind, {})[row.part] = bytes(row.data)
+            if not pieces:  # Spark starts no tasks if there is nothing at all
+                raise GradwireError(lost or "there are no rows to train on")
         found = {
             kind: b"".join(data for _, data in sorted(pieces[kind].items())) for kind in pieces
         }

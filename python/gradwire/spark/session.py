@@ -37,8 +37,9 @@ def check_slots(spark: SparkSession, workers: int) -> None:
             "spark.dynamicAllocation.enabled=false"
         )
     slots = _slots(spark)
-    end_s = now_s() + _SLOTS_S
-    while slots is not None and slots < workers and now_s() < end_s and not is_connect(spark):
+    is_fixed = is_connect(spark) or str(spark.sparkContext.master).startswith("local[")
+    end_s = now_s() + (0.0 if is_fixed else _SLOTS_S)
+    while slots is not None and slots < workers and now_s() < end_s:
         threading.Event().wait(0.5)  # executors may be on their way
         slots = _slots(spark)
     if slots is not None and slots < workers:

@@ -19,6 +19,7 @@ __all__ = ["node", "run"]
 Result = TypeVar("Result")
 
 _PIECE_BYTES: Final = 4 << 20
+_PARTS: Final = 8
 
 
 def pieces_of(data: bytes) -> Iterator[bytes]:
@@ -71,19 +72,19 @@ def run(
 
     key = parse_secret(generate_secret() if secret is None else secret)
 
-    def task(rows: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
+    def task(rows: Iterable[Any]) -> Iterator[tuple[tuple[int, int], bytes]]:
         with node(secret=key, **options) as connected:
             result = CPickleSerializer().dumps(train(connected, iter(rows)))
-        for piece in pieces_of(result):
-            yield connected.id, piece
+        for part, piece in enumerate(pieces_of(result)):
+            yield (connected.id, part), piece
 
     # Spark repeats a failed barrier stage only if another stage follows, so the results pass through a shuffle. They
-    # come to the driver task by task: together they may be larger than spark.driver.maxResultSize.
+    # come to the driver in parts: together they may be larger than spark.driver.maxResultSize.
     trained = data.barrier().mapPartitions(task)
-    pieces: dict[int, list[bytes]] = {}
-    for rank, piece in trained.partitionBy(data.getNumPartitions(), int).toLocalIterator():
-        pieces.setdefault(rank, []).append(piece)
-    return [CPickleSerializer().loads(b"".join(pieces[rank])) for rank in sorted(pieces)]
+    found: dict[int, list[bytes]] = {}
+    for (rank, _), piece in sorted(trained.partitionBy(_PARTS, sum).toLocalIterator()):
+        found.setdefault(rank, []).append(piece)
+    return [CPickleSerializer().loads(b"".join(pieces)) for pieces in found.values()]
 
 
 def node(
