@@ -176,7 +176,8 @@ class Learner:
             raise ValueError(
                 'with weight_col the loss must return one value per row: give it reduction="none"'
             )
-        return (values.flatten(1).mean(1) if values.dim() > 1 else values) @ weights / weights.sum()
+        values = values.flatten(1).mean(1) if values.dim() > 1 else values
+        return values @ weights / weights.sum().clamp(min=1e-30)  # all may have weight zero
 
 
 def epoch_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
