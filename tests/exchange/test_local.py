@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.exchange import LocalExchange, LocalTeam, local
+from gradwire.exchange.parameters import add_owner_state
 
 SECRET = bytes(range(32))
 SHAPES = [(7, 3), (5,)]
@@ -136,15 +137,16 @@ def test_a_worker_that_does_not_come_is_missed_by_the_others() -> None:
             lead.step(tensors(1), tensors())
 
 
-def test_machines_send_one_message_each_whatever_their_workers() -> None:
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+def test_machines_send_one_update_each_whatever_their_workers(topology: Any) -> None:
     def machine(node: gw.Node, workers: int) -> Any:
         enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
         with (
             LocalTeam(tensors(), workers, reduction="sum") as team,
             ThreadPoolExecutor(workers) as pool,
         ):
-            lead = team.lead(gw.Exchange(enc, node, reduction="sum", min_peers=1))
-            shares = [lead, *(team.follow(rank) for rank in range(1, workers))]
+            exchange = gw.Exchange(enc, node, reduction="sum", min_peers=1, topology=topology)
+            shares = [team.lead(exchange), *(team.follow(rank) for rank in range(1, workers))]
 
             def work(rank: int) -> Any:
                 params = tensors()
@@ -153,7 +155,9 @@ def test_machines_send_one_message_each_whatever_their_workers() -> None:
                 return params
 
             found = list(pool.map(work, range(workers)))
-        return found, enc.residual.copy(), node.stats().messages_sent
+            kept = enc.residual.astype(np.float64)
+            add_owner_state(exchange.state_dict().get("owner"), [kept], 1.0)
+        return found, kept, node.stats().messages_sent
 
     with (
         gw.Node("127.0.0.1:0", secret=SECRET) as one,
@@ -167,12 +171,13 @@ def test_machines_send_one_message_each_whatever_their_workers() -> None:
         for rank in range(workers)
         for step in range(6)
     )
-    kept = sum(residual.astype(np.float64) for _, residual, _ in both)
+    kept = sum(residual for _, residual, _ in both)
     for found, _, _ in both:
         for params in found:
             np.testing.assert_array_equal(flat(params) + kept, put_in)
     sent = [count for _, _, count in both]
-    assert max(sent) <= 6 + 6, "six updates and a few greetings"
+    updates = 6 if topology == "mesh" else 12  # a part for the other owner, and the result
+    assert max(sent) <= updates + 6, "the updates and a few greetings"
 
 
 def follow_in_a_process(team: LocalTeam, rank: int, pipe: Any) -> None:

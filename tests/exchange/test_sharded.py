@@ -622,7 +622,8 @@ class Server(Trainer):
         self.world.close(self.node)
 
 
-def test_real_nodes_share_through_owners() -> None:
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_real_nodes_share_through_owners(dtype: Any) -> None:
     secret, steps = bytes(range(32)), 12
     with ExitStack() as stack:
         nodes: list[gw.Node] = []
@@ -630,15 +631,15 @@ def test_real_nodes_share_through_owners() -> None:
             seeds_so_far = [one.address for one in nodes]
             nodes.append(stack.enter_context(gw.Node("127.0.0.1:0", seeds_so_far, secret=secret)))
 
-        def train(node: gw.Node, rank: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-            encoder = gw.Encoder(5000, THRESHOLD)
+        def train(node: gw.Node, rank: int) -> tuple[NDArray[Any], NDArray[Any]]:
+            encoder = gw.Encoder(5000, THRESHOLD, dtype=np.dtype(dtype).name)
             share = gw.Exchange(
                 encoder, node, reduction="sum", min_peers=2, topology="sharded", timeout_s=30.0
             )
-            params = np.zeros(5000, np.float32)
+            params = np.zeros(5000, dtype)
             for step in range(steps):
                 rng = np.random.default_rng([47, rank, step])
-                one = (rng.integers(-256, 256, 5000) / 2.0**12).astype(np.float32)
+                one = (rng.integers(-256, 256, 5000) / 2.0**12).astype(dtype)
                 result = share.step(one, params)
                 assert result.received == 2
                 assert result.received_bytes > 0

@@ -82,11 +82,13 @@ def shared(
     return SharedOptimizer(make(net.parameters()), exchange, share_state=share_state)
 
 
-def train(net: Any, optimizer: Any, rank: int, steps: Any = range(STEPS)) -> list[float]:
+def train(
+    net: Any, optimizer: Any, rank: int, steps: Any = range(STEPS), dtype: Any = torch.float32
+) -> list[float]:
     losses = []
     for step in steps:
         optimizer.zero_grad()
-        loss = loss_of(net, rank, step)
+        loss = loss_of(net, rank, step, dtype)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -104,6 +106,24 @@ def test_every_node_holds_the_same_bits_and_learns(
         net = model()
         losses = train(net, shared(net, nodes[rank], make), rank, range(60))
         return flat(net), losses
+
+    (first, losses), *others = run_together(work)
+    for other, _ in others:
+        assert same_bits(first, other)
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_with_owners_every_node_holds_the_same_bits_and_learns(
+    nodes: list[gw.Node], dtype: Any
+) -> None:
+    def work(rank: int) -> Any:
+        net = model(dtype)
+        options: dict[str, Any] = {"topology": "sharded", "apply_residual": True}
+        optimizer = shared(net, nodes[rank], OPTIMIZERS["SGD"], **options)
+        losses = train(net, optimizer, rank, range(60), dtype)
+        with optimizer.shared_parameters():
+            return flat(net), losses
 
     (first, losses), *others = run_together(work)
     for other, _ in others:
