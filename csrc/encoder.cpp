@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <limits>
 
 #include "apply.h"
@@ -147,75 +148,92 @@ Extracted total(const PartLists& lists, const Partition& partition) {
 
 }  // namespace
 
+template <class Residual, class F>
+void Encoder::for_listed_words(const PartLists& lists, const Partition& partition, F f) {
+    auto* residual = static_cast<Residual*>(residual_);
+    for (uint64_t p = 0; p < partition.parts; ++p)
+        for (uint64_t w = 0, words = lists[p].extracted.words; w < words; ++w) {
+            const MaskWord word = lists[p].words[w];
+            const uint64_t at = element_of_whole({partition, p}, word.index * 64);
+            if (at + 64 <= numel_) {
+                f(p, word, residual + at);
+                continue;
+            }
+            Residual values[64] = {};
+            std::memcpy(values, residual + at, (numel_ - at) * sizeof(Residual));
+            f(p, word, values);
+            std::memcpy(residual + at, values, (numel_ - at) * sizeof(Residual));
+        }
+}
+
 // Undo `extract`. Extraction goes on after the first non-finite element and all of it is undone, so that the residual
 // does not depend on the order of the threads.
 template <class Residual>
 void Encoder::restore(const PartLists& lists, Residual threshold, const Partition& partition) {
-    for (uint64_t p = 0; p < partition.parts; ++p)
-        for (const MaskWord* word = lists[p].words; word < lists[p].words + lists[p].extracted.words; ++word) {
-            Residual* values = static_cast<Residual*>(residual_) + element_of_whole({partition, p}, word->index * 64);
-            for (uint64_t bits = word->changed; bits != 0; bits &= bits - 1) {
-                const unsigned i = static_cast<unsigned>(__builtin_ctzll(bits));
-                values[i] += word->negative >> i & 1 ? -threshold : threshold;
-            }
-        }
+    const auto add_to_word = value_kernels<Residual>().add_to_word;
+    for_listed_words<Residual>(lists, partition, [&](uint64_t, const MaskWord& word, Residual* values) {
+        add_to_word(values, word.changed, word.negative, threshold);
+    });
 }
-
-namespace {
-
-// Return the upper bits of a magnitude, which are those of the largest bfloat16 value up to it.
-unsigned magnitude_bin(float value) { return bit_cast<uint32_t>(absolute(value)) >> 16; }
-unsigned magnitude_bin(double value) {
-    const double magnitude = absolute(value);
-    const auto narrow = static_cast<float>(magnitude);
-    const uint32_t bits = bit_cast<uint32_t>(narrow) - (static_cast<double>(narrow) > magnitude);
-    return bits >> 16;
-}
-
-}  // namespace
 
 template <class Residual>
-uint16_t Encoder::keep_largest(PartLists& lists, Residual threshold, uint64_t most, const Partition& partition) {
-    const auto values_of = [&](uint64_t p, const MaskWord& word) {
-        return static_cast<Residual*>(residual_) + element_of_whole({partition, p}, word.index * 64);
+uint16_t Encoder::keep_largest(PartLists& lists, uint16_t threshold, uint64_t most, const Partition& partition) {
+    const ValueKernels<Residual>& kernels = value_kernels<Residual>();
+    const auto value_of = [](unsigned bits) {
+        return static_cast<Residual>(bfloat16_to_float(static_cast<uint16_t>(bits)));
     };
-    std::vector<uint64_t> bins(uint64_t{1} << 15);
-    for (uint64_t p = 0; p < partition.parts; ++p)
-        for (const MaskWord* word = lists[p].words; word < lists[p].words + lists[p].extracted.words; ++word)
-            for (uint64_t bits = word->changed; bits != 0; bits &= bits - 1) {
-                const unsigned i = static_cast<unsigned>(__builtin_ctzll(bits));
-                Residual& value = values_of(p, *word)[i];
-                value += word->negative >> i & 1 ? -threshold : threshold;
-                ++bins[magnitude_bin(value)];
-            }
-    auto lowest = static_cast<unsigned>(bins.size());  // the bin of which not all are kept
-    uint64_t above = 0;
-    while (lowest-- > 1 && above + bins[lowest] <= most) above += bins[lowest];
-    lowest = std::max(lowest, 1U);
-    uint64_t ties = most - above;
-    const auto raised = static_cast<Residual>(bfloat16_to_float(static_cast<uint16_t>(lowest)));
-    for (uint64_t p = 0; p < partition.parts; ++p) {
-        Extracted& extracted = lists[p].extracted;
-        const MaskWord* const end = lists[p].words + extracted.words;
-        extracted.words = extracted.count = 0;
-        for (const MaskWord* word = lists[p].words; word < end; ++word) {
-            MaskWord kept{word->index, 0, 0};
-            Residual* const values = values_of(p, *word);
-            for (uint64_t bits = word->changed; bits != 0; bits &= bits - 1) {
-                Residual& value = values[__builtin_ctzll(bits)];
-                const unsigned bin = magnitude_bin(value);
-                if (bin < lowest || (bin == lowest && ties == 0)) continue;
-                ties -= bin == lowest;
-                kept.changed |= bits & (~bits + 1);
-                if (value < 0) kept.negative |= bits & (~bits + 1);
-                value -= value < 0 ? -raised : raised;
-            }
-            lists[p].words[extracted.words] = kept;
-            extracted.words += kept.changed != 0;
-            extracted.count += static_cast<unsigned>(__builtin_popcountll(kept.changed));
+    const Residual used = value_of(threshold);
+
+    // Guess the threshold from some words.
+    const Extracted all = total(lists, partition);
+    const uint64_t stride = all.words / std::clamp<uint64_t>(all.words / 64, 16, 64) + 1;
+    std::vector<uint16_t> sample;
+    uint64_t number = 0;
+    for_listed_words<Residual>(lists, partition, [&](uint64_t, const MaskWord& word, const Residual* values) {
+        if (number++ % stride != 0) return;
+        for (uint64_t bits = word.changed; bits != 0; bits &= bits - 1) {
+            const Residual value = values[__builtin_ctzll(bits)];
+            const bool negative = (word.negative & bits & (~bits + 1)) != 0;
+            sample.push_back(static_cast<uint16_t>(magnitude_bin(value + (negative ? -used : used))));
         }
+    });
+    const double share = static_cast<double>(most) / static_cast<double>(all.count);
+    const auto rank = static_cast<std::ptrdiff_t>(share * static_cast<double>(sample.size()));
+    std::nth_element(sample.begin(), sample.begin() + rank, sample.end(), std::greater<>());
+    const unsigned guess = sample[static_cast<size_t>(rank)];
+
+    // Find the bin of which not all elements are sent, in [low, high), and put the elements back on the way. Mostly the
+    // bins around the guess have it.
+    constexpr unsigned kBelow = 20;
+    unsigned low = threshold, high = kInfinityBin, found = kCountedBins;
+    uint64_t above = 0;
+    for (bool first = true; found >= kCountedBins - 1; first = false) {
+        unsigned from = high - low < kCountedBins ? low : low + (high - low) / 2;
+        if (first) from = guess > low + kBelow ? guess - kBelow : low;
+        uint64_t counts[kCountedBins] = {};
+        for_listed_words<Residual>(lists, partition, [&](uint64_t, const MaskWord& word, Residual* values) {
+            if (first) kernels.add_to_word(values, word.changed, word.negative, used);
+            kernels.count_bins(values, from, counts);
+        });
+        above = 0;
+        for (found = kCountedBins; found-- > 0 && above + counts[found] <= most;) above += counts[found];
+        if (found > kCountedBins)  // fewer elements reach the first bin
+            high = from;
+        else
+            low = from + found;
     }
-    return static_cast<uint16_t>(lowest);
+
+    std::vector<Extracted> kept(partition.parts);
+    uint64_t ties = most - above;
+    const Residual raised = value_of(low), next = value_of(low + 1);
+    for_listed_words<Residual>(lists, partition, [&](uint64_t p, const MaskWord& word, Residual* values) {
+        const MaskWord one = kernels.keep_word(values, word.index, raised, next, &ties);
+        lists[p].words[kept[p].words] = one;
+        kept[p].words += one.changed != 0;
+        kept[p].count += static_cast<unsigned>(__builtin_popcountll(one.changed));
+    });
+    for (uint64_t p = 0; p < partition.parts; ++p) lists[p].extracted = kept[p];
+    return static_cast<uint16_t>(low);
 }
 
 void Encoder::write_messages(const PartLists& lists, const EncodeOptions& options, uint16_t threshold,
@@ -239,6 +257,16 @@ void Encoder::write_messages(const PartLists& lists, const EncodeOptions& option
     });
 }
 
+uint64_t Encoder::least_bytes(const PartLists& lists, const Partition& partition) {
+    uint64_t bytes = 0;
+    for (uint64_t p = 0; p < partition.parts; ++p) {
+        const Extracted& extracted = lists[p].extracted;
+        bytes +=
+            TernaryEncoder::least_bytes(lists[p].words, extracted.words, extracted.count, numel_of({partition, p}));
+    }
+    return bytes;
+}
+
 template <class Residual>
 Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options,
                            const Partition& partition) {
@@ -252,16 +280,15 @@ Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOp
     Encoded encoded;
     encoded.skipped = all.nonfinite;
     encoded.reached = all.count;
-    uint64_t bytes = all.count / 8;  // the signs alone
-    if (bytes <= options.max_bytes) {
+    const bool fits = all.count <= options.most_changed;
+    if (fits || least_bytes(lists, partition) <= options.max_bytes) {
         write_messages(lists, options, options.threshold, partition, encoded.messages);
-        bytes = 0;
+        uint64_t bytes = 0;
         for (const MessageBytes& message : encoded.messages) bytes += message.size;
+        if (fits || bytes <= options.max_bytes) return encoded;
     }
-    if (bytes > options.max_bytes) {
-        const uint16_t raised = keep_largest(lists, threshold, options.most_changed, partition);
-        write_messages(lists, options, raised, partition, encoded.messages);
-    }
+    const uint16_t raised = keep_largest<Residual>(lists, options.threshold, options.most_changed, partition);
+    write_messages(lists, options, raised, partition, encoded.messages);
     return encoded;
 }
 

@@ -82,10 +82,16 @@ class Encoder {
     Encoded encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options, const Partition& partition);
     template <class Residual>
     void restore(const PartLists& lists, Residual threshold, const Partition& partition);
-    // Undo `extract` and extract the `most` largest of its elements instead, with the threshold that is returned. Of
-    // elements that agree in the bits of a bfloat16 those with the lowest part and index come first.
+    // Undo `extract` and extract the `most` largest of its elements instead, with the threshold that is returned, in
+    // bfloat16 bits as `threshold`. Of elements that agree in these bits those with the lowest part and index come
+    // first.
     template <class Residual>
-    uint16_t keep_largest(PartLists& lists, Residual threshold, uint64_t most, const Partition& partition);
+    uint16_t keep_largest(PartLists& lists, uint16_t threshold, uint64_t most, const Partition& partition);
+    // Call f(part, listed word, its 64 values). Beyond the last element values are zero.
+    template <class Residual, class F>
+    void for_listed_words(const PartLists& lists, const Partition& partition, F f);
+    // Return a lower bound of the bytes of all messages, from the coding of their chunks.
+    static uint64_t least_bytes(const PartLists& lists, const Partition& partition);
     void write_messages(const PartLists& lists, const EncodeOptions& options, uint16_t threshold,
                         const Partition& partition, std::vector<MessageBytes>& messages);
     unsigned threads_for(uint64_t words) const;

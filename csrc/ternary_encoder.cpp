@@ -52,6 +52,13 @@ MessageBytes join(Header header, const ChunkEncoder* encoders, unsigned count) {
 
 }  // namespace
 
+uint64_t TernaryEncoder::least_bytes(const MaskWord* words, uint64_t word_count, uint64_t changed, uint64_t numel) {
+    uint64_t bits = 0;
+    for (const ChunkSource& chunk : plan_chunks(words, word_count, changed, numel))
+        bits += chunk.shape.listed * chunk.shape.rice + chunk.shape.changed + chunk.shape.listed;
+    return kHeaderBytes + bits / 8;
+}
+
 MessageBytes TernaryEncoder::encode(const MaskWord* words, uint64_t word_count, uint64_t changed, Header header,
                                     unsigned threads) {
     header.kind = Kind::kTernary;

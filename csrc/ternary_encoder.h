@@ -16,6 +16,9 @@ class TernaryEncoder {
     MessageBytes encode(const MaskWord* words, uint64_t word_count, uint64_t changed, Header header,
                         unsigned threads = 1);
 
+    // Return a lower bound of the message's size: without the quotients of its distances.
+    static uint64_t least_bytes(const MaskWord* words, uint64_t word_count, uint64_t changed, uint64_t numel);
+
   private:
     std::vector<ChunkEncoder> encoders_;  // one for each thread
 };

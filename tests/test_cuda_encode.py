@@ -244,15 +244,50 @@ def test_no_part_of_a_nonfinite_update_is_sent() -> None:
     assert both[1].stats.clipped_count == both[0].stats.clipped_count > 0
 
 
-def test_a_budget_of_bytes_is_refused_with_the_way_out() -> None:
-    encoder = gw.Encoder(1000, threshold=1.0, device="cuda")
-    with pytest.raises(ValueError, match=r'max_bytes is 100.*device="cpu"'):
-        encoder.encode(max_bytes=100)
-    with pytest.raises(ValueError, match=r'TargetBytes.*device="cpu"'):
-        encoder.set_policy(gw.TargetBytes(1000))
-    with pytest.raises(ValueError, match=r'TargetBytes.*device="cpu"'):
-        gw.Encoder(1000, threshold=gw.TargetBytes(1000), device="cuda")
-    assert encoder.step == 0
+@pytest.mark.parametrize("parts", [1, 5, 40])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_budget_of_bytes_gives_the_messages_of_the_cpu(dtype: str, parts: int) -> None:
+    numel, max_bytes = 20_000, 64 * parts + 600
+    equal = torch().from_numpy(np.full(numel, -0.75, np.float32))
+    gauss = np.random.default_rng(4).standard_normal(numel, np.float32)
+    updates = [equal, *(update_of(numel, "float32", density, 1) for density in (2e-3, 1.0))]
+    updates += [torch().from_numpy(gauss * np.float32(scale)) for scale in (0.1, 1e4)]
+    for update in updates:
+        both = pair(numel, threshold=0.01, dtype=dtype, clip=gw.ResidualClip(2.0, 2))
+        for once in (update, None, None):
+            device = None if once is None else on_device(once)
+            sent = [
+                one.encode(u, parts=parts, max_bytes=max_bytes)
+                for one, u in zip(both, (once, device), strict=True)
+            ]
+            assert [bytes(one) for one in sent[1]] == [bytes(one) for one in sent[0]]
+            assert sum(one.nbytes for one in sent[1]) <= max_bytes
+            np.testing.assert_array_equal(residual_of(both[1]), residual_of(both[0]))
+        assert both[1].stats.sent_count == both[0].stats.sent_count
+
+
+def test_a_policy_of_a_budget_gives_the_messages_of_the_cpu() -> None:
+    both = pair(30_000, threshold=gw.TargetBytes(1_500), shakeup=gw.ShakeUp(4))
+    rng = np.random.default_rng(3)
+    for step in range(20):
+        scale = np.float32(100.0 if step == 9 else 1.0)
+        update = torch().from_numpy(rng.standard_normal(30_000, np.float32) * scale)
+        _, message = step_both(both, update)
+        assert message.nbytes <= 1_500
+        assert both[0].threshold == pytest.approx(both[1].threshold, rel=1e-9)
+    for one in both:
+        one.set_policy(gw.TargetBytes(700))
+    assert step_both(both, update)[1].nbytes <= 700
+    cuda = both[1]
+    for max_bytes, dense, problem in [
+        (50, False, "too few for one changed element"),
+        (5_000, True, "max_bytes is for messages of a threshold"),
+    ]:
+        with pytest.raises(ValueError, match=problem):
+            cuda.encode(on_device(update), dense=dense, max_bytes=max_bytes)
+    with pytest.raises(ValueError, match="too few for one changed element"):
+        cuda.set_policy(gw.TargetBytes(10))
+    assert cuda.policy == gw.TargetBytes(700)
 
 
 def test_nonfinite_values_are_left_out_or_nothing_is_sent() -> None:

@@ -146,9 +146,11 @@ class PyEncoder {
     // Return the size of a buffer for ternary messages.
     uint64_t capacity() const { return cuda::message_capacity(max_ternary_bytes(encoder_.numel())); }
 
-    // Return a list of messages, of one without a partition. `outs` is a list of as many arrays, or None.
+    // Return a list of messages, of one without a partition. `outs` is a list of as many arrays, or None. 0 bytes are
+    // no budget.
     py::list encode(const py::object& update, uint32_t key, bool skip_nonfinite, const std::string& dense,
-                    const py::object& partition, const py::object& outs, uintptr_t stream_number) {
+                    const py::object& partition, uint64_t max_bytes, uint64_t most_changed, const py::object& outs,
+                    uintptr_t stream_number) {
         const cudaStream_t stream = stream_of(stream_number);
         const DenseType type = dense.empty() ? DenseType::kNone : dense_type(dense, encoder_.dtype());
         const Partition parts = partition.is_none() ? undivided(encoder_.numel()) : partition_of(partition);
@@ -175,7 +177,9 @@ class PyEncoder {
         }
         {
             const py::gil_scoped_release release;
-            encoder_.encode(arrays ? &updates : nullptr, key, skip_nonfinite, type, parts, to, stream);
+            cuda::Budget budget;
+            if (max_bytes > 0) budget = {max_bytes, most_changed};
+            encoder_.encode(arrays ? &updates : nullptr, key, skip_nonfinite, type, parts, budget, to, stream);
         }
         return messages;
     }
@@ -424,7 +428,8 @@ void register_encoder(py::module_& module) {
              py::arg("numel"), py::arg("float64"), py::arg("policy"), py::arg("threshold"), py::arg("trend"),
              py::arg("deviation"))
         .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("key"), py::arg("skip_nonfinite"),
-             py::arg("dense"), py::arg("partition").none(true), py::arg("outs").none(true), py::arg("stream"))
+             py::arg("dense"), py::arg("partition").none(true), py::arg("max_bytes"), py::arg("most_changed"),
+             py::arg("outs").none(true), py::arg("stream"))
         .def("state", &PyEncoder::state)
         .def("set_state", &PyEncoder::set_state, py::arg("threshold"), py::arg("step"), py::arg("changed_at"),
              py::arg("trend"), py::arg("deviation"))

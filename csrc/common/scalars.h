@@ -61,6 +61,15 @@ GRADWIRE_HD inline bool is_finite(double value) {
 GRADWIRE_HD inline float absolute(float value) { return __builtin_fabsf(value); }
 GRADWIRE_HD inline double absolute(double value) { return __builtin_fabs(value); }
 
+// Return the upper bits of a finite magnitude: those of the largest bfloat16 value up to it.
+inline constexpr unsigned kMagnitudeBins = 1U << 15;
+GRADWIRE_HD inline unsigned magnitude_bin(float value) { return bit_cast<uint32_t>(absolute(value)) >> 16; }
+GRADWIRE_HD inline unsigned magnitude_bin(double value) {
+    const double magnitude = absolute(value);
+    const auto narrow = static_cast<float>(magnitude);
+    return (bit_cast<uint32_t>(narrow) - (static_cast<double>(narrow) > magnitude)) >> 16;
+}
+
 // Round to the nearest bfloat16, ties to even; NaN stays NaN.
 GRADWIRE_HD inline uint16_t float_to_bfloat16(float value) {
     const auto bits = bit_cast<uint32_t>(value);

@@ -113,6 +113,22 @@ using MeasureGroupFunction = void (*)(const Residual* before, const Residual* ad
 template <class Residual>
 using MeasureResidualsFunction = void (*)(const Residual* before, uint64_t count, uint32_t cut, SampleGroup* out);
 
+// The second pass of a step over its budget of bytes, over 64 elements of the residual at a time.
+//
+// values[i] += +-quantum where bit i of `changed` is set; `minus` is a subset.
+template <class Residual>
+using AddToWordFunction = void (*)(Residual* values, uint64_t changed, uint64_t minus, Residual quantum);
+// Count the elements in kCountedBins bins of magnitudes (magnitude_bin) from `first` on; the last one counts those
+// above as well.
+inline constexpr unsigned kCountedBins = 256;
+inline constexpr unsigned kInfinityBin = kInfinityBits >> 16;
+template <class Residual>
+using CountBinsFunction = void (*)(const Residual* values, unsigned first, uint64_t* counts);
+// Extract +-raised from the elements whose magnitude reaches it, but from at most `ties` elements, the first ones,
+// whose magnitude is below `next`. Reduce `ties` by their number.
+template <class Residual>
+using KeepWordFunction = MaskWord (*)(Residual* values, uint64_t index, Residual raised, Residual next, uint64_t* ties);
+
 using Crc32cFunction = uint32_t (*)(uint32_t crc, const uint8_t* bytes, uint64_t size);
 
 // The kernels of one type of residuals and targets.
@@ -123,6 +139,9 @@ struct ValueKernels {
     AddBitmapFunction<Value> add_bitmap;
     MeasureGroupFunction<Value> measure_group;
     MeasureResidualsFunction<Value> measure_residuals;
+    AddToWordFunction<Value> add_to_word;
+    CountBinsFunction<Value> count_bins;
+    KeepWordFunction<Value> keep_word;
 };
 
 struct Kernels {

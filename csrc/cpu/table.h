@@ -5,6 +5,7 @@
 #include "decode_chunk.h"
 #include "encode_chunk.h"
 #include "extract.h"
+#include "select.h"
 
 namespace gradwire {
 namespace {
@@ -20,14 +21,20 @@ constexpr Kernels make_kernels(const char* name) {
              add_entries<float>,
              add_bitmap<F>,
              measure_group<float>,
-             measure_residuals<float>},
+             measure_residuals<float>,
+             add_to_word<F>,
+             count_bins<F>,
+             keep_word<F>},
             {{extract_words_accumulated<D>, extract_words<D, typename Isa::Float32To64>,
               extract_words<D, typename Isa::Float64To64>, extract_words<D, typename Isa::HalfTo64>,
               extract_words<D, typename Isa::Bfloat16To64>},
              add_entries<double>,
              add_bitmap<D>,
              measure_group<double>,
-             measure_residuals<double>},
+             measure_residuals<double>,
+             add_to_word<D>,
+             count_bins<D>,
+             keep_word<D>},
             skip_changed,
             encode_chunk,
             sum_chunk,

@@ -11,9 +11,14 @@
 //   seal       checksum, totals, threshold of the next step          the message
 //   publish    only with a pinned copy                               the message, over the bus
 //
+// With a budget of bytes, kernels between layout and write: weigh, and where the messages are too large put_back,
+// choose, count_ties, order_ties, keep_largest; then plan, size and layout again. They return at once where the
+// messages fit.
+//
 // From deal on, blockIdx.y is the part.
 #include <algorithm>
 
+#include "budget.h"
 #include "crc_tables.cuh"
 #include "dense.h"
 #include "device_team.cuh"
@@ -29,6 +34,7 @@ namespace gradwire::cuda {
 // Values of one message that only kernels use.
 struct Scratch {
     Plan plan;
+    uint64_t ties_before;  // with a budget: elements in the lowest bin in the parts before
     uint32_t crc;
     uint32_t sealed_blocks;
 };
@@ -127,9 +133,13 @@ __global__ void __launch_bounds__(kBlock)
     store_group_count(masks, group, count, counts);
 }
 
+// Whether a kernel has nothing to do: launched for steps over their budget, in a step that is not.
+__device__ bool is_idle(const Selection* only_over) { return only_over && !only_over->is_over; }
+
 __global__ void __launch_bounds__(kPlanBlock)
     plan_kernel(const __grid_constant__ PartTable table, const EncoderState* state, bool skip_nonfinite,
-                StepTotals* totals) {
+                StepTotals* totals, const Selection* only_over) {
+    if (is_idle(only_over)) return;
     __shared__ BlockScratch<kPlanBlock> sums;
     BlockTeam<kPlanBlock> block(sums);
     Scratch* scratch = table.own().scratch;
@@ -139,7 +149,9 @@ __global__ void __launch_bounds__(kPlanBlock)
     if (table.index() == 0) *totals = {};
 }
 
-__global__ void __launch_bounds__(kBlock) size_kernel(const __grid_constant__ PartTable table) {
+__global__ void __launch_bounds__(kBlock)
+    size_kernel(const __grid_constant__ PartTable table, const Selection* only_over) {
+    if (is_idle(only_over)) return;
     __shared__ BlockScratch<kBlock> sums;
     __shared__ FindShared find;
     BlockTeam<kBlock> block(sums);
@@ -150,13 +162,91 @@ __global__ void __launch_bounds__(kBlock) size_kernel(const __grid_constant__ Pa
 }
 
 __global__ void __launch_bounds__(kBlock)
-    layout_kernel(const __grid_constant__ PartTable table, const EncoderState* state, uint32_t key) {
+    layout_kernel(const __grid_constant__ PartTable table, const EncoderState* state, uint32_t key,
+                  const Selection* only_over) {
+    if (is_idle(only_over)) return;
     __shared__ BlockScratch<kBlock> sums;
     BlockTeam<kBlock> block(sums);
     const PartWork& own = table.own();
     const HeaderWords words{state->used, state->flags, key, static_cast<uint32_t>(state->step)};
     layout_message(block, blockIdx.x, gridDim.x, own.masks, words, &own.scratch->plan, own.records,
                    own.message_words());
+}
+
+// One thread.
+__global__ void weigh_kernel(const __grid_constant__ PartTable table, Budget budget, Selection* selection) {
+    if (table.first == 0) *selection = Selection{};
+    for (uint32_t p = 0; p < table.count; ++p) {
+        const Plan& plan = table.parts[p].scratch->plan;
+        selection->bytes += kHeaderBytes + plan.payload_bytes();
+        selection->reached += plan.count;
+    }
+    selection->is_over = selection->bytes > budget.max_bytes && selection->reached > budget.most_changed;
+}
+
+// A thread for each word of the whole.
+template <class Residual>
+__global__ void __launch_bounds__(kBlock) put_back_kernel(Masks whole, Residual* residual, const EncoderState* state,
+                                                          uint64_t* bins, const Selection* selection) {
+    if (!selection->is_over) return;
+    put_back_word(whole, residual, threshold_of<Residual>(*state), uint64_t{blockIdx.x} * kBlock + threadIdx.x, bins);
+}
+
+__global__ void __launch_bounds__(kPlanBlock)
+    choose_kernel(uint64_t* bins, uint64_t most_changed, Selection* selection, EncoderState* state) {
+    __shared__ BlockScratch<kPlanBlock> sums;
+    if (!selection->is_over) return;
+    BlockTeam<kPlanBlock> block(sums);
+    choose_lowest(block, bins, most_changed, selection);
+    if (threadIdx.x > 0) return;
+    state->used = static_cast<uint16_t>(selection->lowest);
+    state->held_back = selection->reached - most_changed;
+}
+
+// A block for each group of the parts. The counts take the place of those of the elements that reached the threshold.
+template <class Residual>
+__global__ void __launch_bounds__(kBlock)
+    count_ties_kernel(const __grid_constant__ PartTable table, Partition partition, const Residual* residual,
+                      const Selection* selection) {
+    __shared__ BlockScratch<kBlock> sums;
+    const Masks masks = table.own().masks;
+    if (!selection->is_over || blockIdx.x >= masks.group_total()) return;
+    BlockTeam<kBlock> block(sums);
+    const uint64_t ties = count_ties(block, {partition, table.index()}, masks, residual, selection->lowest, blockIdx.x);
+    if (threadIdx.x == 0) masks.group_count[blockIdx.x] = static_cast<uint32_t>(ties);
+}
+
+// One thread, after a plan of the ties.
+__global__ void order_ties_kernel(const __grid_constant__ PartTable table, Selection* selection) {
+    if (!selection->is_over) return;
+    for (uint32_t p = 0; p < table.count; ++p) {
+        Scratch* const scratch = table.parts[p].scratch;
+        scratch->ties_before = selection->ties_before;
+        selection->ties_before += scratch->plan.count;
+    }
+}
+
+// A block for each group of the parts.
+template <class Residual>
+__global__ void __launch_bounds__(kBlock)
+    keep_largest_kernel(const __grid_constant__ PartTable table, Partition partition, Residual* residual,
+                        const Selection* selection) {
+    __shared__ BlockScratch<kBlock> sums;
+    __shared__ MaskPair kept[kBlock];
+    __shared__ uint32_t counts[kWarps];
+    const PartWork& own = table.own();
+    if (!selection->is_over || blockIdx.x >= own.masks.group_total()) return;
+    BlockTeam<kBlock> block(sums);
+    keep_largest(block, {partition, table.index()}, own.masks, residual, *selection, own.scratch->ties_before,
+                 blockIdx.x, kept);
+    const uint64_t tile = blockIdx.x * kGroupTiles + threadIdx.x / kWarpThreads;
+    uint32_t count = 0;
+    if (tile < own.masks.tile_count()) {
+        WarpTeam warp;
+        const MaskPair* words = kept + threadIdx.x / kWarpThreads * kTileWords;
+        count = store_words(warp, own.masks, tile, [&](unsigned lane) { return words[lane]; });
+    }
+    store_group_count(own.masks, blockIdx.x, count, counts);
 }
 
 // Undoes pass 1 instead if the update was not finite.
@@ -310,6 +400,8 @@ struct Workspace {
     EncoderState* state;
     StepTotals* totals;
     uint32_t* bins;
+    uint64_t* magnitudes;  // bins of a step over its budget
+    Selection* selection;
     PartWork whole;  // the output of pass 1, and the work of an encode without parts
 
     std::vector<DeviceMemory<uint8_t>> parts_memory;  // the last is in use; graphs may use the others
@@ -353,6 +445,8 @@ uint64_t place(Workspace& work, uint64_t numel, uint64_t residual_bytes) {
     work.state = pieces.take<EncoderState>(1);
     work.totals = pieces.take<StepTotals>(1);
     work.bins = pieces.take<uint32_t>(kSampleQuantiles * kBins);
+    work.magnitudes = pieces.take<uint64_t>(kMagnitudeBins);
+    work.selection = pieces.take<Selection>(1);
     work.whole = pieces.take_part(numel);
     return pieces.used();
 }
@@ -365,6 +459,7 @@ std::unique_ptr<Workspace> allocate_workspace(uint64_t numel, uint64_t residual_
     CUDA_TRY(cudaMemset(work->state, 0, sizeof(EncoderState)));
     CUDA_TRY(cudaMemset(work->whole.scratch, 0, sizeof(Scratch)));
     CUDA_TRY(cudaMemset(work->bins, 0, kSampleQuantiles * kBins * sizeof(uint32_t)));
+    CUDA_TRY(cudaMemset(work->magnitudes, 0, kMagnitudeBins * sizeof(uint64_t)));
     return work;
 }
 
@@ -501,21 +596,58 @@ void DeviceEncoder::sample(const std::vector<ConstArray>* update, cudaStream_t s
     CUDA_LAUNCH("learn", learn_kernel, 1, 1, stream, policy_, work_->state);
 }
 
+// Extract fewer elements where the messages that are laid out are too large.
+template <class Residual>
+void DeviceEncoder::keep_to_budget(const std::vector<PartTable>& tables, const Partition& partition,
+                                   const Budget& budget, cudaStream_t stream) {
+    auto* residual = reinterpret_cast<Residual*>(work_->residual);
+    Selection* selection = work_->selection;
+    const Masks& whole = work_->whole.masks;
+    const auto words = static_cast<unsigned>((whole.tile_count() * kTileWords + kBlock - 1) / kBlock);
+    const auto groups = static_cast<unsigned>(tables[0].parts[0].masks.group_total());
+    for (const PartTable& table : tables) CUDA_LAUNCH("weigh", weigh_kernel, 1, 1, stream, table, budget, selection);
+    CUDA_LAUNCH("put_back", put_back_kernel<Residual>, words, kBlock, stream, whole, residual, work_->state,
+                work_->magnitudes, selection);
+    CUDA_LAUNCH("choose", choose_kernel, 1, kPlanBlock, stream, work_->magnitudes, budget.most_changed, selection,
+                work_->state);
+    for (const PartTable& table : tables) {
+        CUDA_LAUNCH("count_ties", count_ties_kernel<Residual>, dim3(groups, table.count), kBlock, stream, table,
+                    partition, residual, selection);
+        CUDA_LAUNCH("plan", plan_kernel, dim3(1, table.count), kPlanBlock, stream, table, work_->state, true,
+                    work_->totals, selection);
+        CUDA_LAUNCH("order_ties", order_ties_kernel, 1, 1, stream, table, selection);
+    }
+    for (const PartTable& table : tables) {
+        CUDA_LAUNCH("keep_largest", keep_largest_kernel<Residual>, dim3(groups, table.count), kBlock, stream, table,
+                    partition, residual, selection);
+        CUDA_LAUNCH("plan", plan_kernel, dim3(1, table.count), kPlanBlock, stream, table, work_->state, true,
+                    work_->totals, selection);
+    }
+}
+
 // All parts have messages of at most the size of part 0.
 template <class Residual>
-void DeviceEncoder::encode_ternary(const std::vector<PartTable>& tables, uint32_t key, cudaStream_t stream) {
+void DeviceEncoder::encode_ternary(const std::vector<PartTable>& tables, const Partition& partition,
+                                   const Budget& budget, uint32_t key, cudaStream_t stream) {
     auto* residual = reinterpret_cast<Residual*>(work_->residual);
     const uint64_t largest = tables[0].parts[0].masks.numel;
     const unsigned chunk_blocks = blocks_for(most_chunks(largest), 6);
     const unsigned layout_blocks = blocks_for(max_ternary_bytes(largest) / 16384, 1);
-    for (const PartTable& table : tables) {
-        const dim3 blocks(chunk_blocks, table.count);
-        CUDA_LAUNCH("size", size_kernel, blocks, kBlock, stream, table);
-        CUDA_LAUNCH("layout", layout_kernel, dim3(layout_blocks, table.count), kBlock, stream, table, work_->state,
-                    key);
-        CUDA_LAUNCH("write", write_kernel<Residual>, blocks, kBlock, stream, table, work_->whole.masks, residual,
-                    work_->state);
+    const auto lay_out = [&](const Selection* only_over) {
+        for (const PartTable& table : tables) {
+            CUDA_LAUNCH("size", size_kernel, dim3(chunk_blocks, table.count), kBlock, stream, table, only_over);
+            CUDA_LAUNCH("layout", layout_kernel, dim3(layout_blocks, table.count), kBlock, stream, table, work_->state,
+                        key, only_over);
+        }
+    };
+    lay_out(nullptr);
+    if (budget.max_bytes != UINT64_MAX && numel_ > 0) {
+        keep_to_budget<Residual>(tables, partition, budget, stream);
+        lay_out(work_->selection);
     }
+    for (const PartTable& table : tables)
+        CUDA_LAUNCH("write", write_kernel<Residual>, dim3(chunk_blocks, table.count), kBlock, stream, table,
+                    work_->whole.masks, residual, work_->state);
     if (policy_.clip_every == 0) return;
     CUDA_LAUNCH("clip", clip_kernel<Residual>, blocks_for(numel_ / kBlock, 8), kBlock, stream, residual, numel_,
                 policy_.clip_limit, tables[0].parts[0].scratch, work_->state);
@@ -523,7 +655,8 @@ void DeviceEncoder::encode_ternary(const std::vector<PartTable>& tables, uint32_
 
 template <class Residual>
 void DeviceEncoder::encode_as(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
-                              const Partition& partition, const std::vector<MessageBuffer*>& to, cudaStream_t stream) {
+                              const Partition& partition, const Budget& budget, const std::vector<MessageBuffer*>& to,
+                              cudaStream_t stream) {
     const std::vector<PartTable> tables = part_tables(*work_, partition, to);
     const PartWork& largest = tables[0].parts[0];
     const uint64_t capacity = to[0]->capacity;
@@ -535,13 +668,13 @@ void DeviceEncoder::encode_as(const std::vector<ConstArray>* update, uint32_t ke
             CUDA_LAUNCH("deal", deal_kernel, dim3(static_cast<unsigned>(largest.masks.group_total()), table.count),
                         kBlock, stream, work_->whole.masks, partition, table);
         CUDA_LAUNCH("plan", plan_kernel, dim3(1, table.count), kPlanBlock, stream, table, work_->state, skip_nonfinite,
-                    work_->totals);
+                    work_->totals, nullptr);
         if (is_dense)
             CUDA_LAUNCH("values", values_kernel<Residual>,
                         dim3(blocks_for(largest.masks.numel / kBlock, 8), table.count), kBlock, stream, table,
                         partition, reinterpret_cast<Residual*>(work_->residual), dense, key, work_->state);
     }
-    if (!is_dense) encode_ternary<Residual>(tables, key, stream);
+    if (!is_dense) encode_ternary<Residual>(tables, partition, budget, key, stream);
     for (const PartTable& table : tables)
         CUDA_LAUNCH("seal", seal_kernel, dim3(blocks_for(capacity / (kBlock * kCrcSlice), 2), table.count), kBlock,
                     stream, table, static_cast<uint32_t>(partition.parts), numel_, policy_, !is_dense, work_->totals,
@@ -553,13 +686,14 @@ void DeviceEncoder::encode_as(const std::vector<ConstArray>* update, uint32_t ke
 }
 
 void DeviceEncoder::encode(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
-                           const Partition& partition, const std::vector<MessageBuffer*>& to, cudaStream_t stream) {
+                           const Partition& partition, const Budget& budget, const std::vector<MessageBuffer*>& to,
+                           cudaStream_t stream) {
     const DeviceScope scope(device_);
     for (MessageBuffer* buffer : to) buffer->begin_use(stream);
     if (dtype_ == Dtype::kFloat64)
-        encode_as<double>(update, key, skip_nonfinite, dense, partition, to, stream);
+        encode_as<double>(update, key, skip_nonfinite, dense, partition, budget, to, stream);
     else
-        encode_as<float>(update, key, skip_nonfinite, dense, partition, to, stream);
+        encode_as<float>(update, key, skip_nonfinite, dense, partition, budget, to, stream);
     for (MessageBuffer* buffer : to) buffer->end_use(stream);
 }
 
@@ -568,7 +702,7 @@ void DeviceEncoder::encode_into(void* residual, const std::vector<ConstArray>& u
     const DeviceScope scope(device_);
     CUDA_LAUNCH("begin", begin_kernel, 1, 1, stream, work_->state, threshold, step);
     work_->residual = static_cast<uint8_t*>(residual);
-    encode(&update, key, true, DenseType::kNone, undivided(numel_), {&to}, stream);
+    encode(&update, key, true, DenseType::kNone, undivided(numel_), Budget{}, {&to}, stream);
 }
 
 }  // namespace gradwire::cuda

@@ -7,6 +7,7 @@
 #include "../common/arrays.h"
 #include "../common/format.h"
 #include "../common/partition.h"
+#include "budget.h"
 #include "memory.h"
 #include "policy.h"
 
@@ -30,9 +31,10 @@ class DeviceEncoder {
 
     // residual += update (unless it is null), and write the messages of this step to `to`, one for each part. The
     // capacity is at least message_capacity(max_ternary_bytes(elements of the part)). With `dense` the whole residual
-    // is sent as values of that type. The first encode in more parts than before allocates memory.
+    // is sent as values of that type, whatever the budget. The first encode in more parts than before allocates memory.
     void encode(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
-                const Partition& partition, const std::vector<MessageBuffer*>& to, cudaStream_t stream);
+                const Partition& partition, const Budget& budget, const std::vector<MessageBuffer*>& to,
+                cudaStream_t stream);
 
     // The same with the caller's residual, threshold (bfloat16 bits) and step, without any state between calls.
     // Elements that are not finite are left out.
@@ -58,10 +60,15 @@ class DeviceEncoder {
     template <class Residual>
     void sample(const std::vector<ConstArray>* update, cudaStream_t stream);
     template <class Residual>
-    void encode_ternary(const std::vector<PartTable>& tables, uint32_t key, cudaStream_t stream);
+    void encode_ternary(const std::vector<PartTable>& tables, const Partition& partition, const Budget& budget,
+                        uint32_t key, cudaStream_t stream);
+    template <class Residual>
+    void keep_to_budget(const std::vector<PartTable>& tables, const Partition& partition, const Budget& budget,
+                        cudaStream_t stream);
     template <class Residual>
     void encode_as(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
-                   const Partition& partition, const std::vector<MessageBuffer*>& to, cudaStream_t stream);
+                   const Partition& partition, const Budget& budget, const std::vector<MessageBuffer*>& to,
+                   cudaStream_t stream);
     unsigned blocks_for(uint64_t work, unsigned per_processor) const;
 
     int device_;

@@ -53,6 +53,7 @@ struct EncoderState {
     uint8_t flags;        // of the next message
     uint8_t clips;        // whether the next step clips
     Nonfinite nonfinite;
+    uint64_t held_back;    // elements that reached the threshold, but not the budget of bytes
     uint64_t clipped_now;  // by the current step
     double clipped_sum_now;
     SampleTotals sample;
@@ -201,7 +202,8 @@ GRADWIRE_HD inline void finish_step(const Policy& policy, EncoderState& state, u
     state.clipped += state.clipped_now;
     state.clipped_sum += state.clipped_sum_now;
     if (follows && !(state.flags & kFlagShakeUp) && numel > 0) {
-        const double next = next_threshold(policy, state, static_cast<double>(count) / static_cast<double>(numel));
+        const auto reached = static_cast<double>(count + state.held_back);
+        const double next = next_threshold(policy, state, reached / static_cast<double>(numel));
         if (next != state.threshold) {
             state.threshold = next;
             if (policy.rule != Rule::kTargetDensity) state.changed_at = state.step + 1;
@@ -213,6 +215,7 @@ GRADWIRE_HD inline void finish_step(const Policy& policy, EncoderState& state, u
 
 GRADWIRE_HD inline void clear_step(EncoderState& state) {
     state.nonfinite = {0, UINT64_MAX};
+    state.held_back = 0;
     state.clipped_now = 0;
     state.clipped_sum_now = 0;
 }

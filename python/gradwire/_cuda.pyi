@@ -68,6 +68,8 @@ class Encoder:
         skip_nonfinite: bool,
         dense: str,
         partition: Any,
+        max_bytes: int,
+        most_changed: int,
         outs: list[Any] | None,
         stream: int,
     ) -> list[CudaMessage]: ...

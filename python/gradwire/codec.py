@@ -261,20 +261,13 @@ class Encoder:
         step = self._step
         number = step & _STEP_MASK
         partition = None if parts is None else self._partition(parts)
+        budget, most = self._budget(max_bytes, dense, partition)
         if dense:
-            if max_bytes is not None:
-                raise ValueError("max_bytes is for messages of a threshold, not for dense ones")
             messages, skipped = self._core.encode_dense(
                 update, dense_dtype(dense), self.key, number, self._skip, partition
             )
             self._finish(messages, skipped)
             return messages[0] if partition is None else messages
-        budget = (
-            self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes or max_bytes)
-        )
-        most = self.numel
-        if budget is not None:
-            most = most_changed(budget, self.numel, 1 if partition is None else partition.parts)
         shakeup = self.shakeup if self.shakeup is not None and self.shakeup.is_due(step) else None
         tail = self._sample(update, shakeup is not None)
         rounded = self._rounded
@@ -286,7 +279,7 @@ class Encoder:
             number,
             self._skip,
             partition,
-            budget or 0,
+            budget,
             most,
         )
         if shakeup is None and self.numel > 0:
@@ -398,6 +391,18 @@ class Encoder:
             self._max_bytes = policy.max_bytes_per_step
             policy = policy.density_of(self.numel)
         self._rule: ThresholdPolicy = policy
+
+    def _budget(
+        self, max_bytes: int | None, dense: bool | str, partition: Partition | None
+    ) -> tuple[int, int]:
+        """Return the most bytes of a step, 0 for any number, and the most changed elements of a step beyond it."""
+        if dense and max_bytes is not None:
+            raise ValueError("max_bytes is for messages of a threshold, not for dense ones")
+        limits = [one for one in (max_bytes, self._max_bytes) if one is not None]
+        if dense or not limits:
+            return 0, self.numel
+        parts = 1 if partition is None else partition.parts
+        return min(limits), most_changed(min(limits), self.numel, parts)
 
     def _sample(self, update: Any, is_shakeup: bool) -> Tail | None:
         """Sample the quantiles that the policy wants in this step, and learn the first threshold from them."""

@@ -43,16 +43,16 @@ class CudaEncoder(Encoder, device="cuda"):
     """An encoder whose residual is in device memory, created by ``Encoder(..., device="cuda")``.
 
     Differences from an encoder on the CPU: ``encode`` only enqueues work, so NaN and infinity are reported when the
-    message is first read; ``threshold``, ``step`` and ``stats`` wait for the device; the policy must be one of
-    gradwire's that runs on the device, which ``TargetBytes`` does not; and ``encode`` refuses ``max_bytes``.
+    message is first read; ``threshold``, ``step`` and ``stats`` wait for the device; and the policy must be one of
+    gradwire's, which run on the device.
     """
 
     _devices = re.compile(r"cuda(:\d+)?")
 
     def _allocate(self) -> None:
         self._number = int(str(self.device).partition(":")[2] or 0)
-        words = _policy_words(self.policy, self.shakeup, self.clip)
         self._set_rule(self.policy)
+        words = _policy_words(self._rule, self.shakeup, self.clip)
         threshold, course = begin(self._rule)
         self._device_core = cuda_core().Encoder(
             self._number,
@@ -112,7 +112,7 @@ class CudaEncoder(Encoder, device="cuda"):
                 modified, not copied. None for an update that the caller has already added to ``residual``.
             dense: as on the CPU.
             parts: as on the CPU, for a list of messages. The first encode in more parts than before allocates memory.
-            max_bytes: None. Only an encoder on the CPU keeps to a budget of bytes.
+            max_bytes: as on the CPU, with the same bytes. It does not reduce the least size of ``out``.
             out: array of uint8 on this device for the message: at least ``message_bytes_max`` bytes (for a dense
                 message 48 and the values, in whole vectors of 16), aligned to 16. The first 48 bytes are the header,
                 whose bytes 40 to 47 are the number of bytes that follow. A later encode with the same ``out``
@@ -128,25 +128,23 @@ class CudaEncoder(Encoder, device="cuda"):
         Raises:
             TypeError: the residual cannot represent the dtype of the update exactly.
             ValueError: wrong size, device or layout, memory shared with the residual, a partition of another number of
-                elements, or ``max_bytes``.
+                elements, or ``max_bytes`` as on the CPU.
             CudaError: a CUDA call failed.
             RuntimeError: another thread uses this encoder.
         """
-        if max_bytes is not None:
-            raise ValueError(
-                f"max_bytes is {max_bytes}, but an encoder on {self.device} keeps to no budget of bytes: "
-                'use Encoder(..., device="cpu"), or TargetDensity with a smaller density'
-            )
         partition = None if parts is None else self._partition(parts)
         outs = [out] if out is not None and partition is None else out
         if partition is not None and outs is not None and len(outs) != len(partition):
             raise ValueError(f"out has {len(outs)} arrays for {len(partition)} parts")
+        budget, most = self._budget(max_bytes, dense, partition)
         messages: list[CudaMessage] = self._device_core.encode(
             update,
             self.key,
             self._skip,
             (dense_dtype(dense) or "own") if dense else "",
             partition,
+            budget,
+            most,
             outs,
             stream_of(stream, outs if update is None else update, self._number),
         )
@@ -160,7 +158,8 @@ class CudaEncoder(Encoder, device="cuda"):
         Raises:
             ValueError: ``threshold`` is not a threshold, or the policy is not one of gradwire's.
         """
-        words = _policy_words(policy, self.shakeup, self.clip)
+        rule = policy.density_of(self.numel) if isinstance(policy, TargetBytes) else policy
+        words = _policy_words(rule, self.shakeup, self.clip)
         if threshold is not None:
             round_threshold(threshold)
         state = self._state()
@@ -200,16 +199,11 @@ class CudaEncoder(Encoder, device="cuda"):
 
 
 def _policy_words(
-    policy: ThresholdPolicy | TargetBytes, shakeup: ShakeUp | None, clip: ResidualClip | None
+    policy: ThresholdPolicy, shakeup: ShakeUp | None, clip: ResidualClip | None
 ) -> dict[str, Any]:
     """Return the fields of Policy in csrc/cuda/policy.h."""
     known = next((rule for kind, rule in _RULES.items() if isinstance(policy, kind)), None)
     if known is None:
-        if isinstance(policy, TargetBytes):
-            raise ValueError(
-                f"{policy!r} runs on the CPU only: an encoder on a CUDA device keeps to no budget of bytes; "
-                'use Encoder(..., device="cpu"), or TargetDensity'
-            )
         raise ValueError(
             f"a policy on a device must be one of gradwire's, which run there, not {policy!r}"
         )
