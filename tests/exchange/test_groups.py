@@ -223,3 +223,15 @@ def test_whole_updates_are_never_called_exact() -> None:
     update = np.array([1.0, 0.1], np.float32)
     assert not share.step(update, np.zeros(2, np.float32)).is_exact
     assert is_sum_exact([enc.encode(update)])
+
+
+def test_the_automatic_codec_is_the_fastest_one(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "gradwire.exchange"):
+        share = alone(gw.Encoder(2, 1.0), codec="auto")
+    assert [one.message[:12] for one in caplog.records if "codec" in one.message] == [
+        'codec="auto"'
+    ]
+    result = share.step(np.array([1.5, 0.0], np.float32), np.zeros(2, np.float32))
+    assert result.density == 0.5
+    assert share.stats.codec == "threshold"
+    assert alone(gw.Encoder(2, 1.0), codec="dense").stats.codec == "dense"

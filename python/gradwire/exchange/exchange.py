@@ -23,7 +23,7 @@ from .groups import Codec, Group, Groups
 from .join import Join
 from .membership import Membership, Router
 from .metrics import Listener, Meter, MetricsServer, describe, offer_page, prometheus_text
-from .options import Options, Reduction, Role, Topology
+from .options import Options, Reduction, Role, Topology, chosen_codec
 from .parameters import (
     ExactSum,
     MomentumSum,
@@ -95,7 +95,7 @@ class Exchange:
         mode: "sync": a step waits for all members' messages. "async": a step adds the messages that have arrived.
         max_staleness: steps that an asynchronous node may be ahead of the slowest member.
         exact: sum in float64, so that the order of the messages does not matter; ``params`` belong to the exchange.
-        codec: "threshold"; "dense" or "bfloat16" send whole updates.
+        codec: "threshold", or "auto", which chooses it; "dense" or "bfloat16" send whole updates.
         every: steps between exchanges; those in between change only this node's parameters.
         overlap: steps that are computed while a step's messages travel, at most ``every``.
         topology, owners_max, role: "mesh", "sharded", or "auto": synchronous steps are sharded from five nodes on.
@@ -132,7 +132,7 @@ class Exchange:
         mode: Literal["sync", "async"] = "sync",
         max_staleness: int = 8,
         exact: bool = False,
-        codec: Codec = "threshold",
+        codec: Codec | Literal["auto"] = "threshold",
         every: int = 1,
         overlap: int = 0,
         topology: Topology = "auto",
@@ -154,7 +154,7 @@ class Exchange:
             mode=mode,
             max_staleness=max_staleness,
             exact=exact,
-            codec=codec,
+            codec=chosen_codec(codec),
             every=every,
             overlap=overlap,
             topology=topology,
@@ -207,7 +207,7 @@ class Exchange:
         self._join = Join(options, membership, router, departure, replica, self._consistency)
         self._step = Step(options, replica, membership, router, departure, self._join)
         self._departure = departure
-        self._stats = ExchangeStats()
+        self._stats = ExchangeStats(codec=options.codec)
         self._watch = Watch()
         self._is_loaded = False
         self._use = threading.RLock()

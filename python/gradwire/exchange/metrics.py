@@ -161,6 +161,7 @@ def prometheus_text(page: Mapping[str, Any], labels: Mapping[str, str] | None = 
     """
     lines: list[str] = []
     values = {**page["stats"], "residual_norm": page["residual_norm"]}
+    del values["codec"]  # not a number
     for prefix, found in (("gradwire_", values), ("gradwire_transport_", page["transport"])):
         for name, value in found.items():
             is_gauge = name in _GAUGES or name == "residual_norm"

@@ -115,6 +115,7 @@ class ExchangeStats:
         apply_s: time spent adding to the parameters.
         step_s: time of all steps, local ones included, with the caller's part.
         compute_s: the caller's part, between the calls of ``step``.
+        codec: in use; with ``codec="auto"`` the one that was chosen.
     """
 
     steps: int = 0
@@ -137,6 +138,7 @@ class ExchangeStats:
     apply_s: float = 0.0
     step_s: float = 0.0
     compute_s: float = 0.0
+    codec: str = "threshold"
 
     @property
     def share(self) -> float:
