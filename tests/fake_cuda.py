@@ -115,10 +115,13 @@ class Encoder:
         skip_nonfinite: bool,
         dense: str,
         partition: gw.Partition | None,
+        max_bytes: int,
+        most_changed: int,
         outs: Any,
         stream: int,
     ) -> list[CudaMessage]:
         assert outs is None
+        assert max_bytes == 0
         assert stream == 0
         memory = None if update is None else memory_of(update)
         messages = [CudaMessage() for _ in range(1 if partition is None else partition.parts)]

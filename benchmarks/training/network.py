@@ -24,8 +24,10 @@ class Refused(Exception):
 
 
 @contextlib.contextmanager
-def network(nodes: int, rate_mbit: int) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Build a network, and remove it at the end; a rate of 0 limits nothing.
+def network(
+    nodes: int, rate_mbit: int, burst_bytes: int = BURST_BYTES
+) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Build a network, and remove it at the end; a rate of 0 limits nothing. Buckets hold ``burst_bytes``.
 
     Yields:
         The IP address of each node, and the command that runs another command on each node.
@@ -33,8 +35,7 @@ def network(nodes: int, rate_mbit: int) -> Iterator[tuple[list[str], list[list[s
     Raises:
         Refused: a command failed.
     """
-    name = f"gwtrain-{os.getpid()}"
-    switch, spaces = f"{name}-switch", [f"{name}-{node}" for node in range(nodes)]
+    switch, *spaces = (f"gwtrain-{os.getpid()}-{one}" for one in ("switch", *range(nodes)))
     addresses = [f"10.78.0.{node + 1}" for node in range(nodes)]
     try:
         for space in (switch, *spaces):
@@ -50,20 +51,20 @@ def network(nodes: int, rate_mbit: int) -> Iterator[tuple[list[str], list[list[s
             _run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", DEVICE)
             _run("ip", "-n", space, "link", "set", DEVICE, "up")
             if rate_mbit:
-                _limit(space, DEVICE, rate_mbit)
-                _limit(switch, port, rate_mbit)
+                _limit(space, DEVICE, rate_mbit, burst_bytes)
+                _limit(switch, port, rate_mbit, burst_bytes)
         yield addresses, [["ip", "netns", "exec", space] for space in spaces]
     finally:
         for space in (switch, *spaces):
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
 
 
-def _limit(space: str, device: str, rate_mbit: int) -> None:
+def _limit(space: str, device: str, rate_mbit: int, burst_bytes: int) -> None:
     queue_bytes = max(rate_mbit * 125 * QUEUE_MS, QUEUE_BYTES_MIN)
     _run(
         *("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", device, "root", "tbf"),
-        *("rate", f"{rate_mbit}mbit", "burst", str(BURST_BYTES)),
-        *("limit", str(queue_bytes + BURST_BYTES)),
+        *("rate", f"{rate_mbit}mbit", "burst", str(burst_bytes)),
+        *("limit", str(queue_bytes + burst_bytes)),
     )
 
 

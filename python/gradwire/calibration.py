@@ -29,7 +29,7 @@ __all__ = ["cache_path", "measure", "rates"]
 _NUMEL = 1 << 22  # more than the caches hold: between two steps the model evicts everything
 _DENSITIES = 0.01, 0.05
 _EACH_S, _ROUNDS_MIN = 0.12, 3
-_MESSAGE_BYTES, _SMALL_BYTES, _SMALL_MESSAGES = 1 << 20, 1_000, 50
+_MESSAGE_BYTES, _SMALL_BYTES, _SMALL_MESSAGES = 1 << 24, 1_000, 50
 _PATIENCE_S = 10.0
 
 
