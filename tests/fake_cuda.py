@@ -121,7 +121,7 @@ class Encoder:
         stream: int,
     ) -> list[CudaMessage]:
         assert outs is None
-        assert max_bytes == 0
+        assert (max_bytes, most_changed) == (0, self._cpu.numel)
         assert stream == 0
         memory = None if update is None else memory_of(update)
         messages = [CudaMessage() for _ in range(1 if partition is None else partition.parts)]
