@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -617,6 +619,33 @@ def test_asynchronous_owners_hand_over_what_they_owe(seed: int) -> None:
         trainers[3].cohort = trainers
         world.run()
     assert_nothing_lost(trainers)
+
+
+def test_real_nodes_descend_through_owners() -> None:
+    optimizer, secret, steps = gw.SGD(0.25, momentum=0.5), bytes(range(32)), 8
+    with ExitStack() as stack:
+        nodes: list[gw.Node] = []
+        for _ in range(3):
+            seeds_so_far = [one.address for one in nodes]
+            nodes.append(stack.enter_context(gw.Node("127.0.0.1:0", seeds_so_far, secret=secret)))
+
+        def train(node: gw.Node, rank: int) -> NDArray[np.float32]:
+            options: Any = {"topology": "sharded", "codec": "dense", "reduction": "sum"}
+            share = gw.Exchange(
+                gw.Encoder(5000, 1.0), node, min_peers=2, optimizer=optimizer, **options
+            )
+            params = np.zeros(5000, np.float32)
+            for step in range(steps):
+                share.step(np.full(5000, step + rank, np.float32), params)
+            return params
+
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(train, nodes, range(3)))
+    params, state = np.zeros(1), [np.zeros(1)]
+    for step in range(steps):
+        params += optimizer.update(np.array([3.0 * step + 3.0]), params, state, step)
+    for one in found:
+        np.testing.assert_array_equal(one, params[0])
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
