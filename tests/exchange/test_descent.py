@@ -325,7 +325,8 @@ def test_state_follows_the_elements_when_nodes_join_and_leave(seed: int, how: An
                 turn, lambda n=node_id: trainers.append(Trainer(world, n, min_peers=1, **how))
             )
         world.run()
-    if how:
+    # A newcomer that begins again before its first step was an owner all the same, and is missed like a dead one.
+    if how or any(one.share.stats.orphaned for one in trainers):
         assert_identical(trainers)
     else:
         assert_as_on_one_machine(trainers)
