@@ -88,6 +88,12 @@ class CudaMessage:
         assert self.made is not None
         return bytes(self.made)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self.check()
+        return getattr(self.made, name)
+
 
 class Encoder:
     """The CPU's encoder, hidden behind the queue."""

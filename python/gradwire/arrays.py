@@ -67,7 +67,8 @@ def stream_of(stream: Any, arrays: Any, device: int) -> int:
     Args:
         stream: an int (0 and 1 are the legacy default stream, 2 the per-thread default stream), a
             ``torch.cuda.Stream``, a ``cupy.cuda.Stream``, or an object with ``__cuda_stream__``. None stands for the
-            current stream of torch or CuPy if the arrays are theirs, otherwise for the default stream.
+            current stream of torch or CuPy if the arrays are theirs, for gradwire's own memory of torch if torch uses
+            the device, otherwise for the default stream.
         arrays: one array or a sequence of arrays; may be None.
         device: the number of their device.
 
@@ -92,7 +93,9 @@ def stream_of(stream: Any, arrays: Any, device: int) -> int:
 def _current_stream(arrays: Any, device: int) -> int:
     first = arrays[0] if isinstance(arrays, Sequence) and len(arrays) > 0 else arrays
     library = type(first).__module__.split(".")[0]
-    if library == "torch":
+    torch = sys.modules.get("torch")
+    is_own = first is None or library == "gradwire"
+    if library == "torch" or (is_own and torch is not None and torch.cuda.is_initialized()):
         return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
     if library == "cupy":
         cupy = sys.modules["cupy"]

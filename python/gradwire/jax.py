@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .sharing import DENSITY, exchange_for, groups_for
+from .sharing import DENSITY, exchange_for
 from .transport import Node
 
 __all__ = ["ShareState", "share"]
@@ -67,9 +67,9 @@ def share(
     def init(params: Any) -> ShareState:
         nonlocal exchange, is_adaptive
         leaves = [np.array(leaf) for leaf in jax.tree.leaves(params)]
-        groups = groups_for([(str(at), one) for at, one in enumerate(leaves)], density)
+        named = [(str(at), one) for at, one in enumerate(leaves)]
         exchange = exchange_for(
-            groups, leaves, node=node, timeout_s=timeout_s, min_members=min_members, **options
+            named, density, node=node, timeout_s=timeout_s, min_members=min_members, **options
         )
         exchange.join(leaves, equalize=True)
         own[:] = leaves

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from typing import Any
 
 from numpy.typing import NDArray
@@ -90,7 +92,8 @@ def apply_many(
         _core.apply_many(on_host, target, scale, threads, part)
     else:
         number = stream_of(stream, target, device)
-        cuda_core().apply_many(list(messages), target, scale, part, device, number)
+        on_device = [_uploaded(message, target, device) for message in messages]
+        cuda_core().apply_many(on_device, target, scale, part, device, number)
 
 
 def apply_to_both(
@@ -102,12 +105,12 @@ def apply_to_both(
     scale: float,
     threads: int = 1,
 ) -> None:
-    """Add several messages to two targets in one pass, decoding each once.
+    """Add several messages to two targets: on the CPU in one pass, decoding each once.
 
     Args:
-        messages: messages in host memory.
-        target: as for ``apply``, on the CPU.
-        second: arrays of the same sizes and dtypes; modified in place too.
+        messages: the messages.
+        target: as for ``apply``.
+        second: arrays of the same sizes and dtypes, on the same device; modified in place too.
         own: index of the message that ``second`` already contains, which is added to it with factor (scale - 1); or
             None.
         scale: finite factor.
@@ -117,7 +120,14 @@ def apply_to_both(
         MessageError, TypeError, ValueError: as for ``apply``.
     """
     index = len(messages) if own is None else own
-    _core.apply_to_both(messages, target, second, index, scale, threads)
+    if device_of(target) < 0:
+        _core.apply_to_both(messages, target, second, index, scale, threads)
+        return
+    apply_many(messages, target, scale)
+    parts = messages[:index], messages[index : index + 1], messages[index + 1 :]
+    for some, factor in zip(parts, (scale, scale - 1.0, scale), strict=True):
+        if some and factor:
+            apply_many(some, second, factor)
 
 
 def apply_with_momentum(
@@ -131,14 +141,14 @@ def apply_with_momentum(
     own: int | None = None,
     threads: int = 1,
 ) -> None:
-    """Add several messages with Nesterov momentum, in one pass.
+    """Add several messages with Nesterov momentum: on the CPU in one pass.
 
     With added = scale * (sum of the messages): ``velocity = momentum * (velocity + added)``, then ``target += added +
     velocity``. A second target gets the same, less its own message.
 
     Args:
-        messages: messages in host memory.
-        target: as for ``apply``, on the CPU.
+        messages: the messages.
+        target: as for ``apply``; on a device torch's tensors.
         velocity: arrays of the same sizes and dtypes, initially zero; modified in place too.
         momentum: finite factor.
         scale: finite factor.
@@ -150,7 +160,21 @@ def apply_with_momentum(
         MessageError, TypeError, ValueError: as for ``apply``.
     """
     index = len(messages) if own is None else own
-    _core.apply_with_momentum(messages, target, velocity, momentum, scale, second, index, threads)
+    if device_of(target) < 0:
+        _core.apply_with_momentum(
+            messages, target, velocity, momentum, scale, second, index, threads
+        )
+        return
+    added = [one.new_zeros(one.shape) for one in target]
+    apply_many(messages, added, scale)
+    for one, speed in zip(added, velocity, strict=True):
+        speed.add_(one).mul_(momentum)
+        one.add_(speed)
+    for targets in (target, second):
+        for to, one in zip(targets, added, strict=bool(targets)):
+            to.add_(one)
+    if second and index < len(messages):
+        apply(messages[index], second, -1.0)
 
 
 def decode(message: Message) -> NDArray[Any]:
@@ -223,3 +247,21 @@ def _on_host(message: Any) -> Message:
     if hasattr(message, "check"):
         message.check()  # raises the reason of a refusal; the buffer protocol would raise a BufferError
     return Message.parse(message)
+
+
+# Host messages on a device, by their number and the device's, while they live: one may be added to several targets.
+_UPLOADED: dict[tuple[int, int], Any] = {}
+
+
+def _uploaded(message: Any, target: Any, device: int) -> Any:
+    """Return a message in the memory of torch's tensors on a device; the message itself for other targets."""
+    first = target[0] if isinstance(target, (list, tuple)) else target
+    if not isinstance(message, Message) or type(first).__module__.split(".")[0] != "torch":
+        return message
+    key = id(message), device
+    if key not in _UPLOADED:
+        host = sys.modules["torch"].empty(message.nbytes, dtype=sys.modules["torch"].uint8)
+        host.numpy()[:] = memoryview(message)
+        _UPLOADED[key] = cuda_core().CudaMessage.at(host.cuda(device))
+        weakref.finalize(message, _UPLOADED.pop, key, None).atexit = False
+    return _UPLOADED[key]

@@ -12,12 +12,13 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from . import rendezvous
+from .arrays import device_of
 from .codec import Encoder
 from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
 from .policy import TargetDensity
 from .transport import Node
 
-__all__ = ["Density", "SharedArrays", "exchange_for", "groups_for", "share"]
+__all__ = ["Density", "SharedArrays", "exchange_for", "share"]
 
 DENSITY = 0.01
 
@@ -50,7 +51,7 @@ class SharedArrays:
 
         Args:
             update: addition to the parameters, such as -learning_rate * gradient; arrays of the parameters' shapes,
-                float32, float64 or float16, in host memory; not modified.
+                float32, float64 or float16, where the parameters are; not modified.
 
         Raises:
             NonFiniteUpdate, TimeoutError, PeerLost, Closed: as ``Exchange.step``.
@@ -79,7 +80,8 @@ def share(
     `LocalTeam`. All begin with the parameters of rank 0; whoever comes late takes the present ones.
 
     Args:
-        params: one NumPy array, or a list of arrays: float32 or float64, contiguous, writable. Changed in place.
+        params: one NumPy array, or a list of arrays: float32 or float64, contiguous, writable; or torch's tensors, also
+            on a GPU. Changed in place.
         node: a node to use and to close; None: one from the environment, closed when the process ends.
         density: share of the elements that a step sends.
         timeout_s: longest wait for the others at the start; later on a log entry names the node that all wait for.
@@ -99,32 +101,19 @@ def share(
     [0.5, 0.25, -0.5]
     """
     arrays = list(params) if isinstance(params, (list, tuple)) else [params]
-    groups = groups_for([(str(index), one) for index, one in enumerate(arrays)], density)
+    named = [(str(index), one) for index, one in enumerate(arrays)]
     exchange = exchange_for(
-        groups, arrays, node=node, timeout_s=timeout_s, min_members=min_members, **options
+        named, density, node=node, timeout_s=timeout_s, min_members=min_members, **options
     )
     return SharedArrays(params, exchange)
 
 
-def groups_for(
-    named: Sequence[tuple[str, Any]],
-    density: Density,
-    *,
-    threads: int | None = None,
-    local_size: int = 1,
+def _groups_for(
+    named: Sequence[tuple[str, Any]], density: Density, *, device: str, processors: int
 ) -> Groups:
     """Return one group of all tensors with the same density.
 
     All of them share a threshold and a message: a group for every tensor costs small models several times the bytes.
-
-    Args:
-        named: names and arrays, in order.
-        density: for all; or by pattern of the names (the first that fits), where "dense" sends whole updates.
-        threads: of the encoders; None: to suit the size and the machine.
-        local_size: number of processes that share the machine's processors.
-
-    Raises:
-        ValueError: a density out of (0, 1), or below one element of its tensors; a pattern that matches nothing.
     """
     patterns = density if isinstance(density, Mapping) else {}
     default = DENSITY if isinstance(density, Mapping) else density
@@ -146,8 +135,8 @@ def groups_for(
     for key, (value, indices) in enumerate(found.items()):
         numel = sum(math.prod(named[index][1].shape) for index in indices)
         policy = None if value == "dense" else _policy(value, numel)
-        count = threads or max(1, min(_processors() // local_size, numel // _THREAD_NUMEL))
-        encoder = Encoder(numel, policy, dtype=dtype, key=key, threads=count)
+        threads = max(1, min(processors, numel // _THREAD_NUMEL))
+        encoder = Encoder(numel, policy, dtype=dtype, device=device, key=key, threads=threads)
         tensors = tuple(indices) if len(found) > 1 else None
         groups.append(Group(encoder, tensors, is_dense=value == "dense"))
     return Groups(groups)
@@ -168,8 +157,8 @@ def _processors() -> int:
 
 
 def exchange_for(
-    groups: Groups,
-    params: Sequence[Any],
+    named: Sequence[tuple[str, Any]],
+    density: Density,
     *,
     node: Node | None,
     team: tuple[int, int] | None = None,
@@ -179,9 +168,11 @@ def exchange_for(
 ) -> Exchange | LocalExchange:
     """Return the exchange of this process: with a node of its own, or one worker's part of its machine's team.
 
+    Encoders are where the parameters are, a team's in host memory.
+
     Args:
-        groups: of this process's update.
-        params: in host memory; of the team's leader the initial ones.
+        named: the parameters and their names, in order.
+        density: for all; or by pattern of the names (the first that fits), where "dense" sends whole updates.
         node: to use; None: one from the environment, closed at the end of the process.
         team: rank and size of the team on this machine; None: from the environment.
         timeout_s: of `Exchange`.
@@ -192,6 +183,15 @@ def exchange_for(
         raise ValueError(f"timeout_s is {timeout_s}, must be positive")
     place = rendezvous.placement()
     rank, size = team or (place.local_rank, place.local_size)
+    is_team = size > 1 and (node is None or team is not None)
+    number = -1 if is_team else device_of([one for _, one in named])
+    groups = _groups_for(
+        named,
+        density,
+        device="cpu" if number < 0 else f"cuda:{number}",
+        # The workers of a team wait while their leader encodes.
+        processors=_processors() // (1 if is_team else place.local_size),
+    )
     chosen: dict[str, Any] = {"apply_residual": True, "on_straggler": "wait", **options}
     if chosen.get("mode") == "async" and "on_straggler" not in options:
         chosen["on_straggler"] = "raise"
@@ -204,11 +204,9 @@ def exchange_for(
             atexit.register(_say_goodbye, weakref.ref(exchange), made)
         return exchange
 
-    if size == 1 or (node is not None and team is None):
+    if not is_team:
         return make(node, per_machine=False)
-    local = LocalTeam.join(
-        rendezvous.name_of(place), params, size=size, rank=rank, timeout_s=timeout_s
-    )
+    local = LocalTeam.join(rendezvous.name_of(place), size=size, rank=rank, timeout_s=timeout_s)
     return local.lead(make(node, per_machine=True)) if rank == 0 else local.follow(rank)
 
 

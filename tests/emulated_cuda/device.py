@@ -43,6 +43,8 @@ class Runtime:
         self._library = ctypes.CDLL(str(module))
         self._library.cudaGetErrorName.restype = ctypes.c_char_p
         self._library.emulatedWaits.restype = ctypes.c_uint64
+        self._library.emulatedCopiedBytes.restype = ctypes.c_uint64
+        self.copied_bytes = 0  # by tensors
         self._work: dict[int, Callable[[], object]] = {}
         self._numbers = itertools.count(1)
         self._run = HOST_FUNCTION(self._run_work)
@@ -64,6 +66,10 @@ class Runtime:
     def waits(self) -> int:
         """Return how often the host has waited for the device."""
         return int(self._library.emulatedWaits())
+
+    def pcie_bytes(self) -> int:
+        """Return the bytes copied between host and device so far, except what kernels write to pinned memory."""
+        return self.copied_bytes + int(self._library.emulatedCopiedBytes())
 
     def enqueue(self, work: Callable[[], object], stream: int) -> None:
         """Enqueue ``work`` on a stream."""
@@ -173,6 +179,14 @@ class Tensor:
     def dtype(self) -> torch.dtype:
         return self._view.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
     def numel(self) -> int:
         return self._view.numel()
 
@@ -185,20 +199,54 @@ class Tensor:
     def __setitem__(self, key: Any, value: Any) -> None:
         self._do(torch.Tensor.__setitem__, key, value)
 
-    def copy_(self, source: Any) -> Tensor:
-        return self._do(torch.Tensor.copy_, source)
+    def __getattr__(self, name: str) -> Any:
+        """Return another method of tensors, or what is known of a tensor without its values."""
+        if name.startswith("_") or name in ("numpy", "to_local"):
+            raise AttributeError(name)  # as for a tensor on a GPU
+        if not callable(getattr(self._view, name)):
+            return getattr(self._view, name)
+        method = getattr(torch.Tensor, name)
+        if name.endswith("_"):
+            return partial(self._do, method)
+        return partial(computed, method, self)
 
-    def add_(self, other: Any) -> Tensor:
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return computed(function, *args, **(kwargs or {}))
+
+    def __iadd__(self, other: Any) -> Tensor:
         return self._do(torch.Tensor.add_, other)
 
-    def fill_(self, value: float) -> Tensor:
-        return self._do(torch.Tensor.fill_, value)
+    def __add__(self, other: Any) -> Tensor:
+        return self.clone().add_(other)
 
-    def zero_(self) -> Tensor:
-        return self.fill_(0)
+    def __sub__(self, other: Any) -> Tensor:
+        return self.clone().sub_(other)
 
-    def to(self, dtype: torch.dtype) -> Tensor:
-        return empty(*self.shape, dtype=dtype).copy_(self)
+    def __ne__(self, other: object) -> Any:
+        return computed(torch.Tensor.__ne__, self, other)
+
+    __hash__ = object.__hash__
+
+    def clone(self) -> Tensor:
+        return empty(*self.shape, dtype=self.dtype).copy_(self)
+
+    def new_empty(self, shape: Any, *, dtype: torch.dtype, device: Any, pin_memory: bool) -> Tensor:
+        assert (str(device), pin_memory) == ("cuda:0", False)
+        return empty(*shape, dtype=dtype)
+
+    def new_zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return empty(*shape, dtype=self.dtype).zero_()
+
+    def to(self, *to: Any, copy: bool = False) -> Any:
+        """Return a tensor of another dtype, or a copy in host memory."""
+        if any(str(one) == "cpu" for one in to):
+            return self.cpu()
+        dtype = next((one for one in to if isinstance(one, torch.dtype)), self.dtype)
+        is_same = dtype == self.dtype and not copy
+        return self if is_same else empty(*self.shape, dtype=dtype).copy_(self)
 
     def float(self) -> Tensor:
         return self.to(torch.float32)
@@ -212,6 +260,7 @@ class Tensor:
     def cpu(self) -> torch.Tensor:
         """Return a copy in host memory; waits for the stream."""
         result = torch.empty(self.shape, dtype=self.dtype)
+        RUNTIME.copied_bytes += result.nbytes
         self._do(lambda view: result.copy_(view))
         RUNTIME.call("cudaStreamSynchronize", ctypes.c_void_p(current()))
         return result
@@ -225,12 +274,14 @@ class Tensor:
     def any(self) -> bool:
         return bool(self.cpu().any())
 
-    def sum(self) -> torch.Tensor:
-        return self.cpu().sum()
+    def sum(self, **options: Any) -> Tensor:
+        return computed(torch.Tensor.sum, self, **options)
 
-    def _do(self, work: Callable[..., object], *operands: Any) -> Tensor:
+    def _do(self, work: Callable[..., object], *operands: Any, **options: Any) -> Tensor:
         """Enqueue work on this array; pending work does not keep device memory from being reused."""
-        RUNTIME.enqueue(partial(work, self._view, *map(host_of, operands)), current())
+        found = [one.clone() if isinstance(one, torch.Tensor) else host_of(one) for one in operands]
+        RUNTIME.copied_bytes += sum(one.nbytes for one in operands if isinstance(one, torch.Tensor))
+        RUNTIME.enqueue(partial(work, self._view, *found, **options), current())
         return self
 
     @property
@@ -264,8 +315,35 @@ class Tensor:
 
 
 def host_of(value: Any) -> Any:
-    """Return the view of a tensor on the device for work on a stream; return other values unchanged."""
+    """Return the views of tensors on the device for work on a stream; return other values unchanged."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(host_of, value))
     return value._view if isinstance(value, Tensor) else value
+
+
+def computed(function: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+    """Return what a function computes on the device, as tensors there; waits, and copies nothing to the host."""
+    RUNTIME.call("cudaStreamSynchronize", ctypes.c_void_p(current()))
+    first = next((one for one in operands if isinstance(one, Tensor)), None)
+    out = options.pop("out", None)
+    result = function(*map(host_of, operands), **options)
+    if out is not None:
+        return out.copy_(upload(result, is_counted=False))
+
+    def placed(one: Any) -> Any:
+        if isinstance(one, (list, tuple)):
+            return type(one)(map(placed, one))
+        if not isinstance(one, torch.Tensor):
+            return one
+        if first is not None and shares(one, first._view):
+            return Tensor(first._memory, one)
+        return upload(one, is_counted=False)
+
+    return placed(result)
+
+
+def shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def view_of(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -287,13 +365,17 @@ def full(
     return empty(*shape, dtype=dtype, device=device).fill_(value)
 
 
-def upload(tensor: torch.Tensor) -> Tensor:
-    return empty(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
+def upload(tensor: torch.Tensor, _device: Any = None, *, is_counted: bool = True) -> Tensor:
+    before = RUNTIME.copied_bytes
+    made = empty(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    if not is_counted:
+        RUNTIME.copied_bytes = before
+    return made
 
 
-def as_tensor(array: Any, device: str = "cuda") -> Tensor:
+def as_tensor(array: Any, device: Any = "cuda") -> Tensor:
     """Return a tensor that shares the memory of an array of gradwire."""
-    assert device == "cuda"
+    assert str(device).startswith("cuda")
     interface = array.__cuda_array_interface__
     dtype = {typestr: dtype for dtype, typestr in INTERFACE_TYPES.items()}[interface["typestr"]]
     (numel,) = interface["shape"]
@@ -352,6 +434,15 @@ def install(module: Path, seed: int) -> None:
     RUNTIME.call("emulatedSeed", ctypes.c_uint64(seed))
     torch.Tensor.cuda = upload  # type: ignore[method-assign,assignment]
     torch.cuda.current_stream = current_stream  # type: ignore[assignment]
+    torch.cuda.is_initialized = lambda: True
+    on_host = torch.as_tensor
+
+    def as_tensor_anywhere(array: Any, *args: Any, **options: Any) -> Any:
+        if hasattr(array, "__cuda_array_interface__"):
+            return as_tensor(array, options.get("device", "cuda"))
+        return on_host(array, *args, **options)
+
+    torch.as_tensor = as_tensor_anywhere  # type: ignore[assignment]
 
 
 RUNTIME: Runtime

@@ -61,6 +61,7 @@ cudaError_t last_error = cudaSuccess;
 int current_device = 0;
 unsigned capturing = 0;
 uint64_t waits = 0;
+uint64_t copied_bytes = 0;  // all copies of the module are between host and device
 bool is_eager = false;
 
 using Lock = std::lock_guard<std::recursive_mutex>;
@@ -229,6 +230,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
     const Lock lock(mutex);
+    copied_bytes += bytes;
     enqueue(stream_of(stream), [=] { std::memcpy(to, from, bytes); });
     return cudaSuccess;
 }
@@ -362,6 +364,7 @@ cudaError_t emulatedSleep(cudaStream_t stream) {
     return cudaSuccess;
 }
 uint64_t emulatedWaits() { return waits; }
+uint64_t emulatedCopiedBytes() { return copied_bytes; }
 cudaError_t emulatedSeed(uint64_t number) {
     emulated::seed(number);
     is_eager = number != 0;

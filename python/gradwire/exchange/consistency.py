@@ -24,7 +24,7 @@ from . import clock
 from .groups import Groups
 from .membership import Membership
 from .options import Options
-from .parameters import ExactSum, Replica, views
+from .parameters import ExactSum, Replica, on_host, views
 from .protocol import Note, Phase
 
 __all__ = ["Consistency", "Digests", "digest_of", "start_of"]
@@ -43,7 +43,7 @@ def digest_of(arrays: Sequence[NDArray[Any]]) -> str:
     """Return a digest of the arrays' bits."""
     state = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for array in arrays:
-        state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        state.update(np.ascontiguousarray(on_host(array)).reshape(-1).view(np.uint8).data)
     return state.hexdigest()
 
 
@@ -55,16 +55,18 @@ def start_of(groups: Groups, params: Any) -> tuple[str, str]:
         params: the shared parameters.
 
     Returns:
-        Empty texts for arrays on a device, and for a residual of zeros.
+        Empty texts for arrays that NumPy and torch cannot see, and for a residual of zeros.
     """
-    if (
-        any(device_of(encoder.residual) >= 0 for encoder in groups.encoders)
-        or device_of(params) >= 0
-    ):
+    try:
+        arrays = views(params)
+    except TypeError:
         return "", ""
-    residuals = [encoder.residual for encoder in groups.encoders]
+    residuals = [
+        encoder.state_dict()["residual"] if device_of(encoder.residual) >= 0 else encoder.residual
+        for encoder in groups.encoders
+    ]
     has_residual = any(residual.any() for residual in residuals)
-    return digest_of(views(params)), digest_of(residuals) if has_residual else ""
+    return digest_of(arrays), digest_of(residuals) if has_residual else ""
 
 
 class Digests:
@@ -230,7 +232,7 @@ class Consistency:
             try:
                 return f"{contributors}-{digest_of(replica.shared or views(params))}"
             except TypeError:
-                return None  # not in host memory
+                return None  # neither NumPy's nor torch's
         beyond = self._membership.applied_since(cut)
         total, oldest = replica.total, replica.oldest_sent
         if beyond is None or not isinstance(total, ExactSum) or not total.initial:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from numpy.typing import NDArray
 
+from ..arrays import device_of
 from ..codec import Encoder
 from ..errors import NonFiniteUpdate, PeerLost
 from . import checkpoint, clock
@@ -352,7 +353,7 @@ class Exchange:
             Mismatch: as ``wait_for_peers``, or the parameters have other shapes or dtypes.
             TypeError, ValueError: as ``step``.
         """
-        self._groups.check_params(params)
+        self._check_params(params)
         writable_views(optimizer_state)  # refuses now rather than in the middle of training
         if self._membership.phase is Phase.NEW and not self._is_loaded:
             self._replica.drop_shared()  # of an earlier call, which was refused
@@ -444,7 +445,8 @@ class Exchange:
         """Like ``step``, after the caller's optimiser has moved ``params``: the movement is the update.
 
         Args:
-            params: host arrays, float32 or float64; afterwards the shared parameters. Unchanged by a local step.
+            params: float32 or float64 arrays in host memory, or torch's tensors; afterwards the shared parameters.
+                Unchanged by a local step.
             optimizer_state: as in ``step``.
 
         Raises:
@@ -558,8 +560,8 @@ class Exchange:
             raise PeerLost(
                 f"{members} of at least {self._options.min_members} members are left: {gone}"
             )
-        if self._options.exact or self._options.outer_momentum or self._options.optimizer:
-            writable_views(params)  # refuses parameters on a device before anything is encoded
+        if self._options.outer_momentum or self._options.optimizer:
+            writable_views(params)  # refuses what it cannot use before anything is encoded
         if self._options.apply_residual and not self._replica.shared:
             self._groups.residuals(writable_views(params))
         self.wait_for_peers()
@@ -570,11 +572,17 @@ class Exchange:
             return None
         return self._finish_earlier(params, optimizer_state)
 
+    def _check_params(self, params: Any) -> None:
+        needs_host = self._options.exact or self._options.optimizer
+        if needs_host and device_of(params) >= 0:
+            raise TypeError("exact=True and optimizer= need parameters in host memory")
+        self._groups.check_params(params)
+
     def _announce_params(self, params: Any, *, again: bool = False) -> None:
         """Check the parameters and tell the others their dtypes, shapes and initial values, once."""
         if self._membership.signature["params"] is not None and not again:
             return
-        self._groups.check_params(params)
+        self._check_params(params)
         start = self._membership.start
         # Asynchronous replicas that go on from checkpoints are equal only within rounding.
         is_new = self._membership.phase is Phase.NEW

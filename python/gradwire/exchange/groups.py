@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from ..message import Message, apply, max_message_bytes, parse_many
 from ..partition import Partition
 from ..policy import TargetDensity, ThresholdPolicy
 
-__all__ = ["Codec", "Group", "Groups", "check_size_exponent", "for_size"]
+__all__ = ["Codec", "Group", "Groups", "check_size_exponent", "for_size", "host_message"]
 
 Codec = Literal["threshold", "dense", "bfloat16"]
 
@@ -168,6 +169,11 @@ class Groups:
         for index, encoder in enumerate(self.encoders):
             arrays = self.select(params, index)
             if device_of(arrays) >= 0:
+                if str(encoder.device) == "cpu":
+                    raise ValueError(
+                        f"the parameters are on a device, the encoder with key {encoder.key} in host memory: give it "
+                        f'device="cuda:{device_of(arrays)}"'
+                    )
                 continue
             empty = Message.from_entries(*nothing, numel=encoder.numel, threshold=1.0)
             try:
@@ -180,22 +186,27 @@ class Groups:
     def residuals(self, arrays: Sequence[Any]) -> list[NDArray[Any]]:
         """Return the residual of each of the model's arrays: a writable view in the array's shape.
 
+        Residuals on a device are torch's tensors.
+
         Raises:
-            ValueError: the arrays are not those of the groups, or a residual is not in host memory.
+            ValueError: the arrays are not those of the groups, or a residual is on another device.
         """
         found: dict[int, NDArray[Any]] = {}
+        device = device_of(list(arrays))
         for group in self.groups:
-            encoder = group.encoder
-            if device_of(encoder.residual) >= 0:
+            encoder, residual = group.encoder, group.encoder.residual
+            if device_of(residual) != device:
                 raise ValueError(
-                    f"the residual of group {encoder.key} is on a device, which apply_residual cannot reach: "
-                    "use an encoder in host memory"
+                    f"the residual of group {encoder.key} is on {encoder.device}, the parameters are not: give the "
+                    "encoder their device"
                 )
+            if device >= 0:
+                residual = sys.modules["torch"].as_tensor(residual, device=f"cuda:{device}")
             start = 0
             for tensor in range(len(arrays)) if group.tensors is None else group.tensors:
                 shape = arrays[tensor].shape
                 stop = start + math.prod(shape)
-                found[tensor] = encoder.residual[start:stop].reshape(shape)
+                found[tensor] = residual[start:stop].reshape(shape)
                 start = stop
             if start != encoder.numel:
                 raise ValueError(f"{start} elements for group {encoder.key} of {encoder.numel}")
@@ -217,7 +228,7 @@ class Groups:
         refresh: Callable[[int], None] | None = None,
         partitions: Sequence[Partition] | None = None,
     ) -> list[Any]:
-        """Return every group's message, in host memory.
+        """Return every group's message, of an encoder on a device in its memory.
 
         Encoders on a device work side by side, and are waited for together.
 
@@ -264,17 +275,19 @@ class Groups:
         try:
             for index in range(len(self.groups)):
                 encoded.append(encode_group(index))
-            if partitions is None:
-                return [_on_host(message) for message in encoded]
-            return [[_on_host(message) for message in messages] for messages in encoded]
+            for one in encoded:
+                for message in one if isinstance(one, list) else [one]:
+                    if not isinstance(message, Message):
+                        message.check()  # waits
+            return encoded
         except BaseException:
             for index, (encoder, one) in enumerate(zip(self.encoders, encoded, strict=False)):
                 with suppress(NonFiniteUpdate):  # a message that a device refused has taken nothing
                     if partitions is None:
-                        apply(_on_host(one), encoder.residual)
+                        apply(host_message(one), encoder.residual)
                         continue
                     for at, message in enumerate(one):
-                        apply(_on_host(message), encoder.residual, part=partitions[index][at])
+                        apply(host_message(message), encoder.residual, part=partitions[index][at])
             raise
 
     def put_back(self, messages: Sequence[Message], factor: float = 1.0) -> None:
@@ -302,12 +315,8 @@ class Groups:
         return messages
 
 
-def _on_host(message: Any) -> Message:
-    """Return a message in host memory, after waiting for the device; a copy, because the original's memory is large.
-
-    Raises:
-        NonFiniteUpdate: the device refused the update.
-    """
+def host_message(message: Any) -> Message:
+    """Return a message in host memory, after waiting for the device; a copy, because the original's memory is large."""
     return message if isinstance(message, Message) else Message.parse(bytes(message))
 
 

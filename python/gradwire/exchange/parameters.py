@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from ..arrays import device_of
 from ..message import Message, apply, apply_many, apply_to_both, apply_with_momentum
 from ..partition import Part, Partition
 from ..transport import Peer, Ticket
-from .groups import Codec, Groups
+from .groups import Codec, Groups, host_message
 
 __all__ = [
     "Arrays",
@@ -28,11 +29,13 @@ __all__ = [
     "SecondTarget",
     "add",
     "add_owner_state",
+    "clones",
     "copies",
     "described",
     "difference",
     "gathered",
     "is_sum_exact",
+    "on_host",
     "owner_arrays",
     "put",
     "views",
@@ -51,14 +54,14 @@ _BLOCK = 1 << 13
 _ROUNDING = 2.0**-20
 
 
-# ---- arrays as NumPy sees them ---------------------------------------------------------------------------------------
+# ---- arrays as NumPy sees them, or tensors on a device ---------------------------------------------------------------
 
 
 def views(arrays: Any) -> Arrays:
-    """Return each array as NumPy sees it, without a copy.
+    """Return each array as NumPy sees it, without a copy; torch's tensors on a device as they are.
 
     Args:
-        arrays: one array, or a list or tuple: ndarrays, buffers, or tensors on the CPU with a ``numpy`` method.
+        arrays: one array, or a list or tuple: ndarrays, buffers, CPU tensors with ``numpy``, or torch's on a device.
 
     Raises:
         TypeError: NumPy cannot view an array in place.
@@ -68,7 +71,7 @@ def views(arrays: Any) -> Arrays:
 
 
 def writable_views(arrays: Any) -> Arrays:
-    """Return each array as NumPy sees it, checked to be float32 or float64, contiguous and writable.
+    """Return each array as ``views`` does, checked to be float32 or float64, contiguous and writable.
 
     Raises:
         TypeError: another dtype, or NumPy cannot view an array in place.
@@ -76,15 +79,24 @@ def writable_views(arrays: Any) -> Arrays:
     """
     found = views(arrays)
     for one in found:
-        if one.dtype not in (np.float32, np.float64):
-            raise TypeError(f"parameters must be float32 or float64, got {one.dtype}")
-        if not one.flags.c_contiguous or not one.flags.writeable:
+        dtype = _dtype_of(one)
+        if dtype not in ("float32", "float64"):
+            raise TypeError(f"parameters must be float32 or float64, got {dtype}")
+        if isinstance(one, np.ndarray):  # noqa: SIM108
+            is_fit = one.flags.c_contiguous and one.flags.writeable
+        else:
+            is_fit = one.is_contiguous()
+        if not is_fit:
             raise ValueError("parameters must be C-contiguous and writable")
     return found
 
 
 def _as_list(arrays: Any) -> list[Any]:
     return list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
+
+
+def _dtype_of(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
 
 
 def _view(array: Any) -> NDArray[Any]:
@@ -94,12 +106,15 @@ def _view(array: Any) -> NDArray[Any]:
         )
     if hasattr(array, "__array_interface__"):
         return np.asarray(array)
+    if hasattr(array, "copy_") and device_of(array) >= 0:
+        tensor: NDArray[Any] = array
+        return tensor
     try:
         return np.asarray(array.numpy() if hasattr(array, "numpy") else memoryview(array))
     except (TypeError, BufferError):  # the second is JAX's for bfloat16
         raise TypeError(
             f"{type(array).__name__} is not an array that NumPy can view in place; "
-            "pass arrays in host memory"
+            "pass arrays in host memory, or torch's tensors"
         ) from None
 
 
@@ -108,19 +123,59 @@ def described(arrays: Any) -> list[list[Any]]:
     found = []
     for one in _as_list(arrays):
         array = one if hasattr(one, "dtype") and hasattr(one, "shape") else _view(one)
-        found.append([str(array.dtype).removeprefix("torch."), list(array.shape)])
+        found.append([_dtype_of(array), list(array.shape)])
     return found
 
 
+def on_host(array: Any) -> NDArray[Any]:
+    """Return an array itself, or a copy in host memory of a tensor on a device."""
+    if isinstance(array, np.ndarray):
+        return array
+    host: NDArray[Any] = array.cpu().numpy()
+    return host
+
+
 def copies(arrays: Sequence[NDArray[Any]]) -> Arrays:
-    """Return a contiguous copy of each array."""
-    return [np.array(one, order="C") for one in arrays]
+    """Return a contiguous copy of each array, in host memory."""
+    return [np.array(on_host(one), order="C") for one in arrays]
+
+
+def clones(arrays: Sequence[Any]) -> Arrays:
+    """Return a contiguous copy of each array, where it is."""
+    return [
+        np.array(one, order="C") if isinstance(one, np.ndarray) else one.clone() for one in arrays
+    ]
+
+
+def zeros_like(arrays: Sequence[Any]) -> Arrays:
+    """Return zeros for each array, where it is."""
+    return [
+        np.zeros_like(one) if isinstance(one, np.ndarray) else one.new_zeros(one.shape)
+        for one in arrays
+    ]
 
 
 def put(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
-    """Copy every array of ``source`` to its counterpart in ``target``."""
+    """Copy every array of ``source`` to its counterpart in ``target``, from or to a device where they differ."""
     for to, of in zip(target, source, strict=True):
-        to[...] = of
+        if isinstance(to, np.ndarray):
+            to[...] = on_host(of)
+            continue
+        tensor: Any = to
+        if isinstance(of, np.ndarray):
+            tensor.copy_(sys.modules["torch"].from_numpy(np.ascontiguousarray(of)))
+        else:
+            tensor.copy_(of)
+
+
+def placed(arrays: Arrays, like: Any) -> Arrays:
+    """Return arrays where other ones of the same shapes are: the arrays themselves, or copies on the others' device."""
+    others = views(like)
+    if (device_of(arrays) < 0) == (device_of(others) < 0):
+        return arrays
+    found = zeros_like(others)
+    put(found, arrays)
+    return found
 
 
 def add(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
@@ -129,18 +184,18 @@ def add(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
     Raises:
         ValueError: the sizes differ; nothing was added.
     """
-    sizes = [one.size for one in target], [one.size for one in source]
+    sizes = [math.prod(one.shape) for one in target], [math.prod(one.shape) for one in source]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"an update of arrays with {sizes[1]} elements for parameters of {sizes[0]}"
         )
     for to, of in zip(target, source, strict=True):
-        np.add(to, of.reshape(to.shape), out=to)
+        to += of.reshape(to.shape)
 
 
 def difference(minuend: Sequence[NDArray[Any]], subtrahend: Sequence[NDArray[Any]]) -> Arrays:
     """Return the differences of all pairs of arrays, in new memory."""
-    return [np.subtract(one, other) for one, other in zip(minuend, subtrahend, strict=True)]
+    return [one - other for one, other in zip(minuend, subtrahend, strict=True)]
 
 
 def gathered(arrays: Any, part: Part) -> NDArray[Any]:
@@ -262,9 +317,10 @@ class MomentumSum(PlainSum):
         self.velocity: Arrays = []
 
     def ensure_velocity(self, params: Any) -> None:
-        """Start with a velocity of zero, unless there is one already."""
+        """Start with a velocity of zero, unless there is one already; keep it where the parameters are."""
         if not self.velocity:
-            self.velocity = [np.zeros_like(one) for one in writable_views(params)]
+            self.velocity = zeros_like(writable_views(params))
+        self.velocity = placed(self.velocity, params)
 
     def accelerate(self, added: Arrays) -> None:
         """Add the momentum to an addition to the parameters, in place."""
@@ -488,7 +544,8 @@ class Replica:
         return self.sent[0] if len(self.sent) == self.sent.maxlen else None
 
     def finish_step(self, own: OwnUpdate) -> None:
-        """Keep the messages of a finished step a little longer, and advance to the next."""
+        """Keep the messages of a finished step a little longer, in host memory, and advance to the next."""
+        own.messages[:] = map(host_message, own.messages)
         self.pending = None
         self.sent.append(own)
         self.step += 1
@@ -521,7 +578,8 @@ class Replica:
         """Encode an update as ``Groups.encode`` does; with None for the codec all that is left, as the last update."""
         encode = self.groups.encode
         messages = self.groups.flush() if codec is None else encode(update, codec, refresh)
-        payload = messages[0] if len(messages) == 1 else b"".join(map(bytes, messages))
+        is_one = len(messages) == 1 and isinstance(messages[0], Message)
+        payload = messages[0] if is_one else b"".join(map(bytes, messages))
         return OwnUpdate(self.step, messages, payload)
 
     def prepare(self, own: OwnUpdate, lost: Container[Peer]) -> frozenset[Peer]:  # noqa: ARG002
@@ -586,9 +644,11 @@ class Replica:
     # ---- local steps -------------------------------------------------------------------------------------------------
 
     def copy_shared(self, params: Any) -> None:
-        """Make the shared copy from ``params``, unless there is one already."""
-        if not self.shared:
-            self.shared = copies(writable_views(params))
+        """Make the shared copy from ``params``, unless there is one already; keep it where the parameters are."""
+        if self.shared:
+            self.shared = placed(self.shared, params)
+        else:
+            self.shared = clones(writable_views(params))
 
     def drop_shared(self) -> None:
         """Make the caller's parameters the shared ones."""
@@ -612,7 +672,8 @@ class Replica:
         if not self.shared or self.local_steps:
             return True
         if not self._applies_residual:
-            return all(map(np.array_equal, writable_views(params), self.shared))
+            arrays = map(on_host, writable_views(params))
+            return all(map(np.array_equal, arrays, map(on_host, self.shared)))
         # Where a large quantum was added and taken away again, rounding is relative to the quantum.
         quantum = max((encoder.threshold for encoder in self.groups.encoders), default=0.0)
         for param, shared, residual in self._parts(params):
@@ -629,11 +690,14 @@ class Replica:
         targets = writable_views(params)
         if not self._applies_residual:
             return difference(targets, self.shared), None
-        self.groups.residuals(self.shared)  # refuses residuals on a device
+        residuals = self.groups.residuals(self.shared)  # refuses residuals elsewhere
 
         def refresh(index: int) -> None:
             now, before = self.groups.select(targets, index), self.groups.select(self.shared, index)
-            self.groups.encoders[index].hold_difference(now, before)
+            if device_of(now) >= 0:
+                put(self.groups.select(residuals, index), difference(now, before))
+            else:
+                self.groups.encoders[index].hold_difference(now, before)
 
         return None, refresh
 
@@ -666,8 +730,11 @@ class Replica:
 
         Messages of an unfinished step stay apart from the residual.
         """
-        encoders = self.groups.encoders
-        if not self.shared or any(device_of(encoder.residual) >= 0 for encoder in encoders):
+        is_here = all(
+            device_of(encoder.residual) == device_of(self.shared)
+            for encoder in self.groups.encoders
+        )
+        if not self.shared or not is_here:
             return
         if not self._applies_residual:
             for param, shared, residual in self._parts(params):
@@ -688,13 +755,25 @@ class Replica:
         if not self._applies_residual:
             put(writable_views(params), self.shared)
             return
-        for param, shared, residual in self._parts(params):
+        targets, residuals = writable_views(params), self.groups.residuals(self.shared)
+        if device_of(targets) >= 0:
+            put(targets, self.shared)
+            add(targets, residuals)
+            return
+        for param, shared, residual in zip(targets, self.shared, residuals, strict=True):
             np.add(shared, residual, out=param)
 
     def _parts(self, params: Any) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
-        """Return the caller's parameters, the shared ones and the residual, array by array."""
+        """Yield the caller's parameters, the shared ones and the residual, array by array, in host memory.
+
+        Changes of parameters and residual go back to the device. No step does this, it would copy all of them.
+        """
         residuals = self.groups.residuals(self.shared)
-        return zip(writable_views(params), self.shared, residuals, strict=True)
+        for arrays in zip(writable_views(params), self.shared, residuals, strict=True):
+            param, shared, residual = map(on_host, arrays)
+            yield param, shared, residual
+            if device_of(arrays) >= 0:
+                put([arrays[0], arrays[2]], [param, residual])
 
     # ---- messages and states of others -------------------------------------------------------------------------------
 
@@ -743,7 +822,7 @@ class Replica:
         The arrays are not copied.
 
         Raises:
-            TypeError: the parameters are not in host memory.
+            TypeError: NumPy cannot view the parameters in place.
         """
         total = self.total
         if isinstance(total, ExactSum) and total.initial:

@@ -47,6 +47,7 @@ class Gather:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
+        self.rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
         self._slot_bytes: dict[int, int] = {}
         self.second_collectives = 0

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -68,6 +69,7 @@ class _Job:
     parameters: list[torch.Tensor]
     staging: Staging
     done: "torch.futures.Future[torch.Tensor]"
+    ready: "torch.cuda.Event | None" = None
     states: list[ParameterState] = field(default_factory=list)
     updates: list[torch.Tensor] = field(default_factory=list)
     messages: list[Message | None] = field(default_factory=list)
@@ -109,9 +111,9 @@ class ThresholdState:
 
     Make one per model and rank, with the same arguments on every rank; ``register_threshold_hook`` does so.
 
-    Every parameter has an encoder with a threshold of its own. The messages of all ranks are gathered bucket by bucket,
-    while the backward pass goes on, and averaged in the order of the ranks, so all ranks get the same bits. Unsent
-    gradients stay in residuals, which belong to the parameters however DDP arranges its buckets.
+    Every parameter has an encoder with a threshold of its own, on the parameter's device. The messages of all ranks are
+    gathered bucket by bucket, while the backward pass goes on, and averaged in the order of the ranks, so all ranks get
+    the same bits. Unsent gradients stay in residuals, which belong to the parameters however DDP arranges its buckets.
 
     If a gradient is NaN or infinite on any rank, the whole step becomes NaN on all ranks, so that ``GradScaler`` skips
     it everywhere, and the residuals are what they were before.
@@ -137,8 +139,8 @@ class ThresholdState:
         scaler: the ``GradScaler`` whose scale the gradients carry, or None. Not pickled.
         on_nonfinite: "propagate"; or "skip": leave out elements that are not finite, and count the step.
         threads: most threads of one encode, and for adding messages.
-        backend: of the group that carries the messages: "gloo", which suits messages in host memory even where
-            gradients go over NCCL; "nccl" moves them to the GPU and back.
+        backend: of the group that carries the messages: "gloo", from host memory, even where gradients go over NCCL;
+            "nccl" moves them to the GPU and back.
 
     Raises:
         ValueError: an argument is out of range.
@@ -174,7 +176,9 @@ class ThresholdState:
             self.threshold = TargetDensity(0.01)
         self._step, self._scale = 0, 1.0
         self._set_up()
-        self._make_encoder(1, "float32", 0, 1)  # raises now what the first bucket's would later
+        self._make_encoder(
+            1, "float32", "cpu", 0, 1
+        )  # raises now what the first bucket's would later
         if parameters is not None:
             self.name_parameters(parameters)
 
@@ -183,19 +187,21 @@ class ThresholdState:
         self._parameters = ParameterStates(self._make_encoder, self.momentum)
         self._gather: Gather | None = None
         self._worker: ThreadPoolExecutor | None = None
+        self._stream: torch.cuda.Stream | None = None  # for gradients on a GPU
         self._jobs: list[_Job] = []
         # With momentum, of the warm-up's last step: the states it updated, and whether its averages were finite.
         self._warmed: list[ParameterState] = []
         self._is_warmup_finite: list[bool] = []
         self._stats = HookStats()
 
-    def _make_encoder(self, numel: int, dtype: str, key: int, largest: int) -> Encoder:
+    def _make_encoder(self, numel: int, dtype: str, device: str, key: int, largest: int) -> Encoder:
         encoder = Encoder(
             numel,
             threshold=for_size(self.threshold, numel, largest, self.size_exponent),
             shakeup=self.shakeup,
             clip=self.clip,
             dtype=dtype,
+            device=device,
             key=key,
             on_nonfinite="raise" if self.on_nonfinite == "propagate" else "skip",
             threads=self.threads,
@@ -305,6 +311,9 @@ class ThresholdState:
             staging=Staging(buffer),
             done=torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None),
         )
+        if buffer.is_cuda:
+            self._stream = self._stream or torch.cuda.Stream(buffer.device)
+            job.ready = torch.cuda.current_stream(buffer.device).record_event()
         self._worker.submit(self._process, job, gather)
         # Errors arrive as a result, because a Future made in Python cannot fail; this turns them into one.
         return job.done.then(_raise_or_return)
@@ -319,7 +328,7 @@ class ThresholdState:
         if bucket.index() == 0:
             self._finish_warmup_step()
         staging = Staging(buffer)
-        states = self._parameters.of_bucket(bucket.parameters(), staging.host.dtype)
+        states = self._parameters.of_bucket(bucket.parameters(), staging.memory.dtype)
         for state, gradient in zip(states, _split(staging.fetch(), states), strict=True):
             gradient.copy_(state.add_momentum(gradient))
         self._warmed += states
@@ -348,29 +357,35 @@ class ThresholdState:
     # ---- in the state's own thread ----------------------------------------------------------------------------------
 
     def _process(self, job: _Job, gather: Gather) -> None:
-        """Encode and gather one bucket; after the last one, finish the step."""
-        try:
-            if job.index == 0:
-                self._begin_step()
-            self._jobs.append(job)
-            begin_s = time.perf_counter()
-            self._encode(job)
-            encoded_s = time.perf_counter()
-            finite = [message for message in job.messages if message is not None]
-            is_nonfinite = len(finite) < len(job.messages)
-            payload = memoryview(b"" if is_nonfinite else b"".join(map(bytes, finite)))
-            job.gathered = gather(job.step, job.index, payload, is_nonfinite)
-            gathered_s = time.perf_counter()
-            self._count(
-                encode_s=encoded_s - begin_s,
-                gather_s=gathered_s - encoded_s,
-                message_bytes=payload.nbytes,
-            )
-            if job.is_last:
-                self._parameters.check_all_loaded()
-                self._finish_step()
-        except BaseException as error:
-            self._fail(error)
+        """Encode and gather one bucket; after the last one, finish the step. On a GPU in a stream of this thread's."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            try:
+                if self._stream is not None and job.ready is not None:
+                    self._stream.wait_event(job.ready)
+                self._exchange(job, gather)
+            except BaseException as error:
+                self._fail(error)
+
+    def _exchange(self, job: _Job, gather: Gather) -> None:
+        if job.index == 0:
+            self._begin_step()
+        self._jobs.append(job)
+        begin_s = time.perf_counter()
+        self._encode(job)
+        encoded_s = time.perf_counter()
+        finite = [message for message in job.messages if message is not None]
+        is_nonfinite = len(finite) < len(job.messages)
+        payload = memoryview(b"" if is_nonfinite else b"".join(map(bytes, finite)))
+        job.gathered = gather(job.step, job.index, payload, is_nonfinite)
+        gathered_s = time.perf_counter()
+        self._count(
+            encode_s=encoded_s - begin_s,
+            gather_s=gathered_s - encoded_s,
+            message_bytes=payload.nbytes,
+        )
+        if job.is_last:
+            self._parameters.check_all_loaded()
+            self._finish_step()
 
     def _begin_step(self) -> None:
         """Put back what an interrupted step has encoded; follow the loss scale."""
@@ -386,19 +401,26 @@ class ThresholdState:
 
     def _encode(self, job: _Job) -> None:
         """Encode every parameter of a bucket; an update that is not finite is reported and leaves None."""
-        states = self._parameters.of_bucket(job.parameters, job.staging.host.dtype)
+        states = self._parameters.of_bucket(job.parameters, job.staging.memory.dtype)
         updates: list[torch.Tensor] = []
-        messages: list[Message | None] = []
+        messages: list[Any] = []
         refused: NonFiniteUpdate | None = None
         for state, gradient in zip(states, _split(job.staging.fetch(), states), strict=True):
             updates.append(state.add_momentum(gradient))
             try:
-                messages.append(state.encode(updates[-1]))
+                messages.append(state.encoder.encode(updates[-1]))
             except NonFiniteUpdate as error:
                 refused = refused or error
                 messages.append(None)
             if self.on_nonfinite == "skip":
                 state.clear_nonfinite_momentum()
+        for at, message in enumerate(messages):
+            if message is not None and not isinstance(message, Message):  # on a GPU
+                try:
+                    message.check()  # waits
+                except NonFiniteUpdate as error:
+                    refused = refused or error
+                    messages[at] = None
         if refused is not None:
             _LOG.warning("step %d, bucket %d: %s", job.step, job.index, refused)
         job.states, job.updates, job.messages = states, updates, messages
@@ -412,7 +434,7 @@ class ThresholdState:
             _LOG.info("step %d is skipped: a gradient was not finite", jobs[0].step)
             for job in jobs:
                 job.revert()
-                job.staging.host.fill_(float("nan"))
+                job.staging.memory.fill_(float("nan"))
         else:
             # All are checked before the first gradient changes.
             for job, by_rank in [(job, job.parse_gathered()) for job in jobs]:
@@ -426,9 +448,11 @@ class ThresholdState:
 
     def _apply(self, job: _Job, by_rank: list[list[Message]]) -> None:
         """Replace a bucket's gradients by the average of all ranks' messages."""
-        job.staging.host.fill_(0.0)
+        job.staging.memory.fill_(0.0)
         scale = 1.0 / len(by_rank)
-        gradients = _split(job.staging.host, job.states)
+        gradients = _split(job.staging.memory, job.states)
+        if self._gather is not None:
+            by_rank[self._gather.rank] = list(job.messages)  # type: ignore[arg-type]  # on a GPU not copied there again
         for gradient, messages in zip(gradients, zip(*by_rank, strict=True), strict=True):
             apply_many(messages, gradient, scale=scale, threads=self.threads)
         if self.factor_masking:

@@ -53,7 +53,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             gradient by up to sqrt(n). The optimiser's learning rates carry the factor during its step.
         equalize: begin with the parameters of the node with the lowest id, on all nodes; without, nodes that begin with
             other parameters are refused.
-        buffers: further float32 or float64 tensors in host memory that late nodes take over, such as a model's buffers.
+        buffers: further float32 or float64 tensors that late nodes take over, such as a model's buffers.
 
     Raises:
         ValueError: ``update_scale`` is not "auto", nor positive and finite.
@@ -103,7 +103,8 @@ class SharedOptimizer(torch.optim.Optimizer):
             None  # while the model holds the shared parameters
         )
         self.result: StepResult | None = None
-        self._params = [Staging(param) for param in parameters_of(optimizer)]
+        is_team = hasattr(exchange, "team")
+        self._params = [Staging(param, on_host=is_team) for param in parameters_of(optimizer)]
         self._state: list[Staging] = []
         self._loaded: list[torch.Tensor] = []
         self._local: list[np.ndarray[Any, Any]] = []
@@ -132,14 +133,13 @@ class SharedOptimizer(torch.optim.Optimizer):
             self._state = [Staging(tensor) for tensor in _state_tensors(self.optimizer)]
         self._state += self._buffers
         for staging in (*self._params, *self._state):
-            staging.mark_ready()
             staging.fetch()
         for staging, shared in zip(self._params, self._loaded, strict=False):
             if staging.is_rounded:
-                staging.host.copy_(shared)
-        joined = self.exchange.join(*self._hosts, equalize=self._equalizes)
+                staging.memory.copy_(shared)
+        joined = self.exchange.join(*self._memory, equalize=self._equalizes)
         if self._local and not joined.is_late:
-            put(writable_views(self._hosts[0]), self._local)
+            put(writable_views(self._memory[0]), self._local)
         if joined.is_late or self._local or not self.exchange.has_local_steps:
             self._store()
         self._local = []
@@ -152,8 +152,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         Raises:
             TimeoutError, Mismatch: as ``Exchange.resync``.
         """
-        with self._staged() as hosts:
-            return self.exchange.resync(*hosts)
+        with self._staged() as memory:
+            return self.exchange.resync(*memory)
 
     def leave(self) -> StepResult:
         """Send the rest of this node's updates, for the last time; close the node afterwards.
@@ -161,8 +161,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         Raises:
             WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.leave``.
         """
-        with self._staged() as hosts:
-            return self.exchange.leave(*hosts)
+        with self._staged() as memory:
+            return self.exchange.leave(*memory)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of the wrapped optimiser and share it.
@@ -186,10 +186,10 @@ class SharedOptimizer(torch.optim.Optimizer):
             with self._scaled_rates():
                 loss = self._local_step(closure)
         if self.exchange.is_next_local:
-            self.result = self.exchange.step_moved(*self._hosts)
+            self.result = self.exchange.step_moved(*self._memory)
             return loss
-        with self._staged() as hosts:
-            self.result = self.exchange.step_moved(*hosts)
+        with self._staged() as memory:
+            self.result = self.exchange.step_moved(*memory)
         return loss
 
     def catch_up(self, timeout_s: float = 0.0) -> int:
@@ -231,33 +231,33 @@ class SharedOptimizer(torch.optim.Optimizer):
         if self._own is not None:
             raise RuntimeError("shared_parameters() inside shared_parameters()")
         with self._staged() as (params, _):
-            hosts = writable_views(params)
-            self._own = copies(hosts)
-            put(hosts, self.exchange.shared(hosts))
+            arrays = writable_views(params)
+            self._own = copies(arrays)
+            put(arrays, self.exchange.shared(arrays))
         try:
             yield
         finally:
-            put(hosts, self._own)
+            put(arrays, self._own)
             self._own = None
             self._store()
 
     def shared_tensors(self) -> list[torch.Tensor]:
         """Return copies of the shared parameters, in host memory, in the order of the optimiser's parameters."""
-        hosts = writable_views(self._hosts[0])
+        arrays = writable_views(self._memory[0])
         params = [param.detach() for param in parameters_of(self.optimizer)]
         if not self._has_joined or self._own is not None or not self._is_as_left(params):
             return [param.cpu().clone() for param in params]
-        return [torch.from_numpy(one) for one in self.exchange.shared(hosts)]
+        return [torch.from_numpy(one) for one in self.exchange.shared(arrays)]
 
     def _is_as_left(self, params: list[torch.Tensor]) -> bool:
         """Return whether the model holds what the last step left: no other weights were loaded or copied into it."""
         for param, staging in zip(params, self._params, strict=True):
             local = param.to_local() if hasattr(param, "to_local") else param
-            if staging.host.data_ptr() != local.data_ptr():
-                left = staging.host.to(local.device, local.dtype)
+            if staging.memory.data_ptr() != local.data_ptr():
+                left = staging.memory.to(local.device, local.dtype)
                 if not torch.equal(left, local):
                     return False
-        return self.exchange.holds(writable_views(self._hosts[0]))
+        return self.exchange.holds(writable_views(self._memory[0]))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimiser does."""
@@ -283,7 +283,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         state: dict[str, Any] = {**self.optimizer.state_dict()}
         shared = self.exchange.state_dict()
         if getattr(self.exchange, "applies_residual", False) and not shared["local_steps"]:
-            own = self._own if self._own is not None else writable_views(self._hosts[0])
+            own = self._own if self._own is not None else writable_views(self._memory[0])
             shared["local"] = copies(own)
         state[_STATE_KEY] = _map_leaves(shared, np.ndarray, torch.from_numpy)
         return state
@@ -307,7 +307,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     def restore(self) -> None:
         """Let the model hold this node's parameters of a loaded state, until the first step; share() sees to it."""
         if self._local and not self._has_joined:
-            put(writable_views(self._hosts[0]), self._local)
+            put(writable_views(self._memory[0]), self._local)
             for staging in self._params:
                 staging.store()
 
@@ -355,8 +355,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         if not grads or any(grad.is_sparse for grad in grads):
             return
         # Infinity minus infinity is NaN, and both spread through a sum: one pass, and one number per tensor.
-        sums = torch.stack([grad.detach().sum(dtype=torch.float64).cpu() for grad in grads])
-        if bool(sums.isfinite().all()):
+        sums = [grad.detach().sum(dtype=torch.float64) for grad in grads]
+        if bool(torch.stack([one.to(sums[0].device) for one in sums]).isfinite().all()):
             return
         counts = [int((~grad.isfinite()).sum()) for grad in grads]
         if sum(counts):
@@ -392,18 +392,17 @@ class SharedOptimizer(torch.optim.Optimizer):
                 group["lr"] = rate
 
     @property
-    def _hosts(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The host memory of the parameters and of the shared state."""
-        return [one.host for one in self._params], [one.host for one in self._state]
+    def _memory(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The codec's memory of the parameters and of the shared state."""
+        return [one.memory for one in self._params], [one.memory for one in self._state]
 
     @contextmanager
     def _staged(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Copy what the optimiser has moved to host memory, and the result back, also after an error."""
+        """Copy what the optimiser has moved to the codec's memory, and the result back, also after an error."""
         for staging in (*self._params, *self._state):
-            staging.mark_ready()
             staging.fetch_moved()
         try:
-            yield self._hosts
+            yield self._memory
         finally:
             self._store()
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..codec import Encoder
-from ..message import Message
+from ..message import Message, apply
 from ..state import check_format
 
 __all__ = ["ParameterState", "ParameterStates"]
@@ -26,12 +26,12 @@ class ParameterState:
 
     Attributes:
         encoder: as given.
-        velocity: gradients with their momentum, in the residual's dtype; None without momentum.
+        velocity: gradients with their momentum, in the residual's dtype and where it is; None without momentum.
     """
 
     def __init__(self, encoder: Encoder, momentum: float) -> None:
         self.encoder = encoder
-        self._residual = torch.from_numpy(encoder.residual)
+        self._residual = torch.as_tensor(encoder.residual, device=encoder.device)
         self._momentum = momentum
         self.velocity = torch.zeros_like(self._residual) if momentum else None
         self._velocity_before = torch.zeros_like(self._residual) if momentum else None
@@ -49,14 +49,6 @@ class ParameterState:
         """Exchange the velocity and the one before the last update."""
         self.velocity, self._velocity_before = self._velocity_before, self.velocity
 
-    def encode(self, update: torch.Tensor) -> Message:
-        """Encode one update.
-
-        Raises:
-            NonFiniteUpdate: the update is not finite; the residual holds its finite part.
-        """
-        return self.encoder.encode(update)
-
     def revert_update(self, update: torch.Tensor) -> None:
         """Take the finite part of an update out of the residual again, and revert the momentum."""
         self._residual.sub_(torch.nan_to_num(update.to(self._residual.dtype), 0.0, 0.0, 0.0))
@@ -69,7 +61,13 @@ class ParameterState:
 
     def mask_momentum(self, message: Message) -> None:
         """Set the velocity of the elements in a message to zero (factor masking)."""
-        if self.velocity is not None:
+        if self.velocity is None:
+            return
+        if self.velocity.is_cuda:
+            sent = torch.zeros_like(self.velocity)
+            apply(message, sent)
+            self.velocity.masked_fill_(sent != 0.0, 0.0)
+        else:
             self.velocity.numpy()[message.entries()[0]] = 0.0
 
     def rescale(self, factor: float) -> None:
@@ -79,8 +77,8 @@ class ParameterState:
     def state_dict(self) -> dict[str, Any]:
         """Return copies of residual and velocity as host tensors, the threshold and the step."""
         return {
-            "residual": self._residual.clone(),
-            "velocity": None if self.velocity is None else self.velocity.clone(),
+            "residual": self._residual.to("cpu", copy=True),
+            "velocity": None if self.velocity is None else self.velocity.to("cpu", copy=True),
             "threshold": self.encoder.threshold,
             "step": self.encoder.step,
         }
@@ -102,12 +100,12 @@ class ParameterStates:
     their place counted from the end, the order in which DDP's first buckets bring them.
 
     Args:
-        make_encoder: returns an encoder for (numel, dtype, key, numel of the largest parameter).
+        make_encoder: returns an encoder for (numel, dtype, device, key, numel of the largest parameter).
         momentum: of every parameter.
     """
 
     def __init__(
-        self, make_encoder: Callable[[int, str, int, int], Encoder], momentum: float
+        self, make_encoder: Callable[[int, str, str, int, int], Encoder], momentum: float
     ) -> None:
         self._make_encoder = make_encoder
         self._momentum = momentum
@@ -182,7 +180,8 @@ class ParameterStates:
 
     def _make_state(self, parameter: torch.Tensor, dtype: str) -> ParameterState:
         numel, name = parameter.numel(), self._names[parameter]
-        encoder = self._make_encoder(numel, dtype, len(self._states), self._largest)
+        device, key = str(parameter.device), len(self._states)
+        encoder = self._make_encoder(numel, dtype, device, key, self._largest)
         state = ParameterState(encoder, self._momentum)
         loaded = self._loaded.pop(name, None)
         if loaded is None:

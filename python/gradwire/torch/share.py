@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from ..sharing import DENSITY, exchange_for, groups_for
+from ..sharing import DENSITY, exchange_for
 from .optimizer import SharedOptimizer, parameters_of
-from .staging import Staging
 
 if TYPE_CHECKING:
     from ..sharing import Density
@@ -81,10 +80,9 @@ def share(
     team = None
     if process_group is not None:
         team = dist.get_rank(process_group), dist.get_world_size(process_group)
-    hosts = [Staging(param).fetch() for param in params]
     exchange = exchange_for(
-        groups_for(named, density),
-        hosts,
+        named,
+        density,
         node=node,
         team=team,
         timeout_s=timeout_s,
@@ -92,12 +90,10 @@ def share(
         **options,
     )
     is_team = hasattr(exchange, "team")
-    on_host = all(param.device.type == "cpu" for param in params)
     shared = SharedOptimizer(
         optimizer,
         exchange,
-        share_state=on_host
-        and not is_team
+        share_state=not is_team
         and type(optimizer).__module__.startswith("torch.optim")
         and not isinstance(optimizer, torch.optim.LBFGS),
         update_scale=update_scale,
@@ -169,7 +165,7 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _float_buffers(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the buffers in host memory that late nodes take over, such as running means."""
+    """Yield the buffers that late nodes take over, such as running means."""
     for buffer in model.buffers():
-        if buffer.dtype in (torch.float32, torch.float64) and buffer.device.type == "cpu":
+        if buffer.dtype in (torch.float32, torch.float64):
             yield buffer

@@ -1,4 +1,4 @@
-"""Host memory for tensors that the codec cannot use in place."""
+"""Memory in which the codec works for tensors that it cannot use in place."""
 
 from __future__ import annotations
 
@@ -10,72 +10,55 @@ _CODED = (torch.float32, torch.float64)
 
 
 class Staging:
-    """Host memory in which the codec works for one tensor: the tensor's own where possible.
+    """Memory in which the codec works for one tensor: the tensor's own where possible.
 
-    A contiguous float32 or float64 tensor in host memory is its own staging, without a copy. Any other tensor is copied
-    to float32 (float64 stays) in host memory and back. For a GPU that memory is pinned and the copies run in a stream
-    of their own, for which only the caller waits.
+    A contiguous float32 or float64 tensor is its own staging, without a copy. Any other tensor is copied to float32
+    (float64 stays) on the same device and back.
 
     Args:
-        tensor: work queued on the current stream may still be writing it. Of a ``DTensor`` only this rank's shard.
+        tensor: of a ``DTensor`` only this rank's shard.
+        on_host: whether the codec works in host memory, as the workers of one machine do: a tensor on a GPU is then
+            copied there and back.
 
     Attributes:
-        host: the memory; holds the tensor's values after ``fetch``.
+        memory: holds the tensor's values after ``fetch``.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, *, on_host: bool = False) -> None:
         tensor = tensor.detach()
         self._tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        self._ready: torch.cuda.Event | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self.host = self._tensor
-        if tensor.is_cuda or tensor.dtype not in _CODED or not self._tensor.is_contiguous():
+        self.memory = self._tensor
+        moves = on_host and tensor.is_cuda
+        if moves or tensor.dtype not in _CODED or not self._tensor.is_contiguous():
             dtype = tensor.dtype if tensor.dtype in _CODED else torch.float32
-            self.host = torch.empty(self._tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
-        if tensor.is_cuda:
-            self._stream = torch.cuda.Stream(tensor.device)
-            self.mark_ready()
+            place = "cpu" if moves else self._tensor.device
+            shape = self._tensor.shape
+            self.memory = self._tensor.new_empty(shape, dtype=dtype, device=place, pin_memory=moves)
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the tensor has less precision than host memory."""
-        return self.host.dtype != self._tensor.dtype
-
-    def mark_ready(self) -> None:
-        """Let the next ``fetch`` wait for the work queued so far on the current stream of the tensor's GPU."""
-        if self._tensor.is_cuda:
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(self._tensor.device))
+        """Whether the tensor has less precision than the memory."""
+        return self.memory.dtype != self._tensor.dtype
 
     def fetch(self) -> torch.Tensor:
-        """Return the tensor's values in host memory; blocks until a GPU has written and copied them."""
-        if self._stream is not None and self._ready is not None:
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(self._ready)
-                self.host.copy_(self._tensor, non_blocking=True)
-            self._stream.synchronize()
-        elif self.host is not self._tensor:
-            self.host.copy_(self._tensor)
-        return self.host
+        """Return the memory with the tensor's values."""
+        if self.memory is not self._tensor:
+            self.memory.copy_(self._tensor)
+        return self.memory
 
     def fetch_moved(self) -> torch.Tensor:
-        """Return the tensor's values, after host memory held them once and the tensor has changed since.
+        """Return the tensor's values, after the memory held them once and the tensor has changed since.
 
-        Like ``fetch``, but host memory keeps the bits that half precision has rounded off: only the difference is
-        added.
+        Like ``fetch``, but the memory keeps the bits that half precision has rounded off: only the difference is added.
         """
         if not self.is_rounded:
             return self.fetch()
-        before = self.host.clone()
+        before = self.memory.clone()
         rounded = before.to(self._tensor.dtype).to(before.dtype)
         return self.fetch().sub_(rounded).add_(before)
 
     def store(self) -> torch.Tensor:
-        """Return the tensor with the values of host memory; for a GPU the copy is done."""
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                self._tensor.copy_(self.host, non_blocking=True)
-            self._stream.synchronize()
-        elif self.host is not self._tensor:
-            self._tensor.copy_(self.host)
+        """Return the tensor with the values of the memory."""
+        if self.memory is not self._tensor:
+            self._tensor.copy_(self.memory)
         return self._tensor

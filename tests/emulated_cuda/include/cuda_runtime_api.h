@@ -94,4 +94,5 @@ EMULATED_API cudaError_t emulatedSleep(cudaStream_t stream);
 
 // Return how often the host has waited for the device; set the random order of threads and streams.
 EMULATED_API uint64_t emulatedWaits();
+EMULATED_API uint64_t emulatedCopiedBytes();
 EMULATED_API cudaError_t emulatedSeed(uint64_t seed);
