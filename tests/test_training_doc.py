@@ -57,7 +57,7 @@ def lines(task: str) -> Iterator[tuple[str, list[float | None]]]:
 def block() -> str:
     """Return README's table: a row for each rate."""
     found = dict(lines("training-text"))
-    rows = [["seconds to the same loss", *LINES], ["---"] * (1 + len(LINES))]
+    rows = [["seconds", *LINES], ["---"] * (1 + len(LINES))]
     for index, rate in enumerate(RATES):
         times = [found[name][index] for name in LINES]
         rows.append(
