@@ -219,6 +219,9 @@ class Tensor:
     def __iadd__(self, other: Any) -> Tensor:
         return self._do(torch.Tensor.add_, other)
 
+    def __imul__(self, other: Any) -> Tensor:
+        return self._do(torch.Tensor.mul_, other)
+
     def __add__(self, other: Any) -> Tensor:
         return self.clone().add_(other)
 

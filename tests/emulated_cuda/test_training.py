@@ -117,6 +117,7 @@ def train(
         {"every": 2, "outer_momentum": 0.5},
         {"apply_residual": True, "every": 2, "outer_momentum": 0.5},
         {"topology": "sharded", "apply_residual": True},
+        {"topology": "sharded", "outer_momentum": 0.5},
     ],
     ids=str,
 )

@@ -12,8 +12,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from ..codec import Encoder
 from ..errors import GradwireError, MessageError
 from ..message import Message, apply, apply_many, dense_message, parse_many
@@ -37,6 +35,7 @@ from .parameters import (
     owner_arrays,
     put,
     writable_views,
+    zeros_like,
 )
 
 __all__ = ["Piece", "ShardedReplica"]
@@ -660,7 +659,7 @@ class ShardedReplica(Replica):
         # Among the owners' results may be whole updates of nodes that have dealt otherwise.
         added = targets = [params] if second is None else [params, second.params]
         if isinstance(total, MomentumSum):
-            added = [[np.zeros_like(one) for one in writable_views(params)]]
+            added = [zeros_like(writable_views(params))]
         for target, piece in itertools.product(added, pieces):
             self._add_to_params(piece, target, 1.0 if piece.parts else 1.0 / divisor)
         if isinstance(total, MomentumSum):
