@@ -13,7 +13,7 @@ from .groups import Codec
 
 __all__ = ["Options", "Reduction", "Role", "Topology", "chosen_codec"]
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 Reduction = Literal["mean", "sum"]
 Role = Literal["member", "worker", "owner", "observer"]
@@ -155,7 +155,7 @@ def chosen_codec(codec: Codec | Literal["auto"]) -> Codec:
     """
     if codec != "auto":
         return codec
-    _log.info(
+    _LOG.info(
         'codec="auto": threshold messages, because whole updates take longer to encode and send on any link'
     )
     return "threshold"
