@@ -92,7 +92,11 @@ def apply_many(
         _core.apply_many(on_host, target, scale, threads, part)
     else:
         number = stream_of(stream, target, device)
-        on_device = [_uploaded(message, target, device) for message in messages]
+        on_device = list(messages)
+        arrays = target if isinstance(target, (list, tuple)) else [target]
+        if stream is None and arrays and type(arrays[0]).__module__.split(".")[0] == "torch":
+            numel = sum(one.numel() for one in arrays) if part is None else part.numel
+            on_device = [_uploaded(message, numel, device, number) for message in messages]
         cuda_core().apply_many(on_device, target, scale, part, device, number)
 
 
@@ -249,16 +253,16 @@ def _on_host(message: Any) -> Message:
     return Message.parse(message)
 
 
-# Host messages on a device, by their number and the device's, while they live: one may be added to several targets.
-_UPLOADED: dict[tuple[int, int], Any] = {}
+# Host messages in device memory while they live, by their number, the device and the stream that allocated the memory.
+# One may be added to several targets.
+_UPLOADED: dict[tuple[int, int, int], Any] = {}
 
 
-def _uploaded(message: Any, target: Any, device: int) -> Any:
-    """Return a message in the memory of torch's tensors on a device; the message itself for other targets."""
-    first = target[0] if isinstance(target, (list, tuple)) else target
-    if not isinstance(message, Message) or type(first).__module__.split(".")[0] != "torch":
+def _uploaded(message: Any, numel: int, device: int, stream: int) -> Any:
+    """Return a message in the memory of torch's current stream; a message of another size as it is, to be refused."""
+    if not isinstance(message, Message) or message.numel != numel:
         return message
-    key = id(message), device
+    key = id(message), device, stream
     if key not in _UPLOADED:
         host = sys.modules["torch"].empty(message.nbytes, dtype=sys.modules["torch"].uint8)
         host.numpy()[:] = memoryview(message)
