@@ -253,8 +253,7 @@ def _on_host(message: Any) -> Message:
     return Message.parse(message)
 
 
-# Host messages in device memory while they live, by their number, the device and the stream that allocated the memory.
-# One may be added to several targets.
+# Host messages in device memory while they live, by number, device and stream: one may be added to several targets.
 _UPLOADED: dict[tuple[int, int, int], Any] = {}
 
 

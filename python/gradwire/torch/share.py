@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -119,7 +120,7 @@ class _Restores:
             optimizer.restore()
 
     def __reduce__(self) -> Any:
-        return _do_nothing, ()
+        return partial, (_nothing,)
 
 
 class _SavesShared:
@@ -141,15 +142,11 @@ class _SavesShared:
                 state[prefix + name] = shared.to(saved.device, saved.dtype)
 
     def __reduce__(self) -> Any:
-        return _do_nothing, ()
+        return partial, (_nothing,)
 
 
 def _nothing(*_: object) -> None:
     """Do nothing: the hook of a copied or unpickled model."""
-
-
-def _do_nothing() -> Any:
-    return _nothing
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
