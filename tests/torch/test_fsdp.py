@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+fsdp: Any = pytest.importorskip("torch.distributed.fsdp")
+if not hasattr(fsdp, "fully_shard"):
+    pytest.skip("FSDP2 is public from torch 2.6 on", allow_module_level=True)
 
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import gradwire as gw  # noqa: E402
 from gradwire.torch import SharedOptimizer  # noqa: E402
@@ -26,7 +28,7 @@ def sharded_model() -> Any:
     torch.manual_seed(5)
     net = torch.nn.Sequential(torch.nn.Linear(9, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
     mesh = init_device_mesh("cpu", (2,))
-    return fully_shard(net, mesh=mesh)
+    return fsdp.fully_shard(net, mesh=mesh)
 
 
 def train(net: Any, optimizer: Any, rank: int) -> Any:

@@ -13,8 +13,7 @@ tensor of a fixed size, whose header says how many of the bytes count.
 ([0.5, -0.5, 0.0, 0.0], [0.25, 0.0, 0.25, 0.0])
 """
 
-from __future__ import annotations
-
+# No postponed annotations: torch 2.4 reads those of the operators as types.
 from typing import Any
 
 import numpy as np
