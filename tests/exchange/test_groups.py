@@ -135,8 +135,6 @@ def test_smaller_tensors_are_sent_more_densely() -> None:
         return [round(policy.density, 6) for policy in policies]
 
     assert densities() == [0.01, 0.03, 0.06, 0.08]
-    assert densities(size_exponent=1.0) == [0.01, 0.08, 0.08, 0.08]
-    assert densities(size_exponent=0.0) == [0.01] * 4
     own = gw.TargetDensity(0.02, initial=0.5)
     assert densities(thresholds={3: own}) == [0.01, 0.03, 0.06, 0.02]
     dense = gw.Groups.of(model, gw.TargetDensity(0.2), dense_below=0)
@@ -209,12 +207,6 @@ def test_local_steps_refuse_updates_of_other_sizes_whole() -> None:
     with pytest.raises(ValueError, match=r"\[2, 3\] elements for parameters of \[2, 2\]"):
         share.step([np.ones(2, np.float32), np.ones(3, np.float32)], params)
     assert not np.concatenate(params).any()
-
-
-@pytest.mark.parametrize("exponent", [-0.5, float("nan"), float("inf")])
-def test_a_size_exponent_out_of_range_is_refused(exponent: float) -> None:
-    with pytest.raises(ValueError, match="size_exponent"):
-        gw.Groups.of(tensors(), THRESHOLD, size_exponent=exponent)
 
 
 def test_whole_updates_are_never_called_exact() -> None:

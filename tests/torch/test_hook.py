@@ -176,8 +176,6 @@ def test_smaller_parameters_are_sent_more_densely(two_ranks: Ranks) -> None:
     found, _ = two_ranks.run(densities, {})
     assert found[2] == pytest.approx(0.04, abs=0.01)
     assert found[4] == pytest.approx(0.152, abs=0.04)
-    found, _ = two_ranks.run(densities, {"size_exponent": 0.0})
-    assert found[4] == pytest.approx(0.04, abs=0.03)
 
 
 def accumulate(rank: int) -> Any:
@@ -481,7 +479,6 @@ def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     ("options", "error"),
     [
         ({"threads": 0}, ValueError),
-        ({"size_exponent": -1.0}, ValueError),
         ({"threshold": "0.1"}, TypeError),
         ({"shakeup": 5}, TypeError),
         ({"clip": 5.0}, TypeError),

@@ -19,7 +19,7 @@ from ..message import Message, apply, max_message_bytes, parse_many
 from ..partition import Partition
 from ..policy import TargetDensity, ThresholdPolicy
 
-__all__ = ["Codec", "Group", "Groups", "check_size_exponent", "for_size", "host_message"]
+__all__ = ["Codec", "Group", "Groups", "for_size", "host_message"]
 
 Codec = Literal["threshold", "dense", "bfloat16"]
 
@@ -86,13 +86,13 @@ class Groups:
         dense_below: int = 1024,
         dense_one_dimensional: bool = True,
         thresholds: Mapping[int, ThresholdPolicy | float] | None = None,
-        size_exponent: float = 0.5,
         **encoder_options: Any,
     ) -> Groups:
         """Return one group for each of a model's tensors, and one dense group for all small ones.
 
         Small tensors and those of one dimension (biases, norms) matter more than their bytes: they share one last
-        group whose updates are sent as dense messages.
+        group whose updates are sent as dense messages. Where ``threshold`` aims at a density, the largest tensor gets
+        that density, and one that is k times as small sqrt(k) times as much, up to 0.08.
 
         Args:
             params: the tensors, or anything else with a ``shape``.
@@ -100,15 +100,11 @@ class Groups:
             dense_below: tensors of fewer elements are sent as dense messages.
             dense_one_dimensional: so are tensors with fewer than two dimensions.
             thresholds: policies by number of the group; the tensors that are sent densely are not counted.
-            size_exponent: where ``threshold`` aims at a density, the largest tensor gets that density, and one that is
-                k times as small k^size_exponent times as much, up to 0.08: bytes then grow more slowly than sizes, and
-                a small tensor, in which every element matters more, waits less. 0.0: the same density for all.
             encoder_options: for every encoder: ``dtype``, ``shakeup``, ``clip``, ``on_nonfinite``, ``threads``.
 
         Raises:
-            ValueError: ``thresholds`` names no group, or ``size_exponent`` is negative.
+            ValueError: ``thresholds`` names no group.
         """
-        check_size_exponent(size_exponent)
         threshold = TargetDensity(0.01) if threshold is None else threshold
         shapes = [tuple(one.shape) for one in params]
         sizes = [math.prod(shape) for shape in shapes]
@@ -127,7 +123,7 @@ class Groups:
         groups = []
         for key, index in enumerate(coded):
             numel = sizes[index]
-            policy = policies.get(key, for_size(threshold, numel, largest, size_exponent))
+            policy = policies.get(key, for_size(threshold, numel, largest))
             encoder = Encoder(numel, policy, key=key, **encoder_options)
             groups.append(Group(encoder, (index,)))
         if dense:
@@ -324,23 +320,13 @@ def host_message(message: Any) -> Message:
 
 
 def for_size(
-    policy: ThresholdPolicy | float | None, numel: int, largest: int, exponent: float
+    policy: ThresholdPolicy | float | None, numel: int, largest: int
 ) -> ThresholdPolicy | float | None:
-    """Return the policy for a tensor of ``numel`` elements, where the largest tensor has ``policy`` itself.
+    """Return the policy of a tensor of ``numel`` elements, where the largest tensor has ``policy`` itself.
 
-    A tensor k times as small gets k^exponent times the density, up to a bound; other policies stay as they are.
+    A tensor k times as small gets sqrt(k) times the density, up to a bound; other policies stay as they are.
     """
     if not isinstance(policy, TargetDensity) or numel == 0:
         return policy
-    density = min(policy.density * (largest / numel) ** exponent, _SMALL_DENSITY_MAX)
+    density = min(policy.density * math.sqrt(largest / numel), _SMALL_DENSITY_MAX)
     return replace(policy, density=max(density, policy.density))
-
-
-def check_size_exponent(exponent: float) -> None:
-    """Refuse an exponent that gives smaller tensors less density.
-
-    Raises:
-        ValueError: ``exponent`` is negative or not finite.
-    """
-    if not 0.0 <= exponent < math.inf:
-        raise ValueError(f"size_exponent must be finite and 0 or more, got {exponent}")

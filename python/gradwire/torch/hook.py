@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
-from ..exchange.groups import check_size_exponent, for_size
+from ..exchange.groups import for_size
 from ..message import Message, apply, apply_many, parse_many
 from ..policy import ResidualClip, ShakeUp, TargetDensity, ThresholdPolicy
 from ..state import check_format
@@ -125,9 +125,8 @@ class ThresholdState:
 
     Args:
         process_group: as given to DDP; None is the default group. Not pickled.
-        threshold: policy of the thresholds, one per parameter; None: ``TargetDensity(0.01)``.
-        size_exponent: with a policy that aims at a density, a parameter k times as small as the largest gets
-            k^size_exponent times that density, up to 0.08. 0.0: all have the same.
+        threshold: policy of the thresholds, one per parameter; None: ``TargetDensity(0.01)``. Where it aims at a
+            density, a parameter k times as small as the largest gets sqrt(k) times that density, up to 0.08.
         shakeup: periodic messages with a smaller threshold, or None.
         clip: periodic clipping of the residual, or None.
         momentum: of the local momentum correction, in [0, 1); 0.0: none. The optimiser then needs none.
@@ -150,7 +149,6 @@ class ThresholdState:
     process_group: dist.ProcessGroup | None = None
     _: KW_ONLY
     threshold: ThresholdPolicy | None = None
-    size_exponent: float = 0.5
     shakeup: ShakeUp | None = None
     clip: ResidualClip | None = None
     momentum: float = 0.0
@@ -171,7 +169,6 @@ class ThresholdState:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, must be one of {allowed}")
-        check_size_exponent(self.size_exponent)
         if self.threshold is None:
             self.threshold = TargetDensity(0.01)
         self._step, self._scale = 0, 1.0
@@ -197,7 +194,7 @@ class ThresholdState:
     def _make_encoder(self, numel: int, dtype: str, device: str, key: int, largest: int) -> Encoder:
         encoder = Encoder(
             numel,
-            threshold=for_size(self.threshold, numel, largest, self.size_exponent),
+            threshold=for_size(self.threshold, numel, largest),
             shakeup=self.shakeup,
             clip=self.clip,
             dtype=dtype,
