@@ -377,18 +377,23 @@ def test_a_second_thread_in_an_exchange_is_refused() -> None:
             pool.submit(share.step, update(1, 0), np.zeros(NUMEL, np.float32)).result()
 
 
-def test_useless_densities_and_a_growing_residual_are_warned_of_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_useless_densities_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     full = Watch()
     groups = Groups([Group(gw.Encoder(4))])
     for step in range(120):
         full.add(StepResult(step=step, density=1.0, threshold=1e-8), groups)
     assert len(caplog.messages) == 1
     assert "every element has been sent for 50 steps" in caplog.text
-    growing = Watch()
-    for step in range(200):
-        groups.encoders[0].residual[:] = 1.02**step
-        growing.add(StepResult(step=step, density=0.001), groups)
-    assert len(caplog.messages) == 2
-    assert "the residual has grown for 50 steps" in caplog.text
+
+
+@pytest.mark.parametrize(("density", "filled"), [(0.0, 200), (0.001, 200), (0.01, 100)])
+def test_a_residual_that_grows_beyond_the_first_steps_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, density: float, filled: int
+) -> None:
+    groups = Groups([Group(gw.Encoder(4))])
+    for last, warnings in ((filled + 30, 0), (filled + 100, 1)):
+        watch = Watch()
+        for step in range(filled + 100):
+            groups.encoders[0].residual[:] = 1.02 ** min(step, last)
+            watch.add(StepResult(step=step, density=density), groups)
+        assert caplog.text.count("the residual has grown for 50 steps") == warnings

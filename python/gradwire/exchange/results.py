@@ -16,8 +16,9 @@ __all__ = ["ExchangeStats", "Joined", "StepResult", "Watch"]
 
 _LOG = logging.getLogger(__name__)
 
-# Steps between two looks, looks in a row that lead to a warning, and elements of each residual that are looked at.
-_LOOK_STEPS, _LOOKS, _LOOK_NUMEL = 10, 5, 1 << 14
+# Steps between two looks, looks in a row that lead to a warning, elements of each residual that are looked at, and the
+# most steps that a residual grows at the start of any training: elements wait for about 1 / density steps.
+_LOOK_STEPS, _LOOKS, _LOOK_NUMEL, _FILL_STEPS_MAX = 10, 5, 1 << 14, 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +197,8 @@ class Watch:
         residuals = [one.residual for one in groups.encoders if device_of(one.residual) < 0]
         parts = [one[:: max(1, one.size // _LOOK_NUMEL)].astype(np.float64) for one in residuals]
         norm = math.sqrt(sum(float(np.square(part).sum()) for part in parts))
-        self._grown = self._grown + 1 if norm > 1.1 * self._norm else 0
+        is_filled = self._steps * max(result.density, 1 / _FILL_STEPS_MAX) >= 1.0
+        self._grown = self._grown + 1 if is_filled and norm > 1.1 * self._norm else 0
         self._norm = norm
         if self._grown == _LOOKS:
             _LOG.warning(
