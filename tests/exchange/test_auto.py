@@ -107,6 +107,10 @@ def test_nodes_die_across_the_threshold(seed: int, how: Any) -> None:
         ("every", 4, 5009),
         ("moved", 3, 5034),
         ("overlapped", 3, 5046),
+        # Here newcomers are left behind, and are owners again in the next step.
+        ("waiting", 3, 5187),
+        ("overlapped", 4, 13),
+        ("overlapped", 4, 25),
     ],
 )
 def test_a_newcomer_applies_what_the_members_apply_when_one_dies(

@@ -312,6 +312,9 @@ class ShardedReplica(Replica):
         self._is_mesh = False
         self._owners: tuple[Peer, ...] = ()
         self._left: set[Peer] = set()  # have published their last result
+        self._heard: set[Peer] = (
+            set()
+        )  # senders of the last step's results; others have come in, or again, since
         self._owner: Owner | None = None
         self._kept: dict[Peer, dict[int, SentPart]] = {}  # by owner and number
         self._arrived: dict[Peer, dict[int, Piece]] = {}  # parts for this owner
@@ -331,7 +334,7 @@ class ShardedReplica(Replica):
         present = set(contributors)
         self._left &= present
         senders = tuple(sorted(present - self._left))
-        for newcomer in set(senders) - set(self.senders) if self._is_sync else ():
+        for newcomer in set(senders) - self._heard if self._is_sync else ():
             for numbers in self.taken.values():
                 numbers.pop(newcomer, None)
             for sender in self.taken.get(newcomer, {}).keys() & set(senders):
@@ -698,6 +701,7 @@ class ShardedReplica(Replica):
                 if part.is_open and number <= self.step:
                     self._put_part_back(part)
         self._count_orphaned(set(self._owners) - heard)
+        self._heard = {result.sender for result in results}
         whole = {result.sender for result in results if not result.parts}
         for owner in set(self._owners or self.senders) - heard:
             numbers = self.taken.setdefault(owner, {})
@@ -784,6 +788,7 @@ class ShardedReplica(Replica):
         self._inherited.clear()
         self._owner = None
         self._owners = self.senders = ()
+        self._heard.clear()
         self._arrived.clear()
 
     def _sent_parts(self) -> Iterator[SentPart]:
