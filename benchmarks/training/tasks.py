@@ -23,9 +23,8 @@ class Task:
     learning_rate: float  # of SGD with a momentum of 0.9
     target: float  # validation loss to reach
     clip_norm: float  # largest norm of the gradient
-    node_clip_norm: (
-        float  # largest norm of one node's gradient, where the nodes' updates are averaged
-    )
+    # Largest norm of one node's gradient, where the nodes' updates are averaged.
+    node_clip_norm: float
     outer_momentum: float  # of the shared parameters, where nodes take a few steps alone
 
     def model(self) -> nn.Module:

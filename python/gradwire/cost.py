@@ -306,9 +306,8 @@ def exchange(
     parts = _sharded(job, codec) if topology == "sharded" else _mesh(job, codec)
     rates, passes = job.rates, job.elements * job.rates.copy_s_per_element
     team_s = 2.0 * job.workers * passes if job.workers > 1 else 0.0
-    local_s = (
-        3.0 * passes if every > 1 else 0.0
-    )  # the difference to the shared copy, and the new copy
+    # The difference to the shared copy, and the new copy.
+    local_s = 3.0 * passes if every > 1 else 0.0
     waiting_s = sum(max(one.link_s(job), one.processor_s(rates)) for one in parts.phases)
     latency_s = len(parts.phases) * (job.latency_s + rates.message_s)
     hidden_s = min(waiting_s + latency_s, overlap * job.step_s)

@@ -25,9 +25,8 @@ from .shared_memory import aligned, arrays_at, fence, layout_of, path_of, span
 __all__ = ["HostedModel", "Snapshot"]
 
 _MAGIC = b"gwmodel1"
-_HEADER = struct.Struct(
-    "<8sQQ"
-)  # magic, sequence number, bytes of the layout, which follows as JSON
+# Magic, sequence number, bytes of the layout, which follows as JSON.
+_HEADER = struct.Struct("<8sQQ")
 _SEQUENCE_AT = 8
 _RETRY_S = 0.001
 _TRIES = 20

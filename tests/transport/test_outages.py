@@ -26,9 +26,8 @@ def test_five_seconds_on_two_seconds_off() -> None:
     started_s = simulator.now_s
     simulator.run_until(lambda: ticket.is_done, 60.0)
     assert ticket.delivered
-    assert (
-        simulator.now_s - started_s < 18.0
-    )  # 8.4 s at the rate of the link, and two or three outages
+    # 8.4 s at the rate of the link, and two or three outages.
+    assert simulator.now_s - started_s < 18.0
     assert one.lost == two.lost == []
 
 

@@ -312,9 +312,8 @@ class ShardedReplica(Replica):
         self._is_mesh = False
         self._owners: tuple[Peer, ...] = ()
         self._left: set[Peer] = set()  # have published their last result
-        self._heard: set[Peer] = (
-            set()
-        )  # senders of the last step's results; others have come in, or again, since
+        # Senders of the last step's results; others have come in since, or again.
+        self._heard: set[Peer] = set()
         self._owner: Owner | None = None
         self._kept: dict[Peer, dict[int, SentPart]] = {}  # by owner and number
         self._arrived: dict[Peer, dict[int, Piece]] = {}  # parts for this owner
@@ -700,7 +699,8 @@ class ShardedReplica(Replica):
             for number, part in sent.items() if owner not in heard else ():
                 if part.is_open and number <= self.step:
                     self._put_part_back(part)
-        self._count_orphaned(set(self._owners) - heard)
+        # An owner that goes before its first result owns nothing yet.
+        self._count_orphaned((set(self._owners) - heard) & self._heard)
         self._heard = {result.sender for result in results}
         whole = {result.sender for result in results if not result.parts}
         for owner in set(self._owners or self.senders) - heard:

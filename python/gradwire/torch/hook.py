@@ -173,9 +173,8 @@ class ThresholdState:
             self.threshold = TargetDensity(0.01)
         self._step, self._scale = 0, 1.0
         self._set_up()
-        self._make_encoder(
-            1, "float32", "cpu", 0, 1
-        )  # raises now what the first bucket's would later
+        # Raises now what the first bucket's would raise later.
+        self._make_encoder(1, "float32", "cpu", 0, 1)
         if parameters is not None:
             self.name_parameters(parameters)
 

@@ -99,9 +99,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._scale = update_scale
         self._equalizes = equalize
         self._buffers = [Staging(buffer) for buffer in buffers]
-        self._own: list[np.ndarray[Any, Any]] | None = (
-            None  # while the model holds the shared parameters
-        )
+        # While the model holds the shared parameters.
+        self._own: list[np.ndarray[Any, Any]] | None = None
         self.result: StepResult | None = None
         is_team = hasattr(exchange, "team")
         self._params = [Staging(param, on_host=is_team) for param in parameters_of(optimizer)]
