@@ -263,9 +263,7 @@ def test_deaths_in_every_phase(seed: int, how: Any) -> None:
     deaths(1000 + seed, how)
 
 
-@histories
-@modes
-def test_nodes_come_and_leave_and_nothing_is_lost(seed: int, how: Any) -> None:
+def come_and_leave(seed: int, how: Any) -> None:
     with cluster(seed) as world:
         trainers = [Trainer(world, node_id, 25, min_peers=2, **how) for node_id in (10, 20, 30)]
         trainers[world.random.randrange(3)].leaves_after = 12
@@ -281,6 +279,16 @@ def test_nodes_come_and_leave_and_nothing_is_lost(seed: int, how: Any) -> None:
     gone = next(one for one in trainers if one.leaves_after is not None)
     assert not gone.kept().any()
     assert all(one.share.stats.orphaned == 0 for one in trainers)
+
+
+@histories
+@modes
+def test_nodes_come_and_leave_and_nothing_is_lost(seed: int, how: Any) -> None:
+    come_and_leave(seed, how)
+
+
+def test_a_newcomer_that_goes_before_its_first_result_leaves_nothing_orphaned() -> None:
+    come_and_leave(3, MODES["every"])
 
 
 @histories
@@ -440,6 +448,11 @@ def asynchronous(seed: int, how: dict[str, Any], *events: str) -> None:
 @pytest.mark.parametrize("event", ["", "death", "leave", "join", "cut"])
 def test_asynchronous_owners_lose_nothing(seed: int, how: Any, event: str) -> None:
     asynchronous(seed, how, event)
+
+
+@pytest.mark.parametrize("seed", [37, 44])
+def test_parts_that_a_broken_connection_lost_come_back(seed: int) -> None:
+    asynchronous(seed, ASYNC["every"], "cut")
 
 
 def test_an_owner_that_dies_right_after_the_parameters_were_dealt_keeps_its_residual() -> None:

@@ -264,7 +264,24 @@ class SecondTarget(NamedTuple):
 
 
 Payloads: TypeAlias = Sequence[Sequence[Message]]
-Taken: TypeAlias = dict[Peer, dict[Peer, int]]
+
+
+class TakenParts(NamedTuple):
+    """Which of a sender's parts an owner has taken: all before ``stop``, except those from ``lost`` to ``found``.
+
+    A broken connection loses parts; the sender joins again, so more than one gap need not be known.
+    """
+
+    stop: int
+    lost: int = 0
+    found: int = 0
+
+    def has(self, number: int) -> bool:
+        """Return whether the part of update ``number`` was taken."""
+        return number < self.stop and not self.lost <= number < self.found
+
+
+Taken: TypeAlias = dict[Peer, dict[Peer, TakenParts]]
 
 
 def add_scaled(groups: Groups, payloads: Payloads, params: Any, scale: float) -> None:
@@ -497,8 +514,8 @@ class Replica:
         groups: encoders and residuals.
         total: adds messages to the shared parameters.
         me: this node.
-        taken: by owner and sender: the first part of the sender's that the owner had not taken, where that is not
-            obvious (sharded exchange).
+        taken: by owner and sender: the sender's parts that the owner had taken, where that is not obvious (sharded
+            exchange).
         senders: the nodes that send parts in the next step (sharded exchange).
         shared: one array for each of the caller's; empty without local steps and ``apply_residual``.
         local_steps: steps since the last exchange.

@@ -29,6 +29,7 @@ from .parameters import (
     Replica,
     SecondTarget,
     Taken,
+    TakenParts,
     add,
     copies,
     gathered,
@@ -334,8 +335,8 @@ class ShardedReplica(Replica):
         self._left &= present
         senders = tuple(sorted(present - self._left))
         for newcomer in set(senders) - self._heard if self._is_sync else ():
-            for numbers in self.taken.values():
-                numbers.pop(newcomer, None)
+            for by_sender in self.taken.values():
+                by_sender.pop(newcomer, None)
             for sender in self.taken.get(newcomer, {}).keys() & set(senders):
                 del self.taken[newcomer][sender]
         if not self._is_sync:
@@ -675,10 +676,14 @@ class ShardedReplica(Replica):
     def _settle(self, result: Piece) -> None:
         """Note which of this node's parts a result contains; put back those that its owner never will take."""
         if result.taken:
-            known = self.taken.get(result.sender, {})
-            news = {sender: stop for sender, (_, stop) in result.taken.items()}
-            # In synchronous mode no other part follows one that is not taken.
-            self.taken[result.sender] = {**news, **known} if self._is_sync else {**known, **news}
+            known = self.taken.setdefault(result.sender, {})
+            for sender, (first, stop) in result.taken.items():
+                if self._is_sync:  # no other part follows one that is not taken
+                    known.setdefault(sender, TakenParts(stop))
+                    continue
+                before = known.get(sender, TakenParts(0))
+                gap = (before.stop, first) if first > before.stop else before[1:]
+                known[sender] = TakenParts(stop, *gap)
         if result.is_last:
             self._left.add(result.sender)
             self._inherited += result.handovers
@@ -704,11 +709,11 @@ class ShardedReplica(Replica):
         self._heard = {result.sender for result in results}
         whole = {result.sender for result in results if not result.parts}
         for owner in set(self._owners or self.senders) - heard:
-            numbers = self.taken.setdefault(owner, {})
+            known = self.taken.setdefault(owner, {})
             # A node that is lost may have sent parts to one that has sent its update whole.
             for sender in self.senders:
                 if owner not in whole or sender not in whole:
-                    numbers.setdefault(sender, self.step)
+                    known.setdefault(sender, TakenParts(self.step))
 
     def _count_lost_handovers(self, results: Sequence[Piece]) -> None:
         """Count the elements whose former owner was gone before their new owner had their state."""
@@ -765,18 +770,19 @@ class ShardedReplica(Replica):
         self.taken = taken
         for owner, sent in self._kept.items():
             for number, part in sent.items():
-                stop = taken.get(owner, {}).get(self.me, (final or 0) + 1 if self._is_sync else 0)
+                by_default = TakenParts((final or 0) + 1 if self._is_sync else 0)
+                found = taken.get(owner, {}).get(self.me, by_default)
                 if final is None:
                     is_taken = False
                 elif not self._is_sync:
-                    is_taken = number < (final if owner == self.me else stop)
-                    if not is_taken and owner not in finals:
+                    is_taken = number < final if owner == self.me else found.has(number)
+                    if number >= found.stop and owner not in (self.me, *finals):
                         continue  # its result may still come
                 elif step <= number <= final:
                     continue  # the owner's result of this step is still to come
                 else:
                     # Of older parts that came back all nodes know the same, and the owner may have come in again since.
-                    is_taken = number < stop and not (part.is_back and number < final - 1)
+                    is_taken = found.has(number) and not (part.is_back and number < final - 1)
                 if is_taken == part.is_back:
                     self._add_to_residual(part.piece, -1.0 if is_taken else 1.0)
                 part.is_open, part.is_back = False, not is_taken

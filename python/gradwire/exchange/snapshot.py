@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import MessageError, NotConnected, WouldBlock
 from ..transport import Peer
-from .parameters import Arrays, Taken
+from .parameters import Arrays, Taken, TakenParts
 from .protocol import Kind, NodeRun, run_of, tag_of
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ class Snapshot:
                 "exact": self.exact,
                 "senders": [[*run_of(peer), role] for peer, role in self.senders.items()],
                 "taken": [
-                    [*run_of(owner), *run_of(sender), number]
-                    for owner, numbers in self.taken.items()
-                    for sender, number in numbers.items()
+                    [*run_of(owner), *run_of(sender), *parts]
+                    for owner, by_sender in self.taken.items()
+                    for sender, parts in by_sender.items()
                 ],
             }
         ).encode()
@@ -87,10 +87,10 @@ class Snapshot:
                 raise ValueError(f"{len(found['arrays'])} arrays")
             arrays = [_empty(dtype, shape) for dtype, shape in found["arrays"]]
             taken: Taken = {}
-            for *runs, number in found["taken"]:
-                owner, owner_run, sender, sender_run = map(int, runs)
-                numbers = taken.setdefault(Peer(owner, owner_run, "unknown"), {})
-                numbers[Peer(sender, sender_run, "unknown")] = int(number)
+            for one in found["taken"]:
+                owner, owner_run, sender, sender_run, *parts = map(int, one)
+                by_sender = taken.setdefault(Peer(owner, owner_run, "unknown"), {})
+                by_sender[Peer(sender, sender_run, "unknown")] = TakenParts(*parts)
             return Snapshot(
                 int(found["step"]),
                 {(int(node), int(run)): int(step) for node, run, step in found["positions"]},
