@@ -63,20 +63,17 @@ def test_a_transfer_takes_as_many_bytes_as_the_transport_puts_on_the_wire(
 def test_simulated_nodes_send_the_predicted_bytes(nodes: int) -> None:
     simulator = Simulator(1, Link(0.0005))
     hosts, given = simulator.mesh(nodes), job(nodes=nodes, owners=nodes, frame_bytes=0)
-    sizes = [
-        round(cost.message_bytes(given.elements / nodes, density))
-        for density in (given.density, given.result_density)
-    ]
+    part_bytes = round(cost.message_bytes(given.elements / nodes, given.density))
 
     def sent(topology: cost.Topology) -> float:
         before = [host.endpoint.stats().udp_bytes_sent for host in hosts]
         expected = len(hosts[0].received)
         size = round(cost.message_bytes(given.elements, given.density))
         if topology == "sharded":
-            size = sizes[1]
+            size = part_bytes
             for host in hosts:
                 for peer in host.endpoint.peers:
-                    simulator.publish(host, bytes(sizes[0]), to=peer)
+                    simulator.publish(host, bytes(size), to=peer)
             expected += nodes - 1
             simulator.run_until(lambda: all(len(one.received) == expected for one in hosts), 60.0)
         for host in hosts:
@@ -93,7 +90,7 @@ def test_simulated_nodes_send_the_predicted_bytes(nodes: int) -> None:
 
 def test_a_mesh_s_bytes_grow_with_the_nodes_and_a_sharded_exchange_s_do_not() -> None:
     def received(topology: Any, nodes: int) -> float:
-        given = job(nodes=nodes, owner_density=0.01, owners=nodes)
+        given = job(nodes=nodes, owners=nodes)
         return exchange(given, topology).received_bytes
 
     assert received("mesh", 16) == pytest.approx(5 * received("mesh", 4))
@@ -201,7 +198,6 @@ def test_deeplearning4j_s_form_gives_its_documentation_s_figure() -> None:
         ("workers", 0),
         ("density", 0.0),
         ("density", 1.5),
-        ("owner_density", 2.0),
         ("owners", 5),
         ("groups", 0),
         ("datagram_bytes", 10),

@@ -99,8 +99,7 @@ class Job:
         link_bytes_per_s: rate of each node's link, each way at the same time.
         latency_s: one way, half a round trip.
         workers: of one machine, in a `LocalTeam`.
-        density: share of the elements that a node's message changes.
-        owner_density: of the owners' results in the sharded exchange; None: three times ``density``.
+        density: share of the elements that a node's message changes, and an owner's result.
         owners: nodes that own a range in the sharded exchange; None: all, at most 64.
         groups: encoders; each has a message of its own.
         frame_bytes: headers of IP and UDP, and everything that Ethernet adds: 66 on a cable, 42 where a token bucket
@@ -119,7 +118,6 @@ class Job:
     latency_s: float = 1e-4
     workers: int = 1
     density: float = 0.01
-    owner_density: float | None = None
     owners: int | None = None
     groups: int = 1
     frame_bytes: int = 66
@@ -135,17 +133,11 @@ class Job:
         _check("latency_s", self.latency_s, 0.0, 3_600.0)
         _check("workers", self.workers, 1, 1 << 16)
         _check("density", self.density, 1e-9, 1.0)
-        _check("owner_density", self.result_density, 1e-9, 1.0)
         _check("owners", self.owner_count, 1, self.nodes)
         _check("groups", self.groups, 1, self.elements)
         _check("frame_bytes", self.frame_bytes, 0, 1_000)
         low, high = wire.DATAGRAM_BYTES_MIN, wire.DATAGRAM_BYTES_MAX
         _check("datagram_bytes", self.datagram_bytes, low, high)
-
-    @property
-    def result_density(self) -> float:
-        """The density of the owners' results."""
-        return min(1.0, 3 * self.density) if self.owner_density is None else self.owner_density
 
     @property
     def owner_count(self) -> int:
@@ -373,18 +365,16 @@ def _mesh(job: Job, codec: Codec) -> _Parts:
 def _sharded(job: Job, codec: Codec) -> _Parts:
     """Parts to their owners, who add and encode them, and the owners' results to everybody."""
     owners, others = job.owner_count, job.nodes - 1
-    size, dense = job.elements / owners, codec != "threshold"
-    result_density = 1.0 if dense else job.result_density
+    size = job.elements / owners
     part = message_bytes(size, job.density, codec, job.groups)
-    result = message_bytes(size, result_density, codec, job.groups)
     scatter = _phase(job, part, owners - 1, others, distinct=owners - 1)
-    gather = _phase(job, result, others, owners - 1, distinct=1)
+    gather = _phase(job, part, others, owners - 1, distinct=1)
     encode_s = (
         _encode_s(job.elements, job.density, codec, job)
         + _apply_s(job.nodes * size, job.density, codec, job, job.nodes * job.groups)
-        + _encode_s(size, result_density, codec, job)
+        + _encode_s(size, job.density, codec, job)
     )
-    apply_s = _apply_s(job.elements, result_density, codec, job, owners * job.groups)
+    apply_s = _apply_s(job.elements, job.density, codec, job, owners * job.groups)
     return _Parts((scatter, gather), encode_s, apply_s)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..codec import Encoder
@@ -48,11 +48,7 @@ _MAGIC = b"GRDW"  # of a message. No head is the same: as an index, "DW" is larg
 _ENTRY = struct.Struct("<QQQQ")
 _HANDOVER = struct.Struct("<HHHH")  # both parts
 
-# A sum of sparse parts is denser than each of them; docs/scale.md has losses and bytes of both densities.
-OWNER_DENSITY = 3.0
-_DENSITY_MAX = 0.5
-
-# With topology="auto": from five nodes on, owners at three times the nodes' density move fewer bytes than the mesh.
+# With topology="auto": fewer nodes gain little, and have one round trip and one residual more.
 SHARDED_FROM = 5
 
 
@@ -254,18 +250,10 @@ def _described(sizes: Iterable[tuple[int, int]]) -> str:
 
 
 def _owner_encoder(like: Encoder, numel: int, step: int) -> Encoder:
-    """Return an encoder for an owner's share of a group: as the nodes', but for a higher density."""
-    policy = like.policy
-    if is_dataclass(policy):
-        densities = {
-            one.name: min(getattr(policy, one.name) * OWNER_DENSITY, _DENSITY_MAX)
-            for one in fields(policy)
-            if one.name.startswith("density")
-        }
-        policy = replace(policy, **densities)
+    """Return an encoder for an owner's share of a group, with the nodes' policy."""
     # An overflow of the sum must not stop all nodes, of which none could repair it.
     made = Encoder(
-        numel, policy, like.shakeup, None, like.dtype, "cpu", like.key, "skip", like.threads
+        numel, like.policy, like.shakeup, None, like.dtype, "cpu", like.key, "skip", like.threads
     )
     made.load_state_dict({**made.state_dict(), "step": step, "changed_at": step})
     return made
