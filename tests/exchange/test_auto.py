@@ -15,6 +15,7 @@ from ..seeds import seeds
 from .cluster import cluster
 from .test_sharded import (
     MODES,
+    SIZES,
     Trainer,
     assert_identical,
     assert_nothing_lost,
@@ -26,8 +27,9 @@ from .test_sharded import (
 
 @pytest.fixture(autouse=True)
 def _sharded_from_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lower the threshold: fewer nodes are quicker."""
+    """Lower the bounds: fewer nodes and elements are quicker."""
     monkeypatch.setattr(sharding, "SHARDED_FROM", 4)
+    monkeypatch.setattr(sharding, "SHARDED_ELEMENTS", sum(SIZES))
 
 
 def kinds(one: Trainer) -> list[bool]:
@@ -183,6 +185,16 @@ def test_whole_updates_lose_nothing(topology: str, codec: str, mode: str) -> Non
     assert_identical(trainers)
     assert_nothing_lost(trainers)
     assert set(kinds(trainers[0])) == {(topology, mode) == ("auto", "async")}
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_smaller_models_stay_in_the_mesh(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "SHARDED_ELEMENTS", sum(SIZES) + more)
+    with cluster(0) as world:
+        trainers = [Trainer(world, 10 + at, 8, min_peers=3, topology="auto") for at in range(4)]
+        world.run()
+    assert_nothing_lost(trainers)
+    assert set(kinds(trainers[0])) == {bool(more)}
 
 
 def test_a_dedicated_role_makes_few_nodes_shard() -> None:

@@ -99,7 +99,7 @@ class Exchange:
         codec: "threshold", or "auto", which chooses it; "dense" or "bfloat16" send whole updates.
         every: steps between exchanges; those in between change only this node's parameters.
         overlap: steps that are computed while a step's messages travel, at most ``every``.
-        topology, owners_max, role: "mesh", "sharded", or "auto": synchronous steps are sharded from five nodes on.
+        topology, owners_max, role: "mesh", "sharded", or "auto": sharded from five nodes and 500,000 elements on.
         optimizer: of the owners: updates are gradients then, and the owners make the changes of the parameters.
         outer_momentum: Nesterov's momentum of the shared parameters, for ``every`` > 1.
         apply_residual: let this node's parameters hold its residual, so that gradients use up-to-date parameters.

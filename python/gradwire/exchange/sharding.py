@@ -48,8 +48,9 @@ _MAGIC = b"GRDW"  # of a message. No head is the same: as an index, "DW" is larg
 _ENTRY = struct.Struct("<QQQQ")
 _HANDOVER = struct.Struct("<HHHH")  # both parts
 
-# With topology="auto": fewer nodes gain little, and have one round trip and one residual more.
+# With topology="auto": fewer nodes and smaller models gain less than one more round trip costs; docs/exchange.md.
 SHARDED_FROM = 5
+SHARDED_ELEMENTS = 500_000
 
 
 class Piece(list[Message]):
@@ -298,6 +299,8 @@ class ShardedReplica(Replica):
         self.roles: dict[Peer, str] = {}
         self._codec, self._is_sync = options.codec, options.is_sync
         self._is_auto, self._owners_max = options.topology == "auto", options.owners_max
+        numel = sum(one.numel for one in groups.encoders)
+        self._is_small = self._codec == "threshold" and numel < SHARDED_ELEMENTS
         self._is_mesh = False
         self._owners: tuple[Peer, ...] = ()
         self._left: set[Peer] = set()  # have published their last result
@@ -332,8 +335,8 @@ class ShardedReplica(Replica):
         self.senders = senders
         owners = [peer for peer in senders if self.roles.get(peer) not in ("worker", "observer")]
         has_roles = any(self.roles.get(peer, "member") != "member" for peer in senders)
-        is_small = len(senders) < SHARDED_FROM or not self._is_sync
-        self._is_mesh = self._is_auto and is_small and not has_roles
+        gains = self._is_sync and not self._is_small and len(senders) >= SHARDED_FROM
+        self._is_mesh = self._is_auto and not gains and not has_roles
         self._former = self._owners
         self._owners = () if self._is_mesh else tuple(owners[: self._owners_max])
         parts = len(self._owners)
