@@ -150,7 +150,7 @@ class Receiver:
             wire.DATAGRAM_BYTES_MIN <= segment_bytes <= wire.DATAGRAM_BYTES_MAX
             and end <= fragments <= FRAGMENTS_MAX
             and fragments * segment_bytes <= wire.RECORD_BYTES_MAX
-            and nbytes > HEADER_BYTES
+            and nbytes > (count - 1) * segment_bytes + HEADER_BYTES
             and (nbytes == count * segment_bytes or end == fragments)
         )
         if not is_valid:
