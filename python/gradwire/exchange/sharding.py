@@ -759,10 +759,10 @@ class ShardedReplica(Replica):
                     own.owner.undo(own)
                     owners.append(own.owner)
         self.taken = taken
+        by_default = TakenParts((final or 0) + 1 if self._is_sync else 0)
         for owner, sent in self._kept.items():
+            found = taken.get(owner, {}).get(self.me, by_default)
             for number, part in sent.items():
-                by_default = TakenParts((final or 0) + 1 if self._is_sync else 0)
-                found = taken.get(owner, {}).get(self.me, by_default)
                 if final is None:
                     is_taken = False
                 elif not self._is_sync:
