@@ -2,6 +2,8 @@
 #   auto  build the kernels if nvcc, its runtime and the host compiler fit together; otherwise warn and continue
 #   on    as auto, but a failure ends the configuration
 #   off   do not look for nvcc
+# nvcc's host compiler is CMAKE_CUDA_HOST_COMPILER if that is set, otherwise the compiler of everything else. They may differ:
+# nvcc compiles kernels and nothing that needs the C++ library.
 # Sets gradwire_cuda_works, and GRADWIRE_CUDA_STATUS to one line with the result, for `gradwire info`.
 #
 # nvcc is called by custom commands. Enabling CMake's CUDA language would end the configuration for any fault of the toolkit,
@@ -66,27 +68,27 @@ function(gradwire_cuda_flags nvcc flags_variable)
   endif()
 endfunction()
 
-# Compile a kernel and link a program with the runtime, once per pair of compilers. CMake's try_compile would enable the
+# Compile a kernel and link a program with the runtime, once for these compilers. CMake's try_compile would enable the
 # CUDA language.
 function(gradwire_try_nvcc nvcc status_variable works_variable)
-  set(key "${nvcc} ${GRADWIRE_CUDART} ${CMAKE_CXX_COMPILER} ${CMAKE_CXX_COMPILER_VERSION}")
+  set(key "${nvcc} ${GRADWIRE_CUDART} ${GRADWIRE_CUDA_HOST} ${CMAKE_CXX_COMPILER} ${CMAKE_CXX_COMPILER_VERSION}")
   if(NOT "${GRADWIRE_CUDA_TRIED}" STREQUAL "${key}")
     set(folder "${CMAKE_BINARY_DIR}/CMakeFiles/gradwire_try_nvcc")
     file(WRITE "${folder}/probe.cu"
-      "#include <cstdint>\n#include <vector>\n__global__ void probe(uint32_t* out) { out[threadIdx.x] = threadIdx.x; }\n"
-      "int main() { std::vector<uint32_t> host(1); probe<<<1, 1>>>(host.data()); }\n")
+      "#include <vector>\n__global__ void probe(unsigned* out) { out[threadIdx.x] = threadIdx.x; }\n"
+      "int main() { probe<<<1, 1>>>(nullptr); }\n")
     execute_process(COMMAND "${nvcc}" --version OUTPUT_VARIABLE about ERROR_QUIET)
     string(REGEX MATCH "release ([0-9.]+)" ignored "${about}")
     set(release "${CMAKE_MATCH_1}")
     set(name "nvcc ${release}")
     set(works OFF)
     execute_process(
-      COMMAND "${nvcc}" -std=c++17 -ccbin "${CMAKE_CXX_COMPILER}" -c "${folder}/probe.cu" -o "${folder}/probe.o"
+      COMMAND "${nvcc}" -std=c++17 -ccbin "${GRADWIRE_CUDA_HOST}" -c "${folder}/probe.cu" -o "${folder}/probe.o"
       RESULT_VARIABLE failed OUTPUT_VARIABLE output ERROR_VARIABLE output TIMEOUT 120)
     if(release AND release VERSION_LESS 12)
       set(status "${name} is too old, the kernels need 12.0")
     elseif(failed)
-      set(status "${name} does not compile with this host compiler, ${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}")
+      set(status "${name} does not compile with the host compiler ${GRADWIRE_CUDA_HOST}")
     elseif(NOT GRADWIRE_CUDART OR NOT GRADWIRE_CUDA_INCLUDE)
       set(status "${name} compiles, but its runtime (cuda_runtime_api.h, libcudart_static.a) was not found")
     else()
@@ -113,6 +115,11 @@ if(NOT GRADWIRE_CUDA MATCHES "^(auto|on|off)$")
   message(FATAL_ERROR "GRADWIRE_CUDA is \"${GRADWIRE_CUDA}\", must be auto, on or off")
 endif()
 
+if(CMAKE_CUDA_HOST_COMPILER)
+  set(GRADWIRE_CUDA_HOST "${CMAKE_CUDA_HOST_COMPILER}")
+else()
+  set(GRADWIRE_CUDA_HOST "${CMAKE_CXX_COMPILER}")
+endif()
 set(gradwire_cuda_works OFF)
 if(GRADWIRE_CUDA STREQUAL "off")
   set(GRADWIRE_CUDA_STATUS "off by choice")
@@ -153,7 +160,7 @@ endif()
 # The last three are defaults of nvcc, stated here because the results depend on them.
 if(gradwire_cuda_works)
   set(gradwire_nvcc_flags -std=c++17 -O3 -fmad=false -ftz=false -prec-div=true -prec-sqrt=true
-    -ccbin "${CMAKE_CXX_COMPILER}" -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra -Xptxas=-v)
+    -ccbin "${GRADWIRE_CUDA_HOST}" -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra -Xptxas=-v)
   if(GRADWIRE_WERROR)
     list(APPEND gradwire_nvcc_flags -Werror=all-warnings)
   endif()

@@ -423,7 +423,8 @@ void register_message(py::module_& module) {
 }
 
 void register_encoder(py::module_& module) {
-    py::class_<PyEncoder>(module, "Encoder")
+    // Local, because _core's class has the same C++ name, which is all that pybind11 compares under libc++.
+    py::class_<PyEncoder>(module, "Encoder", py::module_local())
         .def(py::init<int, uint64_t, bool, const py::dict&, double, double, double>(), py::arg("device"),
              py::arg("numel"), py::arg("float64"), py::arg("policy"), py::arg("threshold"), py::arg("trend"),
              py::arg("deviation"))

@@ -8,7 +8,6 @@
 #include "host_device.h"
 
 namespace gradwire {
-namespace {
 
 struct Half {
     uint16_t bits;
@@ -16,6 +15,8 @@ struct Half {
 struct Bfloat16 {
     uint16_t bits;
 };
+
+namespace {
 
 template <class To, class From>
 GRADWIRE_HD inline To bit_cast(From from) {
