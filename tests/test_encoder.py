@@ -7,10 +7,13 @@ import inspect
 import itertools
 import os
 import pickle
+import platform
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,6 +166,16 @@ def isa_in_a_new_process(name: str) -> str:
 @pytest.mark.parametrize("name", _core.usable_isas())
 def test_an_instruction_set_can_be_forced(name: str) -> None:
     assert isa_in_a_new_process(name) == name
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads the flags of x86 processors")
+def test_every_instruction_set_of_the_processor_is_usable() -> None:
+    flags = re.search(r"^flags\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    assert flags
+    has = set(flags[1].split()).issuperset
+    avx2 = has({"avx2", "bmi2"})
+    avx512 = avx2 and has({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
+    assert _core.usable_isas() == ["scalar", *["avx2"] * avx2, *["avx512"] * avx512]
 
 
 @pytest.mark.parametrize("name", ["sse9", "Scalar", "neon"])
