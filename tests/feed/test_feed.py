@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -207,6 +208,21 @@ def test_a_consumer_that_dies_gives_its_space_back(feed: Feed) -> None:
     for number in (3, 4):
         feed.put(np.array([number]), WAIT_S)
     assert numbers(feed, 3) == [2, 3, 4]
+
+
+def test_who_cannot_be_looked_at_is_not_taken_for_dead(
+    feed: Feed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_numbers(feed, 0, 3)
+    kept = feed.get()
+
+    def fail(_: Path) -> bytes:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(OSError, match="too many open files"):
+        feed.put(np.array([7]), WAIT_S)
+    assert kept == [0]
 
 
 def test_producers_end_when_the_process_that_made_the_feed_is_killed() -> None:

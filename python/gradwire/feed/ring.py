@@ -60,7 +60,7 @@ def _started(pid: int) -> int:
     """Return when a process started, in the system's ticks; 0 if it does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):  # any other error must not declare it dead
         return 0
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
