@@ -184,7 +184,9 @@ uint64_t write_dense_rice(const uint64_t* bitmap, uint64_t bits, const ChunkStre
             for (unsigned byte = 0; byte < 4; ++byte, word >>= 8) {
                 const auto own = static_cast<unsigned>(word & 255);
                 const ByteCode& code = kCodes.code[gap][own];
-                gap = own ? static_cast<unsigned>(__builtin_clz(own << 24)) & ((1U << kRice) - 1) : gap;
+                // Without listed elements the gap stays what it is modulo 2^k. A branch would be mispredicted.
+                gap &= own == 0 ? ~0U : 0U;
+                gap |= static_cast<unsigned>(__builtin_clz(own << 24 | 1U << 23)) & ((1U << kRice) - 1);
                 r[byte / 2] |= uint64_t{code.remainders} << r_bits[byte / 2];
                 r_bits[byte / 2] += code.remainder_bits;
                 q |= uint64_t{code.quotients} << q_bits;
