@@ -71,7 +71,7 @@ endfunction()
 # Compile a kernel and link a program with the runtime, once for these compilers. CMake's try_compile would enable the
 # CUDA language.
 function(gradwire_try_nvcc nvcc status_variable works_variable)
-  set(key "${nvcc} ${GRADWIRE_CUDART} ${GRADWIRE_CUDA_HOST} ${CMAKE_CXX_COMPILER} ${CMAKE_CXX_COMPILER_VERSION}")
+  set(key "${nvcc} ${GRADWIRE_CUDART} ${CMAKE_CUDA_HOST_COMPILER} ${CMAKE_CXX_COMPILER} ${CMAKE_CXX_COMPILER_VERSION}")
   if(NOT "${GRADWIRE_CUDA_TRIED}" STREQUAL "${key}")
     set(folder "${CMAKE_BINARY_DIR}/CMakeFiles/gradwire_try_nvcc")
     file(WRITE "${folder}/probe.cu"
@@ -83,12 +83,12 @@ function(gradwire_try_nvcc nvcc status_variable works_variable)
     set(name "nvcc ${release}")
     set(works OFF)
     execute_process(
-      COMMAND "${nvcc}" -std=c++17 -ccbin "${GRADWIRE_CUDA_HOST}" -c "${folder}/probe.cu" -o "${folder}/probe.o"
+      COMMAND "${nvcc}" -std=c++17 -ccbin "${CMAKE_CUDA_HOST_COMPILER}" -c "${folder}/probe.cu" -o "${folder}/probe.o"
       RESULT_VARIABLE failed OUTPUT_VARIABLE output ERROR_VARIABLE output TIMEOUT 120)
     if(release AND release VERSION_LESS 12)
       set(status "${name} is too old, the kernels need 12.0")
     elseif(failed)
-      set(status "${name} does not compile with the host compiler ${GRADWIRE_CUDA_HOST}")
+      set(status "${name} does not compile with the host compiler ${CMAKE_CUDA_HOST_COMPILER}")
     elseif(NOT GRADWIRE_CUDART OR NOT GRADWIRE_CUDA_INCLUDE)
       set(status "${name} compiles, but its runtime (cuda_runtime_api.h, libcudart_static.a) was not found")
     else()
@@ -115,10 +115,8 @@ if(NOT GRADWIRE_CUDA MATCHES "^(auto|on|off)$")
   message(FATAL_ERROR "GRADWIRE_CUDA is \"${GRADWIRE_CUDA}\", must be auto, on or off")
 endif()
 
-if(CMAKE_CUDA_HOST_COMPILER)
-  set(GRADWIRE_CUDA_HOST "${CMAKE_CUDA_HOST_COMPILER}")
-else()
-  set(GRADWIRE_CUDA_HOST "${CMAKE_CXX_COMPILER}")
+if(NOT CMAKE_CUDA_HOST_COMPILER)
+  set(CMAKE_CUDA_HOST_COMPILER "${CMAKE_CXX_COMPILER}")
 endif()
 set(gradwire_cuda_works OFF)
 if(GRADWIRE_CUDA STREQUAL "off")
@@ -163,7 +161,7 @@ endif()
 # The last three are defaults of nvcc, stated here because the results depend on them.
 if(gradwire_cuda_works)
   set(gradwire_nvcc_flags -std=c++17 -O3 -fmad=false -ftz=false -prec-div=true -prec-sqrt=true
-    -ccbin "${GRADWIRE_CUDA_HOST}" -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra -Xptxas=-v)
+    -ccbin "${CMAKE_CUDA_HOST_COMPILER}" -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra -Xptxas=-v)
   if(GRADWIRE_WERROR)
     list(APPEND gradwire_nvcc_flags -Werror=all-warnings)
   endif()

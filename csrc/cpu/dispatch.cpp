@@ -11,31 +11,29 @@ namespace gradwire {
 namespace {
 
 #if defined(GRADWIRE_X86)
-// The names of the instruction sets and of the registers that the system saves. __builtin_cpu_supports would do, but
-// answers no to everything in the runtime of zig, which compiles the wheels.
-enum class Usable { kNeither, kAvx2, kAvx512 };
-Usable usable_instructions() {
+// Add the tables of the instruction sets that the processor has and whose registers the system saves. Not by
+// __builtin_cpu_supports, which answers no to everything in the runtime of zig, the compiler of the wheels.
+void add_x86_tables(std::vector<const Kernels*>& tables) {
     constexpr unsigned kOsXsave = 1U << 27;                                      // leaf 1, ecx
     constexpr unsigned kAvx2Bits = 1U << 5 | 1U << 8;                            // leaf 7, ebx: AVX2, BMI2
     constexpr unsigned kAvx512Bits = 1U << 16 | 1U << 17 | 1U << 30 | 1U << 31;  // F, DQ, BW, VL
     constexpr unsigned kYmm = 0x06, kZmm = 0xe6;                                 // XCR0
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & kOsXsave)) return Usable::kNeither;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & kOsXsave)) return;
     unsigned saved = 0, upper = 0;
     __asm__("xgetbv" : "=a"(saved), "=d"(upper) : "c"(0));
-    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return Usable::kNeither;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return;
     // Every processor with AVX2 and BMI2 has F16C and LZCNT too.
-    if ((ebx & kAvx2Bits) != kAvx2Bits || (saved & kYmm) != kYmm) return Usable::kNeither;
-    return (ebx & kAvx512Bits) == kAvx512Bits && (saved & kZmm) == kZmm ? Usable::kAvx512 : Usable::kAvx2;
+    if ((ebx & kAvx2Bits) != kAvx2Bits || (saved & kYmm) != kYmm) return;
+    tables.push_back(&kAvx2Kernels);
+    if ((ebx & kAvx512Bits) == kAvx512Bits && (saved & kZmm) == kZmm) tables.push_back(&kAvx512Kernels);
 }
 #endif
 
 std::vector<const Kernels*> usable_tables() {
     std::vector<const Kernels*> tables{&kScalarKernels};
 #if defined(GRADWIRE_X86)
-    const Usable usable = usable_instructions();
-    if (usable != Usable::kNeither) tables.push_back(&kAvx2Kernels);
-    if (usable == Usable::kAvx512) tables.push_back(&kAvx512Kernels);
+    add_x86_tables(tables);
 #endif
 #if defined(GRADWIRE_ARM)
     tables.push_back(&kNeonKernels);
