@@ -245,13 +245,62 @@ def test_a_worker_asks_what_it_would_ask_of_an_exchange(options: Any) -> None:
         assert next_step == outcomes[0][3]
 
 
-def test_states_of_the_workers_optimisers_are_not_taken_for_shared_ones() -> None:
-    def work(_: int, share: LocalExchange) -> Any:
-        with pytest.raises(ValueError, match="share_state=False"):
-            share.join(tensors(), [np.zeros(2, np.float32)])
-        return True
+def state_of(rank: int) -> list[NDArray[Any]]:
+    return [np.full((2, 3), 10.0 + rank, np.float32), np.array(rank, np.float64)]
 
-    assert run_team(work, 2)[0] == [True, True]
+
+def test_workers_that_begin_together_keep_their_optimisers_states() -> None:
+    def work(rank: int, share: LocalExchange) -> Any:
+        params, state = tensors(), state_of(rank)
+        share.join(params, state)
+        share.step(tensors(rank), params, state)
+        return state
+
+    for rank, state in enumerate(run_team(work, 2)[0]):
+        assert all(map(np.array_equal, state, state_of(rank)))
+
+
+def test_the_workers_of_a_late_machine_begin_with_the_state_of_another() -> None:
+    has_begun, is_done = threading.Event(), threading.Event()
+
+    def exchange(node: gw.Node, min_peers: int) -> gw.Exchange:
+        enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
+        return gw.Exchange(enc, node, min_peers=min_peers, timeout_s=20.0)
+
+    def train_early(node: gw.Node) -> None:
+        share, params = exchange(node, 0), tensors()
+        while not is_done.is_set():
+            share.step(tensors(1), params, state_of(7))
+            has_begun.set()
+
+    def come_late(node: gw.Node) -> list[Any]:
+        with LocalTeam(tensors(), 2) as team, ThreadPoolExecutor(2) as workers:
+            shares = [team.lead(exchange(node, 1)), team.follow(1)]
+
+            def work(rank: int) -> Any:
+                params, state = tensors(), state_of(rank)
+                joined = shares[rank].join(params, state)
+                shares[rank].step(tensors(rank), params, state)
+                shares[rank].leave(params, state)
+                return joined, state
+
+            return list(workers.map(work, range(2)))
+
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET) as one,
+        gw.Node("127.0.0.1:0", [one.address], secret=SECRET) as two,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        early = pool.submit(train_early, one)
+        try:
+            assert has_begun.wait(20.0)
+            found = come_late(two)
+        finally:
+            is_done.set()
+        early.result()
+    for joined, state in found:
+        assert joined.is_late
+        assert all(map(np.array_equal, state, state_of(7)))
 
 
 # ---- processes that meet by name -------------------------------------------------------------------------------------
@@ -269,12 +318,13 @@ if rank == 0:
     share = team.lead(gw.Exchange(gw.Encoder(9), node, codec="dense", min_peers=0))
 else:
     share = team.follow(rank)
-share.join(params)
-print("joined", flush=True)
+state = [np.full((2, 2), 1.0 + rank), np.array(1.0 + rank, np.float32)]
+joined = share.join(params, state)
+print("late" if joined.is_late else "joined", *state[0][0], state[1], flush=True)
 for step in range(steps):
     if sys.stdin.readline() != "step\\n":
         break
-    share.step([np.full(9, 2.0 ** rank, np.float32)], params)
+    share.step([np.full(9, 2.0 ** rank, np.float32)], params, state)
     print(params[0].tolist()[0], flush=True)
 """
 
@@ -324,11 +374,13 @@ def files(name: str) -> list[str]:
 def test_processes_that_meet_by_name_lose_a_worker_and_get_another(name: str) -> None:
     # Rank 0 of an earlier run died here; its leftovers are replaced.
     crashed = Worker(name, 0, 1)
-    assert crashed.says() == "joined"
+    assert crashed.says() == "joined 1.0 1.0 1.0"
     crashed.end()
     assert files(name)
     workers = [Worker(name, rank, 3) for rank in range(3)]
-    assert [worker.says() for worker in workers] == ["joined"] * 3
+    assert [worker.says() for worker in workers] == [
+        f"joined {1.0 + n} {1.0 + n} {1.0 + n}" for n in range(3)
+    ]
     [before] = {round(float(found), 4) for found in step_all(workers)}
     assert before == round(7 / 3, 4)
     workers[1].end()
@@ -340,7 +392,7 @@ def test_processes_that_meet_by_name_lose_a_worker_and_get_another(name: str) ->
         threading.Event().wait(0.01)
     for worker in survivors:
         worker.step()
-    assert late.says() == "joined"
+    assert late.says() == "late 1.0 1.0 1.0", "the state of the leader's optimiser"
     [third] = {round(float(worker.says()), 4) for worker in survivors}
     [fourth] = {round(float(found), 4) for found in step_all([*survivors, late])}
     assert abs(third - after - 2.5) < 1e-3

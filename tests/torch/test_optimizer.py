@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import io
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -592,3 +593,39 @@ def test_the_workers_of_a_machine_share_one_model(options: dict[str, Any]) -> No
     assert max(first[-1], second[-1]) < 0.5 * min(first[0], second[0])
     assert state["gradwire"]["step"] == share.next_step
     assert nothing["gradwire"] == {}
+
+
+def test_a_worker_that_takes_the_place_of_another_has_the_leader_s_state(alone: gw.Node) -> None:
+    name, is_done = f"replaced-{os.getpid()}", threading.Event()
+    moments: list[Any] = []  # of the leader's optimiser, after each of its steps
+
+    def train(rank: int, steps: int) -> SharedOptimizer:
+        with gw.LocalTeam.join(name, size=2, rank=rank, timeout_s=20.0) as team:
+            enc = gw.Encoder(NUMEL, threshold=0.05)
+            share = team.follow(1) if rank else team.lead(gw.Exchange(enc, alone, min_peers=0))
+            net = model()
+            optimizer = SharedOptimizer(
+                OPTIMIZERS["AdamW"](net.parameters()), share, share_state=True
+            )
+            for step in range(steps):
+                optimizer.zero_grad()
+                loss_of(net, rank, step).backward()
+                optimizer.step()
+                if rank == 0:
+                    moments.append(optimizer.state[net[0].weight]["exp_avg"].clone())
+                if is_done.is_set():
+                    break
+            return optimizer
+
+    with ThreadPoolExecutor(1) as pool:
+        leader = pool.submit(train, 0, 100_000)
+        try:
+            train(1, 3)
+            late = train(1, 1)  # joins, and takes no step with gradients of other parameters
+        finally:
+            is_done.set()
+        leader.result()
+    [weight, *_] = late.optimizer.state
+    state = late.state[weight]
+    assert state["step"] >= 3
+    assert any(torch.equal(state["exp_avg"], found) for found in moments)

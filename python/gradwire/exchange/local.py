@@ -30,7 +30,16 @@ from ..transport import Peer
 from . import clock
 from .exchange import Exchange
 from .options import Reduction
-from .parameters import Arrays, copies, difference, put, views, writable_views
+from .parameters import (
+    Arrays,
+    copies,
+    described,
+    difference,
+    on_host,
+    put,
+    views,
+    writable_views,
+)
 from .results import ExchangeStats, Joined, StepResult
 
 __all__ = ["LocalExchange", "LocalTeam"]
@@ -41,8 +50,12 @@ _LOG = logging.getLogger(__name__)
 _MAGIC = 0x31_6D_61_65_74_77_67  # "gwteam1"
 _MAIL_BYTES = 1 << 16
 _HEAD_WORDS = 8
-_GO, _DONE, _IS_SUM, _BEGUN = 3, 4, 5, 6
-_ARRIVED, _TAKES_PART, _WEIGHT, _REDUCED = range(4)  # rows of words, one word for every worker
+_GO, _DONE, _IS_SUM = 3, 4, 5
+_ARRIVED, _TAKES_PART, _IS_NEW, _WEIGHT, _REDUCED = range(
+    5
+)  # rows of words, one word for every worker
+
+_ROWS = 5
 
 # Looks at a lock, which others hold for a moment when they look too.
 _TRIES = 20
@@ -63,6 +76,7 @@ class _Outcome:
     members: tuple[Peer, ...]
     stats: ExchangeStats
     has_shared: bool
+    has_state: bool
 
 
 class LocalTeam:
@@ -163,6 +177,7 @@ class LocalTeam:
         self.timeout_s = timeout_s
         self.rank: int | None = None
         self._path = path_of("team", name)
+        self._state_path = self._path.with_name(f"{self._path.name}.state")
         self._memory: mmap.mmap | None = None
         self._finalizers: list[Any] = []
 
@@ -240,7 +255,7 @@ class LocalTeam:
         return True
 
     def _size(self, layout_bytes: int, layout: list[Any]) -> int:
-        words = 8 * 4 * self.workers
+        words = 8 * _ROWS * self.workers
         arrays = (3 + self.workers) * span(layout)
         return aligned(aligned(8 * _HEAD_WORDS + layout_bytes) + words) + _MAIL_BYTES + arrays
 
@@ -251,8 +266,9 @@ class LocalTeam:
         self._words = self._bytes[: 8 * _HEAD_WORDS].view(np.uint64)
         self._number = int(self._words[1])
         at = aligned(8 * _HEAD_WORDS + layout_bytes)
-        self._rows = self._bytes[at : at + 32 * self.workers].view(np.uint64).reshape(4, -1)
-        self._mail_at = at = aligned(at + 32 * self.workers)
+        nbytes = 8 * _ROWS * self.workers
+        self._rows = self._bytes[at : at + nbytes].view(np.uint64).reshape(_ROWS, -1)
+        self._mail_at = at = aligned(at + nbytes)
         at += _MAIL_BYTES
         nbytes = span(layout)
         self.params, self.shared, self.total, *self._slots = (
@@ -262,7 +278,7 @@ class LocalTeam:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a spawned process needs to find the memory."""
-        names = ("name", "workers", "reduction", "timeout_s", "_path", "_layout")
+        names = ("name", "workers", "reduction", "timeout_s", "_path", "_state_path", "_layout")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -337,7 +353,9 @@ class LocalTeam:
 
     # ---- one call of all workers -------------------------------------------------------------------------------------
 
-    def begin(self, rank: int, update: Arrays | None, call: int, *, leads: bool) -> int:
+    def begin(
+        self, rank: int, update: Arrays | None, call: int, *, leads: bool, is_new: bool
+    ) -> int:
         """Leave an update, and return the number of the call when all have come and their updates are added up.
 
         Args:
@@ -345,6 +363,7 @@ class LocalTeam:
             update: None: the call needs none.
             call: number of this worker's next call.
             leads: whether this worker is rank 0.
+            is_new: whether this is this worker's first call.
 
         Raises:
             TimeoutError: a worker has not come at all.
@@ -357,6 +376,7 @@ class LocalTeam:
         while True:
             fence()
             rows[_WEIGHT, rank] = update is not None
+            rows[_IS_NEW, rank] = is_new
             rows[_ARRIVED, rank] = call
             if leads:
                 self._gather(call)
@@ -391,6 +411,12 @@ class LocalTeam:
         else:
             self._wait(lambda: words[_DONE] >= call, (0,))
         fence()
+
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether workers take part in this call for the first time, and the leader does not."""
+        newcomers = self._rows[_TAKES_PART] & self._rows[_IS_NEW]
+        return bool(newcomers.any() and not newcomers[0])
 
     @property
     def is_begun(self) -> bool:
@@ -463,6 +489,31 @@ class LocalTeam:
                 _LOG.warning("%s is late, and waited for", text)
                 warn_s = now_s + self.timeout_s
 
+    def leave_state(self, state: Arrays) -> None:
+        """Leave the leader's optimiser state for workers that have just come; it lies there until the next call."""
+        descriptor = os.open(self._state_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            np.savez(file, *map(on_host, state))
+
+    def take_state(self, state: Arrays) -> None:
+        """Overwrite a worker's optimiser state with the leader's.
+
+        Raises:
+            Mismatch: this worker's optimiser has another state.
+        """
+        with np.load(self._state_path) as file:
+            found = [file[name] for name in file.files]
+        if described(found) != described(state):
+            raise Mismatch(
+                f"worker {self.rank} of team {self.name!r} has an optimiser's state of {described(state)}, rank 0 of "
+                f"{described(found)}: give all workers the same optimiser"
+            )
+        put(state, found)
+
+    def drop_state(self) -> None:
+        """Remove the state that workers have taken, or that a crashed run has left."""
+        self._state_path.unlink(missing_ok=True)
+
     def post_outcome(self, outcome: _Outcome) -> None:
         """Leave the leader's outcome for the other workers."""
         data = pickle.dumps(outcome)
@@ -486,7 +537,8 @@ class LocalExchange:
 
     All workers make the same calls in the same order. All raise the errors of the leader's call. Every worker's
     parameters are the team's after each call, whether the machine's step was a local one or not. A `SharedOptimizer`
-    takes a `LocalExchange` in the place of an `Exchange`; the workers' optimisers keep their states to themselves.
+    takes a `LocalExchange` in the place of an `Exchange`. Every worker's optimiser has its own state; late machines and
+    new workers begin with the leader's.
     """
 
     is_next_local = False  # the other workers move the parameters too
@@ -530,20 +582,22 @@ class LocalExchange:
     def join(
         self, params: Any, optimizer_state: Sequence[Any] = (), *, equalize: bool = False
     ) -> Joined:
-        """See `Exchange.join`; ``params`` of every worker are the shared ones afterwards.
-
-        Raises:
-            ValueError: there is an ``optimizer_state``: every worker has its own.
-        """
-        _refuse_state(optimizer_state)
-        return self._call_together(
-            lambda lead: lead.join(self.team.params, equalize=equalize), params
+        """See `Exchange.join`; ``params`` of every worker are the shared ones afterwards."""
+        joined: Any = self._call_together(
+            lambda lead: lead.join(self.team.params, optimizer_state, equalize=equalize),
+            params,
+            state=optimizer_state,
         )
+        if isinstance(joined, Joined):
+            return joined
+        # This worker has taken the place of a dead one, while the others did something else.
+        return Joined(step=self.next_step, is_late=True, members=self.members)
 
     def resync(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
         """See `Exchange.resync`."""
-        _refuse_state(optimizer_state)
-        return self._call_together(lambda lead: lead.resync(self.team.params), params)
+        return self._call_together(
+            lambda lead: lead.resync(self.team.params, optimizer_state), params
+        )
 
     def step(self, update: Any, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """See `Exchange.step`: the machine's update is the mean, or the sum, of all workers' updates.
@@ -551,17 +605,25 @@ class LocalExchange:
         Args:
             update: of this worker; float32, float16 or float64 arrays that NumPy can view, not modified.
             params: of this worker; overwritten by the shared ones. ``team.params`` themselves may be passed.
-            optimizer_state: none.
+            optimizer_state: of this worker; the leader's is given to those that come late.
         """
-        _refuse_state(optimizer_state)
-        return self._call_together(self._lead_step, params, views(update))
+        return self._call_together(
+            lambda lead: lead.step(self.team.total, self.team.params, optimizer_state),
+            params,
+            views(update),
+            optimizer_state,
+        )
 
     def step_moved(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """See `Exchange.step_moved`: the difference to the team's parameters is this worker's update."""
-        _refuse_state(optimizer_state)
         self.team.attach(params)
         update = difference(views(params), self.team.params)
-        return self._call_together(self._lead_moved, params, update)
+
+        def lead_step(lead: Exchange) -> StepResult:
+            lead.refuse_movement()
+            return lead.step(self.team.total, self.team.params, optimizer_state)
+
+        return self._call_together(lead_step, params, update, optimizer_state)
 
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
         """See `Exchange.catch_up`."""
@@ -569,8 +631,9 @@ class LocalExchange:
 
     def leave(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """See `Exchange.leave`."""
-        _refuse_state(optimizer_state)
-        return self._call_together(lambda lead: lead.leave(self.team.params), params)
+        return self._call_together(
+            lambda lead: lead.leave(self.team.params, optimizer_state), params
+        )
 
     def shared(self, params: Any) -> Arrays:  # noqa: ARG002  (as Exchange.shared)
         """See `Exchange.shared`; of the team's parameters, which every worker's are."""
@@ -591,18 +654,12 @@ class LocalExchange:
             self.exchange.load_state_dict(state)
             self._next_step = self.exchange.next_step
 
-    def _lead_step(self, lead: Exchange) -> StepResult:
-        return lead.step(self.team.total, self.team.params)
-
-    def _lead_moved(self, lead: Exchange) -> StepResult:
-        lead.refuse_movement()
-        return self._lead_step(lead)
-
     def _call_together(
         self,
         action: Callable[[Exchange], _Result],
         params: Any = None,
         update: Arrays | None = None,
+        state: Sequence[Any] = (),
     ) -> _Result:
         """Add this worker's update, let the leader act, and copy the resulting parameters.
 
@@ -610,6 +667,7 @@ class LocalExchange:
             action: of the leader.
             params: of this worker; None: they stay as they are.
             update: of this worker; None: the action needs none.
+            state: of this worker's optimiser; the leader's overwrites that of a worker that comes late.
         """
         team, leads = self.team, self.exchange is not None
         if params is not None:
@@ -618,12 +676,14 @@ class LocalExchange:
             self._check_sizes(update)
         # A worker that takes the place of a dead one begins with whatever the others do, without an update.
         begun = int(team._words[_GO]) if self._call is None else self._call
-        call = team.begin(self.rank, update, begun + 1, leads=leads)
+        call = team.begin(self.rank, update, begun + 1, leads=leads, is_new=self._call is None)
         if self.exchange is not None:
-            self._act(self.exchange, action)
+            self._act(self.exchange, action, state)
         team.end(call, leads=leads)
-        self._call = call
         outcome = team.read_outcome()
+        if outcome.has_state and not leads and (self._call is None or _is_late(outcome.result)):
+            team.take_state(writable_views(state))
+        self._call = call
         self._next_step, self._members = outcome.next_step, outcome.members
         self._stats, self._has_shared = outcome.stats, outcome.has_shared
         own = team.params if params is None else writable_views(params)
@@ -634,16 +694,21 @@ class LocalExchange:
         result: _Result = outcome.result
         return result
 
-    def _act(self, exchange: Exchange, action: Callable[[Exchange], Any]) -> None:
-        result, error = None, None
+    def _act(
+        self, exchange: Exchange, action: Callable[[Exchange], Any], state: Sequence[Any]
+    ) -> None:
+        result, error, team, has_state = None, None, self.team, False
+        team.drop_state()  # all workers are in this call, so they have taken an earlier one
         try:
             result = action(exchange)
+            if state and (team.has_newcomers or _is_late(result)):
+                team.leave_state(writable_views(state))
+                has_state = True
         except Exception as caught:
             error = caught
-        team = self.team
+        known = exchange.next_step, exchange.members, exchange.stats
         has_shared = exchange.place_shared(team.shared)
-        state = exchange.next_step, exchange.members, exchange.stats, has_shared
-        team.post_outcome(_Outcome(result, error, *state))
+        team.post_outcome(_Outcome(result, error, *known, has_shared, has_state))
 
     def _check_sizes(self, update: Arrays) -> None:
         sizes = [one.size for one in update], [one.size for one in self.team.params]
@@ -653,11 +718,9 @@ class LocalExchange:
             )
 
 
-def _refuse_state(optimizer_state: Sequence[Any]) -> None:
-    if optimizer_state:
-        raise ValueError(
-            "every worker of a team has an optimiser's state of its own: it cannot be shared (share_state=False)"
-        )
+def _is_late(result: Any) -> bool:
+    """Return whether the leader has taken parameters and state from another machine."""
+    return isinstance(result, Joined) and result.is_late
 
 
 def _lock_path(path: Path, rank: int) -> Path:
@@ -696,6 +759,7 @@ def _remove(path: Path, number: int, process: int) -> None:
             found = file.read(16)
         if int.from_bytes(found[8:], "little") == number:
             path.unlink()
+            path.with_name(f"{path.name}.state").unlink(missing_ok=True)
     for lock in path.parent.glob(f"{path.name}.rank*"):
         if not _is_locked(lock):
             lock.unlink(missing_ok=True)

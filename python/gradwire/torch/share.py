@@ -90,16 +90,14 @@ def share(
         min_members=min_members,
         **options,
     )
-    is_team = hasattr(exchange, "team")
     shared = SharedOptimizer(
         optimizer,
         exchange,
-        share_state=not is_team
-        and type(optimizer).__module__.startswith("torch.optim")
+        share_state=type(optimizer).__module__.startswith("torch.optim")
         and not isinstance(optimizer, torch.optim.LBFGS),
         update_scale=update_scale,
         equalize=True,
-        buffers=() if is_team else list(_float_buffers(inner)),
+        buffers=list(_float_buffers(inner)),
     )
     shared.counts_workers = process_group is None
     inner._register_state_dict_hook(_SavesShared(shared, [names[param] for param in params]))
