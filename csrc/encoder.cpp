@@ -62,7 +62,7 @@ unsigned Encoder::for_words(F f) const {
 // The kernel reads whole words in place. A word in two arrays, or an incomplete last word, is gathered in a buffer
 // first.
 template <class Residual>
-void Encoder::extract_range(const std::vector<ConstArray>* update, Residual threshold, const Partition& partition,
+void Encoder::extract_range(const std::vector<ConstArray>* update, Levels<Residual> levels, const Partition& partition,
                             uint64_t from_word, uint64_t to_word, PartLists& lists) {
     auto* residual = static_cast<Residual*>(residual_);
     const uint64_t end = std::min(to_word * 64, numel_);
@@ -77,7 +77,7 @@ void Encoder::extract_range(const std::vector<ConstArray>* update, Residual thre
             const uint64_t whole = (update ? std::min(cursor.left(), block_end - at) : block_end - at) / 64;
             if (whole > 0) {
                 extract(update ? cursor.dtype() : Dtype::kNone)(residual + at, update ? cursor.data() : nullptr, whole,
-                                                                threshold, word, list.words, &list.extracted);
+                                                                levels, word, list.words, &list.extracted);
                 if (update) cursor.advance(whole * 64);
                 at += whole * 64;
                 word += whole;
@@ -88,7 +88,7 @@ void Encoder::extract_range(const std::vector<ConstArray>* update, Residual thre
             Residual updates[64] = {};
             std::memcpy(values, residual + at, some * sizeof(Residual));
             if (update) cursor.gather(some, updates);
-            extract(update ? kDtypeOf<Residual> : Dtype::kNone)(values, updates, 1, threshold, word++, list.words,
+            extract(update ? kDtypeOf<Residual> : Dtype::kNone)(values, updates, 1, levels, word++, list.words,
                                                                 &list.extracted);
             std::memcpy(residual + at, values, some * sizeof(Residual));
             at += some;
@@ -97,7 +97,7 @@ void Encoder::extract_range(const std::vector<ConstArray>* update, Residual thre
 }
 
 template <class Residual>
-Encoder::PartLists Encoder::extract(const std::vector<ConstArray>* update, Residual threshold,
+Encoder::PartLists Encoder::extract(const std::vector<ConstArray>* update, Levels<Residual> levels,
                                     const Partition& partition) {
     MaskWord* const words = words_.reserve((numel_ + 63) / 64);
     // Every thread has a place in every part's list, as the part's words before it need at most.
@@ -113,7 +113,7 @@ Encoder::PartLists Encoder::extract(const std::vector<ConstArray>* update, Resid
     std::vector<PartLists> threads(threads_);
     const unsigned count = for_words([&](unsigned i, uint64_t from_word, uint64_t to_word) {
         threads[i] = lists_from(from_word);
-        extract_range(update, threshold, partition, from_word, to_word, threads[i]);
+        extract_range(update, levels, partition, from_word, to_word, threads[i]);
     });
     PartLists& all = threads[0];
     for (unsigned i = 1; i < count; ++i)
@@ -169,20 +169,21 @@ void Encoder::for_listed_words(const PartLists& lists, const Partition& partitio
 // Undo `extract`. Extraction goes on after the first non-finite element and all of it is undone, so that the residual
 // does not depend on the order of the threads.
 template <class Residual>
-void Encoder::restore(const PartLists& lists, Residual threshold, const Partition& partition) {
+void Encoder::restore(const PartLists& lists, Residual quantum, const Partition& partition) {
     const auto add_to_word = value_kernels<Residual>().add_to_word;
     for_listed_words<Residual>(lists, partition, [&](uint64_t, const MaskWord& word, Residual* values) {
-        add_to_word(values, word.changed, word.negative, threshold);
+        add_to_word(values, word.changed, word.negative, quantum);
     });
 }
 
 template <class Residual>
-uint16_t Encoder::keep_largest(PartLists& lists, uint16_t threshold, uint64_t most, const Partition& partition) {
+uint16_t Encoder::keep_largest(PartLists& lists, Levels<Residual> used, const EncodeOptions& options,
+                               const Partition& partition) {
     const ValueKernels<Residual>& kernels = value_kernels<Residual>();
     const auto value_of = [](unsigned bits) {
         return static_cast<Residual>(bfloat16_to_float(static_cast<uint16_t>(bits)));
     };
-    const Residual used = value_of(threshold);
+    const uint64_t most = options.most_changed;
 
     // Guess the threshold from some words.
     const Extracted all = total(lists, partition);
@@ -194,7 +195,7 @@ uint16_t Encoder::keep_largest(PartLists& lists, uint16_t threshold, uint64_t mo
         for (uint64_t bits = word.changed; bits != 0; bits &= bits - 1) {
             const Residual value = values[__builtin_ctzll(bits)];
             const bool negative = (word.negative & bits & (~bits + 1)) != 0;
-            sample.push_back(static_cast<uint16_t>(magnitude_bin(value + (negative ? -used : used))));
+            sample.push_back(static_cast<uint16_t>(magnitude_bin(value + (negative ? -used.quantum : used.quantum))));
         }
     });
     const double share = static_cast<double>(most) / static_cast<double>(all.count);
@@ -205,14 +206,14 @@ uint16_t Encoder::keep_largest(PartLists& lists, uint16_t threshold, uint64_t mo
     // Find the bin of which not all elements are sent, in [low, high), and put the elements back on the way. Mostly the
     // bins around the guess have it.
     constexpr unsigned kBelow = 20;
-    unsigned low = threshold, high = kInfinityBin, found = kCountedBins;
+    unsigned low = magnitude_bin(used.bound), high = kInfinityBin, found = kCountedBins;
     uint64_t above = 0;
     for (bool first = true; found >= kCountedBins - 1; first = false) {
         unsigned from = high - low < kCountedBins ? low : low + (high - low) / 2;
         if (first) from = guess > low + kBelow ? guess - kBelow : low;
         uint64_t counts[kCountedBins] = {};
         for_listed_words<Residual>(lists, partition, [&](uint64_t, const MaskWord& word, Residual* values) {
-            if (first) kernels.add_to_word(values, word.changed, word.negative, used);
+            if (first) kernels.add_to_word(values, word.changed, word.negative, used.quantum);
             kernels.count_bins(values, from, counts);
         });
         above = 0;
@@ -225,7 +226,9 @@ uint16_t Encoder::keep_largest(PartLists& lists, uint16_t threshold, uint64_t mo
 
     std::vector<Extracted> kept(partition.parts);
     uint64_t ties = most - above;
-    const Residual raised = value_of(low), next = value_of(low + 1);
+    const uint16_t threshold = threshold_from(low, options.reach);
+    const Levels<Residual> raised{value_of(low), value_of(threshold)};
+    const Residual next = value_of(low + 1);
     for_listed_words<Residual>(lists, partition, [&](uint64_t p, const MaskWord& word, Residual* values) {
         const MaskWord one = kernels.keep_word(values, word.index, raised, next, &ties);
         lists[p].words[kept[p].words] = one;
@@ -233,7 +236,7 @@ uint16_t Encoder::keep_largest(PartLists& lists, uint16_t threshold, uint64_t mo
         kept[p].count += static_cast<unsigned>(__builtin_popcountll(one.changed));
     });
     for (uint64_t p = 0; p < partition.parts; ++p) lists[p].extracted = kept[p];
-    return static_cast<uint16_t>(low);
+    return threshold;
 }
 
 void Encoder::write_messages(const PartLists& lists, const EncodeOptions& options, uint16_t threshold,
@@ -270,11 +273,11 @@ uint64_t Encoder::least_bytes(const PartLists& lists, const Partition& partition
 template <class Residual>
 Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options,
                            const Partition& partition) {
-    const auto threshold = static_cast<Residual>(bfloat16_to_float(options.threshold));
-    PartLists lists = extract<Residual>(update, threshold, partition);
+    const auto levels = levels_of<Residual>(options.threshold, options.reach);
+    PartLists lists = extract<Residual>(update, levels, partition);
     const Extracted all = total(lists, partition);
     if (all.nonfinite > 0 && !options.skip_nonfinite) {
-        restore(lists, threshold, partition);
+        restore(lists, levels.quantum, partition);
         throw NonFiniteUpdate(all.nonfinite, all.first_nonfinite);
     }
     Encoded encoded;
@@ -287,16 +290,17 @@ Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOp
         for (const MessageBytes& message : encoded.messages) bytes += message.size;
         if (fits || bytes <= options.max_bytes) return encoded;
     }
-    const uint16_t raised = keep_largest<Residual>(lists, options.threshold, options.most_changed, partition);
+    const uint16_t raised = keep_largest<Residual>(lists, levels, options, partition);
     write_messages(lists, options, raised, partition, encoded.messages);
     return encoded;
 }
 
-SampledQuantiles Encoder::sample(const std::vector<ConstArray>* update, uint16_t threshold, double density) const {
+SampledQuantiles Encoder::sample(const std::vector<ConstArray>* update, uint16_t threshold, double reach,
+                                 double density) const {
     return with_value_of(dtype_, [&](auto zero) {
         using Residual = decltype(zero);
         return sample_quantiles(static_cast<const Residual*>(residual_), numel_, update,
-                                static_cast<Residual>(bfloat16_to_float(threshold)), density);
+                                levels_of<Residual>(threshold, reach), density);
     });
 }
 
@@ -310,7 +314,8 @@ Encoded Encoder::encode_dense(const std::vector<ConstArray>* update, DenseType d
     // No finite value passes an infinite threshold, so pass 1 only accumulates and finds the non-finite values.
     const Partition one = undivided(numel_);
     const Extracted extracted = with_value_of(dtype_, [&](auto zero) {
-        return total(extract(update, std::numeric_limits<decltype(zero)>::infinity(), one), one);
+        constexpr auto kEndless = std::numeric_limits<decltype(zero)>::infinity();
+        return total(extract<decltype(zero)>(update, {kEndless, kEndless}, one), one);
     });
     if (extracted.nonfinite > 0 && !options.skip_nonfinite)
         throw NonFiniteUpdate(extracted.nonfinite, extracted.first_nonfinite);

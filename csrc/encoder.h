@@ -13,6 +13,7 @@ namespace gradwire {
 
 struct EncodeOptions {
     uint16_t threshold = 0;  // bfloat16 bits
+    double reach = 1.0;      // share of the threshold from which on elements are sent
     uint8_t flags = 0;
     uint32_t key = 0;
     uint32_t step = 0;
@@ -41,8 +42,9 @@ class Encoder {
     // Encode from a residual that the caller owns.
     Encoder(void* residual, uint64_t numel, Dtype dtype, unsigned threads);
 
-    // residual += update (unless `update` is null); extract +-threshold from the elements that reach it, as a ternary
-    // message for each part. A non-finite element without `skip_nonfinite` throws NonFiniteUpdate and extracts nothing.
+    // residual += update (unless `update` is null); extract +-threshold from the elements that reach their share
+    // of it, as a ternary message for each part. A non-finite element without `skip_nonfinite` throws NonFiniteUpdate
+    // and extracts nothing.
     Encoded encode(const std::vector<ConstArray>* update, const EncodeOptions& options, const Partition& partition);
     Encoded encode(const std::vector<ConstArray>* update, const EncodeOptions& options) {
         return encode(update, options, undivided(numel_));
@@ -52,8 +54,9 @@ class Encoder {
     Encoded encode_dense(const std::vector<ConstArray>* update, DenseType dtype, const EncodeOptions& options,
                          const Partition& partition);
 
-    // Sample the quantiles of a density before a step with this update and threshold (bfloat16 bits).
-    SampledQuantiles sample(const std::vector<ConstArray>* update, uint16_t threshold, double density) const;
+    // Sample the quantiles of a density before a step with this update, threshold (bfloat16 bits) and reach.
+    SampledQuantiles sample(const std::vector<ConstArray>* update, uint16_t threshold, double reach,
+                            double density) const;
 
     // residual = now - before: arrays of the same sizes and dtypes, float32 or float64.
     void hold_difference(const std::vector<ConstArray>& now, const std::vector<ConstArray>& before);
@@ -74,19 +77,20 @@ class Encoder {
     using PartLists = std::vector<PartList>;
 
     template <class Residual>
-    PartLists extract(const std::vector<ConstArray>* update, Residual threshold, const Partition& partition);
+    PartLists extract(const std::vector<ConstArray>* update, Levels<Residual> levels, const Partition& partition);
     template <class Residual>
-    void extract_range(const std::vector<ConstArray>* update, Residual threshold, const Partition& partition,
+    void extract_range(const std::vector<ConstArray>* update, Levels<Residual> levels, const Partition& partition,
                        uint64_t from_word, uint64_t to_word, PartLists& lists);
     template <class Residual>
     Encoded encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options, const Partition& partition);
     template <class Residual>
-    void restore(const PartLists& lists, Residual threshold, const Partition& partition);
-    // Undo `extract` and extract the `most` largest of its elements instead, with the threshold that is returned, in
-    // bfloat16 bits as `threshold`. Of elements that agree in these bits those with the lowest part and index come
+    void restore(const PartLists& lists, Residual quantum, const Partition& partition);
+    // Undo `extract` and extract the `most_changed` largest of its elements instead, with the threshold that is
+    // returned, in bfloat16 bits. Of elements that agree in these bits those with the lowest part and index come
     // first.
     template <class Residual>
-    uint16_t keep_largest(PartLists& lists, uint16_t threshold, uint64_t most, const Partition& partition);
+    uint16_t keep_largest(PartLists& lists, Levels<Residual> used, const EncodeOptions& options,
+                          const Partition& partition);
     // Call f(part, listed word, its 64 values). Beyond the last element values are zero.
     template <class Residual, class F>
     void for_listed_words(const PartLists& lists, const Partition& partition, F f);

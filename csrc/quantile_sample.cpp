@@ -15,12 +15,12 @@ constexpr uint64_t kCoarseEvery = 16;   // sampled groups for each one of the co
 template <class Residual>
 class SampledGroups {
   public:
-    SampledGroups(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update, Residual threshold,
-                  double density)
+    SampledGroups(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update,
+                  Levels<Residual> levels, double density)
         : residual_(residual),
           numel_(numel),
           update_(update),
-          threshold_(threshold),
+          levels_(levels),
           stride_(sample_stride(numel, density)) {}
 
     // Return the number of quantiles that differ: without an update all four are the same.
@@ -41,7 +41,7 @@ class SampledGroups {
             if (update_) {
                 const Residual* added = next_updates(updates, count, copies[1]);
                 updates.advance(stride - count);
-                kernels.measure_group(before, added, count, threshold_, true, cuts, &group);
+                kernels.measure_group(before, added, count, levels_, true, cuts, &group);
             } else {
                 kernels.measure_residuals(before, count, cuts[0], &group);
             }
@@ -66,7 +66,7 @@ class SampledGroups {
     const Residual* residual_;
     uint64_t numel_;
     const std::vector<ConstArray>* update_;
-    Residual threshold_;
+    Levels<Residual> levels_;
     uint64_t stride_;
 };
 
@@ -192,10 +192,10 @@ bool measure(const SampledGroups<Residual>& sample, double density, Histograms& 
 
 template <class Residual>
 SampledQuantiles sample_quantiles(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update,
-                                  Residual threshold, double density) {
+                                  Levels<Residual> levels, double density) {
     SampledQuantiles quantiles;
     if (numel == 0) return quantiles;
-    const SampledGroups<Residual> sample(residual, numel, update, threshold, density);
+    const SampledGroups<Residual> sample(residual, numel, update, levels, density);
     Histograms histograms(sample.quantiles());
     choose_windows(sample, density, histograms);
     if (measure(sample, density, histograms, quantiles)) return quantiles;
@@ -204,9 +204,9 @@ SampledQuantiles sample_quantiles(const Residual* residual, uint64_t numel, cons
     return quantiles;
 }
 
-template SampledQuantiles sample_quantiles<float>(const float*, uint64_t, const std::vector<ConstArray>*, float,
+template SampledQuantiles sample_quantiles<float>(const float*, uint64_t, const std::vector<ConstArray>*, Levels<float>,
                                                   double);
-template SampledQuantiles sample_quantiles<double>(const double*, uint64_t, const std::vector<ConstArray>*, double,
-                                                   double);
+template SampledQuantiles sample_quantiles<double>(const double*, uint64_t, const std::vector<ConstArray>*,
+                                                   Levels<double>, double);
 
 }  // namespace gradwire

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "common/arrays.h"
+#include "common/scalars.h"
 
 namespace gradwire {
 
@@ -16,10 +17,10 @@ struct SampledQuantiles {
     double agreement = 0.5;
 };
 
-// Sample the magnitudes that this step is about to compare with the threshold and those that the next step would
+// Sample the magnitudes that this step is about to compare with the bound and those that the next step would
 // compare. Reads at most 2^18 elements of `residual` and `update` (null if already added) and writes nothing.
 template <class Residual>
 SampledQuantiles sample_quantiles(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update,
-                                  Residual threshold, double density);
+                                  Levels<Residual> levels, double density);
 
 }  // namespace gradwire

@@ -65,18 +65,22 @@ def test_streams_are_taken_in_every_form() -> None:
 @pytest.mark.parametrize(
     ("policy", "rule", "fields"),
     [
-        (gw.FixedThreshold(0.5), 0, {"minimum": 0.5}),
+        (gw.FixedThreshold(0.5), 0, {"reach": 1.0, "minimum": 0.5}),
         (
             gw.AdaptiveThreshold(0.5, 0.01, 0.1, decay=0.75, minimum=0.25),
             1,
-            {"minimum": 0.25, "density_min": 0.01, "density_max": 0.1, "decay": 0.75},
+            {"reach": 1.0, "minimum": 0.25, "density_min": 0.01, "density_max": 0.1, "decay": 0.75},
         ),
         (
             gw.StepThreshold(0.5, minimum=0.25, step=0.125, trigger=0.01, delay=7),
             2,
-            {"minimum": 0.25, "step": 0.125, "trigger": 0.01, "delay": 7},
+            {"reach": 1.0, "minimum": 0.25, "step": 0.125, "trigger": 0.01, "delay": 7},
         ),
-        (gw.TargetDensity(0.01, 0.5, minimum=0.25), 3, {"minimum": 0.25, "density": 0.01}),
+        (
+            gw.TargetDensity(0.01, 0.5, minimum=0.25),
+            3,
+            {"reach": 0.625, "minimum": 0.25, "density": 0.01},
+        ),
     ],
     ids=lambda one: type(one).__name__,
 )

@@ -365,6 +365,33 @@ def test_target_density_recognises_updates_that_repeat(wrong_by: float) -> None:
     assert all(0.6 <= ratio <= 1.6 for ratio in ratios[2:]), ratios
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_target_density_rounds_elements_to_the_threshold(dtype: str) -> None:
+    encoder = gw.Encoder(10_000, gw.TargetDensity(0.02), dtype=dtype)
+    for update in itertools.islice(updates_of("gauss", 10_000), 12):
+        total = encoder.residual + update
+        message = encoder.encode(update)
+        reaching = abs(total) >= total.dtype.type(0.625 * message.threshold)
+        sent = np.where(reaching, np.copysign(message.threshold, total), 0.0)
+        np.testing.assert_array_equal(gw.decode(message), sent.astype(np.float32))
+        np.testing.assert_array_equal(encoder.residual, (total - sent).astype(dtype))
+
+
+def test_a_policy_without_a_reach_sends_whole_thresholds() -> None:
+    class Own:
+        initial, sample_density = 0.5, None
+
+        def next_threshold(self, threshold: float, *_: Any) -> float:
+            return threshold
+
+    encoder = gw.Encoder(3, Own())
+    assert gw.decode(encoder.encode(np.array([0.4, 0.5, -0.6], np.float32))).tolist() == [
+        0.0,
+        0.5,
+        -0.5,
+    ]
+
+
 # --- what leaves the encoder ----------------------------------------------------------------------
 
 

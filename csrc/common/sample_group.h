@@ -57,9 +57,9 @@ GRADWIRE_HD inline uint32_t magnitude_bits(Residual value) {
 
 // Return what pass 1 leaves of a sum.
 template <class Residual>
-GRADWIRE_HD inline Residual extract_from(Residual sum, Residual threshold) {
-    const Residual less = sum - copy_sign(threshold, sum);
-    return absolute(sum) >= threshold ? less : sum;
+GRADWIRE_HD inline Residual extract_from(Residual sum, Levels<Residual> levels) {
+    const Residual less = sum - copy_sign(levels.quantum, sum);
+    return absolute(sum) >= levels.bound ? less : sum;
 }
 
 template <class Residual>
@@ -106,7 +106,7 @@ void measure_residuals(const Residual* before, uint64_t count, uint32_t cut, Sam
 
 // Measure a group of `count` elements: fill `out`, with one cut (1 or more) for each quantile.
 template <class Residual>
-GRADWIRE_HD void measure_group(const Residual* before, const Residual* added, uint64_t count, Residual threshold,
+GRADWIRE_HD void measure_group(const Residual* before, const Residual* added, uint64_t count, Levels<Residual> levels,
                                bool has_update, const uint32_t* cuts, SampleGroup* out) {
     // An element's partner is eight places away, or the element itself at the end of the array.
     Residual partner[kSampleGroup];
@@ -116,11 +116,10 @@ GRADWIRE_HD void measure_group(const Residual* before, const Residual* added, ui
     for (uint64_t i = 0; i < kSampleGroup; ++i) {
         const Residual sum = before[i] + added[i];
         out->bits[0][i] = magnitude_bits(sum);
-        after[i] = extract_from(sum, threshold);
+        after[i] = extract_from(sum, levels);
     }
     if (is_any_infinite(out->bits[0]))
-        for (uint64_t i = 0; i < kSampleGroup; ++i)
-            after[i] = extract_from(sum_of_finite(before[i], added[i]), threshold);
+        for (uint64_t i = 0; i < kSampleGroup; ++i) after[i] = extract_from(sum_of_finite(before[i], added[i]), levels);
     // The effect of an update that the caller has already added is unknown: expect the same residual again.
     if (!has_update)
         for (uint64_t i = 0; i < kSampleGroup; ++i) after[i] = before[i];

@@ -16,6 +16,13 @@ struct Bfloat16 {
     uint16_t bits;
 };
 
+// How elements are sent: from the magnitude `bound` on, as +-`quantum`.
+template <class Scalar>
+struct Levels {
+    Scalar bound;
+    Scalar quantum;
+};
+
 namespace {
 
 template <class To, class From>
@@ -86,6 +93,18 @@ GRADWIRE_HD inline uint16_t to_finite_bfloat16(Value value) {
     if (finite && value > Value{kMost}) value = Value{kMost};
     if (finite && value < Value{-kMost}) value = Value{-kMost};
     return float_to_bfloat16(static_cast<float>(value));
+}
+
+// Return the levels of a threshold (bfloat16 bits), of which elements have to reach the share `reach`.
+template <class Scalar>
+GRADWIRE_HD inline Levels<Scalar> levels_of(uint16_t threshold, double reach) {
+    const auto quantum = static_cast<Scalar>(bfloat16_to_float(threshold));
+    return {quantum * static_cast<Scalar>(reach), quantum};
+}
+
+// Return the threshold (bfloat16 bits) of which `bound`, the value of a magnitude_bin, is the share `reach`.
+GRADWIRE_HD inline uint16_t threshold_from(unsigned bin, double reach) {
+    return to_finite_bfloat16(static_cast<double>(bfloat16_to_float(static_cast<uint16_t>(bin))) / reach);
 }
 
 }  // namespace

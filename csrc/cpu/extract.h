@@ -1,7 +1,7 @@
 // Pass 1: accumulate the update and extract +-threshold. Written once over the vectors of an instruction set.
 //
-// For every element: residual += update; if |residual| >= threshold, residual -= +-threshold and the element's bit is
-// set. Memory traffic: the update is read, the residual read and written (12 bytes per float32 element). The only
+// For every element: residual += update; if |residual| >= bound, residual -= +-quantum and the element's bit is set.
+// Memory traffic: the update is read, the residual read and written (12 bytes per float32 element). The only
 // branch on the data is for a word that holds a non-finite value.
 //
 // `Lanes` is the vector type of a residual: Scalar, Vector, Flags (collects "not finite"), kLanes, and load, store,
@@ -19,7 +19,7 @@ namespace {
 // Process the 64 elements of a word that holds a non-finite value one by one. Where the sum is not finite, keep the
 // residual if it is finite, otherwise the update if that is.
 template <class Scalar, class UpdateScalar>
-MaskWord extract_nonfinite_word(Scalar* residual, const UpdateScalar* update, Scalar threshold, uint64_t word,
+MaskWord extract_nonfinite_word(Scalar* residual, const UpdateScalar* update, Levels<Scalar> levels, uint64_t word,
                                 Extracted* extracted) {
     MaskWord mask{word, 0, 0};
     for (unsigned i = 0; i < 64; ++i) {
@@ -30,10 +30,10 @@ MaskWord extract_nonfinite_word(Scalar* residual, const UpdateScalar* update, Sc
             if (extracted->nonfinite++ == 0) extracted->first_nonfinite = word * 64 + i;
             sum = is_finite(before) ? before : is_finite(added) ? added : Scalar{0};
         }
-        if (absolute(sum) >= threshold) {
+        if (absolute(sum) >= levels.bound) {
             mask.changed |= uint64_t{1} << i;
             if (sum < 0) mask.negative |= uint64_t{1} << i;
-            sum -= sum < 0 ? -threshold : threshold;
+            sum -= sum < 0 ? -levels.quantum : levels.quantum;
         }
         residual[i] = sum;
     }
@@ -48,11 +48,12 @@ inline void list_word(const MaskWord& word, MaskWord* out, Extracted* extracted)
 
 template <class Lanes, class Update>
 void extract_words(typename Lanes::Scalar* residual, const void* update, uint64_t words,
-                   typename Lanes::Scalar threshold, uint64_t first_word, MaskWord* out, Extracted* extracted) {
+                   Levels<typename Lanes::Scalar> levels, uint64_t first_word, MaskWord* out, Extracted* extracted) {
     using Vector = typename Lanes::Vector;
     constexpr unsigned kVectors = 64 / Lanes::kLanes;
     const auto* u = static_cast<const typename Update::Scalar*>(update);
-    const Vector t = Lanes::broadcast(threshold);
+    const Vector bound = Lanes::broadcast(levels.bound);
+    const Vector quantum = Lanes::broadcast(levels.quantum);
     Extracted so_far = *extracted;  // in registers
     for (uint64_t w = 0; w < words; ++w, residual += 64, u += 64) {
         Vector sum[kVectors];
@@ -64,14 +65,14 @@ void extract_words(typename Lanes::Scalar* residual, const void* update, uint64_
         }
         MaskWord word{first_word + w, 0, 0};
         if (__builtin_expect(Lanes::any_nonfinite(flags), 0)) {
-            word = extract_nonfinite_word(residual, u, threshold, word.index, &so_far);
+            word = extract_nonfinite_word(residual, u, levels, word.index, &so_far);
         } else {
 #pragma GCC unroll 64
             for (unsigned v = 0; v < kVectors; ++v) {
-                const auto passing = Lanes::passing(sum[v], t);
+                const auto passing = Lanes::passing(sum[v], bound);
                 word.changed |= Lanes::bits(passing) << (v * Lanes::kLanes);
                 word.negative |= Lanes::negative(sum[v]) << (v * Lanes::kLanes);
-                Lanes::store(residual + v * Lanes::kLanes, Lanes::extract(sum[v], passing, t));
+                Lanes::store(residual + v * Lanes::kLanes, Lanes::extract(sum[v], passing, quantum));
             }
             word.negative &= word.changed;
         }
@@ -84,12 +85,13 @@ void extract_words(typename Lanes::Scalar* residual, const void* update, uint64_
 // changed.
 template <class Lanes>
 void extract_words_accumulated(typename Lanes::Scalar* residual, const void*, uint64_t words,
-                               typename Lanes::Scalar threshold, uint64_t first_word, MaskWord* out,
+                               Levels<typename Lanes::Scalar> levels, uint64_t first_word, MaskWord* out,
                                Extracted* extracted) {
     using Vector = typename Lanes::Vector;
     using Scalar = typename Lanes::Scalar;
     constexpr unsigned kVectors = 64 / Lanes::kLanes;
-    const Vector t = Lanes::broadcast(threshold);
+    const Vector bound = Lanes::broadcast(levels.bound);
+    const Vector quantum = Lanes::broadcast(levels.quantum);
     Extracted so_far = *extracted;
     for (uint64_t w = 0; w < words; ++w, residual += 64) {
         typename Lanes::Flags flags = Lanes::no_flags();
@@ -98,16 +100,17 @@ void extract_words_accumulated(typename Lanes::Scalar* residual, const void*, ui
         for (unsigned v = 0; v < kVectors; ++v) {
             const Vector value = Lanes::load(residual + v * Lanes::kLanes);
             Lanes::note_nonfinite(flags, value);
-            word.changed |= Lanes::bits(Lanes::passing(value, t)) << (v * Lanes::kLanes);
+            word.changed |= Lanes::bits(Lanes::passing(value, bound)) << (v * Lanes::kLanes);
         }
         if (__builtin_expect(Lanes::any_nonfinite(flags), 0)) {
-            word = extract_nonfinite_word<Scalar, Scalar>(residual, nullptr, threshold, word.index, &so_far);
+            word = extract_nonfinite_word<Scalar, Scalar>(residual, nullptr, levels, word.index, &so_far);
         } else if (word.changed != 0) {
 #pragma GCC unroll 64
             for (unsigned v = 0; v < kVectors; ++v) {
                 const Vector value = Lanes::load(residual + v * Lanes::kLanes);
                 word.negative |= Lanes::negative(value) << (v * Lanes::kLanes);
-                Lanes::store(residual + v * Lanes::kLanes, Lanes::extract(value, Lanes::passing(value, t), t));
+                Lanes::store(residual + v * Lanes::kLanes,
+                             Lanes::extract(value, Lanes::passing(value, bound), quantum));
             }
             word.negative &= word.changed;
         }

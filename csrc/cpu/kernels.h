@@ -26,10 +26,10 @@ struct Extracted {
     uint64_t first_nonfinite = UINT64_MAX;  // index in the flat update
 };
 
-// Pass 1 over `words` times 64 elements: residual += update; compare; residual -= +-threshold; list the words that
+// Pass 1 over `words` times 64 elements: residual += update; compare; residual -= +-quantum; list the words that
 // changed.
 template <class Residual>
-using ExtractFunction = void (*)(Residual* residual, const void* update, uint64_t words, Residual threshold,
+using ExtractFunction = void (*)(Residual* residual, const void* update, uint64_t words, Levels<Residual> levels,
                                  uint64_t first_word, MaskWord* out, Extracted* extracted);
 
 // A place in the list: the lowest `skip` changed bits of `word` belong to the chunk before.
@@ -107,8 +107,8 @@ using AddBitmapFunction = uint64_t (*)(const BitRun& changed, const BitRun& minu
 
 // One group of the quantile sample (common/sample_group.h).
 template <class Residual>
-using MeasureGroupFunction = void (*)(const Residual* before, const Residual* added, uint64_t count, Residual threshold,
-                                      bool has_update, const uint32_t* cuts, SampleGroup* out);
+using MeasureGroupFunction = void (*)(const Residual* before, const Residual* added, uint64_t count,
+                                      Levels<Residual> levels, bool has_update, const uint32_t* cuts, SampleGroup* out);
 // The same for a step without an update: only the first of the four magnitudes, and no signs.
 template <class Residual>
 using MeasureResidualsFunction = void (*)(const Residual* before, uint64_t count, uint32_t cut, SampleGroup* out);
@@ -124,10 +124,11 @@ inline constexpr unsigned kCountedBins = 256;
 inline constexpr unsigned kInfinityBin = kInfinityBits >> 16;
 template <class Residual>
 using CountBinsFunction = void (*)(const Residual* values, unsigned first, uint64_t* counts);
-// Extract +-raised from the elements whose magnitude reaches it, but from at most `ties` elements, the first ones,
-// whose magnitude is below `next`. Reduce `ties` by their number.
+// Extract +-quantum from the elements that reach the bound, but from at most `ties` elements, the first ones, whose
+// magnitude is below `next`. Reduce `ties` by their number.
 template <class Residual>
-using KeepWordFunction = MaskWord (*)(Residual* values, uint64_t index, Residual raised, Residual next, uint64_t* ties);
+using KeepWordFunction = MaskWord (*)(Residual* values, uint64_t index, Levels<Residual> raised, Residual next,
+                                      uint64_t* ties);
 
 using Crc32cFunction = uint32_t (*)(uint32_t crc, const uint8_t* bytes, uint64_t size);
 

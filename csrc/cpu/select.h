@@ -49,9 +49,9 @@ void count_bins(const typename Lanes::Scalar* values, unsigned first, uint64_t* 
 }
 
 template <class Lanes>
-MaskWord keep_word(typename Lanes::Scalar* values, uint64_t index, typename Lanes::Scalar raised,
+MaskWord keep_word(typename Lanes::Scalar* values, uint64_t index, Levels<typename Lanes::Scalar> raised,
                    typename Lanes::Scalar next, uint64_t* ties) {
-    MaskWord word{index, reaching<Lanes>(values, raised), 0};
+    MaskWord word{index, reaching<Lanes>(values, raised.bound), 0};
     if (word.changed == 0) return word;
     const uint64_t tied = word.changed & ~reaching<Lanes>(values, next);
     const unsigned sent = popcount(tied) < *ties ? popcount(tied) : static_cast<unsigned>(*ties);
@@ -62,7 +62,7 @@ MaskWord keep_word(typename Lanes::Scalar* values, uint64_t index, typename Lane
     for (unsigned at = 0; at < 64; at += Lanes::kLanes)
         word.negative |= Lanes::negative(Lanes::load(values + at)) << at;
     word.negative &= word.changed;
-    add_to_word<Lanes>(values, word.changed, word.changed & ~word.negative, raised);
+    add_to_word<Lanes>(values, word.changed, word.changed & ~word.negative, raised.quantum);
     return word;
 }
 

@@ -33,7 +33,7 @@ GRADWIRE_HD inline MaskPair word_at(const Masks& masks, uint64_t index) {
 
 // Undo pass 1 on one word of the whole, and count the magnitudes. Neighbours in one bin are counted together.
 template <class Residual>
-GRADWIRE_HD void put_back_word(const Masks& whole, Residual* residual, Residual threshold, uint64_t index,
+GRADWIRE_HD void put_back_word(const Masks& whole, Residual* residual, Residual quantum, uint64_t index,
                                uint64_t* bins) {
     const MaskPair pair = word_at(whole, index);
     unsigned bin = 0;
@@ -41,7 +41,7 @@ GRADWIRE_HD void put_back_word(const Masks& whole, Residual* residual, Residual 
     for (uint64_t bits = pair.changed; bits != 0; bits &= bits - 1) {
         const unsigned i = trailing_zeros(bits);
         Residual& value = residual[index * kWordElements + i];
-        value += pair.negative >> i & 1 ? -threshold : threshold;
+        value += pair.negative >> i & 1 ? -quantum : quantum;
         const unsigned own = magnitude_bin(value);
         if (own != bin && run > 0) {
             atomic_add(bins + bin, run);
@@ -105,11 +105,12 @@ GRADWIRE_TEAM uint64_t count_ties(Team& team, const Part& part, const Masks& mas
 }
 
 // Extract the chosen elements of a group of a part, of which masks.group_first counts the elements in the lowest bin
-// before each group and `ties_before` those of the parts before. Write the words to `kept`. A team is a block.
+// before each group and `ties_before` those of the parts before, as +-quantum. Write the words to `kept`. A team is a
+// block.
 template <class Team, class Residual>
 GRADWIRE_TEAM void keep_largest(Team& team, const Part& part, const Masks& masks, Residual* residual,
-                                const Selection& selection, uint64_t ties_before, uint64_t group, MaskPair* kept) {
-    const auto raised = static_cast<Residual>(bfloat16_to_float(static_cast<uint16_t>(selection.lowest)));
+                                const Selection& selection, uint64_t ties_before, uint64_t group, Residual quantum,
+                                MaskPair* kept) {
     Local<Team, uint64_t> before, ties;
     team.each([&](unsigned thread) {
         const uint64_t index = group * kGroupWords + thread;
@@ -132,7 +133,7 @@ GRADWIRE_TEAM void keep_largest(Team& team, const Part& part, const Masks& masks
             }
             own.changed |= bit;
             if (value < 0) own.negative |= bit;
-            value -= value < 0 ? -raised : raised;
+            value -= value < 0 ? -quantum : quantum;
         }
         kept[thread] = own;
     });

@@ -34,7 +34,7 @@ __device__ const PartWork& own_part(const PartTable& table) { return table.parts
 __device__ uint64_t part_index(const PartTable& table) { return table.first + blockIdx.y; }
 
 template <class Residual>
-__device__ Residual threshold_of(const EncoderState& state) {
+__device__ Residual quantum_of(const EncoderState& state) {
     return static_cast<Residual>(bfloat16_to_float(state.used));
 }
 
@@ -63,19 +63,20 @@ __device__ CrcWork encode_crc = make_crc_work();
 
 // A warp for each tile. No finite value passes the infinite threshold of `dense`, which therefore only accumulates.
 template <class Residual, class Update>
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kBlock, sizeof(Residual) == 8 ? 3 : 4)
     extract_kernel(const __grid_constant__ ArrayTable updates, ExtractTarget<Residual> to, const EncoderState* state,
-                   uint64_t first_group, bool dense) {
+                   double reach, uint64_t first_group, bool dense) {
     __shared__ TileShared tiles[kWarps];
     __shared__ uint32_t counts[kWarps];
     const unsigned warp_index = threadIdx.x / kWarpThreads;
     const uint64_t group = first_group + blockIdx.x;
     const uint64_t tile = group * kGroupTiles + warp_index;
-    const Residual threshold = dense ? endless<Residual>() : threshold_of<Residual>(*state);
+    Levels<Residual> levels = levels_of<Residual>(state->used, reach);
+    if (dense) levels.bound = endless<Residual>();
     uint32_t count = 0;
     if (tile < to.masks.tile_count()) {
         WarpTeam warp;
-        count = extract_tile<WarpTeam, Residual, Update>(warp, to, updates, threshold, tile, tiles[warp_index]);
+        count = extract_tile<WarpTeam, Residual, Update>(warp, to, updates, levels, tile, tiles[warp_index]);
     }
     store_group_count(to.masks, group, count, counts);
 }
@@ -149,17 +150,17 @@ template <class Residual>
 __global__ void __launch_bounds__(kBlock) put_back_kernel(Masks whole, Residual* residual, const EncoderState* state,
                                                           uint64_t* bins, const Selection* selection) {
     if (!selection->is_over) return;
-    put_back_word(whole, residual, threshold_of<Residual>(*state), uint64_t{blockIdx.x} * kBlock + threadIdx.x, bins);
+    put_back_word(whole, residual, quantum_of<Residual>(*state), uint64_t{blockIdx.x} * kBlock + threadIdx.x, bins);
 }
 
 __global__ void __launch_bounds__(kPlanBlock)
-    choose_kernel(uint64_t* bins, uint64_t most_changed, Selection* selection, EncoderState* state) {
+    choose_kernel(uint64_t* bins, uint64_t most_changed, double reach, Selection* selection, EncoderState* state) {
     __shared__ BlockScratch<kPlanBlock> sums;
     if (!selection->is_over) return;
     BlockTeam<kPlanBlock> block(sums);
     choose_lowest(block, bins, most_changed, selection);
     if (threadIdx.x > 0) return;
-    state->used = static_cast<uint16_t>(selection->lowest);
+    state->used = threshold_from(selection->lowest, reach);
     state->held_back = selection->reached - most_changed;
 }
 
@@ -191,7 +192,7 @@ __global__ void order_ties_kernel(const __grid_constant__ PartTable table, Selec
 template <class Residual>
 __global__ void __launch_bounds__(kBlock)
     keep_largest_kernel(const __grid_constant__ PartTable table, Partition partition, Residual* residual,
-                        const Selection* selection) {
+                        const Selection* selection, const EncoderState* state) {
     __shared__ BlockScratch<kBlock> sums;
     __shared__ MaskPair kept[kBlock];
     __shared__ uint32_t counts[kWarps];
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(kBlock)
     if (!selection->is_over || blockIdx.x >= own.masks.group_total()) return;
     BlockTeam<kBlock> block(sums);
     keep_largest(block, {partition, part_index(table)}, own.masks, residual, *selection, own.scratch->ties_before,
-                 blockIdx.x, kept);
+                 blockIdx.x, quantum_of<Residual>(*state), kept);
     const uint64_t tile = blockIdx.x * kGroupTiles + threadIdx.x / kWarpThreads;
     uint32_t count = 0;
     if (tile < own.masks.tile_count()) {
@@ -221,10 +222,10 @@ __global__ void __launch_bounds__(kBlock, 3)
     for (uint64_t i = blockIdx.x; i < plan.chunks; i += gridDim.x)
         write_chunk(block, own.masks, plan, i, own.records, own.message_words());
     if (!plan.restores || part_index(table) > 0) return;
-    const Residual threshold = threshold_of<Residual>(*state);
+    const Residual quantum = quantum_of<Residual>(*state);
     for (uint64_t tile = uint64_t{blockIdx.x} * kBlock + threadIdx.x; tile < whole.tile_count();
          tile += uint64_t{gridDim.x} * kBlock)
-        restore_tile(whole, residual, threshold, tile);
+        restore_tile(whole, residual, quantum, tile);
 }
 
 template <class Residual>
@@ -329,15 +330,18 @@ __global__ void __launch_bounds__(kBlock)
     if (!samples(policy, *state)) return;
     const uint64_t first = ((begin + stride - 1) / stride + uint64_t{blockIdx.x} * kBlock + threadIdx.x) * stride;
     if (first >= end) return;
-    sample_group(residual, updates, first, numel, threshold_of<Residual>(*state), bins, &state->sample);
+    sample_group(residual, updates, first, numel, levels_of<Residual>(state->used, policy.reach), bins, &state->sample);
 }
 
 // A block for each quantile.
-__global__ void __launch_bounds__(kBlock) quantile_kernel(uint32_t* bins, double density, EncoderState* state) {
+__global__ void __launch_bounds__(kBlock) quantile_kernel(uint32_t* bins, Policy policy, EncoderState* state) {
     __shared__ BlockScratch<kBlock> sums;
     BlockTeam<kBlock> block(sums);
-    const double want = density * static_cast<double>(state->sample.elements);
-    find_quantile(block, bins + blockIdx.x * kBins, want, &state->sample.quantile[blockIdx.x]);
+    const double want = policy.density * static_cast<double>(state->sample.elements);
+    double* const quantile = &state->sample.quantile[blockIdx.x];
+    find_quantile(block, bins + blockIdx.x * kBins, want, quantile);
+    __syncthreads();
+    if (threadIdx.x == 0) *quantile /= policy.reach;
 }
 
 __global__ void begin_kernel(EncoderState* state, uint16_t threshold, uint32_t step) {

@@ -54,7 +54,7 @@ template <class Residual>
 struct EncodeKernels {
     // By the dtype of the update; kNone: the update is in the residual already. Updates of float64 need a residual of
     // it.
-    void (*extract[kDtypes])(ArrayTable updates, ExtractTarget<Residual> to, const EncoderState* state,
+    void (*extract[kDtypes])(ArrayTable updates, ExtractTarget<Residual> to, const EncoderState* state, double reach,
                              uint64_t first_group, bool dense);
     void (*deal)(Masks whole, Partition partition, PartTable table);
     void (*plan)(PartTable table, const EncoderState* state, bool skip_nonfinite, StepTotals* totals,
@@ -64,10 +64,11 @@ struct EncodeKernels {
     void (*weigh)(PartTable table, Budget budget, Selection* selection);
     void (*put_back)(Masks whole, Residual* residual, const EncoderState* state, uint64_t* bins,
                      const Selection* selection);
-    void (*choose)(uint64_t* bins, uint64_t most_changed, Selection* selection, EncoderState* state);
+    void (*choose)(uint64_t* bins, uint64_t most_changed, double reach, Selection* selection, EncoderState* state);
     void (*count_ties)(PartTable table, Partition partition, const Residual* residual, const Selection* selection);
     void (*order_ties)(PartTable table, Selection* selection);
-    void (*keep_largest)(PartTable table, Partition partition, Residual* residual, const Selection* selection);
+    void (*keep_largest)(PartTable table, Partition partition, Residual* residual, const Selection* selection,
+                         const EncoderState* state);
     void (*write)(PartTable table, Masks whole, Residual* residual, const EncoderState* state);
     void (*clip)(Residual* residual, uint64_t numel, double clip_limit, const Scratch* scratch, EncoderState* state);
     void (*values)(PartTable table, Partition partition, Residual* residual, DenseType dtype, uint32_t key,
@@ -77,7 +78,7 @@ struct EncodeKernels {
     void (*publish)(PartTable table);
     void (*sample)(ArrayTable updates, const Residual* residual, uint64_t begin, uint64_t end, uint64_t numel,
                    uint64_t stride, uint32_t* bins, Policy policy, EncoderState* state);
-    void (*quantile)(uint32_t* bins, double density, EncoderState* state);
+    void (*quantile)(uint32_t* bins, Policy policy, EncoderState* state);
     void (*begin)(EncoderState* state, uint16_t threshold, uint32_t step);
     void (*learn)(Policy policy, EncoderState* state);
     void (*clear_sample)(EncoderState* state);

@@ -173,8 +173,8 @@ void DeviceEncoder::extract(const std::vector<ConstArray>* update, bool dense, c
     const auto launch = [&](Dtype dtype, const ArrayTable& updates, uint64_t begin, uint64_t end) {
         const uint64_t blocks = (end - begin + kGroupElements - 1) / kGroupElements;
         CUDA_LAUNCH("extract", encode_kernels<Residual>().extract[static_cast<unsigned>(dtype)],
-                    static_cast<unsigned>(blocks), kBlock, stream, updates, to, work_->state, begin / kGroupElements,
-                    dense);
+                    static_cast<unsigned>(blocks), kBlock, stream, updates, to, work_->state, policy_.reach,
+                    begin / kGroupElements, dense);
     };
     if (numel_ == 0) return;
     if (!update) return launch(Dtype::kNone, ArrayTable{}, 0, numel_);
@@ -199,8 +199,7 @@ void DeviceEncoder::sample(const std::vector<ConstArray>* update, cudaStream_t s
             launch(range.arrays, range.begin, range.end);
     else
         launch(ArrayTable{}, 0, numel_);
-    CUDA_LAUNCH("quantile", kernels.quantile, kSampleQuantiles, kBlock, stream, work_->bins, policy_.density,
-                work_->state);
+    CUDA_LAUNCH("quantile", kernels.quantile, kSampleQuantiles, kBlock, stream, work_->bins, policy_, work_->state);
     CUDA_LAUNCH("learn", kernels.learn, 1, 1, stream, policy_, work_->state);
 }
 
@@ -217,8 +216,8 @@ void DeviceEncoder::keep_to_budget(const std::vector<PartTable>& tables, const P
     for (const PartTable& table : tables) CUDA_LAUNCH("weigh", kernels.weigh, 1, 1, stream, table, budget, selection);
     CUDA_LAUNCH("put_back", kernels.put_back, words, kBlock, stream, whole, residual, work_->state, work_->magnitudes,
                 selection);
-    CUDA_LAUNCH("choose", kernels.choose, 1, kPlanBlock, stream, work_->magnitudes, budget.most_changed, selection,
-                work_->state);
+    CUDA_LAUNCH("choose", kernels.choose, 1, kPlanBlock, stream, work_->magnitudes, budget.most_changed, policy_.reach,
+                selection, work_->state);
     for (const PartTable& table : tables) {
         CUDA_LAUNCH("count_ties", kernels.count_ties, dim3(groups, table.count), kBlock, stream, table, partition,
                     residual, selection);
@@ -228,7 +227,7 @@ void DeviceEncoder::keep_to_budget(const std::vector<PartTable>& tables, const P
     }
     for (const PartTable& table : tables) {
         CUDA_LAUNCH("keep_largest", kernels.keep_largest, dim3(groups, table.count), kBlock, stream, table, partition,
-                    residual, selection);
+                    residual, selection, work_->state);
         CUDA_LAUNCH("plan", kernels.plan, dim3(1, table.count), kPlanBlock, stream, table, work_->state, true,
                     work_->totals, selection);
     }

@@ -1,4 +1,4 @@
-// Pass 1 over one tile, by one warp: residual += update; where |residual| >= threshold, residual -= +-threshold and the
+// Pass 1 over one tile, by one warp: residual += update; where |residual| >= bound, residual -= +-quantum and the
 // element's bit is set. The results equal those of cpu/extract.h, bit for bit.
 //
 // Lane l processes elements 128 v + 4 l ... + 3 of the tile, v = 0 ... 15, so that each load of a warp is one run of
@@ -34,10 +34,10 @@ struct ExtractTarget {
 
 // Extract from one element. Return bit 0: changed, bit 4: negative.
 template <class Residual>
-GRADWIRE_HD uint32_t extract_element(Residual& sum, Residual threshold) {
-    const bool passes = absolute(sum) >= threshold;
+GRADWIRE_HD uint32_t extract_element(Residual& sum, Levels<Residual> levels) {
+    const bool passes = absolute(sum) >= levels.bound;
     const bool negative = sum < 0;
-    if (passes) sum -= negative ? -threshold : threshold;
+    if (passes) sum -= negative ? -levels.quantum : levels.quantum;
     return static_cast<uint32_t>(passes) | static_cast<uint32_t>(passes && negative) << 4;
 }
 
@@ -61,7 +61,7 @@ GRADWIRE_HD const Update* find_whole_tile(const ArrayTable& updates, uint64_t fi
 
 // `first` is the first element of the tile, `update` the tile's update; it is ignored for Accumulated.
 template <class Residual, class Update>
-GRADWIRE_HD void extract_whole_tile(const ExtractTarget<Residual>& to, const Update* update, Residual threshold,
+GRADWIRE_HD void extract_whole_tile(const ExtractTarget<Residual>& to, const Update* update, Levels<Residual> levels,
                                     uint64_t first, unsigned lane, uint8_t* fours) {
     constexpr unsigned kVectors = sizeof(Residual) == 8 ? 2 : 4;  // in flight at a time
     Residual* residual = to.residual + first;
@@ -105,7 +105,7 @@ GRADWIRE_HD void extract_whole_tile(const ExtractTarget<Residual>& to, const Upd
                 }
             uint32_t four = 0;
             for (unsigned j = 0; j < 4; ++j) {
-                four |= extract_element(value[j], threshold) << j;
+                four |= extract_element(value[j], levels) << j;
                 sum[v].value[j] = value[j];
             }
             fours[(at + 128 * v) / 4] = static_cast<uint8_t>(four);
@@ -116,7 +116,7 @@ GRADWIRE_HD void extract_whole_tile(const ExtractTarget<Residual>& to, const Upd
 
 // Any tile: in several arrays, at any alignment, or incomplete at the end of the residual.
 template <class Residual, class Update>
-GRADWIRE_HD void extract_any_tile(const ExtractTarget<Residual>& to, const ArrayTable& updates, Residual threshold,
+GRADWIRE_HD void extract_any_tile(const ExtractTarget<Residual>& to, const ArrayTable& updates, Levels<Residual> levels,
                                   uint64_t first, unsigned lane, uint8_t* fours) {
     unsigned array = kAdds<Update> ? updates.find(first) : 0;
     for (unsigned at = 4 * lane; at < kTileElements; at += 128) {
@@ -135,7 +135,7 @@ GRADWIRE_HD void extract_any_tile(const ExtractTarget<Residual>& to, const Array
             }
             const bool finite = is_finite(value);
             if (!finite) value = without_nonfinite(before, more, index, to.nonfinite);
-            const uint32_t bits = extract_element(value, threshold);
+            const uint32_t bits = extract_element(value, levels);
             four |= bits << j;
             if (kAdds<Update> || bits != 0 || !finite) to.residual[index] = value;
         }
@@ -176,18 +176,18 @@ GRADWIRE_TEAM uint32_t store_words(Team& team, const Masks& masks, uint64_t tile
 // A team is a warp. Return the number of changed elements of the tile. `updates` covers the tile unless it is ignored.
 template <class Team, class Residual, class Update>
 GRADWIRE_TEAM uint32_t extract_tile(Team& team, const ExtractTarget<Residual>& to, const ArrayTable& updates,
-                                    Residual threshold, uint64_t tile, TileShared& shared) {
+                                    Levels<Residual> levels, uint64_t tile, TileShared& shared) {
     const uint64_t first = tile * kTileElements;
     const bool full = first + kTileElements <= to.masks.numel;
     auto* fours = reinterpret_cast<uint8_t*>(shared.fours);
     team.each([&](unsigned lane) {
         if constexpr (kAdds<Update>) {
             const Update* update = full ? find_whole_tile<Update>(updates, first) : nullptr;
-            if (update) return extract_whole_tile(to, update, threshold, first, lane, fours);
+            if (update) return extract_whole_tile(to, update, levels, first, lane, fours);
         } else {
-            if (full) return extract_whole_tile<Residual, Update>(to, nullptr, threshold, first, lane, fours);
+            if (full) return extract_whole_tile<Residual, Update>(to, nullptr, levels, first, lane, fours);
         }
-        extract_any_tile<Residual, Update>(to, updates, threshold, first, lane, fours);
+        extract_any_tile<Residual, Update>(to, updates, levels, first, lane, fours);
     });
     return store_words(team, to.masks, tile, [&](unsigned lane) { return mask_word(shared, lane); });
 }
@@ -208,15 +208,14 @@ GRADWIRE_TEAM uint32_t deal_tile(Team& team, const Masks& whole, const Part& par
 
 // Undo pass 1 on a tile.
 template <class Residual>
-GRADWIRE_HD void restore_tile(const Masks& masks, Residual* residual, Residual threshold, uint64_t tile) {
+GRADWIRE_HD void restore_tile(const Masks& masks, Residual* residual, Residual quantum, uint64_t tile) {
     const uint32_t summary = masks.tiles[tile].summary;
     for (uint64_t words = summary; words != 0; words &= words - 1) {
         const unsigned word = trailing_zeros(words);
         const MaskPair pair = masks.listed(tile, summary, word);
         for (uint64_t bits = pair.changed; bits != 0; bits &= bits - 1) {
             const unsigned i = trailing_zeros(bits);
-            residual[tile * kTileElements + word * kWordElements + i] +=
-                pair.negative >> i & 1 ? -threshold : threshold;
+            residual[tile * kTileElements + word * kWordElements + i] += pair.negative >> i & 1 ? -quantum : quantum;
         }
     }
 }

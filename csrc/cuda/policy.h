@@ -15,6 +15,7 @@ enum class Rule : uint32_t { kFixed = 0, kAdaptive = 1, kStep = 2, kTargetDensit
 // The numbers of a policy and of the schedules; 0 in `every` means never.
 struct Policy {
     Rule rule = Rule::kFixed;
+    double reach = 1;  // share of the threshold from which on elements are sent
     double minimum = 0;
     double density_min = 0;  // kAdaptive
     double density_max = 1;
@@ -38,7 +39,7 @@ struct Course {
 
 // The sample of kTargetDensity (SampledQuantiles in quantile_sample.h).
 struct SampleTotals {
-    double quantile[4];  // now, shuffled, next, same
+    double quantile[4];  // now, shuffled, next, same; as thresholds
     uint64_t elements, agreeing, opposing;
 };
 

@@ -19,7 +19,7 @@ GRADWIRE_HD inline void count_one(uint32_t* bin) {
 // Measure one group, by one thread. `bins` are kSampleQuantiles times kBins; `updates` may be empty.
 template <class Residual>
 GRADWIRE_HD void sample_group(const Residual* residual, const ArrayTable& updates, uint64_t first, uint64_t numel,
-                              Residual threshold, uint32_t* bins, SampleTotals* sample) {
+                              Levels<Residual> levels, uint32_t* bins, SampleTotals* sample) {
     const uint64_t count = numel - first < kSampleGroup ? numel - first : kSampleGroup;
     Residual before[kSampleGroup] = {};
     Residual added[kSampleGroup] = {};
@@ -33,7 +33,7 @@ GRADWIRE_HD void sample_group(const Residual* residual, const ArrayTable& update
     }
     SampleGroup group;
     const uint32_t cuts[kSampleQuantiles] = {1, 1, 1, 1};
-    measure_group(before, added, count, threshold, updates.count > 0, cuts, &group);
+    measure_group(before, added, count, levels, updates.count > 0, cuts, &group);
     for (unsigned q = 0; q < kSampleQuantiles; ++q)
         for (uint64_t i = 0; i < count; ++i)
             if (group.exceeding[q] >> i & 1) count_one(bins + q * kBins + (group.bits[q][i] >> kBinShift));

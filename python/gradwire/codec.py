@@ -27,6 +27,7 @@ from .policy import (
     follow,
     learned_threshold,
     most_changed,
+    reach_of,
     round_threshold,
     sampled_density,
 )
@@ -274,6 +275,7 @@ class Encoder:
         messages, skipped, reached = self._core.encode(
             update,
             round_threshold(self._threshold / shakeup.divisor) if shakeup else rounded,
+            self._reach,
             _FLAG_SHAKEUP if shakeup else 0,
             self.key,
             number,
@@ -391,6 +393,7 @@ class Encoder:
             self._max_bytes = policy.max_bytes_per_step
             policy = policy.density_of(self.numel)
         self._rule: ThresholdPolicy = policy
+        self._reach = reach_of(policy)
 
     def _budget(
         self, max_bytes: int | None, dense: bool | str, partition: Partition | None
@@ -410,7 +413,7 @@ class Encoder:
         density = sampled_density(self._rule, self._step - self._changed_at, self._course)
         if not density or (is_shakeup and not learns):
             return None
-        tail = Tail(*self._core.sample(update, self._rounded, density))
+        tail = Tail(*self._core.sample(update, self._rounded, self._reach, density))
         if learns:
             self._set_threshold(learned_threshold(self._rule, self._threshold, tail))
         return tail

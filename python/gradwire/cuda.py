@@ -21,6 +21,7 @@ from .policy import (
     TargetDensity,
     ThresholdPolicy,
     begin,
+    reach_of,
     round_threshold,
 )
 from .state import EncoderState
@@ -208,7 +209,7 @@ def _policy_words(
             f"a policy on a device must be one of gradwire's, which run there, not {policy!r}"
         )
     rule, names = known
-    words: dict[str, Any] = {"rule": rule}
+    words: dict[str, Any] = {"rule": rule, "reach": reach_of(policy)}
     if isinstance(policy, FixedThreshold):
         words["minimum"] = policy.value
     words |= {name: getattr(policy, name) for name in names}

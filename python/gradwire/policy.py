@@ -31,6 +31,7 @@ __all__ = [
     "follow",
     "learned_threshold",
     "most_changed",
+    "reach_of",
     "round_threshold",
     "sampled_density",
 ]
@@ -58,7 +59,9 @@ _UNKNOWN = 1.0
 
 
 class Tail(NamedTuple):
-    """Four sampled quantiles, each exceeded by the target density's share of the sampled elements.
+    """Four sampled quantiles, each exceeded by the target density's share of the sampled elements, over the reach.
+
+    So each is the threshold at which that share would be sent.
 
     With residual r, update u, an element i and another element j near it:
 
@@ -283,6 +286,8 @@ class TargetDensity(Plain):
     trend, corrected by the densities that the messages had, which costs nothing. A group with fewer than
     ``1 / density`` elements sends about one element a step.
 
+    Elements are rounded: one is sent when it is nearer to plus or minus the threshold than to zero.
+
     Args:
         density: the target, in (0, 1).
         initial: threshold of the first step, or None to learn it from the first update.
@@ -297,6 +302,8 @@ class TargetDensity(Plain):
     Raises:
         ValueError: a value is out of its range.
     """
+
+    reach: ClassVar[float] = 0.625
 
     density: float = 0.01
     initial: float | None = None
@@ -512,6 +519,11 @@ def learned_threshold(policy: ThresholdPolicy, threshold: float, tail: Tail) -> 
     """Return the first threshold that a sample of the first update asks for; of zeros nothing is learned."""
     learned = min(max(tail.now, getattr(policy, "minimum", 0.0)), _MAX_THRESHOLD)
     return learned if tail.now > 0.0 else threshold
+
+
+def reach_of(policy: ThresholdPolicy) -> float:
+    """Return the share of the threshold from which on elements are sent: a policy's ``reach``, 1 for one without."""
+    return float(getattr(policy, "reach", 1.0))
 
 
 def sampled_density(policy: ThresholdPolicy, age: int, course: Course) -> float:

@@ -27,6 +27,7 @@ _DENSE_DTYPES: dict[int, Any] = {1: np.dtype("<f4"), 2: np.dtype("<f8"), 3: np.d
 Bits = NDArray[np.uint8]
 Positions = NDArray[np.int64]
 Signs = NDArray[np.bool_]
+Values = NDArray[Any]
 
 
 def _require(condition: Any, sentence: str) -> None:
@@ -315,15 +316,14 @@ def _chunk_positions(chunk: Chunk, bits: Bits, index: int, last: bool) -> Positi
 
 
 def tail_quantiles(
-    before: NDArray[Any], update: NDArray[Any] | None, after: NDArray[Any], density: float
+    before: Values, update: Values | None, after: Values, density: float, reach: float = 1.0
 ) -> Tail | None:
     """Return the sampled quantiles that ``TargetDensity`` predicts from (``docs/algorithm.md``); None for no elements.
 
     ``before`` is the residual before the update, ``after`` the one after encoding. If the caller had already added the
-    update, it is None and its effect unknown: all four quantiles are those of the residual.
+    update, it is None and its effect unknown: all four are quantiles of the residual. They are divided by ``reach``.
     """
-    numel = before.size
-    if numel == 0:
+    if (numel := before.size) == 0:
         return None
     if update is None:
         update, after = np.zeros_like(before), before
@@ -335,7 +335,7 @@ def tail_quantiles(
         pairs = (before, i), (before, j), (after, j), (after, i)
         sums = [residual[i] + update[k] for residual, k in pairs]
     agreeing, either = np.count_nonzero(signs > 0), np.count_nonzero(abs(signs) > 0)
-    now, shuffled, following, same = (_quantile(abs(one), density) for one in sums)
+    now, shuffled, following, same = (_quantile(abs(one), density) / reach for one in sums)
     return Tail(now, shuffled, following, same, agreeing / either if either else 0.5)
 
 
@@ -389,13 +389,13 @@ class ReferenceEncoder:
         """Add ``update`` to the residual, subtract ±threshold where it is reached, and encode these elements."""
         shakeup = self._shakeup if self._shakeup and self._shakeup.is_due(self.step) else None
         before, numel, age = self.residual.copy(), self.residual.size, self.step - self.changed_at
-        wanted = rules.sampled_density(self._policy, age, self._course)
-        if self._course.trend < 0 and (first := tail_quantiles(before, update, before, wanted)):
+        want = rules.sampled_density(self._policy, age, self._course), rules.reach_of(self._policy)
+        if self._course.trend < 0 and (first := tail_quantiles(before, update, before, *want)):
             self.threshold = rules.learned_threshold(self._policy, self.threshold, first)
         threshold = round_threshold(self.threshold / (shakeup.divisor if shakeup else 1.0))
         quantum, used = self.residual.dtype.type(threshold), self.threshold
         bad = self._accumulate(update)
-        passing = np.flatnonzero(np.abs(self.residual) >= quantum)
+        passing = np.flatnonzero(np.abs(self.residual) >= quantum * quantum.dtype.type(want[1]))
         sent = np.copysign(quantum, self.residual[passing])
         self.residual[passing] -= sent
         if bad.size and self._raises:
@@ -404,9 +404,9 @@ class ReferenceEncoder:
         header = {"key": self._key, "step": self.step % 2**32, "flags": int(shakeup is not None)}
         message = encode_ternary(passing, sent < 0, numel=numel, threshold=threshold, **header)
         if shakeup is None and numel > 0:
-            tail = tail_quantiles(before, update, self.residual, wanted) if wanted else None
-            now = self._policy, used, passing.size / numel, age, tail, self._course
-            self.threshold, self._course = rules.follow(*now)
+            tail = tail_quantiles(before, update, self.residual, *want) if want[0] else None
+            now = used, passing.size / numel, age, tail, self._course
+            self.threshold, self._course = rules.follow(self._policy, *now)
             if self.threshold != used and not isinstance(self._policy, rules.TargetDensity):
                 self.changed_at = self.step + 1
         if self._clip is not None and self._clip.is_due(self.step):

@@ -59,26 +59,27 @@ class EmulatedEncoder {
     }
 
     template <class Residual>
-    void extract(Residual* residual, const std::vector<gradwire::ConstArray>* update, Residual threshold) {
+    void extract(Residual* residual, const std::vector<gradwire::ConstArray>* update,
+                 gradwire::Levels<Residual> levels) {
         using namespace gradwire;
         nonfinite = {0, UINT64_MAX};
         if (!update) {
             cuda::ArrayTable none;
-            return extract_range<Residual, cuda::Accumulated>(residual, none, threshold, 0, numel_);
+            return extract_range<Residual, cuda::Accumulated>(residual, none, levels, 0, numel_);
         }
         for (const cuda::ArrayRange& range : cuda::cut_ranges(*update, numel_, cuda::kGroupElements)) {
             switch (static_cast<Dtype>(range.arrays.dtypes[0])) {
                 case Dtype::kFloat32:
-                    extract_range<Residual, float>(residual, range.arrays, threshold, range.begin, range.end);
+                    extract_range<Residual, float>(residual, range.arrays, levels, range.begin, range.end);
                     break;
                 case Dtype::kFloat64:
-                    extract_range<Residual, double>(residual, range.arrays, threshold, range.begin, range.end);
+                    extract_range<Residual, double>(residual, range.arrays, levels, range.begin, range.end);
                     break;
                 case Dtype::kFloat16:
-                    extract_range<Residual, Half>(residual, range.arrays, threshold, range.begin, range.end);
+                    extract_range<Residual, Half>(residual, range.arrays, levels, range.begin, range.end);
                     break;
                 case Dtype::kBfloat16:
-                    extract_range<Residual, Bfloat16>(residual, range.arrays, threshold, range.begin, range.end);
+                    extract_range<Residual, Bfloat16>(residual, range.arrays, levels, range.begin, range.end);
                     break;
                 case Dtype::kNone: break;
             }
@@ -112,7 +113,7 @@ class EmulatedEncoder {
 
   private:
     template <class Residual, class Update>
-    void extract_range(Residual* residual, const gradwire::cuda::ArrayTable& updates, Residual threshold,
+    void extract_range(Residual* residual, const gradwire::cuda::ArrayTable& updates, gradwire::Levels<Residual> levels,
                        uint64_t begin, uint64_t end) {
         using namespace gradwire::cuda;
         EmulatedTeam<32> warp(backwards_);
@@ -123,7 +124,7 @@ class EmulatedEncoder {
                  ++tile) {
                 TileShared shared;
                 group_count_[group] +=
-                    extract_tile<EmulatedTeam<32>, Residual, Update>(warp, to, updates, threshold, tile, shared);
+                    extract_tile<EmulatedTeam<32>, Residual, Update>(warp, to, updates, levels, tile, shared);
             }
         }
     }

@@ -24,7 +24,7 @@ void check_entries(const Entries& entries, bool backwards) {
     for (size_t i = 0; i < entries.positions.size(); ++i)
         residual[entries.positions[i]] = entries.minus[i] ? -0.5F : 0.5F;
     EmulatedEncoder encoder(entries.numel, backwards);
-    encoder.extract(residual.data(), nullptr, 0.5F);
+    encoder.extract<float>(residual.data(), nullptr, {0.5F, 0.5F});
     CHECK(encoder.encode(words_of(header), false) == encode(entries, header));
 }
 
@@ -36,17 +36,17 @@ constexpr Dtype dtype_of() {
 // Compare the CPU and the emulated threads on copies of the same residual and update.
 template <class Residual>
 void check_update(const std::vector<UpdateArray>* arrays, uint64_t numel, uint16_t threshold, bool skip, uint64_t seed,
-                  bool backwards) {
+                  bool backwards, double reach) {
     std::vector<ConstArray> views;
     if (arrays)
         for (const UpdateArray& array : *arrays) views.push_back(array.view());
     const std::vector<ConstArray>* update = arrays ? &views : nullptr;
-    const auto t = static_cast<Residual>(bfloat16_to_float(threshold));
+    const auto levels = levels_of<Residual>(threshold, reach);
     Random random(seed);
     Encoder encoder(numel, dtype_of<Residual>(), 1);
     auto* expected = static_cast<Residual*>(encoder.residual());
     for (uint64_t i = 0; i < numel; ++i) {
-        expected[i] = static_cast<Residual>(tricky_value(random, static_cast<double>(t), false));
+        expected[i] = static_cast<Residual>(tricky_value(random, static_cast<double>(levels.quantum), false));
         if (!std::isfinite(expected[i])) expected[i] = 0;
     }
     // Aligned to sixteen bytes, as a residual on a device.
@@ -57,12 +57,13 @@ void check_update(const std::vector<UpdateArray>* arrays, uint64_t numel, uint16
 
     EncodeOptions options;
     options.threshold = threshold;
+    options.reach = reach;
     options.key = 3;
     options.step = 77;
     options.flags = kFlagShakeUp;
     options.skip_nonfinite = skip;
     EmulatedEncoder emulated(numel, backwards);
-    emulated.extract(residual, update, t);
+    emulated.extract(residual, update, levels);
     const Bytes bytes = emulated.encode({threshold, options.flags, options.key, options.step}, skip);
     try {
         const Encoded encoded = encoder.encode(update, options);
@@ -76,9 +77,16 @@ void check_update(const std::vector<UpdateArray>* arrays, uint64_t numel, uint16
         CHECK_EQUAL(emulated.plan.restores, 1U);
         CHECK_EQUAL(parse(bytes).header.count, 0U);
         for (uint64_t tile = 0; tile < emulated.masks().tile_count(); ++tile)
-            cuda::restore_tile(emulated.masks(), residual, t, tile);
+            cuda::restore_tile(emulated.masks(), residual, levels.quantum, tile);
         CHECK(numel == 0 || std::memcmp(residual, expected, numel * sizeof(Residual)) == 0);
     }
+}
+
+template <class Residual>
+void check_update(const std::vector<UpdateArray>* arrays, uint64_t numel, uint16_t threshold, bool skip, uint64_t seed,
+                  bool backwards) {
+    for (const double reach : {1.0, 0.625})
+        check_update<Residual>(arrays, numel, threshold, skip, seed, backwards, reach);
 }
 
 std::vector<UpdateArray> tricky_arrays(const std::vector<uint64_t>& numels, const std::vector<Dtype>& dtypes,

@@ -8,6 +8,8 @@ using namespace support;
 
 namespace {
 
+constexpr double kReach = 0.625;
+
 cuda::SampleTotals measure_emulated(const Encoder& encoder, const void* residual, const std::vector<ConstArray>* update,
                                     double density, bool backwards) {
     const uint64_t numel = encoder.numel();
@@ -22,9 +24,11 @@ cuda::SampleTotals measure_emulated(const Encoder& encoder, const void* residual
         for (const cuda::ArrayRange& range : ranges)
             if (range.begin <= first && first < range.end) arrays = &range.arrays;
         if (encoder.dtype() == Dtype::kFloat64)
-            sample_group(static_cast<const double*>(residual), *arrays, first, numel, 0.5, bins.data(), &sample);
+            sample_group(static_cast<const double*>(residual), *arrays, first, numel, levels_of<double>(0x3f00, kReach),
+                         bins.data(), &sample);
         else
-            sample_group(static_cast<const float*>(residual), *arrays, first, numel, 0.5F, bins.data(), &sample);
+            sample_group(static_cast<const float*>(residual), *arrays, first, numel, levels_of<float>(0x3f00, kReach),
+                         bins.data(), &sample);
     }
     Block block(backwards);
     for (unsigned q = 0; q < kSampleQuantiles; ++q)
@@ -54,7 +58,7 @@ CASE(the_sampled_quantiles_are_those_of_the_cpu) {
                     const std::vector<ConstArray>* given = dtype == Dtype::kNone ? nullptr : &views;
                     const cuda::SampleTotals sample =
                         measure_emulated(encoder, encoder.residual(), given, density, numel % 2 == 0);
-                    const SampledQuantiles expected = encoder.sample(given, 0x3f00, density);
+                    const SampledQuantiles expected = encoder.sample(given, 0x3f00, kReach, density);
                     CHECK(same(sample.quantile[0], expected.now));
                     CHECK(same(sample.quantile[1], expected.shuffled));
                     CHECK(same(sample.quantile[2], expected.next));

@@ -23,7 +23,7 @@ struct Expected {
 // `update` is null if it has already been added.
 template <class Residual>
 Expected<Residual> extract_plainly(const std::vector<Residual>& residual, const std::vector<double>* update,
-                                   Residual threshold) {
+                                   Levels<Residual> levels) {
     Expected<Residual> expected;
     expected.residual = residual;
     expected.entries.numel = residual.size();
@@ -35,12 +35,12 @@ Expected<Residual> extract_plainly(const std::vector<Residual>& residual, const 
             if (expected.nonfinite++ == 0) expected.first_nonfinite = i;
             sum = std::isfinite(before) ? before : std::isfinite(added) ? added : Residual{0};
         }
-        if (sum >= threshold) {
+        if (sum >= levels.bound) {
             expected.entries.add(i, false);
-            sum -= threshold;
-        } else if (sum <= -threshold) {
+            sum -= levels.quantum;
+        } else if (sum <= -levels.bound) {
             expected.entries.add(i, true);
-            sum += threshold;
+            sum += levels.quantum;
         }
         expected.residual[i] = sum;
     }
@@ -101,13 +101,14 @@ std::vector<Residual> random_residual(Random& random, uint64_t numel, double thr
 }
 
 template <class Residual>
-void check_encoder(const std::vector<Residual>& residual, const Update* update, const Situation& at) {
-    const auto threshold = static_cast<Residual>(bfloat16_to_float(at.threshold));
-    Expected<Residual> expected = extract_plainly(residual, update ? &update->values : nullptr, threshold);
+void check_encoder(const std::vector<Residual>& residual, const Update* update, const Situation& at, double reach) {
+    const auto levels = levels_of<Residual>(at.threshold, reach);
+    Expected<Residual> expected = extract_plainly(residual, update ? &update->values : nullptr, levels);
     const Bytes bytes = encode_plainly(expected.entries, header_for(at.numel, at.threshold));
     const std::vector<ConstArray>* views = update ? &update->views : nullptr;
     EncodeOptions options;
     options.threshold = at.threshold;
+    options.reach = reach;
     options.key = 7;
     options.step = 1000;
     options.skip_nonfinite = true;
@@ -125,7 +126,8 @@ void check_encoder(const std::vector<Residual>& residual, const Update* update, 
     }
     if (expected.nonfinite == 0) return;
     for (size_t i = 0; i < expected.entries.positions.size(); ++i)
-        expected.residual[expected.entries.positions[i]] += expected.entries.minus[i] ? -threshold : threshold;
+        expected.residual[expected.entries.positions[i]] +=
+            expected.entries.minus[i] ? -levels.quantum : levels.quantum;
     options.skip_nonfinite = false;
     Encoder encoder = fresh_encoder();
     bool thrown = false;
@@ -141,14 +143,24 @@ void check_encoder(const std::vector<Residual>& residual, const Update* update, 
 }
 
 template <class Residual>
+void check_encoder(const std::vector<Residual>& residual, const Update* update, const Situation& at) {
+    for (const double reach : {1.0, 0.625}) check_encoder(residual, update, at, reach);
+}
+
+// Return the magnitude around which values are drawn: that from which elements are sent, at one reach or the other.
+double bound_of(const Situation& at, uint64_t seed) {
+    return levels_of<double>(at.threshold, seed % 2 ? 0.625 : 1.0).bound;
+}
+
+template <class Residual>
 void check_one_array(const Situation& at, Dtype dtype, uint64_t seed) {
     const check::Note notes[] = {{"numel", at.numel}, {"update dtype", unsigned(dtype)}, {"seed", seed}};
     Random random(seed);
-    const double threshold = static_cast<double>(bfloat16_to_float(at.threshold));
-    const auto residual = random_residual<Residual>(random, at.numel, threshold, at.nonfinite);
+    const double bound = bound_of(at, seed);
+    const auto residual = random_residual<Residual>(random, at.numel, bound, at.nonfinite);
     if (dtype == Dtype::kNone) return check_encoder<Residual>(residual, nullptr, at);
     Update update;
-    update.append(at.numel, dtype, random, threshold, at.nonfinite);
+    update.append(at.numel, dtype, random, bound, at.nonfinite);
     check_encoder<Residual>(residual, &update, at);
 }
 
@@ -156,16 +168,16 @@ template <class Residual>
 void check_many_arrays(const Situation& at, uint64_t longest, uint64_t seed) {
     const check::Note notes[] = {{"numel", at.numel}, {"seed", seed}};
     Random random(seed);
-    const double threshold = static_cast<double>(bfloat16_to_float(at.threshold));
-    const auto residual = random_residual<Residual>(random, at.numel, threshold, at.nonfinite);
+    const double bound = bound_of(at, seed);
+    const auto residual = random_residual<Residual>(random, at.numel, bound, at.nonfinite);
     Update update;
     for (uint64_t left = at.numel; left > 0;) {
         const uint64_t numel = std::min(left, random.below(longest));
         const Dtype dtype = kUpdates[1 + random.below(4)];
-        update.append(numel, supported<Residual>(dtype) ? dtype : Dtype::kFloat32, random, threshold, at.nonfinite);
+        update.append(numel, supported<Residual>(dtype) ? dtype : Dtype::kFloat32, random, bound, at.nonfinite);
         left -= numel;
     }
-    update.append(0, Dtype::kFloat32, random, threshold, false);
+    update.append(0, Dtype::kFloat32, random, bound, false);
     check_encoder<Residual>(residual, &update, at);
 }
 
@@ -174,19 +186,19 @@ template <class Residual>
 void check_kernel(ExtractFunction<Residual> extract, Dtype dtype, uint64_t words, uint64_t seed) {
     Random random(seed);
     const uint64_t numel = words * 64;
-    const Residual threshold = 0.5;
+    const auto levels = levels_of<Residual>(0x3f00, seed % 3 == 0 ? 0.625 : 1.0);
     const uint64_t offset = random.below(4);
     const auto residual = random_residual<Residual>(random, numel, 0.5, seed % 2 == 1);
     Update update;
     update.append(numel, dtype == Dtype::kNone ? Dtype::kFloat32 : dtype, random, 0.5, seed % 2 == 1);
     const bool accumulated = dtype == Dtype::kNone;
-    const auto expected = extract_plainly(residual, accumulated ? nullptr : &update.values, threshold);
+    const auto expected = extract_plainly(residual, accumulated ? nullptr : &update.values, levels);
     std::vector<Residual> memory(offset, Residual{0});
     memory.insert(memory.end(), residual.begin(), residual.end());
     memory.shrink_to_fit();
     std::vector<MaskWord> list(words);
     Extracted extracted;
-    extract(memory.data() + offset, accumulated ? nullptr : update.views[0].data, words, threshold, 1000, list.data(),
+    extract(memory.data() + offset, accumulated ? nullptr : update.views[0].data, words, levels, 1000, list.data(),
             &extracted);
     CHECK(same_bits(memory.data() + offset, expected.residual));
     CHECK_EQUAL(extracted.count, expected.entries.positions.size());

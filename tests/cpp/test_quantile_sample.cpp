@@ -14,14 +14,14 @@ SampledQuantiles measure(Dtype residual, const UpdateArray* update, uint64_t num
     Random random(seed);
     Encoder encoder(numel, residual, 1);
     for (uint64_t i = 0; i < numel; ++i) put_value(encoder.residual(), i, residual, tricky_value(random, 0.5, false));
-    if (!update) return encoder.sample(nullptr, 0x3f00, density);
+    if (!update) return encoder.sample(nullptr, 0x3f00, 1.0, density);
     // In two arrays, so that a group lies across them.
     const uint64_t first = numel / 3;
     const uint8_t* data = static_cast<const uint8_t*>(update->data());
     const std::vector<ConstArray> views{
         {data, first, update->dtype()},
         {data + first * bytes_per_element(update->dtype()), numel - first, update->dtype()}};
-    return encoder.sample(&views, 0x3f00, density);
+    return encoder.sample(&views, 0x3f00, 1.0, density);
 }
 
 bool same(double a, double b) { return std::memcmp(&a, &b, sizeof a) == 0; }
@@ -64,7 +64,7 @@ CASE(the_quantile_is_that_of_the_magnitudes_about_to_be_compared) {
     for_every_table([&] {
         for (const double density : {1e-3, 0.01, 0.1, 0.7}) {
             Encoder encoder(numel, Dtype::kFloat32, 1);
-            const SampledQuantiles quantiles = encoder.sample(&views, 0x7f7f, density);
+            const SampledQuantiles quantiles = encoder.sample(&views, 0x7f7f, 1.0, density);
             const double exact = magnitudes[static_cast<size_t>(density * static_cast<double>(numel)) - 1];
             // Bins are 1/64 of an octave, 1.6 % at most.
             CHECK(std::fabs(quantiles.now / exact - 1) < 0.02);

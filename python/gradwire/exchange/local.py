@@ -177,7 +177,7 @@ class LocalTeam:
         self.timeout_s = timeout_s
         self.rank: int | None = None
         self._path = path_of("team", name)
-        self._state_path = self._path.with_name(f"{self._path.name}.state")
+        self.state_path = self._path.with_name(f"{self._path.name}.state")
         self._memory: mmap.mmap | None = None
         self._finalizers: list[Any] = []
 
@@ -278,7 +278,7 @@ class LocalTeam:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a spawned process needs to find the memory."""
-        names = ("name", "workers", "reduction", "timeout_s", "_path", "_state_path", "_layout")
+        names = ("name", "workers", "reduction", "timeout_s", "_path", "state_path", "_layout")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -491,7 +491,7 @@ class LocalTeam:
 
     def leave_state(self, state: Arrays) -> None:
         """Leave the leader's optimiser state for workers that have just come; it lies there until the next call."""
-        descriptor = os.open(self._state_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(self.state_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "wb") as file:
             np.savez(file, *map(on_host, state))
 
@@ -501,7 +501,7 @@ class LocalTeam:
         Raises:
             Mismatch: this worker's optimiser has another state.
         """
-        with np.load(self._state_path) as file:
+        with np.load(self.state_path) as file:
             found = [file[name] for name in file.files]
         if described(found) != described(state):
             raise Mismatch(
@@ -509,10 +509,6 @@ class LocalTeam:
                 f"{described(found)}: give all workers the same optimiser"
             )
         put(state, found)
-
-    def drop_state(self) -> None:
-        """Remove the state that workers have taken, or that a crashed run has left."""
-        self._state_path.unlink(missing_ok=True)
 
     def post_outcome(self, outcome: _Outcome) -> None:
         """Leave the leader's outcome for the other workers."""
@@ -698,7 +694,9 @@ class LocalExchange:
         self, exchange: Exchange, action: Callable[[Exchange], Any], state: Sequence[Any]
     ) -> None:
         result, error, team, has_state = None, None, self.team, False
-        team.drop_state()  # all workers are in this call, so they have taken an earlier one
+        team.state_path.unlink(
+            missing_ok=True
+        )  # all are in this call: they have taken an earlier one
         try:
             result = action(exchange)
             if state and (team.has_newcomers or _is_late(result)):
