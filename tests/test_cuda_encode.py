@@ -71,6 +71,7 @@ def test_steps_follow_the_policy_as_on_the_cpu(policy: str) -> None:
     rng = np.random.default_rng(8)
     for _ in range(12):
         update = torch().from_numpy(rng.normal(0, 0.3, 100_003).astype(np.float32))
+        update[::500] *= 20.0  # beyond what a step sends, so that there is something to clip
         expected, message = step_both((cpu, cuda), update)
         assert message.threshold == expected.threshold
         assert message.is_shakeup == expected.is_shakeup
