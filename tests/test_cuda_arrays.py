@@ -79,7 +79,7 @@ def test_streams_are_taken_in_every_form() -> None:
         (
             gw.TargetDensity(0.01, 0.5, minimum=0.25),
             3,
-            {"reach": 0.625, "minimum": 0.25, "density": 0.01},
+            {"reach": 0.5625, "minimum": 0.25, "density": 0.01},
         ),
     ],
     ids=lambda one: type(one).__name__,

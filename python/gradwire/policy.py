@@ -286,7 +286,7 @@ class TargetDensity(Plain):
     trend, corrected by the densities that the messages had, which costs nothing. A group with fewer than
     ``1 / density`` elements sends about one element a step.
 
-    Elements are rounded: one is sent when it is nearer to plus or minus the threshold than to zero.
+    Elements are rounded: one is sent as plus or minus the threshold from ``reach`` times the threshold on.
 
     Args:
         density: the target, in (0, 1).
@@ -303,7 +303,7 @@ class TargetDensity(Plain):
         ValueError: a value is out of its range.
     """
 
-    reach: ClassVar[float] = 0.625
+    reach: ClassVar[float] = 0.5625
 
     density: float = 0.01
     initial: float | None = None

@@ -85,7 +85,7 @@ void check_update(const std::vector<UpdateArray>* arrays, uint64_t numel, uint16
 template <class Residual>
 void check_update(const std::vector<UpdateArray>* arrays, uint64_t numel, uint16_t threshold, bool skip, uint64_t seed,
                   bool backwards) {
-    for (const double reach : {1.0, 0.625})
+    for (const double reach : {1.0, 0.5625})
         check_update<Residual>(arrays, numel, threshold, skip, seed, backwards, reach);
 }
 

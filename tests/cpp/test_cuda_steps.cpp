@@ -8,7 +8,7 @@ using namespace support;
 
 namespace {
 
-constexpr double kReach = 0.625;
+constexpr double kReach = 0.5625;
 
 cuda::SampleTotals measure_emulated(const Encoder& encoder, const void* residual, const std::vector<ConstArray>* update,
                                     double density, bool backwards) {

@@ -144,12 +144,12 @@ void check_encoder(const std::vector<Residual>& residual, const Update* update, 
 
 template <class Residual>
 void check_encoder(const std::vector<Residual>& residual, const Update* update, const Situation& at) {
-    for (const double reach : {1.0, 0.625}) check_encoder(residual, update, at, reach);
+    for (const double reach : {1.0, 0.5625}) check_encoder(residual, update, at, reach);
 }
 
 // Return the magnitude around which values are drawn: that from which elements are sent, at one reach or the other.
 double bound_of(const Situation& at, uint64_t seed) {
-    return levels_of<double>(at.threshold, seed % 2 ? 0.625 : 1.0).bound;
+    return levels_of<double>(at.threshold, seed % 2 ? 0.5625 : 1.0).bound;
 }
 
 template <class Residual>
@@ -186,7 +186,7 @@ template <class Residual>
 void check_kernel(ExtractFunction<Residual> extract, Dtype dtype, uint64_t words, uint64_t seed) {
     Random random(seed);
     const uint64_t numel = words * 64;
-    const auto levels = levels_of<Residual>(0x3f00, seed % 3 == 0 ? 0.625 : 1.0);
+    const auto levels = levels_of<Residual>(0x3f00, seed % 3 == 0 ? 0.5625 : 1.0);
     const uint64_t offset = random.below(4);
     const auto residual = random_residual<Residual>(random, numel, 0.5, seed % 2 == 1);
     Update update;
