@@ -65,8 +65,8 @@ class Encoder:
     """Accumulate updates in a residual and encode the part that is large enough to send.
 
     ``encode(update)`` adds the update to the residual, subtracts plus or minus one threshold from every element whose
-    magnitude reaches the threshold, and returns these elements as a message. The rest stays in the residual for later
-    messages, so nothing is lost.
+    magnitude reaches the threshold (with ``TargetDensity`` and ``TargetBytes`` 9/16 of it), and returns these elements
+    as a message. The rest stays in the residual for later messages, so nothing is lost.
 
     An encoder serves one group of parameters and one thread at a time.
 
