@@ -127,7 +127,7 @@ class Text(Task):
     """The documentation that ``help()`` shows, as ASCII: English prose that comes with every Python."""
 
     BATCH, HELD_OUT = 2, 32
-    learning_rate, target, clip_norm, outer_momentum = 0.1, 2.3, 1.0, 0.7
+    learning_rate, target, clip_norm, outer_momentum = 0.1, 2.3, 1.0, 0.5
     # The gradients of four nodes are independent: their mean has half their norm (Lin et al. 2018, section 3.2).
     node_clip_norm = 2.0
 
