@@ -214,7 +214,7 @@ uint16_t Encoder::keep_largest(PartLists& lists, Levels<Residual> used, const En
         uint64_t counts[kCountedBins] = {};
         for_listed_words<Residual>(lists, partition, [&](uint64_t, const MaskWord& word, Residual* values) {
             if (first) kernels.add_to_word(values, word.changed, word.negative, used.quantum);
-            kernels.count_bins(values, from, counts);
+            kernels.count_bins(values, word.changed, from, counts);
         });
         above = 0;
         for (found = kCountedBins; found-- > 0 && above + counts[found] <= most;) above += counts[found];
@@ -230,7 +230,7 @@ uint16_t Encoder::keep_largest(PartLists& lists, Levels<Residual> used, const En
     const Levels<Residual> raised{value_of(low), value_of(threshold)};
     const Residual next = value_of(low + 1);
     for_listed_words<Residual>(lists, partition, [&](uint64_t p, const MaskWord& word, Residual* values) {
-        const MaskWord one = kernels.keep_word(values, word.index, raised, next, &ties);
+        const MaskWord one = kernels.keep_word(values, word, raised, next, &ties);
         lists[p].words[kept[p].words] = one;
         kept[p].words += one.changed != 0;
         kept[p].count += static_cast<unsigned>(__builtin_popcountll(one.changed));

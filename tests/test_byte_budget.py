@@ -127,6 +127,17 @@ def test_equal_magnitudes_are_sent_in_turn() -> None:
     assert (sent == -1.0).all()
 
 
+def test_only_elements_that_reach_the_bound_are_sent() -> None:
+    policy = gw.TargetDensity(0.5, initial=129 / 128)
+    bound = np.float32(gw.TargetDensity.reach * 129 / 128)
+    update = np.tile(bound * np.array([1 - 2**-11, 1 + 2**-9], np.float32), 5_000)
+    reaching = gw.decode(gw.Encoder(10_000, policy).encode(update)) != 0
+    assert reaching.sum() == 5_000
+    sent = gw.decode(gw.Encoder(10_000, policy).encode(update, max_bytes=1_000)) != 0
+    assert 1_000 < sent.sum() < 5_000
+    assert not (sent & ~reaching).any()
+
+
 def test_a_message_that_fits_is_the_same_without_a_budget() -> None:
     one, two = gw.Encoder(50_000, 2.0), gw.Encoder(50_000, 2.0)
     without = one.encode(gauss(50_000))

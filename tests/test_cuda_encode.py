@@ -276,6 +276,16 @@ def test_a_policy_of_a_budget_gives_the_messages_of_the_cpu() -> None:
         _, message = step_both(both, update)
         assert message.nbytes <= 1_500
         assert both[0].threshold == pytest.approx(both[1].threshold, rel=1e-9)
+    # Magnitudes on both sides of the bound that agree in their upper bits: only those above may be sent.
+    near = gw.TargetDensity.reach * 129 / 128 * np.array([1 - 2**-11, 1 + 2**-9])
+    bounded = pair(10_000, threshold=gw.TargetDensity(0.5, initial=129 / 128))
+    tied = torch().from_numpy(np.tile(near, 5_000).astype(np.float32))
+    sent = [
+        one.encode(u, max_bytes=1_000)
+        for one, u in zip(bounded, (tied, on_device(tied)), strict=True)
+    ]
+    assert bytes(sent[1]) == bytes(sent[0])
+    assert 1_000 < sent[0].count < 5_000
     for one in both:
         one.set_policy(gw.TargetBytes(700))
     assert step_both(both, update)[1].nbytes <= 700

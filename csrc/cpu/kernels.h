@@ -118,16 +118,16 @@ using MeasureResidualsFunction = void (*)(const Residual* before, uint64_t count
 // values[i] += +-quantum where bit i of `changed` is set; `minus` is a subset.
 template <class Residual>
 using AddToWordFunction = void (*)(Residual* values, uint64_t changed, uint64_t minus, Residual quantum);
-// Count the elements in kCountedBins bins of magnitudes (magnitude_bin) from `first` on; the last one counts those
-// above as well.
+// Count the elements of `among` in kCountedBins bins of magnitudes (magnitude_bin) from `first` on; the last one counts
+// those above as well.
 inline constexpr unsigned kCountedBins = 256;
 inline constexpr unsigned kInfinityBin = kInfinityBits >> 16;
 template <class Residual>
-using CountBinsFunction = void (*)(const Residual* values, unsigned first, uint64_t* counts);
-// Extract +-quantum from the elements that reach the bound, but from at most `ties` elements, the first ones, whose
-// magnitude is below `next`. Reduce `ties` by their number.
+using CountBinsFunction = void (*)(const Residual* values, uint64_t among, unsigned first, uint64_t* counts);
+// Extract +-quantum from the changed elements that reach the bound, but from at most `ties` elements, the first ones,
+// whose magnitude is below `next`. Reduce `ties` by their number.
 template <class Residual>
-using KeepWordFunction = MaskWord (*)(Residual* values, uint64_t index, Levels<Residual> raised, Residual next,
+using KeepWordFunction = MaskWord (*)(Residual* values, MaskWord word, Levels<Residual> raised, Residual next,
                                       uint64_t* ties);
 
 using Crc32cFunction = uint32_t (*)(uint32_t crc, const uint8_t* bytes, uint64_t size);

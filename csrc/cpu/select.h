@@ -28,14 +28,14 @@ uint64_t reaching(const typename Lanes::Scalar* values, typename Lanes::Scalar b
 
 // Few elements are counted one by one; where there are many, those of one bin together, because they may all be equal.
 template <class Lanes>
-void count_bins(const typename Lanes::Scalar* values, unsigned first, uint64_t* counts) {
+void count_bins(const typename Lanes::Scalar* values, uint64_t among, unsigned first, uint64_t* counts) {
     using Scalar = typename Lanes::Scalar;
     constexpr unsigned kFew = 8;
     const unsigned last = first + kCountedBins - 1;
     const auto edge = [](unsigned bin) {
         return static_cast<Scalar>(bfloat16_to_float(static_cast<uint16_t>(bin < kInfinityBin ? bin : kInfinityBin)));
     };
-    for (uint64_t left = reaching<Lanes>(values, edge(first)); left != 0;) {
+    for (uint64_t left = among & reaching<Lanes>(values, edge(first)); left != 0;) {
         unsigned bin = magnitude_bin(values[__builtin_ctzll(left)]);
         if (bin > last) bin = last;
         uint64_t own = left & (~left + 1);
@@ -49,9 +49,9 @@ void count_bins(const typename Lanes::Scalar* values, unsigned first, uint64_t* 
 }
 
 template <class Lanes>
-MaskWord keep_word(typename Lanes::Scalar* values, uint64_t index, Levels<typename Lanes::Scalar> raised,
+MaskWord keep_word(typename Lanes::Scalar* values, MaskWord word, Levels<typename Lanes::Scalar> raised,
                    typename Lanes::Scalar next, uint64_t* ties) {
-    MaskWord word{index, reaching<Lanes>(values, raised.bound), 0};
+    word = {word.index, word.changed & reaching<Lanes>(values, raised.bound), 0};
     if (word.changed == 0) return word;
     const uint64_t tied = word.changed & ~reaching<Lanes>(values, next);
     const unsigned sent = popcount(tied) < *ties ? popcount(tied) : static_cast<unsigned>(*ties);
