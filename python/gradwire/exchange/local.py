@@ -51,11 +51,9 @@ _MAGIC = 0x31_6D_61_65_74_77_67  # "gwteam1"
 _MAIL_BYTES = 1 << 16
 _HEAD_WORDS = 8
 _GO, _DONE, _IS_SUM = 3, 4, 5
-_ARRIVED, _TAKES_PART, _IS_NEW, _WEIGHT, _REDUCED = range(
-    5
-)  # rows of words, one word for every worker
-
+# Rows of words, one word for every worker.
 _ROWS = 5
+_ARRIVED, _TAKES_PART, _IS_NEW, _WEIGHT, _REDUCED = range(_ROWS)
 
 # Looks at a lock, which others hold for a moment when they look too.
 _TRIES = 20
@@ -592,7 +590,9 @@ class LocalExchange:
     def resync(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
         """See `Exchange.resync`."""
         return self._call_together(
-            lambda lead: lead.resync(self.team.params, optimizer_state), params
+            lambda lead: lead.resync(self.team.params, optimizer_state),
+            params,
+            state=optimizer_state,
         )
 
     def step(self, update: Any, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
@@ -694,9 +694,8 @@ class LocalExchange:
         self, exchange: Exchange, action: Callable[[Exchange], Any], state: Sequence[Any]
     ) -> None:
         result, error, team, has_state = None, None, self.team, False
-        team.state_path.unlink(
-            missing_ok=True
-        )  # all are in this call: they have taken an earlier one
+        # All workers are in this call, so they have taken what was left in an earlier one.
+        team.state_path.unlink(missing_ok=True)
         try:
             result = action(exchange)
             if state and (team.has_newcomers or _is_late(result)):
