@@ -522,8 +522,8 @@ def learned_threshold(policy: ThresholdPolicy, threshold: float, tail: Tail) -> 
 
 
 def reach_of(policy: ThresholdPolicy) -> float:
-    """Return the share of the threshold from which on elements are sent: a policy's ``reach``, 1 for one without."""
-    return float(getattr(policy, "reach", 1.0))
+    """Return the share of the threshold from which on elements are sent."""
+    return policy.reach if isinstance(policy, TargetDensity) else 1.0
 
 
 def sampled_density(policy: ThresholdPolicy, age: int, course: Course) -> float:
