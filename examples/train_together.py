@@ -36,19 +36,16 @@ def main() -> None:
 
     inputs, targets, truth = samples(arguments.half)
     params = np.zeros(FEATURES, np.float32)
-    encoder = gw.Encoder(
-        FEATURES, threshold=gw.AdaptiveThreshold(initial=0.05, density_min=0.01, density_max=0.1)
-    )
     sent_bytes = 0
     with gw.Node(arguments.bind, [arguments.peer]) as node:
-        share = gw.Exchange(encoder, node, min_peers=1)
+        share = gw.share(params, node=node)
         for _ in range(STEPS):
             gradient = inputs.T @ (inputs @ params - targets) / len(inputs)
-            result = share.step(np.float32(-LEARNING_RATE) * gradient, params)
-            sent_bytes += result.sent_bytes
-    error = np.abs(params - truth).max()
+            sent_bytes += share.step(np.float32(-LEARNING_RATE) * gradient).sent_bytes
+    found = share.shared()
+    error = np.abs(found - truth).max()
     print(f"largest error {error:.4f}, sent {sent_bytes / STEPS:.0f} bytes per step", end=" ")
-    print(f"instead of {4 * FEATURES}; checksum {params.view(np.uint32).sum()}")
+    print(f"instead of {4 * FEATURES}; checksum {found.view(np.uint32).sum()}")
 
 
 if __name__ == "__main__":

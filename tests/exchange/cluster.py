@@ -22,7 +22,7 @@ from gradwire import Exchange
 from gradwire.errors import NotConnected, TooLarge, WouldBlock
 from gradwire.exchange import clock
 from gradwire.exchange.protocol import TAG_NUMBERS
-from gradwire.transport import Peer, PeerJoined, PeerLost, Received
+from gradwire.transport import Peer, PeerJoined, PeerLost, Received, Stats
 
 TURNS_MAX = 100_000
 
@@ -81,6 +81,9 @@ class FakeNode:
                 raise TimeoutError(f"{len(self.connected)} of {count} within {timeout_s} s")
             self.cluster.rest(self, until_s=min(end_s, self.cluster.now_s + 0.05))
         return self.peers
+
+    def stats(self) -> Stats:
+        return Stats()
 
     def has_room(self, nbytes: int) -> bool:
         assert nbytes >= 0

@@ -10,8 +10,10 @@ import pytest
 import gradwire as gw
 from gradwire.exchange import sharding
 from gradwire.exchange.protocol import Phase
+from gradwire.transport import Peer
 
 from ..seeds import seeds
+from . import test_sharded
 from .cluster import cluster
 from .test_sharded import (
     MODES,
@@ -135,6 +137,93 @@ def test_many_joins_and_deaths(seed: int, how: Any, initial: int) -> None:
 @modes
 def test_many_deaths(seed: int, how: Any, initial: int) -> None:
     crossings(5000 + seed, how, deaths=1 + seed % 2, initial=initial, late=())
+
+
+# ---- links that are slow ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _slow_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every node find its links slow after five steps: in the cluster no time passes while messages travel."""
+    monkeypatch.setattr(sharding, "JUDGED_STEPS", 5)
+    monkeypatch.setattr(sharding, "_PROCESSING_S", -1.0)
+    monkeypatch.setattr(sharding, "SHARDED_FROM", 100)
+
+
+@histories
+@pytest.mark.parametrize("deaths", [0, 2])
+@pytest.mark.usefixtures("_slow_links")
+@modes
+def test_nodes_come_leave_and_die_behind_slow_links(seed: int, how: Any, deaths: int) -> None:
+    trainers = crossings(seed, how, deaths=deaths, initial=4)
+    if "mode" not in how and "every" not in how:
+        assert {True, False} <= {kind for one in trainers for kind in kinds(one)}
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.usefixtures("_slow_links")
+def test_two_nodes_stay_in_the_mesh_and_three_leave_it_at_the_same_step(nodes: int) -> None:
+    with cluster(0) as world:
+        trainers = [
+            Trainer(world, 10 + at, 14, min_peers=nodes - 1, topology="auto") for at in range(nodes)
+        ]
+        world.run()
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
+    for one in trainers:
+        assert kinds(one)[:6] == [True] * 6, (
+            "they judge after five steps, and say so with the sixth"
+        )
+        assert set(kinds(one)[7:]) == {nodes == 2}
+
+
+@pytest.mark.usefixtures("_slow_links")
+def test_one_node_that_does_not_wait_keeps_all_in_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster(0) as world:
+        trainers = [Trainer(world, 10 + at, 14, min_peers=2, topology="auto") for at in range(3)]
+        monkeypatch.setattr(trainers[1].replica, "wants_owners", lambda *_: False)
+        world.run()
+    assert_identical(trainers)
+    assert all(set(kinds(one)) == {True} for one in trainers)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wait_s", "round_trip_s", "encode_s", "wants"),
+    [
+        (
+            3,
+            0.106,
+            1e-3,
+            1.5e-3,
+            True,
+        ),  # 5 million elements at 10 Mbit/s, and the following, in network namespaces
+        (3, 0.007, 1e-3, 1.5e-3, False),  # at 100 Mbit/s
+        (4, 0.012, 1e-3, 1.6e-3, True),
+        (4, 0.0035, 1e-3, 2.8e-3, False),  # at 1 Gbit/s
+        (6, 0.003, 1e-3, 0.1e-3, False),  # 100,000 elements at 10 Mbit/s
+        (4, 0.045, 0.080, 1e-3, False),  # far away, but not slow
+        (2, 1.0, 1e-3, 1e-3, False),
+    ],
+)
+def test_long_waits_for_bytes_make_owners_worth_while(
+    nodes: int, wait_s: float, round_trip_s: float, encode_s: float, wants: bool
+) -> None:
+    with cluster(0) as world:
+        share = gw.Exchange(gw.Encoder(8, 1.0), world.node(0))
+        replica = share._replica
+        assert isinstance(replica, sharding.ShardedReplica)
+        replica.deal([Peer(at, 1, "") for at in range(nodes)], 0)
+        result = gw.StepResult(step=0, wait_s=wait_s, encode_s=encode_s)
+        late = gw.StepResult(step=0, wait_s=60.0)  # for peers that still load
+        steps = [late, *[result] * (sharding.JUDGED_STEPS - 1)]
+        found = [replica.wants_owners(one, lambda: round_trip_s) for one in steps]
+    assert found == [False] * (len(steps) - 1) + [wants]
+
+
+@histories
+@pytest.mark.usefixtures("_slow_links")
+def test_checkpoints_say_that_links_are_slow(seed: int) -> None:
+    test_sharded.test_training_resumes_from_checkpoints_bit_for_bit(seed, {"topology": "auto"})
 
 
 @histories

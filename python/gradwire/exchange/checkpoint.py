@@ -34,6 +34,7 @@ def state_of(replica: Replica) -> dict[str, Any]:
         "owner": replica.owner_state(),
         "estates": replica.estates(),
         "slots": replica.slots,
+        "has_slow_links": replica.has_slow_links,
     }
 
 
@@ -71,6 +72,7 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
     replica.shared = copies(state["shared"])
     replica.local_steps = state["local_steps"]
     replica.step = state["step"]
+    replica.has_slow_links = state.get("has_slow_links", False)
 
 
 def _owners(slots: int | None) -> str:

@@ -306,6 +306,9 @@ class Join:
             else:  # unknown: gone again meanwhile, and the next poll will find so
                 membership.admit(known.get(run, Peer(*run, "a newcomer")), step + 1)
             dealt.append(known.get(run, Peer(*run, "a newcomer")))
+        if notes and all(note is not None and note.wants_owners for note in notes):
+            _LOG.info("slow links: sharded from step %d on, while there are three nodes", step + 1)
+            self._replica.has_slow_links = True
         self._replica.deal(dealt, step + 1)
         self._departure.remove_departed()
         if admitted and membership.phase is Phase.IN:
@@ -345,6 +348,7 @@ class Join:
             exact,
             self._replica.taken,
             {peer: self._membership.roles.get(peer, "member") for peer in self._replica.senders},
+            self._replica.has_slow_links,
         )
 
     def _add_request(self, peer: Peer, number: int, payload: memoryview) -> None:
@@ -497,6 +501,7 @@ class Join:
         put(writable_views(optimizer_state), snapshot.arrays[snapshot.params :])
         self._replica.step = snapshot.step
         self._membership.roles.update(snapshot.senders)
+        self._replica.has_slow_links = snapshot.has_slow_links
         self._replica.deal(snapshot.senders, snapshot.step)
         self._consistency.digests.reset()
 

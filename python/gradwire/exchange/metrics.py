@@ -47,7 +47,6 @@ _GAUGES = {
     "members",
     "send_log_bytes",
     "receive_queue_bytes",
-    "srtt_s",
 }
 _PER_PEER = ("srtt_s", "rate_bytes_per_s", "loss_rate", "backlog_records")
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -523,9 +523,11 @@ class Replica:
         pending: the messages of an unfinished step.
         sent: the messages of the last finished steps, which peers may not have yet.
         slots: values of state for each element where owners have an optimiser; None: they have none.
+        has_slow_links: whether all members have said that steps would be shorter if they were sharded.
     """
 
     slots: int | None = None
+    has_slow_links = False
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ import itertools
 import struct
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from ..codec import Encoder
@@ -38,6 +39,7 @@ from .parameters import (
     writable_views,
     zeros_like,
 )
+from .results import StepResult
 
 __all__ = ["Piece", "ShardedReplica"]
 
@@ -48,9 +50,12 @@ _MAGIC = b"GRDW"  # of a message. No head is the same: as an index, "DW" is larg
 _ENTRY = struct.Struct("<QQQQ")
 _HANDOVER = struct.Struct("<HHHH")  # both parts
 
-# With topology="auto": fewer nodes and smaller models gain less than one more round trip costs; docs/exchange.md.
+# With topology="auto": fewer nodes and smaller models gain less than one more round trip costs, except behind links so
+# slow that the members see it in so many steps; docs/exchange.md.
 SHARDED_FROM = 5
 SHARDED_ELEMENTS = 500_000
+JUDGED_STEPS = 20
+_PROCESSING_S = 0.5e-3  # of a sharded step more than of one in the mesh, for each node
 
 
 class Piece(list[Message]):
@@ -302,6 +307,8 @@ class ShardedReplica(Replica):
         numel = sum(one.numel for one in groups.encoders)
         self._is_small = self._codec == "threshold" and numel < SHARDED_ELEMENTS
         self._is_mesh = False
+        self._judged: list[tuple[float, float]] = []  # seconds of waiting and of encoding
+        self._wants_owners = False
         self._owners: tuple[Peer, ...] = ()
         self._left: set[Peer] = set()  # have published their last result
         # Senders of the last step's results; others have come in since, or again.
@@ -335,7 +342,8 @@ class ShardedReplica(Replica):
         self.senders = senders
         owners = [peer for peer in senders if self.roles.get(peer) not in ("worker", "observer")]
         has_roles = any(self.roles.get(peer, "member") != "member" for peer in senders)
-        gains = self._is_sync and not self._is_small and len(senders) >= SHARDED_FROM
+        gains = not self._is_small and len(senders) >= SHARDED_FROM
+        gains = self._is_sync and (gains or (self.has_slow_links and len(senders) > 2))
         self._is_mesh = self._is_auto and not gains and not has_roles
         self._former = self._owners
         self._owners = () if self._is_mesh else tuple(owners[: self._owners_max])
@@ -350,6 +358,23 @@ class ShardedReplica(Replica):
             for handover in self._inherited:
                 self._descent.add(handover, self._owner.place, self._owner.arrays)
         self._inherited.clear()
+
+    def wants_owners(self, result: StepResult, round_trip_s: Callable[[], float]) -> bool:
+        """Return whether the last steps in the mesh waited so long that sharded ones would be shorter.
+
+        A sharded step moves 2 / nodes of the bytes, with one more way of half a round trip, and processes more.
+        """
+        nodes = len(self.senders)
+        if not (self._is_mesh and self._is_sync) or nodes <= 2:
+            return False
+        self._judged.append((result.wait_s, result.encode_s))
+        if len(self._judged) == JUDGED_STEPS:
+            wait_s, encode_s = (median(one) for one in zip(*self._judged, strict=True))
+            way_s = round_trip_s() / 2.0
+            gain_s = (1.0 - 2.0 / nodes) * (wait_s - way_s)
+            self._wants_owners = gain_s > way_s + 2.0 * encode_s + _PROCESSING_S * nodes
+            self._judged.clear()
+        return self._wants_owners
 
     def owner_state(self) -> dict[str, Any] | None:
         """Return a copy of this node's state as an owner; None if it owns nothing."""

@@ -40,6 +40,7 @@ class Snapshot:
         exact: divisor and exactness of an exact sum, or None.
         taken: see `Replica`.
         senders: as there, with their roles.
+        has_slow_links: as there.
         missing: the arrays' bytes that have not arrived, for a snapshot in transit.
     """
 
@@ -52,6 +53,7 @@ class Snapshot:
     exact: dict[str, Any] | None = None
     taken: Taken = field(default_factory=dict)
     senders: dict[Peer, str] = field(default_factory=dict)
+    has_slow_links: bool = False
     missing: deque[memoryview] = field(default_factory=deque)
 
     def header(self) -> bytes:
@@ -66,6 +68,7 @@ class Snapshot:
                 "origin": self.origin,
                 "exact": self.exact,
                 "senders": [[*run_of(peer), role] for peer, role in self.senders.items()],
+                "has_slow_links": self.has_slow_links,
                 "taken": [
                     [*run_of(owner), *run_of(sender), *parts]
                     for owner, by_sender in self.taken.items()
@@ -104,6 +107,7 @@ class Snapshot:
                     Peer(int(node), int(run), "unknown"): str(role)
                     for node, run, role in found["senders"]
                 },
+                bool(found["has_slow_links"]),
                 deque(_bytes_of(array) for array in arrays if array.nbytes),
             )
         except (ValueError, TypeError, LookupError, MemoryError) as error:

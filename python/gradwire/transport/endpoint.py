@@ -219,12 +219,10 @@ class Endpoint:
         """Return a snapshot of the counters and of each path."""
         up = self._up_sessions()
         paths = tuple(each.path_stats(each.sender) for each in up if each.sender is not None)
-        known = [path.srtt_s for path in paths if path.srtt_s > 0.0]
         return replace(
             self.counters,
             send_log_bytes=self.log.used_bytes,
             receive_queue_bytes=self.budget.used_bytes,
-            srtt_s=sum(known) / len(known) if known else 0.0,
             peers=paths,
         )
 

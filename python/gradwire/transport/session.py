@@ -510,6 +510,7 @@ class Session:
         return PeerStats(
             peer=self.identity,
             srtt_s=self.rtt.smoothed_s,
+            least_rtt_s=self.rtt.minimum_s,
             rate_bytes_per_s=sender.rate.rate_bytes_per_s,
             window_bytes=sender.rate.window_bytes,
             in_flight_bytes=sender.rate.bytes_in_flight,

@@ -130,6 +130,7 @@ class PeerStats:
 
     peer: Peer  #: which peer
     srtt_s: float  #: smoothed round-trip time; 0 while unknown
+    least_rtt_s: float  #: shortest round-trip time of late; 0 while unknown
     rate_bytes_per_s: float  #: delivery rate of the last rounds; 0 while unknown
     window_bytes: int  #: bytes that may be in flight
     in_flight_bytes: int  #: bytes that are in flight
@@ -174,7 +175,6 @@ class Stats:
     kernel_drops: int = 0  #: datagrams that did not fit into the socket's receive buffer
     send_log_bytes: int = 0  #: bytes held for peers that have not acknowledged them
     receive_queue_bytes: int = 0  #: bytes of messages in assembly or waiting for the caller
-    srtt_s: float = 0.0  #: smoothed round-trip time, mean over the peers; 0 while unknown
     socket: SocketStats = field(default_factory=SocketStats)  #: as the system provides it
     peers: tuple[PeerStats, ...] = ()  #: the state of the path to each peer
 

@@ -118,14 +118,11 @@ def work(recipe: Recipe, rank: int, secret: bytes, link: Link, pipe: Connection)
     with threadpool_limits(1), gw.Node(f"{link.host}:0", pipe.recv(), secret=secret) as node:
         pipe.send(node.address)
         share = gw.Exchange(
-            # Begin near the size of the first updates' largest elements: far less would send coarse noise first.
-            gw.Encoder(
-                trainer.network.numel,
-                gw.AdaptiveThreshold(1e-2, density_min=1e-3, density_max=1e-2),
-            ),
+            gw.Encoder(trainer.network.numel),
             node,
             min_peers=recipe.workers - 1,
             codec="dense" if recipe.dense else "threshold",
+            apply_residual=not recipe.dense,
         )
         share.wait_for_peers()
         begin_s = time.monotonic()
@@ -155,7 +152,7 @@ def _train_epoch(
             link.wait(node.stats().udp_bytes_sent, begin_s)
         losses.append(loss)
         results.append(result)
-    stats = node.stats()
+    stats, (shared,) = node.stats(), share.shared(params)
 
     def mean(name: str) -> float:
         return sum(float(getattr(result, name)) for result in results) / len(results)
@@ -164,10 +161,10 @@ def _train_epoch(
         number=number,
         elapsed_s=time.monotonic() - begin_s,
         loss=sum(losses) / len(losses),
-        accuracy=trainer.test_accuracy(params),
+        accuracy=trainer.test_accuracy(shared),
         udp_bytes=stats.udp_bytes_sent,
         control_bytes=stats.control_bytes_sent,
-        digest=hashlib.sha256(params.tobytes()).hexdigest(),
+        digest=hashlib.sha256(shared.tobytes()).hexdigest(),
         encode_s=mean("encode_s"),
         wait_s=mean("wait_s"),
         apply_s=mean("apply_s"),
