@@ -48,6 +48,21 @@ def test_nodes_learn_together_with_optax(make: Any) -> None:
         np.testing.assert_allclose(mine, theirs, atol=0.1)  # but for both residuals
 
 
+@pytest.mark.parametrize(("make", "default"), [(optax.adamw, 0.05), (optax.sgd, 0.01)])
+def test_adaptive_optimizers_have_a_higher_default_density(
+    make: Any, default: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def keep(*arguments: Any, **options: Any) -> Any:
+        made.append(gradwire.sharing.exchange_for(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(gradwire.jax, "exchange_for", keep)
+    gradwire.jax.share(make(0.05)).init(jax.numpy.zeros(200))
+    assert made[0]._groups.encoders[0].policy.density == default
+
+
 def test_wrong_use_is_refused() -> None:
     with pytest.raises(ValueError, match="update_scale"):
         gradwire.jax.share(optax.sgd(0.1), update_scale=-1.0)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .sharing import DENSITY, exchange_for
+from .sharing import exchange_for
 from .transport import Node
 
 __all__ = ["ShareState", "share"]
@@ -27,7 +27,7 @@ def share(
     optimizer: Any,
     *,
     node: Node | None = None,
-    density: float = DENSITY,
+    density: float | None = None,
     update_scale: float | str = "auto",
     timeout_s: float = 60.0,
     min_members: int = 1,
@@ -42,7 +42,7 @@ def share(
     Args:
         optimizer: an optax ``GradientTransformation``.
         node: a node to use and to close; None: one from the environment.
-        density: share of the elements that a step sends.
+        density: share of the elements that a step sends; None: 0.01, or 0.05 where ``optimizer`` keeps mean squares.
         update_scale: factor of every update; "auto": the square root of the number of nodes where ``optimizer`` keeps a
             mean of squares, as Adam does, otherwise 1.0.
         timeout_s: longest wait for the others at the start.
@@ -67,14 +67,19 @@ def share(
     def init(params: Any) -> ShareState:
         nonlocal exchange, is_adaptive
         leaves = [np.array(leaf) for leaf in jax.tree.leaves(params)]
-        named = [(str(at), one) for at, one in enumerate(leaves)]
+        inner = optimizer.init(params)
+        is_adaptive = _has_squares(inner)
         exchange = exchange_for(
-            named, density, node=node, timeout_s=timeout_s, min_members=min_members, **options
+            [(str(at), one) for at, one in enumerate(leaves)],
+            density,
+            is_adaptive=is_adaptive,
+            node=node,
+            timeout_s=timeout_s,
+            min_members=min_members,
+            **options,
         )
         exchange.join(leaves, equalize=True)
         own[:] = leaves
-        inner = optimizer.init(params)
-        is_adaptive = update_scale == "auto" and _has_squares(inner)
         return ShareState(inner)
 
     def update(updates: Any, state: ShareState, params: Any = None) -> tuple[Any, ShareState]:

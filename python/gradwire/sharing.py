@@ -20,7 +20,8 @@ from .transport import Node
 
 __all__ = ["Density", "SharedArrays", "exchange_for", "share"]
 
-DENSITY = 0.01
+# Adaptive optimisers make all elements' updates about as large: what is sent late is missed more.
+DENSITY, ADAPTIVE_DENSITY = 0.01, 0.05
 
 Density = float | Mapping[str, float | Literal["dense"]]
 
@@ -109,14 +110,20 @@ def share(
 
 
 def _groups_for(
-    named: Sequence[tuple[str, Any]], density: Density, *, device: str, processors: int
+    named: Sequence[tuple[str, Any]],
+    density: Density | None,
+    default: float,
+    *,
+    device: str,
+    processors: int,
 ) -> Groups:
-    """Return one group of all tensors with the same density.
+    """Return one group of all tensors with the same density, which is the default where none is given.
 
     All of them share a threshold and a message: a group for every tensor costs small models several times the bytes.
     """
     patterns = density if isinstance(density, Mapping) else {}
-    default = DENSITY if isinstance(density, Mapping) else density
+    if density is not None and not isinstance(density, Mapping):
+        default = density
     found: dict[float | str, list[int]] = {}
     used = set()
     for index, (name, _) in enumerate(named):
@@ -158,8 +165,9 @@ def _processors() -> int:
 
 def exchange_for(
     named: Sequence[tuple[str, Any]],
-    density: Density,
+    density: Density | None,
     *,
+    is_adaptive: bool = False,
     node: Node | None,
     team: tuple[int, int] | None = None,
     timeout_s: float,
@@ -172,7 +180,9 @@ def exchange_for(
 
     Args:
         named: the parameters and their names, in order.
-        density: for all; or by pattern of the names (the first that fits), where "dense" sends whole updates.
+        density: for all; or by pattern of the names (the first that fits), where "dense" sends whole updates. For the
+            rest, and with None, it is 0.01, or 0.05 where the updates are an adaptive optimiser's.
+        is_adaptive: whether they are.
         node: to use; None: one from the environment, closed at the end of the process.
         team: rank and size of the team on this machine; None: from the environment.
         timeout_s: of `Exchange`.
@@ -188,6 +198,7 @@ def exchange_for(
     groups = _groups_for(
         named,
         density,
+        ADAPTIVE_DENSITY if is_adaptive else DENSITY,
         device="cpu" if number < 0 else f"cuda:{number}",
         # The workers of a team wait while their leader encodes.
         processors=_processors() // (1 if is_team else place.local_size),

@@ -171,6 +171,17 @@ def test_density_by_name_and_small_tensors_in_one_message() -> None:
         share(model(), density={"lm_head*": 0.1})
 
 
+@pytest.mark.parametrize(("name", "default"), [("SGD", 0.01), ("AdamW", 0.05)])
+def test_adaptive_optimizers_have_a_higher_default_density(name: str, default: float) -> None:
+    plain = share(model(), name=name, density=None)
+    by_name = share(model(), name=name, density={"2.*": 0.25})
+    found = [
+        [group.encoder.policy.density for group in one.exchange._groups.groups]
+        for one in (plain, by_name)
+    ]
+    assert found == [[default], [default, 0.25]]
+
+
 # ---- wrong use -------------------------------------------------------------------------------------------------------
 
 

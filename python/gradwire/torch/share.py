@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from ..sharing import DENSITY, exchange_for
-from .optimizer import SharedOptimizer, parameters_of
+from ..sharing import exchange_for
+from .optimizer import SharedOptimizer, is_adaptive, parameters_of
 
 if TYPE_CHECKING:
     from ..sharing import Density
@@ -25,7 +25,7 @@ def share(
     optimizer: torch.optim.Optimizer,
     *,
     node: Node | None = None,
-    density: Density = DENSITY,
+    density: Density | None = None,
     update_scale: float | Literal["auto"] = "auto",
     process_group: dist.ProcessGroup | None = None,
     min_members: int = 1,
@@ -43,8 +43,9 @@ def share(
         model: the model; DistributedDataParallel and ``torch.compile`` may wrap it.
         optimizer: of the model's parameters, at the learning rate for one machine's gradients averaged over all.
         node: a node to use and to close; None: one from the environment, closed when the process ends.
-        density: share of the elements that a step sends; or by pattern of the parameters' names, such as
-            ``{"lm_head*": 0.02, "*.bias": "dense"}``, where "dense" sends whole updates and the rest has 0.01.
+        density: share of the elements that a step sends; None: 0.01, or 0.05 with an adaptive optimiser. Or by pattern
+            of the parameters' names, such as ``{"lm_head*": 0.02, "*.bias": "dense"}``, where "dense" sends whole
+            updates and the rest has the default.
         update_scale: factor of every update, see `SharedOptimizer`.
         process_group: the ranks of this machine, whose gradients DistributedDataParallel averages already.
         min_members: number of nodes below which a step raises `PeerLost`.
@@ -84,6 +85,7 @@ def share(
     exchange = exchange_for(
         named,
         density,
+        is_adaptive=is_adaptive(optimizer),
         node=node,
         team=team,
         timeout_s=timeout_s,
