@@ -182,6 +182,7 @@ def runs() -> Iterator[tuple[str, list[Run]]]:
         ways = [replace(one, density=None), one, sharded, replace(sharded, owner_density=0.01)]
         ways += [replace(sharded, falls=True), replace(sharded, density=0.02, owner_density=0.06)]
         ways += [replace(sharded, density=0.04, owner_density=0.12)]
+        ways += [replace(sharded, density=0.05, owner_density=0.05)]  # the default of `share`
         yield f"adam, 16 nodes, rate {rate:g}, {steps} steps", ways
 
 
