@@ -59,7 +59,7 @@ def test_adaptive_optimizers_have_a_higher_default_density(
         return made[-1]
 
     monkeypatch.setattr(gradwire.jax, "exchange_for", keep)
-    gradwire.jax.share(make(0.05)).init(jax.numpy.zeros(200))
+    gradwire.jax.share(make(0.05)).init(jax.numpy.zeros(2_000_000))
     assert made[0]._groups.encoders[0].policy.density == default
 
 

@@ -42,7 +42,7 @@ def share(
     Args:
         optimizer: an optax ``GradientTransformation``.
         node: a node to use and to close; None: one from the environment.
-        density: share of the elements that a step sends; None: 0.01, or 0.05 where ``optimizer`` keeps mean squares.
+        density: share of the elements that a step sends; None: as in `gradwire.torch.share`.
         update_scale: factor of every update; "auto": the square root of the number of nodes where ``optimizer`` keeps a
             mean of squares, as Adam does, otherwise 1.0.
         timeout_s: longest wait for the others at the start.

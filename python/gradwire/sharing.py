@@ -15,13 +15,15 @@ from . import rendezvous
 from .arrays import device_of
 from .codec import Encoder
 from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
+from .exchange.groups import for_size
 from .policy import TargetDensity
 from .transport import Node
 
 __all__ = ["Density", "SharedArrays", "exchange_for", "share"]
 
-# Adaptive optimisers make all elements' updates about as large: what is sent late is missed more.
-DENSITY, ADAPTIVE_DENSITY = 0.01, 0.05
+# Defaults for models of so many elements and more; messages of smaller ones are small anyway. Adaptive optimisers make
+# all elements' updates about as large: what is sent late is missed more.
+_DENSITY, _ADAPTIVE_DENSITY, _LARGE = 0.01, 0.05, 2_000_000
 
 Density = float | Mapping[str, float | Literal["dense"]]
 
@@ -70,7 +72,7 @@ def share(
     params: Any,
     *,
     node: Node | None = None,
-    density: float = DENSITY,
+    density: float | None = None,
     timeout_s: float = 60.0,
     min_members: int = 1,
     **options: Any,
@@ -84,7 +86,8 @@ def share(
         params: one NumPy array, or a list of arrays: float32 or float64, contiguous, writable; or torch's tensors, also
             on a GPU. Changed in place.
         node: a node to use and to close; None: one from the environment, closed when the process ends.
-        density: share of the elements that a step sends.
+        density: share of the elements that a step sends; None: 0.01, for n < 2,000,000 elements sqrt(2e6 / n) times as
+            many, up to 0.08.
         timeout_s: longest wait for the others at the start; later on a log entry names the node that all wait for.
         min_members: number of nodes below which a step raises `PeerLost`.
         options: of `Exchange`.
@@ -96,7 +99,7 @@ def share(
 
     >>> import numpy as np, gradwire as gw
     >>> weights = np.zeros(3, np.float32)
-    >>> shared = gw.share(weights, density=0.5)
+    >>> shared = gw.share(weights)
     >>> result = shared.step(np.array([0.5, 0.25, -0.5], np.float32))
     >>> weights.tolist()
     [0.5, 0.25, -0.5]
@@ -112,24 +115,23 @@ def share(
 def _groups_for(
     named: Sequence[tuple[str, Any]],
     density: Density | None,
-    default: float,
+    default: TargetDensity,
     *,
     device: str,
     processors: int,
 ) -> Groups:
-    """Return one group of all tensors with the same density, which is the default where none is given.
+    """Return one group of all tensors with the same density, under the default policy where none is given.
 
     All of them share a threshold and a message: a group for every tensor costs small models several times the bytes.
     """
     patterns = density if isinstance(density, Mapping) else {}
-    if density is not None and not isinstance(density, Mapping):
-        default = density
-    found: dict[float | str, list[int]] = {}
+    rest = None if isinstance(density, Mapping) else density
+    found: dict[float | str | None, list[int]] = {}
     used = set()
     for index, (name, _) in enumerate(named):
         pattern = next((one for one in patterns if fnmatchcase(name, one)), None)
         used.add(pattern)
-        found.setdefault(default if pattern is None else patterns[pattern], []).append(index)
+        found.setdefault(rest if pattern is None else patterns[pattern], []).append(index)
     unused = [pattern for pattern in patterns if pattern not in used]
     if unused:
         names = ", ".join(name for name, _ in named[:6])
@@ -141,7 +143,7 @@ def _groups_for(
     groups = []
     for key, (value, indices) in enumerate(found.items()):
         numel = sum(math.prod(named[index][1].shape) for index in indices)
-        policy = None if value == "dense" else _policy(value, numel)
+        policy = default if value is None else None if value == "dense" else _policy(value, numel)
         threads = max(1, min(processors, numel // _THREAD_NUMEL))
         encoder = Encoder(numel, policy, dtype=dtype, device=device, key=key, threads=threads)
         tensors = tuple(indices) if len(found) > 1 else None
@@ -180,9 +182,9 @@ def exchange_for(
 
     Args:
         named: the parameters and their names, in order.
-        density: for all; or by pattern of the names (the first that fits), where "dense" sends whole updates. For the
-            rest, and with None, it is 0.01, or 0.05 where the updates are an adaptive optimiser's.
-        is_adaptive: whether they are.
+        density: for all; or by pattern of the names (the first that fits), where "dense" sends whole updates and the
+            rest has the default; None: the default for all.
+        is_adaptive: whether the updates are an adaptive optimiser's, for the default.
         node: to use; None: one from the environment, closed at the end of the process.
         team: rank and size of the team on this machine; None: from the environment.
         timeout_s: of `Exchange`.
@@ -195,10 +197,11 @@ def exchange_for(
     rank, size = team or (place.local_rank, place.local_size)
     is_team = size > 1 and (node is None or team is not None)
     number = -1 if is_team else device_of([one for _, one in named])
+    numel = sum(math.prod(one.shape) for _, one in named)
     groups = _groups_for(
         named,
         density,
-        ADAPTIVE_DENSITY if is_adaptive else DENSITY,
+        for_size(TargetDensity(_ADAPTIVE_DENSITY if is_adaptive else _DENSITY), numel, _LARGE),
         device="cpu" if number < 0 else f"cuda:{number}",
         # The workers of a team wait while their leader encodes.
         processors=_processors() // (1 if is_team else place.local_size),

@@ -43,9 +43,9 @@ def share(
         model: the model; DistributedDataParallel and ``torch.compile`` may wrap it.
         optimizer: of the model's parameters, at the learning rate for one machine's gradients averaged over all.
         node: a node to use and to close; None: one from the environment, closed when the process ends.
-        density: share of the elements that a step sends; None: 0.01, or 0.05 with an adaptive optimiser. Or by pattern
-            of the parameters' names, such as ``{"lm_head*": 0.02, "*.bias": "dense"}``, where "dense" sends whole
-            updates and the rest has the default.
+        density: share of the elements that a step sends; None: 0.01, or 0.05 with an adaptive optimiser, for
+            n < 2,000,000 elements sqrt(2e6 / n) times as many, up to 0.08. Or by pattern of the parameters' names:
+            ``{"lm_head*": 0.02, "*.bias": "dense"}``, where "dense" sends whole updates and the rest has the default.
         update_scale: factor of every update, see `SharedOptimizer`.
         process_group: the ranks of this machine, whose gradients DistributedDataParallel averages already.
         min_members: number of nodes below which a step raises `PeerLost`.
@@ -61,7 +61,7 @@ def share(
     Example:
         >>> import gradwire.torch, torch
         >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = gradwire.torch.share(model, torch.optim.AdamW(model.parameters()), density=0.5)
+        >>> optimizer = gradwire.torch.share(model, torch.optim.AdamW(model.parameters()))
         >>> model(torch.ones(1, 3)).sum().backward()
         >>> optimizer.step()
     """
