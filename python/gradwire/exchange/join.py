@@ -307,7 +307,7 @@ class Join:
                 membership.admit(known.get(run, Peer(*run, "a newcomer")), step + 1)
             dealt.append(known.get(run, Peer(*run, "a newcomer")))
         if notes and all(note is not None and note.wants_owners for note in notes):
-            _LOG.info("slow links: sharded from step %d on, while there are three nodes", step + 1)
+            _LOG.info("slow links: from step %d on three nodes and more have owners", step + 1)
             self._replica.has_slow_links = True
         self._replica.deal(dealt, step + 1)
         self._departure.remove_departed()
