@@ -16,7 +16,7 @@ from .arrays import device_of
 from .codec import Encoder
 from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
 from .exchange.groups import for_size
-from .policy import TargetDensity
+from .policy import TargetDensity, ThresholdPolicy
 from .transport import Node
 
 __all__ = ["Density", "SharedArrays", "exchange_for", "share"]
@@ -115,7 +115,7 @@ def share(
 def _groups_for(
     named: Sequence[tuple[str, Any]],
     density: Density | None,
-    default: TargetDensity,
+    default: ThresholdPolicy | float | None,
     *,
     device: str,
     processors: int,
