@@ -171,9 +171,8 @@ def test_two_nodes_stay_in_the_mesh_and_three_leave_it_at_the_same_step(nodes: i
     assert_identical(trainers)
     assert_nothing_lost(trainers)
     for one in trainers:
-        assert kinds(one)[:6] == [True] * 6, (
-            "they judge after five steps, and say so with the sixth"
-        )
+        # They judge after five steps, and say so with the sixth.
+        assert kinds(one)[:6] == [True] * 6
         assert set(kinds(one)[7:]) == {nodes == 2}
 
 
@@ -190,16 +189,11 @@ def test_one_node_that_does_not_wait_keeps_all_in_the_mesh(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("nodes", "wait_s", "round_trip_s", "encode_s", "wants"),
     [
-        (
-            3,
-            0.106,
-            1e-3,
-            1.5e-3,
-            True,
-        ),  # 5 million elements at 10 Mbit/s, and the following, in network namespaces
-        (3, 0.007, 1e-3, 1.5e-3, False),  # at 100 Mbit/s
+        # Measured in network namespaces: 5 million elements at 10 Mbit/s, 100 Mbit/s twice, and 1 Gbit/s.
+        (3, 0.106, 1e-3, 1.5e-3, True),
+        (3, 0.007, 1e-3, 1.5e-3, False),
         (4, 0.012, 1e-3, 1.6e-3, True),
-        (4, 0.0035, 1e-3, 2.8e-3, False),  # at 1 Gbit/s
+        (4, 0.0035, 1e-3, 2.8e-3, False),
         (6, 0.003, 1e-3, 0.1e-3, False),  # 100,000 elements at 10 Mbit/s
         (4, 0.045, 0.080, 1e-3, False),  # far away, but not slow
         (2, 1.0, 1e-3, 1e-3, False),
