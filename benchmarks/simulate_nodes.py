@@ -181,8 +181,8 @@ def runs() -> Iterator[tuple[str, list[Run]]]:
         sharded = replace(one, owners=16, owner_density=0.03)
         ways = [replace(one, density=None), one, sharded, replace(sharded, owner_density=0.01)]
         ways += [replace(sharded, falls=True), replace(sharded, density=0.02, owner_density=0.06)]
-        ways += [replace(sharded, density=0.04, owner_density=0.12)]
-        ways += [replace(sharded, density=0.05, owner_density=0.05)]  # the default of `share`
+        ways += [replace(sharded, density=0.04, owner_density=0.12), replace(one, density=0.05)]
+        ways += [replace(sharded, density=p, owner_density=p) for p in (0.03, 0.05, 0.08)]
         yield f"adam, 16 nodes, rate {rate:g}, {steps} steps", ways
 
 

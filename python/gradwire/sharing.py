@@ -16,7 +16,7 @@ from .arrays import device_of
 from .codec import Encoder
 from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
 from .exchange.groups import for_size
-from .policy import TargetDensity, ThresholdPolicy
+from .policy import TargetDensity
 from .transport import Node
 
 __all__ = ["Density", "SharedArrays", "exchange_for", "share"]
@@ -115,17 +115,16 @@ def share(
 def _groups_for(
     named: Sequence[tuple[str, Any]],
     density: Density | None,
-    default: ThresholdPolicy | float | None,
     *,
+    is_adaptive: bool,
     device: str,
     processors: int,
 ) -> Groups:
-    """Return one group of all tensors with the same density, under the default policy where none is given.
+    """Return one group of all tensors with the same density, which is the default where none is given.
 
     All of them share a threshold and a message: a group for every tensor costs small models several times the bytes.
     """
-    patterns = density if isinstance(density, Mapping) else {}
-    rest = None if isinstance(density, Mapping) else density
+    patterns, rest = (density, None) if isinstance(density, Mapping) else ({}, density)
     found: dict[float | str | None, list[int]] = {}
     used = set()
     for index, (name, _) in enumerate(named):
@@ -140,10 +139,14 @@ def _groups_for(
             f"{', ...' if len(named) > 6 else ''}"
         )
     dtype = "float64" if any("float64" in str(array.dtype) for _, array in named) else "float32"
+    default = TargetDensity(_ADAPTIVE_DENSITY if is_adaptive else _DENSITY)
+    default_policy = for_size(default, sum(math.prod(one.shape) for _, one in named), _LARGE)
     groups = []
     for key, (value, indices) in enumerate(found.items()):
         numel = sum(math.prod(named[index][1].shape) for index in indices)
-        policy = default if value is None else None if value == "dense" else _policy(value, numel)
+        policy = default_policy
+        if value is not None:
+            policy = None if value == "dense" else _policy(value, numel)
         threads = max(1, min(processors, numel // _THREAD_NUMEL))
         encoder = Encoder(numel, policy, dtype=dtype, device=device, key=key, threads=threads)
         tensors = tuple(indices) if len(found) > 1 else None
@@ -197,11 +200,10 @@ def exchange_for(
     rank, size = team or (place.local_rank, place.local_size)
     is_team = size > 1 and (node is None or team is not None)
     number = -1 if is_team else device_of([one for _, one in named])
-    numel = sum(math.prod(one.shape) for _, one in named)
     groups = _groups_for(
         named,
         density,
-        for_size(TargetDensity(_ADAPTIVE_DENSITY if is_adaptive else _DENSITY), numel, _LARGE),
+        is_adaptive=is_adaptive,
         device="cpu" if number < 0 else f"cuda:{number}",
         # The workers of a team wait while their leader encodes.
         processors=_processors() // (1 if is_team else place.local_size),

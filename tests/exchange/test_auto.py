@@ -197,6 +197,7 @@ def test_one_node_that_does_not_wait_keeps_all_in_the_mesh(monkeypatch: pytest.M
         (6, 0.003, 1e-3, 0.1e-3, False),  # 100,000 elements at 10 Mbit/s
         (4, 0.045, 0.080, 1e-3, False),  # far away, but not slow
         (2, 1.0, 1e-3, 1e-3, False),
+        (0, 1.0, 1e-3, 1e-3, False),  # all have left
     ],
 )
 def test_long_waits_for_bytes_make_owners_worth_while(

@@ -99,7 +99,7 @@ class Exchange:
         codec: "threshold", or "auto", which chooses it; "dense" or "bfloat16" send whole updates.
         every: steps between exchanges; those in between change only this node's parameters.
         overlap: steps that are computed while a step's messages travel, at most ``every``.
-        topology, owners_max, role: "mesh", "sharded", or "auto": owners with 5 nodes, 500,000 elements, or slow links.
+        topology, owners_max, role: "mesh", "sharded", or "auto", by nodes, elements and links (docs/exchange.md).
         optimizer: of the owners: updates are gradients then, and the owners make the changes of the parameters.
         outer_momentum: Nesterov's momentum of the shared parameters, for ``every`` > 1.
         apply_residual: let this node's parameters hold its residual, so that gradients use up-to-date parameters.
@@ -624,9 +624,11 @@ class Exchange:
 
     def _count(self, result: StepResult) -> None:
         self._stats = self._stats.plus(result, update_bytes=4 * self._groups.numel)
-        if not result.is_local and self._options.codec == "threshold":
+        if result.is_local:
+            return
+        if self._options.codec == "threshold":
             self._watch.add(result, self._groups)
-        if not result.is_local and isinstance(self._replica, ShardedReplica):
+        if isinstance(self._replica, ShardedReplica):
             self._membership.wants_owners = self._replica.wants_owners(result, self._round_trip_s)
 
     def _round_trip_s(self) -> float:

@@ -342,8 +342,8 @@ class ShardedReplica(Replica):
         self.senders = senders
         owners = [peer for peer in senders if self.roles.get(peer) not in ("worker", "observer")]
         has_roles = any(self.roles.get(peer, "member") != "member" for peer in senders)
-        gains = not self._is_small and len(senders) >= SHARDED_FROM
-        gains = self._is_sync and (gains or (self.has_slow_links and len(senders) > 2))
+        is_large = not self._is_small and len(senders) >= SHARDED_FROM
+        gains = self._is_sync and (is_large or (self.has_slow_links and len(senders) > 2))
         self._is_mesh = self._is_auto and not gains and not has_roles
         self._former = self._owners
         self._owners = () if self._is_mesh else tuple(owners[: self._owners_max])
