@@ -185,10 +185,10 @@ def test_all_public_names_resolve_and_no_others_exist() -> None:
         gradwire.Encodr  # noqa: B018
 
 
-def last_error(code: str) -> str:
+def last_error(code: str, *options: str) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+        [sys.executable, *options, "-c", code], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 1, done.stderr
     return done.stderr.splitlines()[-1]
@@ -212,6 +212,7 @@ def test_without_torch_its_package_names_the_command_that_installs_it() -> None:
 
 def test_without_its_compiled_core_gradwire_says_what_to_do(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "gradwire", ignore=shutil.ignore_patterns("*.so"))
-    error = last_error(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import gradwire")
+    # Without `site`, an editable installation does not put its own gradwire before the copy.
+    error = last_error(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import gradwire", "-S")
     assert "No module named 'gradwire._core'" in error
     assert "pip install ." in error
