@@ -1,4 +1,4 @@
-"""A model of what a training step costs: the time of its parts, and the bytes that each node sends and receives.
+"""A model of the cost of a training step: the time of its parts, and the bytes that each node sends and receives.
 
 Pure functions of a `Job`: no clock, no socket. docs/scale.md derives every formula or names its source.
 """
@@ -35,6 +35,7 @@ OWNERS_MAX = 64
 _HEADER_BYTES = 48  # of a message
 _INVERTED_FROM = 0.65  # share of changed elements from which the unchanged ones are listed
 _CHUNK_BYTES = 4  # of a chunk's entry in the directory of a message
+_DATAGRAM_BYTES = 1_200  # the default of ``gw.transport.Limits``
 _RECORD_BYTES = wire.RECORD_META_BYTES + wire.TAG_BYTES
 _ACK_BYTES = wire.HEADER_BYTES + 28 + wire.TAG_BYTES  # one frame, with a bitmap of a byte
 _ACK_EVERY_BYTES = 300_000
@@ -53,23 +54,19 @@ class Rates:
     """The speed of one machine; ``gradwire.calibration`` measures it. The defaults are those of an AMD EPYC core.
 
     Attributes:
-        encode_s: fixed time of one encode.
         encode_s_per_element: time of the pass over residual and update.
         encode_s_per_change: time to take out and code one changed element.
-        apply_s: fixed time to add one message.
         apply_s_per_change: time to decode and add one changed element.
-        dense_encode_s_per_element: of a dense message.
-        dense_apply_s_per_element: of a dense message.
-        copy_s_per_element: to copy or add one float32.
-        seal_s_per_byte: to encrypt or decrypt.
-        transport_s_per_byte: processor time to send a byte to one peer, or to receive one, encryption included.
+        dense_encode_s_per_element: time to encode one element of a dense message.
+        dense_apply_s_per_element: time to decode and add one element of a dense message.
+        copy_s_per_element: time to copy or add one float32.
+        seal_s_per_byte: time to encrypt a byte.
+        transport_s_per_byte: processor time to send an encrypted byte to one peer, or to receive and decrypt one.
         message_s: fixed time of one message, from ``publish`` until the receiver has it, without the link.
     """
 
-    encode_s: float = 2.0e-5
     encode_s_per_element: float = 2.5e-10
     encode_s_per_change: float = 4.5e-9
-    apply_s: float = 2.0e-6
     apply_s_per_change: float = 4.0e-9
     dense_encode_s_per_element: float = 2.5e-9
     dense_apply_s_per_element: float = 2.5e-10
@@ -84,7 +81,7 @@ class Rates:
             _check(one.name, getattr(self, one.name), 0.0, 1.0)
 
     def slowed(self, factor: float) -> Rates:
-        """Return the rates of a machine that takes ``factor`` times as long, as when nodes share processors."""
+        """Return rates ``factor`` times as slow, as of nodes that share processors."""
         return Rates(**{one.name: getattr(self, one.name) * factor for one in fields(self)})
 
 
@@ -95,17 +92,15 @@ class Job:
     Attributes:
         elements: parameters of the model.
         nodes: machines that train together, 2 or more.
-        step_s: time that a node computes in one step.
-        link_bytes_per_s: rate of each node's link, each way at the same time.
-        latency_s: one way, half a round trip.
-        workers: of one machine, in a `LocalTeam`.
-        density: share of the elements that a node's message changes, and an owner's result.
+        step_s: computing time of a node in one step.
+        link_bytes_per_s: rate of each node's link, in each direction.
+        latency_s: one-way latency, half a round trip.
+        workers: workers of one machine, in a `LocalTeam`.
+        density: changed elements of a node's message, and of an owner's result, over all elements.
         owners: nodes that own a range in the sharded exchange; None: all, at most 64.
-        groups: encoders; each has a message of its own.
         frame_bytes: headers of IP and UDP, and everything that Ethernet adds: 66 on a cable, 42 where a token bucket
             counts frames without preamble, check sum and gap.
-        datagram_bytes: as in ``gw.transport.Limits``.
-        rates: of every node.
+        rates: speed of every node.
 
     Raises:
         ValueError: a number is impossible.
@@ -119,9 +114,7 @@ class Job:
     workers: int = 1
     density: float = 0.01
     owners: int | None = None
-    groups: int = 1
     frame_bytes: int = 66
-    datagram_bytes: int = 1_200
     rates: Rates = field(default_factory=Rates)
 
     def __post_init__(self) -> None:
@@ -134,10 +127,7 @@ class Job:
         _check("workers", self.workers, 1, 1 << 16)
         _check("density", self.density, 1e-9, 1.0)
         _check("owners", self.owner_count, 1, self.nodes)
-        _check("groups", self.groups, 1, self.elements)
         _check("frame_bytes", self.frame_bytes, 0, 1_000)
-        low, high = wire.DATAGRAM_BYTES_MIN, wire.DATAGRAM_BYTES_MAX
-        _check("datagram_bytes", self.datagram_bytes, low, high)
 
     @property
     def owner_count(self) -> int:
@@ -147,24 +137,24 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """One training step, the mean of those with and without an exchange; of the node that does most.
+    """The cost of the mean training step, of the node with the most work.
+
+    With local steps the mean is over the steps with and without an exchange.
 
     Attributes:
-        name: of the way to exchange.
-        sent_bytes: on the link, with all headers and acknowledgements.
-        received_bytes: the same.
+        sent_bytes: bytes on the link, with all headers and acknowledgements.
+        received_bytes: the same of the other direction.
         compute_s: the caller's own time.
-        encode_s: to encode, an owner's result included.
-        link_s: for which the link is busy.
-        processor_s: for which sending and receiving occupy a processor, while the link is busy.
-        latency_s: of the link and of waking up.
-        apply_s: to decode and add.
-        team_s: to add up the updates of a machine's workers, and to copy the parameters to them.
-        hidden_s: of link, processor and latency, behind computation.
-        step_s: the whole step.
+        encode_s: time to encode, an owner's result included.
+        link_s: time for which the link is busy.
+        processor_s: processor time of sending and receiving, parallel to the link.
+        latency_s: latency of the link and of waking up.
+        apply_s: time to decode and add.
+        team_s: time to add up the updates of a machine's workers, and to copy the parameters to them.
+        hidden_s: part of link, processor and latency that is hidden behind computation.
+        step_s: time of the whole step.
     """
 
-    name: str
     sent_bytes: float
     received_bytes: float
     compute_s: float
@@ -202,27 +192,25 @@ class Cost:
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def message_bytes(
-    elements: float, density: float, codec: Codec = "threshold", groups: int = 1
-) -> float:
-    """Return the expected bytes of a node's messages for randomly placed changes; real ones are smaller.
+def message_bytes(elements: float, density: float, codec: Codec = "threshold") -> float:
+    """Return the expected bytes of a message whose changes are at random places; real messages are smaller.
 
     Golomb-Rice: k bits of remainder, 1 / (1 - q^(2^k)) bits of quotient and a bit of sign for each changed element,
     with q = 1 - density and the best k. Where nearly all change, the unchanged elements are listed.
     """
     if codec != "threshold":
-        return _HEADER_BYTES * groups + _FLOAT_BYTES[codec] * elements
+        return _HEADER_BYTES + _FLOAT_BYTES[codec] * elements
     changed = elements * density
     if changed < 1.0:
-        return float(_HEADER_BYTES * groups)
+        return float(_HEADER_BYTES)
     listed = density if density < _INVERTED_FROM else 1.0 - density
     bits = changed + elements * listed * min(_rice_bits(listed, k) for k in range(48))
-    chunk = 1 << max(8, (math.ceil(changed / groups) - 1).bit_length() // 2 + 2)
-    return _HEADER_BYTES * groups + _CHUNK_BYTES * max(groups, changed / chunk) + bits / 8.0
+    chunk = 1 << max(8, (math.ceil(changed) - 1).bit_length() // 2 + 2)
+    return _HEADER_BYTES + _CHUNK_BYTES * max(1.0, changed / chunk) + bits / 8.0
 
 
 def _rice_bits(density: float, k: int) -> float:
-    """Return the bits that say where the next listed element is."""
+    """Return the bits of the distance to the next listed element."""
     if not 0.0 < density < 1.0:
         return density
     return k - 1.0 / math.expm1(float(1 << k) * math.log1p(-density))
@@ -230,8 +218,8 @@ def _rice_bits(density: float, k: int) -> float:
 
 def transfer_bytes(payload_bytes: float, job: Job) -> float:
     """Return the bytes on the link of one message to one peer: records, datagrams and frames."""
-    fragment = job.datagram_bytes - wire.HEADER_BYTES
-    record = wire.fragments_per_record(job.datagram_bytes) * fragment - _RECORD_BYTES
+    fragment = _DATAGRAM_BYTES - wire.HEADER_BYTES
+    record = wire.fragments_per_record(_DATAGRAM_BYTES) * fragment - _RECORD_BYTES
     records = max(1, math.ceil(payload_bytes / record))
     sealed = payload_bytes + records * _RECORD_BYTES
     return sealed + math.ceil(sealed / fragment) * (wire.HEADER_BYTES + job.frame_bytes)
@@ -243,19 +231,19 @@ def _ack_bytes(payload_bytes: float, job: Job) -> float:
 
 
 def _tcp_bytes(payload_bytes: float, job: Job) -> float:
-    """Return the bytes on the link of a TCP stream, and of the acknowledgements of as long a stream back."""
+    """Return the bytes on the link of a TCP stream, and of the acknowledgements of an equal stream back."""
     per_segment = _TCP_BYTES + job.frame_bytes - _UDP_BYTES
     return payload_bytes * (1.0 + 1.5 * per_segment / _SEGMENT_BYTES)
 
 
 def powersgd_bytes(shapes: Iterable[Sequence[int]], rank: int, nodes: int) -> float:
-    """Return the bytes that PowerSGD's two factors take each way per step, all-reduced in a ring, without headers.
+    """Return the bytes of PowerSGD's two factors, each way per step, all-reduced in a ring, without headers.
 
     Args:
-        shapes: of the model's tensors; dimensions after the first count as one. Tensors of one dimension are sent
-            whole.
-        rank: of the factors.
-        nodes: in the ring.
+        shapes: shapes of the model's tensors; dimensions after the first count as one. Tensors of one dimension are
+            sent whole.
+        rank: rank of the factors.
+        nodes: nodes of the ring.
     """
     numbers = 0
     for shape in shapes:
@@ -295,28 +283,24 @@ def exchange(
     """
     _check("every", every, 1, 1 << 30)
     _check("overlap", overlap, 0, every)
-    parts = _sharded(job, codec) if topology == "sharded" else _mesh(job, codec)
-    rates, passes = job.rates, job.elements * job.rates.copy_s_per_element
-    team_s = 2.0 * job.workers * passes if job.workers > 1 else 0.0
-    # The difference to the shared copy, and the new copy.
-    local_s = 3.0 * passes if every > 1 else 0.0
-    waiting_s = sum(max(one.link_s(job), one.processor_s(rates)) for one in parts.phases)
-    latency_s = len(parts.phases) * (job.latency_s + rates.message_s)
+    phases, encode_s, apply_s = (_sharded if topology == "sharded" else _mesh)(job, codec)
+    passes_s = job.elements * job.rates.copy_s_per_element
+    team_s = 2.0 * job.workers * passes_s if job.workers > 1 else 0.0
+    if every > 1:  # the difference to the shared copy, and the new copy
+        encode_s += 3.0 * passes_s
+    waiting_s = sum(max(one.link_s, one.processor_s) for one in phases)
+    latency_s = len(phases) * (job.latency_s + job.rates.message_s)
     hidden_s = min(waiting_s + latency_s, overlap * job.step_s)
-    once_s = parts.encode_s + parts.apply_s + local_s + waiting_s + latency_s - hidden_s
-    name = topology + (f", {codec}" if codec != "threshold" else "")
+    once_s = encode_s + apply_s + waiting_s + latency_s - hidden_s
     return Cost(
-        name=name
-        + (f", every={every}" if every > 1 else "")
-        + (f", overlap={overlap}" if overlap else ""),
-        sent_bytes=sum(one.sent_bytes for one in parts.phases) / every,
-        received_bytes=sum(one.received_bytes for one in parts.phases) / every,
+        sent_bytes=sum(one.sent_bytes for one in phases) / every,
+        received_bytes=sum(one.received_bytes for one in phases) / every,
         compute_s=job.step_s,
-        encode_s=(parts.encode_s + local_s) / every,
-        link_s=sum(one.link_s(job) for one in parts.phases) / every,
-        processor_s=sum(one.processor_s(rates) for one in parts.phases) / every,
+        encode_s=encode_s / every,
+        link_s=sum(one.link_s for one in phases) / every,
+        processor_s=sum(one.processor_s for one in phases) / every,
         latency_s=latency_s / every,
-        apply_s=parts.apply_s / every,
+        apply_s=apply_s / every,
         team_s=team_s,
         hidden_s=hidden_s / every,
         step_s=job.step_s + team_s + once_s / every,
@@ -325,106 +309,85 @@ def exchange(
 
 @dataclass(frozen=True)
 class _Phase:
-    """Messages that all nodes send at the same time: of the busiest node, on the link and as payloads."""
+    """Messages that all nodes send at the same time; bytes on the link and times of the busiest node."""
 
     sent_bytes: float
     received_bytes: float
-    sent_payload_bytes: float
-    received_payload_bytes: float
-    sealed_bytes: float
-    messages: int
-
-    def link_s(self, job: Job) -> float:
-        return max(self.sent_bytes, self.received_bytes) / job.link_bytes_per_s
-
-    def processor_s(self, rates: Rates) -> float:
-        moved = self.sent_payload_bytes + self.received_payload_bytes
-        return (
-            self.sealed_bytes * rates.seal_s_per_byte
-            + moved * rates.transport_s_per_byte
-            + self.messages * rates.message_s
-        )
+    link_s: float
+    processor_s: float
 
 
-@dataclass(frozen=True)
-class _Parts:
-    phases: tuple[_Phase, ...]
-    encode_s: float
-    apply_s: float
+_Parts: TypeAlias = tuple[
+    list[_Phase], float, float
+]  # the phases, the time to encode, the time to apply
 
 
 def _mesh(job: Job, codec: Codec) -> _Parts:
     """Everybody's message to everybody: sealed once, sent and received n - 1 times, applied n times."""
-    others, size = job.nodes - 1, message_bytes(job.elements, job.density, codec, job.groups)
-    phase = _phase(job, size, others, others, distinct=1)
-    encode_s = _encode_s(job.elements, job.density, codec, job)
-    apply_s = _apply_s(job.nodes * job.elements, job.density, codec, job, job.nodes * job.groups)
-    return _Parts((phase,), encode_s, apply_s)
+    others, size = job.nodes - 1, message_bytes(job.elements, job.density, codec)
+    phase = _phase(job, size, others, others, sealed=1)
+    encode_s = job.elements * _encode_s_per_element(job, codec)
+    return [phase], encode_s, job.nodes * job.elements * _apply_s_per_element(job, codec)
 
 
 def _sharded(job: Job, codec: Codec) -> _Parts:
     """Parts to their owners, who add and encode them, and the owners' results to everybody."""
     owners, others = job.owner_count, job.nodes - 1
     size = job.elements / owners
-    part = message_bytes(size, job.density, codec, job.groups)
-    scatter = _phase(job, part, owners - 1, others, distinct=owners - 1)
-    gather = _phase(job, part, others, owners - 1, distinct=1)
-    encode_s = (
-        _encode_s(job.elements, job.density, codec, job)
-        + _apply_s(job.nodes * size, job.density, codec, job, job.nodes * job.groups)
-        + _encode_s(size, job.density, codec, job)
+    part = message_bytes(size, job.density, codec)
+    scatter = _phase(job, part, owners - 1, others, sealed=owners - 1)
+    gather = _phase(job, part, others, owners - 1, sealed=1)
+    apply_s_per_element = _apply_s_per_element(job, codec)
+    encode_s = (job.elements + size) * _encode_s_per_element(job, codec)
+    owner_s = job.nodes * size * apply_s_per_element
+    return [scatter, gather], encode_s + owner_s, job.elements * apply_s_per_element
+
+
+def _phase(job: Job, size: float, sent: int, received: int, sealed: int) -> _Phase:
+    """Return the phase of messages of ``size`` bytes, of which ``sealed`` are different."""
+    there, back, rates = transfer_bytes(size, job), _ack_bytes(size, job), job.rates
+    sent_bytes, received_bytes = sent * there + received * back, received * there + sent * back
+    processor_s = (
+        sealed * size * rates.seal_s_per_byte
+        + (sent + received) * size * rates.transport_s_per_byte
+        + max(sent, received) * rates.message_s
     )
-    apply_s = _apply_s(job.elements, job.density, codec, job, owners * job.groups)
-    return _Parts((scatter, gather), encode_s, apply_s)
+    link_s = max(sent_bytes, received_bytes) / job.link_bytes_per_s
+    return _Phase(sent_bytes, received_bytes, link_s, processor_s)
 
 
-def _phase(job: Job, size: float, sent: int, received: int, distinct: int) -> _Phase:
-    there, back = transfer_bytes(size, job), _ack_bytes(size, job)
-    return _Phase(
-        sent * there + received * back,
-        received * there + sent * back,
-        sent * size,
-        received * size,
-        distinct * size,
-        max(sent, received),
-    )
-
-
-def _encode_s(elements: float, density: float, codec: Codec, job: Job) -> float:
-    rates = job.rates
+def _encode_s_per_element(job: Job, codec: Codec) -> float:
     if codec != "threshold":
-        return job.groups * rates.encode_s + elements * rates.dense_encode_s_per_element
-    each = rates.encode_s_per_element + density * rates.encode_s_per_change
-    return job.groups * rates.encode_s + elements * each
+        return job.rates.dense_encode_s_per_element
+    return job.rates.encode_s_per_element + job.density * job.rates.encode_s_per_change
 
 
-def _apply_s(elements: float, density: float, codec: Codec, job: Job, messages: int) -> float:
-    rates = job.rates
+def _apply_s_per_element(job: Job, codec: Codec) -> float:
     if codec != "threshold":
-        return messages * rates.apply_s + elements * rates.dense_apply_s_per_element
-    return messages * rates.apply_s + elements * density * rates.apply_s_per_change
+        return job.rates.dense_apply_s_per_element
+    return job.density * job.rates.apply_s_per_change
 
 
-def dense_ring(job: Job, element_bytes: int = 4, *, overlaps: bool = True) -> Cost:
+def dense_ring(job: Job, element_bytes: int = 4) -> Cost:
     """Return the cost of a step with a ring all-reduce of all gradients over TCP.
+
+    All buckets but the last travel during the backward pass, as DistributedDataParallel's do.
 
     Args:
         job: its density does not matter. The workers of a machine are ranks of the ring, neighbours where possible.
         element_bytes: 4, or 2 for float16.
-        overlaps: as DistributedDataParallel does, all buckets but the last travel during the backward pass.
     """
-    rates, ranks = job.rates, job.nodes * job.workers
+    ranks = job.nodes * job.workers
     share = (ranks - 1) / ranks
     size = float(element_bytes * job.elements)
     moved = _tcp_bytes(2.0 * share * size, job)
-    add_s = share * job.elements * rates.copy_s_per_element
+    add_s = share * job.elements * job.rates.copy_s_per_element
     latency_s = 2.0 * (job.nodes - 1) * job.latency_s
     link_s = moved / job.link_bytes_per_s
     whole_s = link_s + add_s + latency_s
     last_s = whole_s * min(1.0, _BUCKET_BYTES / size)
-    seen_s = max(whole_s - _BACKWARD_SHARE * job.step_s, last_s) if overlaps else whole_s
+    seen_s = max(whole_s - _BACKWARD_SHARE * job.step_s, last_s)
     return Cost(
-        name=f"ring, float{8 * element_bytes}",
         sent_bytes=moved,
         received_bytes=moved,
         compute_s=job.step_s,
@@ -445,22 +408,22 @@ def topology_of(job: Job) -> Topology:
     return "sharded" if costs["sharded"] < costs["mesh"] else "mesh"
 
 
-def crossover(job: Job, topology: Topology | None = None) -> float:
-    """Return the link rate, in bytes per second, above which a float32 ring is faster; infinity if there is none.
+def crossover(job: Job) -> float:
+    """Return the link rate, in bytes per second, from which a float32 ring is as fast as an exchange in every step.
 
-    Args:
-        job: its own link rate does not matter.
-        topology: of the exchange; None: the faster one at each rate.
+    0.0 if the ring is as fast at every rate, infinity if it is slower on the fastest links. The job's own link rate
+    does not matter.
     """
-    low, high = _RATES_BYTES_PER_S
 
     def is_slower(rate: float) -> bool:
         there = replace(job, link_bytes_per_s=rate)
-        ours = exchange(there, topology or topology_of(there))
-        return ours.step_s > dense_ring(there).step_s
+        return exchange(there, topology_of(there)).step_s > dense_ring(there).step_s
 
+    low, high = _RATES_BYTES_PER_S
     if not is_slower(high):
         return math.inf
+    if is_slower(low):
+        return 0.0
     while high / low > 1.001:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if is_slower(middle) else (middle, high)
@@ -490,5 +453,7 @@ def dl4j_scalability(
 
 def _check(name: str, value: float, least: float, most: float) -> None:
     if not least <= value <= most or value == math.inf:
-        bounds = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+        bounds = (
+            f"at least {least:g}" if most == math.inf else f"from {least:,.15g} to {most:,.15g}"
+        )
         raise ValueError(f"{name} is {value:g}, must be {bounds}")

@@ -7,8 +7,10 @@ import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -160,7 +162,7 @@ def test_prometheus_gets_each_peer_s_path(node: gw.Node, share: gw.Exchange) -> 
 def test_metrics_are_served_on_loopback(share: gw.Exchange) -> None:
     with share.serve_metrics(0) as server:
         base = f"http://127.0.0.1:{server.port}"
-        for path in ("/metrics", "/"):
+        for path in ("/metrics", "/", "/metrics?name=gradwire"):
             with urllib.request.urlopen(base + path, timeout=10.0) as answer:
                 assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
                 assert b"\ngradwire_steps_total 0\n" in answer.read()
@@ -185,7 +187,7 @@ def test_nothing_is_offered_unless_asked_for(
     step(share)
     assert not folder.exists()
     assert main(["top"]) == 1
-    assert "start training with GRADWIRE_TOP=1" in capsys.readouterr().err
+    assert "start it with GRADWIRE_TOP=1" in capsys.readouterr().err
 
 
 def test_top_shows_rates_and_peers(
@@ -221,6 +223,34 @@ def test_top_shows_rates_and_peers(
     del share
     gc.collect()
     assert list(folder.iterdir()) == []
+
+
+def test_the_remedies_are_options_that_the_exchange_does_not_have_yet(
+    node: gw.Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(clock, "now_s", Clock())
+    share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=0, every=2, overlap=1)
+    for _ in range(40):
+        step(share)
+    [text] = [text for text in caplog.messages if text.startswith("gradwire takes")]
+    assert "every=8 exchanges a quarter as often" in text
+    assert "overlap" not in text
+
+
+def test_top_leaves_out_a_process_that_ends_while_it_answers(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(page_folder() / "1-2.sock"))
+        server.listen()
+
+        def answer() -> None:
+            with server.accept()[0] as reader:
+                reader.sendall(b'{"address": "127.0.0.')
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert top.pages() == {}
+        thread.join()
+    assert folder.exists()
 
 
 def test_what_a_killed_process_has_left_is_removed(folder: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import gradwire
 from gradwire.cli import demo, doctor, estimate, info, run, secret, top
@@ -14,16 +15,23 @@ __all__ = ["main"]
 
 
 class _Version(argparse.Action):
-    """An option that prints the version, which is looked up only then."""
+    """An option that looks up and prints the version."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         sys.stdout.write(f"gradwire {gradwire.__version__}\n")
         parser.exit()
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports a wrong argument in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (help: {self.prog} -h)\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0, 1 for a failed command, 2 for wrong arguments."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="gradwire",
         description="Exchange training updates between machines in a hundredth of the bytes.",
     )
@@ -36,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of the output is gone (`| head`); without a place for the rest, exiting would fail again.
+        # The reader of the output has gone (`| head`); Python's flush at exit needs a place for the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status

@@ -10,41 +10,41 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradwire import cost
 from gradwire.cost import Cost, Job, Topology
 
+from .units import si
+
 DESCRIPTION = """\
-Estimate the time and the bytes of a training step with gradwire and with PyTorch's ways to exchange gradients: from the
-model's size, the time that a step computes, and the link. docs/scale.md has the formulas. The speed of this machine is
-measured once, in about two seconds. Units: 10Mbit, 1Gbit, 125MB (each per second); 200ms, 0.2s; --params 25e6.
+Estimate the time and the bytes of a training step with gradwire and with PyTorch's ways to exchange gradients, from the
+size of the model, the time that a step computes, and the link. docs/scale.md has the formulas. The speed of this
+machine is measured once, in about two seconds. Units: 10Mbit, 1Gbit/s, 1Gbps, 125MB (each per second); 200ms, 0.2s.
 """
 
-POWERSGD_RANK = 4
-SQUARE = (1_024, 1_024)  # of the weights, where only their number is known
-LITTLE = 1.1  # times as fast: less is not worth a change
-LOCAL_GAIN = 1.25  # the same of local steps, which cost accuracy
+POWERSGD, POWERSGD_RANK = "PowerSGD, rank 4", 4
+SQUARE = (1_024, 1_024)  # shape of the weights, where only their number is known
+GAIN_MIN = 1.1  # times as fast as the faster ring: less is not worth a change
+LOCAL_GAIN_MIN = 1.25  # the same for local steps, which cost accuracy
 MEASURE_S = 1.5
+PROCESSOR_SHARE_MAX = 0.25  # of the time, from which a measured rate is that of the processor
 PLOT_DECADES = 6.0, 11.0  # of the link rate in bit/s
 
-_RATE = re.compile(r"([\d.e+-]+)\s*([kMGT]?)(bit|bps|B)(?:/s|ps)?", re.ASCII)
-_TIME = re.compile(r"([\d.e+-]+)\s*(s|ms|us|µs)?")
-_PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_RATE = re.compile(r"([-\d.e+]+)\s*([kmgt]?)(bits?|bps|(?-i:[bB]))(?:/s|/sec|ps)?", re.ASCII | re.I)
+_TIME = re.compile(r"([-\d.e+]+)\s*(s|ms|us|µs)?")
+_PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SECONDS = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of the table; a cost of None: only the bytes are known."""
+class Way(NamedTuple):
+    """A way to exchange gradients: its line in the table, the cost of a step, and the code to write."""
 
     name: str
-    sent_bytes: float
-    received_bytes: float
-    cost: Cost | None = None
-    code: str = ""
+    cost: Cost
+    code: str
 
 
 def add_parser(commands: Any) -> None:
@@ -55,11 +55,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--params", help="parameters of the model, such as 25e6")
     parser.add_argument("--model", help="module:factory that returns the model, to count them")
     parser.add_argument("--step", help="time that a node computes in one step, such as 200ms")
-    parser.add_argument("--nodes", default="2", help="machines (default: 2)")
-    parser.add_argument("--workers", default="1", help="workers of one machine (default: 1)")
+    parser.add_argument("--nodes", default="2", help="number of machines (default: 2)")
+    parser.add_argument("--workers", default="1", help="workers of each machine (default: 1)")
     parser.add_argument("--link", help="rate of a node's link, such as 1Gbit")
-    parser.add_argument("--latency", help="one way, half of what ping shows (default: 0.1ms)")
-    parser.add_argument("--density", default="0.01", help="of the messages (default: 0.01)")
+    parser.add_argument("--latency", help="one-way latency, half of ping's time (default: 0.1ms)")
+    parser.add_argument("--density", default="0.01", help="density of messages (default: 0.01)")
     measure = "measure rate and latency to this address, where gradwire doctor --serve runs"
     parser.add_argument("--measure", metavar="host:port", help=measure)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed-up over link rate")
@@ -70,44 +70,52 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and the advice, and return the exit status."""
     try:
-        shapes, job = _job(arguments)
-        lines = list(table(job, shapes))
+        job, shapes = _job(arguments)
         if arguments.plot:
             plot(job, arguments.plot)
     except (ValueError, OSError) as error:
-        print(f"gradwire estimate: {error}", file=sys.stderr)
+        print(f"gradwire estimate: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    says, crossover = advice(lines), cost.crossover(job)
-    if arguments.json:
-        print(_as_json(job, lines, says, crossover))
-        return 0
-    facts = f"{job.elements:,} parameters, {job.nodes} nodes, {_time(job.step_s)} of computation, "
-    facts += (
-        f"{_rate(job.link_bytes_per_s)}, {_time(job.latency_s)} one way, density {job.density:g}"
-    )
-    print(f"{facts}\n\n{'':24}{'step':>10}{'sent':>11}{'received':>11}{'speed-up':>10}  limited by")
-    ring = lines[0].cost
-    for line in lines:
-        sizes = f"{_bytes(line.sent_bytes):>11}{_bytes(line.received_bytes):>11}"
-        if line.cost is None or ring is None:
-            print(f"{line.name:24}{'':10}{sizes}")
-            continue
-        step, faster = _time(line.cost.step_s), f"{line.cost.speedup_over(ring):.2f}x"
-        print(f"{line.name:24}{step:>10}{sizes}{faster:>10}  {line.cost.limit}")
-    print(f"\n{says}")
+    found, factors_bytes = ways(job), _powersgd_bytes(job, shapes)
+    crossover = cost.crossover(job)
+    says = [advice(found)]
     if math.isfinite(crossover):
-        print(f"The float32 ring is as fast from {_rate(crossover)} on.")
+        where = f"from {_rate(crossover)} on" if crossover else "at any link rate"
+        says.append(f"The float32 ring is as fast as an exchange in every step {where}.")
+    if arguments.measure is not None and _is_processor_limited(job):
+        says.append("The link may be faster than measured: give --link if you know its rate.")
+    rows = [_row(way, found[0].cost) for way in found]
+    rows.insert(
+        2, {"name": POWERSGD, **dict.fromkeys(("sent_bytes", "received_bytes"), factors_bytes)}
+    )
+    if arguments.json:
+        finite = crossover if math.isfinite(crossover) else None
+        page = {"job": asdict(job), "rows": rows, "advice": says, "crossover_bytes_per_s": finite}
+        print(json.dumps(page, indent=1))
+        return 0
+    print(
+        f"{job.elements:,} parameters, {job.nodes} nodes, {_time(job.step_s)} of computation, "
+        f"{_rate(job.link_bytes_per_s)}, {_time(job.latency_s)} one way, density {job.density:g}\n\n"
+        f"{'':24}{'step':>10}{'sent':>11}{'received':>11}{'speed-up':>10}  limited by"
+    )
+    for row in rows:
+        step, speedup = "", ""
+        if "step_s" in row:
+            step, speedup = _time(row["step_s"]), f"{row['speedup']:,.2f}x"
+        sizes = f"{si(row['sent_bytes'], 'B'):>11}{si(row['received_bytes'], 'B'):>11}"
+        print(f"{row['name']:24}{step:>10}{sizes}{speedup:>10}  {row.get('limit', '')}".rstrip())
+    print("", *says, sep="\n")
     return 0
 
 
 # ---- the question ----------------------------------------------------------------------------------------------------
 
 
-def _job(arguments: argparse.Namespace) -> tuple[list[tuple[int, ...]], Job]:
-    """Return the shapes of the parameters and the job.
+def _job(arguments: argparse.Namespace) -> tuple[Job, list[tuple[int, ...]]]:
+    """Return the job, and the shapes of the parameters if a model is given.
 
     Raises:
-        ValueError: an argument is missing, or cannot be understood, or no peer answers.
+        ValueError: an argument is missing or cannot be understood, or the peer does not answer.
     """
     if (arguments.params is None) == (arguments.model is None):
         raise ValueError("give either --params or --model")
@@ -116,28 +124,22 @@ def _job(arguments: argparse.Namespace) -> tuple[list[tuple[int, ...]], Job]:
     if (arguments.link is None) == (arguments.measure is None):
         raise ValueError("give either --link or --measure")
     step_s = seconds("--step", arguments.step)
-    if arguments.model is not None:
-        shapes = model_shapes(arguments.model)
-        elements = sum(map(math.prod, shapes))
-    else:
-        elements = whole("--params", arguments.params)
-        side = elements / math.prod(SQUARE)
-        shapes = [SQUARE] * int(side) or [(elements,)]
+    shapes = [] if arguments.model is None else model_shapes(arguments.model)
     job = Job(
-        elements=elements,
+        elements=sum(map(math.prod, shapes)) if shapes else whole("--params", arguments.params),
         nodes=whole("--nodes", arguments.nodes),
         workers=whole("--workers", arguments.workers),
         step_s=step_s,
-        link_bytes_per_s=rate("--link", arguments.link) if arguments.link else 1.0,
+        link_bytes_per_s=1.0 if arguments.link is None else rate("--link", arguments.link),
         latency_s=seconds("--latency", arguments.latency or "0.1ms"),
         density=number("--density", arguments.density),
     )
-    if arguments.measure:
+    if arguments.measure is not None:
         job = _measured(job, arguments.measure, has_latency=arguments.latency is not None)
     # Imported here, and used last, because wrong arguments should not wait for it.
     from gradwire import calibration
 
-    return shapes, replace(job, rates=calibration.rates())
+    return replace(job, rates=calibration.rates()), shapes
 
 
 def _measured(job: Job, target: str, *, has_latency: bool) -> Job:
@@ -162,15 +164,17 @@ def model_shapes(target: str) -> list[tuple[int, ...]]:
         target: "module:factory"; modules of the current folder are found.
     """
     name, _, factory = target.partition(":")
+    if not name or not factory:
+        raise ValueError(f"--model {target}: write module:factory")
     sys.path.insert(0, os.getcwd())
     try:
-        made = getattr(importlib.import_module(name), factory or "?")()
-    except Exception as error:  # a foreign function may raise anything
+        made = getattr(importlib.import_module(name), factory)()
+        shapes = list(_shapes(made.parameters() if hasattr(made, "parameters") else made))
+    except (Exception, SystemExit) as error:  # a foreign function may raise anything
         raise ValueError(f"--model {target}: {type(error).__name__}: {error}") from error
     finally:
         del sys.path[0]
-    shapes = list(_shapes(made.parameters() if hasattr(made, "parameters") else made))
-    if not shapes:
+    if not sum(map(math.prod, shapes)):
         raise ValueError(f"--model {target}: {type(made).__name__} has no parameters")
     return shapes
 
@@ -185,11 +189,26 @@ def _shapes(found: Any) -> Iterator[tuple[int, ...]]:
             yield from _shapes(one)
 
 
+def _powersgd_bytes(job: Job, shapes: Sequence[Sequence[int]]) -> float:
+    """Return the bytes of PowerSGD's factors; without shapes the parameters are square matrices."""
+    if shapes:
+        return cost.powersgd_bytes(shapes, POWERSGD_RANK, job.nodes)
+    squares = max(1.0, job.elements / math.prod(SQUARE))
+    found = cost.powersgd_bytes([SQUARE], POWERSGD_RANK, job.nodes)
+    return min(squares * found, cost.powersgd_bytes([(job.elements,)], POWERSGD_RANK, job.nodes))
+
+
+def _is_processor_limited(job: Job) -> bool:
+    """Return whether the processor may have limited the measured rate, rather than the link."""
+    processor_s = job.rates.transport_s_per_byte + job.rates.seal_s_per_byte
+    return job.link_bytes_per_s * processor_s > PROCESSOR_SHARE_MAX
+
+
 def number(name: str, text: str) -> float:
     """Return a finite number.
 
     Raises:
-        ValueError: it is none; the message names the option.
+        ValueError: the text is no finite number; the message names the option.
     """
     try:
         value = float(text)
@@ -211,14 +230,13 @@ def whole(name: str, text: str) -> int:
 def rate(name: str, text: str) -> float:
     """Return bytes per second.
 
-    >>> rate("--link", "1Gbit"), rate("--link", "10 Mbit/s"), rate("--link", "1.5GB/s")
+    >>> rate("--link", "1Gbit"), rate("--link", "10 mbps"), rate("--link", "1.5GB/s")
     (125000000.0, 1250000.0, 1500000000.0)
     """
     found = _RATE.fullmatch(text)
     if found is None:
         raise ValueError(f"{name} {text}: not a rate such as 10Mbit, 1Gbit/s or 125MB/s")
-    bits = number(name, found[1]) * _PREFIX[found[2]] * (8.0 if found[3] == "B" else 1.0)
-    return bits / 8.0
+    return number(name, found[1]) * _PREFIX[found[2].lower()] / (1.0 if found[3] == "B" else 8.0)
 
 
 def seconds(name: str, text: str) -> float:
@@ -236,72 +254,53 @@ def seconds(name: str, text: str) -> float:
 # ---- the answer ------------------------------------------------------------------------------------------------------
 
 
-def table(job: Job, shapes: Sequence[Sequence[int]]) -> Iterator[Line]:
-    """Yield the lines of the table, the float32 ring first."""
-    for ring, code in (
-        (cost.dense_ring(job), "DistributedDataParallel(model)"),
-        (cost.dense_ring(job, 2), "model.register_comm_hook(None, fp16_compress_hook)"),
-    ):
-        yield Line(f"dense {ring.name}", ring.sent_bytes, ring.received_bytes, ring, code)
-    factors = cost.powersgd_bytes(shapes, POWERSGD_RANK, job.nodes)
-    yield Line(f"PowerSGD, rank {POWERSGD_RANK}", factors, factors)
-    best = cost.topology_of(job)
-    ways: list[tuple[Topology, int]] = [("mesh", 1), ("sharded", 1), (best, 4), (best, 20)]
-    for topology, every in ways:
-        options = f'topology="{topology}"' + (f", every={every}" if every > 1 else "")
-        name = topology if every == 1 else f"{every} local steps, {topology}"
-        found = cost.exchange(job, topology, every=every)
-        code = f"gw.Exchange(encoder, node, {options})"
-        yield Line(name, found.sent_bytes, found.received_bytes, found, code)
-
-
-def advice(lines: Sequence[Line]) -> str:
-    """Return one sentence: what to use, why, and the code to write."""
-    timed = [(line, line.cost) for line in lines if line.cost is not None]
-    ring = timed[0][1]
-    rival, rival_cost = min(timed[:2], key=lambda pair: pair[1].step_s)
-    line, best = min(timed[2:4], key=lambda pair: pair[1].step_s)
-    for other, found in timed[4:]:
-        if best.step_s > LOCAL_GAIN * found.step_s:
-            line, best = other, found
-    if rival_cost.step_s < LITTLE * best.step_s:
-        return (
-            f"gradwire does not pay here: {rival.name} takes {_time(rival_cost.step_s)} and {line.name} "
-            f"{_time(best.step_s)}, limited by {best.limit}; keep {rival.code}."
-        )
-    return (
-        f"gradwire pays: {line.name} takes {_time(best.step_s)} instead of {_time(ring.step_s)}, "
-        f"{best.speedup_over(ring):.3g} times as fast, limited by {best.limit}; write {line.code}."
-    )
-
-
-def _as_json(job: Job, lines: Sequence[Line], says: str, crossover: float) -> str:
-    ring = lines[0].cost
-    rows = [
-        {
-            "name": line.name,
-            "sent_bytes": line.sent_bytes,
-            "received_bytes": line.received_bytes,
-            "step_s": line.cost.step_s,
-            "speedup": line.cost.speedup_over(ring),
-            "limit": line.cost.limit,
-            "parts": asdict(line.cost),
-        }
-        if line.cost is not None and ring is not None
-        else {
-            "name": line.name,
-            "sent_bytes": line.sent_bytes,
-            "received_bytes": line.received_bytes,
-        }
-        for line in lines
+def ways(job: Job) -> list[Way]:
+    """Return two rings, two exchanges in every step, and two kinds of local steps."""
+    found = [
+        Way("dense ring, float32", cost.dense_ring(job), "DistributedDataParallel(model)"),
+        Way(
+            "dense ring, float16",
+            cost.dense_ring(job, 2),
+            "model.register_comm_hook(None, fp16_compress_hook)",
+        ),
     ]
-    content = {
-        "job": asdict(job),
-        "rows": rows,
-        "advice": says,
-        "crossover_bytes_per_s": crossover if math.isfinite(crossover) else None,
+    best = cost.topology_of(job)
+    options: list[tuple[Topology, int]] = [("mesh", 1), ("sharded", 1), (best, 4), (best, 20)]
+    for topology, every in options:
+        name, more = str(topology), ""
+        if every > 1:
+            name, more = f"{every} local steps, {topology}", f", every={every}"
+        code = f'gw.Exchange(encoder, node, topology="{topology}"{more})'
+        found.append(Way(name, cost.exchange(job, topology, every=every), code))
+    return found
+
+
+def _row(way: Way, ring: Cost) -> dict[str, Any]:
+    return {
+        "name": way.name,
+        "sent_bytes": way.cost.sent_bytes,
+        "received_bytes": way.cost.received_bytes,
+        "step_s": way.cost.step_s,
+        "speedup": way.cost.speedup_over(ring),
+        "limit": way.cost.limit,
+        "parts": asdict(way.cost),
     }
-    return json.dumps(content, indent=1)
+
+
+def advice(found: Sequence[Way]) -> str:
+    """Return one sentence: what to use, why, and the code to write."""
+    rival = min(found[:2], key=lambda way: way.cost.step_s)
+    best = min(found[2:4], key=lambda way: way.cost.step_s)
+    for way in found[4:]:
+        gain, now = (one.cost.speedup_over(rival.cost) for one in (way, best))
+        if gain > LOCAL_GAIN_MIN * now or gain >= GAIN_MIN > now:
+            best = way
+    gain = best.cost.speedup_over(rival.cost)
+    times = f"the {rival.name} takes {_time(rival.cost.step_s)}, and {best.name} "
+    times += f"{_time(best.cost.step_s)}, limited by {best.cost.limit}"
+    if gain < GAIN_MIN:
+        return f"gradwire does not pay here: {times}; keep {rival.code}."
+    return f"gradwire pays, {gain:,.3g} times as fast: {times}; write {best.code}."
 
 
 def plot(job: Job, path: Path) -> None:
@@ -318,19 +317,20 @@ def plot(job: Job, path: Path) -> None:
     axes = figure.subplots()
     low, high = PLOT_DECADES
     rates = [10.0 ** (low + index * (high - low) / 100) for index in range(101)]
-    ways: list[tuple[Topology, int]] = [("mesh", 1), ("sharded", 1), ("mesh", 4), ("mesh", 20)]
-    for topology, every in ways:
-        speedups = []
-        for bits in rates:
-            there = replace(job, link_bytes_per_s=bits / 8.0)
-            best = topology if every == 1 else cost.topology_of(there)
-            ring = cost.dense_ring(there)
-            speedups.append(cost.exchange(there, best, every=every).speedup_over(ring))
-        axes.plot(rates, speedups, label=topology if every == 1 else f"{every} local steps")
-    crossover = cost.crossover(job)
-    if math.isfinite(crossover):
-        axes.axvline(8.0 * crossover, color="grey", linestyle=":")
-        axes.annotate(f" ring as fast from\n {_rate(crossover)} on", (8.0 * crossover, 2.0))
+    speedups: dict[str, list[float]] = {}
+    for bits in rates:
+        ring, _, *others = ways(replace(job, link_bytes_per_s=bits / 8.0))
+        for way in others:
+            speedups.setdefault(way.name.partition(",")[0], []).append(
+                way.cost.speedup_over(ring.cost)
+            )
+    for name, found in speedups.items():
+        axes.plot(rates, found, label=name)
+    crossover = 8.0 * cost.crossover(job)
+    if 0.0 < crossover < math.inf:
+        axes.axvline(crossover, color="grey", linestyle=":")
+        text = f"ring as fast from \n{si(crossover, 'bit/s')} on "
+        axes.annotate(text, (crossover, 2.0), ha="right")
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.axvline(8.0 * job.link_bytes_per_s, color="black", linewidth=0.8, label="this link")
     axes.set(xscale="log", yscale="log", xlabel="link rate, bit/s")
@@ -345,11 +345,4 @@ def _time(time_s: float) -> str:
 
 
 def _rate(bytes_per_s: float) -> str:
-    bits = 8.0 * bytes_per_s
-    prefix = next((one for one in "TGMk" if bits >= _PREFIX[one]), "")
-    return f"{bits / _PREFIX[prefix]:.3g} {prefix}bit/s"
-
-
-def _bytes(count: float) -> str:
-    prefix = next((one for one in "TGMk" if count >= _PREFIX[one]), "")
-    return f"{count / _PREFIX[prefix]:.3g} {prefix}B"
+    return si(8.0 * bytes_per_s, "bit/s")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,10 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command has this signature)
     """Print one line per fact."""
     facts = {
-        "gradwire": _version("gradwire"),
+        "gradwire": gw.__version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "cryptography": _version("cryptography"),
+        "cryptography": version("cryptography"),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "backends": ", ".join(gw.backends()),
         "instruction set": _instruction_set(),
@@ -42,23 +42,14 @@ def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command h
     return 0
 
 
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def _instruction_set() -> str:
-    forced = os.environ.get("GRADWIRE_ISA")
     try:
-        return _core.isa() + (" (GRADWIRE_ISA)" if forced else "")
+        return _core.isa() + (" (GRADWIRE_ISA)" if os.environ.get("GRADWIRE_ISA") else "")
     except gw.BackendUnavailable as error:
         return f"none: {error}"
 
 
 def _cuda() -> str:
-    """Return how the CUDA backend was built, or why there is none."""
     problem = cuda_problem()
     if problem:
         return f"not available: {problem}"

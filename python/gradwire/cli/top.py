@@ -10,13 +10,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from .units import si
+
 ANSWER_S = 5.0
 INTERVAL_MIN_S = 0.1
 
 DESCRIPTION = """\
-Show the exchanges of this user that run on this machine, and each one's peers: those whose processes were started with
-GRADWIRE_TOP=1 in the environment. Rates and shares are those between two looks. A look costs every exchange a pass over
-its residual; without a look there is no cost.
+Show the exchanges of this user that run on this machine, and their peers. Start the training with GRADWIRE_TOP=1 in the
+environment. Rates and shares are those of one interval. Every table costs an exchange a pass over its residual; while
+nobody looks there is no cost.
 """
 
 Pages = dict[str, dict[str, Any]]
@@ -27,9 +29,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "top", help="show the exchanges that run on this machine", description=DESCRIPTION
     )
-    parser.add_argument("--interval", type=_interval, default=2.0, help="seconds between two looks")
-    parser.add_argument("--once", action="store_true", help="look twice, print once and end")
-    parser.add_argument("--json", action="store_true", help="print one page as JSON and end")
+    parser.add_argument("--interval", type=_interval, default=2.0, help="seconds (default: 2)")
+    parser.add_argument("--once", action="store_true", help="print one table and end")
+    parser.add_argument("--json", action="store_true", help="print the totals as JSON and end")
     parser.set_defaults(run=run)
 
 
@@ -38,8 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     before = pages()
     if not before:
         print(
-            "gradwire top: no exchange of this user offers its figures: start training with GRADWIRE_TOP=1 in the "
-            "environment",
+            "gradwire top: found no training of this user; start it with GRADWIRE_TOP=1 in the environment",
             file=sys.stderr,
         )
         return 1
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def pages() -> Pages:
-    """Return the page of every exchange, by its socket; sockets that dead processes have left are removed."""
+    """Return the figures of every exchange, by the name of its socket; remove the sockets of dead processes."""
     from gradwire.exchange.metrics import page_folder
 
     found: Pages = {}
@@ -72,20 +73,19 @@ def pages() -> Pages:
             try:
                 reader.connect(str(path))
                 with reader.makefile("rb") as file:
-                    data = file.read()
+                    page = json.load(file)
             except ConnectionRefusedError:
                 path.unlink(missing_ok=True)
-                continue
-            except OSError:  # it ends just now, or does not answer
-                continue
-        page = json.loads(data or b"{}")
-        if page:
-            found[path.name] = page
+            except (OSError, ValueError):  # the process ends just now, or does not answer
+                pass
+            else:
+                if page:  # the exchange still exists
+                    found[path.name] = page
     return dict(sorted(found.items(), key=lambda item: str(item[1]["address"])))
 
 
 def table(before: Pages, after: Pages) -> Iterator[str]:
-    """Yield the lines of the table: every exchange, and below it its peers."""
+    """Yield the lines of the table: every exchange, followed by its peers."""
     yield (
         f"{'node':22}{'steps/s':>9}{'gradwire':>10}{'density':>9}{'sent/step':>11}{'recv/step':>11}"
         f"{'residual':>10}{'lost':>6}"
@@ -96,7 +96,7 @@ def table(before: Pages, after: Pages) -> Iterator[str]:
         for peer in page["peers"]:
             mark = " <- last to arrive" if peer["address"] == page["slowest"] else ""
             yield (
-                f"  {peer['address']:24}{peer['srtt_s'] * 1e3:8.3g} ms{_size(peer['rate_bytes_per_s']):>11}/s"
+                f"  {peer['address']:24}{peer['srtt_s'] * 1e3:8.3g} ms{si(peer['rate_bytes_per_s'], 'B/s'):>13}"
                 f"{peer['loss_rate']:9.2%} lost{peer['backlog_records']:6d} waiting{mark}"
             )
 
@@ -112,7 +112,7 @@ def _node_line(before: dict[str, Any], after: dict[str, Any]) -> str:
     rate = f"{steps / elapsed_s:.3g}" if elapsed_s else "?"
     share = f"{1.0 - grown('compute_s') / grown('step_s'):.0%}" if grown("step_s") else "?"
     sizes = "".join(
-        f"{_size(grown(f'{way}_bytes') / exchanges):>11}" for way in ("sent", "received")
+        f"{si(grown(f'{way}_bytes') / exchanges, 'B'):>11}" for way in ("sent", "received")
     )
     return (
         f"{after['address']:22}{rate:>9}{share:>10}{new['density']:9.2%}{sizes}"
@@ -120,16 +120,11 @@ def _node_line(before: dict[str, Any], after: dict[str, Any]) -> str:
     )
 
 
-def _size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 999.5:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1e3
-    return f"{nbytes:.3g} GB"
-
-
 def _interval(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not INTERVAL_MIN_S <= seconds <= 3_600.0:
         raise argparse.ArgumentTypeError(f"must be from {INTERVAL_MIN_S} to 3600")
     return seconds

@@ -1,9 +1,10 @@
-"""What an exchange shows of itself: whole steps' times, Prometheus' text, and a page for ``gradwire top``."""
+"""Metrics of an exchange: the times of whole steps, Prometheus' text, and the figures for ``gradwire top``."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import stat
@@ -36,12 +37,13 @@ _LOG = logging.getLogger(__name__)
 
 Listener: TypeAlias = Callable[[StepResult, ExchangeStats], None]
 
-# The first steps wait for peers that still load; so many follow them before anything is concluded.
+# The first steps wait for peers that still load; the share of gradwire is that of the steps that follow.
 _WARMUP_STEPS, _JUDGED_STEPS = 10, 20
 _SHARE_MAX = 1.0 / 3.0
 
 _GAUGES = {
     "density",
+    "residual_norm",
     "threshold",
     "staleness",
     "members",
@@ -53,7 +55,7 @@ _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Meter:
-    """The times of whole steps, as the caller meets them, and the listeners.
+    """Measures whole steps, the caller's time between them included, and calls the listeners.
 
     Attributes:
         listeners: called after every step with its result and the totals.
@@ -62,13 +64,14 @@ class Meter:
         slowest: the peer whose message came last in the last step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every: int, *, can_overlap: bool) -> None:
         self.listeners: list[Listener] = []
         self.step_s = self.compute_s = 0.0
         self.slowest: Peer | None = None
+        self._every, self._can_overlap = every, can_overlap
         self._returned_s: float | None = None
         self._results = 0
-        self._judged: list[StepResult] = []
+        self._warm: ExchangeStats  # after the first steps
 
     def time(self, take: Callable[..., StepResult], *arguments: Any) -> StepResult:
         """Take a step and return its result with the times filled in."""
@@ -84,44 +87,44 @@ class Meter:
         return replace(result, step_s=step_s, compute_s=compute_s)
 
     def show(self, result: StepResult, stats: ExchangeStats) -> None:
-        """Tell the listeners, and warn once where the exchange takes a large share of the time."""
+        """Call the listeners, and warn once if the exchange takes a large share of the time."""
         self.slowest = result.slowest
         self._results += 1
-        if _WARMUP_STEPS < self._results <= _WARMUP_STEPS + _JUDGED_STEPS:
-            self._judged.append(result)
-            if self._results == _WARMUP_STEPS + _JUDGED_STEPS:
-                self._judge()
+        if self._results == _WARMUP_STEPS:
+            self._warm = stats
+        elif self._results == _WARMUP_STEPS + _JUDGED_STEPS:
+            self._judge(stats)
         for listener in self.listeners:
             listener(result, stats)
 
-    def _judge(self) -> None:
-        whole_s = sum(one.step_s for one in self._judged)
-        shares = {
-            name: sum(getattr(one, f"{name}_s") for one in self._judged) / whole_s
-            if whole_s
-            else 0.0
-            for name in ("encode", "wait", "apply", "compute")
+    def _judge(self, stats: ExchangeStats) -> None:
+        spent_s = {
+            name: getattr(stats, f"{name}_s") - getattr(self._warm, f"{name}_s")
+            for name in ("step", "compute", "encode", "wait", "apply")
         }
-        share = 1.0 - shares.pop("compute") if whole_s else 0.0
-        self._judged.clear()
-        if share <= _SHARE_MAX:
+        whole_s = spent_s.pop("step") or math.inf
+        share = 1.0 - spent_s.pop("compute") / whole_s
+        if share <= _SHARE_MAX or whole_s == math.inf:
             return
-        parts = ", ".join(f"{name} {part:.0%}" for name, part in shares.items())
-        remedy = "every=4 exchanges a quarter as often, and Encoder(threads=) shares the passes"
-        if shares["wait"] >= share / 2.0:
-            remedy = (
-                "overlap=1 hides the network behind the computation, every=4 exchanges a quarter as often, and "
-                "`gradwire top` shows whether one node holds up the others"
-            )
-        _LOG.warning("gradwire takes %.0f %% of a step (%s): %s", 100.0 * share, parts, remedy)
+        remedies = [f"every={4 * self._every} exchanges a quarter as often"]
+        if spent_s["wait"] < share * whole_s / 2.0:
+            remedies.append("Encoder(threads=) shares the passes over the data")
+        else:
+            remedies.append("`gradwire top` shows whether one node holds up the others")
+            if self._can_overlap:
+                remedies.insert(0, "overlap=1 hides the network behind the computation")
+        parts = ", ".join(f"{name} {part_s / whole_s:.0%}" for name, part_s in spent_s.items())
+        _LOG.warning(
+            "gradwire takes %.0f %% of a step (%s): %s", 100.0 * share, parts, "; ".join(remedies)
+        )
 
 
 def log_every(steps: int, logger: logging.Logger | None = None) -> Listener:
-    """Return a listener for ``Exchange.listeners`` that logs one line for every so many steps, at level INFO.
+    """Return a listener for ``Exchange.listeners`` that logs a line at level INFO every so many steps.
 
     Args:
-        steps: steps per line.
-        logger: None: ``gradwire.exchange.metrics``.
+        steps: number of steps per line.
+        logger: None: the logger ``gradwire.exchange.metrics``.
 
     Raises:
         ValueError: ``steps`` is less than 1.
@@ -134,16 +137,15 @@ def log_every(steps: int, logger: logging.Logger | None = None) -> Listener:
         seen.append(result)
         if len(seen) < steps:
             return
-        whole_s = sum(one.step_s for one in seen)
-        share = 1.0 - sum(one.compute_s for one in seen) / whole_s if whole_s else 0.0
-        sent, received = (
-            sum(getattr(one, f"{name}_bytes") for one in seen) / len(seen)
-            for name in ("sent", "received")
+        mean_s, compute_s, sent, received = (
+            sum(getattr(one, name) for one in seen) / steps
+            for name in ("step_s", "compute_s", "sent_bytes", "received_bytes")
         )
+        share = 1.0 - compute_s / mean_s if mean_s else 0.0
         (logger or _LOG).info(
             "step %d: %.4g ms a step, %.0f %% of it gradwire's; sent %.0f B, received %.0f B a step; density %.3g; "
             "%d other members",
-            *(result.step, 1e3 * whole_s / len(seen), 100.0 * share, sent, received),
+            *(result.step, 1e3 * mean_s, 100.0 * share, sent, received),
             *(stats.density, stats.members),
         )
         seen.clear()
@@ -152,28 +154,27 @@ def log_every(steps: int, logger: logging.Logger | None = None) -> Listener:
 
 
 def prometheus_text(page: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> str:
-    """Return a page of `describe` in Prometheus' text format.
-
-    Args:
-        page: of an exchange.
-        labels: for every line.
-    """
+    """Return the figures of an exchange, from `describe`, in Prometheus' text format, with labels on every line."""
     lines: list[str] = []
     values = {**page["stats"], "residual_norm": page["residual_norm"]}
     del values["codec"]  # not a number
     for prefix, found in (("gradwire_", values), ("gradwire_transport_", page["transport"])):
         for name, value in found.items():
-            is_gauge = name in _GAUGES or name == "residual_norm"
-            full = prefix + re.sub("_s$", "_seconds", name) + ("" if is_gauge else "_total")
+            is_gauge = name in _GAUGES
+            full = _metric(prefix + name) + ("" if is_gauge else "_total")
             lines.append(f"# TYPE {full} {'gauge' if is_gauge else 'counter'}")
             lines.append(f"{full}{_labels(labels)} {value:.12g}")
     for name in _PER_PEER:
-        full = "gradwire_peer_" + re.sub("_s$", "_seconds", name)
+        full = _metric(f"gradwire_peer_{name}")
         lines.append(f"# TYPE {full} gauge")
         for peer in page["peers"]:
             named = {**(labels or {}), "peer": peer["address"]}
             lines.append(f"{full}{_labels(named)} {peer[name]:.12g}")
     return "\n".join(lines) + "\n"
+
+
+def _metric(name: str) -> str:
+    return re.sub("_s$", "_seconds", name)
 
 
 def _labels(labels: Mapping[str, str] | None) -> str:
@@ -186,16 +187,16 @@ def _labels(labels: Mapping[str, str] | None) -> str:
 def describe(
     node: Any, encoders: Iterable[Any], stats: ExchangeStats, slowest: Peer | None
 ) -> dict[str, Any]:
-    """Return everything that is shown of an exchange, as JSON values; may be called from any thread.
+    """Return the figures of an exchange, as JSON values; may be called from any thread.
 
     Args:
-        node: of the exchange.
-        encoders: whose residuals are measured: a pass over their memory, on this thread.
-        stats: of the exchange.
+        node: node of the exchange.
+        encoders: encoders whose residuals are measured, in one pass over their memory on the calling thread.
+        stats: totals of the exchange.
         slowest: the peer whose message came last in the last step, or None.
     """
     counters = node.stats()
-    # A residual on a device stays there.
+    # A residual on a device is left out: reading it would make the training wait.
     residuals = [one.residual for one in encoders if one.device == "cpu"]
     norm = float(np.sqrt(sum(float(np.dot(one, one)) for one in residuals)))
     return {
@@ -225,7 +226,7 @@ class MetricsServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                is_known = self.path in ("/", "/metrics")
+                is_known = self.path.partition("?")[0] in ("/", "/metrics")
                 body = text().encode() if is_known else b"there is only /metrics\n"
                 self.send_response(200 if is_known else 404)
                 self.send_header("Content-Type", _CONTENT_TYPE)
@@ -234,7 +235,7 @@ class MetricsServer:
                 self.wfile.write(body)
 
             def log_message(self, *_: Any) -> None:
-                """Log nothing: a scrape every few seconds is no event."""
+                """Log nothing: scrapes come every few seconds."""
 
         self._server = ThreadingHTTPServer((host, port), Handler)
         self.port: int = self._server.server_address[1]
@@ -260,7 +261,7 @@ class MetricsServer:
 
 
 def page_folder() -> Path:
-    """Return the folder with a socket for every exchange of this user that offers a page.
+    """Return the folder of the sockets, one for every exchange of this user that ``gradwire top`` can show.
 
     Raises:
         PermissionError: the folder belongs to another user.
@@ -275,7 +276,7 @@ def page_folder() -> Path:
 
 
 def offer_page(owner: object, page: Callable[[], dict[str, Any]]) -> None:
-    """Offer a page to ``gradwire top`` as long as ``owner`` lives; a thread sleeps until somebody looks."""
+    """Offer an exchange's figures to ``gradwire top``, from a thread, as long as ``owner`` lives."""
     from socketserver import StreamRequestHandler, UnixStreamServer
 
     class Handler(StreamRequestHandler):
@@ -289,7 +290,7 @@ def offer_page(owner: object, page: Callable[[], dict[str, Any]]) -> None:
 
     def serve() -> None:
         while True:
-            server.handle_request()  # sleeps until somebody connects, which nobody does without the path
+            server.handle_request()  # sleeps until a reader connects
 
     threading.Thread(target=serve, name="gradwire-top", daemon=True).start()
     weakref.finalize(owner, _withdraw, path, os.getpid())

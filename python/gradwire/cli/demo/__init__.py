@@ -1,9 +1,10 @@
-"""``gradwire demo``: the same training twice, with whole updates and with gradwire's messages."""
+"""``gradwire demo``: a training with whole updates, and the same training with gradwire's messages."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             f'the demo needs {" and ".join(missing)}: pip install "gradwire[demo]"', file=sys.stderr
         )
         return 1
-    # Only now, so that the other commands do not wait for these imports.
+    # Imported here, because the other commands should not wait for it.
     from . import report
     from .link import links
     from .training import Recipe
@@ -56,9 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         recipe = Recipe(arguments.workers, arguments.epochs)
-        if arguments.link < 0.0:
-            raise ValueError(f"link is {arguments.link}, must not be negative")
-    except ValueError as error:
+        if not 0.0 <= arguments.link < math.inf:
+            raise ValueError(f"link is {arguments.link:g}, must be a rate in Mbit/s, or 0")
+        arguments.report.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
         print(f"gradwire demo: {error}", file=sys.stderr)
         return 2
     runs = []

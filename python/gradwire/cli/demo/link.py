@@ -1,4 +1,4 @@
-"""Links of limited rate for the demo's workers: by the kernel where it can, else by a token bucket in each worker."""
+"""Links of limited rate for the demo's workers: limited by the kernel, or by a token bucket in each worker."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Link:
     """A worker's connection to the others.
 
     Attributes:
-        mbit: rate that the worker itself keeps to, in Mbit/s; 0: the kernel does, or nothing is limited.
-        namespace: network namespace of the worker; "": that of the demo.
+        mbit: rate in Mbit/s that the worker enforces; 0: the kernel enforces it, or the rate is not limited.
+        namespace: network namespace of the worker; "": the namespace of the demo.
         host: IP address to bind.
     """
 
@@ -28,7 +28,7 @@ class Link:
     host: str = "127.0.0.1"
 
     def enter(self) -> None:
-        """Move this thread, and those that it will start, to the namespace."""
+        """Move this thread, and the threads that it will start, to the namespace."""
         if self.namespace:
             with open(f"/run/netns/{self.namespace}") as file:
                 if ctypes.CDLL(None).setns(file.fileno(), 0) != 0:
@@ -42,7 +42,7 @@ class Link:
 
 @contextlib.contextmanager
 def links(workers: int, mbit: float) -> Iterator[tuple[list[Link], str]]:
-    """Yield a link of the given rate (0: not limited) for each worker, and what limits them, for people."""
+    """Yield a link of the given rate (0: not limited) for each worker, and a description of the links."""
     if not mbit:
         yield [Link()] * workers, "over loopback, whose rate is not limited"
         return

@@ -1,4 +1,4 @@
-"""The demo's measurements, and how they are shown: progress, tables and a picture."""
+"""The demo's measurements, as progress, table and picture."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..units import si
 from .training import TRAINING_IMAGES, Network, Recipe
 
 _LAST_EPOCHS = 5
@@ -20,13 +21,12 @@ class Epoch:
     """Measurements of one epoch, of one worker or of all.
 
     Attributes:
-        number: from 1.
+        number: number of the epoch, from 1.
         elapsed_s: seconds since the first step began.
         loss: cross-entropy of the training batches.
-        accuracy: on the held-out half, 0 to 1.
-        udp_bytes: UDP payload bytes sent since the start of the run, of every kind; all workers together.
-        control_bytes: those of acknowledgements, keys and other control.
-        digest: of the bits of the parameters; "" where workers differ.
+        accuracy: accuracy on the held-out half, 0 to 1.
+        udp_bytes: UDP payload bytes sent since the start of the run, acknowledgements included.
+        digest: hash of the parameters' bits; "" where workers differ.
         encode_s: seconds per step to encode.
         wait_s: seconds per step until all workers' messages had arrived.
         apply_s: seconds per step to add them to the parameters.
@@ -37,7 +37,6 @@ class Epoch:
     loss: float
     accuracy: float
     udp_bytes: int
-    control_bytes: int
     digest: str
     encode_s: float
     wait_s: float
@@ -45,7 +44,7 @@ class Epoch:
 
     @staticmethod
     def merge(reports: Sequence[Epoch]) -> Epoch:
-        """Return all workers' measurements of one epoch as one: sums of bytes sent, means of the rest."""
+        """Return the measurements of all workers in one epoch: the sum of the bytes sent, means of the rest."""
         first = vars(reports[0])
         means: dict[str, Any] = {
             name: _mean(reports, name) for name, value in first.items() if isinstance(value, float)
@@ -53,7 +52,6 @@ class Epoch:
         return replace(
             reports[0],
             udp_bytes=sum(report.udp_bytes for report in reports),
-            control_bytes=sum(report.control_bytes for report in reports),
             digest=reports[0].digest if len({report.digest for report in reports}) == 1 else "",
             **means,
         )
@@ -64,9 +62,9 @@ class Run:
     """One training run.
 
     Attributes:
-        recipe: its settings.
-        epochs: all of them, in order.
-        seconds: wall time of the training; starting the processes is not included.
+        recipe: settings of the run.
+        epochs: all epochs, in order.
+        seconds: wall time of the training, without the start of the processes.
     """
 
     recipe: Recipe
@@ -84,11 +82,6 @@ class Run:
         return self.epochs[-1].udp_bytes
 
     @property
-    def control_bytes(self) -> int:
-        """The part of ``udp_bytes`` that is acknowledgements, keys and other control."""
-        return self.epochs[-1].control_bytes
-
-    @property
     def worker_steps(self) -> int:
         """Steps of all workers together."""
         return self.recipe.workers * self.recipe.steps
@@ -100,7 +93,7 @@ class Run:
 
 
 def print_plan(recipe: Recipe, links: str) -> None:
-    """Print what is going to be trained, and over which links."""
+    """Print the task, and the links."""
     layers = "-".join(str(width) for width in recipe.layers)
     print(
         f"{recipe.workers} workers train a {layers} network "
@@ -112,7 +105,7 @@ def print_plan(recipe: Recipe, links: str) -> None:
 
 @contextlib.contextmanager
 def progress(recipe: Recipe) -> Iterator[Callable[[Epoch], None]]:
-    """Yield a function that shows an epoch: in a bar on a terminal, if rich is installed, else in plain lines."""
+    """Yield a function that shows an epoch: as a bar on a terminal if rich is installed, else as a line."""
     name = _name(recipe)
     print(f"\n{name}: starting {recipe.workers} processes", flush=True)
 
@@ -120,7 +113,7 @@ def progress(recipe: Recipe) -> Iterator[Callable[[Epoch], None]]:
         return (
             f"{name}: epoch {epoch.number:3d}/{recipe.epochs}  "
             f"loss {epoch.loss:.4f}  test accuracy {100 * epoch.accuracy:5.2f} %  "
-            f"sent {format_bytes(epoch.udp_bytes)}  {epoch.elapsed_s:.1f} s"
+            f"sent {si(epoch.udp_bytes, 'B')}  {epoch.elapsed_s:.1f} s"
         )
 
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
@@ -139,6 +132,9 @@ def comparison(dense: Run, sparse: Run) -> Iterator[str]:
     def row(label: str, show: Callable[[Run], str], note: str = "") -> str:
         return f"{label:44}{show(dense):>14}{show(sparse):>14}  {note}".rstrip()
 
+    def milliseconds(name: str) -> Callable[[Run], str]:
+        return lambda run: f"{1e3 * _mean(run.epochs, name):.2f}"
+
     yield row("", lambda run: _name(run.recipe))
     yield row(
         f"test accuracy, mean of the last {_LAST_EPOCHS} epochs",
@@ -147,16 +143,12 @@ def comparison(dense: Run, sparse: Run) -> Iterator[str]:
     )
     yield row(
         "UDP payload per worker and step",
-        lambda run: format_bytes(run.udp_bytes / run.worker_steps),
+        lambda run: si(run.udp_bytes / run.worker_steps, "B"),
         f"{dense.udp_bytes / sparse.udp_bytes:.0f} times fewer bytes",
     )
-    yield row("UDP payload in all", lambda run: format_bytes(run.udp_bytes))
-    yield row(
-        "  of which acknowledgements and control", lambda run: format_bytes(run.control_bytes)
-    )
-    yield row("encode, ms per step", lambda run: f"{1e3 * _mean(run.epochs, 'encode_s'):.2f}")
-    yield row("wait, ms per step", lambda run: f"{1e3 * _mean(run.epochs, 'wait_s'):.2f}")
-    yield row("apply, ms per step", lambda run: f"{1e3 * _mean(run.epochs, 'apply_s'):.2f}")
+    yield row("encode, ms per step", milliseconds("encode_s"))
+    yield row("wait, ms per step", milliseconds("wait_s"))
+    yield row("apply, ms per step", milliseconds("apply_s"))
     yield row(
         "training time",
         lambda run: f"{run.seconds:.1f} s",
@@ -181,23 +173,9 @@ def draw(dense: Run, sparse: Run, folder: Path) -> Path:
     for axes in (by_time, by_bytes):
         axes.grid(alpha=0.3)
         axes.legend()
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "learning-curves.png"
     figure.savefig(path)
     return path
-
-
-def format_bytes(count: float) -> str:
-    """Return a size for people, in decimal units.
-
-    >>> format_bytes(512), format_bytes(2_048_000)
-    ('512 B', '2.05 MB')
-    """
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
 
 
 def _name(recipe: Recipe) -> str:

@@ -24,9 +24,9 @@ class Recipe:
         workers: number of processes, each with its own share of the training images.
         epochs: passes over the training images.
         batch: images per worker and step.
-        learning_rate: of the first step; falls linearly to zero.
-        momentum: of the local updates.
-        seed: of the split, the initial parameters and the order of the images.
+        learning_rate: learning rate of the first step; falls linearly to zero.
+        momentum: momentum of the local updates.
+        seed: seed of the split, the initial parameters and the order of the images.
         dense: send every update as raw float32 values instead.
         layers: width of every layer of the network.
     """
@@ -42,8 +42,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Refuse a recipe that cannot be trained, with the reason."""
-        if self.workers < 1:
-            raise ValueError(f"workers is {self.workers}, must be at least 1")
+        if self.workers < 2:
+            raise ValueError(f"workers is {self.workers}, must be at least 2")
         if self.epochs < 1:
             raise ValueError(f"epochs is {self.epochs}, must be at least 1")
         if self.steps_per_epoch < 1:
@@ -64,7 +64,7 @@ class Recipe:
 
 
 class Network:
-    """Rectified linear layers under a softmax, whose parameters are one flat array.
+    """A network of rectified linear layers with a softmax, whose parameters are one flat array.
 
     Args:
         sizes: width of every layer, from the inputs to the classes.
@@ -86,7 +86,7 @@ class Network:
         self.numel = sum((fan_in + 1) * fan_out for fan_in, fan_out in self._shapes)
 
     def initial(self, seed: int) -> Floats:
-        """Return fresh parameters, float32 of shape (numel,): He-initialised weights, zero biases."""
+        """Return initial parameters, float32 of shape (numel,): He-initialised weights, zero biases."""
         rng = np.random.default_rng(seed)
         params = np.zeros(self.numel, np.float32)
         for weights, _ in self._layers(params):
@@ -170,8 +170,8 @@ class Trainer:
     """One worker's images, momentum and updates.
 
     Args:
-        recipe: the settings.
-        rank: the worker's number, from 0.
+        recipe: settings of the run.
+        rank: number of the worker, from 0.
         digits: all images; the worker uses every ``recipe.workers``-th of the training half.
     """
 
@@ -185,7 +185,7 @@ class Trainer:
         self._rng = np.random.default_rng((recipe.seed, rank))
 
     def batches(self) -> Iterator[Integers]:
-        """Yield the indices of every batch of one epoch, in fresh order."""
+        """Yield the indices of every batch of one epoch, in random order."""
         own = np.arange(self.rank, TRAINING_IMAGES, self.recipe.workers)
         self._rng.shuffle(own)
         size = self.recipe.batch
@@ -201,7 +201,3 @@ class Trainer:
         rate = self.recipe.learning_rate * (1.0 - step / self.recipe.steps)
         np.multiply(self._velocity, np.float32(-rate), out=self._update)
         return self._update, loss
-
-    def test_accuracy(self, params: Floats) -> float:
-        """Return the accuracy on the held-out half."""
-        return self.network.accuracy(params, self.digits.test_inputs, self.digits.test_labels)

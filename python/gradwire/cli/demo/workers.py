@@ -1,4 +1,4 @@
-"""The demo's processes: workers that train and exchange updates over UDP, and the parent that collects reports."""
+"""The demo's processes: workers that exchange updates over UDP, and their parent, which collects the reports."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class _Worker:
         stack.callback(self._end)
 
     def receive(self, *things: Any) -> Any:
-        """Send things to the worker, and return the next thing from the worker.
+        """Send things to the worker, and return the next thing that the worker sends.
 
         Raises:
-            WorkerFailed: the worker ended early or did not answer in time; its traceback is on stderr.
+            WorkerFailed: the worker ended early or did not report in time; its traceback is on stderr.
         """
         name = self._process.name
         try:
@@ -76,9 +76,9 @@ def train(recipe: Recipe, on_epoch: Callable[[Epoch], None], links: Sequence[Lin
     """Train ``recipe`` in processes of its own, calling ``on_epoch`` after every epoch.
 
     Args:
-        recipe: the settings.
-        on_epoch: receives the measurements.
-        links: one for each worker; empty: loopback.
+        recipe: settings of the run.
+        on_epoch: function that receives the measurements.
+        links: a link for each worker; empty: loopback.
 
     Raises:
         WorkerFailed: a worker ended early or did not report in time; its traceback is on stderr.
@@ -104,17 +104,17 @@ def train(recipe: Recipe, on_epoch: Callable[[Epoch], None], links: Sequence[Lin
 def work(recipe: Recipe, rank: int, secret: bytes, link: Link, pipe: Connection) -> None:
     """Train to the end as one worker; the entry point of the process.
 
-    The parent sends the addresses of the workers before this one, and receives this one's address and then an `Epoch`
-    for every epoch.
+    The parent sends the addresses of the workers with smaller numbers, and receives the address of this worker, then an
+    `Epoch` for every epoch.
     """
     from threadpoolctl import threadpool_limits
 
     link.enter()
-    # The network is so small that a step is mostly exchange, which the tables show anyway.
+    # The network is so small that most of a step is the exchange, as the table shows.
     logging.getLogger("gradwire.exchange.metrics").setLevel(logging.ERROR)
     trainer = Trainer(recipe, rank, Digits.load(recipe.seed))
     params = trainer.network.initial(recipe.seed)
-    # The processes are the parallelism, and NumPy's results then do not depend on the number of cores.
+    # One thread each: the workers share the cores, and NumPy's results do not depend on the number of cores.
     with threadpool_limits(1), gw.Node(f"{link.host}:0", pipe.recv(), secret=secret) as node:
         pipe.send(node.address)
         share = gw.Exchange(
@@ -152,7 +152,7 @@ def _train_epoch(
             link.wait(node.stats().udp_bytes_sent, begin_s)
         losses.append(loss)
         results.append(result)
-    stats, (shared,) = node.stats(), share.shared(params)
+    (shared,) = share.shared(params)
 
     def mean(name: str) -> float:
         return sum(float(getattr(result, name)) for result in results) / len(results)
@@ -161,9 +161,10 @@ def _train_epoch(
         number=number,
         elapsed_s=time.monotonic() - begin_s,
         loss=sum(losses) / len(losses),
-        accuracy=trainer.test_accuracy(shared),
-        udp_bytes=stats.udp_bytes_sent,
-        control_bytes=stats.control_bytes_sent,
+        accuracy=trainer.network.accuracy(
+            shared, trainer.digits.test_inputs, trainer.digits.test_labels
+        ),
+        udp_bytes=node.stats().udp_bytes_sent,
         digest=hashlib.sha256(shared.tobytes()).hexdigest(),
         encode_s=mean("encode_s"),
         wait_s=mean("wait_s"),
