@@ -237,6 +237,22 @@ def test_the_remedies_are_options_that_the_exchange_does_not_have_yet(
     assert "overlap" not in text
 
 
+def test_waiting_for_space_counts_as_waiting(
+    share: gw.Exchange, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    moving = Clock()
+    monkeypatch.setattr(clock, "now_s", moving)
+
+    def wait_for_room(*_: object) -> None:
+        moving.now_s += 1.0
+
+    monkeypatch.setattr(share._step, "_wait_for_room", wait_for_room)
+    for _ in range(30):
+        step(share)
+    [text] = [text for text in caplog.messages if text.startswith("gradwire takes")]
+    assert "overlap=1 hides the network" in text
+
+
 def test_top_leaves_out_a_process_that_ends_while_it_answers(folder: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(page_folder() / "1-2.sock"))

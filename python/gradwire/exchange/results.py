@@ -112,7 +112,7 @@ class ExchangeStats:
         members: other members now.
         digests: comparisons of all members' replicas that found no difference.
         encode_s: time spent encoding.
-        wait_s: time spent waiting for space to send and for the others.
+        wait_s: time spent handing over messages and waiting for the others'.
         apply_s: time spent adding to the parameters.
         step_s: time of all steps, local ones included, with the caller's part.
         compute_s: the caller's part, between the calls of ``step``.
