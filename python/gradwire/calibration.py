@@ -29,7 +29,7 @@ __all__ = ["cache_path", "measure", "rates"]
 _NUMEL = 1 << 22  # more than the caches hold: between two steps the model evicts everything
 _DENSITIES = 0.01, 0.05
 _EACH_S, _ROUNDS_MIN = 0.12, 3
-_MESSAGE_BYTES, _SMALL_BYTES, _SMALL_MESSAGES = 1 << 24, 1_000, 50
+_MESSAGE_BYTES, _SMALL_BYTES = 1 << 24, 1_000
 _PATIENCE_S = 10.0
 
 
@@ -84,13 +84,13 @@ def measure() -> Rates:
     )
 
 
-def _best_s(call: Callable[[], object]) -> float:
+def _best_s(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     samples: list[float] = []
     end_s = time.perf_counter() + _EACH_S
     while len(samples) < _ROUNDS_MIN or time.perf_counter() < end_s:
-        begin_s = time.perf_counter()
+        begin_s = clock()
         call()
-        samples.append(time.perf_counter() - begin_s)
+        samples.append(clock() - begin_s)
     return min(samples)
 
 
@@ -113,19 +113,7 @@ def _transport_rates(seal_s_per_byte: float) -> tuple[float, float]:
             if not two.receive(_PATIENCE_S):
                 raise TimeoutError(f"a message over loopback took more than {_PATIENCE_S:g} s")
 
-        small, payload = bytes(_SMALL_BYTES), os.urandom(_MESSAGE_BYTES)
-        message_s = min(
-            _timed(lambda: send(small), time.perf_counter) for _ in range(_SMALL_MESSAGES)
-        )
-        samples: list[float] = []
-        end_s = time.perf_counter() + 2 * _EACH_S
-        while len(samples) < _ROUNDS_MIN or time.perf_counter() < end_s:
-            samples.append(_timed(lambda: send(payload), time.process_time))
-    both = max(0.0, min(samples) / _MESSAGE_BYTES - seal_s_per_byte)
+        message_s = _best_s(partial(send, bytes(_SMALL_BYTES)))
+        best_s = _best_s(partial(send, os.urandom(_MESSAGE_BYTES)), time.process_time)
+    both = max(0.0, best_s / _MESSAGE_BYTES - seal_s_per_byte)
     return both / 2.0, message_s
-
-
-def _timed(call: Callable[[], object], clock: Callable[[], float]) -> float:
-    begin_s = clock()
-    call()
-    return clock() - begin_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -142,14 +142,14 @@ def test_a_listener_logs_every_so_many_steps(
 
 def test_prometheus_gets_the_totals_and_the_transport_s_counters(share: gw.Exchange) -> None:
     step(share)
-    text = share.prometheus_text({"rank": 'a"b'})
-    values = dict(re.findall(r'^gradwire_(\w+)\{rank="a\\"b"\} (\S+)$', text, re.M))
+    text = share.prometheus_text()
+    values = dict(re.findall(r"^gradwire_(\w+) (\S+)$", text, re.M))
     assert values["steps_total"] == "1"
     assert float(values["residual_norm"]) == pytest.approx(0.5)
     assert values["transport_datagrams_sent_total"] == "0"
     assert {"step_seconds_total", "transport_kernel_drops_total", "members"} <= values.keys()
     for line in text.splitlines():
-        assert re.fullmatch(r"# TYPE \w+ (counter|gauge)|\w+\{.*\} [\d.e+-]+", line), line
+        assert re.fullmatch(r"# TYPE \w+ (counter|gauge)|\w+ [\d.e+-]+", line), line
 
 
 def test_prometheus_gets_each_peer_s_path(node: gw.Node, share: gw.Exchange) -> None:
@@ -160,7 +160,7 @@ def test_prometheus_gets_each_peer_s_path(node: gw.Node, share: gw.Exchange) -> 
 
 
 def test_metrics_are_served_on_loopback(share: gw.Exchange) -> None:
-    with share.serve_metrics(0) as server:
+    with closing(share.serve_metrics(0)) as server:
         base = f"http://127.0.0.1:{server.port}"
         for path in ("/metrics", "/", "/metrics?name=gradwire"):
             with urllib.request.urlopen(base + path, timeout=10.0) as answer:
@@ -203,8 +203,7 @@ def test_top_shows_rates_and_peers(
         node.wait_for_peers(1, 10.0)
         step(share)
         before = top.pages()
-        assert main(["top", "--json"]) == 0
-        [page] = json.loads(capsys.readouterr().out)
+        [page] = before.values()
         assert page["process"] == os.getpid()
         assert page["stats"]["steps"] == 1
         for _ in range(9):

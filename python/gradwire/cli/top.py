@@ -31,7 +31,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--interval", type=_interval, default=2.0, help="seconds (default: 2)")
     parser.add_argument("--once", action="store_true", help="print one table and end")
-    parser.add_argument("--json", action="store_true", help="print the totals as JSON and end")
     parser.set_defaults(run=run)
 
 
@@ -44,9 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    if arguments.json:
-        print(json.dumps([*before.values()], indent=1))
-        return 0
     is_terminal = sys.stdout.isatty() and not arguments.once
     try:
         while before:

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -259,28 +259,21 @@ class Exchange:
             compute_s=self._meter.compute_s,
         )
 
-    def prometheus_text(self, labels: Mapping[str, str] | None = None) -> str:
-        """Return the totals, the transport's counters and each peer's path in Prometheus' text format.
+    def prometheus_text(self) -> str:
+        """Return the totals, the transport's counters and each peer's path in Prometheus' text format."""
+        return prometheus_text(self._page())
 
-        Args:
-            labels: for every line.
-        """
-        return prometheus_text(self._page(), labels)
-
-    def serve_metrics(
-        self, port: int, host: str = "127.0.0.1", labels: Mapping[str, str] | None = None
-    ) -> MetricsServer:
+    def serve_metrics(self, port: int, host: str = "127.0.0.1") -> MetricsServer:
         """Serve ``prometheus_text`` at ``http://host:port/metrics`` from a thread, until the returned server is closed.
 
         Args:
-            port: 0 lets the system choose; the server has the number.
+            port: 0 lets the system choose; ``port`` of the server has the number.
             host: address to listen on. The text is not secret, but nothing protects it: mind who reaches the address.
-            labels: for every line.
 
         Raises:
             OSError: the address cannot be bound.
         """
-        return MetricsServer(lambda: self.prometheus_text(labels), port, host)
+        return MetricsServer(self.prometheus_text, port, host)
 
     def _page(self) -> dict[str, Any]:
         return describe(self._node, self._groups.encoders, self.stats, self._meter.slowest)

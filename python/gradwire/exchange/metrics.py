@@ -119,12 +119,8 @@ class Meter:
         )
 
 
-def log_every(steps: int, logger: logging.Logger | None = None) -> Listener:
+def log_every(steps: int) -> Listener:
     """Return a listener for ``Exchange.listeners`` that logs a line at level INFO every so many steps.
-
-    Args:
-        steps: number of steps per line.
-        logger: None: the logger ``gradwire.exchange.metrics``.
 
     Raises:
         ValueError: ``steps`` is less than 1.
@@ -142,7 +138,7 @@ def log_every(steps: int, logger: logging.Logger | None = None) -> Listener:
             for name in ("step_s", "compute_s", "sent_bytes", "received_bytes")
         )
         share = 1.0 - compute_s / mean_s if mean_s else 0.0
-        (logger or _LOG).info(
+        _LOG.info(
             "step %d: %.4g ms a step, %.0f %% of it gradwire's; sent %.0f B, received %.0f B a step; density %.3g; "
             "%d other members",
             *(result.step, 1e3 * mean_s, 100.0 * share, sent, received),
@@ -153,35 +149,28 @@ def log_every(steps: int, logger: logging.Logger | None = None) -> Listener:
     return listen
 
 
-def prometheus_text(page: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> str:
-    """Return the figures of an exchange, from `describe`, in Prometheus' text format, with labels on every line."""
+def prometheus_text(figures: Mapping[str, Any]) -> str:
+    """Return the figures of an exchange, from `describe`, in Prometheus' text format."""
     lines: list[str] = []
-    values = {**page["stats"], "residual_norm": page["residual_norm"]}
-    del values["codec"]  # not a number
-    for prefix, found in (("gradwire_", values), ("gradwire_transport_", page["transport"])):
+
+    def add(name: str, kind: str, values: Iterable[tuple[str, float]]) -> None:
+        lines.append(f"# TYPE {name} {kind}")
+        lines.extend(f"{name}{labels} {value:.12g}" for labels, value in values)
+
+    own = {**figures["stats"], "residual_norm": figures["residual_norm"]}
+    del own["codec"]  # not a number
+    for prefix, found in (("gradwire_", own), ("gradwire_transport_", figures["transport"])):
         for name, value in found.items():
-            is_gauge = name in _GAUGES
-            full = _metric(prefix + name) + ("" if is_gauge else "_total")
-            lines.append(f"# TYPE {full} {'gauge' if is_gauge else 'counter'}")
-            lines.append(f"{full}{_labels(labels)} {value:.12g}")
+            full = prefix + re.sub("_s$", "_seconds", name)
+            if name in _GAUGES:
+                add(full, "gauge", [("", value)])
+            else:
+                add(f"{full}_total", "counter", [("", value)])
     for name in _PER_PEER:
-        full = _metric(f"gradwire_peer_{name}")
-        lines.append(f"# TYPE {full} gauge")
-        for peer in page["peers"]:
-            named = {**(labels or {}), "peer": peer["address"]}
-            lines.append(f"{full}{_labels(named)} {peer[name]:.12g}")
+        full = "gradwire_peer_" + re.sub("_s$", "_seconds", name)
+        peers = figures["peers"]
+        add(full, "gauge", [(f'{{peer="{peer["address"]}"}}', peer[name]) for peer in peers])
     return "\n".join(lines) + "\n"
-
-
-def _metric(name: str) -> str:
-    return re.sub("_s$", "_seconds", name)
-
-
-def _labels(labels: Mapping[str, str] | None) -> str:
-    if not labels:
-        return ""
-    pairs = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in labels.items())
-    return "{" + ",".join(pairs) + "}"
 
 
 def describe(
@@ -247,14 +236,6 @@ class MetricsServer:
         """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
-
-    def __enter__(self) -> MetricsServer:
-        """Return the server."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop serving."""
-        self.close()
 
 
 # ---- gradwire top ----------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class Network:
         self._shapes = list(itertools.pairwise(sizes))
         self.numel = sum((fan_in + 1) * fan_out for fan_in, fan_out in self._shapes)
 
-    def initial(self, seed: int) -> Floats:
+    def initial(self, seed: int | np.random.Generator) -> Floats:
         """Return initial parameters, float32 of shape (numel,): He-initialised weights, zero biases."""
         rng = np.random.default_rng(seed)
         params = np.zeros(self.numel, np.float32)
