@@ -101,7 +101,7 @@ def test_json_has_all_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["job"]["elements"] == 25_000_000
     assert found["rows"][0]["speedup"] == 1.0
     assert "step_s" not in found["rows"][2]
-    assert found["rows"][3]["parts"]["link_s"] > 0.0
+    assert found["rows"][3]["link_s"] > 0.0
     job = cost.Job(**{**found["job"], "rates": Rates(**found["job"]["rates"])})
     assert found["crossover_bytes_per_s"] == cost.crossover(job)
 

@@ -156,7 +156,10 @@ def test_prometheus_gets_each_peer_s_path(node: gw.Node, share: gw.Exchange) -> 
     with gw.Node("127.0.0.1:0", [node.address], secret=SECRET) as other:
         other.wait_for_peers(1, 10.0)
         node.wait_for_peers(1, 10.0)
-        assert f'gradwire_peer_loss_rate{{peer="{other.address}"}} 0' in share.prometheus_text()
+        text = share.prometheus_text()
+        assert f'gradwire_peer_loss_rate{{peer="{other.address}"}} 0' in text
+        assert f'\ngradwire_peer_rate_bytes_per_second{{peer="{other.address}"}} ' in text
+        assert f'\ngradwire_peer_srtt_seconds{{peer="{other.address}"}} ' in text
 
 
 def test_metrics_are_served_on_loopback(share: gw.Exchange) -> None:
@@ -217,7 +220,8 @@ def test_top_shows_rates_and_peers(
         assert len(head.split()) == 8
         assert peer.startswith(f"  {other.address} ")
         assert peer.endswith("<- last to arrive")
-    assert main(["top", "--once", "--interval", "0.1"]) == 0
+    monkeypatch.setattr(top, "INTERVAL_S", 0.01)
+    assert main(["top", "--once"]) == 0
     assert node.address in capsys.readouterr().out
     del share
     gc.collect()

@@ -84,7 +84,15 @@ def run(arguments: argparse.Namespace) -> int:
         says.append(f"The float32 ring is as fast as an exchange in every step {where}.")
     if arguments.measure is not None and _is_processor_limited(job):
         says.append("The link may be faster than measured: give --link if you know its rate.")
-    rows = [_row(way, found[0].cost) for way in found]
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "speedup": one.speedup_over(found[0].cost),
+            "limit": one.limit,
+            **asdict(one),
+        }
+        for name, one, _ in found
+    ]
     rows.insert(
         2, {"name": POWERSGD, **dict.fromkeys(("sent_bytes", "received_bytes"), factors_bytes)}
     )
@@ -273,18 +281,6 @@ def ways(job: Job) -> list[Way]:
         code = f'gw.Exchange(encoder, node, topology="{topology}"{more})'
         found.append(Way(name, cost.exchange(job, topology, every=every), code))
     return found
-
-
-def _row(way: Way, ring: Cost) -> dict[str, Any]:
-    return {
-        "name": way.name,
-        "sent_bytes": way.cost.sent_bytes,
-        "received_bytes": way.cost.received_bytes,
-        "step_s": way.cost.step_s,
-        "speedup": way.cost.speedup_over(ring),
-        "limit": way.cost.limit,
-        "parts": asdict(way.cost),
-    }
 
 
 def advice(found: Sequence[Way]) -> str:

@@ -13,11 +13,11 @@ from typing import Any
 from .units import si
 
 ANSWER_S = 5.0
-INTERVAL_MIN_S = 0.1
+INTERVAL_S = 2.0
 
 DESCRIPTION = """\
 Show the exchanges of this user that run on this machine, and their peers. Start the training with GRADWIRE_TOP=1 in the
-environment. Rates and shares are those of one interval. Every table costs an exchange a pass over its residual; while
+environment. Rates and shares are those of two seconds. Every table costs an exchange a pass over its residual; while
 nobody looks there is no cost.
 """
 
@@ -29,8 +29,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "top", help="show the exchanges that run on this machine", description=DESCRIPTION
     )
-    parser.add_argument("--interval", type=_interval, default=2.0, help="seconds (default: 2)")
-    parser.add_argument("--once", action="store_true", help="print one table and end")
+    parser.add_argument(
+        "--once", action="store_true", help="print one table, instead of one every two seconds"
+    )
     parser.set_defaults(run=run)
 
 
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_terminal = sys.stdout.isatty() and not arguments.once
     try:
         while before:
-            time.sleep(arguments.interval)
+            time.sleep(INTERVAL_S)
             after = pages()
             text = "\n".join(table(before, after))
             print(f"\x1b[H\x1b[2J{text}" if is_terminal else text, flush=True)
@@ -114,13 +115,3 @@ def _node_line(before: dict[str, Any], after: dict[str, Any]) -> str:
         f"{after['address']:22}{rate:>9}{share:>10}{new['density']:9.2%}{sizes}"
         f"{after['residual_norm']:10.3g}{new['lost']:6d}"
     )
-
-
-def _interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not INTERVAL_MIN_S <= seconds <= 3_600.0:
-        raise argparse.ArgumentTypeError(f"must be from {INTERVAL_MIN_S} to 3600")
-    return seconds

@@ -161,16 +161,20 @@ def prometheus_text(figures: Mapping[str, Any]) -> str:
     del own["codec"]  # not a number
     for prefix, found in (("gradwire_", own), ("gradwire_transport_", figures["transport"])):
         for name, value in found.items():
-            full = prefix + re.sub("_s$", "_seconds", name)
+            full = prefix + _spelled(name)
             if name in _GAUGES:
                 add(full, "gauge", [("", value)])
             else:
                 add(f"{full}_total", "counter", [("", value)])
     for name in _PER_PEER:
-        full = "gradwire_peer_" + re.sub("_s$", "_seconds", name)
         peers = figures["peers"]
+        full = f"gradwire_peer_{_spelled(name)}"
         add(full, "gauge", [(f'{{peer="{peer["address"]}"}}', peer[name]) for peer in peers])
     return "\n".join(lines) + "\n"
+
+
+def _spelled(name: str) -> str:
+    return re.sub("_s$", "_seconds", re.sub("_per_s$", "_per_second", name))
 
 
 def describe(

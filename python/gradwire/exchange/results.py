@@ -16,6 +16,11 @@ __all__ = ["ExchangeStats", "Joined", "StepResult", "Watch"]
 
 _LOG = logging.getLogger(__name__)
 
+_SUMS = (
+    *("sent_bytes", "received_bytes", "received", "ignored", "orphaned"),
+    *("encode_s", "wait_s", "apply_s"),
+)
+
 # Steps between two looks, looks in a row that lead to a warning, elements of each residual that are looked at, and the
 # most steps that a residual grows at the start of any training: elements wait for about 1 / density steps.
 _LOOK_STEPS, _LOOKS, _LOOK_NUMEL, _FILL_STEPS_MAX = 10, 5, 1 << 14, 200
@@ -155,23 +160,16 @@ class ExchangeStats:
         """Return the totals with one more step, whose update has so many bytes."""
         if result.is_local:
             return replace(self, local_steps=self.local_steps + 1)
+        sums = {name: getattr(self, name) + getattr(result, name) for name in _SUMS}
+        lasts = {name: getattr(result, name) for name in ("density", "threshold", "staleness")}
         return replace(
             self,
             steps=self.steps + 1,
             update_bytes=self.update_bytes + update_bytes,
-            sent_bytes=self.sent_bytes + result.sent_bytes,
-            received_bytes=self.received_bytes + result.received_bytes,
-            received=self.received + result.received,
-            ignored=self.ignored + result.ignored,
             lost=self.lost + len(result.lost),
             joined=self.joined + len(result.joined),
-            orphaned=self.orphaned + result.orphaned,
-            density=result.density,
-            threshold=result.threshold,
-            staleness=result.staleness,
-            encode_s=self.encode_s + result.encode_s,
-            wait_s=self.wait_s + result.wait_s,
-            apply_s=self.apply_s + result.apply_s,
+            **sums,
+            **lasts,
         )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..units import si
-from .training import TRAINING_IMAGES, Network, Recipe
+from .training import BATCH, TRAINING_IMAGES, Network, Recipe
 
 _LAST_EPOCHS = 5
 
@@ -27,7 +27,7 @@ class Epoch:
         accuracy: accuracy on the held-out half, 0 to 1.
         udp_bytes: UDP payload bytes sent since the start of the run, acknowledgements included.
         digest: hash of the parameters' bits; "" where workers differ.
-        encode_s: seconds per step to encode.
+        encode_s: seconds per step to encode, since the start of the run.
         wait_s: seconds per step until all workers' messages had arrived.
         apply_s: seconds per step to add them to the parameters.
     """
@@ -98,7 +98,7 @@ def print_plan(recipe: Recipe, links: str) -> None:
     print(
         f"{recipe.workers} workers train a {layers} network "
         f"({Network(recipe.layers).numel:,} parameters) on {TRAINING_IMAGES} scanned digits,\n"
-        f"{recipe.epochs} epochs of {recipe.steps_per_epoch} steps, {recipe.batch} images per "
+        f"{recipe.epochs} epochs of {recipe.steps_per_epoch} steps, {BATCH} images per "
         f"worker and step,\nand send each other their updates by UDP {links}."
     )
 
@@ -133,7 +133,7 @@ def comparison(dense: Run, sparse: Run) -> Iterator[str]:
         return f"{label:44}{show(dense):>14}{show(sparse):>14}  {note}".rstrip()
 
     def milliseconds(name: str) -> Callable[[Run], str]:
-        return lambda run: f"{1e3 * _mean(run.epochs, name):.2f}"
+        return lambda run: f"{1e3 * getattr(run.epochs[-1], name):.2f}"
 
     yield row("", lambda run: _name(run.recipe))
     yield row(

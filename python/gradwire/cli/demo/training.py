@@ -14,29 +14,24 @@ Floats: TypeAlias = NDArray[np.float32]
 Integers: TypeAlias = NDArray[np.int64]
 
 TRAINING_IMAGES = 898  # of scikit-learn's 1,797 digits; the other half is held out
+BATCH, MOMENTUM = 8, 0.5
+LEARNING_RATE = 0.4  # of the first step; falls linearly to zero
+SEED = 0  # of the split, the initial parameters and the order of the images
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All settings of a run; the demo's two runs differ in ``dense`` only.
+    """The settings of a run; the demo's two runs differ in ``dense`` only.
 
     Attributes:
         workers: number of processes, each with its own share of the training images.
         epochs: passes over the training images.
-        batch: images per worker and step.
-        learning_rate: learning rate of the first step; falls linearly to zero.
-        momentum: momentum of the local updates.
-        seed: seed of the split, the initial parameters and the order of the images.
         dense: send every update as raw float32 values instead.
         layers: width of every layer of the network.
     """
 
     workers: int = 4
     epochs: int = 20
-    batch: int = 8
-    learning_rate: float = 0.4
-    momentum: float = 0.5
-    seed: int = 0
     dense: bool = False
     layers: tuple[int, ...] = (64, 512, 256, 10)
 
@@ -48,14 +43,14 @@ class Recipe:
             raise ValueError(f"epochs is {self.epochs}, must be at least 1")
         if self.steps_per_epoch < 1:
             raise ValueError(
-                f"{self.workers} workers leave fewer than {self.batch} training images each; "
+                f"{self.workers} workers leave fewer than {BATCH} training images each; "
                 "use fewer workers"
             )
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps of every worker per epoch."""
-        return TRAINING_IMAGES // self.workers // self.batch
+        return TRAINING_IMAGES // self.workers // BATCH
 
     @property
     def steps(self) -> int:
@@ -153,12 +148,12 @@ class Digits(NamedTuple):
     test_labels: Integers
 
     @staticmethod
-    def load(seed: int) -> Digits:
-        """Return the digits, shuffled and split by ``seed``."""
+    def load() -> Digits:
+        """Return the digits, shuffled and split."""
         from sklearn.datasets import load_digits
 
         images, labels = load_digits(return_X_y=True)
-        order = np.random.default_rng(seed).permutation(len(images))
+        order = np.random.default_rng(SEED).permutation(len(images))
         inputs = (images[order] / 16.0).astype(np.float32)
         classes = labels[order].astype(np.int64)
         half = TRAINING_IMAGES
@@ -182,22 +177,21 @@ class Trainer:
         self.network = Network(recipe.layers)
         self._gradient, self._update = np.empty((2, self.network.numel), np.float32)
         self._velocity = np.zeros(self.network.numel, np.float32)
-        self._rng = np.random.default_rng((recipe.seed, rank))
+        self._rng = np.random.default_rng((SEED, rank))
 
     def batches(self) -> Iterator[Integers]:
         """Yield the indices of every batch of one epoch, in random order."""
         own = np.arange(self.rank, TRAINING_IMAGES, self.recipe.workers)
         self._rng.shuffle(own)
-        size = self.recipe.batch
         for index in range(self.recipe.steps_per_epoch):
-            yield own[index * size : (index + 1) * size]
+            yield own[index * BATCH : (index + 1) * BATCH]
 
     def update(self, params: Floats, batch: Integers, step: int) -> tuple[Floats, float]:
         """Return the update of one step (float32, shape (numel,), overwritten by the next) and the loss."""
         inputs, labels = self.digits.inputs[batch], self.digits.labels[batch]
         loss = self.network.gradient(params, inputs, labels, self._gradient)
-        self._velocity *= self.recipe.momentum
+        self._velocity *= MOMENTUM
         self._velocity += self._gradient
-        rate = self.recipe.learning_rate * (1.0 - step / self.recipe.steps)
+        rate = LEARNING_RATE * (1.0 - step / self.recipe.steps)
         np.multiply(self._velocity, np.float32(-rate), out=self._update)
         return self._update, loss

@@ -16,7 +16,7 @@ import gradwire as gw
 
 from .link import Link
 from .report import Epoch, Run
-from .training import Digits, Floats, Recipe, Trainer
+from .training import SEED, Digits, Recipe, Trainer
 
 _SILENCE_S = 120.0
 _END_S = 10.0
@@ -112,8 +112,8 @@ def work(recipe: Recipe, rank: int, secret: bytes, link: Link, pipe: Connection)
     link.enter()
     # The network is so small that most of a step is the exchange, as the table shows.
     logging.getLogger("gradwire.exchange.metrics").setLevel(logging.ERROR)
-    trainer = Trainer(recipe, rank, Digits.load(recipe.seed))
-    params = trainer.network.initial(recipe.seed)
+    trainer = Trainer(recipe, rank, Digits.load())
+    params = trainer.network.initial(SEED)
     # One thread each: the workers share the cores, and NumPy's results do not depend on the number of cores.
     with threadpool_limits(1), gw.Node(f"{link.host}:0", pipe.recv(), secret=secret) as node:
         pipe.send(node.address)
@@ -127,46 +127,28 @@ def work(recipe: Recipe, rank: int, secret: bytes, link: Link, pipe: Connection)
         share.wait_for_peers()
         begin_s = time.monotonic()
         for number in range(1, recipe.epochs + 1):
-            epoch = _train_epoch(trainer, share, node, params, number, link, begin_s)
-            pipe.send(epoch)
-
-
-def _train_epoch(
-    trainer: Trainer,
-    share: gw.Exchange,
-    node: gw.Node,
-    params: Floats,
-    number: int,
-    link: Link,
-    begin_s: float,
-) -> Epoch:
-    """Train one epoch, numbered from 1; ``params`` (float32, shape (numel,)) is modified."""
-    losses, results = [], []
-    first = (number - 1) * trainer.recipe.steps_per_epoch
-    for step, batch in enumerate(trainer.batches(), start=first):
-        update, loss = trainer.update(params, batch, step)
-        result = share.step(update, params)
-        if result.lost:
-            raise gw.PeerLost(f"worker {result.lost[0].address} went down in step {step}")
-        if link.mbit:
-            link.wait(node.stats().udp_bytes_sent, begin_s)
-        losses.append(loss)
-        results.append(result)
-    (shared,) = share.shared(params)
-
-    def mean(name: str) -> float:
-        return sum(float(getattr(result, name)) for result in results) / len(results)
-
-    return Epoch(
-        number=number,
-        elapsed_s=time.monotonic() - begin_s,
-        loss=sum(losses) / len(losses),
-        accuracy=trainer.network.accuracy(
-            shared, trainer.digits.test_inputs, trainer.digits.test_labels
-        ),
-        udp_bytes=node.stats().udp_bytes_sent,
-        digest=hashlib.sha256(shared.tobytes()).hexdigest(),
-        encode_s=mean("encode_s"),
-        wait_s=mean("wait_s"),
-        apply_s=mean("apply_s"),
-    )
+            losses = []
+            for batch in trainer.batches():
+                update, loss = trainer.update(params, batch, share.next_step)
+                result = share.step(update, params)
+                if result.lost:
+                    raise gw.PeerLost(f"{result.lost[0].address} went down in step {result.step}")
+                if link.mbit:
+                    link.wait(node.stats().udp_bytes_sent, begin_s)
+                losses.append(loss)
+            stats, (shared,), digits = share.stats, share.shared(params), trainer.digits
+            pipe.send(
+                Epoch(
+                    number=number,
+                    elapsed_s=time.monotonic() - begin_s,
+                    loss=sum(losses) / len(losses),
+                    accuracy=trainer.network.accuracy(
+                        shared, digits.test_inputs, digits.test_labels
+                    ),
+                    udp_bytes=node.stats().udp_bytes_sent,
+                    digest=hashlib.sha256(shared.tobytes()).hexdigest(),
+                    encode_s=stats.encode_s / stats.steps,
+                    wait_s=stats.wait_s / stats.steps,
+                    apply_s=stats.apply_s / stats.steps,
+                )
+            )
