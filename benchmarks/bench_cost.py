@@ -15,6 +15,7 @@ import os
 import statistics
 import time
 from contextlib import nullcontext
+from dataclasses import asdict
 from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -85,19 +86,21 @@ def main() -> None:
     from gradwire import calibration, cost
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--links", type=int, nargs="+", default=[10, 100, 1_000, 0], help="Mbit/s")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--elements", type=int, nargs="+", default=[1_000_000, 5_000_000])
-    parser.add_argument("--ways", choices=WAYS, nargs="+", default=list(WAYS))
     parser.add_argument("--json", type=Path, help="write the report here as well")
     parser.add_argument("--smoke", action="store_true", help="two nodes on loopback")
     options = parser.parse_args()
+    links, counts, sizes = (
+        [10, 100, 1_000, 0],
+        [2, 4],
+        [1_000_000, 5_000_000],
+    )  # Mbit/s; 0: loopback
     if options.smoke:
-        options.links, options.nodes, options.elements = [0], [2], [100_000]
+        links, counts, sizes = [0], [2], [100_000]
     why, errors = "smoke test" if options.smoke else "", []
     report = Report("cost", {"computation": f"{COMPUTE_S * 1e3:g} ms"}, why)
     rates = calibration.measure()
-    for mbit, nodes, elements in product(options.links, options.nodes, options.elements):
+    for mbit, nodes, elements in product(links, counts, sizes):
+        shared = max(1.0, nodes / (os.cpu_count() or 1))  # nodes of one processor
         job = cost.Job(
             elements=elements,
             nodes=nodes,
@@ -106,11 +109,11 @@ def main() -> None:
             latency_s=2e-5,
             density=DENSITY,
             frame_bytes=42,
-            rates=rates.slowed(max(1.0, nodes / (os.cpu_count() or 1))),
+            rates=cost.Rates(**{name: rate * shared for name, rate in asdict(rates).items()}),
         )
         what = f"{f'{mbit} Mbit/s' if mbit else 'loopback'}, {nodes} nodes, {elements / 1e6:g} M elements"
-        for way in options.ways:
-            predicted_s = cost.exchange(job, **WAYS[way]).step_s
+        for way, given in WAYS.items():
+            predicted_s = cost.exchange(job, **given).step_s
             steps = round(min(max(MEASURED_S / predicted_s, STEPS_MIN), STEPS_MAX))
             seconds, received = measured(nodes, mbit, elements, way, steps)
             step_s = statistics.median(seconds)  # other work on the machine delays single steps

@@ -80,10 +80,6 @@ class Rates:
         for one in fields(self):
             _check(one.name, getattr(self, one.name), 0.0, 1.0)
 
-    def slowed(self, factor: float) -> Rates:
-        """Return rates ``factor`` times as slow, as of nodes that share processors."""
-        return Rates(**{one.name: getattr(self, one.name) * factor for one in fields(self)})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -158,14 +154,14 @@ class Cost:
     sent_bytes: float
     received_bytes: float
     compute_s: float
-    encode_s: float
     link_s: float
-    processor_s: float
     latency_s: float
     apply_s: float
-    team_s: float
     hidden_s: float
     step_s: float
+    encode_s: float = 0.0
+    processor_s: float = 0.0
+    team_s: float = 0.0
 
     @property
     def limit(self) -> str:
@@ -247,10 +243,8 @@ def powersgd_bytes(shapes: Iterable[Sequence[int]], rank: int, nodes: int) -> fl
     """
     numbers = 0
     for shape in shapes:
-        rows, columns = (
-            (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
-        )
-        numbers += min(rank * (rows + columns), rows * columns)
+        rows, *others = *shape, 1
+        numbers += min(rank * (rows + math.prod(others)), math.prod(shape))
     return 2.0 * (nodes - 1) / nodes * 4.0 * numbers
 
 
@@ -261,8 +255,8 @@ def one_bit_bytes(elements: int, nodes: int) -> float:
 
 def ok_topk_bytes(elements: int, density: float, nodes: int) -> tuple[float, float]:
     """Return the least and the most bytes each way per step of Ok-Topk: 2k to 6k words of 4 bytes, k changed."""
-    words = (nodes - 1) / nodes * elements * density
-    return 2 * 4.0 * words, 6 * 4.0 * words
+    word_bytes = 4.0 * (nodes - 1) / nodes * elements * density
+    return 2.0 * word_bytes, 6.0 * word_bytes
 
 
 # ---- times -----------------------------------------------------------------------------------------------------------
@@ -317,9 +311,8 @@ class _Phase:
     processor_s: float
 
 
-_Parts: TypeAlias = tuple[
-    list[_Phase], float, float
-]  # the phases, the time to encode, the time to apply
+# The phases of an exchange, the time to encode, and the time to apply.
+_Parts: TypeAlias = tuple[list[_Phase], float, float]
 
 
 def _mesh(job: Job, codec: Codec) -> _Parts:
@@ -391,12 +384,9 @@ def dense_ring(job: Job, element_bytes: int = 4) -> Cost:
         sent_bytes=moved,
         received_bytes=moved,
         compute_s=job.step_s,
-        encode_s=0.0,
         link_s=link_s,
-        processor_s=0.0,
         latency_s=latency_s,
         apply_s=add_s,
-        team_s=0.0,
         hidden_s=whole_s - seen_s,
         step_s=job.step_s + seen_s,
     )

@@ -14,14 +14,6 @@ from gradwire.cli import demo, doctor, estimate, info, run, secret, top
 __all__ = ["main"]
 
 
-class _Version(argparse.Action):
-    """An option that looks up and prints the version."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        sys.stdout.write(f"gradwire {gradwire.__version__}\n")
-        parser.exit()
-
-
 class _Parser(argparse.ArgumentParser):
     """A parser that reports a wrong argument in one line, without the usage."""
 
@@ -35,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="gradwire",
         description="Exchange training updates between machines in a hundredth of the bytes.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    version = f"gradwire {gradwire.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in (demo, doctor, estimate, info, run, secret, top):
         command.add_parser(commands)
