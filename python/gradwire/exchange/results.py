@@ -1,4 +1,4 @@
-"""Results of a step and of joining, and the totals of all steps."""
+"""The results of a step and of joining, and the totals of all steps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SUMS = (
     *("encode_s", "wait_s", "apply_s"),
 )
 
-# Steps between two looks, looks in a row that lead to a warning, elements of each residual that are looked at, and the
-# most steps that a residual grows at the start of any training: elements wait for about 1 / density steps.
-_LOOK_STEPS, _LOOKS, _LOOK_NUMEL, _FILL_STEPS_MAX = 10, 5, 1 << 14, 200
+# Steps between two checks, checks in a row that lead to a warning, sampled elements of each residual, and the most
+# steps for which a residual grows at the start of any training: elements wait for about 1 / density steps.
+_CHECK_STEPS, _CHECKS, _CHECK_NUMEL, _FILL_STEPS_MAX = 10, 5, 1 << 14, 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class StepResult:
         step: number of the step; the same on every node in synchronous mode.
         sent_bytes: size of this node's message; the transport carries the message once to each peer.
         density: changed elements of this node's messages / numel.
-        threshold: of this node's message, of the first group where there are several; 0.0 if dense.
+        threshold: threshold of this node's message, of the first group where there are several; 0.0 if dense.
         is_shakeup: whether this node's message was a shake-up.
         received: messages of peers that were applied.
         received_bytes: size of those messages.
@@ -42,8 +42,9 @@ class StepResult:
         ignored: messages from nodes that are not members of this exchange, since the step before.
         lost: members that went down, left or were left behind since the step before.
         joined: members that joined since the step before.
-        orphaned: elements whose owner was gone in this step (sharded exchange). Its residual is missing, unless it
-            comes back, and so is its optimiser's state; what the other nodes sent it is in their residuals again.
+        orphaned: elements whose owner was gone in this step (sharded exchange). The owner's residual and the state of
+            its optimiser are missing, unless the owner comes back; the parts sent to the owner are in the residuals of
+            their senders again.
         is_exact: whether the sum of the messages is provably free of rounding, so that any order gives the same bits;
             always False without ``exact=True``.
         is_local: whether this was a local step, which sends nothing (``every``).
@@ -52,9 +53,9 @@ class StepResult:
         encode_s: time to encode this node's message.
         wait_s: time to hand over the message and to receive the others'.
         apply_s: time to add all messages to the parameters.
-        slowest: the peer whose message came last, None where all had come before this node's own was handed over.
-        step_s: the whole step: from the end of the call before to the end of this one.
-        compute_s: the caller's part of it, between the two calls; 0.0 in the first step.
+        slowest: the peer whose message came last; None if all messages came before this node handed over its own.
+        step_s: time of the whole step, from the end of the previous call to the end of this call.
+        compute_s: the caller's part of ``step_s``, between the two calls; 0.0 in the first step.
     """
 
     step: int
@@ -111,17 +112,17 @@ class ExchangeStats:
         lost: members that went.
         joined: members that came.
         orphaned: elements whose owner was gone, counted each time (sharded exchange).
-        density: of the last message.
-        threshold: of the last message.
-        staleness: of the last step.
-        members: other members now.
+        density: density of the last message.
+        threshold: threshold of the last message.
+        staleness: staleness of the last step.
+        members: number of other members now.
         digests: comparisons of all members' replicas that found no difference.
         encode_s: time spent encoding.
-        wait_s: time spent handing over messages and waiting for the others'.
+        wait_s: time spent handing over messages and waiting for the messages of the others.
         apply_s: time spent adding to the parameters.
-        step_s: time of all steps, local ones included, with the caller's part.
+        step_s: time of all steps, local steps and the caller's part included.
         compute_s: the caller's part, between the calls of ``step``.
-        codec: in use; with ``codec="auto"`` the one that was chosen.
+        codec: codec in use; the chosen one with ``codec="auto"``.
     """
 
     steps: int = 0
@@ -157,7 +158,7 @@ class ExchangeStats:
         return self.update_bytes / self.sent_bytes if self.sent_bytes else 0.0
 
     def plus(self, result: StepResult, update_bytes: int) -> ExchangeStats:
-        """Return the totals with one more step, whose update has so many bytes."""
+        """Return the totals with one more step, whose update has ``update_bytes``."""
         if result.is_local:
             return replace(self, local_steps=self.local_steps + 1)
         sums = {name: getattr(self, name) + getattr(result, name) for name in _SUMS}
@@ -174,34 +175,34 @@ class ExchangeStats:
 
 
 class Watch:
-    """Warns once, with the remedy, of messages that are not sparse and of a residual that grows without end."""
+    """Logs a warning, with the remedy, for messages that are not sparse, and one for a residual that keeps growing."""
 
     def __init__(self) -> None:
         self._full = self._grown = self._steps = 0
         self._norm = math.inf
 
     def add(self, result: StepResult, groups: Groups) -> None:
-        """Look at a finished step."""
+        """Check a finished step."""
         self._full = self._full + 1 if result.density >= 1.0 else 0
-        if self._full == _LOOK_STEPS * _LOOKS:
+        if self._full == _CHECK_STEPS * _CHECKS:
             _LOG.warning(
                 "every element has been sent for %d steps, the threshold %g is too small: give TargetDensity(0.01)",
                 self._full,
                 result.threshold,
             )
         self._steps += 1
-        if self._steps % _LOOK_STEPS:
+        if self._steps % _CHECK_STEPS:
             return
         residuals = [one.residual for one in groups.encoders if device_of(one.residual) < 0]
-        parts = [one[:: max(1, one.size // _LOOK_NUMEL)].astype(np.float64) for one in residuals]
+        parts = [one[:: max(1, one.size // _CHECK_NUMEL)].astype(np.float64) for one in residuals]
         norm = math.sqrt(sum(float(np.square(part).sum()) for part in parts))
         is_filled = self._steps * max(result.density, 1 / _FILL_STEPS_MAX) >= 1.0
         self._grown = self._grown + 1 if is_filled and norm > 1.1 * self._norm else 0
         self._norm = norm
-        if self._grown == _LOOKS:
+        if self._grown == _CHECKS:
             _LOG.warning(
                 "the residual has grown for %d steps, at a density of %.2g: too little is sent; give "
                 "TargetDensity(0.01) or a higher density, or a smaller threshold",
-                _LOOK_STEPS * _LOOKS,
+                _CHECK_STEPS * _CHECKS,
                 result.density,
             )

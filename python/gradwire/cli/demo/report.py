@@ -77,19 +77,9 @@ class Run:
         return _mean(self.epochs[-_LAST_EPOCHS:], "accuracy")
 
     @property
-    def udp_bytes(self) -> int:
-        """UDP payload bytes sent by all workers, acknowledgements included."""
-        return self.epochs[-1].udp_bytes
-
-    @property
-    def worker_steps(self) -> int:
-        """Steps of all workers together."""
-        return self.recipe.workers * self.recipe.steps
-
-    @property
-    def is_identical(self) -> bool:
-        """Whether all workers ended with the same bits."""
-        return self.epochs[-1].digest != ""
+    def step_bytes(self) -> float:
+        """UDP payload bytes per worker and step, acknowledgements included."""
+        return self.epochs[-1].udp_bytes / self.recipe.workers / self.recipe.steps
 
 
 def print_plan(recipe: Recipe, links: str) -> None:
@@ -143,8 +133,8 @@ def comparison(dense: Run, sparse: Run) -> Iterator[str]:
     )
     yield row(
         "UDP payload per worker and step",
-        lambda run: si(run.udp_bytes / run.worker_steps, "B"),
-        f"{dense.udp_bytes / sparse.udp_bytes:.0f} times fewer bytes",
+        lambda run: si(run.step_bytes, "B"),
+        f"{dense.step_bytes / sparse.step_bytes:.0f} times fewer bytes",
     )
     yield row("encode, ms per step", milliseconds("encode_s"))
     yield row("wait, ms per step", milliseconds("wait_s"))
@@ -154,7 +144,8 @@ def comparison(dense: Run, sparse: Run) -> Iterator[str]:
         lambda run: f"{run.seconds:.1f} s",
         f"{dense.seconds / sparse.seconds:.1f} times as fast",
     )
-    yield row("all workers end with the same bits", lambda run: "yes" if run.is_identical else "NO")
+    label = "all workers end with the same bits"
+    yield row(label, lambda run: "yes" if run.epochs[-1].digest else "NO")
 
 
 def draw(dense: Run, sparse: Run, folder: Path) -> Path:
