@@ -138,6 +138,13 @@ def test_a_ring_hides_all_but_its_last_bucket_behind_the_backward_pass() -> None
     assert ring.hidden_s == pytest.approx(whole_s - (ring.step_s - 1e4))
 
 
+@pytest.mark.parametrize("step_s", [0.0, 0.2, 10.0])
+@pytest.mark.parametrize("link_bytes_per_s", [1e6, 1e9, 1e12])
+def test_a_ring_of_float16_is_never_slower(step_s: float, link_bytes_per_s: float) -> None:
+    given = job(elements=25_000_000, step_s=step_s, link_bytes_per_s=link_bytes_per_s)
+    assert dense_ring(given, 2).step_s <= dense_ring(given).step_s
+
+
 def test_whole_updates_are_never_faster_than_sparse_ones() -> None:
     for elements, nodes, mbit in itertools.product(
         (10**4, 10**6, 10**9), (2, 8, 64), (10, 1e3, 1e5)

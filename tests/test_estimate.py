@@ -65,7 +65,8 @@ def test_the_advice_agrees_with_the_table(
     assert all(math.isfinite(one) for one in times.values())
     rings = [one for name, one in times.items() if name.startswith("dense ring")]
     others = [one for name, one in times.items() if not name.startswith("dense ring")]
-    assert found["advice"][0].startswith("gradwire pays") is (min(rings) >= 1.1 * min(others))
+    rival = rings[1] if rings[0] >= 1.1 * rings[1] else rings[0]
+    assert found["advice"][0].startswith("gradwire pays") is (rival >= 1.1 * min(others))
     is_faster = min(others[:2]) < rings[0]
     if is_faster:
         assert "at any link rate" not in "".join(found["advice"])
@@ -91,6 +92,10 @@ def test_slow_links_get_local_steps_and_fast_ones_no_gradwire(
         "0.5",
     ]
     assert "every=20" in estimate(capsys, *two)
+    out = estimate(capsys, *SIZE, "--link", "1Gbit", "--workers", "4")
+    assert (
+        'write gw.LocalTeam(params, 4).lead(gw.Exchange(encoder, node, topology="sharded"))' in out
+    )
     out = estimate(capsys, *SIZE, "--link", "100Gbit")
     assert "gradwire does not pay here" in out
     assert "keep DistributedDataParallel(model)" in out

@@ -41,7 +41,8 @@ _ACK_BYTES = wire.HEADER_BYTES + 28 + wire.TAG_BYTES  # one frame, with a bitmap
 _ACK_EVERY_BYTES = 300_000
 _FLOAT_BYTES = {"dense": 4, "bfloat16": 2}
 
-# DistributedDataParallel's bucket; the backward pass, behind which its buckets travel, is two thirds of a step.
+# DistributedDataParallel's bucket, of float32 also where a hook sends float16; the backward pass, behind which its
+# buckets travel, is two thirds of a step.
 _BUCKET_BYTES, _BACKWARD_SHARE = 25 << 20, 2.0 / 3.0
 _SEGMENT_BYTES, _TCP_BYTES = 1_448, 52  # payload; headers of IPv4 and TCP with time stamps
 _UDP_BYTES = 28  # headers of IPv4 and UDP
@@ -372,13 +373,12 @@ def dense_ring(job: Job, element_bytes: int = 4) -> Cost:
     """
     ranks = job.nodes * job.workers
     share = (ranks - 1) / ranks
-    size = float(element_bytes * job.elements)
-    moved = _tcp_bytes(2.0 * share * size, job)
+    moved = _tcp_bytes(2.0 * share * element_bytes * job.elements, job)
     add_s = share * job.elements * job.rates.copy_s_per_element
     latency_s = 2.0 * (job.nodes - 1) * job.latency_s
     link_s = moved / job.link_bytes_per_s
     whole_s = link_s + add_s + latency_s
-    last_s = whole_s * min(1.0, _BUCKET_BYTES / size)
+    last_s = whole_s * min(1.0, _BUCKET_BYTES / (4.0 * job.elements))
     seen_s = max(whole_s - _BACKWARD_SHARE * job.step_s, last_s)
     return Cost(
         sent_bytes=moved,

@@ -27,7 +27,7 @@ machine is measured once, in about two seconds. Units: 10Mbit, 1Gbit/s, 1Gbps, 1
 
 POWERSGD, POWERSGD_RANK = "PowerSGD, rank 4", 4
 SQUARE = (1_024, 1_024)  # shape of the weights, where only their number is known
-GAIN_MIN = 1.1  # times as fast as the faster ring: less is not worth a change
+GAIN_MIN = 1.1  # times as fast: less is not worth a change
 LOCAL_GAIN_MIN = 1.25  # the same for local steps, which cost accuracy
 MEASURE_S = 1.5
 PROCESSOR_SHARE_MAX = 0.25  # of the time, from which a measured rate is that of the processor
@@ -279,13 +279,16 @@ def ways(job: Job) -> list[Way]:
         if every > 1:
             name, more = f"{every} local steps, {topology}", f", every={every}"
         code = f'gw.Exchange(encoder, node, topology="{topology}"{more})'
+        if job.workers > 1:
+            code = f"gw.LocalTeam(params, {job.workers}).lead({code})"
         found.append(Way(name, cost.exchange(job, topology, every=every), code))
     return found
 
 
 def advice(found: Sequence[Way]) -> str:
     """Return one sentence: what to use, why, and the code to write."""
-    rival = min(found[:2], key=lambda way: way.cost.step_s)
+    plain, half = found[:2]
+    rival = half if half.cost.speedup_over(plain.cost) >= GAIN_MIN else plain
     best = min(found[2:4], key=lambda way: way.cost.step_s)
     for way in found[4:]:
         gain, now = (one.cost.speedup_over(rival.cost) for one in (way, best))
