@@ -52,7 +52,7 @@ def test_the_table_compares_every_way_with_a_dense_ring(capsys: pytest.CaptureFi
     assert re.search(r"^The float32 ring is as fast .* from [\d.]+ Gbit/s on\.$", out, re.M)
 
 
-@pytest.mark.parametrize("step", ["0", "1ms", "0.2", "30s"])
+@pytest.mark.parametrize("step", ["0", "1ms", "0.2"])
 @pytest.mark.parametrize("link", ["1kbit", "10Mbit", "1Gbit", "25Gbit", "1Tbit"])
 @pytest.mark.parametrize("size", ["1 --nodes 2", "1e4 --nodes 1e6", "1e8 --nodes 64", "1e14"])
 @pytest.mark.parametrize("density", ["1e-9", "0.01", "1"])
