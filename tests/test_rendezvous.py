@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -58,6 +59,8 @@ def test_torchrun_s_ranks_connect_to_rank_0() -> None:
     first = placement({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"})
     assert first.node_options() == {"bind": "0.0.0.0:29500", "peers": (), "node_id": 0}
     assert first.names(per_machine=True) == {rank: f"rank {rank}" for rank in (0, 2, 4, 6)}
+    uneven = placement({**TORCHRUN, "GROUP_WORLD_SIZE": "3"})
+    assert (uneven.expected_peers(per_machine=True), uneven.names(per_machine=True)) == (2, {})
     assert placement({**TORCHRUN, "MASTER_ADDR": "fd00::1"}).node_options()["peers"] == (
         "[fd00::1]:29500",
     )
@@ -71,7 +74,10 @@ def test_slurm_s_tasks_connect_to_the_first_machine_at_a_port_of_their_step() ->
     host, port = seed.split(":")
     assert host == "gpu07"
     assert 20_000 <= int(port) < 40_000
+    assert place.expected_peers(per_machine=True) == 2
     assert placement({**SLURM, "SLURM_STEP_ID": "1"}).seed != place.seed
+    pmi2 = {"PMI_RANK": "4", "PMI_SIZE": "5", "PMI_JOBID": "77.0"}  # of srun --mpi=pmi2
+    assert placement({**SLURM, **pmi2}) == place
 
 
 def test_mpi_s_ranks_of_one_machine_need_nothing_more_and_others_an_address() -> None:
@@ -98,6 +104,7 @@ def test_an_indexed_kubernetes_job_says_how_many_pods_it_has() -> None:
     assert place.expected_peers() == 3
     assert place.seed.startswith("train-0")
     assert place.node_options()["node_id"] == 2
+    assert place.names()[1] == "rank 1"
 
 
 def test_gradwire_s_own_variables_take_precedence() -> None:
@@ -209,6 +216,29 @@ time.sleep(600)
     assert done.returncode == 1
     assert "[1] no data" in done.stderr
     assert "[1] ended with status 1; the others are ended" in done.stderr
+
+
+def test_gradwire_run_lets_interrupted_workers_save(tmp_path: Path) -> None:
+    path = tmp_path / "work.py"
+    path.write_text("""
+import time
+try:
+    print("ready")
+    time.sleep(600)
+except KeyboardInterrupt:
+    time.sleep(0.3)
+    print("saved")
+""")
+    command = [sys.executable, "-m", "gradwire", "run", "-n", "2", str(path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A group of its own, all of which gets the signal, as from a terminal.
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+        assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]  # type: ignore[union-attr]
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"], err
+    assert process.returncode == 130
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class Placement:
         size: number of processes; None: unknown.
         local_rank: of this process on its machine.
         local_size: number of processes on this machine.
+        machines: number of machines; 0: as many as hold ``size`` processes, ``local_size`` on each.
         seed: "host:port" of rank 0; empty: none.
         run: name of the run, the same on all its processes.
         bind, peers, min_peers: of ``GRADWIRE_BIND``, ``GRADWIRE_PEERS`` and ``GRADWIRE_MIN_PEERS``, which take
@@ -42,6 +43,7 @@ class Placement:
     local_size: int = 1
     seed: str = ""
     run: str = ""
+    machines: int = 0
     bind: str | None = None
     peers: tuple[str, ...] | None = None
     min_peers: int | None = None
@@ -56,8 +58,8 @@ class Placement:
             return self.min_peers
         if self.peers is not None:
             return None
-        nodes = -(-(self.size or 1) // (self.local_size if per_machine else 1))
-        return nodes - 1
+        size = self.size or 1
+        return ((self.machines or -(-size // self.local_size)) if per_machine else size) - 1
 
     def node_options(self, *, per_machine: bool = False) -> dict[str, Any]:
         """Return the arguments of `Node` for this process: ``bind``, ``peers`` and, with a rank, ``node_id``.
@@ -83,10 +85,10 @@ class Placement:
         return {"bind": f"{wildcard}:0", "peers": (self.seed,), **options}
 
     def names(self, *, per_machine: bool = False) -> dict[int, str]:
-        """Return the names of the run's nodes by their ids, for messages; empty where ids are random."""
-        if self.rank is None or self.size is None or self.min_peers is not None:
-            return {}
+        """Return the names of the run's nodes by their ids, for messages; empty where they cannot be known."""
         step = self.local_size if per_machine else 1
+        if self.size is None or (per_machine and self.machines * step not in (0, self.size)):
+            return {}
         return {rank: f"rank {rank}" for rank in range(0, self.size, step)}
 
 
@@ -143,6 +145,7 @@ def _torchrun(variables: Mapping[str, str]) -> Placement | None:
         _number(variables, "LOCAL_WORLD_SIZE", 1),
         seed,
         f"torchrun {job} {seed} {again}",
+        _number(variables, "GROUP_WORLD_SIZE", 0),
     )
 
 
@@ -157,12 +160,14 @@ def _mpi(variables: Mapping[str, str]) -> Placement | None:
         (
             "PMI",
             ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
-            ("PMI_JOBID", "HYDI_CONTROL_FD", "PMI_PORT"),
+            ("PMI_JOBID", "I_MPI_HYDRA_UUID", "HYDI_CONTROL_FD", "PMI_PORT"),
         ),
     ):
         rank, size, local_rank, local_size = names
         if rank not in variables or size not in variables:
             continue
+        if local_rank not in variables and "SLURM_PROCID" in variables:
+            continue  # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, but SLURM's own variables say more
         run = " ".join([launcher, *(variables.get(name, "") for name in job)])
         count, here = _number(variables, size), _number(variables, local_size, 1)
         seed = _seed(variables)
@@ -191,6 +196,7 @@ def _slurm(variables: Mapping[str, str]) -> Placement | None:
         counts[machine] if machine < len(counts) else 1,
         _seed(variables) or (f"{first}:{_port_of(run)}" if first else ""),
         run,
+        len(counts),
     )
 
 

@@ -212,18 +212,19 @@ def exchange_for(
     if chosen.get("mode") == "async" and "on_straggler" not in options:
         chosen["on_straggler"] = "raise"
 
-    def make(node: Node | None, *, per_machine: bool) -> Exchange:
+    def make() -> Exchange:
         own = node is None
-        made = node or Node.from_env(per_machine=per_machine)
+        # Machines of one rank and of several may train together.
+        made = node or Node.from_env(per_machine=is_team or place.local_size == 1)
         exchange = Exchange(groups, made, timeout_s=timeout_s, min_members=min_members, **chosen)
         if own:
             atexit.register(_say_goodbye, weakref.ref(exchange), made)
         return exchange
 
     if not is_team:
-        return make(node, per_machine=False)
+        return make()
     local = LocalTeam.join(rendezvous.name_of(place), size=size, rank=rank, timeout_s=timeout_s)
-    return local.lead(make(node, per_machine=True)) if rank == 0 else local.follow(rank)
+    return local.lead(make()) if rank == 0 else local.follow(rank)
 
 
 def _say_goodbye(exchange: weakref.ref[Exchange], node: Node) -> None:

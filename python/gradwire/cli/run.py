@@ -11,10 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 _POLL_S = 0.05
-_GRACE_S = 5.0  # after SIGTERM, before SIGKILL
+_GRACE_S = 5.0  # after an interrupt before SIGTERM, and after that before SIGKILL
 
 
 def add_parser(commands: Any) -> None:
@@ -88,9 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _wait(workers: list[subprocess.Popen[str]]) -> int:
     """Wait for all workers, and end the others when one fails; return the status."""
-    handlers = {
-        number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
-    }
+    handlers = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         while True:
             statuses = [worker.poll() for worker in workers]
@@ -104,6 +103,7 @@ def _wait(workers: list[subprocess.Popen[str]]) -> int:
                 return 0
             time.sleep(_POLL_S)
     except KeyboardInterrupt:
+        _wait_for(workers)  # the terminal has interrupted them too: they may be saving
         return 130
     finally:
         _end(workers)
@@ -111,22 +111,24 @@ def _wait(workers: list[subprocess.Popen[str]]) -> int:
             signal.signal(number, handler)
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+def _exit(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _end(workers: list[subprocess.Popen[str]]) -> None:
     """End the workers that still run: politely, then not."""
-    running = [worker for worker in workers if worker.poll() is None]
-    for worker in running:
-        worker.terminate()
+    for stop in (subprocess.Popen.terminate, subprocess.Popen.kill):
+        for worker in workers:
+            stop(worker)
+        _wait_for(workers)
+
+
+def _wait_for(workers: list[subprocess.Popen[str]]) -> None:
+    """Wait until the workers have ended, for so long at most, or until the next interrupt."""
     deadline_s = time.monotonic() + _GRACE_S
-    for worker in running:
-        try:
+    with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+        for worker in workers:
             worker.wait(max(0.0, deadline_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            worker.wait()
 
 
 def _copy(rank: int, pipe: Any, target: Any, lock: threading.Lock) -> None:
