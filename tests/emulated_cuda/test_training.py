@@ -222,8 +222,10 @@ class FakeGather:
 
 def hooked(where: str, dtype: str, momentum: float, other: list[bytes]) -> tuple[list[bytes], ...]:
     """Let the hook average the buckets of several steps; return its messages, its averages and its state."""
-    state = ThresholdState(threshold=gw.FixedThreshold(2.0**-6), momentum=momentum, warmup_steps=0)
     params = placed(values(1, 1000), where)
+    options: dict[str, Any] = {"momentum": momentum, "warmup_steps": 0}
+    options["parameters"] = [(str(place), param) for place, param in enumerate(params)]
+    state = ThresholdState(threshold=gw.FixedThreshold(2.0**-6), **options)
     gather = state._gather = FakeGather(other)  # type: ignore[assignment]
     averages, copied = [], []
     for step in range(STEPS):

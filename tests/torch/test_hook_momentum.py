@@ -12,12 +12,11 @@ from gradwire.torch import ThresholdState  # noqa: E402
 
 from .linear import flat_inputs, inputs  # noqa: E402
 from .ranks import RankFailed, Ranks  # noqa: E402
-from .test_hook import STEPS, THRESHOLD, Training, skip_an_element  # noqa: E402
+from .test_hook import STEPS, THRESHOLD, Training  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 MOMENTUM = 0.5
-SKIPPED = 40 * 30 + 30 + 7 * 50 + 7  # the element that ``skip_an_element`` spoils on rank 1
 
 
 def train(rank: int, options: dict[str, Any]) -> Any:
@@ -51,15 +50,13 @@ class Rank:
         return sent
 
 
-def put_in(*, skips: bool) -> Any:
-    """Return the sum of both ranks' velocities over all steps, with or without the skipped element."""
+def put_in() -> Any:
+    """Return the sum of both ranks' velocities over all steps."""
     total = torch.zeros(())
     for number in (0, 1):
         rank = Rank()
         for step in range(STEPS):
             gradient = flat_inputs(number, step).double()
-            if skips and (number, step) == (1, 0):
-                gradient[SKIPPED] = 0.0
             rank.send(gradient, masks=False)
             total = total + rank.velocity
     return total
@@ -109,15 +106,6 @@ def spoil(rank: int, spoils: bool, options: dict[str, Any]) -> Any:
     return *training.accounted, velocity(training.state)
 
 
-def skip_with_momentum(rank: int) -> Any:
-    return skip_an_element(rank, momentum=MOMENTUM, factor_masking=False)
-
-
-def test_an_element_that_is_left_out_loses_its_momentum(two_ranks: Ranks) -> None:
-    (params, first), (_, second) = two_ranks.run(skip_with_momentum)
-    assert torch.equal(-2.0 * params + first + second, put_in(skips=True))
-
-
 def train_with_scaler(rank: int) -> Any:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
     training = Training(rank, scaler=scaler, momentum=MOMENTUM, factor_masking=False)
@@ -132,7 +120,7 @@ def train_with_scaler(rank: int) -> Any:
 
 def test_a_changed_loss_scale_rescales_the_momentum(two_ranks: Ranks) -> None:
     (params, first), (_, second) = two_ranks.run(train_with_scaler)
-    assert torch.equal(-2.0 * params + first + second, put_in(skips=False))
+    assert torch.equal(-2.0 * params + first + second, put_in())
 
 
 def load_into_a_state_without(rank: int) -> None:

@@ -51,7 +51,6 @@ class Gather:
         self._world_size = dist.get_world_size(group)
         self._slot_bytes: dict[int, int] = {}
         self.second_collectives = 0
-        self.sent_bytes = 0
 
     def __call__(
         self, step: int, index: int, payload: memoryview, is_nonfinite: bool
@@ -90,7 +89,6 @@ class Gather:
         memoryview(own.numpy())[: len(content)] = content
         slots = torch.empty((self._world_size, slot_bytes), dtype=torch.uint8, device=self._device)
         dist.all_gather(list(slots), own.to(self._device), group=self._group)
-        self.sent_bytes += slot_bytes
         return [memoryview(slot.numpy()) for slot in slots.cpu()]
 
 

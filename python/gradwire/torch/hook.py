@@ -29,7 +29,7 @@ __all__ = ["HookStats", "ThresholdState", "register_threshold_hook", "threshold_
 _LOG = logging.getLogger(__name__)
 
 _STATE_FORMAT = 1
-_CHOICES = {"on_nonfinite": ("propagate", "skip"), "backend": ("gloo", "nccl")}
+_BACKENDS = "gloo", "nccl"
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,6 @@ class HookStats:
         steps: steps that sent messages.
         skipped_steps: of those, steps with a gradient that was not finite on some rank.
         message_bytes: bytes of this rank's messages.
-        gathered_bytes: bytes that this rank gave to collectives: messages, headers and padding.
-        second_collectives: number of messages that outgrew their slot.
         encode_s: time to encode.
         gather_s: time in collectives, waiting for the other ranks included.
         apply_s: time to decode all ranks' messages into the gradients.
@@ -52,8 +50,6 @@ class HookStats:
     steps: int = 0
     skipped_steps: int = 0
     message_bytes: int = 0
-    gathered_bytes: int = 0
-    second_collectives: int = 0
     encode_s: float = 0.0
     gather_s: float = 0.0
     apply_s: float = 0.0
@@ -109,7 +105,8 @@ class _Job:
 class ThresholdState:
     """What ``threshold_hook`` keeps from step to step: residuals, thresholds, and a thread that encodes and gathers.
 
-    Make one per model and rank, with the same arguments on every rank; ``register_threshold_hook`` does so.
+    Make one per model and rank, with the same arguments on every rank; ``register_threshold_hook`` does so. Frameworks
+    that take state and hook separately get this and ``threshold_hook``.
 
     Every parameter has an encoder with a threshold of its own, on the parameter's device. The messages of all ranks are
     gathered bucket by bucket, while the backward pass goes on, and averaged in the order of the ranks, so all ranks get
@@ -124,7 +121,8 @@ class ThresholdState:
     masking).
 
     Args:
-        process_group: as given to DDP; None is the default group. Not pickled.
+        process_group: as given to DDP; None is the default group.
+        parameters: ``model.named_parameters()``; checkpoints use the names.
         threshold: policy of the thresholds, one per parameter; None: ``TargetDensity(0.01)``. Where it aims at a
             density, a parameter k times as small as the largest gets sqrt(k) times that density, up to 0.08.
         shakeup: periodic messages with a smaller threshold, or None.
@@ -133,10 +131,7 @@ class ThresholdState:
         factor_masking: whether elements that were sent lose their momentum.
         warmup_steps: first steps, which are averaged uncompressed. At least one is advisable: DDP's first buckets are
             provisional, and early gradients are the largest.
-        parameters: ``model.named_parameters()``, so that checkpoints use the model's names. Without, parameters are
-            counted from the last to the first.
-        scaler: the ``GradScaler`` whose scale the gradients carry, or None. Not pickled.
-        on_nonfinite: "propagate"; or "skip": leave out elements that are not finite, and count the step.
+        scaler: the ``GradScaler`` whose scale the gradients carry, or None.
         threads: most threads of one encode, and for adding messages.
         backend: of the group that carries the messages: "gloo", from host memory, even where gradients go over NCCL;
             "nccl" moves them to the GPU and back.
@@ -148,39 +143,29 @@ class ThresholdState:
 
     process_group: dist.ProcessGroup | None = None
     _: KW_ONLY
+    parameters: InitVar[Iterable[tuple[str, torch.nn.Parameter]]]
     threshold: ThresholdPolicy | None = None
     shakeup: ShakeUp | None = None
     clip: ResidualClip | None = None
     momentum: float = 0.0
     factor_masking: bool = True
     warmup_steps: int = 1
-    parameters: InitVar[Iterable[tuple[str, torch.nn.Parameter]] | None] = None
     scaler: torch.amp.GradScaler | None = None
-    on_nonfinite: Literal["propagate", "skip"] = "propagate"
     threads: int = 1
     backend: Literal["gloo", "nccl"] = "gloo"
 
-    def __post_init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]] | None) -> None:
-        """Check the options and make the encoders' container."""
+    def __post_init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """Check the options and make what changes from step to step."""
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps is {self.warmup_steps}, must be 0 or more")
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum is {self.momentum}, must be in [0, 1)")
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, must be one of {allowed}")
+        if self.backend not in _BACKENDS:
+            raise ValueError(f"backend is {self.backend!r}, must be one of {_BACKENDS}")
         if self.threshold is None:
             self.threshold = TargetDensity(0.01)
         self._step, self._scale = 0, 1.0
-        self._set_up()
-        # Raises now what the first bucket's would raise later.
-        self._make_encoder(1, "float32", "cpu", 0, 1)
-        if parameters is not None:
-            self.name_parameters(parameters)
-
-    def _set_up(self) -> None:
-        """Make what is neither configuration nor checkpoint."""
-        self._parameters = ParameterStates(self._make_encoder, self.momentum)
+        self._parameters = ParameterStates(parameters, self._make_encoder, self.momentum)
         self._gather: Gather | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None  # for gradients on a GPU
@@ -189,6 +174,8 @@ class ThresholdState:
         self._warmed: list[ParameterState] = []
         self._is_warmup_finite: list[bool] = []
         self._stats = HookStats()
+        # Raises now what the first bucket's would raise later.
+        self._make_encoder(1, "float32", "cpu", 0, 1)
 
     def _make_encoder(self, numel: int, dtype: str, device: str, key: int, largest: int) -> Encoder:
         encoder = Encoder(
@@ -199,7 +186,6 @@ class ThresholdState:
             dtype=dtype,
             device=device,
             key=key,
-            on_nonfinite="raise" if self.on_nonfinite == "propagate" else "skip",
             threads=self.threads,
         )
         if self._scale != 1.0:
@@ -216,26 +202,12 @@ class ThresholdState:
     @property
     def stats(self) -> HookStats:
         """Totals so far."""
-        if self._gather is None:
-            return self._stats
-        return replace(
-            self._stats,
-            gathered_bytes=self._gather.sent_bytes,
-            second_collectives=self._gather.second_collectives,
-        )
+        return self._stats
 
     def _count(self, **amounts: float) -> None:
         """Add to fields of the statistics."""
         totals = {name: getattr(self._stats, name) + amount for name, amount in amounts.items()}
         self._stats = replace(self._stats, **totals)
-
-    def name_parameters(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-        """Use the model's names in checkpoints: ``state.name_parameters(model.named_parameters())``.
-
-        Raises:
-            ValueError: the first step has begun.
-        """
-        self._parameters.name(parameters)
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals and thresholds: after a change of the loss scale, or of what a gradient means.
@@ -267,24 +239,12 @@ class ThresholdState:
         """Continue from ``state``, whatever DDP's buckets are now.
 
         Raises:
-            ValueError: the state is of another format.
+            ValueError: the state is of another format, or of another model.
         """
         check_format(state, _STATE_FORMAT)
         self._parameters.load_state_dict(state["residuals"])
         self._step = int(state["step"])
         self._scale = float(state["scale"])
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to one process: the group, the scaler, the thread."""
-        options = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        configuration = {**options, "process_group": None, "scaler": None}
-        return {"configuration": configuration, "state": self.state_dict()}
-
-    def __setstate__(self, pickled: dict[str, Any]) -> None:
-        """Restore with the default process group and without a scaler; assign the attributes for others."""
-        self.__dict__.update(pickled["configuration"])
-        self._set_up()
-        self.load_state_dict(pickled["state"])
 
     # ---- in DDP's thread --------------------------------------------------------------------------------------------
 
@@ -380,7 +340,6 @@ class ThresholdState:
             message_bytes=payload.nbytes,
         )
         if job.is_last:
-            self._parameters.check_all_loaded()
             self._finish_step()
 
     def _begin_step(self) -> None:
@@ -408,8 +367,6 @@ class ThresholdState:
             except NonFiniteUpdate as error:
                 refused = refused or error
                 messages.append(None)
-            if self.on_nonfinite == "skip":
-                state.clear_nonfinite_momentum()
         for at, message in enumerate(messages):
             if message is not None and not isinstance(message, Message):  # on a GPU
                 try:
@@ -483,39 +440,33 @@ def threshold_hook(
 
 def register_threshold_hook(
     model: torch.nn.parallel.DistributedDataParallel,
-    state: ThresholdState | None = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     **options: Any,
 ) -> ThresholdState:
-    """Register the hook with ``model``, use the model's parameter names in checkpoints, and return the hook's state.
+    """Register the hook with ``model``, and return the hook's state.
 
     All ranks of the model's process group call this together: they compare their options.
 
     Args:
         model: wrapped in DDP, before its first backward pass.
-        state: an unpickled state to continue with; None makes a new one.
         optimizer: of the model; refused if the hook cannot serve it.
-        options: of ``ThresholdState``, for a new one.
+        options: of ``ThresholdState``.
 
     Raises:
-        ValueError: the state has begun with another model; an option is out of range, or another rank has another; or
-            the optimiser is adaptive, or has momentum beside the hook's.
+        ValueError: an option is out of range, or another rank has another; or the optimiser is adaptive, or has
+            momentum beside the hook's.
         TypeError: ``model`` is not wrapped in DDP, or ``optimizer`` is none of torch's.
     """
     if not hasattr(model, "register_comm_hook"):
         raise TypeError(
             f"the hook is for DistributedDataParallel(model), got a {type(model).__name__} itself"
         )
-    if state is None:
-        state = ThresholdState(**options)
-    elif options:
-        raise ValueError(f"the state given has its options already: {', '.join(options)}")
+    named = model.module.named_parameters()
+    state = ThresholdState(model.process_group, parameters=named, **options)
     if optimizer is not None:
         _check_optimizer(optimizer, state.momentum)
-    state.process_group = model.process_group
     _compare_options(state)
-    state.name_parameters(model.module.named_parameters())
     model.register_comm_hook(state, threshold_hook)
     return state
 

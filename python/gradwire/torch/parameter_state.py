@@ -54,11 +54,6 @@ class ParameterState:
         self._residual.sub_(torch.nan_to_num(update.to(self._residual.dtype), 0.0, 0.0, 0.0))
         self.revert_momentum()
 
-    def clear_nonfinite_momentum(self) -> None:
-        """Set the velocity to zero wherever it is not finite, as the encoder leaves those elements out."""
-        if self.velocity is not None:
-            torch.nan_to_num(self.velocity, nan=0.0, posinf=0.0, neginf=0.0, out=self.velocity)
-
     def mask_momentum(self, message: Message) -> None:
         """Set the velocity of the elements in a message to zero (factor masking)."""
         if self.velocity is None:
@@ -96,34 +91,26 @@ class ParameterStates:
     """The states of a model's parameters, each made when a bucket first brings the parameter.
 
     DDP decides which parameters share a bucket, and decides again after the first iteration. A state belongs to the
-    parameter, so rearranged buckets change nothing. A checkpoint refers to parameters by the names given, otherwise by
-    their place counted from the end, the order in which DDP's first buckets bring them.
+    parameter, so rearranged buckets change nothing.
 
     Args:
+        parameters: all parameters of the model with the names that checkpoints use.
         make_encoder: returns an encoder for (numel, dtype, device, key, numel of the largest parameter).
         momentum: of every parameter.
     """
 
     def __init__(
-        self, make_encoder: Callable[[int, str, str, int, int], Encoder], momentum: float
+        self,
+        parameters: Iterable[tuple[str, torch.Tensor]],
+        make_encoder: Callable[[int, str, str, int, int], Encoder],
+        momentum: float,
     ) -> None:
+        self._names = {parameter: name for name, parameter in parameters}
+        self._largest = max(map(torch.numel, self._names), default=1)
         self._make_encoder = make_encoder
         self._momentum = momentum
-        self._names: dict[torch.Tensor, str] = {}
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
-        self._largest = 0
-
-    def name(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Name all parameters of the model.
-
-        Raises:
-            ValueError: a bucket has brought a parameter already.
-        """
-        if self._states:
-            raise ValueError("parameters are named before the first step")
-        self._names = {parameter: name for name, parameter in parameters}
-        self._largest = max(map(torch.numel, self._names), default=0)
 
     def of_bucket(
         self, parameters: Sequence[torch.Tensor], dtype: torch.dtype
@@ -133,27 +120,10 @@ class ParameterStates:
         Raises:
             ValueError: the checkpoint has another size or dtype for a parameter, or momentum where there is none.
         """
-        # DDP's first buckets hold the parameters from the last to the first, but in order within each.
-        for parameter in reversed(parameters):
-            self._names.setdefault(parameter, str(len(self._names)))
-        self._largest = max(self._largest, *map(torch.numel, parameters))
         for parameter in parameters:
             if parameter not in self._states:
                 self._states[parameter] = self._make_state(parameter, str(dtype).split(".")[1])
         return [self._states[parameter] for parameter in parameters]
-
-    def check_all_loaded(self) -> None:
-        """Refuse a checkpoint of another model, once buckets have brought all parameters.
-
-        Raises:
-            ValueError: a parameter of the checkpoint is in no bucket.
-        """
-        if self._loaded:
-            names, known = ", ".join(sorted(self._loaded)), ", ".join(sorted(self._names.values()))
-            raise ValueError(
-                f"the checkpoint has residuals of parameters that no bucket holds: {names}; the model's are "
-                f"named {known}: load it into the same model, with register_threshold_hook(model, state)"
-            )
 
     def rescale(self, factor: float) -> None:
         """Multiply all residuals, velocities and thresholds."""
@@ -172,9 +142,15 @@ class ParameterStates:
         """Continue from a checkpoint; a parameter's part is loaded when a bucket next brings the parameter.
 
         Raises:
-            ValueError: the state is of another format.
+            ValueError: the state is of another format, or of another model.
         """
         check_format(state, _STATE_FORMAT)
+        unknown = sorted(set(state["parameters"]) - set(self._names.values()))
+        if unknown:
+            raise ValueError(
+                f"the checkpoint has residuals of parameters that this model does not have: {', '.join(unknown)}; "
+                f"its own are named {', '.join(sorted(self._names.values()))}"
+            )
         self._loaded = dict(state["parameters"])
         self._states.clear()
 
