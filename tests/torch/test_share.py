@@ -156,6 +156,89 @@ def test_accumulation_gradscaler_and_compile_work_as_without_it() -> None:
     assert torch.equal(compiled.state_dict()["_orig_mod.0.weight"], net.state_dict()["0.weight"])
 
 
+class Tied(torch.nn.Module):
+    """An embedding whose weights are the output layer's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = torch.nn.Embedding(20, 8)
+        self.outside = torch.nn.Linear(8, 20, bias=False)
+        self.outside.weight = self.inside.weight
+
+    def forward(self, words: Any) -> Any:
+        return self.outside(self.inside(words))
+
+
+def test_tied_weights_are_saved_without_the_residual_under_every_name() -> None:
+    net = Tied()
+    optimizer = share(net)
+    words = torch.arange(20)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(words), words).backward()
+        optimizer.step()
+    saved = net.state_dict()
+    assert not torch.equal(saved["inside.weight"], net.inside.weight)
+    assert saved["outside.weight"].data_ptr() == saved["inside.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Rprop", "ASGD", "RAdam", "Adamax", "Adafactor"])
+def test_an_optimizer_s_state_begins_as_without_sharing(name: str) -> None:
+    net, plain = model(), model()
+    make = getattr(torch.optim, name)
+    optimizer = gradwire.torch.share(net, make(net.parameters(), lr=0.01))
+    losses = (
+        train(net, optimizer, 0, range(5)),
+        train(plain, make(plain.parameters(), lr=0.01), 0, range(5)),
+    )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "SparseAdam"])
+def test_sparse_gradients_train_as_without_sharing(name: str) -> None:
+    nets = [torch.nn.Embedding(20, 4, sparse=True) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    make = getattr(torch.optim, name)
+    optimizers = [make(net.parameters(), lr=0.1) for net in nets]
+    optimizers[0] = gradwire.torch.share(nets[0], optimizers[0])
+    for step in range(4):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            optimizer.zero_grad()
+            net(torch.tensor([step, step + 1])).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(nets[0].weight, nets[1].weight)
+
+
+def test_parameters_whose_memory_is_replaced_are_still_shared(pair: list[gw.Node]) -> None:
+    def work(rank: int) -> Any:
+        net = varied(rank)
+        optimizer = share(net, pair[rank])
+        for step in range(6):
+            train(net, optimizer, rank, range(step, step + 1))
+            vector = torch.nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+            torch.nn.utils.vector_to_parameters(vector, net.parameters())
+        return net.state_dict(), flat(net)
+
+    (first, own), (second, _) = run_together(work, 2)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert (own - torch.cat([one.flatten() for one in first.values()])).abs().max() < 0.1
+
+
+def test_a_compiled_function_may_take_the_step() -> None:
+    net = model()
+    optimizer = share(net)
+
+    @torch.compile(backend="eager")  # type: ignore[untyped-decorator]
+    def step() -> None:
+        optimizer.step()
+
+    for number in range(3):
+        optimizer.zero_grad()
+        loss_of(net, 0, number).backward()
+        step()
+    assert optimizer.result.step == 2
+
+
 def test_density_by_name_and_small_tensors_in_one_message() -> None:
     net = model()
     assert len(share(net).exchange._groups) == 1
@@ -191,6 +274,29 @@ def test_adaptive_optimizers_and_small_models_have_a_higher_default_density(
 def test_a_density_that_sends_nothing_is_refused(density: Any) -> None:
     with pytest.raises(ValueError, match="density"):
         share(model(), density=density)
+
+
+def test_a_gradient_that_is_not_finite_is_found_beside_sparse_ones() -> None:
+    net = torch.nn.Sequential(torch.nn.Embedding(20, 4, sparse=True), torch.nn.Linear(4, 1))
+    momentum = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = gradwire.torch.share(net, momentum)
+    for factor in (1.0, float("nan")):
+        optimizer.zero_grad()
+        (net(torch.tensor([1])).sum() * factor).backward()
+        if factor == 1.0:
+            optimizer.step()
+    with pytest.raises(gw.NonFiniteUpdate, match="9 elements of the gradient"):
+        optimizer.step()
+    assert all(one["momentum_buffer"].isfinite().all() for one in optimizer.state.values())
+
+
+def test_optimizers_and_parameters_that_cannot_be_shared_are_refused() -> None:
+    net = model()
+    with pytest.raises(TypeError, match="L-BFGS"):
+        gradwire.torch.share(net, torch.optim.LBFGS(net.parameters()))
+    net.register_parameter("phase", torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+    with pytest.raises(TypeError, match=r"complex64.*view_as_real"):
+        share(net)
 
 
 def test_arguments_of_the_wrong_kind_are_refused() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from torch._compile import _disable_dynamo
 
 from ..errors import NonFiniteUpdate
 from ..exchange.parameters import copies, put, writable_views
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["SharedOptimizer", "is_adaptive", "parameters_of"]
 
 _STATE_KEY = "gradwire"
+
+# Of an optimiser's state: what does not begin as a step without gradients leaves it, and how it begins.
+_COUNTERS = {"step": 0, "mu_product": 1}
 
 # Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, Adafactor, RMSprop, and others that normalise in the same way.
 _ADAPTIVE = re.compile(r"ada(?!pter)|rmsprop|lamb|lion|muon|novograd|sophia|shampoo", re.IGNORECASE)
@@ -102,8 +106,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         # While the model holds the shared parameters.
         self._own: list[np.ndarray[Any, Any]] | None = None
         self.result: StepResult | None = None
-        is_team = hasattr(exchange, "team")
-        self._params = [Staging(param, on_host=is_team) for param in parameters_of(optimizer)]
+        self._is_team = hasattr(exchange, "team")
+        self._params = [Staging(param, on_host=self._is_team) for param in parameters_of(optimizer)]
         self._state: list[Staging] = []
         self._loaded: list[torch.Tensor] = []
         self._local: list[np.ndarray[Any, Any]] = []
@@ -163,6 +167,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         with self._staged() as memory:
             return self.exchange.leave(*memory)
 
+    @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of the wrapped optimiser and share it.
 
@@ -281,7 +286,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         """
         state: dict[str, Any] = {**self.optimizer.state_dict()}
         shared = self.exchange.state_dict()
-        if getattr(self.exchange, "applies_residual", False) and not shared["local_steps"]:
+        keeps_residual = self._is_team or getattr(self.exchange, "applies_residual", False)
+        if keeps_residual and not shared.get("local_steps"):
             own = self._own if self._own is not None else writable_views(self._memory[0])
             shared["local"] = copies(own)
         state[_STATE_KEY] = _map_leaves(shared, np.ndarray, torch.from_numpy)
@@ -350,19 +356,18 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _check_gradients(self) -> None:
         """Refuse gradients that are not finite, before they spoil the optimiser's state."""
-        grads = [param.grad for param in parameters_of(self.optimizer) if param.grad is not None]
-        if not grads or any(grad.is_sparse for grad in grads):
-            return
+        found = [param.grad for param in parameters_of(self.optimizer) if param.grad is not None]
+        grads = [grad._values() if grad.is_sparse else grad.detach() for grad in found]
         # Infinity minus infinity is NaN, and both spread through a sum: one pass, and one number per tensor.
-        sums = [grad.detach().sum(dtype=torch.float64) for grad in grads]
-        if bool(torch.stack([one.to(sums[0].device) for one in sums]).isfinite().all()):
+        sums = [grad.sum(dtype=torch.float64) for grad in grads]
+        if not sums or torch.stack([one.to(sums[0].device) for one in sums]).isfinite().all():
             return
         counts = [int((~grad.isfinite()).sum()) for grad in grads]
         if sum(counts):
             index = next(index for index, count in enumerate(counts) if count)
             raise NonFiniteUpdate(
                 f"{sum(counts)} elements of the gradient are NaN or infinite, the first in parameter {index} of shape "
-                f"{tuple(grads[index].shape)}: nothing was sent, and the optimiser's state is unchanged; clip "
+                f"{tuple(found[index].shape)}: nothing was sent, and the optimiser's state is unchanged; clip "
                 "gradients, lower the learning rate, or use GradScaler",
                 sum(counts),
             )
@@ -421,25 +426,36 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimiser create its state, which happens in its first step; the parameters stay unchanged."""
+    """Let the optimiser create its state, as its first step would begin with it; the parameters stay unchanged.
+
+    A step without gradients and weight decay leaves all but counters as they begin.
+    """
     if optimizer.state:
         return
     groups, params = optimizer.param_groups, parameters_of(optimizer)
-    grads, rates = [param.grad for param in params], [group["lr"] for group in groups]
-    values = [param.detach().clone() for param in params]
+    grads, values = [param.grad for param in params], [param.detach().clone() for param in params]
+    decays = [group.get("weight_decay") for group in groups]
+    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
     for param in params:
-        param.grad = torch.zeros_like(param)
-    for group in groups:
-        group["lr"] = 0.0
+        zeros = torch.zeros_like(param)
+        param.grad = zeros.to_sparse(1) if is_sparse else zeros
+    for group, decay in zip(groups, decays, strict=True):
+        if decay is not None:
+            group["weight_decay"] = 0.0
     optimizer.step()
     with torch.no_grad():
         for param, grad, value in zip(params, grads, values, strict=True):
             param.grad = grad
             param.copy_(value)
-        for tensor in _state_tensors(optimizer):
-            tensor.zero_()
-    for group, rate in zip(groups, rates, strict=True):
-        group["lr"] = rate
+            state = optimizer.state[param]
+            for name, initial in _COUNTERS.items():
+                if torch.is_tensor(state.get(name)):
+                    state[name].fill_(initial)
+                elif name in state:
+                    state[name] = initial
+    for group, decay in zip(groups, decays, strict=True):
+        if decay is not None:
+            group["weight_decay"] = decay
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

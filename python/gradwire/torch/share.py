@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -69,6 +68,10 @@ def share(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, SharedOptimizer):
         raise TypeError(f"optimizer must be one of torch's, got {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "L-BFGS assumes that only its own steps move the parameters: use it with DistributedDataParallel alone"
+        )
     inner: Any = _unwrapped(model)
     names = {param: name for name, param in inner.named_parameters()}
     params: list[Any] = parameters_of(optimizer)
@@ -95,58 +98,59 @@ def share(
     shared = SharedOptimizer(
         optimizer,
         exchange,
-        share_state=type(optimizer).__module__.startswith("torch.optim")
-        and not isinstance(optimizer, torch.optim.LBFGS),
+        share_state=type(optimizer).__module__.startswith("torch.optim"),
         update_scale=update_scale,
         equalize=True,
         buffers=list(_float_buffers(inner)),
     )
     shared.counts_workers = process_group is None
-    inner._register_state_dict_hook(_SavesShared(shared, [names[param] for param in params]))
-    optimizer_of = weakref.ref(shared)
-    inner.register_load_state_dict_post_hook(_Restores(optimizer_of))
+    place_of = {param: place for place, param in enumerate(params)}
+    places = {
+        name: place_of[param]
+        for name, param in inner.named_parameters(remove_duplicate=False)
+        if param in place_of
+    }
+    hooks = _ModelHooks(shared, places)
+    inner._register_state_dict_hook(hooks.save_shared)
+    inner.register_load_state_dict_post_hook(hooks.restore)
     return shared
 
 
-class _Restores:
-    """A hook that lets a model hold this node's parameters after a checkpoint of both was loaded in whatever order."""
+class _ModelHooks:
+    """What a shared model's ``state_dict`` and ``load_state_dict`` do beside their own; nothing in copies of the model.
 
-    def __init__(self, optimizer: weakref.ref[SharedOptimizer]) -> None:
-        self._optimizer = optimizer
+    Args:
+        optimizer: None: of a copy.
+        places: the parameters' places in the optimiser by name; tied ones have several names.
+    """
 
-    def __call__(self, *_: object) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer.restore()
+    def __init__(
+        self, optimizer: SharedOptimizer | None = None, places: Mapping[str, int] | None = None
+    ) -> None:
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._places = places or {}
 
     def __reduce__(self) -> Any:
-        return partial, (_nothing,)
+        return _ModelHooks, ()
 
-
-class _SavesShared:
-    """A hook that puts the shared parameters into a model's state; copies of the model have none."""
-
-    def __init__(self, optimizer: SharedOptimizer, names: list[str]) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._names = names
-
-    def __call__(
+    def save_shared(
         self, _module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
-        optimizer = self._optimizer()
+        """Put the shared parameters into a model's state."""
+        optimizer = self._optimizer and self._optimizer()
         if optimizer is None:
             return
-        for name, shared in zip(self._names, optimizer.shared_tensors(), strict=False):
+        shared = optimizer.shared_tensors()
+        for name, place in self._places.items():
             saved = state.get(prefix + name)
             if saved is not None:
-                state[prefix + name] = shared.to(saved.device, saved.dtype)
+                shared[place] = state[prefix + name] = shared[place].to(saved.device, saved.dtype)
 
-    def __reduce__(self) -> Any:
-        return partial, (_nothing,)
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing: the hook of a copied or unpickled model."""
+    def restore(self, *_: object) -> None:
+        """Let the model hold this node's parameters after a checkpoint of both was loaded in whatever order."""
+        optimizer = self._optimizer and self._optimizer()
+        if optimizer is not None:
+            optimizer.restore()
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:

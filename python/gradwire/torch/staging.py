@@ -20,31 +20,44 @@ class Staging:
         on_host: whether the codec works in host memory, as the workers of one machine do: a tensor on a GPU is then
             copied there and back.
 
-    Attributes:
-        memory: holds the tensor's values after ``fetch``.
+    Raises:
+        TypeError: the tensor's elements are not real floating-point numbers.
     """
 
     def __init__(self, tensor: torch.Tensor, *, on_host: bool = False) -> None:
-        tensor = tensor.detach()
-        self._tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        self.memory = self._tensor
-        moves = on_host and tensor.is_cuda
-        if moves or tensor.dtype not in _CODED or not self._tensor.is_contiguous():
-            dtype = tensor.dtype if tensor.dtype in _CODED else torch.float32
-            place = "cpu" if moves else self._tensor.device
-            shape = self._tensor.shape
-            self.memory = self._tensor.new_empty(shape, dtype=dtype, device=place, pin_memory=moves)
+        if not tensor.is_floating_point():
+            raise TypeError(
+                f"a tensor of {tensor.dtype} cannot be shared: only floating-point ones can; "
+                "torch.view_as_real views complex ones so"
+            )
+        self._source = tensor
+        self._copy: torch.Tensor | None = None
+        own = self._tensor
+        moves = on_host and own.is_cuda
+        if moves or own.dtype not in _CODED or not own.is_contiguous():
+            dtype = own.dtype if own.dtype in _CODED else torch.float32
+            place = "cpu" if moves else own.device
+            self._copy = own.new_empty(own.shape, dtype=dtype, device=place, pin_memory=moves)
+
+    @property
+    def _tensor(self) -> torch.Tensor:
+        """The tensor as it is now: ``Module.to`` and others give a parameter other memory."""
+        tensor = self._source.detach()
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Holds the tensor's values after ``fetch``."""
+        return self._tensor if self._copy is None else self._copy
 
     @property
     def is_rounded(self) -> bool:
         """Whether the tensor has less precision than the memory."""
-        return self.memory.dtype != self._tensor.dtype
+        return self._copy is not None and self._copy.dtype != self._source.dtype
 
     def fetch(self) -> torch.Tensor:
         """Return the memory with the tensor's values."""
-        if self.memory is not self._tensor:
-            self.memory.copy_(self._tensor)
-        return self.memory
+        return self._tensor if self._copy is None else self._copy.copy_(self._tensor)
 
     def fetch_moved(self) -> torch.Tensor:
         """Return the tensor's values, after the memory held them once and the tensor has changed since.
@@ -54,11 +67,9 @@ class Staging:
         if not self.is_rounded:
             return self.fetch()
         before = self.memory.clone()
-        rounded = before.to(self._tensor.dtype).to(before.dtype)
+        rounded = before.to(self._source.dtype).to(before.dtype)
         return self.fetch().sub_(rounded).add_(before)
 
     def store(self) -> torch.Tensor:
         """Return the tensor with the values of the memory."""
-        if self.memory is not self._tensor:
-            self._tensor.copy_(self.memory)
-        return self._tensor
+        return self._tensor if self._copy is None else self._tensor.copy_(self._copy)
