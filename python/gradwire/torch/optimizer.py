@@ -167,7 +167,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         with self._staged() as memory:
             return self.exchange.leave(*memory)
 
-    @_disable_dynamo
+    @_disable_dynamo  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of the wrapped optimiser and share it.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -127,7 +127,9 @@ class _ModelHooks:
     def __init__(
         self, optimizer: SharedOptimizer | None = None, places: Mapping[str, int] | None = None
     ) -> None:
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._find: Callable[[], SharedOptimizer | None] = lambda: None
+        if optimizer is not None:
+            self._find = weakref.ref(optimizer)
         self._places = places or {}
 
     def __reduce__(self) -> Any:
@@ -137,7 +139,7 @@ class _ModelHooks:
         self, _module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
         """Put the shared parameters into a model's state."""
-        optimizer = self._optimizer and self._optimizer()
+        optimizer = self._find()
         if optimizer is None:
             return
         shared = optimizer.shared_tensors()
@@ -148,7 +150,7 @@ class _ModelHooks:
 
     def restore(self, *_: object) -> None:
         """Let the model hold this node's parameters after a checkpoint of both was loaded in whatever order."""
-        optimizer = self._optimizer and self._optimizer()
+        optimizer = self._find()
         if optimizer is not None:
             optimizer.restore()
 
