@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradwire.transport.discovery import SEEDS_MAX
 from gradwire.transport.endpoint import HALF_OPEN_MAX, Endpoint
-from gradwire.transport.receiver import Receiver
+from gradwire.transport.receiver import SMALL_BYTES, Receiver
 from gradwire.transport.sender import SKIPPED, Sender
 from gradwire.transport.session import State
 from gradwire.transport.wire import ACK_WINDOW_RECORDS
@@ -25,7 +25,7 @@ def check(endpoint: Endpoint) -> None:
     assert set(endpoint.by_stream.values()) <= sessions
     assert set(endpoint.by_node.values()) <= sessions
     assert set(endpoint.half_open.values()) <= sessions
-    queued = sum(len(message.payload) for message in endpoint.messages)
+    queued = sum(max(len(message.payload), SMALL_BYTES) for message in endpoint.messages)
     for session in sessions:
         assert len(session._frames) <= FRAMES_MAX
         if session.receiver is not None:
@@ -44,7 +44,8 @@ def check_receiver(receiver: Receiver) -> int:
     for record, found in receiver._complete.items():
         assert receiver._consumed <= record
         assert isinstance(found, int) or record < receiver.limit, "accepted without credit"
-    return 0 if receiver._assembly is None else len(receiver._assembly.payload)
+    assembly = receiver._assembly
+    return 0 if assembly is None else max(len(assembly.payload), SMALL_BYTES)
 
 
 def check_sender(sender: Sender) -> None:

@@ -446,6 +446,17 @@ def test_a_port_in_use_is_named_in_the_error() -> None:
         Node(node.address, secret=SECRET)
 
 
+def test_the_port_is_free_after_an_error() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with pytest.raises(ValueError, match="cannot be resolved") as raised:  # and its frames are kept
+        Node(address, ["no-such-name.invalid:40123"], secret=SECRET)
+    with Node(address, secret=SECRET) as node:
+        assert node.address == address
+    assert raised.tb is not None
+
+
 def test_the_own_address_among_the_peers_is_ignored() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.bind(("127.0.0.1", 0))
@@ -459,6 +470,20 @@ def test_the_advertised_address_is_the_node_s_own() -> None:
         assert node.address == node.peer.address == "203.0.113.5:40123"
 
 
+def test_an_advertised_name_is_resolved_for_the_others() -> None:
+    with Node("127.0.0.1:0", secret=SECRET, advertise="localhost:40123") as node:
+        assert node.address == "127.0.0.1:40123"
+
+
+def test_waiting_for_ever_is_allowed() -> None:
+    one, two = connected(2)
+    threading.Timer(0.1, lambda: one.publish(b"late")).start()
+    assert [bytes(each.payload) for each in two.receive(float("inf"))] == [b"late"]
+    assert one.drain(float("inf"))
+    one.close(float("inf"))
+    two.close()
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -468,6 +493,9 @@ def test_the_advertised_address_is_the_node_s_own() -> None:
         {"network_mask": "300.0.0.0/8", "bind": "0.0.0.0:0"},
         {"network_mask": "203.0.113.0/24", "bind": "0.0.0.0:0"},
         {"advertise": "somewhere"},
+        {"advertise": "no-such-name.invalid:40123"},
+        {"peers": ["two..dots:40123"]},
+        {"peers": ["127.0.0.1:0"]},
         {"on_lag": "hope"},
         {"on_lag": "coalesce"},
         {"node_id": -1},
@@ -486,6 +514,8 @@ def test_arguments_that_cannot_work_are_refused_at_once(options: dict[str, objec
         {"node_id": 1.5},
         {"limits": {}},
         {"limits": 5},
+        {"peers": [("127.0.0.1", 40123)]},
+        {"advertise": 40123},
     ],
 )
 def test_arguments_of_the_wrong_kind_are_refused_at_once(options: dict[str, object]) -> None:

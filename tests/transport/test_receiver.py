@@ -143,6 +143,16 @@ def test_a_message_waits_until_the_budget_has_room_and_no_credit_is_granted_mean
     assert len(feed.got) == 2
 
 
+def test_empty_messages_use_up_the_budget_by_the_memory_of_their_objects() -> None:
+    feed = Feed(budget_bytes=10_000)
+    for record in records(*[b""] * 60):
+        feed.feed(record)
+    assert len(feed.got) == 10
+    feed.budget.give_back(*[0] * 10)
+    feed.receiver.consume()
+    assert len(feed.got) == 20
+
+
 def test_a_message_larger_than_the_budget_is_taken_when_nothing_else_is_there() -> None:
     feed = Feed(budget_bytes=1_000)
     for record in records(bytes(5_000), bytes(5_000)):

@@ -93,3 +93,20 @@ def test_a_peer_of_another_version_is_logged(caplog: pytest.LogCaptureFixture) -
     [line] = caplog.messages
     assert line.startswith(f"an INIT from {host}:{port} gets no answer")
     assert f"version {VERSION + 1} of the transport, this node version {VERSION}" in line
+
+
+def test_a_third_node_logs_that_two_others_have_the_same_node_id(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET, node_id=1) as one,
+        gw.Node("127.0.0.1:0", [one.address], secret=SECRET, node_id=2) as older,
+    ):
+        older.wait_for_peers(1, timeout_s=5.0)
+        until(lambda: time.time_ns() // 1_000_000 > older.peer.incarnation)
+        with gw.Node("127.0.0.1:0", [one.address], secret=SECRET, node_id=2) as newer:
+            newer.wait_for_peers(1, timeout_s=5.0)
+            until(lambda: bool(caplog.messages))
+    line = caplog.messages[0]
+    assert line.startswith(f"an INIT from {older.address} gets no answer: its node_id, 2, is that")
+    assert f"at {newer.address}: give every node its own" in line

@@ -63,9 +63,7 @@ def mesh(count: int) -> list[Node]:
     nodes: list[Node] = []
     for _ in range(count):
         seeds = [node.address for node in nodes]
-        nodes.append(
-            Node("127.0.0.1:0", seeds, secret=SECRET, limits=LIMITS, switch_interval_s=None)
-        )
+        nodes.append(Node("127.0.0.1:0", seeds, secret=SECRET, limits=LIMITS))
     for node in nodes:
         node.wait_for_peers(count - 1, timeout_s=10.0)
     return nodes

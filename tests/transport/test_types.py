@@ -30,6 +30,11 @@ def test_limits_without_which_nothing_moves_are_refused(name: str, value: float)
         Limits(**{name: value})  # type: ignore[arg-type]
 
 
+def test_limits_in_bytes_are_whole_numbers() -> None:
+    with pytest.raises(TypeError, match="integer"):
+        Limits(datagram_bytes=1200.5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "limits",
     [

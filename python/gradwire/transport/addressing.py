@@ -30,13 +30,15 @@ def format_address(address: Address) -> str:
 
 def parse_address(text: str) -> Address:
     """Parse "host:port" or "[v6]:port"; raise `ValueError` unless the port is a number from 0 to 65,535."""
+    if not isinstance(text, str):
+        raise TypeError(f'an address is text such as "10.1.1.7:40123", not {text!r}')
     host, separator, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
         raise ValueError(f"address {text!r}: write an IPv6 address as [host]:port")
     if not separator or not port.isdecimal() or int(port) > 65_535:
-        raise ValueError(f"address {text!r} is not of the form host:port")
+        raise ValueError(f"address {text!r} is not of the form host:port, with a port up to 65535")
     return host, int(port)
 
 
@@ -131,13 +133,15 @@ def local_address(bound: Address, peers: Sequence[str]) -> Address:
 def resolve(text: str, like: Address) -> Address:
     """Return the numeric address of "host:port" in the family of ``like``; raise `ValueError` if there is none."""
     host, port = parse_address(text)
+    if port == 0:
+        raise ValueError(f"address {text!r} cannot be reached: its port must be from 1 to 65535")
     try:
         entries = socket.getaddrinfo(host, port, _family(like), socket.SOCK_DGRAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         hint = ""
         if (":" in host) != (":" in like[0]):
             hint = f", because this node is bound to {format_address(like)}: bind an address of the peers' IP version"
-        raise ValueError(f"peer {text!r} cannot be resolved{hint}: {error}") from error
+        raise ValueError(f"address {text!r} cannot be resolved{hint}: {error}") from error
     return str(entries[0][4][0]), port
 
 

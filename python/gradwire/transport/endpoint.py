@@ -45,7 +45,7 @@ SLEEP_S: Final = 1.0
 CREDIT_FLOOR_RECORDS: Final = 4
 HALF_OPEN_MAX: Final = 256
 NEVER_S: Final = float("inf")
-DUPLICATE: Final = "it has this node's own node_id, {}: give every node its own"
+DUPLICATE: Final = "its node_id, {}, is that of {}: give every node its own"
 
 
 class Endpoint:
@@ -127,7 +127,7 @@ class Endpoint:
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether `publish` would take a message of this size now."""
-        return self.log.used_bytes + self.sealer.wire_bytes(nbytes) <= self.log.limit_bytes
+        return self.log.has_room(self.sealer.wire_bytes(nbytes), self.sealer.records_of(nbytes))
 
     def publish(self, payload: memoryview, tag: int, to: Peer | None, now_s: float) -> Ticket:
         """Seal a message and queue it for all connected peers, or for one; see `Node.publish`."""
@@ -176,7 +176,7 @@ class Endpoint:
         """Return and forget the messages received, oldest first, and release their share of the receive budget."""
         messages = list(self.messages)
         self.messages.clear()
-        self.budget.give_back(sum(len(message.payload) for message in messages))
+        self.budget.give_back(*(len(message.payload) for message in messages))
         if self.budget.has_waiting and messages:
             self.budget.has_waiting = False
             for session in self.sessions.values():
@@ -317,24 +317,31 @@ class Endpoint:
     def _is_acceptable(self, remote: wire.Introduction, address: Address, now_s: float) -> bool:
         if remote.node_id == self.node_id:
             if remote.incarnation != self.incarnation:
-                self.handshakes.rejected.note(address, DUPLICATE.format(self.node_id), now_s)
+                reason = DUPLICATE.format(self.node_id, "this node")
+                self.handshakes.rejected.note(address, reason, now_s)
             own = self.sessions.get(remote.session)
             if own is not None and own.state is State.INIT_SENT and own.target is not None:
                 self.discovery.on_own(own.target, now_s)
                 self._drop(own)
             return False
         known = self.by_node.get(remote.node_id)
-        if known is not None:
-            incarnation = known.identity.incarnation
-            is_alive = now_s - known.heard_at_s < self.limits.suspect_s
-            if remote.incarnation < incarnation or (remote.incarnation == incarnation and is_alive):
-                return False
+        if known is not None and not self._is_replaced(known, remote.incarnation, now_s):
+            if remote.incarnation < known.identity.incarnation:
+                other = f"a node that started later, at {known.identity.address}"
+                reason = DUPLICATE.format(remote.node_id, other)
+                self.handshakes.rejected.note(address, reason, now_s)
+            return False
         # When both nodes have sent an INIT, that of the larger node id wins. The other handshake continues until its
         # peer has proved its presence: the INIT may be a recording.
         initiated = [
             each.address for each in self.sessions.values() if each.state is State.INIT_SENT
         ]
         return address not in initiated or self.node_id < remote.node_id
+
+    def _is_replaced(self, known: Session, incarnation: int, now_s: float) -> bool:
+        """Return whether a run of the peer's node takes the session's place: a newer one, or the same after silence."""
+        is_alive = now_s - known.heard_at_s < self.limits.suspect_s
+        return incarnation >= known.identity.incarnation + is_alive
 
     # ---- datagrams out ------------------------------------------------------------------------------------------
 
@@ -435,8 +442,7 @@ class Endpoint:
             return False
         known = self.by_node.get(peer.id)
         if known is not None:
-            is_alive = known.is_established and now_s - known.heard_at_s < self.limits.suspect_s
-            if known.identity.incarnation > peer.incarnation or (known.peer == peer and is_alive):
+            if not self._is_replaced(known, peer.incarnation, now_s):
                 return False
             reason = "restarted" if known.peer != peer else "timeout"
             known.give_up(reason, REASON_GIVEN_UP, now_s)

@@ -19,13 +19,12 @@ from .addressing import choose_address, format_address, local_address, parse_add
 from .driver import Driver, Waker, now_s
 from .endpoint import Endpoint
 from .secret import fingerprint, parse_secret
-from .types import Event, Limits, Peer, Received, Stats, Ticket, flat_view
-from .wire import ADVERTISE_BYTES_MAX
+from .types import Address, Event, Limits, Peer, Received, Stats, Ticket, flat_view
 
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.001  # by which timers may be late rather than wake the I/O thread
-SWITCH_INTERVAL_S: Final = 0.0005
+SWITCH_INTERVAL_S: Final = 0.0005  # with Python's 5 ms, a busy main thread starves the I/O thread
 CLOSE_LINGER_S: Final = 0.5
 MISSING_LOG_S: Final = 3.0  # whoever waits longer for peers gets a log entry about the missing ones
 
@@ -42,14 +41,13 @@ class Node:
         secret: the cluster secret, 32 random bytes or their hex or base64 form, or the path (`pathlib.Path`) of a file
             with one of the three; by default that of GRADWIRE_SECRET, or in the file that GRADWIRE_SECRET_FILE names.
         network_mask: such as "10.1.1.0/24"; the one local address inside it is used.
-        advertise: "host:port" under which others reach this node, where that differs (NAT, containers, clouds).
+        advertise: "host:port" under which others reach this node, where that differs (NAT, containers, clouds); a name
+            is resolved on this machine.
         limits: bounds and timers.
         node_id: identity, 64 bits; by default random. Two live nodes must not share one.
         on_lag: reaction to a peer that stops acknowledging: "block" (the send log fills, `publish` raises
             `WouldBlock`) or "evict" (the peer is dropped after ``limits.lag_s``).
         offload: use GSO and GRO where the system has them.
-        switch_interval_s: upper bound for `sys.setswitchinterval`, without which a busy main thread starves the I/O
-            thread (28 instead of 350 MB/s); None leaves the interval alone.
 
     Attributes:
         address: the "host:port" at which others can reach this node.
@@ -85,7 +83,6 @@ class Node:
         node_id: int | None = None,
         on_lag: str = "block",
         offload: bool = True,
-        switch_interval_s: float | None = SWITCH_INTERVAL_S,
     ) -> None:
         if on_lag not in ("block", "evict"):
             raise ValueError(f'on_lag is {on_lag!r}; it must be "block" or "evict"')
@@ -95,24 +92,23 @@ class Node:
             raise ValueError(f"peers is the text {peers!r}; it must be a list of addresses")
         if node_id is not None and not 0 <= operator.index(node_id) < 1 << 64:
             raise ValueError(f"node_id is {node_id}; it must fit 64 bits")
-        if advertise is not None:
-            parse_address(advertise)
-            if len(advertise) > ADVERTISE_BYTES_MAX:
-                raise ValueError(
-                    f"advertise has {len(advertise)} characters, at most {ADVERTISE_BYTES_MAX} are allowed"
-                )
         key = parse_secret(secret)
         self._secret_name = f"the secret with fingerprint {fingerprint(key)}"
-        seeds = list(peers)
-        self._driver = Driver(choose_address(parse_address(bind), network_mask), offload=offload)
-        self.address = advertise or format_address(local_address(self._driver.address, seeds))
+        chosen = choose_address(parse_address(bind), network_mask)
+        # Everything that can fail comes before the socket, which an error would leave bound.
+        seeds = [resolve(seed, like=chosen) for seed in peers]
+        advertised = "" if advertise is None else format_address(resolve(advertise, like=chosen))
+        self._driver = Driver(chosen, offload=offload)
+        self.address = advertised or format_address(
+            local_address(self._driver.address, [*map(format_address, seeds)])
+        )
         self._endpoint = Endpoint(
             key,
             now_s(),
             node_id=secrets.randbits(64) if node_id is None else node_id,
             incarnation=time.time_ns() // 1_000_000,
             limits=limits,
-            advertise=advertise or "",
+            advertise=advertised,
             on_lag=on_lag,
             name=f"{self.address} (with {self._secret_name})",
         )
@@ -128,9 +124,9 @@ class Node:
         self._process = os.getpid()
         self._is_closed = False
         self._sleeps_until_s = 0.0
-        self._add_seeds(seeds)
-        if switch_interval_s is not None and sys.getswitchinterval() > switch_interval_s:
-            sys.setswitchinterval(switch_interval_s)
+        for seed in seeds:
+            self._connect(seed)
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread = threading.Thread(target=self._run, name="gradwire-io", daemon=True)
         self._thread.start()
 
@@ -169,12 +165,9 @@ class Node:
             state = "closed" if self._is_closed else f"{len(self._endpoint.peers)} peers"
         return f"<gradwire.Node {self.names.get(self.id, f'{self.id:016x}')} at {self.address}, {state}>"
 
-    def _add_seeds(self, seeds: list[str]) -> None:
-        own = {self.address, format_address(self._driver.address)}
-        for seed in seeds:
-            address = resolve(seed, like=self._driver.address)
-            if seed not in own and format_address(address) not in own:
-                self._endpoint.connect(address)
+    def _connect(self, address: Address) -> None:
+        if format_address(address) != self.address and address != self._driver.address:
+            self._endpoint.connect(address)
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -197,8 +190,9 @@ class Node:
             ValueError: not an address, or its name cannot be resolved.
         """
         self._check_open()
+        resolved = resolve(address, like=self._driver.address)
         with self._lock:
-            self._add_seeds([address])
+            self._connect(resolved)
         self._waker.wake()
 
     def wait_for_peers(self, count: int, timeout_s: float) -> tuple[Peer, ...]:
@@ -378,7 +372,8 @@ class Node:
             return is_done()
         self._awaited.append(is_done)
         try:
-            self._changed.wait_for(lambda: self._is_closed or is_done(), timeout_s)
+            longest_s = min(timeout_s, threading.TIMEOUT_MAX)
+            self._changed.wait_for(lambda: self._is_closed or is_done(), longest_s)
         finally:
             self._awaited.remove(is_done)
         self._check_open()

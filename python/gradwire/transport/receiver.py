@@ -25,6 +25,7 @@ from .wire import (
 )
 
 NEVER_S: Final = float("inf")
+SMALL_BYTES: Final = 1_000  # what a smaller message counts for: its Python objects take 650 bytes
 ACK_DELAY_S: Final = 0.0005
 ACK_EVERY_BYTES: Final = 300_000  # one ACK per record would cost more than the data
 
@@ -39,17 +40,18 @@ class ReceiveBudget:
     used_bytes: int = 0
     has_waiting: bool = False  # some message waits for its share
 
-    def take(self, nbytes: int, *, may_wait: bool = True) -> bool:
-        """Reserve bytes for a message; return False when the message has to wait."""
-        if may_wait and self.used_bytes and self.used_bytes + nbytes > self.limit_bytes:
+    def take(self, message_bytes: int, *, may_wait: bool = True) -> bool:
+        """Reserve memory for a message; return False when the message has to wait."""
+        used_bytes = self.used_bytes + max(message_bytes, SMALL_BYTES)
+        if may_wait and self.used_bytes and used_bytes > self.limit_bytes:
             self.has_waiting = True
             return False
-        self.used_bytes += nbytes
+        self.used_bytes = used_bytes
         return True
 
-    def give_back(self, nbytes: int) -> None:
-        """Release bytes: the message was handed over or given up."""
-        self.used_bytes -= nbytes
+    def give_back(self, *message_bytes: int) -> None:
+        """Release the memory of messages that were handed over or given up."""
+        self.used_bytes -= sum(max(nbytes, SMALL_BYTES) for nbytes in message_bytes)
 
 
 class Partial:

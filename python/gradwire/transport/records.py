@@ -16,6 +16,7 @@ from . import wire
 from .crypto import KeyChain
 from .wire import HEADER_BYTES, RECORD_META_BYTES
 
+OBJECT_BYTES: Final = 1_400  # memory of the Python objects of a record and its ticket
 FRAGMENT_INDICES: Final = np.arange(wire.FRAGMENTS_MAX, dtype=np.uint8)
 
 
@@ -66,19 +67,21 @@ class SendLog:
         self._records: dict[int, Record] = {}
         self.get = self._records.get  # not a method of its own: called once per record and peer
 
-    def __len__(self) -> int:
-        return len(self._records)
+    def has_room(self, wire_bytes: int, records: int) -> bool:
+        """Return whether a message fits; an empty log takes any."""
+        used_bytes = self.used_bytes + wire_bytes + records * OBJECT_BYTES
+        return not self.used_bytes or used_bytes <= self.limit_bytes
 
     def append(self, record: Record) -> None:
         """Keep a record; its number must be ``head``."""
         self._records[record.number] = record
-        self.used_bytes += record.nbytes
+        self.used_bytes += record.nbytes + OBJECT_BYTES
         self.head += 1
 
     def release_below(self, number: int) -> None:
         """Drop the records below ``number``: every peer has them or will never get them."""
         for released in range(self.base, number):
-            self.used_bytes -= self._records.pop(released).nbytes
+            self.used_bytes -= self._records.pop(released).nbytes + OBJECT_BYTES
         self.base = max(self.base, number)
 
 
@@ -106,7 +109,7 @@ class Sealer:
         return max(1, -(-message_bytes // self._chunk_bytes))
 
     def wire_bytes(self, message_bytes: int) -> int:
-        """Return the bytes that a message takes in the log."""
+        """Return the bytes of a message's datagrams."""
         sealed_bytes = message_bytes + self.records_of(message_bytes) * self._overhead_bytes
         return sealed_bytes + -(-sealed_bytes // self._fragment_bytes) * HEADER_BYTES
 

@@ -84,9 +84,9 @@ class Limits:
     """Bounds and timers of a node."""
 
     message_bytes_max: int = 64 << 20  #: a larger message raises `TooLarge`
-    #: bytes kept until every recipient has acknowledged them; when they are used up, `publish` raises `WouldBlock`
+    #: memory for messages that some recipient has not acknowledged; when it is used up, `publish` raises `WouldBlock`
     send_log_bytes: int = 160 << 20
-    receive_bytes: int = 128 << 20  #: bytes of messages in assembly or waiting for the caller
+    receive_bytes: int = 128 << 20  #: memory for messages in assembly or waiting for the caller
     window_bytes: int = 16 << 20  #: credit granted to all sending peers together
     #: UDP payload of a full data datagram. The default passes every path; raise it, up to the MTU less 28 bytes
     #: (IPv4) or 48 (IPv6), on all nodes of a network that carries larger packets
@@ -105,8 +105,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Refuse limits that are out of range or contradict each other."""
-        for name in ("message_bytes_max", "send_log_bytes", "receive_bytes", "window_bytes"):
-            operator.index(getattr(self, name))
+        for name, value in vars(self).items():
+            if "bytes" in name:
+                operator.index(value)
         low, high = DATAGRAM_BYTES_MIN, DATAGRAM_BYTES_MAX
         message_bytes = self.message_bytes_max
         twice = f"at least twice message_bytes_max ({message_bytes})"
@@ -173,8 +174,8 @@ class Stats:
     stray_datagrams: int = 0  #: datagrams dropped because they belong to no session
     handshakes_refused: int = 0  #: INIT datagrams dropped, those made with another secret included
     kernel_drops: int = 0  #: datagrams that did not fit into the socket's receive buffer
-    send_log_bytes: int = 0  #: bytes held for peers that have not acknowledged them
-    receive_queue_bytes: int = 0  #: bytes of messages in assembly or waiting for the caller
+    send_log_bytes: int = 0  #: memory held for peers that have not acknowledged it
+    receive_queue_bytes: int = 0  #: memory of the messages in assembly or waiting for the caller
     socket: SocketStats = field(default_factory=SocketStats)  #: as the system provides it
     peers: tuple[PeerStats, ...] = ()  #: the state of the path to each peer
 

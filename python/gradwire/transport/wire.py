@@ -33,7 +33,6 @@ DATAGRAM_BYTES_MAX: Final = 9_000 + HEADER_BYTES
 
 INIT_BYTES: Final = 256  # padded; no RESPONSE is larger, so a node amplifies no traffic
 MAC1_BYTES: Final = 16  # at the end of both handshake datagrams
-ADVERTISE_BYTES_MAX: Final = 64
 CONTROL_PLAINTEXT_MAX: Final = 1_200 - HEADER_BYTES - TAG_BYTES
 ACK_WINDOW_RECORDS: Final = 1_024  # records that the bitmap of one ACK can describe
 ACK_PARTIALS_MAX: Final = 100
