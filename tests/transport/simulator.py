@@ -270,7 +270,7 @@ class Simulator:
 
     def _send_all(self, host: Host, transmits: list[Transmit]) -> None:
         for transmit in transmits:
-            data = transmit.data()
+            data = b"".join(transmit.slices)
             step = transmit.segment_bytes or len(data)
             for start in range(0, len(data), step):
                 self.send(host.address, transmit.address, data[start : start + step])

@@ -190,7 +190,8 @@ EPOCH = 1 << crypto.EPOCH_BITS
 
 
 def chain(first_record: int = 0, seed: int = 1) -> crypto.KeyChain:
-    return crypto.KeyChain.generate(first_record, random.Random(seed).randbytes)
+    entropy = random.Random(seed).randbytes
+    return crypto.KeyChain(entropy(16), entropy(12), first_record)
 
 
 def seal(keys: crypto.KeyChain, record: int, text: bytes = b"text") -> bytes:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.transport.discovery import OWN_S, RETRY_MAX_S, SEEDS_MAX, Discovery, members_frames
-from gradwire.transport.wire import CONTROL_PLAINTEXT_MAX, encode_frame
+from gradwire.transport.discovery import OWN_S, RETRY_MAX_S, SEEDS_MAX, Discovery
 
 SEED = ("10.0.0.1", 5)
 NEVER = float("inf")
@@ -19,19 +18,18 @@ def discovery() -> Discovery:
 
 
 def test_a_seed_is_due_until_it_is_connected(discovery: Discovery) -> None:
-    assert discovery.due(1.0, set(), set()) == [SEED]
-    assert discovery.due(1.0, set(), set()) == []
-    assert discovery.due(2.0, {SEED}, set()) == []
-    discovery.on_lost(SEED, 3.0)
-    assert discovery.next_at_s(set(), set()) == 3.1
-    assert discovery.due(3.2, set(), set()) == [SEED]
+    assert discovery.due(1.0, set(), set()) == ([SEED], 1.1)
+    assert discovery.due(1.0, set(), set()) == ([], 1.1)
+    assert discovery.due(2.0, {SEED}, set()) == ([], NEVER)
+    discovery.on_ended(SEED, 3.0, is_answered=True)
+    assert discovery.due(3.0, set(), set()) == ([], 3.1)
+    assert discovery.due(3.2, set(), set()) == ([SEED], 3.2 + 0.1)
 
 
 def test_a_node_connected_at_another_address_is_not_tried_again(discovery: Discovery) -> None:
     discovery.on_identified(SEED, 77)
-    assert discovery.due(1.0, set(), {77}) == []
-    assert discovery.next_at_s(set(), {77}) == NEVER
-    assert discovery.due(1.0, set(), set()) == [SEED]
+    assert discovery.due(1.0, set(), {77}) == ([], NEVER)
+    assert discovery.due(1.0, set(), set())[0] == [SEED]
 
 
 def test_the_own_address_is_tried_again_once_a_minute_in_case_it_was_an_echo(
@@ -40,8 +38,8 @@ def test_the_own_address_is_tried_again_once_a_minute_in_case_it_was_an_echo(
     assert discovery.seeds() == [SEED]
     discovery.on_own(SEED, 1.0)
     assert discovery.seeds() == []
-    assert discovery.due(1.0 + OWN_S - 0.1, set(), set()) == []
-    assert discovery.due(1.0 + OWN_S + 0.1, set(), set()) == [SEED]
+    assert discovery.due(1.0 + OWN_S - 0.1, set(), set()) == ([], 1.0 + OWN_S)
+    assert discovery.due(1.0 + OWN_S + 0.1, set(), set())[0] == [SEED]
     discovery.on_identified(SEED, 77)
     assert discovery.seeds() == [SEED]
 
@@ -51,9 +49,9 @@ def test_a_learned_address_is_dropped_after_one_failed_attempt_and_a_seed_is_not
 ) -> None:
     discovery.add(("10.0.0.2", 5), is_learned=True)
     for address in list(discovery):
-        discovery.on_no_answer(address, 1.0)
+        discovery.on_ended(address, 1.0, is_answered=False)
     assert list(discovery) == [SEED]
-    assert discovery.next_at_s(set(), set()) == 1.0 + RETRY_MAX_S
+    assert discovery.due(1.0, set(), set()) == ([], 1.0 + RETRY_MAX_S)
 
 
 def test_only_seeds_without_a_connection_count_as_unanswered(discovery: Discovery) -> None:
@@ -70,11 +68,3 @@ def test_the_number_of_addresses_is_bounded() -> None:
     for port in range(10 * SEEDS_MAX):
         discovery.add(("10.0.0.1", port), is_learned=True)
     assert len(list(discovery)) == SEEDS_MAX
-
-
-@pytest.mark.parametrize("count", [0, 1, 5, 32, 33, 256])
-def test_all_members_are_named_in_frames_that_fit_a_datagram(count: int) -> None:
-    addresses = [f"[2001:db8:1111:2222:3333:4444:5555:{index:04x}]:65535" for index in range(count)]
-    frames = members_frames(addresses)
-    assert [address for frame in frames for address in frame.addresses] == addresses
-    assert all(len(encode_frame(frame)) <= CONTROL_PLAINTEXT_MAX for frame in frames)

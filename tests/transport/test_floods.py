@@ -30,7 +30,7 @@ def init_of(simulator: Simulator, node_id: int, **options: object) -> bytes:
     host.endpoint.connect(("nowhere", 1))
     [transmit] = host.endpoint.poll(simulator.now_s)
     del simulator.hosts[host.address]
-    return transmit.data()
+    return b"".join(transmit.slices)
 
 
 def address_of(number: int) -> tuple[str, int]:

@@ -54,7 +54,7 @@ def test_fresh_inits_are_limited_in_number_and_the_answers_are_no_larger() -> No
         member = simulator.add("member", node_id=index + 10)
         member.endpoint.connect(target.address)
         for transmit in member.endpoint.poll(simulator.now_s):
-            data = transmit.data()
+            data = b"".join(transmit.slices)
             received += len(data)
             target.endpoint.receive(memoryview(data), len(data), (f"h{index}", 1), simulator.now_s)
         for _ in range(2):

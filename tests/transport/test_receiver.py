@@ -29,7 +29,7 @@ ACK_DELAY_S = 0.0005
 
 
 def keys() -> KeyChain:
-    return KeyChain.generate(0, random.Random(1).randbytes)
+    return KeyChain(bytes(range(16)), bytes(range(12)), 0)
 
 
 class Feed:

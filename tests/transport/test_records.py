@@ -26,7 +26,7 @@ SIZES = [DATAGRAM_BYTES_MIN, 1_200, 1_472, 8_972, DATAGRAM_BYTES_MAX]
 
 
 def keys() -> KeyChain:
-    return KeyChain.generate(0, random.Random(1).randbytes)
+    return KeyChain(bytes(range(16)), bytes(range(12)), 0)
 
 
 def seal(payload: bytes, number: int = 7, datagram_bytes: int = 1_200) -> list[Record]:

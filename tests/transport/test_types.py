@@ -82,4 +82,4 @@ def test_a_buffer_that_is_not_contiguous_is_refused_with_the_remedy() -> None:
 
 def test_a_transmission_joins_its_slices() -> None:
     transmit = Transmit(("10.0.0.1", 5), [b"1234", memoryview(b"56")], 4)
-    assert (transmit.nbytes, transmit.data()) == (6, b"123456")
+    assert (transmit.nbytes, b"".join(transmit.slices)) == (6, b"123456")

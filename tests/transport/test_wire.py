@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.transport import wire
+from gradwire.transport.endpoint import MEMBERS_PER_FRAME
 
 RECORD = st.integers(0, wire.RECORD_NUMBER_MAX)
 BYTE = st.integers(0, 255)
@@ -142,3 +143,8 @@ def test_a_run_of_neighbouring_fragments_ends_with_the_record(
     batch += b"".join(datagram(index, 8) for index in range(others))
     most = count + others
     assert wire.run_length(memoryview(batch), 0, segment_bytes, first, most) == count
+
+
+def test_a_frame_of_members_with_the_longest_addresses_fits_a_datagram() -> None:
+    longest = wire.Members(("x" * ADVERTISED_BYTES_MAX,) * MEMBERS_PER_FRAME)
+    assert len(wire.encode_frame(longest)) <= wire.CONTROL_PLAINTEXT_MAX

@@ -208,11 +208,6 @@ class KeyChain:
         self._newest = first_record >> EPOCH_BITS
         self._epochs = {self._newest: _EpochKey(key, iv)}
 
-    @classmethod
-    def generate(cls, first_record: int, entropy: Entropy) -> KeyChain:
-        """Return a chain that begins with a fresh key, in the epoch of ``first_record``."""
-        return cls(entropy(KEY_BYTES), entropy(IV_BYTES), first_record)
-
     def key_of(self, record: int) -> tuple[bytes, bytes]:
         """Return (key, iv) of a record's epoch."""
         epoch_key = self._epoch_key(record)

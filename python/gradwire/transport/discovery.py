@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from .types import Address
-from .wire import MEMBERS_MAX, Members
 
 RETRY_FIRST_S: Final = 0.1
 RETRY_MAX_S: Final = 2.0  # a seed that starts late is found within this time
@@ -15,7 +14,6 @@ ATTEMPT_S: Final = 10.0  # after this a new ephemeral key is used
 SEEDS_MAX: Final = 256
 OWN_S: Final = 60.0  # an INIT of ours that comes back may be somebody's echo, so it is sent again after this time
 GOSSIP_S: Final = 1.0
-MEMBERS_BYTES_MAX: Final = 1_100
 
 
 @dataclass(slots=True)
@@ -52,17 +50,16 @@ class Discovery:
         missing = {seed.address for seed in self._unconnected(connected, node_ids)}
         return [address for address in self.seeds() if address in missing]
 
-    def due(self, now_s: float, connected: set[Address], node_ids: set[int]) -> list[Address]:
-        """Return the addresses to start a handshake with now."""
-        found = [s for s in self._unconnected(connected, node_ids) if now_s >= s.next_at_s]
+    def due(
+        self, now_s: float, connected: set[Address], node_ids: set[int]
+    ) -> tuple[list[Address], float]:
+        """Return the addresses to start a handshake with now, and when to ask again; infinity if never."""
+        missing = self._unconnected(connected, node_ids)
+        found = [seed for seed in missing if now_s >= seed.next_at_s]
         for seed in found:
             seed.next_at_s = now_s + RETRY_FIRST_S
-        return [seed.address for seed in found]
-
-    def next_at_s(self, connected: set[Address], node_ids: set[int]) -> float:
-        """Return the time at which `due` will next return something; infinity if never."""
-        times = (seed.next_at_s for seed in self._unconnected(connected, node_ids))
-        return min(times, default=float("inf"))
+        next_at_s = min((seed.next_at_s for seed in missing), default=float("inf"))
+        return [seed.address for seed in found], next_at_s
 
     def _unconnected(self, connected: set[Address], node_ids: set[int]) -> list[Seed]:
         others = (seed for seed in self._seeds.values() if seed.address not in connected)
@@ -78,22 +75,10 @@ class Discovery:
         if seed := self._seeds.get(address):
             seed.next_at_s, seed.is_own = now_s + OWN_S, True
 
-    def on_no_answer(self, address: Address, now_s: float) -> None:
-        """Note that an attempt at this address failed: wait longer, or drop an address that a peer had named."""
+    def on_ended(self, address: Address, now_s: float, *, is_answered: bool) -> None:
+        """Note that a connection ended, or an attempt failed: try again later, or drop an address that a peer named."""
         if seed := self._seeds.get(address):
-            seed.next_at_s = now_s + RETRY_MAX_S
-            if seed.is_learned:
+            wait_s = RETRY_FIRST_S if is_answered else RETRY_MAX_S
+            seed.node_id, seed.next_at_s = None, max(seed.next_at_s, now_s + wait_s)
+            if seed.is_learned and not is_answered:
                 del self._seeds[address]
-
-    def on_lost(self, address: Address, now_s: float) -> None:
-        """Note that the connection to this address ended; try again a little later."""
-        if seed := self._seeds.get(address):
-            seed.node_id, seed.next_at_s = None, max(seed.next_at_s, now_s + RETRY_FIRST_S)
-
-
-def members_frames(addresses: list[str]) -> list[Members]:
-    """Return the frames that name these addresses, each small enough for one datagram."""
-    longest = max(map(len, addresses), default=0)
-    count = min(MEMBERS_MAX, MEMBERS_BYTES_MAX // (1 + longest))
-    starts = range(0, len(addresses), count)
-    return [Members(tuple(addresses[start : start + count])) for start in starts]

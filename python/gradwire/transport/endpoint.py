@@ -15,12 +15,12 @@ from typing import Final
 from ..errors import Closed, NotConnected, TooLarge, WouldBlock
 from . import wire
 from .addressing import format_address, parse_address
-from .crypto import AuthenticationError, Entropy, KeyChain, Mac1
-from .discovery import GOSSIP_S, Discovery, members_frames
+from .crypto import IV_BYTES, KEY_BYTES, AuthenticationError, Entropy, KeyChain, Mac1
+from .discovery import GOSSIP_S, Discovery
 from .handshake import IncomingHandshakes
 from .receiver import ReceiveBudget
 from .records import Sealer, SendLog
-from .session import REASON_GIVEN_UP, Session, State
+from .session import Session, State
 from .types import (
     Address,
     Event,
@@ -44,6 +44,9 @@ HOUSEKEEPING_S: Final = 0.1
 SLEEP_S: Final = 1.0
 CREDIT_FLOOR_RECORDS: Final = 4
 HALF_OPEN_MAX: Final = 256
+MEMBERS_PER_FRAME: Final = (
+    16  # addresses have at most 64 characters, and a frame must fit into a datagram
+)
 NEVER_S: Final = float("inf")
 DUPLICATE: Final = "its node_id, {}, is that of {}: give every node its own"
 
@@ -83,7 +86,7 @@ class Endpoint:
         self.counters = Stats()
         self.budget = ReceiveBudget(self.limits.receive_bytes)
         self.stream = int.from_bytes(entropy(4), "little")
-        self.keys = KeyChain.generate(first_record, entropy)
+        self.keys = KeyChain(entropy(KEY_BYTES), entropy(IV_BYTES), first_record)
         self.log = SendLog(self.limits.send_log_bytes, first_record)
         self.sealer = Sealer(self.keys, self.stream, self.limits.datagram_bytes)
         self.discovery = Discovery()
@@ -386,9 +389,9 @@ class Endpoint:
         self._connect_at_s = NEVER_S
         if self.is_closing:
             return
-        for address in self.discovery.due(now_s, *self._connected()):
+        addresses, self._connect_at_s = self.discovery.due(now_s, *self._connected())
+        for address in addresses:
             self._new_session(address, now_s).start_initiator(now_s)
-        self._connect_at_s = self.discovery.next_at_s(*self._connected())
 
     def _connected(self) -> tuple[set[Address], set[int]]:
         """Return the addresses and node ids that need no INIT. A half-open session's peer may be a recording."""
@@ -404,7 +407,7 @@ class Endpoint:
             session.resume(now_s)
             is_late = now_s - session.progress_at_s > self.limits.lag_s
             if self._evicts and session.pending and is_late:
-                session.give_up("lagging", REASON_GIVEN_UP, now_s)
+                session.give_up("lagging", now_s)
         if now_s >= self._gossip_at_s and sessions:
             self._gossip_at_s = now_s + GOSSIP_S
             self._introduce_others(sessions[int(now_s / GOSSIP_S) % len(sessions)])
@@ -412,8 +415,8 @@ class Endpoint:
     def _introduce_others(self, session: Session) -> None:
         others = [other for other in self._up_sessions() if other is not session]
         addresses = [other.advertised or format_address(other.address) for other in others]
-        for frame in members_frames(addresses):
-            session.send_frame(frame)
+        for start in range(0, len(addresses), MEMBERS_PER_FRAME):
+            session.send_frame(wire.Members(tuple(addresses[start : start + MEMBERS_PER_FRAME])))
 
     # ---- called by the sessions --------------------------------------------------------------------------------------
 
@@ -445,12 +448,12 @@ class Endpoint:
             if not self._is_replaced(known, peer.incarnation, now_s):
                 return False
             reason = "restarted" if known.peer != peer else "timeout"
-            known.give_up(reason, REASON_GIVEN_UP, now_s)
+            known.give_up(reason, now_s)
         for other in list(self.sessions.values()):
             if other is session or other.address != session.address:
                 continue
             if other.is_established:
-                other.give_up("restarted", REASON_GIVEN_UP, now_s)
+                other.give_up("restarted", now_s)
             elif other.state is State.INIT_SENT:
                 self._drop(other)
         self.by_node[peer.id] = session
@@ -489,13 +492,11 @@ class Endpoint:
 
     def on_down(self, session: Session, reason: str, now_s: float) -> None:
         """See `Session`."""
-        if session.target is not None and session.peer is None:
-            self.discovery.on_no_answer(session.target, now_s)
         self._final_datagrams.extend(session.final_datagrams(now_s))
         self._drop(session)
-        self.discovery.on_lost(session.address, now_s)
-        if session.target is not None:
-            self.discovery.on_lost(session.target, now_s)
+        for address in {session.address, session.target or session.address}:
+            is_answered = session.peer is not None or address != session.target
+            self.discovery.on_ended(address, now_s, is_answered=is_answered)
         if session.was_up:
             undelivered = session.fail_pending()
             count = len(undelivered)

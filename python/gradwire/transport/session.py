@@ -27,7 +27,7 @@ from .crypto import (
 from .discovery import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
 from .receiver import ReceiveBudget, Receiver
 from .records import SendLog
-from .sender import Sender, Sending
+from .sender import Sender
 from .types import Address, Limits, Peer, PeerStats, Stats, Ticket, Transmit
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,6 @@ RESPONSE_INTERVAL_S: Final = RETRY_FIRST_S / 2  # a genuine INIT is repeated hal
 NEVER_S: Final = float("inf")
 
 REASON_LEFT: Final = 0
-REASON_DUPLICATE: Final = 1
 REASON_GIVEN_UP: Final = 2
 
 
@@ -190,7 +189,7 @@ class Session:
         self.heard_at_s = self._began_at_s = now_s
         self.touch()
         if not self._endpoint.on_identified(self, now_s):
-            self.give_up("duplicate", REASON_DUPLICATE, now_s)
+            self.give_up("duplicate", now_s)
             return
         own, start = self._endpoint, self._endpoint.log.head
         self.sender = Sender(own.log, self.index, start, self.rtt, own.counters)
@@ -395,9 +394,9 @@ class Session:
         limits = self._endpoint.limits
         if self.receiver is not None and self.receiver.error:
             logger.warning("%s broke the protocol: %s", self.peer, self.receiver.error)
-            self.give_up("protocol error", REASON_GIVEN_UP, now_s)
+            self.give_up("protocol error", now_s)
         elif now_s - self.heard_at_s > limits.down_s:
-            self.give_up("timeout", REASON_GIVEN_UP, now_s)
+            self.give_up("timeout", now_s)
         elif now_s >= self._retry_at_s and self.state is State.CLOSING:
             self._retry_at_s = now_s + min(self.rtt.probe_timeout_s, CLOSE_RETRY_MAX_S)
             self._attempts += 1
@@ -412,21 +411,18 @@ class Session:
             self._send_ping(now_s)
 
     def _poll_data(self, sender: Sender, now_s: float, out: list[Transmit]) -> None:
-        probe = sender.on_timer(now_s, self.address)
-        if probe is not None:
-            self._emit(probe, out)
+        item = sender.on_timer(now_s, self.address)
+        if item is not None:
             self._send_ping(now_s)
         for _ in range(BURSTS_PER_POLL):
-            item = sender.next_item(now_s, self.address)
+            item = item or sender.next_item(now_s, self.address)
             if item is None:
                 break
-            self._emit(item, out)
-
-    def _emit(self, item: Sending, out: list[Transmit]) -> None:
-        if isinstance(item, Transmit):
-            out.append(item)
-        else:
-            self._frames.append(wire.encode_frame(item))
+            if isinstance(item, Transmit):
+                out.append(item)
+            else:
+                self._frames.append(wire.encode_frame(item))
+            item = None
 
     def _poll_control(self, now_s: float, out: list[Transmit]) -> None:
         receiver = self.receiver
@@ -474,9 +470,9 @@ class Session:
         elif self.state is not State.CLOSING:
             self.end("closed", now_s)
 
-    def give_up(self, reason: str, code: int, now_s: float) -> None:
+    def give_up(self, reason: str, now_s: float) -> None:
         """End the session from this side, with one CLOSE in case the peer still listens."""
-        self._frames = [wire.encode_frame(wire.Close(code))]
+        self._frames = [wire.encode_frame(wire.Close(REASON_GIVEN_UP))]
         self.end(reason, now_s)
 
     def final_datagrams(self, now_s: float) -> list[Transmit]:
@@ -514,7 +510,6 @@ class Session:
             rate_bytes_per_s=sender.rate.rate_bytes_per_s,
             window_bytes=sender.rate.window_bytes,
             in_flight_bytes=sender.rate.bytes_in_flight,
-            credit_records=max(0, sender.limit - sender.cursor),
             backlog_records=self._endpoint.log.head - sender.cumulative,
             loss_rate=sender.rate.loss_rate,
         )

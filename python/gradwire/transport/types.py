@@ -135,7 +135,6 @@ class PeerStats:
     rate_bytes_per_s: float  #: delivery rate of the last rounds; 0 while unknown
     window_bytes: int  #: bytes that may be in flight
     in_flight_bytes: int  #: bytes that are in flight
-    credit_records: int  #: records that the peer still accepts
     backlog_records: int  #: records that the peer has not acknowledged
     loss_rate: float  #: smoothed fraction of the bytes that were lost
 
@@ -192,10 +191,6 @@ class Transmit(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of all datagrams."""
         return sum(map(len, self.slices))
-
-    def data(self) -> bytes:
-        """Return all the datagrams, back to back."""
-        return b"".join(self.slices)
 
 
 def flat_view(buffer: object) -> memoryview:
