@@ -23,7 +23,7 @@ GENERATED = (".a", ".dll", ".dylib", ".egg", ".log", ".o", ".pyc", ".pyd", ".so"
 MODULES_MAX = {"cli": 16, "exchange": 20, "spark": 16, "torch": 16, "transport": 16}
 DEPTH_MAX = 8
 LINES_MAX = {
-    "python/gradwire/transport/": 4_050,  # 4,000 and ``Node.from_env``
+    "python/gradwire/transport/": 4_000,
     "python/gradwire/cli/doctor": 600,
     "python/gradwire/reference.py": 450,
     # What there was before, the sharded exchange, `share`, the cost model with all that reads it, Spark with feeds;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import select
 import socket
 import sys
 import threading
@@ -90,7 +91,8 @@ def test_bursts_arrive_complete_and_in_order_with_the_sender_s_address(
             sink.receive(endpoint)
     if sink.has_gro:
         assert endpoint.taken == [
-            (b"".join(burst.slices), min(SEGMENT, burst.nbytes), source.address) for burst in bursts
+            (b"".join(burst.slices), min(SEGMENT, len(burst.slices[0])), source.address)
+            for burst in bursts
         ]
     assert b"".join(batch for batch, *_ in endpoint.taken) == data
     assert {address for *_, address in endpoint.taken} == {source.address}
@@ -243,6 +245,24 @@ def waker() -> Iterator[Waker]:
 def test_a_wait_ends_with_a_datagram(driver: Driver, waker: Waker, endpoint: Batches) -> None:
     endpoint.send(driver, Transmit(driver.address, [b"x"], 1))
     started_s = now_s()
+    driver.wait(started_s + LONG_S, waker)
+    assert now_s() - started_s < LONG_S
+
+
+def test_a_wait_ends_with_a_datagram_or_a_waker_when_select_refuses_the_descriptors(
+    driver: Driver, waker: Waker, endpoint: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("filedescriptor out of range in select()")
+
+    monkeypatch.setattr(select, "select", refuse)
+    started_s = now_s()
+    waker.wake()
+    driver.wait(started_s + LONG_S, waker)
+    until_s = now_s() + 0.02
+    driver.wait(until_s, waker)
+    assert now_s() >= until_s - 1e-4, "the wake-up was used up"
+    endpoint.send(driver, Transmit(driver.address, [b"x"], 1))
     driver.wait(started_s + LONG_S, waker)
     assert now_s() - started_s < LONG_S
 

@@ -7,7 +7,7 @@ import pytest
 
 from gradwire.transport import Limits
 from gradwire.transport.addressing import format_address, parse_address
-from gradwire.transport.types import Transmit, flat_view
+from gradwire.transport.types import flat_view
 
 
 @pytest.mark.parametrize("text", ["10.0.0.1:5", "[fd00::1]:5", "host:0"])
@@ -78,8 +78,3 @@ def test_an_empty_buffer_of_any_shape_becomes_no_bytes() -> None:
 def test_a_buffer_that_is_not_contiguous_is_refused_with_the_remedy() -> None:
     with pytest.raises(TypeError, match="ascontiguousarray"):
         flat_view(np.zeros((10, 10))[:, ::2])
-
-
-def test_a_transmission_joins_its_slices() -> None:
-    transmit = Transmit(("10.0.0.1", 5), [b"1234", memoryview(b"56")], 4)
-    assert (transmit.nbytes, b"".join(transmit.slices)) == (6, b"123456")

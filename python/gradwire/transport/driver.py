@@ -196,7 +196,7 @@ class Driver:
             logger.warning(
                 "%s datagrams of %d bytes to %s (%s): %s",
                 "the system refused" if is_single else "UDP GSO was refused: sending one by one",
-                min(transmit.nbytes, transmit.segment_bytes),
+                min(len(transmit.slices[0]), transmit.segment_bytes),
                 format_address(transmit.address),
                 error.strerror,
                 SIZE_REMEDY,
@@ -204,12 +204,20 @@ class Driver:
 
     def wait(self, until_s: float, waker: Waker) -> None:
         """Sleep until a time, or until a datagram comes, the waker is used, or a full socket buffer has space again."""
-        reads = [waker.socket, self._socket]
         writes = [self._socket] if self.unsent else []
+        timeout_s = max(0.0, until_s - now_s())
         # When another thread has closed the socket, the caller notices it afterwards.
         with contextlib.suppress(OSError, ValueError):
-            if waker.socket in _wait_ready(reads, writes, max(0.0, until_s - now_s())):
-                waker.clear()
+            try:  # microseconds, where ``poll`` rounds up to milliseconds
+                ready = select.select([waker.socket, self._socket], writes, [], timeout_s)[0]
+            except ValueError:  # a descriptor is too large for ``select``
+                poller = select.poll()
+                poller.register(waker.socket, select.POLLIN)
+                poller.register(self._socket, select.POLLIN | (select.POLLOUT if writes else 0))
+                poller.poll(timeout_s * 1_000)
+                ready = [waker.socket]
+            if waker.socket in ready:
+                waker.socket.recv(4_096)
 
     def close(self) -> None:
         """Close the socket."""
@@ -220,7 +228,7 @@ class Waker:
     """Ends a `Driver.wait` in another thread."""
 
     def __init__(self) -> None:
-        self.socket, self._other = socket.socketpair()
+        self.socket, self._other = socket.socketpair()  # readable once `wake` was called
         self.socket.setblocking(False)
         self._other.setblocking(False)
 
@@ -229,27 +237,7 @@ class Waker:
         with contextlib.suppress(OSError):  # a full pipe wakes as well; a closed one has no reader
             self._other.send(b"\0")
 
-    def clear(self) -> None:
-        """Forget earlier calls of `wake`."""
-        self.socket.recv(4_096)
-
     def close(self) -> None:
         """Release the sockets."""
         self.socket.close()
         self._other.close()
-
-
-def _wait_ready(
-    reads: list[socket.socket], writes: list[socket.socket], timeout_s: float
-) -> list[socket.socket]:
-    """Return the readable sockets. ``select`` keeps microseconds where ``poll`` rounds up to milliseconds."""
-    try:
-        return select.select(reads, writes, [], timeout_s)[0]
-    except ValueError:  # a descriptor that is too large for select, or of a closed socket
-        if not hasattr(select, "poll"):
-            raise
-    poller = select.poll()
-    for each in reads:
-        poller.register(each, select.POLLIN | (select.POLLOUT if each in writes else 0))
-    ready = {descriptor for descriptor, _ in poller.poll(timeout_s * 1_000)}
-    return [each for each in reads if each.fileno() in ready]

@@ -100,7 +100,7 @@ class Endpoint:
         self._evicts = on_lag == "evict"
         self.messages: deque[Received] = deque()  # received, and not taken yet
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
-        self._final_datagrams: list[Transmit] = []
+        self.final_datagrams: list[Transmit] = []  # of sessions that have ended
         self._next_message = 0
         self._is_release_due = False
         self._started_at_s = now_s
@@ -364,13 +364,13 @@ class Endpoint:
         out: list[Transmit] = []
         for index in range(len(due)):
             out.extend(due[(self._turn + index) % len(due)].poll(now_s))
-        out.extend(self._final_datagrams)
-        self._final_datagrams.clear()
+        out.extend(self.final_datagrams)
+        self.final_datagrams.clear()
         return out
 
     def next_timeout_s(self, now_s: float) -> float | None:
         """Return the time at which to call `poll` next; None when only a datagram or the caller can change things."""
-        if self._final_datagrams:
+        if self.final_datagrams:
             return now_s
         wakes_s = [session.wake_at_s for session in self.sessions.values()]
         self._expected_at_s = at_s = min(self._connect_at_s, *wakes_s, NEVER_S)
@@ -492,7 +492,6 @@ class Endpoint:
 
     def on_down(self, session: Session, reason: str, now_s: float) -> None:
         """See `Session`."""
-        self._final_datagrams.extend(session.final_datagrams(now_s))
         self._drop(session)
         for address in {session.address, session.target or session.address}:
             is_answered = session.peer is not None or address != session.target

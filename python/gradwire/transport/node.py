@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from .. import rendezvous
-from ..errors import Closed, TransportError, WouldBlock
+from ..errors import Closed, TransportError
 from .addressing import choose_address, format_address, local_address, parse_address, resolve
 from .driver import Driver, Waker, now_s
 from .endpoint import Endpoint
@@ -282,11 +282,9 @@ class Node:
         payload = flat_view(buffer)
         self._check_open()
         with self._lock:
-            try:
-                ticket = self._endpoint.publish(payload, tag, to, now_s())
-            except WouldBlock:
+            if not self._endpoint.has_room(len(payload)):
                 self._pump()  # acknowledgements may be waiting in the socket
-                ticket = self._endpoint.publish(payload, tag, to, now_s())
+            ticket = self._endpoint.publish(payload, tag, to, now_s())
             self._driver.receive(self._endpoint)  # ACKs that make the message leave sooner
             self._transmit()
         return ticket
@@ -365,8 +363,7 @@ class Node:
 
     def _wait_for(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """Move datagrams once, then wait until the I/O thread finds that ``is_done``; return whether it is."""
-        if self._is_closed:
-            raise Closed("the node is closed")
+        self._check_open()
         self._pump()
         if is_done() or timeout_s <= 0.0:
             return is_done()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from .congestion import PTO_MAX_S, RateController, RttEstimator, Sent
+from .congestion import NEVER_S, PTO_MAX_S, RateController, RttEstimator, Sent
 from .records import Record, SendLog, lowest_bits
 from .types import Address, Stats, Transmit
 from .wire import Ack, Skip
@@ -18,8 +18,6 @@ from .wire import Ack, Skip
 PROBES_AT_FIRST: Final = 3
 # An answer this fraction of the usual round trip after the second copy was sent is an answer to the second copy.
 PLAUSIBLE: Final = 0.75
-NEVER_S: Final = float("inf")
-
 
 # Stands for the skipped records of a `Flight`.
 SKIPPED: Final = Record(-1, memoryview(b""), 0, 1, 1, 0, frozenset())

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from . import wire
 from .addressing import format_address
-from .congestion import RttEstimator
+from .congestion import NEVER_S, RttEstimator
 from .crypto import (
     PROLOGUE,
     AuthenticationError,
@@ -40,7 +40,6 @@ CLOSE_RETRY_MAX_S: Final = 0.5
 PINGS_MAX: Final = 16
 BURSTS_PER_POLL: Final = 16
 RESPONSE_INTERVAL_S: Final = RETRY_FIRST_S / 2  # a genuine INIT is repeated half as often at most
-NEVER_S: Final = float("inf")
 
 REASON_LEFT: Final = 0
 REASON_GIVEN_UP: Final = 2
@@ -72,6 +71,7 @@ class _Endpoint(Protocol):
     incarnation: int
     stream: int
     advertise: str
+    final_datagrams: list[Transmit]
 
     def wall_ms(self, now_s: float) -> int: ...
     def window_records(self) -> int: ...
@@ -475,13 +475,6 @@ class Session:
         self._frames = [wire.encode_frame(wire.Close(REASON_GIVEN_UP))]
         self.end(reason, now_s)
 
-    def final_datagrams(self, now_s: float) -> list[Transmit]:
-        """Return the control datagrams that were still queued when the session went down."""
-        out: list[Transmit] = []
-        self.receiver = None
-        self._poll_control(now_s, out)
-        return out
-
     def end(self, reason: str, now_s: float) -> None:
         """End at once, whatever the state."""
         if self.state is State.DOWN:
@@ -491,6 +484,8 @@ class Session:
             self.sender.abandon()
         if self.receiver is not None:
             self.receiver.abandon()
+            self.receiver = None
+        self._poll_control(now_s, self._endpoint.final_datagrams)
         self._endpoint.on_down(self, reason, now_s)
 
     def fail_pending(self) -> tuple[Ticket, ...]:
@@ -508,7 +503,6 @@ class Session:
             srtt_s=self.rtt.smoothed_s,
             least_rtt_s=self.rtt.minimum_s,
             rate_bytes_per_s=sender.rate.rate_bytes_per_s,
-            window_bytes=sender.rate.window_bytes,
             in_flight_bytes=sender.rate.bytes_in_flight,
             backlog_records=self._endpoint.log.head - sender.cumulative,
             loss_rate=sender.rate.loss_rate,

@@ -133,7 +133,6 @@ class PeerStats:
     srtt_s: float  #: smoothed round-trip time; 0 while unknown
     least_rtt_s: float  #: shortest round-trip time of late; 0 while unknown
     rate_bytes_per_s: float  #: delivery rate of the last rounds; 0 while unknown
-    window_bytes: int  #: bytes that may be in flight
     in_flight_bytes: int  #: bytes that are in flight
     backlog_records: int  #: records that the peer has not acknowledged
     loss_rate: float  #: smoothed fraction of the bytes that were lost
@@ -186,11 +185,6 @@ class Transmit(NamedTuple):
     # the datagrams back to back; every slice but the last holds complete datagrams of ``segment_bytes``
     slices: Sequence[memoryview | bytes]
     segment_bytes: int  # size of every datagram but the last
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all datagrams."""
-        return sum(map(len, self.slices))
 
 
 def flat_view(buffer: object) -> memoryview:
