@@ -288,9 +288,10 @@ def test_many_paths_begin_with_as_much_as_two() -> None:
 
 
 def first_bytes(paths: int) -> int:
-    limit = InFlightLimit()
-    limit.share(paths, is_first=True)
-    return limit.nbytes
+    control = RateController(RttEstimator())
+    control.share_link(paths)
+    assert control.window_bytes == control.limit.nbytes
+    return control.limit.nbytes
 
 
 def test_a_start_slows_down_as_soon_as_round_trips_grow() -> None:

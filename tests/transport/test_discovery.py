@@ -59,8 +59,8 @@ def test_only_seeds_without_a_connection_count_as_unanswered(discovery: Discover
     discovery.add(other)
     discovery.add(("10.0.0.3", 5), is_learned=True)
     discovery.on_identified(other, 77)
-    assert discovery.unanswered(set(), set()) == [SEED, other]
-    assert discovery.unanswered({SEED}, {77}) == []
+    assert discovery.seeds() == [SEED, other]
+    assert discovery.seeds({SEED}, {77}) == []
 
 
 def test_the_number_of_addresses_is_bounded() -> None:

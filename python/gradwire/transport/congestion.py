@@ -26,15 +26,15 @@ WINDOW_MIN_BYTES: Final = 16_384
 WINDOW_MAX_BYTES: Final = 1 << 28
 SHARE_MIN_BYTES: Final = 4_200
 BURST_MAX_BYTES: Final = 65_536  # a record, one system call
-BURST_S: Final = 0.0004  # of the path's rate in one burst: less than the queue of a switch
-BURST_CLEAN_S: Final = 0.004  # on a path without loss, where larger bursts save processor time
+BURST_S: Final = 0.0004  # a burst at the path's rate lasts so long: less than the queue of a switch
+BURST_CLEAN_S: Final = 0.004  # the same without loss, where larger bursts save processor time
 PACING_SLACK_S: Final = 0.001  # a late timer may catch up with this much at once
 UNPACED_LOSS: Final = 0.01
 
 STARTUP_GAIN: Final = 2.885  # 2 / ln 2: doubles the delivery rate every round trip
 PROBE_GAINS: Final = (1.25, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
-QUEUE_S: Final = 0.004  # of waiting: more than a busy receiver or a late timer adds every time
+QUEUE_S: Final = 0.004  # wait that shows a queue: a busy receiver or a late timer adds less
 LOSS_COMPENSATION_MAX: Final = 0.3
 
 
@@ -52,7 +52,7 @@ class RttEstimator:
         self._smallest: deque[tuple[float, float]] = deque()
 
     def set_guess(self, sample_s: float) -> None:
-        """Begin with a time that may be too long because it is unknown which of several datagrams was answered."""
+        """Use an estimate until the first sample: too long if the answer was to a repeated datagram."""
         if self.smoothed_s == 0.0:
             self.smoothed_s, self.variation_s = sample_s, sample_s / 2
             self._update_timeouts()
@@ -105,23 +105,15 @@ class RoundTrip:
 class InFlightLimit:
     """The most bytes that may be in flight on one path without overflowing a queue.
 
-    The delivery rate cannot tell that: a token bucket lets its savings pass at the speed of the interface, and the next
-    round trip of a sender that pauses between its messages begins with a full bucket again.
+    The delivery rate does not reveal that number: a token bucket passes its saved tokens at the speed of the interface,
+    and is full again after every pause between messages.
     """
 
     def __init__(self) -> None:
         self.nbytes = WINDOW_INITIAL_BYTES
-        self._floor_bytes = WINDOW_MIN_BYTES
+        self.floor_bytes = WINDOW_MIN_BYTES  # the limit never drops below
         self._has_overflowed = False
         self._before = RoundTrip(0.0)
-
-    def share(self, paths: int, *, is_first: bool) -> None:
-        """Divide the node's link among its paths, which may all send at once; ``is_first``: nothing was sent yet."""
-        share_bytes = WINDOW_INITIAL_ALL_BYTES // max(1, paths)
-        share_bytes = max(SHARE_MIN_BYTES, min(WINDOW_INITIAL_BYTES, share_bytes))
-        self._floor_bytes = min(WINDOW_MIN_BYTES, share_bytes)
-        if is_first:
-            self.nbytes = share_bytes
 
     def on_round_trip(self, last: RoundTrip, shortest_s: float, now_s: float) -> bool:
         """Adapt the limit to a round trip that has ended; return whether a queue has overflowed."""
@@ -138,7 +130,7 @@ class InFlightLimit:
             arriving = 1.0 - min(lost_share, LOSS_COMPENSATION_MAX)
             needed_bytes = min(rate * (shortest_s + QUEUE_S) / arriving, held_bytes)
             fitting_bytes = held_bytes * max(0.5, 1.0 - lost_share)
-            self.nbytes = max(int(max(fitting_bytes, needed_bytes)), self._floor_bytes)
+            self.nbytes = max(int(max(fitting_bytes, needed_bytes)), self.floor_bytes)
             return True
         if 2 * in_flight_bytes < self.nbytes or (self._has_overflowed and is_queued):
             return False
@@ -226,7 +218,7 @@ class RateController:
             self._first_sent_at_s = self._delivered_at_s = now_s
         self.bytes_in_flight += sent_bytes
         if self._pace > 0.0:
-            # A burst that left before its time is not paid for by a pause later.
+            # A burst that leaves before its time does not postpone the next one.
             earliest_s = min(max(self._next_send_at_s, now_s - PACING_SLACK_S), now_s)
             self._next_send_at_s = earliest_s + sent_bytes / self._pace
         return Sent(
@@ -251,15 +243,16 @@ class RateController:
         self.loss_rate += min(1.0, lost_bytes / BURST_MAX_BYTES) * (1.0 - self.loss_rate) / 16
 
     def on_abandoned(self, abandoned_bytes: int) -> None:
-        """Account for bytes that nothing waits for any more."""
+        """Account for bytes whose acknowledgement is not awaited any more."""
         self.bytes_in_flight -= abandoned_bytes
 
     def share_link(self, paths: int) -> None:
-        """Adapt to the number of paths that share the node's link."""
-        is_first = not self._delivered_bytes and not self.bytes_in_flight
-        self.limit.share(paths, is_first=is_first)
-        if is_first:
-            self.window_bytes = self.burst_bytes = self.limit.nbytes
+        """Divide the node's link among its paths, which may all send at once."""
+        share_bytes = WINDOW_INITIAL_ALL_BYTES // max(1, paths)
+        share_bytes = max(SHARE_MIN_BYTES, min(WINDOW_INITIAL_BYTES, share_bytes))
+        self.limit.floor_bytes = min(WINDOW_MIN_BYTES, share_bytes)
+        if not self._delivered_bytes and not self.bytes_in_flight:
+            self.limit.nbytes = self.window_bytes = self.burst_bytes = share_bytes
 
     def on_delivered(self, delivered_bytes: int, mark: Sent, now_s: float) -> None:
         """Account for bytes acknowledged now, of which ``mark`` was sent most recently."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,17 +41,15 @@ class Discovery:
         if len(self._seeds) < SEEDS_MAX:
             self._seeds.setdefault(address, Seed(address, is_learned))
 
-    def seeds(self) -> list[Address]:
-        """Return the addresses that the caller named, without those that turned out to be this node's own."""
-        return [s.address for s in self._seeds.values() if not (s.is_learned or s.is_own)]
-
-    def unanswered(self, connected: set[Address], node_ids: set[int]) -> list[Address]:
-        """Return the addresses of `seeds` from which no peer is connected."""
-        missing = {seed.address for seed in self._unconnected(connected, node_ids)}
-        return [address for address in self.seeds() if address in missing]
+    def seeds(
+        self, connected: Set[Address] = frozenset(), node_ids: Set[int] = frozenset()
+    ) -> list[Address]:
+        """Return the caller's addresses, without this node's own and the connected ones."""
+        missing = self._unconnected(connected, node_ids)
+        return [seed.address for seed in missing if not (seed.is_learned or seed.is_own)]
 
     def due(
-        self, now_s: float, connected: set[Address], node_ids: set[int]
+        self, now_s: float, connected: Set[Address], node_ids: Set[int]
     ) -> tuple[list[Address], float]:
         """Return the addresses to start a handshake with now, and when to ask again; infinity if never."""
         missing = self._unconnected(connected, node_ids)
@@ -61,7 +59,7 @@ class Discovery:
         next_at_s = min((seed.next_at_s for seed in missing), default=float("inf"))
         return [seed.address for seed in found], next_at_s
 
-    def _unconnected(self, connected: set[Address], node_ids: set[int]) -> list[Seed]:
+    def _unconnected(self, connected: Set[Address], node_ids: Set[int]) -> list[Seed]:
         others = (seed for seed in self._seeds.values() if seed.address not in connected)
         return [seed for seed in others if seed.node_id not in node_ids]
 

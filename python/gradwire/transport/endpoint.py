@@ -124,9 +124,8 @@ class Endpoint:
 
     def unanswered(self) -> list[Address]:
         """Return the addresses given to `connect` from which no peer is connected."""
-        return self.discovery.unanswered(
-            {each.address for each in self._up_sessions()}, set(self.by_node)
-        )
+        connected = {each.address for each in self._up_sessions()}
+        return self.discovery.seeds(connected, set(self.by_node))
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether `publish` would take a message of this size now."""
@@ -377,7 +376,7 @@ class Endpoint:
         return None if at_s == NEVER_S else max(at_s, 0.0)
 
     def _notice_sleep(self, now_s: float) -> None:
-        """Do not blame the peers for the silence of a long pause of this process."""
+        """Do not count a long pause of this process as silence of the peers."""
         slept_s = now_s - max(self._polled_at_s, self._expected_at_s)
         self._polled_at_s = self._expected_at_s = now_s
         if slept_s > SLEEP_S:

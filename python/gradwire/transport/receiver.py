@@ -179,7 +179,7 @@ class Receiver:
         is_ahead = position > self._frontier
         after = position + count if end < fragments else (record + 1) * FRAGMENTS_MAX
         self._frontier = max(self._frontier, after)
-        # A gap is reported once, when it opens; `_take_record` sees to the end of a message.
+        # A gap is reported once, when it opens; `_take_record` makes the end of a message urgent.
         is_urgent = self._unacknowledged_bytes >= ACK_EVERY_BYTES
         is_urgent = is_urgent or (is_ahead and self._has_gap(record))
         self.ack_at_s = min(self.ack_at_s, now_s if is_urgent else now_s + ACK_DELAY_S)

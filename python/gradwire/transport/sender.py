@@ -14,9 +14,9 @@ from .records import Record, SendLog, lowest_bits
 from .types import Address, Stats, Transmit
 from .wire import Ack, Skip
 
-# With many senders to one receiver single datagrams are lost repeatedly, and an early pause would outlast the crowd.
+# When many nodes send to one, a datagram is often lost several times; backing off early would waste the time after.
 PROBES_AT_FIRST: Final = 3
-# An answer this fraction of the usual round trip after the second copy was sent is an answer to the second copy.
+# From this fraction of the usual round trip on, an acknowledgement after a second copy counts as that of the copy.
 PLAUSIBLE: Final = 0.75
 
 # Stands for the skipped records of a `Flight`.
@@ -172,7 +172,7 @@ class Sender:
                 if complete >> (number - cumulative) & 1:
                     result.append((flight, full))
                 elif number <= last_partial or not ack.truncated:
-                    # A bitmap with every bit set belongs to an incomplete record only if the peer is confused.
+                    # A correct peer does not report an incomplete record with all fragments.
                     got = partials.get(number, 0) & full
                     result.append((flight, got if got != full else 0))
         return result
@@ -212,7 +212,7 @@ class Sender:
         delay_s = self._rtt.loss_delay_s
         due_at_s = NEVER_S
         for flight in self._flights.values():
-            # Records are opened in order, so from here on everything left after the newest arrival.
+            # Flights are in order of their first transmission: all others began after the newest arrival.
             if flight.first_order > newest_order or flight.number >= self._described_end:
                 break
             for sent in flight.sent:
@@ -267,7 +267,7 @@ class Sender:
         return probe
 
     def on_pong(self, transmissions: int, now_s: float) -> None:
-        """Process the answer, an ACK included, to a PING that left after so many transmissions: none is on its way."""
+        """Process the answer to a PING that left after so many transmissions: none of them is still on its way."""
         self._timeouts = 0
         self._progress_at_s = now_s
         self._newest = max(self._newest, (transmissions, 0))
