@@ -241,11 +241,20 @@ def test_around_a_boundary_records_of_both_epochs_open_in_any_order() -> None:
         assert opened(receiver, record, sealed[record]) == b"text"
 
 
-def test_only_the_two_newest_epochs_are_kept_and_none_is_left_out() -> None:
+def test_a_receiver_of_nothing_for_whole_epochs_opens_the_next_record() -> None:
+    sender, receiver = chain(), chain()
+    for epoch in range(4):
+        sealed = seal(sender, epoch * EPOCH)
+    assert opened(receiver, 3 * EPOCH, sealed) == b"text"
+    beyond = (4 + crypto.EPOCHS_AHEAD_MAX) * EPOCH
+    with pytest.raises(crypto.AuthenticationError, match="newest is 3"):
+        opened(receiver, beyond, sealed)
+    assert opened(receiver, 3 * EPOCH, sealed) == b"text"
+
+
+def test_only_the_two_newest_epochs_are_kept() -> None:
     keys = chain()
     old = seal(keys, 7)
-    with pytest.raises(crypto.AuthenticationError):
-        opened(keys, 2 * EPOCH, bytes(20))
     for epoch in (1, 2):
         seal(keys, epoch * EPOCH)
         assert opened(keys, epoch * EPOCH - 1, seal(keys, epoch * EPOCH - 1)) == b"text"

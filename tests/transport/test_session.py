@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.errors import Closed, NotConnected, TooLarge, WouldBlock
+from gradwire.transport import crypto
 from gradwire.transport.types import Limits, Peer, PeerJoined
 
 from .simulator import SECRET, Host, Link, Simulator
@@ -115,6 +116,22 @@ def test_one_seed_is_enough_to_join_the_whole_mesh() -> None:
     simulator.run_until(lambda: all(len(host.endpoint.peers) == 5 for host in hosts), 5.0)
     simulator.run_for(15.0)
     assert all(host.lost == [] for host in hosts)
+
+
+def test_a_peer_that_gets_nothing_for_several_key_epochs_reads_the_next_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(crypto, "EPOCH_BITS", 3)
+    simulator = Simulator(10)
+    one, two, three = simulator.mesh(3)
+    recipient = next(peer for peer in one.endpoint.peers if peer.id == two.endpoint.node_id)
+    for index in range(40):
+        simulator.publish(one, b"for two", index, to=recipient)
+        simulator.run_until(lambda: is_done(one), 1.0)
+    simulator.publish(one, b"for both", 40)
+    simulator.run_until(lambda: is_done(one), 1.0)
+    assert three.payloads == [b"for both"]
+    assert two.payloads == [b"for two"] * 40 + [b"for both"]
 
 
 def test_a_learned_address_that_does_not_answer_is_dropped() -> None:

@@ -25,6 +25,7 @@ REPLAY_WINDOW: Final = 1_024
 # Records of 62 kB sealed under one AES-GCM key: 2^34 blocks, for which an attacker's advantage stays below 2^-60
 # (RFC 8446, section 5.5, with the bounds it cites).
 EPOCH_BITS: Final = 22
+EPOCHS_AHEAD_MAX: Final = 1_000  # 4 billion records; takes 10 ms
 KEY_BYTES: Final = 16
 IV_BYTES: Final = 12
 FIRST_NONCE: Final = bytes(IV_BYTES)  # every key of a handshake seals one payload
@@ -231,12 +232,14 @@ class KeyChain:
 
     def _epoch_key(self, record: int) -> _EpochKey:
         epoch = record >> EPOCH_BITS
-        if epoch == self._newest + 1:
+        # A peer that got SKIPs for all records of an epoch continues in a later one.
+        ahead = epoch - self._newest
+        for _ in range(ahead if ahead <= EPOCHS_AHEAD_MAX else 0):
             last = self._epochs[self._newest]
             material = hmac.digest(last.key, NEXT_KEY_LABEL + last.iv, "sha256")
-            iv = material[KEY_BYTES : KEY_BYTES + IV_BYTES]
-            self._epochs = {self._newest: last, epoch: _EpochKey(material[:KEY_BYTES], iv)}
-            self._newest = epoch
+            following = _EpochKey(material[:KEY_BYTES], material[KEY_BYTES:][:IV_BYTES])
+            self._epochs = {self._newest: last, self._newest + 1: following}
+            self._newest += 1
         found = self._epochs.get(epoch)
         if found is None:
             raise AuthenticationError(f"no key for epoch {epoch}, the newest is {self._newest}")
