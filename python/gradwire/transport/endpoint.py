@@ -424,14 +424,14 @@ class Endpoint:
         return (self.incarnation + int((now_s - self._started_at_s) * 1e3)) & (2**64 - 1)
 
     def window_records(self) -> int:
-        """See `Session`."""
+        """Return how many records each peer may send beyond the consumed ones."""
         cutoff_s = self._polled_at_s - ACTIVE_S
         active = sum(session.data_heard_at_s > cutoff_s for session in self.sessions.values())
         window = self.limits.window_bytes // wire.RECORD_BYTES_MAX // max(1, active)
         return max(CREDIT_FLOOR_RECORDS, window)
 
     def on_identified(self, session: Session, now_s: float) -> bool:
-        """See `Session`."""
+        """Put a session in the place of its node's earlier one; return False if the session has to end instead."""
         peer = session.identity
         self.half_open.pop(session.init[-wire.MAC1_BYTES :], None)
         if peer.id == self.node_id:
@@ -459,7 +459,7 @@ class Endpoint:
         return True
 
     def on_up(self, session: Session) -> None:
-        """See `Session`."""
+        """Announce a connected peer, and tell it the addresses of the others."""
         logger.info("connected to %s", session.identity)
         self._events.append(PeerJoined(session.identity))
         sessions = self._up_sessions()
@@ -475,7 +475,7 @@ class Endpoint:
         self.by_stream[address, session.stream or 0] = session
 
     def on_members(self, addresses: tuple[str, ...]) -> None:
-        """See `Session`."""
+        """Connect to addresses that a peer has named."""
         for text in addresses:
             try:
                 self.discovery.add(parse_address(text), is_learned=True)
@@ -484,13 +484,13 @@ class Endpoint:
                 self.counters.malformed_datagrams += 1
 
     def on_message(self, session: Session, tag: int, payload: memoryview) -> None:
-        """See `Session`."""
+        """Queue a received message for the caller."""
         self.counters.messages_received += 1
         self.counters.payload_bytes_received += len(payload)
         self.messages.append(Received(session.identity, tag, payload))
 
     def on_down(self, session: Session, reason: str, now_s: float) -> None:
-        """See `Session`."""
+        """Forget a session that has ended, and report its undelivered messages."""
         self._drop(session)
         for address in {session.address, session.target or session.address}:
             is_answered = session.peer is not None or address != session.target
