@@ -573,6 +573,27 @@ def test_a_forked_child_must_make_its_own_node() -> None:
     two.close()
 
 
+def test_a_forked_child_does_not_keep_the_port() -> None:
+    if not hasattr(os, "fork"):
+        pytest.skip("this system has no fork")
+    node = Node("127.0.0.1:0", secret=SECRET)
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        theirs.send(b"forked")
+        theirs.recv(1)
+        os._exit(0)
+    assert ours.recv(10) == b"forked"
+    node.close()
+    try:
+        Node(node.address, secret=SECRET).close()
+    finally:
+        ours.send(b"x")
+        os.waitpid(child, 0)
+        ours.close()
+        theirs.close()
+
+
 CHILD = """
 import sys
 from gradwire.transport import Node

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import select
 import socket
 import struct
 import sys
 import time
+import weakref
 from collections import deque
 from typing import Final, Protocol
 
@@ -81,6 +83,12 @@ class Driver:
                 what += f"; this machine has {', '.join(local_addresses())}"
             raise OSError(error.errno, what) from error
         self._socket.setblocking(False)
+        if hasattr(
+            os, "register_at_fork"
+        ):  # or a forked child, such as a data loader, keeps the port
+            closing = weakref.finalize(self, self._socket.close)
+            closing.atexit = False
+            os.register_at_fork(after_in_child=closing)
         host, port = self._socket.getsockname()[:2]
         self.address: Address = (host, port)
         self.has_gso = offload and sys.platform == "linux"

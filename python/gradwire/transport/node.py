@@ -99,9 +99,8 @@ class Node:
         seeds = [resolve(seed, like=chosen) for seed in peers]
         advertised = "" if advertise is None else format_address(resolve(advertise, like=chosen))
         self._driver = Driver(chosen, offload=offload)
-        self.address = advertised or format_address(
-            local_address(self._driver.address, [*map(format_address, seeds)])
-        )
+        shown = local_address(self._driver.address, [*map(format_address, seeds)])
+        self.address = advertised or format_address(shown)
         self._endpoint = Endpoint(
             key,
             now_s(),
@@ -223,7 +222,8 @@ class Node:
             return self._endpoint.peers
 
     def _describe_missing(self, count: int, waited_s: float) -> str:
-        text = f"{len(self._endpoint.peers)} of {count} peers connected to {self.address} within {waited_s:.3g} s"
+        connected, waited_s = len(self._endpoint.peers), round(waited_s, 1)
+        text = f"{connected} of {count} peers connected to {self.address} within {waited_s:g} s"
         here = {self.id, *(peer.id for peer in self._endpoint.peers)}
         missing = [name for node, name in sorted(self.names.items()) if node not in here]
         if missing:
