@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 
 import pytest
 
@@ -127,3 +128,25 @@ def test_a_consumer_that_sleeps_two_and_a_half_seconds_loses_nothing() -> None:
     simulator.run_until(lambda: len(two.received) == 100, 10.0)
     assert refused > 50
     assert one.lost == two.lost == []
+
+
+def test_a_slow_consumer_takes_as_much_from_each_sender() -> None:
+    limits = Limits(
+        message_bytes_max=100_000,
+        send_log_bytes=MEGABYTE,
+        receive_bytes=200_000,
+        window_bytes=MEGABYTE,
+    )
+    simulator = Simulator(3)
+    slow, *senders = simulator.mesh(4, limits=limits)
+    slow.reads = False
+    taken: Counter[int] = Counter()
+    for _ in range(60):
+        for sender in senders:
+            while sender.endpoint.has_room(90_000):
+                simulator.publish(sender, bytes(90_000))
+        simulator.run_for(0.05)
+        taken.update(each.peer.id for each in slow.endpoint.take_messages(simulator.now_s))
+    shares = [taken[sender.endpoint.node_id] for sender in senders]
+    assert sum(shares) > 100
+    assert min(shares) > 0.9 * max(shares)

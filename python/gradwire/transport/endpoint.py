@@ -102,7 +102,6 @@ class Endpoint:
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self.final_datagrams: list[Transmit] = []  # of sessions that have ended
         self._next_message = 0
-        self._is_release_due = False
         self._started_at_s = now_s
         self._polled_at_s = self._expected_at_s = now_s
         self._housekeeping_at_s = now_s
@@ -181,7 +180,8 @@ class Endpoint:
         self.budget.give_back(*(len(message.payload) for message in messages))
         if self.budget.has_waiting and messages:
             self.budget.has_waiting = False
-            for session in self.sessions.values():
+            # First the session that has waited longest for its share.
+            for session in sorted(self.sessions.values(), key=lambda each: each.last_message):
                 session.resume(now_s)
         return messages
 
@@ -219,13 +219,12 @@ class Endpoint:
 
     def stats(self) -> Stats:
         """Return a snapshot of the counters and of each path."""
-        up = self._up_sessions()
-        paths = tuple(each.path_stats(each.sender) for each in up if each.sender is not None)
+        paths = [each.path_stats(each.sender) for each in self._up_sessions() if each.sender]
         return replace(
             self.counters,
             send_log_bytes=self.log.used_bytes,
             receive_queue_bytes=self.budget.used_bytes,
-            peers=paths,
+            peers=tuple(paths),
         )
 
     # ---- datagrams in -------------------------------------------------------------------------------------------
@@ -294,7 +293,7 @@ class Endpoint:
             session.on_response(bytes(datagram), now_s)
         else:
             session.on_control(counter, header, datagram[HEADER_BYTES:], address, now_s)
-            self._is_release_due = True
+            self._release_log()
 
     def _receive_init(self, datagram: bytes, address: Address, now_s: float) -> None:
         if len(datagram) != wire.INIT_BYTES:
@@ -350,8 +349,6 @@ class Endpoint:
     def poll(self, now_s: float) -> list[Transmit]:
         """Return the datagrams to send now; call again at once while it returns any."""
         self._notice_sleep(now_s)
-        if self._is_release_due:
-            self._release_log()
         if now_s >= self._connect_at_s:
             self._start_handshakes(now_s)
         if now_s >= self._housekeeping_at_s:
@@ -486,6 +483,7 @@ class Endpoint:
     def on_message(self, session: Session, tag: int, payload: memoryview) -> None:
         """Queue a received message for the caller."""
         self.counters.messages_received += 1
+        session.last_message = self.counters.messages_received
         self.counters.payload_bytes_received += len(payload)
         self.messages.append(Received(session.identity, tag, payload))
 
@@ -527,6 +525,5 @@ class Endpoint:
 
     def _release_log(self) -> None:
         """Drop the records that every peer has acknowledged."""
-        self._is_release_due = False
         senders = [each.sender for each in self.sessions.values() if each.sender is not None]
         self.log.release_below(min([each.cumulative for each in senders], default=self.log.head))

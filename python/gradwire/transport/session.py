@@ -102,6 +102,7 @@ class Session:
         # (last record, ticket) of the messages that the peer has not acknowledged
         self.pending: deque[tuple[int, Ticket]] = deque()
         self.was_up = False
+        self.last_message = 0  # number of the latest message, counted over all peers
         self.heard_at_s = now_s  # when the peer's latest control datagram arrived
         self.data_heard_at_s = -NEVER_S  # when the peer's latest data datagram arrived
         self.progress_at_s = now_s  # when the peer last acknowledged a record
