@@ -279,6 +279,24 @@ def test_what_a_dead_node_had_sent_is_applied_by_all_or_by_nobody(seed: int, how
         assert count >= len(one.node.updates) - 2
 
 
+@pytest.mark.parametrize("seed", [19, 27, 50])
+def test_members_that_lose_each_other_while_another_dies_are_counted_alike(seed: int) -> None:
+    """A node outside calls a member gone, of which another node still takes an update."""
+    with cluster(seed) as world:
+        trainers = [
+            Trainer(world, node_id, 30, min_peers=4, overlap=1) for node_id in (10, 20, 30, 40, 50)
+        ]
+        for each in trainers:
+            each.pause = dict.fromkeys(range(8, 40), 0.5)
+        dies, one, _, _, other = trainers
+        turn = world.random.randint(60, 350)
+        world.plan(turn, lambda: world.cut(one.node, other.node))
+        world.plan(turn + world.random.randint(0, 30), lambda: world.kill(dies.node))
+        world.plan(turn + 60, lambda: world.connect(one.node, other.node))
+        world.run()
+    assert_identical(trainers)
+
+
 # --- being left behind ------------------------------------------------------------------------------------------------
 
 

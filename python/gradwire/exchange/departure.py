@@ -141,12 +141,14 @@ class Departure:
             self._router.send(Kind.REPORT, 0, encode_steps(held), to)
 
     def _own_report(self) -> dict[Peer, int]:
-        """Return the first missing update of every reported node; what others say of nodes unknown here."""
-        departing, reports = self._membership.departing, self._reports.values()
-        return {
-            peer: departing.get(peer, max((one.get(peer, 0) for one in reports), default=0))
-            for peer in self._membership.reported
-        }
+        """Return the first missing update of every member that is gone; of nodes unknown here what others say.
+
+        A member that only departed nodes call gone is not named: its updates are still accepted here.
+        """
+        membership, reports = self._membership, self._reports.values()
+        unknown = membership.reported - membership.members.keys()
+        said = {peer: max((one.get(peer, 0) for one in reports), default=0) for peer in unknown}
+        return said | membership.departing
 
     def _add_report(self, reporter: Peer, _: int, payload: memoryview) -> None:
         membership, found = self._membership, decode_steps(payload)
