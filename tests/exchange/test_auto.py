@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.exchange import sharding
+from gradwire.exchange import replica as replicas
 from gradwire.exchange.protocol import Phase
 from gradwire.transport import Peer
 
@@ -30,8 +30,8 @@ from .test_sharded import (
 @pytest.fixture(autouse=True)
 def _sharded_from_four(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the bounds: fewer nodes and elements are quicker."""
-    monkeypatch.setattr(sharding, "SHARDED_FROM", 4)
-    monkeypatch.setattr(sharding, "SHARDED_ELEMENTS", sum(SIZES))
+    monkeypatch.setattr(replicas, "SHARDED_FROM", 4)
+    monkeypatch.setattr(replicas, "SHARDED_ELEMENTS", sum(SIZES))
 
 
 def kinds(one: Trainer) -> list[bool]:
@@ -145,9 +145,9 @@ def test_many_deaths(seed: int, how: Any, initial: int) -> None:
 @pytest.fixture
 def _slow_links(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every node find its links slow after five steps: in the cluster no time passes while messages travel."""
-    monkeypatch.setattr(sharding, "JUDGED_STEPS", 5)
-    monkeypatch.setattr(sharding, "_PROCESSING_S", -1.0)
-    monkeypatch.setattr(sharding, "SHARDED_FROM", 100)
+    monkeypatch.setattr(replicas, "JUDGED_STEPS", 5)
+    monkeypatch.setattr(replicas, "_PROCESSING_S", -1.0)
+    monkeypatch.setattr(replicas, "SHARDED_FROM", 100)
 
 
 @histories
@@ -206,11 +206,10 @@ def test_long_waits_for_bytes_make_owners_worth_while(
     with cluster(0) as world:
         share = gw.Exchange(gw.Encoder(8, 1.0), world.node(0))
         replica = share._replica
-        assert isinstance(replica, sharding.ShardedReplica)
         replica.deal([Peer(at, 1, "") for at in range(nodes)], 0)
         result = gw.StepResult(step=0, wait_s=wait_s, encode_s=encode_s)
         late = gw.StepResult(step=0, wait_s=60.0)  # for peers that still load
-        steps = [late, *[result] * (sharding.JUDGED_STEPS - 1)]
+        steps = [late, *[result] * (replicas.JUDGED_STEPS - 1)]
         found = [replica.wants_owners(one, lambda: round_trip_s) for one in steps]
     assert found == [False] * (len(steps) - 1) + [wants]
 
@@ -273,7 +272,7 @@ def test_whole_updates_lose_nothing(topology: str, codec: str, mode: str) -> Non
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_smaller_models_stay_in_the_mesh(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "SHARDED_ELEMENTS", sum(SIZES) + more)
+    monkeypatch.setattr(replicas, "SHARDED_ELEMENTS", sum(SIZES) + more)
     with cluster(0) as world:
         trainers = [Trainer(world, 10 + at, 8, min_peers=3, topology="auto") for at in range(4)]
         world.run()

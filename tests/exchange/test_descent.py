@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.exchange import Optimizer
-from gradwire.exchange.sharding import ShardedReplica
+from gradwire.exchange.replica import Replica
 
 from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster, run_cluster
@@ -136,10 +136,8 @@ class Trainer:
         self.sent[step] = one
 
     @property
-    def replica(self) -> ShardedReplica:
-        replica = self.share._replica
-        assert isinstance(replica, ShardedReplica)
-        return replica
+    def replica(self) -> Replica:
+        return self.share._replica
 
     @property
     def remains(self) -> bool:

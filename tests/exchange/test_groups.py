@@ -119,10 +119,12 @@ def test_a_peer_with_other_groups_is_refused() -> None:
     groups = gw.Groups.of(tensors(), THRESHOLD)
     other = gw.Groups.of(tensors(), THRESHOLD, dense_below=1, dense_one_dimensional=False)
     payload = b"".join(map(bytes, other.encode(tensors(1), "threshold")))
-    with pytest.raises(gw.MessageError, match="group"):
-        groups.parse(memoryview(payload))
-    with pytest.raises(gw.MessageError, match="1 messages for 3 groups"):
-        groups.parse(memoryview(bytes(groups.encode(tensors(1), "threshold")[0])))
+    replica = alone(groups)._replica
+    with pytest.raises(gw.MessageError, match=r"12 elements in group 4, but .* on this node"):
+        replica.parse(replica.me, 0, memoryview(payload))
+    first = bytes(groups.encode(tensors(1), "threshold")[0])
+    with pytest.raises(gw.MessageError, match=r"^2000 elements in group 0, but .* in group 2 on"):
+        replica.parse(replica.me, 0, memoryview(first))
 
 
 def test_smaller_tensors_are_sent_more_densely() -> None:

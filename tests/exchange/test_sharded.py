@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.exchange.parameters import add_owner_state
-from gradwire.exchange.sharding import ShardedReplica
+from gradwire.exchange.replica import Replica
 
 from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster
@@ -132,10 +132,8 @@ class Trainer:
         return self.share.step_moved(self.params)
 
     @property
-    def replica(self) -> ShardedReplica:
-        replica = self.share._replica
-        assert isinstance(replica, ShardedReplica)
-        return replica
+    def replica(self) -> Replica:
+        return self.share._replica
 
     @property
     def shared(self) -> NDArray[np.float64]:
@@ -148,8 +146,9 @@ class Trainer:
     def kept(self) -> NDArray[np.float64]:
         """Return what is in both residuals, and in parts that no owner took."""
         total = flat([one.residual for one in self.groups.encoders])
-        if self.options["topology"] == "mesh":
-            return total
+        if self.share.has_local_steps:
+            moved = flat(self.params) - self.shared
+            total = moved if self.options.get("apply_residual") else total + moved
         for part in self.replica._sent_parts():
             if part.is_open:
                 total += self.scattered(part.piece)

@@ -1,9 +1,9 @@
 """The exchange: one update in, all nodes' updates out. Only this package combines the codec and the transport.
 
 Modules, from the bottom: `protocol` (control messages), `groups` (encoders of tensors), `descent` (owners' optimisers),
-`parameters` (sums of messages, the shared copy), `membership` (members, their updates, routing of messages), `sharding`
-(owners of parameters), `departure`, `consistency` (comparison of replicas), `snapshot`, `join`, `step` (one step),
-`exchange` (the public class), `local` (workers of one machine).
+`parameters` (sums of messages, the shared copy), `replica` (a node's updates, owners of parameters), `membership`
+(members, their updates, routing of messages), `departure`, `consistency` (comparison of replicas), `snapshot`, `join`,
+`step` (one step), `exchange` (the public class), `local` (workers of one machine).
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..state import check_format
 from .options import Reduction
-from .parameters import ExactSum, MomentumSum, Replica, add_owner_state, copies, owner_arrays
+from .parameters import ExactSum, MomentumSum, add_owner_state, copies, owner_arrays
+from .replica import Replica
 
 __all__ = ["load_state", "redistribute", "state_of"]
 

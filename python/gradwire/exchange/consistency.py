@@ -19,13 +19,15 @@ from numpy.typing import NDArray
 
 from ..arrays import device_of
 from ..errors import Diverged
+from ..message import Message
 from ..transport import Peer
 from . import clock
 from .groups import Groups
 from .membership import Membership
 from .options import Options
-from .parameters import ExactSum, Replica, on_host, views
+from .parameters import ExactSum, on_host, views
 from .protocol import Note, Phase
+from .replica import Replica
 
 __all__ = ["Consistency", "Digests", "digest_of", "start_of"]
 
@@ -239,6 +241,6 @@ class Consistency:
             return None
         if oldest is not None and oldest.step > cut:
             return None
-        payloads = [replica.groups.parse(payload) for payload in beyond]
+        payloads: list[list[Message]] = [replica.parse(replica.me, cut, one) for one in beyond]
         payloads += [own.messages for own in replica.sent if own.step >= cut]
         return f"{contributors}-{digest_of([*total.initial, *total.without(payloads)])}"

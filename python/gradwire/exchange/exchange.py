@@ -29,7 +29,6 @@ from .parameters import (
     ExactSum,
     MomentumSum,
     PlainSum,
-    Replica,
     add,
     copies,
     described,
@@ -37,8 +36,8 @@ from .parameters import (
     writable_views,
 )
 from .protocol import VERSIONS, Kind, Phase
+from .replica import Replica
 from .results import ExchangeStats, Joined, StepResult, Watch
-from .sharding import ShardedReplica
 from .step import Step
 
 if TYPE_CHECKING:
@@ -178,14 +177,7 @@ class Exchange:
             total = ExactSum(groups)
         elif options.outer_momentum:
             total = MomentumSum(groups, options.outer_momentum)
-        common: dict[str, Any] = {
-            "is_mean": reduction == "mean",
-            "applies_residual": apply_residual,
-            "keeps": options.kept_updates,
-        }
-        self._replica = replica = Replica(groups, total, node.peer, **common)
-        if options.may_shard:
-            self._replica = replica = ShardedReplica(groups, total, node.peer, options, **common)
+        self._replica = replica = Replica(groups, total, node.peer, options)
         self._membership = membership = Membership(
             node.peer,
             {
@@ -200,12 +192,19 @@ class Exchange:
         )
         membership.names = getattr(node, "names", {})
         router = Router(node, membership, replica.parse)
-        if isinstance(replica, ShardedReplica):
-            router.handlers[Kind.PART] = replica.add_part
-            replica.roles = membership.roles
+        router.handlers[Kind.PART] = replica.add_part
+        replica.roles = membership.roles
         departure = Departure(membership, router, is_sync=options.is_sync)
-        self._consistency = Consistency(options, membership, replica)
-        self._join = Join(options, membership, router, departure, replica, self._consistency)
+        self._consistency = consistency = Consistency(options, membership, replica)
+        self._join = Join(
+            options,
+            membership,
+            router,
+            departure,
+            replica,
+            on_load=consistency.digests.reset,
+            on_follow=consistency.add_notes,
+        )
         self._step = Step(options, replica, membership, router, departure, self._join)
         self._departure = departure
         self._stats = ExchangeStats(codec=options.codec)
@@ -376,7 +375,7 @@ class Exchange:
 
     @_by_one_thread
     def leave(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
-        """Send everything that is left in the residual as this node's last update; the others go on without this node.
+        """Send residual and local steps as this node's last update; the others go on without this node.
 
         Close the node afterwards; another exchange on the node may join again.
 
@@ -621,8 +620,7 @@ class Exchange:
             return
         if self._options.codec == "threshold":
             self._watch.add(result, self._groups)
-        if isinstance(self._replica, ShardedReplica):
-            self._membership.wants_owners = self._replica.wants_owners(result, self._round_trip_s)
+        self._membership.wants_owners = self._replica.wants_owners(result, self._round_trip_s)
 
     def _round_trip_s(self) -> float:
         """Return the longest of the peers' shortest round trips, without the queues before a slow link."""

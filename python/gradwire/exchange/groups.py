@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from ..arrays import device_of
 from ..codec import Encoder
-from ..errors import MessageError, NonFiniteUpdate
-from ..message import Message, apply, max_message_bytes, parse_many
+from ..errors import NonFiniteUpdate
+from ..message import Message, apply, max_message_bytes
 from ..partition import Partition
 from ..policy import TargetDensity, ThresholdPolicy
 
@@ -220,7 +220,7 @@ class Groups:
     def encode(
         self,
         update: Any,
-        codec: Codec,
+        codec: Codec | None,
         refresh: Callable[[int], None] | None = None,
         partitions: Sequence[Partition] | None = None,
     ) -> list[Any]:
@@ -230,7 +230,7 @@ class Groups:
 
         Args:
             update: one array or several, not modified; None: the residuals hold the update already.
-            codec: ternary or dense messages.
+            codec: ternary or dense messages; None: everything that is left in the residuals, as dense messages.
             refresh: called with a group's index right before the group is encoded, to bring its residual up to date
                 while the cache is warm.
             partitions: one for each group; every group then has a list of messages, one for each part.
@@ -241,32 +241,16 @@ class Groups:
 
         def encode_group(index: int) -> Any:
             group = self.groups[index]
-            part = None if update is None else self.select(update, index)
+            encoder: Any = group.encoder
+            parts = None if partitions is None else partitions[index]
+            if codec is None:
+                return encoder.flush(parts=parts)
             if refresh is not None:
                 refresh(index)
             dense = _DENSE["dense" if group.is_dense and codec == "threshold" else codec]
-            if partitions is None:
-                return group.encoder.encode(part, dense=dense)
-            return group.encoder.encode(part, dense=dense, parts=partitions[index])
+            part = None if update is None else self.select(update, index)
+            return encoder.encode(part, dense=dense, parts=parts)
 
-        return self._encode_all(encode_group, partitions)
-
-    def flush(self, partitions: Sequence[Partition] | None = None) -> list[Any]:
-        """Return everything that is left in the residuals, as dense messages.
-
-        Raises:
-            NonFiniteUpdate: as ``encode``.
-        """
-
-        def flush_group(index: int) -> Any:
-            encoder = self.encoders[index]
-            return encoder.flush() if partitions is None else encoder.flush(parts=partitions[index])
-
-        return self._encode_all(flush_group, partitions)
-
-    def _encode_all(
-        self, encode_group: Callable[[int], Any], partitions: Sequence[Partition] | None
-    ) -> list[Any]:
         encoded: list[Any] = []
         try:
             for index in range(len(self.groups)):
@@ -290,25 +274,6 @@ class Groups:
         """Add unsent messages, times a factor, to their residuals."""
         for encoder, message in zip(self.encoders, messages, strict=False):
             apply(message, encoder.residual, factor)
-
-    def parse(self, payload: memoryview) -> list[Message]:
-        """Return the messages of a payload, one for each group.
-
-        Raises:
-            MessageError: not messages, or not those of these groups.
-        """
-        messages = parse_many(payload)
-        if len(messages) != len(self.encoders):
-            raise MessageError(
-                f"{len(messages)} messages for {len(self.encoders)} groups of parameters"
-            )
-        for encoder, message in zip(self.encoders, messages, strict=True):
-            if message.numel != encoder.numel or message.key != encoder.key:
-                raise MessageError(
-                    f"a message for group {message.key} has {message.numel} elements, this node's "
-                    f"updates of group {encoder.key} have {encoder.numel}"
-                )
-        return messages
 
 
 def host_message(message: Any) -> Message:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 from ..errors import Mismatch
 from ..transport import Peer
 from . import clock
-from .consistency import Consistency
 from .departure import Departure
 from .membership import Membership, Router, by_run
 from .options import Options
-from .parameters import Replica, copies, described, put, writable_views
+from .parameters import copies, described, put, writable_views
 from .protocol import Hello, Kind, NodeRun, Note, Phase, decode_steps, encode_steps, run_of
+from .replica import Replica
 from .snapshot import Donor, Snapshot
 
 __all__ = ["Join"]
@@ -29,7 +29,11 @@ _INTRODUCTION_S = 2.0
 class Join:
     """Makes this node a member, and serves the nodes that come later.
 
-    When this node joins late, ``replica`` is replaced by a member's, and ``consistency`` reset.
+    Args:
+        options, membership, router, departure: of this node.
+        replica: replaced by a member's when this node joins late.
+        on_load: called when it has been replaced.
+        on_follow: called with the caller's parameters after every step that this node follows without being a member.
     """
 
     def __init__(
@@ -39,14 +43,15 @@ class Join:
         router: Router,
         departure: Departure,
         replica: Replica,
-        consistency: Consistency,
+        on_load: Callable[[], None],
+        on_follow: Callable[[Any], None],
     ) -> None:
         self._options = options
         self._membership = membership
         self._router = router
         self._departure = departure
         self._replica = replica
-        self._consistency = consistency
+        self._on_load, self._on_follow = on_load, on_follow
         self._donor = Donor(router.node)
         self._asked: tuple[Peer, int] | None = None  # donor and number of the request
         self._incoming: Snapshot | None = None
@@ -416,7 +421,7 @@ class Join:
         self._replica.apply(payloads, params, nodes=len(payloads))
         self.finish_step([peer for peer, _ in taken])
         self._replica.step += 1
-        self._consistency.add_notes(params)
+        self._on_follow(params)
 
     def _join_with_snapshot(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Ask for a snapshot, or load the one that has arrived."""
@@ -503,7 +508,7 @@ class Join:
         self._membership.roles.update(snapshot.senders)
         self._replica.has_slow_links = snapshot.has_slow_links
         self._replica.deal(snapshot.senders, snapshot.step)
-        self._consistency.digests.reset()
+        self._on_load()
 
 
 def _named_by_all(notes: list[Note | None]) -> set[NodeRun]:

@@ -5,28 +5,26 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import device_of
-from ..message import Message, apply, apply_many, apply_to_both, apply_with_momentum
+from ..message import Message, apply_many, apply_to_both, apply_with_momentum
 from ..partition import Part, Partition
-from ..transport import Peer, Ticket
-from .groups import Codec, Groups, host_message
+from ..transport import Peer
+from .groups import Groups
 
 __all__ = [
     "Arrays",
     "ExactSum",
     "MomentumSum",
-    "OwnUpdate",
     "PlainSum",
-    "Replica",
     "SecondTarget",
+    "SharedCopy",
     "add",
     "add_owner_state",
     "clones",
@@ -442,44 +440,6 @@ class ExactSum(PlainSum):
 # ---- this node's state -----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class OwnUpdate:
-    """This node's messages of one step: encoded once, handed over once.
-
-    Attributes:
-        step: number of the step.
-        messages: of the groups.
-        payload: all messages, as they are sent.
-        encode_s: time to encode the messages.
-        wait_s: time spent on handing over the payload and on waiting for the others', so far.
-        ticket: follows the payload to the peers; None until the transport has taken the payload.
-        unsent: what goes to single peers before the payload, and has not been handed over.
-    """
-
-    step: int
-    messages: list[Message]
-    payload: Message | bytes = b""
-    encode_s: float = 0.0
-    wait_s: float = 0.0
-    ticket: Ticket | None = None
-    unsent: deque[tuple[Peer, bytes]] = field(default_factory=deque)
-
-    @property
-    def encoded(self) -> Sequence[Message]:
-        """The messages that this node's update was encoded into."""
-        return self.messages
-
-    @property
-    def nbytes(self) -> int:
-        """Size of everything that is sent."""
-        return sum(message.nbytes for message in self.messages)
-
-    @property
-    def taken(self) -> Sequence[Sequence[Message]]:
-        """What other nodes sent to this node alone, and the payload contains."""
-        return ()
-
-
 def add_owner_state(
     state: Mapping[str, Any] | None, residuals: Sequence[NDArray[Any]], factor: float
 ) -> None:
@@ -499,8 +459,8 @@ def owner_arrays(state: Mapping[str, Any]) -> list[Arrays]:
     return [[one["residual"], *slots] for one, slots in pairs]
 
 
-class Replica:
-    """Everything that this node's next step depends on, besides the other nodes.
+class SharedCopy:
+    """The parameters that all nodes share, and how the caller's differ from them.
 
     Without local steps the caller's parameters are the shared ones. With local steps (``every``, ``step_moved``) the
     caller's parameters run ahead, and ``shared`` is a copy of the shared ones: the difference is the update.
@@ -513,152 +473,16 @@ class Replica:
     Attributes:
         groups: encoders and residuals.
         total: adds messages to the shared parameters.
-        me: this node.
-        taken: by owner and sender: the sender's parts that the owner had taken, where that is not obvious (sharded
-            exchange).
-        senders: the nodes that send parts in the next step (sharded exchange).
         shared: one array for each of the caller's; empty without local steps and ``apply_residual``.
         local_steps: steps since the last exchange.
-        step: number of the next step, or of the unfinished one.
-        pending: the messages of an unfinished step.
-        sent: the messages of the last finished steps, which peers may not have yet.
-        slots: values of state for each element where owners have an optimiser; None: they have none.
-        has_slow_links: whether all members have said that steps would be shorter if they were sharded.
     """
 
-    slots: int | None = None
-    has_slow_links = False
-
-    def __init__(
-        self,
-        groups: Groups,
-        total: PlainSum,
-        me: Peer,
-        *,
-        is_mean: bool,
-        applies_residual: bool,
-        keeps: int,
-    ) -> None:
+    def __init__(self, groups: Groups, total: PlainSum, *, applies_residual: bool) -> None:
         self.groups = groups
         self.total = total
-        self.me = me
-        self.taken: Taken = {}
-        self.senders: tuple[Peer, ...] = ()
-        self._is_mean = is_mean
         self.shared: Arrays = []
         self.local_steps = 0
-        self.step = max(encoder.step for encoder in groups.encoders)
-        self.pending: OwnUpdate | None = None
-        self.sent: deque[OwnUpdate] = deque(maxlen=keeps)
         self._applies_residual = applies_residual
-        # Encoders that take more out of the residual than they send: the parameters would bring it back.
-        self._is_lossy = any(
-            encoder.clip is not None or encoder.on_nonfinite == "skip"
-            for encoder in groups.encoders
-        )
-
-    @property
-    def oldest_sent(self) -> OwnUpdate | None:
-        """The oldest of the kept messages; None while there is space for more."""
-        return self.sent[0] if len(self.sent) == self.sent.maxlen else None
-
-    def finish_step(self, own: OwnUpdate) -> None:
-        """Keep the messages of a finished step a little longer, in host memory, and advance to the next."""
-        own.messages[:] = map(host_message, own.messages)
-        self.pending = None
-        self.sent.append(own)
-        self.step += 1
-
-    def take_back_unapplied(self, finals: Mapping[Peer, int], taken: Taken, step: int) -> None:  # noqa: ARG002
-        """Return those of this node's messages that nobody applied to the residuals, after an absence.
-
-        Args:
-            finals: for departed members the first update that nobody applied.
-            taken: what ``Replica.taken`` is where this node gets the parameters from.
-            step: number of the next step there.
-        """
-        final = finals.get(self.me)
-        for own in self.take_unfinished():
-            if final is None or own.step >= final:
-                self.put_back(own)
-
-    def take_unfinished(self) -> list[OwnUpdate]:
-        """Return and forget this node's last updates, which not everybody may have applied."""
-        found = [*self.sent, *([] if self.pending is None else [self.pending])]
-        self.pending = None
-        self.sent.clear()
-        return found
-
-    # ---- this node's messages ----------------------------------------------------------------------------------------
-
-    def encode(
-        self, update: Any, codec: Codec | None, refresh: Callable[[int], None] | None = None
-    ) -> OwnUpdate:
-        """Encode an update as ``Groups.encode`` does; with None for the codec all that is left, as the last update."""
-        encode = self.groups.encode
-        messages = self.groups.flush() if codec is None else encode(update, codec, refresh)
-        is_one = len(messages) == 1 and isinstance(messages[0], Message)
-        payload = messages[0] if is_one else b"".join(map(bytes, messages))
-        return OwnUpdate(self.step, messages, payload)
-
-    def prepare(self, own: OwnUpdate, lost: Container[Peer]) -> frozenset[Peer]:  # noqa: ARG002
-        """Complete the payload of an update; return the nodes, except lost ones, of which it lacks something."""
-        return frozenset()
-
-    def take_back(self, own: OwnUpdate) -> None:
-        """Return to the residual what the transport has refused because of its size."""
-        self.put_back(own)
-        self.pending = None
-
-    def put_back(self, own: OwnUpdate, factor: float = 1.0) -> None:
-        """Add the messages of one of this node's updates, times a factor, to the residuals."""
-        self.groups.put_back(own.messages, factor)
-
-    def put_back_into(self, residuals: Sequence[Any]) -> None:
-        """Add everything that may not be applied yet to copies of the residuals."""
-        if self.pending is not None:
-            for message, residual in zip(self.pending.messages, residuals, strict=True):
-                apply(message, residual)
-
-    def parse(self, sender: Peer, number: int, payload: memoryview) -> list[Message]:  # noqa: ARG002
-        """Return the messages of a node's update; raise `MessageError` if they do not fit these groups."""
-        return self.groups.parse(payload)
-
-    def deal(self, contributors: Iterable[Peer], step: int) -> None:
-        """Note the nodes that take part from ``step`` on."""
-
-    def owner_state(self) -> dict[str, Any] | None:
-        """Return a copy of this node's state as an owner; None if it owns nothing."""
-        return None
-
-    def estates(self) -> list[dict[str, Any]]:
-        """Return a copy of what this node has to hand over to owners."""
-        return []
-
-    def load_owner(
-        self,
-        state: dict[str, Any] | None,
-        estates: Sequence[dict[str, Any]] = (),  # noqa: ARG002
-    ) -> None:
-        """Continue as the owner of a checkpoint; here this node's updates get what the owner kept."""
-        if state is not None:
-            residuals = [encoder.residual for encoder in self.groups.encoders]
-            add_owner_state(state, residuals, state["nodes"] if self._is_mean else 1)
-
-    def drain_orphaned(self) -> int:
-        """Return the number of elements that lost their owner since the last call."""
-        return 0
-
-    def waiting(self) -> list[bool]:
-        """Return for every other node whether a part of it has arrived; nothing where no node is an owner."""
-        return []
-
-    def put_back_departed(self, members: Container[Peer]) -> None:
-        """Note the members, in asynchronous mode."""
-
-    def own_to_params(self, own: OwnUpdate, params: Arrays, factor: float) -> None:
-        """Add the messages of one of this node's updates, times a factor, to parameters."""
-        add_scaled(self.groups, [own.messages], params, factor)
 
     # ---- local steps -------------------------------------------------------------------------------------------------
 
@@ -720,21 +544,6 @@ class Replica:
 
         return None, refresh
 
-    def remove_local_changes(self, params: Any, own: OwnUpdate, *, has_moved: bool) -> None:
-        """Remove local steps from the caller's parameters after an encode: residual and messages hold them now.
-
-        Args:
-            params: the caller's.
-            own: the encoded update; with ``apply_residual`` the parameters hold it too.
-            has_moved: whether the parameters held the update before the encode.
-        """
-        self.local_steps = 0
-        if not self.shared or (self._applies_residual and has_moved and not self._is_lossy):
-            return
-        self.write_params(params)
-        if self._applies_residual:
-            self.own_to_params(own, writable_views(params), 1.0)
-
     def reject(self, params: Any) -> None:
         """Remove an update that is not finite from the caller's parameters; the residual holds the finite part."""
         if not self.shared:
@@ -745,24 +554,13 @@ class Replica:
         self.write_params(params)
 
     def absorb_local_changes(self, params: Any) -> None:
-        """Move local changes of the caller's parameters into the residual, before the parameters are replaced.
-
-        Messages of an unfinished step stay apart from the residual.
-        """
-        is_here = all(
-            device_of(encoder.residual) == device_of(self.shared)
-            for encoder in self.groups.encoders
-        )
-        if not self.shared or not is_here:
+        """Move local changes of the caller's parameters into the residual, before the parameters are replaced."""
+        if self._applies_residual:
+            self._set_residual(params)
             return
-        if not self._applies_residual:
-            for param, shared, residual in self._parts(params):
-                moved = param - shared
-                np.add(residual, moved, out=residual, where=np.isfinite(moved), casting="same_kind")
-            return
-        self._set_residual(params)
-        if self.pending is not None:
-            self.put_back(self.pending, -1.0)
+        for param, shared, residual in self._parts(params):
+            moved = param - shared
+            np.add(residual, moved, out=residual, where=np.isfinite(moved), casting="same_kind")
 
     def _set_residual(self, params: Any) -> None:
         for param, shared, residual in self._parts(params):
@@ -794,46 +592,7 @@ class Replica:
             if device_of(arrays) >= 0:
                 put([arrays[0], arrays[2]], [param, residual])
 
-    # ---- messages and states of others -------------------------------------------------------------------------------
-
-    def apply(
-        self,
-        payloads: Payloads,
-        params: Any,
-        *,
-        nodes: int,
-        own: OwnUpdate | None = None,
-        has_moved: bool = False,
-    ) -> bool:
-        """Add the mean or the sum of messages to the shared parameters; return whether it is provably exact.
-
-        Args:
-            payloads: each one message for every group, in order.
-            params: the caller's.
-            nodes: number of nodes of which the mean is taken.
-            own: this node's update, which the caller's parameters hold already with ``apply_residual``.
-            has_moved: whether the caller's parameters differ from the shared ones by local steps, which stay.
-        """
-        divisor = nodes if self._is_mean else 1
-        if not self.shared:
-            return self._add_payloads(payloads, params, divisor)
-        targets = writable_views(params)
-        if self._applies_residual:
-            messages = None if own is None else own.messages
-            index = next((at for at, one in enumerate(payloads) if one is messages), None)
-            second = SecondTarget(targets, index)
-            return self._add_payloads(payloads, self.shared, divisor, second)
-        local = difference(targets, self.shared) if has_moved else []
-        is_exact = self._add_payloads(payloads, self.shared, divisor)
-        put(targets, self.shared)
-        if has_moved:
-            add(targets, local)
-        return is_exact
-
-    def _add_payloads(
-        self, payloads: Payloads, params: Any, divisor: int, second: SecondTarget | None = None
-    ) -> bool:
-        return self.total.add_payloads(payloads, params, divisor, second)
+    # ---- the state of another node -----------------------------------------------------------------------------------
 
     def export_state(self, params: Any) -> tuple[Arrays, dict[str, Any] | None]:
         """Return the arrays that make up the shared parameters and their momentum, and what else an exact sum needs.

@@ -1,38 +1,42 @@
-"""The sharded exchange: the parameters are dealt to owners, to which all nodes send their parts of every update.
+"""One node's replica: its updates, whole or in parts for the owners of the parameters, and what it adds of others'.
 
-A node's update to everybody is then its result as an owner: the mean of the parts that it was sent, added to a residual
-of its own, encoded once. Whatever carries updates in the mesh carries results here: membership, relays, agreements.
+In the mesh a node sends its whole update to everybody. In the sharded exchange the parameters are dealt to owners, and
+every node sends each owner its part of the update. A node's message to everybody is then its result as an owner: the
+mean of the parts that it was sent, added to a residual of its own, encoded once. Membership, relays and agreements are
+the same for both.
 """
 
 from __future__ import annotations
 
 import itertools
 import struct
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from ..arrays import device_of
 from ..codec import Encoder
 from ..errors import GradwireError, MessageError
 from ..message import Message, apply, apply_many, dense_message, parse_many
 from ..partition import Part, Partition
-from ..transport import Peer
+from ..transport import Peer, Ticket
 from .descent import Descent, Handover, Place
-from .groups import Codec, Group, Groups
+from .groups import Codec, Group, Groups, host_message
 from .options import Options
 from .parameters import (
     Arrays,
     MomentumSum,
-    OwnUpdate,
     Payloads,
     PlainSum,
-    Replica,
     SecondTarget,
+    SharedCopy,
     Taken,
     TakenParts,
     add,
     copies,
+    difference,
     gathered,
     owner_arrays,
     put,
@@ -41,7 +45,7 @@ from .parameters import (
 )
 from .results import StepResult
 
-__all__ = ["Piece", "ShardedReplica"]
+__all__ = ["OwnUpdate", "Piece", "Replica"]
 
 # parts, index, number of entries, twice the number of handovers + whether this is the last
 _HEAD = struct.Struct("<HHHH")
@@ -123,32 +127,46 @@ class Piece(list[Message]):
 
 
 @dataclass
-class ShardedUpdate(OwnUpdate):
-    """This node's parts of one step, and its result as an owner; or its whole update.
+class OwnUpdate:
+    """This node's update of one step: encoded once, handed over once.
 
     Attributes:
+        step: number of the step.
         parts: by owner; where there is none, the whole update by this node.
         is_whole: whether there is none.
         owner: what this node owns at this step.
+        is_last: whether this node leaves with this step.
+        messages: what everybody gets: this node's result as an owner, or the whole update.
+        payload: these messages, as they are sent.
+        unsent: parts for single nodes, which go before the payload, and have not been handed over.
+        ticket: follows the payload to the peers; None until the transport has taken the payload.
         took: the parts that the result contains; None: not yet taken.
         numbers: see ``Piece.taken``.
         passed_on: parts of an earlier dealing, which went to this node's residual.
         scale: factor of the taken parts.
-        is_last: whether this node leaves with this step.
         params: what this node owns of every group, for the optimiser.
         before: the owner's residuals and state before it took the parts.
+        encode_s: time to encode the update.
+        wait_s: time spent on handing over the payload and on waiting for the others', so far.
     """
 
-    parts: dict[Peer, Piece] = field(default_factory=dict)
+    step: int
+    parts: dict[Peer, Piece]
     is_whole: bool = False
     owner: Owner | None = None
+    is_last: bool = False
+    messages: list[Message] = field(default_factory=list)
+    payload: Message | bytes = b""
+    unsent: deque[tuple[Peer, bytes]] = field(default_factory=deque)
+    ticket: Ticket | None = None
     took: list[Piece] | None = None
     numbers: dict[Peer, tuple[int, int]] = field(default_factory=dict)
     passed_on: list[Piece] = field(default_factory=list)
     scale: float = 1.0
-    is_last: bool = False
     params: Arrays = field(default_factory=list)
     before: list[Arrays] | None = None
+    encode_s: float = 0.0
+    wait_s: float = 0.0
 
     @property
     def encoded(self) -> Sequence[Message]:
@@ -157,13 +175,13 @@ class ShardedUpdate(OwnUpdate):
 
     @property
     def nbytes(self) -> int:
-        """Size of the parts for other owners and of the result."""
+        """Size of the parts for other owners and of the payload."""
         sent = sum(piece.nbytes for owner, piece in self.parts.items() if owner != piece.sender)
         return sent + sum(message.nbytes for message in self.messages)
 
     @property
     def taken(self) -> Sequence[Sequence[Message]]:
-        """The parts of other nodes that the result contains."""
+        """The parts of other nodes that the payload contains."""
         me = None if self.owner is None else self.owner.me
         return [piece for piece in self.took or () if piece.sender != me]
 
@@ -235,9 +253,9 @@ class Owner:
         """Return the result: what the codec takes out of the residual, or all of it without one."""
         if self.groups is None:
             return []
-        return self.groups.flush() if codec is None else self.groups.encode(None, codec)
+        return self.groups.encode(None, codec)
 
-    def undo(self, own: ShardedUpdate) -> None:
+    def undo(self, own: OwnUpdate) -> None:
         """Forget an update that nobody has applied: the nodes have put their parts back."""
         if self.groups is not None:
             self.groups.put_back(own.messages)
@@ -286,30 +304,51 @@ class Shares:
         return self._found[parts, at]
 
 
-class ShardedReplica(Replica):
-    """A replica whose updates go to their owners in parts, or whole to everybody while few nodes take part.
+class Replica(SharedCopy):
+    """Everything that this node's next step depends on, besides the other nodes.
 
-    Every number is a step of its sender. A part is kept until a result says that its owner has taken it, and is put
-    back into the residual when it turns out that the owner never will.
+    Updates go to their owners in parts, or whole to everybody: always in the mesh, and with ``topology="auto"`` while
+    that costs less. Every number is a step of its sender. A part is kept until a result says that its owner has taken
+    it, and is put back into the residual when it turns out that the owner never will.
 
     Attributes:
+        me: this node.
+        step: number of the next step, or of the unfinished one.
+        pending: the update of an unfinished step.
+        sent: the updates of the last finished steps, which peers may not have yet.
+        senders: the nodes that take part in the next step.
         roles: of the nodes, where it is not that of a member.
+        taken: by owner and sender: the sender's parts that the owner had taken, where that is not obvious.
+        slots: values of state for each element where owners have an optimiser; None: they have none.
+        has_slow_links: whether all members have said that steps would be shorter if they were sharded.
     """
 
-    def __init__(
-        self, groups: Groups, total: PlainSum, me: Peer, options: Options, **common: Any
-    ) -> None:
-        super().__init__(groups, total, me, **common)
-        self._shares = Shares(groups)
+    def __init__(self, groups: Groups, total: PlainSum, me: Peer, options: Options) -> None:
+        super().__init__(groups, total, applies_residual=options.apply_residual)
+        self.me = me
+        self.step = max(encoder.step for encoder in groups.encoders)
+        self.pending: OwnUpdate | None = None
+        self.sent: deque[OwnUpdate] = deque(maxlen=options.kept_updates)
+        self.senders: tuple[Peer, ...] = ()
         self.roles: dict[Peer, str] = {}
+        self.taken: Taken = {}
+        self.slots: int | None = None
+        self.has_slow_links = False
+        self._shares = Shares(groups)
         self._codec, self._is_sync = options.codec, options.is_sync
-        self._is_auto, self._owners_max = options.topology == "auto", options.owners_max
-        numel = sum(one.numel for one in groups.encoders)
-        self._is_small = self._codec == "threshold" and numel < SHARDED_ELEMENTS
+        self._is_mean = options.reduction == "mean"
+        self._may_shard, self._is_auto = options.may_shard, options.topology == "auto"
+        self._owners_max = options.owners_max
+        self._is_small = self._codec == "threshold" and groups.numel < SHARDED_ELEMENTS
+        # Encoders that take more out of the residual than they send: the parameters would bring it back.
+        self._is_lossy = any(
+            one.clip is not None or one.on_nonfinite == "skip" for one in groups.encoders
+        )
         self._is_mesh = False
         self._judged: list[tuple[float, float]] = []  # seconds of waiting and of encoding
         self._wants_owners = False
         self._owners: tuple[Peer, ...] = ()
+        self._former: tuple[Peer, ...] = ()  # owners of the step before
         self._left: set[Peer] = set()  # have published their last result
         # Senders of the last step's results; others have come in since, or again.
         self._heard: set[Peer] = set()
@@ -320,12 +359,18 @@ class ShardedReplica(Replica):
         self._late: list[tuple[Piece, float]] = []
         self._orphaned = 0
         self._loaded: dict[str, Any] | None = None  # until it is known who owns what
+        self._inherited: list[Handover] = []  # from owners that have left
         self._descent: Descent | None = None
         if options.optimizer is not None:
             self._descent = Descent(options.optimizer, groups.encoders, self._shares.of)
             self.slots = self._descent.slots
-        self._former: tuple[Peer, ...] = ()  # owners of the step before
-        self._inherited: list[Handover] = []  # from owners that have left
+
+    @property
+    def oldest_sent(self) -> OwnUpdate | None:
+        """The oldest of the kept updates; None while there is space for more."""
+        return self.sent[0] if len(self.sent) == self.sent.maxlen else None
+
+    # ---- owners ------------------------------------------------------------------------------------------------------
 
     def deal(self, contributors: Iterable[Peer], step: int) -> None:
         """Deal the parameters to the nodes that take part from ``step`` on: the same owners, or none, on all nodes."""
@@ -344,7 +389,7 @@ class ShardedReplica(Replica):
         has_roles = any(self.roles.get(peer, "member") != "member" for peer in senders)
         is_large = not self._is_small and len(senders) >= SHARDED_FROM
         gains = self._is_sync and (is_large or (self.has_slow_links and len(senders) > 2))
-        self._is_mesh = self._is_auto and not gains and not has_roles
+        self._is_mesh = not self._may_shard or (self._is_auto and not gains and not has_roles)
         self._former = self._owners
         self._owners = () if self._is_mesh else tuple(owners[: self._owners_max])
         parts = len(self._owners)
@@ -365,7 +410,7 @@ class ShardedReplica(Replica):
         A sharded step moves 2 / nodes of the bytes, with one more way of half a round trip, and processes more.
         """
         nodes = len(self.senders)
-        if not (self._is_mesh and self._is_sync) or nodes <= 2:
+        if not (self._is_mesh and self._may_shard and self._is_sync) or nodes <= 2:
             return False
         self._judged.append((result.wait_s, result.encode_s))
         if len(self._judged) == JUDGED_STEPS:
@@ -382,7 +427,7 @@ class ShardedReplica(Replica):
         if owner is None or owner.groups is None:
             return self._loaded
         encoders = [one.state_dict() for one in owner.encoders]
-        own: Any = self.pending
+        own = self.pending
         arrays = owner.arrays if own is None or own.before is None else own.before
         if self._descent is not None:
             for one, (residual, *_) in zip(encoders, arrays, strict=True):
@@ -410,9 +455,7 @@ class ShardedReplica(Replica):
         ]
         return self._descent.export(under_way)
 
-    def load_owner(
-        self, state: dict[str, Any] | None, estates: Sequence[dict[str, Any]] = ()
-    ) -> None:
+    def load_owner(self, state: dict[str, Any] | None, estates: Sequence[dict[str, Any]]) -> None:
         """Continue as the owner of a checkpoint, or pass on what it kept where it owns another part now."""
         self._loaded = state
         if self._descent is not None:
@@ -450,26 +493,27 @@ class ShardedReplica(Replica):
         elif owner is not None:
             self._add_to_residual(owner.as_piece(), self._count_updates(self.senders))
 
+    # ---- this node's updates -----------------------------------------------------------------------------------------
+
     def encode(
         self, update: Any, codec: Codec | None, refresh: Callable[[int], None] | None = None
     ) -> OwnUpdate:
-        """Encode this node's update of the next step; raise `GradwireError` where it has no owner."""
+        """Encode this node's update of the next step; with None for the codec all that is left, as the last update.
+
+        Raises:
+            GradwireError: no node owns parameters.
+        """
         if self._is_mesh:
-            whole = self.groups.encode(update, codec, refresh) if codec else self.groups.flush()
-            piece = Piece(whole, self.me, self.step, 0, 0)
-            parts = {self.me: piece}
-            return ShardedUpdate(self.step, [], parts=parts, is_whole=True, is_last=not codec)
+            piece = Piece(self.groups.encode(update, codec, refresh), self.me, self.step, 0, 0)
+            is_last = self._may_shard and codec is None
+            return OwnUpdate(self.step, {self.me: piece}, is_whole=True, is_last=is_last)
         count = len(self._owners)
         if not count:
             raise GradwireError(
                 f"step {self.step} has no owner left, and updates stay in the residual: start one (role)"
             )
-        partitions = self._shares.partitions(count)
-        if codec is None:
-            found = self.groups.flush(partitions)
-        else:
-            found = self.groups.encode(update, codec, refresh, partitions)
-        own = ShardedUpdate(self.step, [], owner=self._owner, is_last=codec is None)
+        found = self.groups.encode(update, codec, refresh, self._shares.partitions(count))
+        own = OwnUpdate(self.step, {}, owner=self._owner, is_last=codec is None)
         for index, peer in enumerate(self._owners):
             messages = [found[group][index] for group, _ in self._shares.of(count, index)]
             if messages:
@@ -488,7 +532,7 @@ class ShardedReplica(Replica):
                 own.unsent.append((peer, bytes(piece.pack())))
         return own
 
-    def take_back(self, own: Any) -> None:
+    def take_back(self, own: OwnUpdate) -> None:
         """Return to the residual what the transport has refused because of its size."""
         if own.unsent or own.is_whole:
             self.put_back(own)
@@ -503,7 +547,7 @@ class ShardedReplica(Replica):
             own.owner.groups.put_back(own.messages)
             own.messages, own.payload = [], b""
 
-    def put_back(self, own: Any, factor: float = 1.0) -> None:
+    def put_back(self, own: OwnUpdate, factor: float = 1.0) -> None:
         """Add the parts of one of this node's updates, times a factor, to the residuals."""
         for piece in own.parts.values():
             self._add_piece(piece, [one.residual for one in self.groups.encoders], factor)
@@ -514,23 +558,45 @@ class ShardedReplica(Replica):
             self._descent.take_back(piece.handovers, factor)
 
     def remove_local_changes(self, params: Any, own: OwnUpdate, *, has_moved: bool) -> None:
-        """Remove local steps after an encode; see `Replica`. The parameters are those before the update."""
-        super().remove_local_changes(params, own, has_moved=has_moved)
-        if self._descent is not None and isinstance(own, ShardedUpdate) and own.owner is not None:
+        """Remove local steps from the caller's parameters after an encode: residual and messages hold them now.
+
+        Args:
+            params: the caller's.
+            own: the encoded update; with ``apply_residual`` the parameters hold it too.
+            has_moved: whether the parameters held the update before the encode.
+        """
+        self.local_steps = 0
+        if self.shared and not (self._applies_residual and has_moved and not self._is_lossy):
+            self.write_params(params)
+            if self._applies_residual:
+                self._own_to_params(own, writable_views(params), 1.0)
+        if self._descent is not None and own.owner is not None:
             shares = self._shares.of(*own.owner.place)
             own.params = [gathered(self.groups.select(params, at), part) for at, part in shares]
+
+    def absorb_local_changes(self, params: Any) -> None:
+        """Move local changes of the caller's parameters into the residual, before the parameters are replaced.
+
+        Messages of an unfinished step stay apart from the residual.
+        """
+        encoders = self.groups.encoders
+        if self.shared and all(
+            device_of(one.residual) == device_of(self.shared) for one in encoders
+        ):
+            super().absorb_local_changes(params)
+            if self._applies_residual and self.pending is not None:
+                self.put_back(self.pending, -1.0)
 
     def put_back_into(self, residuals: Sequence[Any]) -> None:
         """Add everything that may not be applied yet to copies of the residuals."""
         for part in self._sent_parts() if self._is_sync else ():
             if part.is_open:
                 self._add_piece(part.piece, residuals, 1.0)
-        own: Any = self.pending
+        own = self.pending
         if own is not None and own.is_whole:
             self._add_piece(own.parts[self.me], residuals, 1.0)
 
-    def own_to_params(self, own: Any, params: Arrays, factor: float) -> None:
-        """Add the parts of one of this node's updates, times a factor, to parameters."""
+    def _own_to_params(self, own: OwnUpdate, params: Arrays, factor: float) -> None:
         for piece in own.parts.values():
             self._add_to_params(piece, params, factor)
 
@@ -555,7 +621,7 @@ class ShardedReplica(Replica):
             one.messages.extend(itertools.islice(rest, len(layout)))
         return piece
 
-    def prepare(self, own: Any, lost: Container[Peer]) -> frozenset[Peer]:
+    def prepare(self, own: OwnUpdate, lost: Container[Peer]) -> frozenset[Peer]:
         """Encode what everybody gets from this node; return the nodes whose parts are missing for that."""
         if own.payload:
             return frozenset()
@@ -583,7 +649,7 @@ class ShardedReplica(Replica):
         own.messages, own.payload = result, result.pack()
         return frozenset()
 
-    def _take(self, own: ShardedUpdate, owner: Owner, lost: Container[Peer]) -> None:
+    def _take(self, own: OwnUpdate, owner: Owner, lost: Container[Peer]) -> None:
         """Add the parts that have arrived to the owner's residual, in the order (node, number)."""
         took: list[Piece] = []
         for peer in self.senders if owner.encoders else ():
@@ -604,7 +670,7 @@ class ShardedReplica(Replica):
         own.scale = 1.0 / self._count_updates(piece.sender for piece in took)
         self._add_taken(own, owner)
 
-    def _add_taken(self, own: ShardedUpdate, owner: Owner) -> None:
+    def _add_taken(self, own: OwnUpdate, owner: Owner) -> None:
         took = own.took or []
         if self._descent is None:
             owner.add_pieces(took, own.scale)
@@ -614,7 +680,7 @@ class ShardedReplica(Replica):
                 self._descent.add(handover, owner.place, owner.arrays)
             self._descent.run(took, own.scale, owner.encoders, owner.arrays, own.params, own.step)
 
-    def _take_arrived(self, own: ShardedUpdate) -> None:
+    def _take_arrived(self, own: OwnUpdate) -> None:
         """Take whatever has arrived; parts of another dealing go to this node's residual, and on from there."""
         owner, own.took = own.owner, []
         for peer, found in sorted(self._arrived.items()):
@@ -658,8 +724,23 @@ class ShardedReplica(Replica):
         own: OwnUpdate | None = None,
         has_moved: bool = False,
     ) -> bool:
-        """Add what everybody got to the shared parameters, and settle what it says of this node's parts."""
-        super().apply(payloads, params, nodes=nodes, own=own, has_moved=has_moved)
+        """Add the mean or the sum of updates to the shared parameters, and settle what they say of this node's parts.
+
+        Args:
+            payloads: for every node one message for every group, in order.
+            params: the caller's.
+            nodes: number of nodes of which the mean is taken.
+            own: this node's update, which the caller's parameters hold already with ``apply_residual``.
+            has_moved: whether the caller's parameters differ from the shared ones by local steps, which stay.
+
+        Returns:
+            Whether the sum of all updates is provably exact.
+        """
+        divisor = nodes if self._is_mean else 1
+        if not self.shared:
+            is_exact = self._add_payloads(payloads, params, divisor)
+        else:
+            is_exact = self._add_to_shared(payloads, params, divisor, own, has_moved=has_moved)
         results = [one for one in payloads if isinstance(one, Piece)]
         for result in results:
             self._settle(result)
@@ -667,14 +748,36 @@ class ShardedReplica(Replica):
             self._settle_silent(results)
             self._count_lost_handovers(results)
         self._add_late(params)
-        return False
+        return is_exact
+
+    def _add_to_shared(
+        self,
+        payloads: Payloads,
+        params: Any,
+        divisor: int,
+        own: OwnUpdate | None,
+        *,
+        has_moved: bool,
+    ) -> bool:
+        """Add updates to the shared copy and to the caller's parameters, which keep what they hold besides."""
+        targets = writable_views(params)
+        if self._applies_residual:
+            messages = None if own is None else own.messages
+            index = next((at for at, one in enumerate(payloads) if one is messages), None)
+            return self._add_payloads(payloads, self.shared, divisor, SecondTarget(targets, index))
+        local = difference(targets, self.shared) if has_moved else []
+        is_exact = self._add_payloads(payloads, self.shared, divisor)
+        put(targets, self.shared)
+        if has_moved:
+            add(targets, local)
+        return is_exact
 
     def _add_payloads(
         self, payloads: Payloads, params: Any, divisor: int, second: SecondTarget | None = None
     ) -> bool:
         pieces, total = [one for one in payloads if isinstance(one, Piece)], self.total
-        if pieces and not any(piece.parts for piece in pieces):
-            return super()._add_payloads(payloads, params, divisor, second)
+        if not any(piece.parts for piece in pieces):
+            return total.add_payloads(payloads, params, divisor, second)
         # Among the owners' results may be whole updates of nodes that have dealt otherwise.
         added = targets = [params] if second is None else [params, second.params]
         if isinstance(total, MomentumSum):
@@ -686,7 +789,7 @@ class ShardedReplica(Replica):
             for target in targets:
                 add(writable_views(target), added[0])
         if second is not None and second.own is not None and self.pending is not None:
-            self.own_to_params(self.pending, second.params, -1.0)
+            self._own_to_params(self.pending, second.params, -1.0)
         return False
 
     def _settle(self, result: Piece) -> None:
@@ -757,10 +860,12 @@ class ShardedReplica(Replica):
         return found
 
     def finish_step(self, own: OwnUpdate) -> None:
-        """Keep a finished update a little longer, and advance to the next."""
-        super().finish_step(own)
-        if isinstance(own, ShardedUpdate):
-            own.params, own.before = [], None
+        """Keep a finished update a little longer, in host memory, and advance to the next step."""
+        own.messages[:] = map(host_message, own.messages)
+        own.params, own.before = [], None
+        self.pending = None
+        self.sent.append(own)
+        self.step += 1
         oldest = self.step - (self.sent.maxlen or 0)
         self._kept = {
             owner: {at: part for at, part in sent.items() if part.is_open or at >= oldest}
@@ -770,10 +875,20 @@ class ShardedReplica(Replica):
             found.pop(own.step, None)
 
     def take_back_unapplied(self, finals: Mapping[Peer, int], taken: Taken, step: int) -> None:
-        """Return this node's parts that no owner took, and what it took for results that nobody applied."""
+        """Return to the residual this node's updates that nobody applied, after an absence.
+
+        These are its parts that no owner took, and what it took as an owner for results that nobody applied.
+
+        Args:
+            finals: for departed members the first update that nobody applied.
+            taken: what ``Replica.taken`` is where this node gets the parameters from.
+            step: number of the next step there.
+        """
         final = finals.get(self.me)
         owners = [self._owner]
-        unfinished: list[Any] = self.take_unfinished()
+        unfinished = [*self.sent, *([] if self.pending is None else [self.pending])]
+        self.pending = None
+        self.sent.clear()
         for own in unfinished:
             if final is None or own.step >= final:
                 for piece in own.passed_on:
@@ -844,7 +959,7 @@ class ShardedReplica(Replica):
         self._late.clear()
 
     def local_delta(self, params: Any) -> tuple[Arrays | None, Callable[[int], None] | None]:
-        """Return the sum of the local steps since the last exchange; see `Replica`."""
+        """Return the sum of the local steps since the last exchange; see `SharedCopy`."""
         self._add_late(params)
         return super().local_delta(params)
 

@@ -16,8 +16,8 @@ from .departure import Departure
 from .join import Join
 from .membership import Membership, Router, Updates
 from .options import Options
-from .parameters import OwnUpdate, Replica
 from .protocol import Phase
+from .replica import OwnUpdate, Replica
 from .results import StepResult
 
 __all__ = ["Step"]
@@ -86,7 +86,7 @@ class Step:
         return self._finish_or_repeat(own, again, params, optimizer_state)
 
     def leave(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
-        """Send everything that is left in the residual as the last update, and say so."""
+        """Send everything that is left as the last update, and say so."""
         self._wait_for_room(params, optimizer_state)
         begin_s, flush = clock.now_s(), partial(self._replica.encode, None, None)
         own = flush()
