@@ -286,6 +286,23 @@ def test_nodes_come_and_leave_and_nothing_is_lost(seed: int, how: Any) -> None:
     come_and_leave(seed, how)
 
 
+@histories
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"overlap": 2}, {"topology": "mesh"}, {"moves": True, "apply_residual": True}],
+    ids=str,
+)
+def test_a_node_that_leaves_takes_no_local_steps_with_it(seed: int, how: Any) -> None:
+    with cluster(seed) as world:
+        trainers = [
+            Trainer(world, node_id, 8, min_peers=2, every=3, **how) for node_id in (10, 20, 30)
+        ]
+        trainers[seed % 3].leaves_after = 11  # two local steps after the third exchange
+        world.run()
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
+
+
 def test_a_newcomer_that_goes_before_its_first_result_leaves_nothing_orphaned() -> None:
     come_and_leave(3, MODES["every"])
 

@@ -88,6 +88,8 @@ class Step:
     def leave(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
         """Send everything that is left as the last update, and say so."""
         self._wait_for_room(params, optimizer_state)
+        if self._replica.local_steps:
+            self._replica.absorb_local_changes(params)
         begin_s, flush = clock.now_s(), partial(self._replica.encode, None, None)
         own = flush()
         self._hold(own, params, begin_s, has_moved=False)
