@@ -73,6 +73,7 @@ WITH_A_CLOCK = {
     "exchange/clock.py",
     "feed/ring.py",
     "hosted.py",
+    "shared_memory.py",
     "torch/hook.py",
     "transport/driver.py",
     "transport/node.py",

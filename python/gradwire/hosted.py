@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import mmap
 import os
-import stat
 import struct
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -20,7 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import GradwireError, Mismatch
-from .shared_memory import aligned, arrays_at, fence, layout_of, path_of, span
+from .shared_memory import (
+    aligned,
+    arrays_at,
+    create_locked,
+    fence,
+    is_locked,
+    layout_of,
+    open_file,
+    path_of,
+    release,
+    span,
+)
 
 __all__ = ["HostedModel", "Snapshot"]
 
@@ -29,7 +38,6 @@ _MAGIC = b"gwmodel1"
 _HEADER = struct.Struct("<8sQQ")
 _SEQUENCE_AT = 8
 _RETRY_S = 0.001
-_TRIES = 20
 
 _Arrays: TypeAlias = list[NDArray[Any]]
 _Layout: TypeAlias = list[Any]  # [dtype, shape] of each array, as JSON has it
@@ -77,13 +85,11 @@ class HostedModel:
         layout = layout_of(initial)
         text = json.dumps(layout).encode()
         lock = _create(path, _start(len(text)) + span(layout))
-        self._finalizer: Any = weakref.finalize(self, _release, lock, path, os.getpid())
-        # A forked child would keep the lock, and the model alive, beyond the host's death. So would the mapping, which
-        # duplicates its descriptor; therefore it has a file of its own.
-        os.register_at_fork(after_in_child=lock.close)
+        self._finalizer: Any = weakref.finalize(self, release, lock, path, os.getpid())
+        # The mapping duplicates its descriptor, which in a forked child would keep the lock: it has a file of its own.
         lock.write(_HEADER.pack(b"", 0, len(text)) + text)
         lock.flush()
-        with _opened(path, os.O_RDWR) as file:
+        with open_file(path) as file:
             self._map(name, layout, len(text), file, mmap.ACCESS_WRITE)
         self._file, self._process = lock, os.getpid()
         for target, source in zip(self.params, initial, strict=True):
@@ -143,7 +149,7 @@ class HostedModel:
     @property
     def is_live(self) -> bool:
         """Whether the host still runs and has not closed the model."""
-        return not self._file.closed and (self._process > 0 or not _is_unlocked(self._file))
+        return not self._file.closed and (self._process > 0 or is_locked(self._file))
 
     @contextmanager
     def writing(self) -> Iterator[_Arrays]:
@@ -237,74 +243,31 @@ def _start(layout_bytes: int) -> int:
 
 
 def _create(path: Path, size: int) -> BufferedRandom:
-    """Return a new, locked file of zeros; replace one that a dead host has left behind.
-
-    The lock, which the kernel releases when its process ends, says that the host lives.
-    """
-    for _ in range(_TRIES):
-        with suppress(FileExistsError, FileNotFoundError):
-            if path.exists():
-                _remove_leftover(path)
-            file = _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            with suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                try:
-                    os.posix_fallocate(file.fileno(), 0, size)
-                except OSError as error:
-                    path.unlink()
-                    raise OSError(
-                        error.errno,
-                        f"no {size} bytes of shared memory: {error.strerror}",
-                        str(path),
-                    ) from None
-                return file
-        time.sleep(_RETRY_S)
-    raise ValueError(f"a living process hosts a model at {path}: take another name, or end it")
-
-
-def _remove_leftover(path: Path) -> None:
-    with _opened(path, os.O_RDWR) as file, suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            path.unlink()
+    """Return a new, locked file of zeros."""
+    try:
+        file = create_locked(path)
+    except FileExistsError:
+        raise ValueError(
+            f"a living process hosts a model at {path}: take another name, or end it"
+        ) from None
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        release(file, path, os.getpid())
+        raise OSError(
+            error.errno, f"no {size} bytes of shared memory: {error.strerror}", str(path)
+        ) from None
+    return file
 
 
 def _open_hosted(path: Path) -> BufferedRandom | None:
     """Return the file of a model that a living process hosts, None if there is none yet."""
     try:
-        file = _opened(path, os.O_RDWR)
+        file = open_file(path)
     except FileNotFoundError:
         return None
-    if _is_unlocked(file) or file.read(len(_MAGIC)) != _MAGIC:
+    if not is_locked(file) or file.read(len(_MAGIC)) != _MAGIC:
         file.close()
         return None
     file.seek(0)
     return file
-
-
-def _opened(path: Path, flags: int) -> BufferedRandom:
-    """Open a file of this user, buffered for reading the header."""
-    file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o600), "r+b")
-    found = os.fstat(file.fileno())
-    if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
-        file.close()
-        raise PermissionError(f"{path} belongs to another user, or is no file")
-    return file
-
-
-def _is_unlocked(file: BufferedRandom) -> bool:
-    """Return whether nobody hosts the model in a file."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    fcntl.flock(file, fcntl.LOCK_UN)
-    return True
-
-
-def _release(file: BufferedRandom, path: Path, process: int) -> None:
-    """Remove the host's file and its lock; a forked child leaves both to its parent."""
-    if os.getpid() == process and not file.closed:
-        with suppress(FileNotFoundError):
-            path.unlink()
-        file.close()

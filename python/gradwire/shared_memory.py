@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import stat
 import threading
+import time
 from collections.abc import Iterable
+from contextlib import suppress
+from io import BufferedRandom
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FOLDER", "aligned", "arrays_at", "fence", "layout_of", "path_of", "span"]
+__all__ = [
+    "FOLDER",
+    "aligned",
+    "arrays_at",
+    "create_locked",
+    "fence",
+    "is_locked",
+    "layout_of",
+    "open_file",
+    "path_of",
+    "release",
+    "span",
+]
 
 FOLDER: Final = Path("/dev/shm")  # noqa: S108  (files there never reach a disk)
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ALIGNMENT: Final = 64
+_TRIES, _RETRY_S = 20, 0.001
 
 _Layout = list[Any]  # [dtype, shape] of each array, as JSON has it
 
@@ -68,3 +86,73 @@ def fence() -> None:
     for _ in range(2):
         with lock:
             pass
+
+
+# ---- files whose lock says that a process lives ----------------------------------------------------------------------
+
+
+def open_file(path: Path, flags: int = os.O_RDWR) -> BufferedRandom:
+    """Open a file of this user.
+
+    Raises:
+        FileNotFoundError: there is none.
+        PermissionError: another user's, or no regular file.
+    """
+    file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o600), "r+b")
+    found = os.fstat(file.fileno())
+    if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
+        file.close()
+        raise PermissionError(f"{path} belongs to another user, or is no file")
+    return file
+
+
+def create_locked(path: Path) -> BufferedRandom:
+    """Create a file that is locked until this process closes it or ends; replace one that a dead process has left.
+
+    A forked child does not keep the lock.
+
+    Raises:
+        FileExistsError: a living process holds the lock.
+    """
+    for _ in range(
+        _TRIES
+    ):  # another process may look at the lock, or create the file, at the same time
+        with suppress(BlockingIOError, FileExistsError, FileNotFoundError):
+            if path.exists():
+                with open_file(path) as leftover:
+                    _lock(leftover, path)
+                    path.unlink()
+            file = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                _lock(file, path)
+            except OSError:
+                file.close()
+                raise
+            os.register_at_fork(after_in_child=file.close)
+            return file
+        time.sleep(_RETRY_S)
+    raise FileExistsError(f"a living process holds {path}")
+
+
+def _lock(file: BufferedRandom, path: Path) -> None:
+    """Lock a file; raise `FileNotFoundError` if another process has removed or replaced it meanwhile."""
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        raise FileNotFoundError(path)
+
+
+def is_locked(file: BufferedRandom) -> bool:
+    """Return whether the process that created a file still holds its lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return False
+
+
+def release(file: BufferedRandom, path: Path, process: int) -> None:
+    """Remove a locked file; a forked child leaves it to the process that created it."""
+    if os.getpid() == process and not file.closed:
+        path.unlink(missing_ok=True)
+        file.close()

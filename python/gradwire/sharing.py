@@ -223,8 +223,8 @@ def exchange_for(
 
     if not is_team:
         return make()
-    local = LocalTeam.join(rendezvous.name_of(place), size=size, rank=rank, timeout_s=timeout_s)
-    return local.lead(make()) if rank == 0 else local.follow(rank)
+    local = LocalTeam(rendezvous.name_of(place), size=size, rank=rank, timeout_s=timeout_s)
+    return local.lead(make()) if rank == 0 else local.follow()
 
 
 def _say_goodbye(exchange: weakref.ref[Exchange], node: Node) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,18 @@ def flat(arrays: list[Any]) -> NDArray[np.float64]:
     return np.concatenate([np.asarray(one, np.float64).ravel() for one in arrays])
 
 
+@contextmanager
+def team(workers: int, exchange: gw.Exchange, **options: Any) -> Iterator[list[LocalExchange]]:
+    """Return the exchanges of all workers of a team, for threads."""
+    name = f"test-{secrets.token_hex(4)}"
+    with ExitStack() as stack:
+        teams = [
+            stack.enter_context(LocalTeam(name, tensors(), size=workers, rank=rank, **options))
+            for rank in range(workers)
+        ]
+        yield [teams[0].lead(exchange), *(one.follow() for one in teams[1:])]
+
+
 def run_team(
     work: Callable[[int, LocalExchange], Any], workers: int, **options: Any
 ) -> tuple[list[Any], gw.Encoder]:
@@ -45,12 +59,10 @@ def run_team(
     enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
     team_options = {name: options.pop(name) for name in ("reduction",) if name in options}
     with (
-        LocalTeam(tensors(), workers, timeout_s=20.0, **team_options) as team,
         gw.Node("127.0.0.1:0", secret=SECRET) as node,
+        team(workers, gw.Exchange(enc, node, min_peers=0, **options), **team_options) as shares,
         ThreadPoolExecutor(workers) as pool,
     ):
-        lead = team.lead(gw.Exchange(enc, node, min_peers=0, **options))
-        shares = [lead, *(team.follow(rank) for rank in range(1, workers))]
         return list(pool.map(work, range(workers), shares)), enc
 
 
@@ -129,10 +141,10 @@ def test_every_worker_knows_what_the_machine_has_sent() -> None:
 
 def test_a_worker_that_does_not_come_is_missed_by_the_others() -> None:
     with (
-        LocalTeam(tensors(), 2, timeout_s=0.05) as team,
+        LocalTeam("alone", tensors(), size=2, rank=0, timeout_s=0.05) as alone,
         gw.Node("127.0.0.1:0", secret=SECRET) as node,
     ):
-        lead = team.lead(gw.Exchange(gw.Encoder(NUMEL, 1.0), node, min_peers=0))
+        lead = alone.lead(gw.Exchange(gw.Encoder(NUMEL, 1.0), node, min_peers=0))
         with pytest.raises(TimeoutError, match="not all 2 workers"):
             lead.step(tensors(1), tensors())
 
@@ -141,12 +153,11 @@ def test_a_worker_that_does_not_come_is_missed_by_the_others() -> None:
 def test_machines_send_one_update_each_whatever_their_workers(topology: Any) -> None:
     def machine(node: gw.Node, workers: int) -> Any:
         enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
+        exchange = gw.Exchange(enc, node, reduction="sum", min_peers=1, topology=topology)
         with (
-            LocalTeam(tensors(), workers, reduction="sum") as team,
+            team(workers, exchange, reduction="sum") as shares,
             ThreadPoolExecutor(workers) as pool,
         ):
-            exchange = gw.Exchange(enc, node, reduction="sum", min_peers=1, topology=topology)
-            shares = [team.lead(exchange), *(team.follow(rank) for rank in range(1, workers))]
 
             def work(rank: int) -> Any:
                 params = tensors()
@@ -180,29 +191,27 @@ def test_machines_send_one_update_each_whatever_their_workers(topology: Any) -> 
     assert max(sent) <= updates + 6, "the updates and a few greetings"
 
 
-def follow_in_a_process(team: LocalTeam, rank: int, pipe: Any) -> None:
-    share, params = team.follow(rank), tensors()
-    for step in range(3):
-        share.step(tensors(100 * rank + step), params)
+def follow_in_a_process(name: str, pipe: Any) -> None:
+    params = tensors()
+    with LocalTeam(name, params, size=2, rank=1, reduction="sum") as other:
+        share = other.follow()
+        for step in range(3):
+            share.step(tensors(100 + step), params)
     pipe.send(flat(params).tolist())
-    team.close()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_can_be_processes(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_can_be_processes(method: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A spawned child imports this file by its name, from the folder that holds the tests.
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
     context: Any = multiprocessing.get_context(method)
-    enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
-    with LocalTeam(tensors(), 2, reduction="sum", timeout_s=60.0, context=context) as team:
+    enc, params = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD)), tensors()
+    with LocalTeam(name, tensors(), size=2, rank=0, reduction="sum") as leader:
         here, there = context.Pipe()
-        process = context.Process(target=follow_in_a_process, args=(team, 1, there))
+        process = context.Process(target=follow_in_a_process, args=(name, there))
         process.start()
         with gw.Node("127.0.0.1:0", secret=SECRET) as node:
-            lead, params = (
-                team.lead(gw.Exchange(enc, node, reduction="sum", min_peers=0)),
-                tensors(),
-            )
+            lead = leader.lead(gw.Exchange(enc, node, reduction="sum", min_peers=0))
             for step in range(3):
                 lead.step(tensors(step), params)
         assert here.recv() == flat(params).tolist()
@@ -212,11 +221,19 @@ def test_workers_can_be_processes(method: str, monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_array_equal(flat(params) + enc.residual, put_in)
 
 
-def test_a_team_needs_workers_and_only_those() -> None:
-    with pytest.raises(ValueError, match="workers is 0"):
-        LocalTeam(tensors(), 0)
-    with LocalTeam(tensors(), 2) as team, pytest.raises(ValueError, match="rank is 2"):
-        team.follow(2)
+@pytest.mark.parametrize(("size", "rank"), [(0, 0), (2, 2), (2, -1)])
+def test_a_team_needs_workers_and_only_those(size: int, rank: int) -> None:
+    with pytest.raises(ValueError, match=f"rank is {rank}"):
+        LocalTeam("team", tensors(), size=size, rank=rank)
+
+
+def test_a_call_without_parameters_needs_the_team_s(name: str) -> None:
+    with LocalTeam(name, size=1, rank=0) as alone, gw.Node("127.0.0.1:0", secret=SECRET) as node:
+        share = alone.lead(gw.Exchange(gw.Encoder(NUMEL, 1.0), node, min_peers=0))
+        with pytest.raises(RuntimeError, match="call join or step first"):
+            share.wait_for_peers()
+        share.join(tensors())
+        assert share.wait_for_peers() == ()
 
 
 @pytest.mark.parametrize("options", [{}, {"apply_residual": True}, {"every": 2}, {"overlap": 1}])
@@ -274,8 +291,7 @@ def test_the_workers_of_a_late_machine_begin_with_the_state_of_another() -> None
             has_begun.set()
 
     def come_late(node: gw.Node) -> list[Any]:
-        with LocalTeam(tensors(), 2) as team, ThreadPoolExecutor(2) as workers:
-            shares = [team.lead(exchange(node, 1)), team.follow(1)]
+        with team(2, exchange(node, 1)) as shares, ThreadPoolExecutor(2) as workers:
 
             def work(rank: int) -> Any:
                 params, state = tensors(), state_of(rank)
@@ -312,12 +328,12 @@ import gradwire as gw
 
 name, rank, size, steps = sys.argv[1], *map(int, sys.argv[2:])
 params, node = [np.zeros(9, np.float32)], None
-team = gw.LocalTeam.join(name, size=size, rank=rank, timeout_s=20.0)
+team = gw.LocalTeam(name, size=size, rank=rank, timeout_s=20.0)
 if rank == 0:
     node = gw.Node("127.0.0.1:0", secret=bytes(range(32)))
     share = team.lead(gw.Exchange(gw.Encoder(9), node, codec="dense", min_peers=0))
 else:
-    share = team.follow(rank)
+    share = team.follow()
 state = [np.full((2, 2), 1.0 + rank), np.array(1.0 + rank, np.float32)]
 joined = share.join(params, state)
 print("late" if joined.is_late else "joined", *state[0][0], state[1], flush=True)
@@ -407,15 +423,40 @@ def test_processes_that_meet_by_name_lose_a_worker_and_get_another(name: str) ->
 
 def test_two_runs_do_not_meet_and_wrong_workers_are_refused(name: str) -> None:
     params = [np.zeros(3, np.float32)]
-    with LocalTeam.join(name, params, size=2, rank=0, timeout_s=0.1):
+    with LocalTeam(name, params, size=2, rank=0, timeout_s=0.1):
         with pytest.raises(ValueError, match=f"a living process is rank 0 of team '{name}'"):
-            LocalTeam.join(name, params, size=2, rank=0)
+            LocalTeam(name, params, size=2, rank=0)
         with pytest.raises(gw.Mismatch, match="worker 1 of team"):
-            LocalTeam.join(name, [np.zeros(4, np.float32)], size=2, rank=1)
-        with pytest.raises(ValueError, match="rank is 2"):
-            LocalTeam.join(name, params, size=2, rank=2)
+            LocalTeam(name, [np.zeros(4, np.float32)], size=2, rank=1)
     assert files(name) == []
     with pytest.raises(TimeoutError, match="rank 0 of team"):
-        LocalTeam.join(name, params, size=2, rank=1, timeout_s=0.05)
+        LocalTeam(name, params, size=2, rank=1, timeout_s=0.05)
     with pytest.raises(ValueError, match="other characters"):
-        LocalTeam.join("../run", params, size=1, rank=0)
+        LocalTeam("../run", params, size=1, rank=0)
+
+
+FORKING = """
+import os, sys
+import gradwire as gw
+
+team = gw.LocalTeam(sys.argv[1], size=2, rank=0)
+if os.fork():
+    print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_child_that_outlives_a_worker_does_not_keep_its_rank(name: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes: Any = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    worker = subprocess.Popen([sys.executable, "-c", FORKING, name], env=environment, **pipes)
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == b"ready\n"
+    with pytest.raises(ValueError, match="a living process is rank 0"):
+        LocalTeam(name, size=2, rank=0)
+    worker.kill()
+    worker.wait()
+    LocalTeam(name, size=2, rank=0).close()
+    worker.stdin.close()  # its child ends
+    worker.stdout.close()

@@ -567,12 +567,13 @@ def test_the_workers_of_a_machine_share_one_model(options: dict[str, Any]) -> No
     begin = [param.detach().clone() for param in models[0].parameters()]
     inputs = torch.randn(2, 8, 3)
     with (
-        gw.LocalTeam(begin, 2, timeout_s=20.0) as team,
+        gw.LocalTeam(f"model-{os.getpid()}", begin, size=2, rank=0, timeout_s=20.0) as team,
+        gw.LocalTeam(f"model-{os.getpid()}", begin, size=2, rank=1, timeout_s=20.0) as other,
         gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node,
         ThreadPoolExecutor(2) as pool,
     ):
         share = gw.Exchange(gw.Encoder(4, threshold=0.05), node, min_peers=0, **options)
-        workers = [team.lead(share), team.follow(1)]
+        workers = [team.lead(share), other.follow()]
 
         def train(rank: int) -> tuple[list[float], dict[str, Any]]:
             adam = torch.optim.Adam(models[rank].parameters(), lr=0.02)
@@ -627,9 +628,9 @@ def test_a_worker_that_takes_the_place_of_another_has_the_leader_s_state(alone: 
     moments: list[Any] = []  # of the leader's optimiser, after each of its steps
 
     def train(rank: int, steps: int) -> SharedOptimizer:
-        with gw.LocalTeam.join(name, size=2, rank=rank, timeout_s=20.0) as team:
+        with gw.LocalTeam(name, size=2, rank=rank, timeout_s=20.0) as team:
             enc = gw.Encoder(NUMEL, threshold=0.05)
-            share = team.follow(1) if rank else team.lead(gw.Exchange(enc, alone, min_peers=0))
+            share = team.follow() if rank else team.lead(gw.Exchange(enc, alone, min_peers=0))
             net = model()
             optimizer = SharedOptimizer(
                 OPTIMIZERS["AdamW"](net.parameters()), share, share_state=True

@@ -6,7 +6,6 @@ not grow with its workers.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import mmap
@@ -25,7 +24,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GradwireError, Mismatch, PeerLost
-from ..shared_memory import aligned, arrays_at, fence, layout_of, path_of, span
+from ..shared_memory import (
+    aligned,
+    arrays_at,
+    create_locked,
+    fence,
+    is_locked,
+    layout_of,
+    open_file,
+    path_of,
+    release,
+    span,
+)
 from ..transport import Peer
 from . import clock
 from .exchange import Exchange
@@ -55,9 +65,6 @@ _GO, _DONE, _IS_SUM = 3, 4, 5
 _ROWS = 5
 _ARRIVED, _TAKES_PART, _IS_NEW, _WEIGHT, _REDUCED = range(_ROWS)
 
-# Looks at a lock, which others hold for a moment when they look too.
-_TRIES = 20
-
 # Waiting: the pause between two looks at the memory, and the time between two looks at the others' locks.
 _PAUSE_S, _PAUSE_MAX_S, _LOOK_S = 0.00005, 0.002, 0.1
 
@@ -80,55 +87,46 @@ class _Outcome:
 class LocalTeam:
     """The shared memory of the workers of one machine: parameters, and every worker's update.
 
-    Make the team before the workers, threads or processes, and pass it to each, or let processes that nobody of ours
-    has started meet by name with `LocalTeam.join`. Worker 0 leads: it has the node and the exchange. A worker that dies
-    is noticed by the lock that it held; the others go on, and a new process may take its rank.
+    The workers, processes or threads, meet by the name of the team. Rank 0 makes the memory, and replaces what a
+    crashed run has left under the name; the others wait for it. Then rank 0, which has the node and the exchange, calls
+    ``lead``, each other ``follow``. A worker that dies is noticed by the lock that it held; the others go on, and a new
+    process may take its rank. The memory goes when rank 0 ends, however it ends.
 
     Args:
-        params: the initial parameters, float32 or float64 arrays; copied.
-        workers: number of workers, the leader included.
+        name: of the run: letters, digits, ".", "_" and "-", at most 64. Other runs of this user need other names.
+        params: the initial parameters, float32 or float64 arrays, rank 0's for all; None: those of the first call of
+            the exchange.
+        size: number of workers, rank 0 included.
+        rank: of this worker.
         reduction: "mean": the machine's update is the mean of the workers' updates; "sum": their sum.
         timeout_s: longest wait for a worker that has not come at all; a late one that lives is waited for.
-        context: of multiprocessing; not needed.
-
-    Attributes:
-        rank: of this process; None before `lead`, `follow`, or `join`.
 
     Raises:
-        ValueError: ``workers`` is less than 1, or ``reduction`` is neither.
-        TypeError: ``workers`` is no int.
+        ValueError: an argument cannot be used, or a living process has this rank.
+        TypeError: ``size`` is no int.
+        TimeoutError: rank 0 did not come in time.
+        Mismatch: this worker's arrays are others than rank 0's.
         OSError: there is too little shared memory.
 
     Example:
         >>> import threading, numpy as np, gradwire as gw
-        >>> team = gw.LocalTeam([np.zeros(2, np.float32)], workers=2)
-        >>> def work(rank, share):
-        ...     params = np.zeros(2, np.float32)
-        ...     share.step(np.array([2.0, 2.0 * rank], np.float32), params)
+        >>> def work(rank, node=None):
+        ...     with gw.LocalTeam("documentation", size=2, rank=rank) as team:
+        ...         if rank == 0:
+        ...             share = team.lead(gw.Exchange(gw.Encoder(2, threshold=1.0), node, min_peers=0))
+        ...         else:
+        ...             share = team.follow()
+        ...         params = np.zeros(2, np.float32)
+        ...         share.step(np.array([2.0, 2.0 * rank], np.float32), params)
         ...     print(params.tolist()) if rank == 0 else None
-        >>> with team, gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
-        ...     lead = team.lead(gw.Exchange(gw.Encoder(2, threshold=1.0), node, min_peers=0))
-        ...     other = threading.Thread(target=work, args=(1, team.follow(1)))
-        ...     other.start(); work(0, lead); other.join()
+        >>> with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        ...     other = threading.Thread(target=work, args=(1,))
+        ...     other.start(); work(0, node); other.join()
         [1.0, 1.0]
     """
 
     def __init__(
         self,
-        params: Any,
-        workers: int,
-        *,
-        reduction: Reduction = "mean",
-        timeout_s: float = 60.0,
-        context: Any = None,
-    ) -> None:
-        del context
-        self._set(f"team-{secrets.token_hex(8)}", workers, reduction, timeout_s)
-        self._create(writable_views(params))
-
-    @classmethod
-    def join(
-        cls,
         name: str,
         params: Any = None,
         *,
@@ -136,63 +134,46 @@ class LocalTeam:
         rank: int,
         reduction: Reduction = "mean",
         timeout_s: float = 60.0,
-    ) -> LocalTeam:
-        """Return the team of this name on this machine, as worker ``rank`` of ``size``.
-
-        Rank 0 makes the memory, and replaces what a crashed run has left under the name; the others wait for it. Then
-        rank 0 calls ``lead(exchange)``, each other ``follow(rank)``. The memory goes when rank 0 ends, however it ends.
-
-        Args:
-            name: of the run: letters, digits, ".", "_" and "-", at most 64. Other runs of this user need other names.
-            params: the initial parameters, rank 0's for all; None: those of the first call of the exchange.
-            size: number of workers.
-            rank: of this worker.
-            reduction: as for the class.
-            timeout_s: as for the class.
-
-        Raises:
-            ValueError: the name, size or rank cannot be used, or a living process has this rank.
-            TimeoutError: rank 0 did not come in time.
-            Mismatch: this worker's arrays are others than rank 0's.
-        """
-        team = cls.__new__(cls)
-        team._set(name, size, reduction, timeout_s)
-        if not 0 <= rank < size:
-            raise ValueError(f"rank is {rank}, must be 0 to {size - 1}")
-        team._take(rank)
-        if params is not None:
-            team.attach(params)
-        return team
-
-    def _set(self, name: str, workers: int, reduction: Reduction, timeout_s: float) -> None:
+    ) -> None:
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is {reduction!r}, must be 'mean' or 'sum'")
-        if operator.index(workers) < 1:
-            raise ValueError(f"workers is {workers}, must be 1 or more")
-        self.name = name
-        self.workers = workers
+        if not 0 <= operator.index(rank) < operator.index(size):
+            raise ValueError(f"rank is {rank}, must be 0 to {size - 1}, one less than the size")
+        self.name, self.workers, self.rank = name, size, rank
         self.reduction = reduction
         self.timeout_s = timeout_s
-        self.rank: int | None = None
         self._path = path_of("team", name)
         self.state_path = self._path.with_name(f"{self._path.name}.state")
         self._memory: mmap.mmap | None = None
-        self._finalizers: list[Any] = []
+        lock_path = _lock_path(self._path, rank)
+        try:
+            self._lock = create_locked(lock_path)
+        except FileExistsError:
+            raise ValueError(
+                f"a living process is rank {rank} of team {name!r}: give every run of this machine a name of its own, "
+                "or end that process"
+            ) from None
+        self._finalizers: list[Any] = [
+            weakref.finalize(self, release, self._lock, lock_path, os.getpid())
+        ]
+        if params is not None:
+            self.attach(params)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def attach(self, params: Any) -> None:
-        """Map the team's memory, which rank 0 makes with the layout of ``params``; nothing where that is done.
+        """Map the team's memory, which rank 0 makes with the layout of ``params``, unless that is done.
 
         Raises:
-            TimeoutError, Mismatch: as `join`.
+            TimeoutError, Mismatch, OSError: as the class.
         """
         if self._memory is not None:
             return
         arrays = writable_views(params)
         if self.rank == 0:
             self._create(arrays)
-            _lock_path(self._path, 0).write_text(str(int(self._words[1])))
+            self._lock.write(str(self._number).encode())
+            self._lock.flush()
             return
         deadline_s = clock.now_s() + self.timeout_s
         while not self._open(layout_of(arrays)):
@@ -231,14 +212,13 @@ class LocalTeam:
         """Map the file of a living rank 0; return False if there is none yet."""
         lock = _lock_path(self._path, 0)
         try:
-            if self.rank is not None and (not _is_locked(lock) or not lock.read_text()):
-                return False
+            number = lock.read_text() if _is_locked(lock) else ""
             descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
         except FileNotFoundError:
             return False
         try:
             head = np.frombuffer(os.pread(descriptor, 8 * _HEAD_WORDS, 0), np.uint64)
-            if self.rank is not None and str(int(head[1])) != lock.read_text():
+            if str(int(head[1])) != number:
                 return False  # of a run that crashed: rank 0 is about to replace it
             nbytes = int(head[2])
             workers, theirs = json.loads(os.pread(descriptor, nbytes, 8 * _HEAD_WORDS))
@@ -258,7 +238,6 @@ class LocalTeam:
         return aligned(aligned(8 * _HEAD_WORDS + layout_bytes) + words) + _MAIL_BYTES + arrays
 
     def _map(self, descriptor: int, layout_bytes: int, layout: list[Any]) -> None:
-        self._layout = layout
         self._memory = mmap.mmap(descriptor, self._size(layout_bytes, layout))
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
         self._words = self._bytes[: 8 * _HEAD_WORDS].view(np.uint64)
@@ -274,61 +253,13 @@ class LocalTeam:
         )
         self._call = int(self._words[_GO])
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a spawned process needs to find the memory."""
-        names = ("name", "workers", "reduction", "timeout_s", "_path", "state_path", "_layout")
-        return {name: getattr(self, name) for name in names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Attach to the memory of the process that made the team."""
-        self.__dict__.update(state)
-        self.rank, self._memory, self._finalizers = None, None, []
-        if not self._open(self._layout):
-            raise GradwireError(f"team {self.name!r} has been closed")
-
-    def _take(self, rank: int) -> None:
-        """Take the lock of a rank, which the kernel releases when this process ends."""
-        path = _lock_path(self._path, rank)
-        for _ in range(_TRIES):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            with suppress(BlockingIOError, FileNotFoundError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(descriptor), path.stat()):
-                    break
-            # Held, or looked at by another worker just now, or removed meanwhile.
-            os.close(descriptor)
-            clock.sleep(_PAUSE_MAX_S)
-        else:
-            raise ValueError(
-                f"a living process is rank {rank} of team {self.name!r}: give every run of this machine a name of its "
-                "own, or end that process"
-            )
-        os.ftruncate(descriptor, 0)
-        self.rank = rank
-        self._finalizers.append(weakref.finalize(self, _release, descriptor, path, os.getpid()))
-
     def lead(self, exchange: Exchange) -> LocalExchange:
-        """Return the leader's exchange, worker 0's."""
-        if self.rank is None:
-            self._take_more(0)
-        return LocalExchange(self, 0, exchange)
+        """Return the exchange of rank 0."""
+        return LocalExchange(self, exchange)
 
-    def follow(self, rank: int) -> LocalExchange:
-        """Return the exchange of another worker, 1 to ``workers`` - 1.
-
-        Raises:
-            ValueError: there is no such worker, or a living process has this rank.
-        """
-        if not 1 <= rank < self.workers:
-            raise ValueError(f"rank is {rank}, must be 1 to {self.workers - 1}")
-        if self.rank != rank:
-            self._take_more(rank)
-        return LocalExchange(self, rank, None)
-
-    def _take_more(self, rank: int) -> None:
-        """Take the lock of one of the threads that share this object."""
-        self._take(rank)
-        self.rank = None
+    def follow(self) -> LocalExchange:
+        """Return the exchange of another rank."""
+        return LocalExchange(self, None)
 
     @property
     def present(self) -> int:
@@ -336,7 +267,7 @@ class LocalTeam:
         return int(np.count_nonzero(self._rows[_TAKES_PART]))
 
     def close(self) -> None:
-        """Release the memory and this process's ranks; the others notice that these are gone."""
+        """Release the memory and this worker's rank; the others notice that this worker is gone."""
         for finalizer in reversed(self._finalizers):
             finalizer()
         self.params, self.total, self.shared, self._slots = [], [], [], []
@@ -351,13 +282,10 @@ class LocalTeam:
 
     # ---- one call of all workers -------------------------------------------------------------------------------------
 
-    def begin(
-        self, rank: int, update: Arrays | None, call: int, *, leads: bool, is_new: bool
-    ) -> int:
+    def begin(self, update: Arrays | None, call: int, *, leads: bool, is_new: bool) -> int:
         """Leave an update, and return the number of the call when all have come and their updates are added up.
 
         Args:
-            rank: of this worker.
             update: None: the call needs none.
             call: number of this worker's next call.
             leads: whether this worker is rank 0.
@@ -367,7 +295,7 @@ class LocalTeam:
             TimeoutError: a worker has not come at all.
             PeerLost: rank 0 is gone.
         """
-        rows, words = self._rows, self._words
+        rows, words, rank = self._rows, self._words, self.rank
         if update is not None:
             for slot, array in zip(self._slots[rank], update, strict=True):
                 np.copyto(slot, array.reshape(slot.shape), casting="same_kind")
@@ -538,9 +466,8 @@ class LocalExchange:
     is_next_local = False  # the other workers move the parameters too
     has_local_steps = False
 
-    def __init__(self, team: LocalTeam, rank: int, exchange: Exchange | None) -> None:
+    def __init__(self, team: LocalTeam, exchange: Exchange | None) -> None:
         self.team = team
-        self.rank = rank
         self.exchange = exchange
         self._next_step = 0 if exchange is None else exchange.next_step
         self._members: tuple[Peer, ...] = ()
@@ -668,11 +595,13 @@ class LocalExchange:
         team, leads = self.team, self.exchange is not None
         if params is not None:
             team.attach(params)
+        if team._memory is None:
+            raise RuntimeError("the team has no parameters yet: call join or step first")
         if update is not None:
             self._check_sizes(update)
         # A worker that takes the place of a dead one begins with whatever the others do, without an update.
         begun = int(team._words[_GO]) if self._call is None else self._call
-        call = team.begin(self.rank, update, begun + 1, leads=leads, is_new=self._call is None)
+        call = team.begin(update, begun + 1, leads=leads, is_new=self._call is None)
         if self.exchange is not None:
             self._act(self.exchange, action, state)
         team.end(call, leads=leads)
@@ -725,26 +654,12 @@ def _lock_path(path: Path, rank: int) -> Path:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether a living process holds the lock."""
+    """Return whether a living worker holds the lock."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        with open_file(path) as file:
+            return is_locked(file)
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _release(descriptor: int, path: Path, process: int) -> None:
-    """Give a rank's lock back; a forked child leaves it to the process that took it."""
-    if os.getpid() == process:
-        with suppress(OSError):
-            path.unlink()
-    os.close(descriptor)
 
 
 def _remove(path: Path, number: int, process: int) -> None:

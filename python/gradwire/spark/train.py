@@ -218,8 +218,8 @@ class Sharing:
             )
         self.team: LocalTeam | None = None
         if size > 1:
-            self.team = LocalTeam.join(name, size=size, rank=rank, timeout_s=CONNECT_S)
-            self.exchange = self.team.follow(rank) if rank else self.team.lead(lead)
+            self.team = LocalTeam(name, size=size, rank=rank, timeout_s=CONNECT_S)
+            self.exchange = self.team.follow() if rank else self.team.lead(lead)
         self.optimizer = SharedOptimizer(optimizer, self.exchange, update_scale="auto")
         self.is_async = training.mode == "async"
         self._others = machines - 1
