@@ -15,7 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
-from gradwire.exchange import clock, is_sum_exact
+from gradwire.exchange import clock
+from gradwire.exchange.parameters import Exactness
 from gradwire.exchange.protocol import TAG_NUMBERS, Hello, Kind, Phase, run_of
 from gradwire.transport import Peer
 
@@ -268,6 +269,11 @@ def test_exact_takes_several_arrays_and_scales_once(scripted: Callable[..., Scri
 def test_a_loss_of_exactness_is_detected() -> None:
     def message(threshold: float) -> gw.Message:
         return encoder(1, threshold).encode(update(threshold))
+
+    def is_sum_exact(messages: list[gw.Message]) -> bool:
+        exactness = Exactness()
+        exactness.add_messages(messages)
+        return exactness.is_proven
 
     assert is_sum_exact([message(1.0), message(2.0**-40)])
     assert not is_sum_exact([message(1.0), message(2.0**-60)])

@@ -14,7 +14,6 @@ from .exchange import Exchange
 from .groups import Group, Groups
 from .local import LocalExchange, LocalTeam
 from .metrics import MetricsServer, log_every
-from .parameters import is_sum_exact
 from .results import ExchangeStats, Joined, StepResult
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "MetricsServer",
     "Optimizer",
     "StepResult",
-    "is_sum_exact",
     "log_every",
     "redistribute",
 ]

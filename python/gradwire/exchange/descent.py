@@ -28,6 +28,7 @@ __all__ = [
     "Optimizer",
     "Place",
     "Rate",
+    "check_number",
     "summary",
 ]
 
@@ -70,7 +71,8 @@ class Optimizer(Protocol):
         ...
 
 
-def _check(name: str, value: float, is_good: bool, what: str) -> None:
+def check_number(name: str, value: float, is_good: bool, what: str) -> None:
+    """Refuse a value that is out of range."""
     if not is_good:
         raise ValueError(f"{name} is {value}, must be {what}")
 
@@ -92,8 +94,8 @@ class _Descending:
 
     def __post_init__(self) -> None:
         if not callable(self.lr):
-            _check("lr", self.lr, 0.0 <= self.lr < math.inf, "0 or more")
-        _check("weight_decay", self.weight_decay, self.weight_decay >= 0.0, "0 or more")
+            check_number("lr", self.lr, 0.0 <= self.lr < math.inf, "0 or more")
+        check_number("weight_decay", self.weight_decay, self.weight_decay >= 0.0, "0 or more")
 
     def _rate(self, step: int) -> float:
         return float(self.lr(step) if callable(self.lr) else self.lr)
@@ -118,7 +120,7 @@ class SGD(_Descending):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check("momentum", self.momentum, 0.0 <= self.momentum < 1.0, "in [0, 1)")
+        check_number("momentum", self.momentum, 0.0 <= self.momentum < 1.0, "in [0, 1)")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum")
 
@@ -179,7 +181,7 @@ class Adam(_Descending):
     def __post_init__(self) -> None:
         super().__post_init__()
         for beta in self.betas:
-            _check("betas", beta, 0.0 <= beta < 1.0, "in [0, 1)")
+            check_number("betas", beta, 0.0 <= beta < 1.0, "in [0, 1)")
 
     def update(self, gradient: Array, params: Array, state: Sequence[Array], step: int) -> Array:
         """See `Optimizer`."""

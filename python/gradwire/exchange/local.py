@@ -469,21 +469,20 @@ class LocalExchange:
     def __init__(self, team: LocalTeam, exchange: Exchange | None) -> None:
         self.team = team
         self.exchange = exchange
-        self._next_step = 0 if exchange is None else exchange.next_step
-        self._members: tuple[Peer, ...] = ()
-        self._stats: ExchangeStats | None = None
         self._call: int | None = None
-        self._has_shared = False
+        self._outcome: _Outcome | None = None  # of the last call
 
     @property
     def next_step(self) -> int:
         """Number of the next step; known after the first call."""
-        return self._next_step
+        if self.exchange is not None:
+            return self.exchange.next_step
+        return 0 if self._outcome is None else self._outcome.next_step
 
     @property
     def members(self) -> tuple[Peer, ...]:
         """The machine's `Exchange.members`; known after the first call."""
-        return self._members
+        return () if self._outcome is None else self._outcome.members
 
     @property
     def stats(self) -> ExchangeStats:
@@ -492,9 +491,9 @@ class LocalExchange:
         Raises:
             RuntimeError: there was no call yet.
         """
-        if self._stats is None:
+        if self._outcome is None:
             raise RuntimeError("the leader has no statistics yet: call join or step first")
-        return self._stats
+        return self._outcome.stats
 
     def wait_for_peers(self) -> tuple[Peer, ...]:
         """See `Exchange.wait_for_peers`."""
@@ -560,8 +559,8 @@ class LocalExchange:
 
     def shared(self, params: Any) -> Arrays:  # noqa: ARG002  (as Exchange.shared)
         """See `Exchange.shared`; of the team's parameters, which every worker's are."""
-        team = self.team
-        return copies(team.shared if self._has_shared else team.params)
+        has_shared = self._outcome is not None and self._outcome.has_shared
+        return copies(self.team.shared if has_shared else self.team.params)
 
     def holds(self, params: Any) -> bool:
         """See `Exchange.holds`."""
@@ -575,7 +574,6 @@ class LocalExchange:
         """See `Exchange.load_state_dict`: for the leader; the others have nothing to load."""
         if self.exchange is not None:
             self.exchange.load_state_dict(state)
-            self._next_step = self.exchange.next_step
 
     def _call_together(
         self,
@@ -605,12 +603,10 @@ class LocalExchange:
         if self.exchange is not None:
             self._act(self.exchange, action, state)
         team.end(call, leads=leads)
-        outcome = team.read_outcome()
+        self._outcome = outcome = team.read_outcome()
         if outcome.has_state and not leads and (self._call is None or _is_late(outcome.result)):
             team.take_state(writable_views(state))
         self._call = call
-        self._next_step, self._members = outcome.next_step, outcome.members
-        self._stats, self._has_shared = outcome.stats, outcome.has_shared
         own = team.params if params is None else writable_views(params)
         if not all(np.shares_memory(*pair) for pair in zip(own, team.params, strict=True)):
             put(own, team.params)

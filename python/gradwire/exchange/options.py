@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .descent import Optimizer, summary
+from .descent import Optimizer, check_number, summary
 from .groups import Codec
 
 __all__ = ["Options", "Reduction", "Role", "Topology", "chosen_codec"]
@@ -51,8 +51,8 @@ class Options:
     digest_s: float
 
     def __post_init__(self) -> None:
-        _check_number("timeout_s", self.timeout_s, self.timeout_s > 0, "positive")
-        _check_number("digest_s", self.digest_s, self.digest_s >= 0, "0 or more")
+        check_number("timeout_s", self.timeout_s, self.timeout_s > 0, "positive")
+        check_number("digest_s", self.digest_s, self.digest_s >= 0, "0 or more")
         if self.min_peers is not None:
             _check_int("min_peers", self.min_peers, 0)
         _check_int("every", self.every, 1)
@@ -161,15 +161,10 @@ def chosen_codec(codec: Codec | Literal["auto"]) -> Codec:
     return "threshold"
 
 
-def _check_number(name: str, value: float, is_good: bool, what: str) -> None:
-    if not is_good:
-        raise ValueError(f"{name} is {value}, must be {what}")
-
-
 def _check_int(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an int, got {value!r}")
-    _check_number(name, value, value >= least, f"{least} or more")
+    check_number(name, value, value >= least, f"{least} or more")
 
 
 def _check_choice(name: str, value: str, *choices: str) -> None:

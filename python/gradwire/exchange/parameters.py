@@ -21,6 +21,7 @@ from .groups import Groups
 __all__ = [
     "Arrays",
     "ExactSum",
+    "Exactness",
     "MomentumSum",
     "PlainSum",
     "SecondTarget",
@@ -32,7 +33,6 @@ __all__ = [
     "described",
     "difference",
     "gathered",
-    "is_sum_exact",
     "on_host",
     "owner_arrays",
     "put",
@@ -240,13 +240,6 @@ class Exactness:
         """Whether no addition so far has rounded."""
         is_small = self.largest <= math.ldexp(self.last_bit, _FLOAT64_BITS)
         return not self.has_dense and (is_small or self.largest == 0.0)
-
-
-def is_sum_exact(messages: Sequence[Message]) -> bool:
-    """Return whether the float64 sum of the messages is free of rounding, in any order."""
-    exactness = Exactness()
-    exactness.add_messages(messages)
-    return exactness.is_proven
 
 
 class SecondTarget(NamedTuple):
