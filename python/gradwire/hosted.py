@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import struct
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedRandom
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,13 +15,11 @@ from numpy.typing import NDArray
 
 from .errors import GradwireError, Mismatch
 from .shared_memory import (
-    aligned,
+    SharedFile,
     arrays_at,
     create_locked,
     fence,
-    is_locked,
     layout_of,
-    open_file,
     path_of,
     release,
     span,
@@ -33,14 +27,9 @@ from .shared_memory import (
 
 __all__ = ["HostedModel", "Snapshot"]
 
-_MAGIC = b"gwmodel1"
-# Magic, sequence number, bytes of the layout, which follows as JSON.
-_HEADER = struct.Struct("<8sQQ")
-_SEQUENCE_AT = 8
 _RETRY_S = 0.001
 
 _Arrays: TypeAlias = list[NDArray[Any]]
-_Layout: TypeAlias = list[Any]  # [dtype, shape] of each array, as JSON has it
 
 
 class Snapshot(NamedTuple):
@@ -82,20 +71,14 @@ class HostedModel:
 
     def __init__(self, name: str, params: Any) -> None:
         path, initial = path_of("model", name), _views(params)
-        layout = layout_of(initial)
-        text = json.dumps(layout).encode()
-        lock = _create(path, _start(len(text)) + span(layout))
+        lock = create_locked(path, f"hosts a model {name!r}")
         self._finalizer: Any = weakref.finalize(self, release, lock, path, os.getpid())
-        # The mapping duplicates its descriptor, which in a forked child would keep the lock: it has a file of its own.
-        lock.write(_HEADER.pack(b"", 0, len(text)) + text)
-        lock.flush()
-        with open_file(path) as file:
-            self._map(name, layout, len(text), file, mmap.ACCESS_WRITE)
-        self._file, self._process = lock, os.getpid()
+        self._process = os.getpid()
+        layout = layout_of(initial)
+        self._map(name, SharedFile.host(path, lock, layout, span(layout)))
         for target, source in zip(self.params, initial, strict=True):
             target[...] = source
-        fence()
-        self._memory[: len(_MAGIC)] = _MAGIC  # from now on others attach
+        self._file.publish()
 
     @classmethod
     def attach(cls, name: str, like: Any = None, *, timeout_s: float = 0.0) -> HostedModel:
@@ -113,33 +96,23 @@ class HostedModel:
             PermissionError: the model belongs to another user.
         """
         path, end_s = path_of("model", name), time.monotonic() + timeout_s
-        while True:
-            file = _open_hosted(path)
-            if file is not None:
-                break
+        while (file := SharedFile.attach(path, mmap.ACCESS_READ)) is None:
             if time.monotonic() >= end_s:
                 raise FileNotFoundError(f"no living process of this machine hosts a model {name!r}")
             time.sleep(_RETRY_S)
-        _, _, nbytes = _HEADER.unpack(file.read(_HEADER.size))
-        layout = json.loads(file.read(nbytes))
-        expected = layout if like is None else layout_of(_views(like))
-        if expected != layout:
+        expected = file.document if like is None else layout_of(_views(like))
+        if expected != file.document:
             file.close()
-            raise Mismatch(f"the model {name!r} has {layout}, expected {expected}")
+            raise Mismatch(f"the model {name!r} has {file.document}, expected {expected}")
         found = cls.__new__(cls)
-        found._map(name, layout, nbytes, file, mmap.ACCESS_READ)
-        found._file, found._process = file, 0
-        found._finalizer = weakref.finalize(found, file.close)
+        found._map(name, file)
+        found._process, found._finalizer = 0, file.close
         return found
 
-    def _map(
-        self, name: str, layout: _Layout, layout_bytes: int, file: BufferedRandom, access: int
-    ) -> None:
-        self.name, self._layout = name, layout
-        start = _start(layout_bytes)
-        self._memory = mmap.mmap(file.fileno(), start + span(layout), access=access)
-        self.params: _Arrays = arrays_at(self._memory, start, layout)
-        self._sequence = np.frombuffer(self._memory, np.uint64, 1, _SEQUENCE_AT)
+    def _map(self, name: str, file: SharedFile) -> None:
+        self.name, self._file, self._layout = name, file, file.document
+        self.params: _Arrays = arrays_at(file.data, 0, file.document)
+        self._sequence = file.words[:1]
 
     @property
     def version(self) -> int:
@@ -149,7 +122,7 @@ class HostedModel:
     @property
     def is_live(self) -> bool:
         """Whether the host still runs and has not closed the model."""
-        return not self._file.closed and (self._process > 0 or is_locked(self._file))
+        return self._file.is_live
 
     @contextmanager
     def writing(self) -> Iterator[_Arrays]:
@@ -158,7 +131,7 @@ class HostedModel:
         Raises:
             GradwireError: this process does not host the model, or has closed it.
         """
-        if self._process != os.getpid() or self._file.closed:
+        if self._process != os.getpid() or not self._file.is_live:
             raise GradwireError(f"only the process that hosts the model {self.name!r} writes to it")
         self._sequence += 1
         fence()
@@ -235,39 +208,3 @@ def _views(params: Any) -> _Arrays:
         if one.dtype.kind not in "biuf":
             raise TypeError(f"a hosted model has arrays of numbers, got {one.dtype}")
     return found
-
-
-def _start(layout_bytes: int) -> int:
-    """Return the offset of the first array."""
-    return aligned(_HEADER.size + layout_bytes)
-
-
-def _create(path: Path, size: int) -> BufferedRandom:
-    """Return a new, locked file of zeros."""
-    try:
-        file = create_locked(path)
-    except FileExistsError:
-        raise ValueError(
-            f"a living process hosts a model at {path}: take another name, or end it"
-        ) from None
-    try:
-        os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        release(file, path, os.getpid())
-        raise OSError(
-            error.errno, f"no {size} bytes of shared memory: {error.strerror}", str(path)
-        ) from None
-    return file
-
-
-def _open_hosted(path: Path) -> BufferedRandom | None:
-    """Return the file of a model that a living process hosts, None if there is none yet."""
-    try:
-        file = open_file(path)
-    except FileNotFoundError:
-        return None
-    if not is_locked(file) or file.read(len(_MAGIC)) != _MAGIC:
-        file.close()
-        return None
-    file.seek(0)
-    return file

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import json
+import mmap
 import os
 import re
 import stat
+import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from io import BufferedRandom
@@ -19,6 +23,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "FOLDER",
+    "SharedFile",
     "aligned",
     "arrays_at",
     "create_locked",
@@ -35,6 +40,9 @@ FOLDER: Final = Path("/dev/shm")  # noqa: S108  (files there never reach a disk)
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ALIGNMENT: Final = 64
+_MAGIC: Final = b"gwshare1"
+# Magic, bytes of the document, six numbers of the caller's. The document follows, then the data.
+_HEADER: Final = struct.Struct("<8s7Q")
 _TRIES, _RETRY_S = 20, 0.001
 
 _Layout = list[Any]  # [dtype, shape] of each array, as JSON has it
@@ -106,13 +114,17 @@ def open_file(path: Path, flags: int = os.O_RDWR) -> BufferedRandom:
     return file
 
 
-def create_locked(path: Path) -> BufferedRandom:
+def create_locked(path: Path, what: str) -> BufferedRandom:
     """Create a file that is locked until this process closes it or ends; replace one that a dead process has left.
 
     A forked child does not keep the lock.
 
+    Args:
+        path: of the file.
+        what: what a process that holds the lock does, for the error.
+
     Raises:
-        FileExistsError: a living process holds the lock.
+        ValueError: a living process holds the lock.
     """
     for _ in range(
         _TRIES
@@ -131,7 +143,7 @@ def create_locked(path: Path) -> BufferedRandom:
             os.register_at_fork(after_in_child=file.close)
             return file
         time.sleep(_RETRY_S)
-    raise FileExistsError(f"a living process holds {path}")
+    raise ValueError(f"a living process {what}: take another name, or end that process")
 
 
 def _lock(file: BufferedRandom, path: Path) -> None:
@@ -156,3 +168,75 @@ def release(file: BufferedRandom, path: Path, process: int) -> None:
     if os.getpid() == process and not file.closed:
         path.unlink(missing_ok=True)
         file.close()
+
+
+class SharedFile:
+    """A document and bytes in shared memory, which one process hosts, and which others map while that process lives.
+
+    Args:
+        file: with a complete header; closed with this object.
+        access: of the mapping, as ``mmap`` has it.
+
+    Attributes:
+        document: a JSON value, as the host gave it.
+        words: six uint64 of the caller's; zeros at first.
+        data: uint8, the bytes; zeros at first.
+    """
+
+    def __init__(self, file: BufferedRandom, access: int) -> None:
+        self._file = file
+        _, nbytes, *_ = _HEADER.unpack(os.pread(file.fileno(), _HEADER.size, 0))
+        self.document: Any = json.loads(os.pread(file.fileno(), nbytes, _HEADER.size))
+        self._memory = np.frombuffer(mmap.mmap(file.fileno(), 0, access=access), np.uint8)
+        self.words = self._memory[16 : _HEADER.size].view(np.uint64)
+        self.data = self._memory[aligned(_HEADER.size + nbytes) :]
+        self._finalizer: Any = weakref.finalize(self, file.close)
+
+    @classmethod
+    def host(cls, path: Path, lock: BufferedRandom, document: Any, nbytes: int) -> SharedFile:
+        """Fill a file that this process has created and locked; others find it after ``publish``.
+
+        Raises:
+            OSError: there is too little shared memory; the file is removed.
+        """
+        text = json.dumps(document).encode()
+        size = aligned(_HEADER.size + len(text)) + nbytes
+        try:
+            os.posix_fallocate(lock.fileno(), 0, size)
+        except OSError as error:
+            release(lock, path, os.getpid())
+            what = f"no {size} bytes of shared memory: {error.strerror}"
+            raise OSError(error.errno, what, str(path)) from None
+        os.pwrite(lock.fileno(), _HEADER.pack(b"", len(text), *[0] * 6) + text, 0)
+        # A mapping duplicates its file's descriptor, and a forked child keeps mappings: this one must not be locked.
+        return cls(open_file(path), mmap.ACCESS_WRITE)
+
+    @classmethod
+    def attach(cls, path: Path, access: int) -> SharedFile | None:
+        """Return the file that a living process hosts; None if there is none yet.
+
+        Raises:
+            PermissionError: another user's.
+        """
+        try:
+            file = open_file(path)
+        except FileNotFoundError:
+            return None
+        if is_locked(file) and os.pread(file.fileno(), len(_MAGIC), 0) == _MAGIC:
+            return cls(file, access)
+        file.close()
+        return None
+
+    def publish(self) -> None:
+        """Let others attach."""
+        fence()
+        self._memory[: len(_MAGIC)] = np.frombuffer(_MAGIC, np.uint8)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the host lives and has not released the file."""
+        return not self._file.closed and is_locked(self._file)
+
+    def close(self) -> None:
+        """Close the file; the mapped memory stays readable until it is released."""
+        self._finalizer()

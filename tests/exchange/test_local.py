@@ -435,6 +435,23 @@ def test_two_runs_do_not_meet_and_wrong_workers_are_refused(name: str) -> None:
         LocalTeam("../run", params, size=1, rank=0)
 
 
+def test_workers_notice_that_rank_0_is_gone_though_another_run_has_its_name(name: str) -> None:
+    with gw.Node("127.0.0.1:0", secret=SECRET) as node, ThreadPoolExecutor(1) as pool:
+        exchange = gw.Exchange(gw.Encoder(NUMEL, 1.0), node, min_peers=0)
+        leader = LocalTeam(name, tensors(), size=2, rank=0)
+        with LocalTeam(name, tensors(), size=2, rank=1) as other:
+            share = other.follow()
+            lead = pool.submit(leader.lead(exchange).step, tensors(1), tensors())
+            share.step(tensors(2), tensors())
+            lead.result()
+            leader.close()
+            with (
+                LocalTeam(name, tensors(), size=2, rank=0),
+                pytest.raises(gw.PeerLost, match="start all its workers again"),
+            ):
+                share.step(tensors(3), tensors())
+
+
 FORKING = """
 import os, sys
 import gradwire as gw

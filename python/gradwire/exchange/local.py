@@ -6,25 +6,22 @@ not grow with its workers.
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import operator
 import os
 import pickle
-import secrets
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import GradwireError, Mismatch, PeerLost
 from ..shared_memory import (
+    SharedFile,
     aligned,
     arrays_at,
     create_locked,
@@ -56,12 +53,11 @@ __all__ = ["LocalExchange", "LocalTeam"]
 
 _LOG = logging.getLogger(__name__)
 
-# The file: a page with magic, number of this team, bytes of the layout, the layout; words; the mail; the arrays.
-_MAGIC = 0x31_6D_61_65_74_77_67  # "gwteam1"
+# The shared file has rows of words, the mail, and the arrays; its own words are the calls begun and done, and whether
+# the call has updates.
+_GO, _DONE, _IS_SUM = range(3)
 _MAIL_BYTES = 1 << 16
-_HEAD_WORDS = 8
-_GO, _DONE, _IS_SUM = 3, 4, 5
-# Rows of words, one word for every worker.
+# One word of a row for every worker.
 _ROWS = 5
 _ARRIVED, _TAKES_PART, _IS_NEW, _WEIGHT, _REDUCED = range(_ROWS)
 
@@ -144,17 +140,11 @@ class LocalTeam:
         self.timeout_s = timeout_s
         self._path = path_of("team", name)
         self.state_path = self._path.with_name(f"{self._path.name}.state")
-        self._memory: mmap.mmap | None = None
-        lock_path = _lock_path(self._path, rank)
-        try:
-            self._lock = create_locked(lock_path)
-        except FileExistsError:
-            raise ValueError(
-                f"a living process is rank {rank} of team {name!r}: give every run of this machine a name of its own, "
-                "or end that process"
-            ) from None
+        self._file: SharedFile | None = None
+        path = self._path_of(rank)
+        self._lock = create_locked(path, f"is rank {rank} of team {name!r}")
         self._finalizers: list[Any] = [
-            weakref.finalize(self, release, self._lock, lock_path, os.getpid())
+            weakref.finalize(self, release, self._lock, path, os.getpid())
         ]
         if params is not None:
             self.attach(params)
@@ -167,91 +157,49 @@ class LocalTeam:
         Raises:
             TimeoutError, Mismatch, OSError: as the class.
         """
-        if self._memory is not None:
+        if self._file is not None:
             return
         arrays = writable_views(params)
+        layout = layout_of(arrays)
         if self.rank == 0:
-            self._create(arrays)
-            self._lock.write(str(self._number).encode())
-            self._lock.flush()
+            nbytes = self._arrays_at + (3 + self.workers) * span(layout)
+            file = SharedFile.host(self._path, self._lock, [self.workers, layout], nbytes)
+            self._map(file)
+            put(self.params, arrays)
+            file.publish()
+            self._finalizers.append(weakref.finalize(self, _clean, self._path, os.getpid()))
             return
         deadline_s = clock.now_s() + self.timeout_s
-        while not self._open(layout_of(arrays)):
+        while (found := SharedFile.attach(self._path, mmap.ACCESS_WRITE)) is None:
             if clock.now_s() >= deadline_s:
                 raise TimeoutError(
                     f"rank 0 of team {self.name!r} did not come within {self.timeout_s:g} s: start all "
                     f"{self.workers} workers of this machine"
                 )
             clock.sleep(_PAUSE_MAX_S)
+        if found.document != [self.workers, layout]:
+            found.close()
+            workers, theirs = found.document
+            raise Mismatch(
+                f"worker {self.rank} of team {self.name!r} has {self.workers} workers and arrays {layout}, rank 0 "
+                f"has {workers} and {theirs}"
+            )
+        self._map(found)
 
-    def _create(self, initial: Arrays) -> None:
-        """Make the file under another name, and move it to its place when it is complete."""
-        layout = layout_of(initial)
-        text = json.dumps([self.workers, layout]).encode()
-        path = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, self._size(len(text), layout))
-            self._map(descriptor, len(text), layout)
-        except OSError as error:
-            path.unlink()
-            raise OSError(error.errno, f"no shared memory for a team: {error.strerror}") from None
-        finally:
-            os.close(descriptor)
-        self._number = secrets.randbits(63)
-        self._words[0:3] = _MAGIC, self._number, len(text)
-        start = 8 * _HEAD_WORDS
-        self._bytes[start : start + len(text)] = np.frombuffer(text, np.uint8)
-        put(self.params, initial)
-        path.replace(self._path)
-        self._finalizers.append(
-            weakref.finalize(self, _remove, self._path, self._number, os.getpid())
-        )
+    @property
+    def _arrays_at(self) -> int:
+        return aligned(8 * _ROWS * self.workers) + _MAIL_BYTES
 
-    def _open(self, layout: list[Any]) -> bool:
-        """Map the file of a living rank 0; return False if there is none yet."""
-        lock = _lock_path(self._path, 0)
-        try:
-            number = lock.read_text() if _is_locked(lock) else ""
-            descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return False
-        try:
-            head = np.frombuffer(os.pread(descriptor, 8 * _HEAD_WORDS, 0), np.uint64)
-            if str(int(head[1])) != number:
-                return False  # of a run that crashed: rank 0 is about to replace it
-            nbytes = int(head[2])
-            workers, theirs = json.loads(os.pread(descriptor, nbytes, 8 * _HEAD_WORDS))
-            if (workers, theirs) != (self.workers, layout):
-                raise Mismatch(
-                    f"worker {self.rank} of team {self.name!r} has {self.workers} workers and arrays {layout}, rank 0 "
-                    f"has {workers} and {theirs}"
-                )
-            self._map(descriptor, nbytes, layout)
-        finally:
-            os.close(descriptor)
-        return True
-
-    def _size(self, layout_bytes: int, layout: list[Any]) -> int:
-        words = 8 * _ROWS * self.workers
-        arrays = (3 + self.workers) * span(layout)
-        return aligned(aligned(8 * _HEAD_WORDS + layout_bytes) + words) + _MAIL_BYTES + arrays
-
-    def _map(self, descriptor: int, layout_bytes: int, layout: list[Any]) -> None:
-        self._memory = mmap.mmap(descriptor, self._size(layout_bytes, layout))
-        self._bytes: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
-        self._words = self._bytes[: 8 * _HEAD_WORDS].view(np.uint64)
-        self._number = int(self._words[1])
-        at = aligned(8 * _HEAD_WORDS + layout_bytes)
+    def _map(self, file: SharedFile) -> None:
+        self._file, self._words = file, file.words
         nbytes = 8 * _ROWS * self.workers
-        self._rows = self._bytes[at : at + nbytes].view(np.uint64).reshape(_ROWS, -1)
-        self._mail_at = at = aligned(at + nbytes)
-        at += _MAIL_BYTES
-        nbytes = span(layout)
+        self._rows = file.data[:nbytes].view(np.uint64).reshape(_ROWS, -1)
+        self._mail = file.data[aligned(nbytes) : self._arrays_at]
+        layout = file.document[1]
         self.params, self.shared, self.total, *self._slots = (
-            arrays_at(self._bytes, at + index * nbytes, layout) for index in range(3 + self.workers)
+            arrays_at(file.data, self._arrays_at + index * span(layout), layout)
+            for index in range(3 + self.workers)
         )
-        self._call = int(self._words[_GO])
 
     def lead(self, exchange: Exchange) -> LocalExchange:
         """Return the exchange of rank 0."""
@@ -380,6 +328,16 @@ class LocalTeam:
                 update = self._slots[sender][index].reshape(-1)[first:last]
                 np.add(piece, update * scale if factor != 1.0 else update, out=piece)
 
+    def _path_of(self, rank: int) -> Path:
+        """Return the file whose lock a worker holds; rank 0's is the memory."""
+        return self._path.with_name(f"{self._path.name}.rank{rank}") if rank else self._path
+
+    def _is_alive(self, rank: int) -> bool:
+        """Return whether a worker lives. In the place of rank 0 may be that of another run."""
+        if rank == 0 and self._file is not None:
+            return self._file.is_live
+        return _is_locked(self._path_of(rank))
+
     def _wait(
         self, is_done: Callable[[], Any], ranks: Sequence[int], *, is_needed: bool = True
     ) -> None:
@@ -398,7 +356,7 @@ class LocalTeam:
             if now_s < look_s:
                 continue
             look_s = now_s + _LOOK_S
-            is_gone = not all(_is_locked(_lock_path(self._path, rank)) for rank in ranks)
+            is_gone = not all(map(self._is_alive, ranks))
             if is_done():
                 return
             if is_gone and not is_needed:
@@ -442,15 +400,13 @@ class LocalTeam:
         if len(data) > _MAIL_BYTES - 8:
             short = GradwireError(str(outcome)[:500])
             data = pickle.dumps(replace(outcome, result=None, error=short, members=()))
-        mail = self._bytes[self._mail_at :]
-        mail[:8].view(np.uint64)[0] = len(data)
-        mail[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
+        self._mail[:8].view(np.uint64)[0] = len(data)
+        self._mail[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
 
     def read_outcome(self) -> _Outcome:
         """Return the leader's outcome, which ``post_outcome`` of this team wrote, never another machine."""
-        mail = self._bytes[self._mail_at :]
-        size = int(mail[:8].view(np.uint64)[0])
-        found: _Outcome = pickle.loads(mail[8 : 8 + size].tobytes())  # noqa: S301
+        size = int(self._mail[:8].view(np.uint64)[0])
+        found: _Outcome = pickle.loads(self._mail[8 : 8 + size].tobytes())  # noqa: S301
         return found
 
 
@@ -593,7 +549,7 @@ class LocalExchange:
         team, leads = self.team, self.exchange is not None
         if params is not None:
             team.attach(params)
-        if team._memory is None:
+        if team._file is None:
             raise RuntimeError("the team has no parameters yet: call join or step first")
         if update is not None:
             self._check_sizes(update)
@@ -645,10 +601,6 @@ def _is_late(result: Any) -> bool:
     return isinstance(result, Joined) and result.is_late
 
 
-def _lock_path(path: Path, rank: int) -> Path:
-    return path.with_name(f"{path.name}.rank{rank}")
-
-
 def _is_locked(path: Path) -> bool:
     """Return whether a living worker holds the lock."""
     try:
@@ -658,16 +610,10 @@ def _is_locked(path: Path) -> bool:
         return False
 
 
-def _remove(path: Path, number: int, process: int) -> None:
-    """Remove a team's memory, unless another run has replaced it, and locks that nobody holds."""
-    if os.getpid() != process:
-        return
-    with suppress(OSError):
-        with path.open("rb") as file:
-            found = file.read(16)
-        if int.from_bytes(found[8:], "little") == number:
-            path.unlink()
-            path.with_name(f"{path.name}.state").unlink(missing_ok=True)
-    for lock in path.parent.glob(f"{path.name}.rank*"):
-        if not _is_locked(lock):
-            lock.unlink(missing_ok=True)
+def _clean(path: Path, process: int) -> None:
+    """Remove the optimiser's state that rank 0 has left, and locks that nobody holds."""
+    if os.getpid() == process:
+        path.with_name(f"{path.name}.state").unlink(missing_ok=True)
+        for lock in path.parent.glob(f"{path.name}.rank*"):
+            if not _is_locked(lock):
+                lock.unlink(missing_ok=True)
