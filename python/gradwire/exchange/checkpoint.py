@@ -16,7 +16,18 @@ __all__ = ["load_state", "redistribute", "state_of"]
 
 _FORMAT = 2
 _WHAT = "state of an exchange"
-_KEYS = {"step", "encoders", "shared", "local_steps", "exact", "outer_velocity"}
+_KEYS = {
+    "step",
+    "encoders",
+    "shared",
+    "local_steps",
+    "exact",
+    "outer_velocity",
+    "owner",
+    "estates",
+    "slots",
+    "has_slow_links",
+}
 
 
 def state_of(replica: Replica) -> dict[str, Any]:
@@ -60,12 +71,12 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
         raise ValueError(
             "the state has a velocity of the shared parameters, this exchange no outer_momentum"
         )
-    slots = state.get("slots")
+    slots = state["slots"]
     if slots != replica.slots:
         raise ValueError(f"the state has {_owners(slots)}, this exchange {_owners(replica.slots)}")
     for encoder, one in zip(encoders, state["encoders"], strict=True):
         encoder.load_state_dict(one)
-    replica.load_owner(state.get("owner"), state.get("estates", ()))
+    replica.load_owner(state["owner"], state["estates"])
     if isinstance(total, ExactSum):
         total.load_state_dict(state["exact"])
     if isinstance(total, MomentumSum):
@@ -73,7 +84,7 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
     replica.shared = copies(state["shared"])
     replica.local_steps = state["local_steps"]
     replica.step = state["step"]
-    replica.has_slow_links = state.get("has_slow_links", False)
+    replica.has_slow_links = state["has_slow_links"]
 
 
 def _owners(slots: int | None) -> str:
@@ -151,8 +162,8 @@ def _merged(
     for state in states:
         for total, one in zip(totals, state["encoders"], strict=True):
             total += one["residual"]
-        if state.get("slots") is None:
-            add_owner_state(state.get("owner"), totals, weight)
+        if state["slots"] is None:
+            add_owner_state(state["owner"], totals, weight)
     encoders = [
         {**one, "residual": (total * factor).astype(one["residual"].dtype)}
         for one, total in zip(like["encoders"], totals, strict=True)
@@ -161,9 +172,9 @@ def _merged(
 
 
 def _estates(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what owners that run an optimiser have to hand over: changes of parameters, whatever is the mean."""
-    found = [one for state in states for one in state.get("estates", ())]
-    for owner in (state["owner"] for state in states if state.get("slots") is not None):
+    """Return residuals and states of owners that run an optimiser: changes of parameters, independent of the mean."""
+    found = [one for state in states for one in state["estates"]]
+    for owner in (state["owner"] for state in states if state["slots"] is not None):
         if owner is not None:
             place = {"parts": owner["parts"], "at": owner["at"]}
             found.append({**place, "arrays": owner_arrays(owner)})

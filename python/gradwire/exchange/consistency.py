@@ -72,7 +72,7 @@ def start_of(groups: Groups, params: Any) -> tuple[str, str]:
 
 
 class Digests:
-    """When to compute a digest, and what the members' digests say.
+    """The times of comparisons, the members' digests, and the verdict.
 
     Args:
         me: this node.

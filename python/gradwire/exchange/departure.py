@@ -57,7 +57,7 @@ class Departure:
     def suspect(self, peers: Iterable[Peer], why: str) -> None:
         """Consider members gone: begin to agree with the others on their last updates.
 
-        A node that not all members know of joins again: it may have applied an update on which they agree without it.
+        If not all members know this node, it joins again: it may have applied an update that they do not apply.
         """
         membership, gone = self._membership, sorted(peers)
         remaining = [peer for peer in membership.peers if peer not in gone]
@@ -71,7 +71,7 @@ class Departure:
             membership.departing[peer] = membership.members[peer].held
             membership.reported.add(peer)
         self.report()
-        self._settle()
+        self._settle_departures()
 
     def handle_lost(self, lost: set[Peer], step: int) -> None:
         """Suspect members whose connection ended."""
@@ -130,7 +130,7 @@ class Departure:
                 membership.admit(peer, hello.first)
 
     def has_gone(self, peer: Peer, first: int) -> bool:
-        """Return whether a report says that a node went that had come in with its update ``first``."""
+        """Return whether a node that came in with its update ``first`` is reported as gone since."""
         reports = [*self._reports.values(), self._membership.finals]
         return any(report.get(peer, -1) >= first for report in reports)
 
@@ -141,9 +141,9 @@ class Departure:
             self._router.send(Kind.REPORT, 0, encode_steps(held), to)
 
     def _own_report(self) -> dict[Peer, int]:
-        """Return the first missing update of every member that is gone; of nodes unknown here what others say.
+        """Return the first missing update of every member that is gone, and of unknown nodes as others report it.
 
-        A member that only departed nodes call gone is not named: its updates are still accepted here.
+        A member that only departed nodes report as gone is left out: its updates are still accepted here.
         """
         membership, reports = self._membership, self._reports.values()
         unknown = membership.reported - membership.members.keys()
@@ -179,10 +179,10 @@ class Departure:
                 self.suspect(gone, f"is gone, says {reporter.address}")
             elif has_news:
                 self.report()
-        self._settle()
+        self._settle_departures()
 
-    def _settle(self) -> None:
-        """Agree where all reports are in, relay what others lack, and remove members with nothing left to apply."""
+    def _settle_departures(self) -> None:
+        """Agree where all reports are in, relay missing updates, and remove members with nothing left to apply."""
         if not self._membership.departing:
             return
         self._agree()
@@ -238,4 +238,4 @@ class Departure:
         else:
             stream.add_relayed(self._router.parse(peer, step, relayed), relayed)
             membership.departing[peer] = stream.held
-            self._settle()
+            self._settle_departures()

@@ -233,7 +233,7 @@ def summary(optimizer: Optimizer | None) -> str | None:
 
 
 class Handover(NamedTuple):
-    """What an owner gives up: residual and state of the elements that two parts have in common.
+    """Residual and state of the elements that two parts have in common, for their new owner.
 
     Attributes:
         of: the part that it has owned.
@@ -261,7 +261,7 @@ def _inside(part: Part, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], N
 
 
 class Descent:
-    """Runs the optimiser for one node, and keeps what the node has to hand over.
+    """Runs the optimiser for one node, and keeps residuals and states that the node has to hand over.
 
     Args:
         optimizer: as given to the exchange.
@@ -283,7 +283,7 @@ class Descent:
         self.slots = optimizer.slots
         self.estates: dict[Place, list[Arrays]] = {}
 
-    def run(
+    def take_step(
         self,
         pieces: Sequence[Sequence[Message]],
         scale: float,
@@ -316,17 +316,17 @@ class Descent:
         shares = [(part.numel, self._encoders[index].dtype) for index, part in self._shares(*place)]
         return [[np.zeros(*one) for _ in range(1 + self.slots)] for one in shares]
 
-    def keep(self, place: Place, arrays: Sequence[Arrays]) -> None:
-        """Keep what belongs to a part that this node does not own any more, until it is handed over."""
+    def keep_estate(self, place: Place, arrays: Sequence[Arrays]) -> None:
+        """Keep residual and state of a part that this node does not own any more, until they are handed over."""
         for to, of in zip(self._estate(place), arrays, strict=True):
             for total, one in zip(to, of, strict=True):
                 total += one
 
     def hand_over(self, to: Place) -> list[Handover]:
-        """Return what the owner of a part has to get. The caller clears ``estates`` then."""
-        return [self.pack(of, arrays, to) for of, arrays in self.estates.items()]
+        """Return the handovers for the owner of a part. The caller clears ``estates`` afterwards."""
+        return [self.pack_handover(of, arrays, to) for of, arrays in self.estates.items()]
 
-    def pack(self, of: Place, arrays: Sequence[Arrays], to: Place) -> Handover:
+    def pack_handover(self, of: Place, arrays: Sequence[Arrays], to: Place) -> Handover:
         """Return those elements of a part that belong to another part as well."""
         shares = {index: (part, at) for at, (index, part) in enumerate(self._shares(*of))}
         messages = []
@@ -346,7 +346,7 @@ class Descent:
         """Return the number of elements that two parts have in common."""
         return sum(len(places) for _, places in self._common(of, to))
 
-    def add(
+    def add_handover(
         self, handover: Handover, place: Place, arrays: Sequence[Arrays], factor: float = 1.0
     ) -> None:
         """Add a handover, times a factor, to those of its elements that belong to a part."""
@@ -361,9 +361,9 @@ class Descent:
                     arrays[at][slot][inside] += factor * values[chosen]
 
     def take_back(self, handovers: Iterable[Handover], factor: float = 1.0) -> None:
-        """Keep what did not arrive, or forget what did after all (factor -1)."""
+        """Keep handovers that did not arrive, or with factor -1 remove those that arrived after all."""
         for one in handovers:
-            self.add(one, one.of, self._estate(one.of), factor)
+            self.add_handover(one, one.of, self._estate(one.of), factor)
 
     def export(self, under_way: Iterable[Handover]) -> list[dict[str, Any]]:
         """Return a copy of ``estates``, as host arrays and plain numbers, with some handovers taken back."""

@@ -286,7 +286,7 @@ class Exchange:
         return copies(self._replica.shared or writable_views(params))
 
     def holds(self, params: Any) -> bool:
-        """Return whether ``params`` are what the last step left, rather than other values put there since."""
+        """Return whether ``params`` are as the last step left them, rather than overwritten since."""
         return self._replica.pending is not None or self._replica.holds(params)
 
     def end(self) -> None:
@@ -427,7 +427,7 @@ class Exchange:
             self._replica.copy_shared(params)
         else:
             self._replica.drop_shared()
-        result = self._step.run(update, params, optimizer_state)
+        result = self._step.take_step(update, params, optimizer_state)
         self._end_step(result, params, optimizer_state)
         return result or finished or StepResult(step=self.next_step)
 
@@ -528,7 +528,7 @@ class Exchange:
             return self.catch_up(params)
         if self._options.apply_residual:
             self._replica.copy_shared(params)
-        result = self._step.run(None, params, optimizer_state)
+        result = self._step.take_step(None, params, optimizer_state)
         self._end_step(result, params, optimizer_state)
         return getattr(result or finished, "received", 0)
 
@@ -553,7 +553,7 @@ class Exchange:
                 f"{members} of at least {self._options.min_members} members are left: {gone}"
             )
         if self._options.outer_momentum or self._options.optimizer:
-            writable_views(params)  # refuses what it cannot use before anything is encoded
+            writable_views(params)  # refuses unusable arrays before anything is encoded
         if self._options.apply_residual and not self._replica.shared:
             self._groups.residuals(writable_views(params))
         self.wait_for_peers()
@@ -593,7 +593,7 @@ class Exchange:
             self._count(local)
             return finished or local
         try:
-            result = self._step.run(None, params, optimizer_state, has_moved=True)
+            result = self._step.take_step(None, params, optimizer_state, has_moved=True)
         except NonFiniteUpdate:
             replica.reject(params)
             raise

@@ -114,7 +114,7 @@ class Join:
                     self._start(initial)
 
     def _is_any_silent(self) -> bool:
-        """Return whether a connected node, which may know of a training that has begun, has yet to introduce itself."""
+        """Return whether to wait for a connected node's introduction: a training may have begun without this node."""
         is_silent = not self._membership.hellos.keys() >= set(self._router.node.peers)
         if not is_silent or self._silent_until_s is None:
             self._silent_until_s = clock.now_s() + _INTRODUCTION_S

@@ -230,8 +230,8 @@ class LocalTeam:
 
     # ---- one call of all workers -------------------------------------------------------------------------------------
 
-    def begin(self, update: Arrays | None, call: int, *, leads: bool, is_new: bool) -> int:
-        """Leave an update, and return the number of the call when all have come and their updates are added up.
+    def begin_call(self, update: Arrays | None, call: int, *, leads: bool, is_new: bool) -> int:
+        """Leave an update, wait for all workers, add the updates up, and return the number of the call.
 
         Args:
             update: None: the call needs none.
@@ -276,7 +276,7 @@ class LocalTeam:
             fence()
         return call
 
-    def end(self, call: int, *, leads: bool) -> None:
+    def end_call(self, call: int, *, leads: bool) -> None:
         """Let the others read the outcome, or wait for the leader's."""
         words = self._words
         fence()
@@ -555,10 +555,10 @@ class LocalExchange:
             self._check_sizes(update)
         # A worker that takes the place of a dead one begins with whatever the others do, without an update.
         begun = int(team._words[_GO]) if self._call is None else self._call
-        call = team.begin(update, begun + 1, leads=leads, is_new=self._call is None)
+        call = team.begin_call(update, begun + 1, leads=leads, is_new=self._call is None)
         if self.exchange is not None:
             self._act(self.exchange, action, state)
-        team.end(call, leads=leads)
+        team.end_call(call, leads=leads)
         self._outcome = outcome = team.read_outcome()
         if outcome.has_state and not leads and (self._call is None or _is_late(outcome.result)):
             team.take_state(writable_views(state))
@@ -575,7 +575,7 @@ class LocalExchange:
         self, exchange: Exchange, action: Callable[[Exchange], Any], state: Sequence[Any]
     ) -> None:
         result, error, team, has_state = None, None, self.team, False
-        # All workers are in this call, so they have taken what was left in an earlier one.
+        # All workers are in this call, so they have taken the state that was left in an earlier one.
         team.state_path.unlink(missing_ok=True)
         try:
             result = action(exchange)

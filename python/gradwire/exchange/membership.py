@@ -32,7 +32,7 @@ __all__ = ["Membership", "Router", "UpdateStream", "by_run"]
 
 _LOG = logging.getLogger(__name__)
 
-# What the end of a connection without a goodbye says about the node; silence lasts ``Limits.down_s``, 10 s by default.
+# Why a connection without a goodbye ended. Silence lasts ``Limits.down_s``, 10 s by default.
 _REASONS = {"left": "crashed, or closed its node before leave()", "timeout": "is silent"}
 
 Updates = list[tuple[Peer, list[Message]]]
@@ -130,7 +130,7 @@ class UpdateStream:
 
 
 class Membership:
-    """Who takes part, as this node sees it, and which updates have arrived. Sans-IO.
+    """The members, as this node sees them, and the updates that have arrived. Sans-IO.
 
     Args:
         me: this node.
@@ -159,7 +159,7 @@ class Membership:
         mismatched: the nodes among them that train something else, and how they differ.
         roles: of this node, of all that have introduced themselves, and of admitted newcomers.
         heard: notes of applied updates, for the comparison of replicas.
-        outgoing: what the comparison adds to this node's next note.
+        outgoing: cut and digest for this node's next note.
         own_note: step and note of this node's last update that had one.
         wants_owners: for this node's next notes, see `Note`.
         lost, joined, ignored: members and number of messages for the next step's result.
@@ -292,7 +292,7 @@ class Membership:
         self.outgoing = None
 
     def make_note(self, step: int) -> Note | None:
-        """Return the note for this node's update of ``step``, None if there is nothing to say."""
+        """Return the note for this node's update of ``step``, None if the note would be empty."""
         self.next_step = step + 1
         admits = self.newcomers
         roles = tuple(
@@ -400,7 +400,7 @@ class Membership:
         return {peer: stream.position for peer, stream in self.members.items()}
 
     def missing(self, step: int) -> frozenset[Peer]:
-        """Return the members whose update of ``step`` is still to come, or on whose last update nobody has agreed."""
+        """Return the members whose update of ``step`` may still arrive."""
         return frozenset(
             peer
             for peer, stream in self.members.items()
@@ -580,7 +580,7 @@ class Router:
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
     def receive(self, timeout_s: float) -> set[Peer]:
-        """Send what is queued, handle messages and events for up to ``timeout_s``, and return the lost members.
+        """Send queued messages, handle messages and events for up to ``timeout_s``, and return the lost members.
 
         Members that go down meanwhile are lost in the next call, after their last messages.
         """

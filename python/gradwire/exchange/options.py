@@ -143,7 +143,7 @@ def _check_optimizer(options: Options, optimizer: Optimizer) -> None:
     if not optimizer.is_linear and options.codec == "threshold":
         raise ValueError(
             f"{type(optimizer).__name__} normalises gradients, and those of threshold messages are sparse, which ruins "
-            'training: give codec="dense" or "bfloat16", or run it on the nodes and share what it has done'
+            'training: give codec="dense" or "bfloat16", or run it on the nodes and share its updates'
         )
 
 

@@ -1,4 +1,4 @@
-"""The parameters that all nodes share: how messages are added, and how this node's copy differs from the shared one."""
+"""The parameters that all nodes share: sums of messages, and how this node's copy differs from the shared one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ __all__ = [
     "SharedCopy",
     "add",
     "add_owner_state",
-    "clones",
     "copies",
     "described",
     "difference",
@@ -138,13 +137,6 @@ def copies(arrays: Sequence[NDArray[Any]]) -> Arrays:
     return [np.array(on_host(one), order="C") for one in arrays]
 
 
-def clones(arrays: Sequence[Any]) -> Arrays:
-    """Return a contiguous copy of each array, where it is."""
-    return [
-        np.array(one, order="C") if isinstance(one, np.ndarray) else one.clone() for one in arrays
-    ]
-
-
 def zeros_like(arrays: Sequence[Any]) -> Arrays:
     """Return zeros for each array, where it is."""
     return [
@@ -167,7 +159,7 @@ def put(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
 
 
 def placed(arrays: Arrays, like: Any) -> Arrays:
-    """Return arrays where other ones of the same shapes are: the arrays themselves, or copies on the others' device."""
+    """Return the arrays themselves, or copies in the memory of other arrays if these are on a device."""
     others = views(like)
     if (device_of(arrays) < 0) == (device_of(others) < 0):
         return arrays
@@ -258,9 +250,9 @@ Payloads: TypeAlias = Sequence[Sequence[Message]]
 
 
 class TakenParts(NamedTuple):
-    """Which of a sender's parts an owner has taken: all before ``stop``, except those from ``lost`` to ``found``.
+    """The parts of one sender that an owner has taken: all before ``stop``, except those from ``lost`` to ``found``.
 
-    A broken connection loses parts; the sender joins again, so more than one gap need not be known.
+    Parts are lost with a connection. The sender joins again then, so only the last gap matters.
     """
 
     stop: int
@@ -481,10 +473,7 @@ class SharedCopy:
 
     def copy_shared(self, params: Any) -> None:
         """Make the shared copy from ``params``, unless there is one already; keep it where the parameters are."""
-        if self.shared:
-            self.shared = placed(self.shared, params)
-        else:
-            self.shared = clones(writable_views(params))
+        self.shared = placed(self.shared or copies(writable_views(params)), params)
 
     def drop_shared(self) -> None:
         """Make the caller's parameters the shared ones."""
@@ -504,7 +493,7 @@ class SharedCopy:
             np.copyto(param, expected, where=~(np.abs(param - expected) <= bound))
 
     def holds(self, params: Any) -> bool:
-        """Return whether ``params`` are what the last step left, but for rounding; local steps cannot be told."""
+        """Return whether ``params`` are as the last step left them, but for rounding; after local steps always True."""
         if not self.shared or self.local_steps:
             return True
         if not self._applies_residual:
@@ -588,7 +577,7 @@ class SharedCopy:
     # ---- the state of another node -----------------------------------------------------------------------------------
 
     def export_state(self, params: Any) -> tuple[Arrays, dict[str, Any] | None]:
-        """Return the arrays that make up the shared parameters and their momentum, and what else an exact sum needs.
+        """Return the arrays of the shared parameters and their momentum, and the numbers of an exact sum.
 
         The arrays are not copied.
 

@@ -1,4 +1,4 @@
-"""One node's replica: its updates, whole or in parts for the owners of the parameters, and what it adds of others'.
+"""One node's replica: its updates, whole or in parts for the owners of parameters, and the sums of all nodes' updates.
 
 In the mesh a node sends its whole update to everybody. In the sharded exchange the parameters are dealt to owners, and
 every node sends each owner its part of the update. A node's message to everybody is then its result as an owner: the
@@ -63,16 +63,16 @@ _PROCESSING_S = 0.5e-3  # of a sharded step more than of one in the mesh, for ea
 
 
 class Piece(list[Message]):
-    """The messages of one part of all groups, of those groups of which the part has elements.
+    """One part of an update: a message for every group of which the part has elements.
 
     Attributes:
         sender: the node that encoded them.
-        number: of the sender's step.
-        parts: number of parts of which this is one; 0: a whole update, for everybody, as in the mesh.
-        at: number of the part; ``parts`` for the empty result of a node that owns nothing.
-        taken: of what everybody gets: by sender, the first part that the owner has taken and the first that it has not,
-            where the step does not say so. Parts before the first are lost.
-        is_last: likewise, whether its sender leaves.
+        number: the sender's step.
+        parts: number of parts of the update; 0: a whole update, for everybody, as in the mesh.
+        at: index of the part; ``parts`` for the empty result of a node that owns nothing.
+        taken: in an owner's result, by sender: the steps of the first and after the last part that the result contains.
+            Earlier parts are lost. Synchronous results name only the senders whose part of the step is missing.
+        is_last: in a result: whether the sender leaves.
         handovers: residual and state of elements that the receiver owns from this step on; in the last result of an
             owner that leaves, of elements that others own from the next step on.
     """
@@ -95,7 +95,7 @@ class Piece(list[Message]):
         return (message for one in self.handovers for message in one.messages)
 
     def pack(self) -> Message | bytes:
-        """Return the piece as it is sent; a whole update of which there is nothing to say as in the mesh."""
+        """Return the bytes to send; a whole update has a head only if parts were taken or its sender leaves."""
         if not (self.parts or self.taken or self.is_last):
             return self[0] if len(self) == 1 else b"".join(map(bytes, self))
         last = 2 * len(self.handovers) + self.is_last
@@ -106,7 +106,7 @@ class Piece(list[Message]):
 
     @staticmethod
     def parse(sender: Peer, number: int, payload: memoryview) -> Piece:
-        """Return the piece in a payload, with the messages of handovers; raise `MessageError` if the bytes are none."""
+        """Return the piece in a payload, handovers' messages at the end; raise `MessageError` for other bytes."""
         if payload[: len(_MAGIC)] == _MAGIC:
             return Piece(parse_many(payload), sender, number, 0, 0)
         try:
@@ -132,11 +132,11 @@ class OwnUpdate:
 
     Attributes:
         step: number of the step.
-        parts: by owner; where there is none, the whole update by this node.
-        is_whole: whether there is none.
-        owner: what this node owns at this step.
+        parts: by owner; without owners the whole update, by this node.
+        is_whole: whether there are no owners.
+        owner: the part of the parameters that this node owns in this step.
         is_last: whether this node leaves with this step.
-        messages: what everybody gets: this node's result as an owner, or the whole update.
+        messages: for everybody: this node's result as an owner, or the whole update.
         payload: these messages, as they are sent.
         unsent: parts for single nodes, which go before the payload, and have not been handed over.
         ticket: follows the payload to the peers; None until the transport has taken the payload.
@@ -144,10 +144,10 @@ class OwnUpdate:
         numbers: see ``Piece.taken``.
         passed_on: parts of an earlier dealing, which went to this node's residual.
         scale: factor of the taken parts.
-        params: what this node owns of every group, for the optimiser.
+        params: the parameters that this node owns, of every group, for the optimiser.
         before: the owner's residuals and state before it took the parts.
         encode_s: time to encode the update.
-        wait_s: time spent on handing over the payload and on waiting for the others', so far.
+        wait_s: time spent so far on handing over the payload and on waiting for the other nodes' payloads.
     """
 
     step: int
@@ -170,7 +170,7 @@ class OwnUpdate:
 
     @property
     def encoded(self) -> Sequence[Message]:
-        """The messages that this node's update was encoded into."""
+        """All messages of this node's update."""
         return [message for piece in self.parts.values() for message in piece]
 
     @property
@@ -188,7 +188,7 @@ class OwnUpdate:
 
 @dataclass(slots=True)
 class SentPart:
-    """A part that this node has sent to an owner, or kept as the owner.
+    """A part that this node has sent to an owner, or keeps because it is the owner.
 
     Attributes:
         piece: the part.
@@ -202,14 +202,14 @@ class SentPart:
 
 
 class Owner:
-    """One node's part of the parameters: a residual of the sums that were not published yet.
+    """The part of the parameters that this node owns, with a residual of sums that were not published yet.
 
     Attributes:
         me: this node.
         parts: number of parts.
         at: number of this node's part.
-        groups: encoders of the part's share of every group that has one; None: of no group.
-        arrays: for every such group the residual and the optimiser's state.
+        groups: encoders of those groups of which the part has elements.
+        arrays: for each of them the residual and the optimiser's state.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Owner:
         for index, part in shares.of(parts, at):
             encoder = _owner_encoder(whole.encoders[index], part.numel, step)
             owned.append(Group(encoder, is_dense=whole.groups[index].is_dense))
-        self.groups = Groups(owned) if owned else None
+        self.groups = Groups(owned)
         states: list[Arrays] = [[] for _ in owned] if descent is None else descent.zeros(self.place)
         self.arrays = [
             [one.residual, *state[1:]] for one, state in zip(self.encoders, states, strict=True)
@@ -241,7 +241,7 @@ class Owner:
     @property
     def encoders(self) -> Sequence[Encoder]:
         """The encoders of the part."""
-        return () if self.groups is None else self.groups.encoders
+        return self.groups.encoders
 
     def add_pieces(self, pieces: Sequence[Piece], scale: float) -> None:
         """Add parts of updates, times a factor, to the residual."""
@@ -249,17 +249,10 @@ class Owner:
             messages = [piece[index] for piece in pieces]
             apply_many(messages, encoder.residual, scale, threads=encoder.threads)
 
-    def encode(self, codec: Codec | None) -> list[Message]:
-        """Return the result: what the codec takes out of the residual, or all of it without one."""
-        if self.groups is None:
-            return []
-        return self.groups.encode(None, codec)
-
-    def undo(self, own: OwnUpdate) -> None:
-        """Forget an update that nobody has applied: the nodes have put their parts back."""
-        if self.groups is not None:
-            self.groups.put_back(own.messages)
-            self.add_pieces(own.took or [], -own.scale)
+    def undo_update(self, own: OwnUpdate) -> None:
+        """Undo an update that nobody has applied: the nodes have put their parts back."""
+        self.groups.put_back(own.messages)
+        self.add_pieces(own.took or [], -own.scale)
 
     def as_piece(self) -> Piece:
         """Return the residual as dense messages, and clear it."""
@@ -284,7 +277,7 @@ def _owner_encoder(like: Encoder, numel: int, step: int) -> Encoder:
 
 
 class Shares:
-    """The dealing of every group to a number of parts."""
+    """The division of every group into a number of parts."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -296,7 +289,7 @@ class Shares:
         return [Partition(one.numel, parts, first=index % parts) for index, one in encoders]
 
     def of(self, parts: int, at: int) -> list[tuple[int, Part]]:
-        """Return the index of every group of which a part has elements, and those elements."""
+        """Return index and elements of every group of which a part has elements."""
         if (parts, at) not in self._found:
             wholes = self.partitions(parts or 1) if at < (parts or 1) else []
             found = [(index, whole[at]) for index, whole in enumerate(wholes)]
@@ -397,11 +390,12 @@ class Replica(SharedCopy):
         if self._owner is None or self._owner.place != (parts, index):
             self._retire(self._owner)
             made = self.groups, self._shares, self.me, parts, index, step, self._descent
-            self._owner = Owner(*made) if index < parts else None
+            owns = index < parts and self._shares.of(parts, index)
+            self._owner = Owner(*made) if owns else None
             self._use_loaded()
         if self._descent is not None and self._owner is not None:
             for handover in self._inherited:
-                self._descent.add(handover, self._owner.place, self._owner.arrays)
+                self._descent.add_handover(handover, self._owner.place, self._owner.arrays)
         self._inherited.clear()
 
     def wants_owners(self, result: StepResult, round_trip_s: Callable[[], float]) -> bool:
@@ -424,7 +418,7 @@ class Replica(SharedCopy):
     def owner_state(self) -> dict[str, Any] | None:
         """Return a copy of this node's state as an owner; None if it owns nothing."""
         owner = self._owner
-        if owner is None or owner.groups is None:
+        if owner is None:
             return self._loaded
         encoders = [one.state_dict() for one in owner.encoders]
         own = self.pending
@@ -444,7 +438,7 @@ class Replica(SharedCopy):
         return {**place, "groups": groups, "encoders": encoders, "states": states}
 
     def estates(self) -> list[dict[str, Any]]:
-        """Return a copy of what this node has to hand over, or has handed over in an unfinished step."""
+        """Return a copy of residuals and states that this node has to hand over, or has in an unfinished step."""
         if self._descent is None:
             return []
         under_way = [
@@ -456,11 +450,11 @@ class Replica(SharedCopy):
         return self._descent.export(under_way)
 
     def load_owner(self, state: dict[str, Any] | None, estates: Sequence[dict[str, Any]]) -> None:
-        """Continue as the owner of a checkpoint, or pass on what it kept where it owns another part now."""
+        """Continue as the owner of a checkpoint; a node that owns another part now passes residual and state on."""
         self._loaded = state
         if self._descent is not None:
             for one in estates:
-                self._descent.keep((one["parts"], one["at"]), one["arrays"])
+                self._descent.keep_estate((one["parts"], one["at"]), one["arrays"])
 
     def _use_loaded(self) -> None:
         loaded, owner = self._loaded, self._owner
@@ -471,25 +465,25 @@ class Replica(SharedCopy):
         if owner is not None and owner.place == place:
             for encoder, one in zip(owner.encoders, loaded["encoders"], strict=True):
                 encoder.load_state_dict(one)
-            for index, state in enumerate(loaded.get("states", ())):
+            for index, state in enumerate(loaded["states"]):
                 put(owner.arrays[index][1:], state)
             return
         if self._descent is not None:
-            self._descent.keep(place, owner_arrays(loaded))
+            self._descent.keep_estate(place, owner_arrays(loaded))
             return
         messages = [dense_message(one["residual"]) for one in loaded["encoders"]]
         piece = Piece(messages, self.me, 0, loaded["parts"], loaded["at"])
         self._add_to_residual(piece, self._count_updates(self.senders))
 
     def _count_updates(self, senders: Iterable[Peer]) -> float:
-        """Return the number of nodes that share a mean: dedicated owners send only what they have to pass on."""
+        """Return the number of nodes whose updates make a mean; dedicated owners have none."""
         count = sum(self.roles.get(peer) != "owner" for peer in senders)
         return float(max(count, 1)) if self._is_mean else 1.0
 
     def _retire(self, owner: Owner | None) -> None:
-        """Move an owner's residual to this node's, from where it goes to the new owners."""
+        """Move an owner's residual to this node's residual, from where it goes to the new owners."""
         if owner is not None and self._descent is not None:
-            self._descent.keep(owner.place, owner.arrays)
+            self._descent.keep_estate(owner.place, owner.arrays)
         elif owner is not None:
             self._add_to_residual(owner.as_piece(), self._count_updates(self.senders))
 
@@ -533,7 +527,7 @@ class Replica(SharedCopy):
         return own
 
     def take_back(self, own: OwnUpdate) -> None:
-        """Return to the residual what the transport has refused because of its size."""
+        """Return to the residuals a message that the transport has refused because of its size."""
         if own.unsent or own.is_whole:
             self.put_back(own)
             self.pending = None
@@ -543,7 +537,7 @@ class Replica(SharedCopy):
                 self._add_to_residual(piece, -1.0)
                 self._arrived[piece.sender][piece.number] = piece
             self._arrived.get(self.me, {}).pop(own.step, None)
-        elif own.owner is not None and own.owner.groups is not None:
+        elif own.owner is not None:
             own.owner.groups.put_back(own.messages)
             own.messages, own.payload = [], b""
 
@@ -622,7 +616,7 @@ class Replica(SharedCopy):
         return piece
 
     def prepare(self, own: OwnUpdate, lost: Container[Peer]) -> frozenset[Peer]:
-        """Encode what everybody gets from this node; return the nodes whose parts are missing for that."""
+        """Make the payload of an update; return the nodes whose parts are missing for that."""
         if own.payload:
             return frozenset()
         owner = own.owner
@@ -634,10 +628,12 @@ class Replica(SharedCopy):
                 for peer in self.senders
                 if peer not in lost and own.step not in self._arrived.get(peer, {})
             ]
-            if owner.encoders and missing:
+            if missing:
                 return frozenset(missing)
-            self._take(own, owner, lost)
-        messages = [] if owner is None else owner.encode(None if own.is_last else self._codec)
+            self._take_parts(own, owner, lost)
+        messages = (
+            [] if owner is None else owner.groups.encode(None, None if own.is_last else self._codec)
+        )
         parts = len(self._owners)
         index = parts if owner is None else owner.at
         result = Piece(messages, self.me, own.step, parts, index)
@@ -645,14 +641,14 @@ class Replica(SharedCopy):
             result = own.parts[self.me]
         result.taken, result.is_last = own.numbers, own.is_last
         if own.is_last and owner is not None and self._descent is not None and self._descent.slots:
-            result.handovers = [self._descent.pack(owner.place, owner.arrays, (1, 0))]
+            result.handovers = [self._descent.pack_handover(owner.place, owner.arrays, (1, 0))]
         own.messages, own.payload = result, result.pack()
         return frozenset()
 
-    def _take(self, own: OwnUpdate, owner: Owner, lost: Container[Peer]) -> None:
+    def _take_parts(self, own: OwnUpdate, owner: Owner, lost: Container[Peer]) -> None:
         """Add the parts that have arrived to the owner's residual, in the order (node, number)."""
         took: list[Piece] = []
-        for peer in self.senders if owner.encoders else ():
+        for peer in self.senders:
             piece = self._arrived.get(peer, {}).get(own.step)
             fits = piece is not None and (piece.parts, piece.at) == (owner.parts, owner.at)
             # A node that is lost may have seen an update that nobody else has.
@@ -677,15 +673,19 @@ class Replica(SharedCopy):
         elif took:
             own.before = [copies(one) for one in owner.arrays]
             for handover in itertools.chain.from_iterable(piece.handovers for piece in took):
-                self._descent.add(handover, owner.place, owner.arrays)
-            self._descent.run(took, own.scale, owner.encoders, owner.arrays, own.params, own.step)
+                self._descent.add_handover(handover, owner.place, owner.arrays)
+            self._descent.take_step(
+                took, own.scale, owner.encoders, owner.arrays, own.params, own.step
+            )
 
     def _take_arrived(self, own: OwnUpdate) -> None:
-        """Take whatever has arrived; parts of another dealing go to this node's residual, and on from there."""
+        """Add all parts that have arrived; those of another dealing go to this node's residual, and on from there."""
         owner, own.took = own.owner, []
         for peer, found in sorted(self._arrived.items()):
             first = stop = min(found, default=0)
-            while stop in found:  # one run at a time: what is missing before the next is lost
+            while (
+                stop in found
+            ):  # one run at a time: parts that are missing before the next are lost
                 piece = found[stop]
                 if owner is not None and (piece.parts, piece.at) == (owner.parts, owner.at):
                     own.took.append(piece)
@@ -704,12 +704,12 @@ class Replica(SharedCopy):
             self._add_to_residual(piece)
 
     def waiting(self) -> list[bool]:
-        """Return for every other node whether a part of it has arrived; nothing where no node is an owner."""
+        """Return for every other node whether one of its parts has arrived; an empty list in the mesh."""
         others = [] if self._is_mesh else [peer for peer in self.senders if peer != self.me]
         return [bool(self._arrived.get(peer)) for peer in others]
 
     def put_back_departed(self, members: Container[Peer]) -> None:
-        """Put back the parts for owners that are gone and of whom no result is still to come."""
+        """Put back the parts for owners that are gone, all of whose results have been applied."""
         for owner, sent in self._kept.items():
             for part in sent.values() if owner not in members and owner != self.me else ():
                 if part.is_open:
@@ -724,7 +724,7 @@ class Replica(SharedCopy):
         own: OwnUpdate | None = None,
         has_moved: bool = False,
     ) -> bool:
-        """Add the mean or the sum of updates to the shared parameters, and settle what they say of this node's parts.
+        """Add the mean or the sum of updates to the shared parameters, and put back parts that no owner will take.
 
         Args:
             payloads: for every node one message for every group, in order.
@@ -737,47 +737,47 @@ class Replica(SharedCopy):
             Whether the sum of all updates is provably exact.
         """
         divisor = nodes if self._is_mean else 1
+        pieces = [one for one in payloads if isinstance(one, Piece)]  # all of them
         if not self.shared:
-            is_exact = self._add_payloads(payloads, params, divisor)
+            is_exact = self._add_pieces(pieces, params, divisor)
         else:
-            is_exact = self._add_to_shared(payloads, params, divisor, own, has_moved=has_moved)
-        results = [one for one in payloads if isinstance(one, Piece)]
-        for result in results:
-            self._settle(result)
+            is_exact = self._add_to_shared(pieces, params, divisor, own, has_moved=has_moved)
+        for piece in pieces:
+            self._settle_parts(piece)
         if self._is_sync:
-            self._settle_silent(results)
-            self._count_lost_handovers(results)
+            self._settle_silent_owners(pieces)
+            self._count_lost_handovers(pieces)
         self._add_late(params)
         return is_exact
 
     def _add_to_shared(
         self,
-        payloads: Payloads,
+        pieces: Sequence[Piece],
         params: Any,
         divisor: int,
         own: OwnUpdate | None,
         *,
         has_moved: bool,
     ) -> bool:
-        """Add updates to the shared copy and to the caller's parameters, which keep what they hold besides."""
+        """Add updates to the shared copy and to the caller's parameters, which keep residual and local steps."""
         targets = writable_views(params)
         if self._applies_residual:
             messages = None if own is None else own.messages
-            index = next((at for at, one in enumerate(payloads) if one is messages), None)
-            return self._add_payloads(payloads, self.shared, divisor, SecondTarget(targets, index))
+            index = next((at for at, one in enumerate(pieces) if one is messages), None)
+            return self._add_pieces(pieces, self.shared, divisor, SecondTarget(targets, index))
         local = difference(targets, self.shared) if has_moved else []
-        is_exact = self._add_payloads(payloads, self.shared, divisor)
+        is_exact = self._add_pieces(pieces, self.shared, divisor)
         put(targets, self.shared)
         if has_moved:
             add(targets, local)
         return is_exact
 
-    def _add_payloads(
-        self, payloads: Payloads, params: Any, divisor: int, second: SecondTarget | None = None
+    def _add_pieces(
+        self, pieces: Sequence[Piece], params: Any, divisor: int, second: SecondTarget | None = None
     ) -> bool:
-        pieces, total = [one for one in payloads if isinstance(one, Piece)], self.total
+        total = self.total
         if not any(piece.parts for piece in pieces):
-            return total.add_payloads(payloads, params, divisor, second)
+            return total.add_payloads(pieces, params, divisor, second)
         # Among the owners' results may be whole updates of nodes that have dealt otherwise.
         added = targets = [params] if second is None else [params, second.params]
         if isinstance(total, MomentumSum):
@@ -792,8 +792,8 @@ class Replica(SharedCopy):
             self._own_to_params(self.pending, second.params, -1.0)
         return False
 
-    def _settle(self, result: Piece) -> None:
-        """Note which of this node's parts a result contains; put back those that its owner never will take."""
+    def _settle_parts(self, result: Piece) -> None:
+        """Note which of this node's parts a result contains; put back those that the owner will never take."""
         if result.taken:
             known = self.taken.setdefault(result.sender, {})
             for sender, (first, stop) in result.taken.items():
@@ -807,7 +807,7 @@ class Replica(SharedCopy):
             self._left.add(result.sender)
             self._inherited += result.handovers
         if self._is_sync and not result.parts:
-            return  # see _settle_silent
+            return  # see _settle_silent_owners
         by_default = (0, result.number + 1 if self._is_sync else 0)
         first, stop = result.taken.get(self.me, by_default)
         for number, part in self._kept.get(result.sender, {}).items():
@@ -816,8 +816,8 @@ class Replica(SharedCopy):
             elif part.is_open and number < (result.number + 1 if self._is_sync else first):
                 self._put_part_back(part)
 
-    def _settle_silent(self, results: Sequence[Piece]) -> None:
-        """Put back the parts for owners of whom nobody applies a result of this step, and note that they took none."""
+    def _settle_silent_owners(self, results: Sequence[Piece]) -> None:
+        """Put back the parts for owners without a result in this step, and note that these owners took none."""
         heard = {result.sender for result in results if result.parts}
         for owner, sent in self._kept.items():
             for number, part in sent.items() if owner not in heard else ():
@@ -835,7 +835,7 @@ class Replica(SharedCopy):
                     known.setdefault(sender, TakenParts(self.step))
 
     def _count_lost_handovers(self, results: Sequence[Piece]) -> None:
-        """Count the elements whose former owner was gone before their new owner had their state."""
+        """Count the elements whose former owner was gone before the new owner had their state."""
         places = {peer: (len(self._former), at) for at, peer in enumerate(self._former)}
         if self._descent is None or self._former == self._owners:
             return
@@ -877,11 +877,11 @@ class Replica(SharedCopy):
     def take_back_unapplied(self, finals: Mapping[Peer, int], taken: Taken, step: int) -> None:
         """Return to the residual this node's updates that nobody applied, after an absence.
 
-        These are its parts that no owner took, and what it took as an owner for results that nobody applied.
+        These are its parts that no owner took, and others' parts in its own results that nobody applied.
 
         Args:
             finals: for departed members the first update that nobody applied.
-            taken: what ``Replica.taken`` is where this node gets the parameters from.
+            taken: ``Replica.taken`` of the node that gives the parameters.
             step: number of the next step there.
         """
         final = finals.get(self.me)
@@ -896,7 +896,7 @@ class Replica(SharedCopy):
                 if own.is_whole:
                     self.put_back(own)
                 if own.owner is not None and self._descent is None:
-                    own.owner.undo(own)
+                    own.owner.undo_update(own)
                     owners.append(own.owner)
         self.taken = taken
         by_default = TakenParts((final or 0) + 1 if self._is_sync else 0)
@@ -920,7 +920,7 @@ class Replica(SharedCopy):
         for gone in dict.fromkeys(owners):
             self._retire(gone)
         if self._descent is not None:
-            # The others have begun anew with what this node has owned, and have counted it.
+            # The others have begun anew with this node's elements, and have counted them.
             self._descent.estates.clear()
         self._inherited.clear()
         self._owner = None
@@ -947,7 +947,7 @@ class Replica(SharedCopy):
             apply(message, self.groups.select(params, index), factor, part=part, threads=threads)
 
     def _add_to_residual(self, piece: Piece, factor: float = 1.0) -> None:
-        """Add a piece to the residual, and to parameters that contain the residual as soon as they are at hand."""
+        """Add a piece to the residual, and later to the caller's parameters if these contain the residual."""
         self._add_piece(piece, [one.residual for one in self.groups.encoders], factor)
         self._take_back_handovers(piece, factor)
         if self._applies_residual:

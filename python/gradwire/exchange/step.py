@@ -55,7 +55,7 @@ class Step:
         self._room_bytes = min(most_bytes, _ROOM_BYTES_MAX)
         self._last_missing: frozenset[Peer] = frozenset()
 
-    def run(
+    def take_step(
         self, update: Any, params: Any, optimizer_state: Sequence[Any], *, has_moved: bool = False
     ) -> StepResult | None:
         """Send an update and add all members' to the parameters; the arguments are those of ``Exchange.step``.
@@ -153,7 +153,7 @@ class Step:
             self._join.poll(clock.ROOM_POLL_S)
 
     def _obstacle(self) -> str | None:
-        """Return what keeps this node from sending one more update, None if nothing does."""
+        """Return the reason why this node cannot send one more update; None if it can."""
         if not self._router.node.has_room(self._room_bytes):
             return "no space to send it: a peer does not take its messages"
         if self._is_sync:
