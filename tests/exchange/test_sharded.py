@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.exchange.parameters import add_owner_state
+from gradwire.exchange.protocol import Kind, tag_of
 from gradwire.exchange.replica import Replica
 
 from ..seeds import seeds
@@ -416,6 +417,69 @@ def test_another_number_of_nodes_keeps_everything(world_size: int, topology: str
     np.testing.assert_array_equal(after[0].shared + kept, flat(start()) + put_in)
 
 
+@pytest.mark.parametrize(
+    "how", [{"owners_max": 2}, {"topology": "mesh"}, {"topology": "auto"}], ids=str
+)
+def test_a_checkpoint_goes_on_with_other_owners(how: Any) -> None:
+    with cluster(1) as world:
+        before = [Trainer(world, 10 * (1 + rank), 9, min_peers=3) for rank in range(4)]
+        world.run()
+    with cluster(2) as world:
+        after = [
+            Trainer(
+                world,
+                10 * (1 + rank),
+                15,
+                min_peers=3,
+                loads=one.saved,
+                params=[param.copy() for param in one.saved_params],
+                counts_from=9,
+                **how,
+            )
+            for rank, one in enumerate(before)
+        ]
+        world.run()
+    for one, earlier in zip(after, before, strict=True):
+        one.put_in += earlier.put_in
+    assert_identical(after)
+    assert_nothing_lost(after)
+
+
+class Refused(Trainer):
+    """A node of which one message is too large; it goes on with an update of zeros."""
+
+    refusals = 0
+
+    def take_step(self, one: Params) -> gw.StepResult:
+        try:
+            return super().take_step(one)
+        except gw.TooLarge:
+            self.refusals += 1
+            return super().take_step([np.zeros_like(each) for each in one])
+
+
+@pytest.mark.parametrize("kind", [Kind.PART, Kind.UPDATE], ids=["part", "result"])
+@pytest.mark.parametrize("how", [{}, {"apply_residual": True}], ids=str)
+def test_a_message_that_is_too_large_goes_back_into_its_residual(
+    kind: Kind, how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(3) as world:
+        trainers = [Refused(world, node_id, 12, min_peers=2, **how) for node_id in (10, 20, 30)]
+        publish, refused = trainers[1].node.publish, [tag_of(kind, 5)]
+
+        def refuse_once(buffer: Any, tag: int = 0, to: Any = None) -> Any:
+            if tag in refused:
+                refused.remove(tag)
+                raise gw.TooLarge("limit")
+            return publish(buffer, tag, to)
+
+        monkeypatch.setattr(trainers[1].node, "publish", refuse_once)
+        world.run()
+    assert [one.refusals for one in trainers] == [0, 1, 0]
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
+
+
 # --- asynchronous -----------------------------------------------------------------------------------------------------
 
 ASYNC: dict[str, dict[str, Any]] = {
@@ -563,6 +627,41 @@ def test_an_observer_comes_at_any_time_and_holds_up_nobody(seed: int) -> None:
         world.run()
     assert_identical(trainers)
     assert all(not result.joined for one in trainers[:3] for result in one.results)
+
+
+class Watcher(Follower):
+    """An observer that follows until the others are done, and nothing is under way."""
+
+    def train(self) -> None:
+        self.is_done, quiet = True, 0
+        while quiet < 8:
+            count = self.share.follow(self.params, timeout_s=0.3)
+            others = [one for one in self.cohort if one is not self]
+            is_idle = count == 0 and all(one.is_done for one in others)
+            quiet = quiet + 1 if is_idle else 0
+        self.is_drained = True
+        self.world.close(self.node)
+
+
+@histories
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+def test_an_observer_follows_asynchronous_members(seed: int, topology: str) -> None:
+    how: dict[str, Any] = {"mode": "async", "topology": topology}
+    with cluster(seed) as world:
+        trainers = [Trainer(world, 10 * (1 + at), 25, min_peers=2, **how) for at in range(3)]
+
+        def join() -> None:
+            trainers.append(Watcher(world, 5, 25, role="observer", **how))
+
+        world.plan(world.random.randint(30, 250), join)
+        for one in trainers:
+            one.cohort = trainers
+            one.pause = {count: world.random.choice([0.02, 0.1, 0.5]) for count in range(30)}
+        world.run(until=lambda: len(trainers) == 4)
+        trainers[3].cohort = trainers
+        world.run()
+    assert_identical(trainers)
+    assert not any(result.joined for one in trainers[:3] for result in one.results)
 
 
 def test_without_an_owner_the_error_says_so_and_the_residuals_stay() -> None:
