@@ -40,6 +40,8 @@ class ScriptedNode:
         self.peer = Peer(node_id, 1, "127.0.0.1:1")
         self.peers = peers
         self.seeds: frozenset[str] = frozenset()
+        self.names: dict[int, str] = {}
+        self.expected_peers: int | None = None
         self.now_s = 0.0
         self.rounds: list[list[Arrival]] = []
         self.published: list[tuple[bytes, int]] = []

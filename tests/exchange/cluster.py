@@ -58,6 +58,8 @@ class FakeNode:
         self.cluster = cluster
         self.peer = Peer(node_id, incarnation, f"127.0.0.1:{1000 + node_id}")
         self.seeds: frozenset[str] = frozenset()
+        self.names: dict[int, str] = {}
+        self.expected_peers: int | None = None
         self.connected: set[Peer] = set()
         self.inbox: deque[Received] = deque()
         self.happened: list[PeerJoined | PeerLost] = []

@@ -190,7 +190,7 @@ class Exchange:
             keeps=options.kept_updates,
             role=role,
         )
-        membership.names = getattr(node, "names", {})
+        membership.names = node.names
         router = Router(node, membership, replica.parse)
         router.handlers[Kind.PART] = replica.add_part
         replica.roles = membership.roles
@@ -317,7 +317,7 @@ class Exchange:
         if self._membership.phase is Phase.NEW:
             expected = 1 if self._options.role == "observer" else self._options.min_peers
             if expected is None:
-                expected = getattr(self._node, "expected_peers", None)
+                expected = self._node.expected_peers
             if expected is None:
                 expected = max(len(self._node.seeds), len(self._node.peers))
                 if not expected:
@@ -530,7 +530,8 @@ class Exchange:
             self._replica.copy_shared(params)
         result = self._step.take_step(None, params, optimizer_state)
         self._end_step(result, params, optimizer_state)
-        return getattr(result or finished, "received", 0)
+        result = result or finished
+        return 0 if result is None else result.received
 
     def _await_parts(self, timeout_s: float) -> bool:
         """Wait for the parts of all nodes; return whether there are any."""

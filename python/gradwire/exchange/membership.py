@@ -120,13 +120,9 @@ class UpdateStream:
 
     def _trim(self) -> None:
         oldest = self.position - self._keeps
-        self._payloads.pop(oldest - 1, None)
-        self.notes.pop(oldest - 1, None)
-        # Usually one entry goes with each update; there are more only after joining or falling behind.
-        if len(self._payloads) > 2 * self._keeps + 16:
-            for step in [step for step in self._payloads if step < oldest]:
-                del self._payloads[step]
-                self.notes.pop(step, None)
+        for kept in (self._payloads, self.notes):
+            for step in [step for step in kept if step < oldest]:
+                del kept[step]
 
 
 class Membership:
