@@ -539,6 +539,26 @@ def test_an_owner_that_dies_right_after_the_parameters_were_dealt_keeps_its_resi
     asynchronous(14, ASYNC["residual"], "join", "death")
 
 
+@pytest.mark.parametrize("seed", [5, 18, 29])
+def test_own_parts_that_came_back_once_do_not_count_in_the_next_absence(seed: int) -> None:
+    with cluster(seed) as world:
+        trainers = [
+            Trainer(world, 10 * (1 + at), 40, min_peers=3, **ASYNC["plain"]) for at in range(4)
+        ]
+        for one in trainers:
+            one.cohort = trainers
+            one.pause = {count: world.random.choice([0.02, 0.1, 0.5]) for count in range(45)}
+        one, *others = world.random.sample(trainers, 3)
+        turn = world.random.randint(60, 250)
+        for other in others:
+            world.plan(turn, lambda o=other: world.cut(one.node, o.node))
+            world.plan(turn + 60, lambda o=other: world.connect(one.node, o.node))
+            turn += 150
+        world.run()
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(60))
 @pytest.mark.parametrize("name", ["plain", "residual"])

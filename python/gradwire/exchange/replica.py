@@ -906,7 +906,9 @@ class Replica(SharedCopy):
                 if final is None:
                     is_taken = False
                 elif not self._is_sync:
-                    is_taken = number < final if owner == self.me else found.has(number)
+                    # A part of its own that came back after an earlier absence was in no result.
+                    is_own = owner == self.me
+                    is_taken = number < final and not part.is_back if is_own else found.has(number)
                     if number >= found.stop and owner not in (self.me, *finals):
                         continue  # its result may still come
                 elif step <= number <= final:
