@@ -633,6 +633,9 @@ class Router:
             _LOG.warning("step %d from %s ignored: it is not a member", step, peer.address)
         elif stream.accepts(step):
             stream.add_update(self.parse(peer, step, payload), payload)
+        elif membership.others.get(peer) is stream:
+            # From a new connection, before its introduction: others were lost with the old one.
+            del membership.others[peer]
         elif peer not in membership.broken and step >= (stream.first or 0):
             raise membership.wrong_step(peer, step)
 
