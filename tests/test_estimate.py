@@ -94,7 +94,8 @@ def test_slow_links_get_local_steps_and_fast_ones_no_gradwire(
     assert "every=20" in estimate(capsys, *two)
     out = estimate(capsys, *SIZE, "--link", "1Gbit", "--workers", "4")
     assert (
-        'write gw.LocalTeam(params, 4).lead(gw.Exchange(encoder, node, topology="sharded"))' in out
+        'write gw.LocalTeam(name, size=4, rank=0).lead(gw.Exchange(encoder, node, topology="sharded"))'
+        in out
     )
     out = estimate(capsys, *SIZE, "--link", "100Gbit")
     assert "gradwire does not pay here" in out

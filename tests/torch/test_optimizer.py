@@ -600,11 +600,11 @@ def test_the_workers_of_a_machine_share_one_model(options: dict[str, Any]) -> No
 def test_a_team_resumes_bit_for_bit() -> None:
     def run(name: str, steps: range, saved: list[Any]) -> list[Any]:
         def train_as(rank: int) -> Any:
-            team = gw.LocalTeam.join(f"{name}-{os.getpid()}", size=2, rank=rank, timeout_s=20.0)
+            team = gw.LocalTeam(f"{name}-{os.getpid()}", size=2, rank=rank, timeout_s=20.0)
             with team, gw.Node("127.0.0.1:0", secret=SECRET, node_id=1) as node:
                 policy = gw.Encoder(NUMEL, threshold=gw.TargetDensity(0.1))
                 lead = gw.Exchange(policy, node, min_peers=0, apply_residual=True)
-                share = team.follow(1) if rank else team.lead(lead)
+                share = team.follow() if rank else team.lead(lead)
                 net = model()
                 optimizer = SharedOptimizer(OPTIMIZERS["AdamW"](net.parameters()), share)
                 if saved:

@@ -280,7 +280,7 @@ def ways(job: Job) -> list[Way]:
             name, more = f"{every} local steps, {topology}", f", every={every}"
         code = f'gw.Exchange(encoder, node, topology="{topology}"{more})'
         if job.workers > 1:
-            code = f"gw.LocalTeam(params, {job.workers}).lead({code})"
+            code = f"gw.LocalTeam(name, size={job.workers}, rank=0).lead({code})"
         found.append(Way(name, cost.exchange(job, topology, every=every), code))
     return found
 
