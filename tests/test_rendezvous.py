@@ -156,7 +156,10 @@ def test_a_run_of_several_nodes_never_goes_on_alone_and_names_who_is_missing(
 
 @pytest.mark.parametrize(
     ("secret", "node_id", "match"),
-    [(bytes(range(1, 33)), 1, "another secret"), (bytes(range(32)), 0, "its node_id, 0, is that of this node")],
+    [
+        (bytes(range(1, 33)), 1, "another secret"),
+        (bytes(range(32)), 0, "its node_id, 0, is that of this node"),
+    ],
 )
 def test_a_peer_that_can_never_connect_is_an_error_long_before_the_timeout(
     monkeypatch: pytest.MonkeyPatch, secret: bytes, node_id: int, match: str

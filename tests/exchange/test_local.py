@@ -193,7 +193,7 @@ def test_machines_send_one_update_each_whatever_their_workers(topology: Any) -> 
 
 def follow_in_a_process(name: str, pipe: Any) -> None:
     params = tensors()
-    with LocalTeam(name, params, size=2, rank=1, reduction="sum") as other:
+    with LocalTeam.join(name, params, size=2, rank=1, reduction="sum") as other:
         share = other.follow()
         for step in range(3):
             share.step(tensors(100 + step), params)

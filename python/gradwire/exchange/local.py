@@ -149,6 +149,11 @@ class LocalTeam:
         if params is not None:
             self.attach(params)
 
+    @classmethod
+    def join(cls, name: str, params: Any = None, **options: Any) -> LocalTeam:
+        """Return the team of this name, as the class does; the arguments are those of the class."""
+        return cls(name, params, **options)
+
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def attach(self, params: Any) -> None:
