@@ -442,8 +442,9 @@ def test_without_room_the_step_waits_before_it_encodes(
         return len(steps_seen) > 3
 
     node.space = space
-    gw.Exchange(enc, node).step(update(0.5, 0.25), params)
+    result = gw.Exchange(enc, node).step(update(0.5, 0.25), params)
     assert steps_seen == [0, 0, 0, 0]
+    assert result.wait_s == pytest.approx(node.now_s)
     assert (enc.step, params.tolist(), enc.residual.tolist()) == (1, [0.5, 0.0], [0.0, 0.25])
 
 

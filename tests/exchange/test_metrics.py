@@ -246,8 +246,9 @@ def test_waiting_for_space_counts_as_waiting(
     moving = Clock()
     monkeypatch.setattr(clock, "now_s", moving)
 
-    def wait_for_room(*_: object) -> None:
+    def wait_for_room(*_: object) -> float:
         moving.now_s += 1.0
+        return 1.0
 
     monkeypatch.setattr(share._step, "_wait_for_room", wait_for_room)
     for _ in range(30):

@@ -104,7 +104,7 @@ class Meter:
         ours_s = whole_s - compute_s
         if ours_s <= _SHARE_MAX * whole_s:
             return
-        wait_s = ours_s - encode_s - apply_s  # for space to send, too
+        wait_s = ours_s - encode_s - apply_s
         remedies = [f"every={4 * self._every} exchanges a quarter as often"]
         if wait_s < ours_s / 2.0:
             remedies.append("Encoder(threads=) shares the passes over the data")

@@ -51,7 +51,7 @@ class StepResult:
         staleness: steps that this node is ahead of the slowest member; 0 in synchronous mode.
         ratio: float32 bytes of the update / ``sent_bytes``; 0.0 for a local step.
         encode_s: time to encode this node's message.
-        wait_s: time to hand over the message and to receive the others'.
+        wait_s: time to get space for the message, to hand it over, and to receive the others'.
         apply_s: time to add all messages to the parameters.
         slowest: the peer whose message came last; None if all messages came before this node handed over its own.
         step_s: time of the whole step, from the end of the previous call to the end of this call.

@@ -66,7 +66,7 @@ class Step:
             The result; None where a later call finishes the step (``overlap``).
         """
         replica, codec = self._replica, self._options.codec
-        self._wait_for_room(params, optimizer_state)
+        room_s = self._wait_for_room(params, optimizer_state)
         begin_s = clock.now_s()
         if not self._is_sync:
             replica.put_back_departed(self._membership.members)
@@ -75,6 +75,7 @@ class Step:
         if has_moved:
             update, refresh = replica.local_delta(params)
         own = replica.encode(update, codec, refresh)
+        own.wait_s = room_s
         self._hold(own, params, begin_s, has_moved=has_moved)
         if self._options.overlap:
             begin_s = clock.now_s()
@@ -131,20 +132,20 @@ class Step:
         own.encode_s = clock.now_s() - begin_s
         self._replica.pending = own
 
-    def _wait_for_room(self, params: Any, optimizer_state: Sequence[Any]) -> None:
-        """Receive until the node has space for one more message and no member is too far behind.
+    def _wait_for_room(self, params: Any, optimizer_state: Sequence[Any]) -> float:
+        """Receive until the node has space for one more message and no member is too far behind; return the seconds.
 
         Raises:
             WouldBlock: after ``timeout_s``.
         """
-        timeout_s = self._options.timeout_s
-        deadline_s = clock.now_s() + timeout_s
+        timeout_s, begin_s = self._options.timeout_s, clock.now_s()
+        deadline_s = begin_s + timeout_s
         while True:
             if self._membership.phase is Phase.JOINING:
                 self._join.ensure_member(params, optimizer_state)
             obstacle = self._obstacle()
             if obstacle is None:
-                return
+                return clock.now_s() - begin_s
             if clock.now_s() >= deadline_s:
                 raise WouldBlock(
                     f"step {self._replica.step} cannot begin within {timeout_s:g} s: {obstacle}; "
