@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from gradwire.errors import Closed, GradwireError
-from gradwire.feed import Feed, FeedFailed
+from gradwire.feed import Feed, FeedFailed, ring
 
 WAIT_S = 20.0
 SHARED = Path("/dev/shm")
@@ -208,6 +208,30 @@ def test_a_consumer_that_dies_gives_its_space_back(feed: Feed) -> None:
     for number in (3, 4):
         feed.put(np.array([number]), WAIT_S)
     assert numbers(feed, 3) == [2, 3, 4]
+
+
+def test_a_process_that_must_not_open_the_feed_finds_none(feed: Feed) -> None:
+    """A Spark executor of another user; it reaches the feed over a node instead."""
+    is_root = os.getuid() == 0
+    if is_root:
+        os.seteuid(65_534)
+    else:
+        (SHARED / feed.name).chmod(0)
+    try:
+        with pytest.raises(Closed, match="belongs to another user"):
+            Feed.attach(feed.name)
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def test_a_container_with_other_process_numbers_must_not_take_part(
+    feed: Feed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take living processes for dead and free their batches."""
+    monkeypatch.setattr(ring, "_process_namespace", lambda: 1)
+    with pytest.raises(Closed, match="container with other process numbers"):
+        Feed.attach(feed.name)
 
 
 def test_who_cannot_be_looked_at_is_not_taken_for_dead(

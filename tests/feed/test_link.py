@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 import gradwire as gw
 from gradwire.errors import Closed
-from gradwire.feed import Feed, FeedFailed
+from gradwire.feed import Feed, FeedFailed, link
 
 SECRET = bytes(range(32))
 WAIT_S = 20.0
@@ -114,3 +115,52 @@ def test_a_node_that_serves_nothing_is_named() -> None:
         pytest.raises(TimeoutError, match=r"serves no feed: call feed\.serve there"),
     ):
         Feed.connect(there, timeout_s=0.3)
+
+
+def test_the_last_batch_of_a_producer_that_goes_at_once_is_not_lost(served: Feed) -> None:
+    """The batch arrives and its producer goes while the feed's machine looks for messages."""
+    with gw.Node("127.0.0.1:0", secret=SECRET) as here:
+        goes = threading.Event()
+
+        class Busy:
+            """The node, whose answer is late by all that the producer does meanwhile."""
+
+            def receive(self, timeout_s: float) -> Any:
+                found = here.receive(timeout_s)
+                if goes.is_set() and not gone.is_set():
+                    far.put(np.array([7]), WAIT_S)
+                    there.close()
+                    while here.peers:
+                        gone.wait(0.01)
+                    gone.set()
+                return found
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(here, name)
+
+        gone = threading.Event()
+        served.serve(Busy())  # type: ignore[arg-type]
+        there = gw.Node("127.0.0.1:0", [here.address], secret=SECRET)
+        far = Feed.connect(there, timeout_s=WAIT_S)
+        far._store.abandon(far._store.reserve(8, WAIT_S))  # the next batch needs no answer
+        goes.set()
+        assert served.get(WAIT_S).tolist() == [7]
+
+
+def test_a_producer_that_goes_after_its_first_message_does_not_end_the_service(
+    served: Feed,
+) -> None:
+    with gw.Node("127.0.0.1:0", secret=SECRET) as here:
+        with gw.Node("127.0.0.1:0", [here.address], secret=SECRET) as there:
+            [peer] = here.wait_for_peers(1, WAIT_S)
+            there.wait_for_peers(1, WAIT_S)
+        while here.peers:
+            threading.Event().wait(0.01)
+        link.Server(served._local(), here)._handle(peer, link._HELLO, b"")
+
+
+def test_what_was_flushed_is_in_the_feed(served: Feed, far: Feed) -> None:
+    for number in range(3):
+        far.put(np.array([number]), WAIT_S)
+    far._store.flush()
+    assert served.produced == 3

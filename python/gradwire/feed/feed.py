@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ class Feed:
         """Return the feed of this name, which a process of this machine made.
 
         Raises:
-            Closed: there is none.
+            Closed: there is none that this process may open, or it belongs to another container.
         """
         feed = cls.__new__(cls)
         feed._store = Ring(name)
@@ -89,11 +90,12 @@ class Feed:
         """Take batches from producers on other machines, in a thread, until the feed or the node is closed.
 
         Args:
-            node: whose peers are the producers. The thread takes all its messages.
+            node: a node whose peers are the producers. The thread takes all its messages.
         """
-        from .link import serve
+        from .link import Server
 
-        serve(self._local(), node)
+        run = Server(self._local(), node).run
+        threading.Thread(target=run, name="gradwire-feed", daemon=True).start()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how another process of this machine attaches."""
@@ -110,7 +112,11 @@ class Feed:
     @property
     def is_closed(self) -> bool:
         """Whether the feed is closed, or a producer failed."""
-        return self._store.is_closed
+        try:
+            self._store.check(is_producer=False)
+        except (Closed, FeedFailed):
+            return True
+        return False
 
     @property
     def produced(self) -> int:
@@ -190,7 +196,6 @@ class Feed:
     def close(self) -> None:
         """End both sides at once: whoever waits in `put` or `get` gets `Closed`; batches that are left are lost."""
         self._store.end(how="closed")
-        self._store.remove()
 
     def fail(self, error: BaseException | str) -> None:
         """End both sides with an error, which every consumer gets as `FeedFailed`; only the first one counts."""

@@ -1,6 +1,6 @@
-"""Batches over a node: a producer asks, the feed's machine reserves a slot and grants it, the batch travels.
+"""Batches over a node: a producer asks for a slot, the feed's machine grants one, and the producer sends a batch.
 
-A batch leaves only after its slot is reserved, so no more is on its way than the feed holds.
+A batch is sent only after its slot is reserved, so at most as many batches are in transit as the feed holds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..transport import Node, Peer
     from .ring import Ring
 
-__all__ = ["Link", "serve"]
+__all__ = ["Link", "Server"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,19 +38,25 @@ class Link:
         self._ended: Exception | None = None
         self.slot_bytes = 0
         self._peer = node.wait_for_peers(1, timeout_s)[0]
-        self._publish(b"", _HELLO)
-        if not self._wait(lambda: self.slot_bytes > 0, timeout_s):
-            raise TimeoutError(f"{self._peer.address} serves no feed: call feed.serve there")
+        self.flush(timeout_s)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the feed has ended."""
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until every batch that was sent is in the feed: its machine answers in order."""
+        with self._lock:
+            self.slot_bytes = 0
+            self._publish(b"", _HELLO)
+            if not self._wait(lambda: self.slot_bytes > 0, timeout_s):
+                raise TimeoutError(f"{self._peer.address} serves no feed: call feed.serve there")
+
+    def check(self, *, is_producer: bool = True) -> None:  # noqa: ARG002  (as Ring.check)
+        """Raise `Closed` or `FeedFailed` if the feed has ended."""
         with self._lock:
             self._receive(0.0)
-        return self._ended is not None
+        if self._ended is not None:
+            raise self._ended
 
     def reserve(self, nbytes: int, timeout_s: float | None) -> Slot:
-        """Ask for a slot and wait for it, one thread after the other."""
+        """Ask for a slot and wait for it; threads take turns."""
         with self._lock:
             if not self._grants and not self._is_asking:
                 self._publish(b"", _WANT)
@@ -75,9 +81,6 @@ class Link:
         with self._lock, contextlib.suppress(Closed, FeedFailed):
             self._publish(f"{how}:{text}".encode(), _END)
             self._node.drain(5.0)
-
-    def remove(self) -> None:
-        """Do nothing: the name belongs to the other machine."""
 
     def _wait(self, is_there: Callable[[], bool], timeout_s: float | None) -> bool:
         end_s = None if timeout_s is None else now_s() + timeout_s
@@ -116,14 +119,8 @@ def _ending(payload: Any) -> tuple[str, str]:
     return how, text
 
 
-def serve(ring: Ring, node: Node) -> None:
-    """Start the thread that moves batches from a node into a ring."""
-    thread = threading.Thread(target=_Server(ring, node).run, name="gradwire-feed", daemon=True)
-    thread.start()
-
-
-class _Server:
-    """The feed's side of all links of one node."""
+class Server:
+    """The feed's side of all links of one node: a thread runs it."""
 
     def __init__(self, ring: Ring, node: Node) -> None:
         self._ring = ring
@@ -133,26 +130,31 @@ class _Server:
 
     def run(self) -> None:
         """Serve until the feed has ended or the node is closed."""
-        told = "closed:"
+        ending = "closed:"
         with contextlib.suppress(Closed):
             try:
                 while True:
+                    # Determined before receiving, which then returns everything that these peers sent.
+                    gone = {*self._waiting, *self._slots}.difference(self._node.peers)
                     for peer, tag, payload in self._node.receive(_POLL_S):
                         self._handle(peer, tag, payload)
-                    self._forget_lost_peers()
+                    self._forget(gone)
                     self._grant()
             except FeedFailed as error:
-                told = f"failed:{error}"
+                ending = f"failed:{error}"
             except Closed:
                 pass
             for peer in self._node.peers:
-                with contextlib.suppress(NotConnected, WouldBlock):
-                    self._node.publish(told.encode(), _END, peer)
+                self._publish(peer, ending.encode(), _END)
             self._node.drain(1.0)
+
+    def _publish(self, peer: Peer, data: bytes, tag: int) -> None:
+        with contextlib.suppress(NotConnected, WouldBlock):  # a peer that is gone is forgotten
+            self._node.publish(data, tag, peer)
 
     def _handle(self, peer: Peer, tag: int, payload: Any) -> None:
         if tag == _HELLO:
-            self._node.publish(str(self._ring.slot_bytes).encode(), _HELLO, peer)
+            self._publish(peer, str(self._ring.slot_bytes).encode(), _HELLO)
         elif tag == _WANT:
             self._waiting.append(peer)
         elif tag == _BATCH and peer in self._slots:
@@ -167,19 +169,17 @@ class _Server:
             self._ring.end(how=how, text=text)
 
     def _grant(self) -> None:
-        """Give free slots to those who asked first; notice the end of the feed."""
+        """Grant free slots in the order of the requests; raise if the feed has ended."""
         self._ring.check()
         with contextlib.suppress(TimeoutError):
             while self._waiting:
                 slot = self._ring.reserve(self._ring.slot_bytes, 0.0)
                 peer = self._waiting.pop(0)
                 self._slots[peer] = slot
-                with contextlib.suppress(NotConnected):  # noticed by the next look at the peers
-                    self._node.publish(b"", _GRANT, peer)
+                self._publish(peer, b"", _GRANT)
 
-    def _forget_lost_peers(self) -> None:
-        connected = set(self._node.peers)
-        self._waiting = [peer for peer in self._waiting if peer in connected]
-        for peer in self._slots.keys() - connected:
+    def _forget(self, gone: set[Peer]) -> None:
+        self._waiting = [peer for peer in self._waiting if peer not in gone]
+        for peer in gone & self._slots.keys():
             _LOG.warning("producer %s is gone, with the batch that it was sending", peer.address)
             self._ring.abandon(self._slots.pop(peer))

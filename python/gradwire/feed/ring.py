@@ -1,7 +1,7 @@
 """Slots for batches in shared memory, which any process of the machine can fill and empty.
 
-The state of every slot is in the shared memory; a lock on its file, which the system releases when a process dies,
-protects it. Who waits looks again every few milliseconds.
+The state of every slot is in the shared memory, protected by a lock on its file, which the system releases when a
+process dies. Waiting processes poll every few milliseconds.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import Closed, GradwireError
-from ..shared_memory import FOLDER, aligned
+from ..shared_memory import FOLDER, aligned, fence
 
 __all__ = ["FeedFailed", "Ring", "Slot"]
 
-_POLL_S: Final = (1e-4, 5e-3)  # the first and the longest wait before another look
-_CHECK_S: Final = 0.25  # between looks for processes that died
+_POLL_S: Final = (1e-4, 5e-3)  # the first and the longest wait between polls
+_CHECK_S: Final = 0.25  # between checks for dead processes
 
-_MAGIC: Final = 0x6777_6665_6564_0002
+_MAGIC: Final = 0x6777_6665_6564_0003
 _FIELDS: Final = 16
-_MAGIC_AT, _SLOTS, _SLOT_BYTES, _PID, _STARTED, _ENDING, _SEQUENCE, _TAKEN, _ERROR_BYTES = range(9)
+_MAGIC_AT, _SLOTS, _SLOT_BYTES, _PID, _STARTED, _PROCESSES = range(6)
+_ENDING, _SEQUENCE, _TAKEN, _ERROR_BYTES = range(6, 10)
 _ERROR_AT: Final = 4096
 _ERROR_BYTES_MAX: Final = 12_288
 _TABLE_AT: Final = _ERROR_AT + _ERROR_BYTES_MAX
@@ -65,6 +66,11 @@ def _started(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
+def _process_namespace() -> int:
+    """Return the number of the namespace of this process's id: processes of two namespaces cannot watch each other."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
 class Ring:
     """The slots of one feed.
 
@@ -74,7 +80,7 @@ class Ring:
         slot_bytes: size of each.
 
     Raises:
-        Closed: there is no ring of this name on this machine.
+        Closed: there is no ring of this name that this process may open.
         OSError: the machine has too little shared memory.
     """
 
@@ -104,6 +110,7 @@ class Ring:
         head: NDArray[np.int64] = np.ndarray(_FIELDS, np.int64, self._memory.buf)
         head[[_SLOTS, _SLOT_BYTES]] = slots, slot_bytes
         head[[_PID, _STARTED]] = os.getpid(), _started(os.getpid())
+        head[_PROCESSES] = _process_namespace()
         head[_MAGIC_AT] = _MAGIC
         del head
         self._memory.close()  # mapped below as in every other process; this object only removes the name
@@ -115,26 +122,25 @@ class Ring:
         self._lock = threading.Lock()
         try:
             self._file = os.open(FOLDER / self.name, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):
             raise Closed(
-                f"there is no feed {self.name!r} on this machine: it was closed, or it is on another machine "
-                "(Feed.connect)"
+                f"there is no feed {self.name!r} that this process may open: the feed was closed, or belongs to "
+                "another user or machine (Feed.connect)"
             ) from None
         weakref.finalize(self, os.close, self._file)
         self._map = mmap.mmap(self._file, 0)
         self._head: NDArray[np.int64] = np.frombuffer(self._map, np.int64, _FIELDS)
         if self._head[_MAGIC_AT] != _MAGIC:
             raise ValueError(f"{self.name!r} is no feed of this version of gradwire")
+        if self._head[_PROCESSES] != _process_namespace():
+            raise Closed(
+                f"the feed {self.name!r} belongs to a container with other process numbers: use Feed.connect"
+            )
         self.slots, self.slot_bytes = int(self._head[_SLOTS]), int(self._head[_SLOT_BYTES])
         shape = (self.slots, _COLUMNS)
         self._table: NDArray[np.int64] = np.ndarray(shape, np.int64, self._map, _TABLE_AT)
 
     # ---- state -------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether both sides have ended."""
-        return int(self._head[_ENDING]) in (_CLOSED, _FAILED)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -151,6 +157,8 @@ class Ring:
                     self._map[_ERROR_AT : _ERROR_AT + len(data)] = data
                     self._head[_ERROR_BYTES] = len(data)
                 self._head[_ENDING] = state
+        if state == _CLOSED and self._memory is not None:  # whoever has the memory open keeps it
+            _remove(self.name, self._memory, int(self._head[_PID]))
 
     def check(self, *, is_producer: bool = True) -> None:
         """Raise `Closed` or `FeedFailed` if the feed has ended for this side."""
@@ -180,6 +188,9 @@ class Ring:
             self._head[_SEQUENCE] += 1
             self._table[slot.index, _STATE] = _FULL
 
+    def flush(self) -> None:
+        """Do nothing: a batch that was put is in the feed."""
+
     def abandon(self, slot: Slot) -> None:
         """Give back a slot that is not filled."""
         self._table[slot.index, _STATE] = _FREE
@@ -192,8 +203,9 @@ class Ring:
         return block
 
     def _release(self, index: int, process: int) -> None:
-        """Free the slot of a batch that nothing refers to; without the lock: it may run anywhere."""
+        """Free the slot of a batch that nothing refers to; takes no lock, because finalizers run at any point."""
         if os.getpid() == process == self._process:
+            fence()  # the batch was read before
             self._table[index, _STATE] = _FREE
 
     def _first(self, index: int) -> int:
@@ -207,7 +219,7 @@ class Ring:
         while True:
             with self._locked():
                 self.check(is_producer=is_producer)
-                index = self._find_free() if is_producer else self._find_oldest()
+                index = self._find(is_producer=is_producer)
                 if index >= 0:
                     row = self._table[index]
                     row[_OWNER], row[_OWNER_STARTED] = self._process, self._process_started
@@ -224,12 +236,11 @@ class Ring:
             time.sleep(wait_s)
             wait_s = min(2.0 * wait_s, _POLL_S[1])
 
-    def _find_free(self) -> int:
-        free = np.flatnonzero(self._table[:, _STATE] == _FREE)
-        return int(free[0]) if len(free) else -1
-
-    def _find_oldest(self) -> int:
-        full = np.flatnonzero(self._table[:, _STATE] == _FULL)
+    def _find(self, *, is_producer: bool) -> int:
+        """Return a free slot, or that of the oldest batch; -1 if there is none."""
+        full = np.flatnonzero(self._table[:, _STATE] == (_FREE if is_producer else _FULL))
+        if is_producer:
+            return int(full[0]) if len(full) else -1
         if len(full):
             return int(full[self._table[full, _ORDER].argmin()])
         if self._head[_ENDING] == _FINISHED:
@@ -243,7 +254,7 @@ class Ring:
         return -1
 
     def _free_slots_of_the_dead(self) -> None:
-        """Free what a process held when it died; end if it was the one that made the feed."""
+        """Free the slots of dead processes; close the feed if the process that made it is dead."""
         alive: dict[int, int] = {}
         with self._locked():
             for row in self._table:
@@ -264,11 +275,6 @@ class Ring:
                 yield
             finally:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def remove(self) -> None:
-        """Remove the name, if this process made the ring; who has it open keeps it."""
-        if self._memory is not None:
-            _remove(self.name, self._memory, int(self._head[_PID]))
 
 
 def _data_at(slots: int) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Production", "stream"]
 
 _LOG = logging.getLogger("gradwire.spark")
-_POLL_S: Final = 0.1
+_POLL_S: Final = 0.02
 _CONNECT_S: Final = 30.0
 
 
@@ -33,19 +33,23 @@ def stream(
     *,
     secret: str | None = None,
 ) -> Production:
-    """Make batches in Spark's tasks and put them into feeds, in the background; return at once.
+    """Make batches in Spark's tasks and put them into feeds, in the background.
 
     The job starts before training does, waits where the feeds are full, and is cancelled within a second after a feed
     is closed. At its end the feeds are finished; if it fails, every consumer gets the error. Every batch is delivered
-    at most once, and exactly once if no task fails: a task that Spark repeats puts nothing, because nobody knows how
-    much of its batches arrived.
+    at most once, and exactly once if no task fails: a task that Spark repeats puts nothing, because it is unknown
+    which of its batches arrived.
 
     Args:
         rows: a DataFrame, of a classic or a Connect session.
-        feeds: feeds of this process; or those of trainers elsewhere as the "host:port" of the node that serves each.
-            With several, every task puts its batches into each in turn.
+        feeds: feeds of this process; for trainers on other machines the "host:port" of the node that serves each feed.
+            Every task puts its batches into all feeds in turn.
         make_batch: called in every task with the rows of its partition as Arrow batches; yields what `Feed.put` takes.
         secret: of the nodes at "host:port".
+
+    Raises:
+        ValueError: there is no feed, or no secret for a node.
+        TimeoutError: a node cannot be reached, or serves no feed.
 
     Example:
         >>> feed = Feed(batches=16)  # doctest: +SKIP
@@ -65,7 +69,7 @@ class Production:
     """A job that makes batches; a context manager that stops the job at its end.
 
     Attributes:
-        error: what the job failed with, None if it did not.
+        error: the error with which the job or one of its tasks failed; None without one.
     """
 
     def __init__(
@@ -76,20 +80,22 @@ class Production:
         secret: str,
     ) -> None:
         self._session = rows.sparkSession
-        self._feeds = [one for one in feeds if isinstance(one, Feed)]
         self._tag = f"gradwire-{secrets.token_hex(8)}"
         self._ended = threading.Event()
         self.error: Exception | None = None
-        self._nodes: list[Node] = []
+        self._feeds: list[Feed] = []
         places: list[tuple[str, str]] = []
-        for one in feeds:
-            if isinstance(one, Feed):
-                node = Node("0.0.0.0:0", secret=secret)
-                one.serve(node)
-                self._nodes.append(node)
-                places.append((one.name, driver_address(self._session, node)))
-            else:
-                places.append(("", one))
+        with contextlib.ExitStack() as stack:
+            for one in feeds:
+                if isinstance(one, Feed):
+                    node = stack.enter_context(Node("0.0.0.0:0", secret=secret))
+                    one.serve(node)
+                    self._feeds.append(one)
+                    places.append((one.name, driver_address(self._session, node)))
+                else:
+                    self._feeds.append(_open("", one, secret, stack))
+                    places.append(("", one))
+            self._nodes = stack.pop_all()
         job = rows.mapInArrow(
             lambda batches: _produce(places, secret, make_batch, batches), "batches long"
         )
@@ -108,16 +114,15 @@ class Production:
                     feed.fail(error)
         finally:
             for feed in self._feeds:
-                feed.finish()  # nothing changes where it is closed or failed
+                feed.finish()  # without effect on a feed that is closed or failed
                 try:
-                    feed._local().check(is_producer=False)
-                except FeedFailed as error:  # a task told the feed
+                    feed._store.check(is_producer=False)
+                except FeedFailed as error:  # reported by a task
                     self.error = self.error or error
                 except Closed:
                     pass
             self._ended.set()
-            for node in self._nodes:
-                node.close(1.0)
+            self._nodes.close()
 
     def _watch(self) -> None:
         """Cancel the job when a feed is closed."""
@@ -159,12 +164,14 @@ def _produce(
         )
         return
     count = 0
-    with contextlib.ExitStack() as stack, contextlib.suppress(Closed):
+    with contextlib.suppress(Closed), contextlib.ExitStack() as stack:
         feeds = [_open(name, address, secret, stack) for name, address in places]
         try:
             for batch in make_batch(batches):
                 feeds[(context.partitionId() + count) % len(feeds)].put(batch)
                 count += 1
+            for feed in feeds:
+                feed._store.flush()
         except Closed:
             raise
         except Exception as error:  # Spark repeats the task, which then puts nothing and succeeds
