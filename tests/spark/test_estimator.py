@@ -308,27 +308,64 @@ def test_what_a_worker_raises_reaches_the_driver_at_once(rows: Any) -> None:
 
 
 def test_a_loss_that_is_not_finite_ends_training(rows: Any) -> None:
-    with pytest.raises(gw.GradwireError, match=r"(?s)the loss is nan in step 0 of epoch 0"):
-        make_estimator().fit(
-            rows.selectExpr("transform(features, x -> float('nan')) features", "label")
-        )
+    def loss() -> Any:
+        return lambda outputs, labels: (outputs.mean() + labels.sum()) * float("nan")
+
+    with pytest.raises(gw.GradwireError, match="the loss is nan in step 0 of epoch 0"):
+        make_estimator(loss=loss).fit(rows)
+
+
+def test_what_the_model_cannot_take_is_told_with_shapes_and_types(rows: Any) -> None:
+    with pytest.raises(
+        gw.GradwireError, match=r"features torch.float32 \(16, 4\), label torch.float32"
+    ):
+        make_estimator().fit(rows.selectExpr("features", "double(label) label"))
+
+
+def test_whole_labels_are_numbers_where_there_are_no_classes(rows: Any) -> None:
+    def model() -> Any:
+        import torch
+
+        return torch.nn.Linear(4, 1)
+
+    fitted = make_estimator(model=model, loss=torch.nn.BCEWithLogitsLoss).fit(
+        rows.selectExpr("features", "int(label > 1) label")
+    )
+    assert fitted.history.loss.iloc[-1] < 0.3
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (
-            "slice(features, 1, 3)",
-            r"column 'features': 3 values instead of 4|4 values instead of 3",
-        ),
-        ("cast(null as array<float>)", "column 'features': null in None"),
-        ("transform(features, (x, i) -> if(i = 2, null, x))", "column 'features': null in"),
+        ("slice(x, 1, 3)", "not [34] values, as in the first row, in"),
+        ("cast(null as array<float>)", "null in None"),
+        ("transform(x, (value, i) -> if(i = 2, null, value))", "null in"),
+        ("transform(x, (value, i) -> if(i = 2, float('nan'), value))", "NaN or infinity in"),
     ],
 )
 def test_a_bad_row_is_named_with_its_column(rows: Any, change: str, text: str) -> None:
-    bad = rows.selectExpr(f"if(rand(1) < 0.05, {change}, features) features", "label")
-    with pytest.raises(gw.GradwireError, match=rf"(?s)row \d+ of worker \d, .*({text})"):
-        make_estimator().fit(bad)
+    good = rows.selectExpr("features x", "label")
+    bad = good.selectExpr(f"if(rand(1) < 0.05, {change}, x) x", "label")
+    estimator = make_estimator(features_col="x")
+    with pytest.raises(gw.GradwireError, match=rf"row \d+ of worker \d, column 'x': {text}"):
+        estimator.fit(bad)
+    if "nan" in change:
+        model = estimator.copy({estimator.num_workers: 1, estimator.epochs: 1}).fit(good)
+        with pytest.raises(Exception, match=rf"row \d+ of partition \d, column 'x': {text}"):
+            model.transform(bad).collect()
+
+
+def test_negative_weights_are_refused(rows: Any) -> None:
+    with pytest.raises(gw.GradwireError, match="column 'weight': a negative weight in -1"):
+        make_estimator(weight_col="weight").fit(rows.selectExpr("features", "label", "-1 weight"))
+
+
+def test_a_folder_for_checkpoints_that_cannot_be_made_is_an_error_before_training(
+    rows: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(gw.GradwireError, match="file/folder"):
+        make_estimator(checkpoint=f"{tmp_path}/file/folder").fit(rows)
 
 
 def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: Any) -> None:
@@ -339,7 +376,9 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         ({"validation_indicator_col": "label"}, TypeError, "it must be boolean"),
         ({"patience": 2}, ValueError, "patience needs validation_indicator_col"),
         ({"num_workers": 0}, ValueError, "num_workers is 0"),
-        ({"model": None}, TypeError, "model is None"),
+        ({"model": None}, TypeError, "model is of type NoneType, must be a function"),
+        ({"loss": torch.nn.MSELoss()}, TypeError, "loss is of type MSELoss, must be a function"),
+        ({"loss": threading.Lock().acquire}, TypeError, "loss cannot be sent to the workers"),
         ({"training": "shared"}, TypeError, "must be SharedTraining or ParameterAveraging"),
         ({"num_workers": 99}, ValueError, r"num_workers is 99, and the cluster has slots for \d+"),
     ):

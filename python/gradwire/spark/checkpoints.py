@@ -14,20 +14,20 @@ __all__ = ["Checkpoints", "pack", "unpack"]
 
 
 def pack(value: Any) -> bytes:
-    """Return tensors and numbers as torch writes them."""
+    """Return the bytes that ``torch.save`` writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def unpack(data: bytes) -> Any:
-    """Return what ``pack`` was given: tensors and plain values only."""
+    """Return the value that was packed: tensors and plain values only."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The folder of a fit, and the one of an earlier fit that it continues.
+    """The folder of a fit, and that of an earlier fit that it continues.
 
     Attributes:
         folder: URL of this fit's folder; None: nothing is written.
@@ -67,6 +67,9 @@ class Checkpoints:
         Raises:
             FileNotFoundError: there is no checkpoint to resume from.
         """
+        if self.folder is not None:  # a folder that cannot be made is an error before training
+            files, folder = fsspec.core.url_to_fs(self.folder)
+            files.makedirs(folder, exist_ok=True)
         for folder in filter(None, (self.folder, self.resume)):
             try:
                 with fsspec.open(f"{folder}/latest.json") as file:

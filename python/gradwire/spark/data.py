@@ -21,10 +21,10 @@ __all__ = [
     "LABEL",
     "VALIDATION",
     "WEIGHT",
-    "Shuffled",
+    "Checked",
     "Spill",
-    "features",
-    "numeric",
+    "column_for",
+    "shuffled",
     "spill",
 ]
 
@@ -38,17 +38,10 @@ _ALLOWED: Final = {
 }  # in other roles numbers
 
 
-def features(data: DataFrame, columns: str | list[str]) -> Column:
-    """Return the features as one column of array<float>: a column of arrays or vectors, or several of numbers."""
-    from pyspark.sql import functions as F  # noqa: N812
-
-    if isinstance(columns, str):
-        return numeric(data, columns, FEATURES)
-    return F.array(*[numeric(data, name, "one feature").cast("float") for name in columns])
-
-
-def numeric(data: DataFrame, name: str, role: str) -> Column:
+def column_for(role: str, data: DataFrame, name: str | list[str]) -> Column:
     """Return a column of numbers: whole labels as bigint, others as float, arrays and vectors as array<float>.
+
+    Several columns of numbers become one of arrays.
 
     Raises:
         ValueError: there is no such column.
@@ -57,6 +50,8 @@ def numeric(data: DataFrame, name: str, role: str) -> Column:
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql import functions as F  # noqa: N812
 
+    if not isinstance(name, str):
+        return F.array(*[column_for("one feature", data, one).cast("float") for one in name])
     try:
         kind = data.schema[name].dataType
     except KeyError:
@@ -78,8 +73,9 @@ def numeric(data: DataFrame, name: str, role: str) -> Column:
         column = column.cast("bigint" if is_whole else "float")
     allowed = _ALLOWED.get(role, ("a number", "boolean"))
     if found not in allowed:
+        way = " (StringIndexer gives each string a number)" if text == "string" else ""
         raise TypeError(
-            f"column {name!r}, for {role}, has type {text}; it must be {' or '.join(allowed)}"
+            f"column {name!r}, for {role}, has type {text}; it must be {' or '.join(allowed)}{way}"
         )
     return column
 
@@ -89,104 +85,101 @@ class Spill:
 
     def __init__(self) -> None:
         self.rows = 0
-        self._files: dict[str, Any] = {}
-        self._shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+        self._files: dict[str, tuple[Any, np.dtype[Any], tuple[int, ...]]] = {}
         self.arrays: dict[str, NDArray[Any]] = {}
 
     def append(self, columns: dict[str, NDArray[Any]]) -> None:
         """Write rows to the disk."""
         for name, array in columns.items():
             if name not in self._files:
-                folder = os.environ.get("SPARK_LOCAL_DIRS", "").partition(",")[0] or None
-                folder = folder if folder is not None and os.access(folder, os.W_OK) else None
-                self._files[name] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-                self._shapes[name] = array.dtype, array.shape[1:]
-            self._files[name].write(np.ascontiguousarray(array).data)
+                folder, *_ = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
+                folder = folder if os.access(folder, os.W_OK) else ""
+                file = tempfile.TemporaryFile(dir=folder or None)  # noqa: SIM115
+                self._files[name] = file, array.dtype, array.shape[1:]
+            self._files[name][0].write(np.ascontiguousarray(array).data)
         self.rows += len(next(iter(columns.values())))
 
     def finish(self) -> None:
         """Map the files."""
-        for name, file in self._files.items():
-            dtype, shape = self._shapes[name]
+        for name, (file, dtype, shape) in self._files.items():
             file.flush()
             self.arrays[name] = np.memmap(file, dtype, "r", shape=(self.rows, *shape))
 
-    def width(self, name: str) -> int:
-        """Return the number of values in each row of a column; 0 for single numbers or no rows."""
-        return int(np.prod(self._shapes[name][1])) if self._shapes.get(name, (0, ()))[1] else 0
 
-
-def spill(batches: Iterator[pa.RecordBatch], worker: int) -> tuple[Spill, Spill]:
+def spill(
+    batches: Iterator[pa.RecordBatch], place: str, columns: dict[str, Any]
+) -> tuple[Spill, Spill]:
     """Write a worker's rows to its disk; return those for training and those for validation.
 
+    Args:
+        batches: the rows.
+        place: the worker, as errors name it.
+        columns: the user's name of each role's column.
+
     Raises:
-        ValueError: a row has another shape than the first one, or a null; the error names row and column.
+        ValueError: as `Checked`.
     """
-    training, validation = Spill(), Spill()
-    first = 0
-    widths: dict[str, int] = {}
+    training, validation, checked = Spill(), Spill(), Checked(place)
     for batch in batches:
-        columns = {
-            name: _values(batch.column(name), name, first, worker, widths)
-            for name in batch.schema.names
+        arrays = {
+            role: checked.values(batch.column(role), columns[role], is_weight=role == WEIGHT)
+            for role in batch.schema.names
         }
-        is_held = columns.pop(VALIDATION, np.zeros(batch.num_rows, np.bool_)).astype(np.bool_)
+        checked.rows += batch.num_rows
+        is_held = arrays.pop(VALIDATION, np.zeros(batch.num_rows, np.bool_)).astype(np.bool_)
         for target, rows in ((training, ~is_held), (validation, is_held)):
             if rows.any():
-                target.append({name: array[rows] for name, array in columns.items()})
-        first += batch.num_rows
+                target.append({role: array[rows] for role, array in arrays.items()})
     for one in (training, validation):
         one.finish()
     return training, validation
 
 
-def _values(
-    column: Any, name: str, first: int, worker: int, widths: dict[str, int]
-) -> NDArray[Any]:
-    def fail(bad: Any, what: str) -> None:
-        row = int(np.flatnonzero(bad)[0])
-        raise ValueError(
-            f"row {first + row} of worker {worker}, column {name!r}: {what} in {str(column[row].as_py())[:200]}"
-        )
+class Checked:
+    """NumPy arrays of Arrow columns, whose rows all have one shape and finite numbers.
 
-    if column.null_count:
-        fail(column.is_null().to_numpy(zero_copy_only=False), "null")
-    if not pa.types.is_list(column.type):
-        return np.asarray(column.to_numpy(zero_copy_only=False))
-    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
-    values = column.flatten()
-    if len(lengths):
-        width = widths.setdefault(name, int(lengths[0]))
-        if (lengths != width).any():
-            wrong = lengths != width
-            fail(wrong, f"{lengths[wrong][0]} values instead of {width}")
-        if values.null_count:
-            nulls = values.is_null().to_numpy(zero_copy_only=False).reshape(-1, width)
-            fail(nulls.any(axis=1), "null")
-    return np.asarray(values.to_numpy(zero_copy_only=False)).reshape(len(lengths), -1)
-
-
-class Shuffled:
-    """An endless sequence of row numbers: every row once in random order, then all again in another order.
-
-    Args:
-        rows: number of rows.
-        seed: of the orders.
+    Raises:
+        ValueError: a row has another shape than the first one, a null, NaN or infinity; the error names row and column.
     """
 
-    def __init__(self, rows: int, seed: list[int]) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._rows = rows
-        self._order = self._rng.permutation(rows)
-        self._next = 0
+    def __init__(self, place: str) -> None:
+        self.rows = 0  # before the current batch
+        self._place = place
+        self._widths: dict[str, int] = {}
 
-    def take(self, count: int) -> NDArray[np.int64]:
-        """Return the next row numbers; at most as many as there are rows."""
-        count = min(count, self._rows)
-        if self._next + count <= self._rows:
-            self._next += count
-            return self._order[self._next - count : self._next]
-        rest = self._order[self._next :]
-        self._order = self._rng.permutation(self._rows)
-        self._next = count - len(rest)
-        return np.concatenate([rest, self._order[: self._next]])
+    def values(self, column: Any, name: Any, *, is_weight: bool = False) -> NDArray[Any]:
+        """Return a column of a batch; arrays as a matrix."""
+
+        def check(bad: Any, what: str) -> None:
+            if bad.any():
+                row = int(np.flatnonzero(bad)[0])
+                raise ValueError(
+                    f"row {self.rows + row} of {self._place}, column {name!r}: {what} in "
+                    f"{str(column[row].as_py())[:200]}"
+                )
+
+        check(column.is_null().to_numpy(zero_copy_only=False), "null")
+        values, shape = column, [len(column)]
+        if pa.types.is_list(column.type):
+            values, lengths = column.flatten(), pc.list_value_length(column).to_numpy(False)
+            shape.append(self._widths.setdefault(str(name), int(lengths[0])) if shape[0] else 0)
+            check(lengths != shape[1], f"not {shape[1]} values, as in the first row,")
+            check(values.is_null().to_numpy(False).reshape(shape).any(axis=1), "null")
+        array = np.asarray(values.to_numpy(zero_copy_only=False)).reshape(shape)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            check(~np.isfinite(array).reshape(len(array), -1).all(axis=1), "NaN or infinity")
+        if is_weight:
+            check(array < 0, "a negative weight")
+        return array
+
+
+def shuffled(rows: int, batch_size: int, seed: list[int]) -> Iterator[NDArray[np.int64]]:
+    """Yield batches of row numbers without end: every row once in random order, then all again in another order."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(rows)
+    size = min(batch_size, rows)
+    while True:
+        if len(order) < size:
+            order = np.concatenate([order, rng.permutation(rows)])
+        yield order[:size]
+        order = order[size:]

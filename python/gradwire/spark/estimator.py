@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
+import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import torch
 from pyspark import cloudpickle
 from pyspark.ml import Estimator, Model
@@ -35,7 +38,7 @@ from .history import History
 from .masters import ParameterAveraging, SharedTraining
 from .session import check_slots, driver_address, tagged
 from .tasks import pieces_of
-from .train import OUTPUT, Job, device_of, epoch_rows, train
+from .train import OUTPUT, Job, device_of, epoch_rows, rank_of_task, train
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -69,6 +72,14 @@ _ESTIMATOR: dict[str, Any] = {
     "checkpoint": None,
     "checkpoint_every": 1000,
     "collect_stats": False,
+}
+
+
+_ROLES = {
+    data.FEATURES: "features_col",
+    data.LABEL: "label_col",
+    data.WEIGHT: "weight_col",
+    data.VALIDATION: "validation_indicator_col",
 }
 
 
@@ -144,8 +155,8 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         device: "auto" takes the GPU that Spark assigned to the task, or the CPU.
         training: `SharedTraining` (the default) or `ParameterAveraging`.
         patience: epochs without a better validation loss before training stops; the best model is returned then.
-        checkpoint: a folder, any fsspec URL that all executors reach: training goes on from there after an executor was
-            lost.
+        checkpoint: a folder, any fsspec URL that all executors reach: training continues from there after an executor
+            was lost.
         checkpoint_every: steps between checkpoints.
         collect_stats: keep every worker's times and bytes in ``model.history``.
     """
@@ -192,22 +203,29 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
             history, state = self._run(spark, job, rows)
         model = TorchModel()
         model._set(**{name: self.value(name) for name in _BOTH})
-        model.state, model.rows = state, history
-        model.has_stats = self.value("collect_stats")
+        model.state = state
+        model.rows = history if self.value("collect_stats") else _without_workers(history)
         return model._resetUid(self.uid)
 
     def _job(self) -> Job:
         values = {name: self.value(name) for name in _ESTIMATOR}
         for name in ("model", "optimizer", "loss"):
-            if not callable(values[name]):
-                raise TypeError(f"{name} is {values[name]!r}, must be a function that makes it")
-        for name, least in (
-            *(("num_workers", 1), ("batch_size", 1), ("epochs", 1)),
-            *(("checkpoint_every", 1), ("patience", 0)),
-        ):
+            if not callable(values[name]) or isinstance(values[name], torch.nn.Module):
+                raise TypeError(
+                    f"{name} is of type {type(values[name]).__name__}, must be a function with which each worker makes "
+                    f"its own, such as {name}=lambda: ..."
+                )
+            try:
+                cloudpickle.dumps(values[name])
+            except Exception as error:
+                raise TypeError(
+                    f"{name} cannot be sent to the workers ({error}): create such objects inside the function"
+                ) from error
+        for name in ("num_workers", "batch_size", "epochs", "checkpoint_every", "patience"):
+            least = int(name != "patience")
             if not isinstance(values[name], int) or values[name] < least:
                 raise ValueError(f"{name} is {values[name]!r}, must be {least} or more")
-        training = SharedTraining() if values["training"] is None else values["training"]
+        training = values["training"] or SharedTraining()
         if not isinstance(training, (SharedTraining, ParameterAveraging)):
             raise TypeError(
                 f"training is {training!r}, must be SharedTraining or ParameterAveraging"
@@ -216,6 +234,8 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
             raise ValueError("patience needs validation_indicator_col")
         checkpoint = values["checkpoint"]
         if checkpoint is not None:
+            if ":" not in checkpoint:
+                checkpoint = os.path.abspath(checkpoint)  # executors have other working folders
             # A folder of its own: two fits with the same parameters do not meet.
             checkpoint = f"{checkpoint.rstrip('/')}/{self.uid}-{secrets.token_hex(4)}"
             _LOG.info("checkpoints are in %s", checkpoint)
@@ -224,6 +244,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         return Job(
             **{name: values[name] for name in names},
             training=training,
+            columns={role: values[name] for role, name in _ROLES.items()},
             secret=parse_secret(generate_secret()),
             checkpoints=Checkpoints(checkpoint, resume, values["checkpoint_every"]),
             driver=None,
@@ -231,13 +252,11 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
 
     def _rows(self, dataset: DataFrame) -> DataFrame:
         """Return the rows, dealt out to one partition per worker."""
-        columns = [data.features(dataset, self.value("features_col")).alias(data.FEATURES)]
-        for name, role in (
-            *(("label_col", data.LABEL), ("weight_col", data.WEIGHT)),
-            ("validation_indicator_col", data.VALIDATION),
-        ):
-            if self.value(name) is not None:
-                columns.append(data.numeric(dataset, self.value(name), role).alias(role))
+        columns = [
+            data.column_for(role, dataset, self.value(name)).alias(role)
+            for role, name in _ROLES.items()
+            if self.value(name) is not None
+        ]
         # At random: dealt out in turn, rows in a regular order would give each worker other classes.
         return dataset.select(*columns).repartition(
             self.value("num_workers"), F.rand(self.value("seed"))
@@ -248,13 +267,13 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         pieces: dict[str, dict[int, bytes]] = {}
         lost = ""
         progress = _Progress(spark, job.secret, self.value("num_workers"))
-        with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"), progress:
-            told = replace(job, driver=progress.address)
+        with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"), contextlib.closing(progress):
+            sent = replace(job, driver=progress.address)
             # Without a shuffle behind it Spark would not repeat a barrier stage whose executor was lost.
-            trained = rows.mapInArrow(lambda batches: train(told, batches), OUTPUT, barrier=True)
+            trained = rows.mapInArrow(lambda batches: train(sent, batches), OUTPUT, barrier=True)
             for row in trained.repartition(4).toLocalIterator():
                 if row.kind in ("error", "lost"):
-                    lost = f"worker {row.worker} failed:\n{bytes(row.data).decode()}"
+                    lost = f"worker {row.worker} failed: {bytes(row.data).decode()}"
                     if row.kind == "error":
                         raise GradwireError(lost)
                 else:
@@ -265,7 +284,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
             kind: b"".join(data for _, data in sorted(pieces[kind].items())) for kind in pieces
         }
         history = json.loads(found["history"])
-        progress.tell(history)  # of which no message came
+        progress.report(history)  # what was not reported before
         return history, found["model"]
 
 
@@ -276,26 +295,18 @@ class TorchModel(Model, _Stored):
         state: the module's ``state_dict``, as bytes of ``torch.save``.
     """
 
-    _state = ("state", "rows", "has_stats")
+    _state = ("state", "rows")
 
     def __init__(self) -> None:
         super().__init__()
         self._setDefault(**_BOTH)
         self.state = b""
         self.rows: list[dict[str, Any]] = []
-        self.has_stats = False
 
     @property
     def history(self) -> History:
         """A pandas frame with one row per epoch, or per epoch and worker with ``collect_stats=True``."""
-        frame = History(self.rows)
-        if self.has_stats or not self.rows:
-            return frame
-        names = {"loss": "first", "validation_loss": "first", "rows": "sum"}
-        found = frame.groupby("epoch", as_index=False).agg(
-            {**names, "steps": "max", "seconds": "max"}
-        )
-        return History(found)
+        return History(self.rows)
 
     def module(self) -> torch.nn.Module:
         """Return the trained module, on the CPU."""
@@ -312,7 +323,7 @@ class TorchModel(Model, _Stored):
         from pyspark.ml.functions import array_to_vector
 
         names = dataset.columns
-        outputs = predict(data.features(dataset, values["features_col"]))
+        outputs = predict(data.column_for(data.FEATURES, dataset, values["features_col"]))
         found = dataset.withColumn("gradwire_outputs", outputs)
         outputs = F.col("gradwire_outputs")
         for name, column in (
@@ -339,18 +350,17 @@ def _predictor(values: dict[str, Any], state: bytes) -> Callable[..., Any]:
         module = values["model"]().to(device)
         module.load_state_dict(unpack(state))
         module.eval()
+        checked = data.Checked(f"partition {rank_of_task()}")
         for series in batches:
-            parts = []
-            for first in range(0, len(series), values["batch_size"]):
-                rows = series.iloc[first : first + values["batch_size"]]
-                if rows.isna().any():
-                    raise ValueError(
-                        f"column {values['features_col']!r} has a null: fill or drop such rows first"
-                    )
-                with torch.no_grad():
-                    inputs = torch.from_numpy(np.stack(rows.to_numpy()).astype(np.float32))
-                    parts.append(module(inputs.to(device)).reshape(len(rows), -1).float().cpu())
-            raw = torch.cat(parts) if parts else torch.empty(0, 1)
+            column = pa.array(series, pa.list_(pa.float32()), from_pandas=False)
+            inputs = torch.from_numpy(np.array(checked.values(column, values["features_col"])))
+            checked.rows += len(series)
+            with torch.no_grad():
+                parts = [
+                    module(rows.to(device)).reshape(len(rows), -1).float().cpu()
+                    for rows in inputs.split(values["batch_size"])
+                ]
+            raw = torch.cat(parts)
             chosen = raw[:, 0] if raw.shape[1] == 1 else raw.argmax(1)
             yield pd.DataFrame(
                 {
@@ -363,35 +373,42 @@ def _predictor(values: dict[str, Any], state: bytes) -> Callable[..., Any]:
     return predict
 
 
+def _without_workers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row per epoch."""
+    how = {"loss": "first", "validation_loss": "first"}
+    how |= {"rows": "sum", "steps": "max", "seconds": "max"}
+    epochs = pd.DataFrame(rows, columns=["epoch", *how]).groupby("epoch", as_index=False).agg(how)
+    return epochs.to_dict("records")
+
+
 def _report(rows: list[dict[str, Any]]) -> None:
     """Log one epoch."""
     first, seconds = rows[0], max(one["seconds"] for one in rows)
     own = sum(one["encode_s"] + one["wait_s"] + one["apply_s"] for one in rows)
+    held = first["validation_loss"]
     _LOG.info(
-        "epoch %d: loss %.4g, validation %.4g, %.0f rows/s, %.0f%% of the time in gradwire",
+        "epoch %d: loss %.4g%s, %.0f rows/s, %.0f%% of the time in gradwire",
         first["epoch"],
         first["loss"],
-        first["validation_loss"],
+        "" if math.isnan(held) else f", validation {held:.4g}",
         sum(one["rows"] for one in rows) / max(seconds, 1e-9),
         100 * own / max(sum(one["seconds"] for one in rows), 1e-9),
     )
 
 
 class _Progress:
-    """Epochs as they end: the workers send them to the driver, where they can reach the driver's node."""
+    """Reports epochs as they end: workers that can reach the driver's node send their rows to it."""
 
     def __init__(self, spark: SparkSession, secret: bytes, workers: int) -> None:
         self._node = Node("0.0.0.0:0", secret=secret)
         self._workers = workers
         self.address = driver_address(spark, self._node)
-        self._told = -1
+        self._reported = -1
         self._thread = threading.Thread(target=self._listen, name="gradwire-progress", daemon=True)
-
-    def __enter__(self) -> _Progress:
         self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Stop listening."""
         self._node.close(0.0)
         self._thread.join()
 
@@ -404,11 +421,11 @@ class _Progress:
                     rows = epochs.setdefault(row["epoch"], {})
                     rows[row["worker"]] = row
                     if len(rows) == self._workers:
-                        self.tell(epoch_rows(list(rows.values())))
+                        self.report(epoch_rows(list(rows.values())))
 
-    def tell(self, history: list[dict[str, Any]]) -> None:
-        """Report the epochs of which nothing was reported yet."""
+    def report(self, history: list[dict[str, Any]]) -> None:
+        """Report the epochs that were not reported yet."""
         for epoch in sorted({one["epoch"] for one in history}):
-            if epoch > self._told:
-                self._told = epoch
+            if epoch > self._reported:
+                self._reported = epoch
                 _report([one for one in history if one["epoch"] == epoch])

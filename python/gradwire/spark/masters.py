@@ -39,11 +39,7 @@ class SharedTraining:
     workers_per_node: int = 1
 
     def __post_init__(self) -> None:
-        _check_choice("topology", self.topology, "auto", "mesh", "sharded")
-        _check_choice("mode", self.mode, "sync", "async")
-        _check_common(self)
-        if not isinstance(self.workers_per_node, int) or self.workers_per_node < 1:
-            raise ValueError(f"workers_per_node is {self.workers_per_node!r}, must be 1 or more")
+        _check(self, topology=("auto", "mesh", "sharded"), mode=("sync", "async"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +65,20 @@ class ParameterAveraging:
     network_mask: str | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("via", self.via, "udp", "spark")
-        _check_common(self)
+        _check(self, via=("udp", "spark"))
 
 
-def _check_common(training: SharedTraining | ParameterAveraging) -> None:
-    if not isinstance(training.every, int) or training.every < 1:
-        raise ValueError(f"every is {training.every!r}, must be a number of steps, 1 or more")
+def _check(training: Any, **choices: tuple[str, ...]) -> None:
+    for name, allowed in choices.items():
+        if getattr(training, name) not in allowed:
+            raise ValueError(
+                f"{name} is {getattr(training, name)!r}, must be one of {', '.join(allowed)}"
+            )
+    for name in ("every", "workers_per_node"):
+        count = getattr(training, name, 1)
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name} is {count!r}, must be 1 or more")
     if not 0 <= training.port <= 65_535:
         raise ValueError(f"port is {training.port}, must be 0 to 65535")
     if training.network_mask is not None:
         ipaddress.ip_network(training.network_mask, strict=False)
-
-
-def _check_choice(name: str, value: str, *choices: str) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}, must be one of {', '.join(choices)}")

@@ -8,8 +8,6 @@ from typing import Final
 
 from gradwire.transport.addressing import WILDCARD, deciding_rule, format_address, local_address
 
-ANY: Final = (WILDCARD, "::")
-LOOPBACK: Final = "127.0.0.1"
 PORT_MAX: Final = 65_535
 
 
@@ -57,9 +55,9 @@ def where_to_bind(
 def _address_towards(others: Sequence[str]) -> str:
     """Return this machine's address on the route to the first of these hosts; loopback if there are none."""
     if not others:
-        return LOOPBACK
+        return "127.0.0.1"
     names = [format_address((host, 1)) for host in others]  # any port
-    for wildcard in ANY:
+    for wildcard in (WILDCARD, "::"):
         address = local_address((wildcard, 0), names)[0]
         if not ipaddress.ip_address(address).is_loopback:
             return address

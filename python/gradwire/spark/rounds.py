@@ -6,19 +6,21 @@ a second stage, so that the driver receives one sum however many workers there a
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import torch
 
 from ..exchange.clock import now_s
 from .checkpoints import pack, unpack
-from .data import VALIDATION, Shuffled, spill
-from .train import Job, Learner, Times, averaged_values, epoch_rows, put_values
+from .data import VALIDATION, shuffled, spill
+from .train import Job, Learner, Times, averaged_values, epoch_rows, put_values, rank_of_task
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -26,15 +28,14 @@ if TYPE_CHECKING:
 __all__ = ["fit"]
 
 _CHUNK: Final = 1 << 18  # elements
-_SCHEMA: Final = "chunk int, data binary"
-_ARROW: Final = pa.schema([("chunk", pa.int32()), ("data", pa.binary())])
+_SCHEMA: Final = "chunk bigint, data binary"
 _STATS, _STATE = -1, -2  # chunks that are no parameters
 
 _Task = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 
 def fit(
-    job: Job, rows: DataFrame, workers: int, tell: Callable[[list[dict[str, Any]]], None]
+    job: Job, rows: DataFrame, workers: int, report: Callable[[list[dict[str, Any]]], None]
 ) -> tuple[list[dict[str, Any]], bytes]:
     """Train; return the history and the model's state.
 
@@ -42,82 +43,65 @@ def fit(
         job: with `ParameterAveraging`.
         rows: in as many partitions as there are workers.
         workers: number of workers.
-        tell: called with the history's rows of each epoch.
+        report: called with the history's rows of each epoch.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
     rows = rows.withColumn("round", F.rand(job.seed)).persist()
-    try:
-        return _fit(job, rows, workers, tell)
-    finally:
-        rows.unpersist()
+    with contextlib.ExitStack() as stack:
+        stack.callback(rows.unpersist)
+        is_held = F.col(VALIDATION) if VALIDATION in rows.columns else F.lit(False)
+        count = rows.filter(~is_held).count()
+        if not count:
+            raise ValueError("there are no rows to train on")
+        every = job.training.every
+        rounds = -(-count // (workers * job.batch_size * every))
+        done, found = job.checkpoints.read(0, 1)
+        state = pack(found) if found else _state(Learner(replace(job, device="cpu")))
+        history: list[dict[str, Any]] = []
+        best, losses = state, [np.inf]
+        began_s = now_s()
+        for epoch in range(done // (rounds * every), job.epochs):
+            start_s = now_s()
+            stats: list[dict[str, Any]] = []
+            order = np.random.default_rng([job.seed, epoch]).permutation(rounds).tolist()
+            for number in order[done // every - epoch * rounds :]:
+                is_chosen = (F.col("round") * rounds).cast("int") == number
+                chosen = rows.filter(~is_held & is_chosen).drop("round")
+                state = _train_round(job, chosen, state, epoch, stats)
+                done += every
+                if job.checkpoints.is_due(done - every, done):
+                    job.checkpoints.write(done, 0, state)
+                    job.checkpoints.finish(done, 1)
+            if VALIDATION in rows.columns:
+                held = rows.filter(is_held).drop("round").mapInArrow(_scorer(job, state), _SCHEMA)
+                stats += [json.loads(one.data) for one in held.collect()]
+            same = {"epoch": epoch, "start_s": start_s - began_s, "seconds": now_s() - start_s}
+            sums = pd.DataFrame(stats).groupby("worker", as_index=False).sum().to_dict("records")
+            history += epoch_rows([{**one, **same} for one in sums])
+            report([one for one in history if one["epoch"] == epoch])
+            losses.append(history[-1]["validation_loss"])
+            if not job.patience or losses[-1] < min(losses[:-1]):
+                best = state
+            elif len(losses) > losses.index(min(losses)) + job.patience:
+                break
+        return history, pack(unpack(best)["model"])
 
 
-def _fit(
-    job: Job, rows: DataFrame, workers: int, tell: Callable[[list[dict[str, Any]]], None]
-) -> tuple[list[dict[str, Any]], bytes]:
-    from pyspark.sql import functions as F  # noqa: N812
-
-    is_held = F.col(VALIDATION) if VALIDATION in rows.columns else F.lit(False)
-    count = rows.filter(~is_held).count()
-    if not count:
-        raise ValueError("there are no rows to train on")
-    every = job.training.every
-    rounds = -(-count // (workers * job.batch_size * every))
-    done, found = job.checkpoints.read(0, 1)
-    here = replace(job, device="cpu")
-    state = pack(found) if found else _state(Learner(here))
-    history: list[dict[str, Any]] = []
-    best, losses = state, [np.inf]
-    began_s = now_s()
-    for epoch in range(done // (rounds * every), job.epochs):
-        start_s, stats = now_s(), []
-        order = np.random.default_rng([job.seed, epoch]).permutation(rounds).tolist()
-        for number in order[done // every - epoch * rounds :]:
-            is_chosen = (F.col("round") * rounds).cast("int") == number
-            chosen = rows.filter(~is_held & is_chosen).drop("round")
-            pieces: dict[int, bytes] = {}
-            trained = chosen.mapInArrow(_trainer(job, state, epoch), _SCHEMA)
-            for chunk, data in (
-                trained.groupBy("chunk").applyInArrow(_sum, _SCHEMA).toLocalIterator()
-            ):
-                if chunk == _STATS:
-                    stats.append(json.loads(data))
-                else:
-                    pieces[chunk] = bytes(data)
-            if pieces:
-                state = _mean(here, pieces)
-            done += every
-            if job.checkpoints.is_due(done - every, done):
-                job.checkpoints.write(done, 0, state)
-                job.checkpoints.finish(done, 1)
-        if VALIDATION in rows.columns:
-            held = rows.filter(is_held).drop("round").mapInArrow(_scorer(job, state), _SCHEMA)
-            stats += [json.loads(one.data) for one in held.collect()]
-        same = {"epoch": epoch, "start_s": start_s - began_s, "seconds": now_s() - start_s}
-        history += epoch_rows([{**one, **same} for one in _by_worker(stats)])
-        tell([one for one in history if one["epoch"] == epoch])
-        losses.append(history[-1]["validation_loss"])
-        if not job.patience or losses[-1] < min(losses[:-1]):
-            best = state
-        elif len(losses) > losses.index(min(losses)) + job.patience:
-            break
-    return history, pack(unpack(best)["model"])
-
-
-def _by_worker(stats: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row per worker with the sums of its tasks' numbers."""
-    found: dict[int, dict[str, Any]] = {}
-    for one in stats:
-        total = found.setdefault(one["worker"], dict.fromkeys(one, 0))
-        for name in one:
-            total[name] = one[name] if name == "worker" else total[name] + one[name]
-    return [found[worker] for worker in sorted(found)]
-
-
-def _mean(job: Job, pieces: dict[int, bytes]) -> bytes:
-    """Return the state with the mean of all workers' values."""
-    learner = _load(job, pieces.pop(_STATE))
+def _train_round(
+    job: Job, rows: DataFrame, state: bytes, epoch: int, stats: list[dict[str, Any]]
+) -> bytes:
+    """Train on the rows of a round; return the state with the mean of all workers' values."""
+    pieces: dict[int, bytes] = {}
+    trained = rows.mapInArrow(_trainer(job, state, epoch), _SCHEMA)
+    for chunk, data in trained.groupBy("chunk").applyInArrow(_sum, _SCHEMA).toLocalIterator():
+        if chunk == _STATS:
+            stats.append(json.loads(data))
+        else:
+            pieces[chunk] = bytes(data)
+    if not pieces:  # no rows
+        return state
+    learner = _load(replace(job, device="cpu"), pieces.pop(_STATE))
     flat = np.concatenate([np.frombuffer(pieces[chunk], np.float32) for chunk in sorted(pieces)])
     put_values(learner.optimizer, job, flat)
     return _state(learner)
@@ -140,14 +124,14 @@ def _trainer(job: Job, state: bytes, epoch: int) -> _Task:
     """Return the function that trains on one task's rows of a round."""
 
     def train(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        rank = _rank()
-        rows = spill(batches, rank)[0]
+        rank = rank_of_task()
+        rows = spill(batches, f"worker {rank}", job.columns)[0]
         if not rows.rows:
             return
         times, start_s = Times(), now_s()
         learner = _load(job, state)
         torch.manual_seed(job.seed + rank)
-        order = Shuffled(rows.rows, [job.seed, epoch, rank])
+        order = shuffled(rows.rows, job.batch_size, [job.seed, epoch, rank])
         for _ in range(min(job.training.every, -(-rows.rows // job.batch_size))):
             learner.learn(rows, order, times)
             learner.optimizer.step()
@@ -166,18 +150,12 @@ def _scorer(job: Job, state: bytes) -> _Task:
     """Return the function that adds up the loss of rows for validation."""
 
     def score(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        rank, times = _rank(), Times()
-        _load(job, state).score(spill(batches, rank)[1], times)
+        rank, times = rank_of_task(), Times()
+        held = spill(batches, f"worker {rank}", job.columns)[1]
+        _load(job, state).score(held, times)
         yield _stats(rank, times)
 
     return score
-
-
-def _rank() -> int:
-    from pyspark import TaskContext
-
-    context = TaskContext.get()
-    return context.partitionId() if context is not None else 0
 
 
 def _stats(rank: int, times: Times) -> pa.RecordBatch:
@@ -185,7 +163,7 @@ def _stats(rank: int, times: Times) -> pa.RecordBatch:
 
 
 def _batch(chunk: int, data: bytes) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pydict({"chunk": [chunk], "data": [data]}, schema=_ARROW)
+    return pa.RecordBatch.from_pydict({"chunk": [chunk], "data": [data]})
 
 
 def _sum(table: pa.Table) -> pa.Table:
@@ -197,4 +175,4 @@ def _sum(table: pa.Table) -> pa.Table:
         return table.slice(0, 1)
     values = [np.frombuffer(one.as_buffer(), np.float32) for one in table["data"]]
     mean = np.mean(values, axis=0, dtype=np.float64).astype(np.float32)
-    return pa.table({"chunk": [chunk], "data": [mean.tobytes()]}, schema=_ARROW)
+    return pa.table({"chunk": [chunk], "data": [mean.tobytes()]})

@@ -55,12 +55,8 @@ def _slots(spark: SparkSession) -> int | None:
         context = spark.sparkContext._jsc.sc()
         profile = context.resourceProfileManager().defaultResourceProfile()
         return int(context.maxNumConcurrentTasks(profile))
-    master = str(spark.conf.get("spark.master", ""))
-    cores = re.fullmatch(r"local\[(\d+)(?:,\d+)?\]|local-cluster\[(\d+),(\d+),\d+\]", master)
-    if cores is None:
-        return None
-    local, executors, each = (int(one or 0) for one in cores.groups())
-    return (local + executors * each) // int(spark.conf.get("spark.task.cpus", "1") or 1)
+    cores = re.match(r"local\[(\d+)", str(spark.conf.get("spark.master", "")))
+    return int(cores[1]) // int(spark.conf.get("spark.task.cpus", "1") or 1) if cores else None
 
 
 @contextlib.contextmanager
@@ -68,10 +64,10 @@ def tagged(spark: SparkSession, tag: str) -> Iterator[None]:
     """Give the jobs that this thread starts in the block a tag; cancel them if an exception leaves the block."""
     # A classic session's own tags are known only to the thread that set them.
     place: Any = spark if is_connect(spark) else spark.sparkContext
-    add, remove = ("addTag", "removeTag") if is_connect(spark) else ("addJobTag", "removeJobTag")
+    kind = "" if is_connect(spark) else "Job"
     if not is_connect(spark):
         place.setInterruptOnCancel(True)
-    getattr(place, add)(tag)
+    getattr(place, f"add{kind}Tag")(tag)
     try:
         yield
     except BaseException:
@@ -79,7 +75,7 @@ def tagged(spark: SparkSession, tag: str) -> Iterator[None]:
             cancel(spark, tag)
         raise
     finally:
-        getattr(place, remove)(tag)
+        getattr(place, f"remove{kind}Tag")(tag)
 
 
 def cancel(spark: SparkSession, tag: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -24,38 +25,24 @@ from ..torch import SharedOptimizer
 from ..torch.optimizer import parameters_of
 from ..transport import Node
 from .checkpoints import Checkpoints, pack, unpack
-from .data import FEATURES, LABEL, WEIGHT, Shuffled, Spill, spill
+from .data import FEATURES, LABEL, WEIGHT, Spill, shuffled, spill
 from .masters import ParameterAveraging, SharedTraining
 from .placement import teams_of
 from .tasks import connect, hosts_of, pieces_of
 
-__all__ = [
-    "OUTPUT",
-    "Job",
-    "Learner",
-    "Times",
-    "averaged_values",
-    "device_of",
-    "epoch_rows",
-    "put_values",
-    "train",
-]
-
-OUTPUT: Final = "worker int, kind string, part int, data binary"
-_ARROW: Final = pa.schema(
-    {"worker": pa.int32(), "kind": pa.string(), "part": pa.int32(), "data": pa.binary()}
-)
+OUTPUT: Final = "worker bigint, kind string, part bigint, data binary"
 CONNECT_S: Final = 40.0  # machines that do not reach each other are an error within a minute
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a worker has to know."""
+    """Everything that a worker needs for a training."""
 
     model: Callable[[], torch.nn.Module]
     optimizer: Callable[[Any], torch.optim.Optimizer]
     loss: Callable[[], Callable[..., torch.Tensor]]
     training: SharedTraining | ParameterAveraging
+    columns: dict[str, Any]  #: the user's name of each role's column
     secret: bytes
     batch_size: int
     epochs: int
@@ -97,7 +84,7 @@ _OWN: Final = frozenset({"loss", "held_loss", "held_weight"})  # replaced by tho
 
 
 class Stopped(GradwireError):
-    """Another worker failed, and said so."""
+    """Another worker reported an error."""
 
 
 def device_of(name: str) -> torch.device:
@@ -106,14 +93,22 @@ def device_of(name: str) -> torch.device:
 
     if name == "cpu":
         return torch.device("cpu")
-    context = TaskContext.get()
-    gpus = context.resources().get("gpu") if context is not None else None
+    context: Any = TaskContext.get()
+    gpus = context.resources().get("gpu")
     if gpus is None:
         return torch.device("cpu" if name == "auto" else name)
     address = gpus.addresses[0]
     # Where CUDA shows some devices only, they have new numbers.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return torch.device("cuda", visible.index(address) if address in visible else int(address))
+
+
+def rank_of_task() -> int:
+    """Return the number of this task's partition."""
+    from pyspark import TaskContext
+
+    context: Any = TaskContext.get()
+    return int(context.partitionId())
 
 
 class Learner:
@@ -126,7 +121,7 @@ class Learner:
         self.optimizer = job.optimizer(self.model.parameters())
         self.loss = job.loss()
 
-    def learn(self, rows: Spill, order: Shuffled, times: Times) -> None:
+    def learn(self, rows: Spill, order: Iterator[Any], times: Times) -> None:
         """Compute the gradients of the next batch, and count its loss and rows.
 
         Raises:
@@ -134,14 +129,14 @@ class Learner:
         """
         self.optimizer.zero_grad()
         start_s = now_s()
-        batch = self._tensors(rows, order.take(self.job.batch_size))
+        batch = self._tensors(rows, next(order))
         times.data_s += now_s() - start_s
         found = self._batch_loss(batch)
         value = found.item()
         if not math.isfinite(value):
             raise ValueError(
-                f"the loss is {value} in step {times.steps} of epoch {times.epoch}: lower the learning rate, or look "
-                "for such values in the features"
+                f"the loss is {value} in step {times.steps} of epoch {times.epoch}: lower the learning rate, or check "
+                "the loss and the weights"
             )
         found.backward()
         times.loss += value
@@ -166,10 +161,19 @@ class Learner:
 
     def _batch_loss(self, rows: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the mean loss of a batch, weighted if the rows have weights."""
-        outputs, labels, weights = self.model(rows[FEATURES]), rows[LABEL], rows.get(WEIGHT)
-        if outputs.dim() == labels.dim() + 1 and outputs.shape[-1] == 1:
-            outputs = outputs.squeeze(-1)  # or else (n, 1) - (n,) would become (n, n)
-        values = self.loss(outputs, labels)
+        labels, weights = rows[LABEL], rows.get(WEIGHT)
+        try:
+            outputs = self.model(rows[FEATURES])
+            if outputs.dim() == labels.dim() + 1 and outputs.shape[-1] == 1:
+                outputs = outputs.squeeze(-1)  # or else (n, 1) - (n,) would become (n, n)
+            if outputs.shape == labels.shape and not labels.is_floating_point():
+                labels = labels.to(outputs.dtype)  # numbers, not classes
+            values = self.loss(outputs, labels)
+        except Exception as error:
+            found = [f"{name} {one.dtype} {tuple(one.shape)}" for name, one in rows.items()]
+            raise GradwireError(
+                f"{error}: model or loss failed with a batch of {', '.join(found)}"
+            ) from error
         if weights is None:
             return values.mean()
         if values.dim() == 0:
@@ -189,9 +193,9 @@ def epoch_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**{name: one[name] for name in one if name not in _OWN}, **mean} for one in rows]
 
 
-def gather(context: Any, message: dict[str, Any]) -> list[Any]:
+def gather(context: Any, value: Any = None, **error: str) -> list[Any]:
     """Return every worker's value; raise `Stopped` if one sent an error."""
-    found = [json.loads(text) for text in context.allGather(json.dumps(message))]
+    found = [json.loads(one) for one in context.allGather(json.dumps({"value": value, **error}))]
     if any("error" in one for one in found):
         raise Stopped("another worker failed")
     return [one["value"] for one in found]
@@ -224,12 +228,8 @@ class Sharing:
         self.is_async = training.mode == "async"
         self._others = machines - 1
 
-    def begin(self) -> None:
-        """Take part."""
-        self.optimizer.join()
-
     def step(self) -> StepResult | None:
-        """Move the parameters; return what was exchanged."""
+        """Take a step; return the result of its exchange."""
         self.optimizer.step()
         is_whole = self.team is None or self.team.present == self.team.workers
         if len(self.exchange.members) < self._others or not is_whole:
@@ -239,7 +239,7 @@ class Sharing:
         return replace(result, sent_bytes=0, received_bytes=0) if result and is_follower else result
 
     def end_epoch(self) -> StepResult | None:
-        """Exchange the local steps that are left, and take what has arrived."""
+        """Exchange the remaining local steps, and add the messages that have arrived."""
         result = None
         while self.exchange.has_local_steps or getattr(self.optimizer.result, "is_local", False):
             self.optimizer.zero_grad()  # without gradients a step moves nothing
@@ -264,27 +264,19 @@ class Averaging(Sharing):
     ) -> None:
         self.optimizer = optimizer
         self._job, self._node, self._others = job, node, workers - 1
-        self._since = 0
-
-    def begin(self) -> None:
-        """Do nothing: the exchange is made when the optimiser has a state."""
+        self._steps = 0  # since the last average; the exchange is made at the first one
 
     def step(self) -> StepResult | None:
-        """Move the parameters; return what was exchanged, or None."""
+        """Take a step; return the result of its exchange, or None."""
         self.optimizer.step()
-        self._since += 1
-        return self._average() if self._since == self._job.training.every else None
+        self._steps += 1
+        return self.end_epoch() if self._steps == self._job.training.every else None
 
     def end_epoch(self) -> StepResult | None:
-        """Average what is left of the last steps."""
-        return self._average() if self._since else None
-
-    def shared(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: at the end of an epoch all parameters are the mean."""
-        return contextlib.nullcontext()
-
-    def _average(self) -> StepResult:
-        self._since = 0
+        """Average if there were steps since the last average."""
+        if not self._steps:
+            return None
+        self._steps = 0
         flat = averaged_values(self.optimizer, self._job)
         if not hasattr(self, "exchange"):
             encoder = Encoder(flat.size, threshold=1.0)
@@ -296,6 +288,10 @@ class Averaging(Sharing):
             raise PeerLost("another worker is gone")
         put_values(self.optimizer, self._job, mean)
         return result
+
+    def shared(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: at the end of an epoch all parameters are the mean."""
+        return contextlib.nullcontext()
 
 
 def _averaged(optimizer: torch.optim.Optimizer, job: Job) -> list[torch.Tensor]:
@@ -328,6 +324,7 @@ class Worker(Learner):
     def __init__(self, job: Job, context: Any) -> None:
         super().__init__(job)
         self.context, self.rank = context, context.partitionId()
+        self.gather = functools.partial(gather, context)
         self.workers = len(context.getTaskInfos())
         torch.set_num_threads(max(1, context.cpus()))
         self.progress: Node | None = None
@@ -335,41 +332,43 @@ class Worker(Learner):
         self.losses: list[float] = []  # with patience: the validation loss of every epoch
         self.best: dict[str, Any] = {}  # with patience: the state of the model to return
 
-    def gather(self, value: Any = None) -> list[Any]:
-        """Return every worker's value; raise if one has failed."""
-        return gather(self.context, {"value": value})
-
     def run(self, batches: Iterator[pa.RecordBatch]) -> list[tuple[str, bytes]]:
         """Train; return the history and the model, from one worker only."""
-        training, held = spill(batches, self.rank)
+        training, held = spill(batches, f"worker {self.rank}", self.job.columns)
         done, state = self.job.checkpoints.read(self.rank, self.workers)
         steps, names = self.agree(training, held)
         with contextlib.ExitStack() as stack:
             self.connect(stack, names)
             if state:
                 self.load(state)
-            self.sharing.begin()
+            if isinstance(self.sharing.optimizer, SharedOptimizer):
+                self.sharing.optimizer.join()
             return self.train(training, held, steps, done)
 
     def agree(self, training: Spill, held: Spill) -> tuple[int, list[str]]:
         """Return the number of steps per epoch, the same for all workers, and a name of each for its team."""
-        widths = training.width(FEATURES), training.width(LABEL)
+        # Of the features and of the labels: 0 for single numbers.
+        widths = [
+            sum(training.arrays[role].shape[1:]) for role in (FEATURES, LABEL) if training.rows
+        ]
         # Another attempt of the stage may still hold the memory of a team, so every attempt has another name.
-        found = self.gather([*widths, training.rows, held.rows, secrets.token_hex(12)])
-        rows = sum(one[2] for one in found)
+        found = self.gather([training.rows, held.rows, secrets.token_hex(12), *widths])
+        rows = sum(one[0] for one in found)
         if not rows:
             raise ValueError("there are no rows to train on")
-        for index, name in enumerate((FEATURES, LABEL)):
-            different = {one[index] for one in found if one[2]}
+        for index, role in ((3, FEATURES), (4, LABEL)):
+            different = sorted({one[index] for one in found if one[0]})
             if len(different) > 1:
-                raise ValueError(f"column {name!r} has rows of {sorted(different)} values")
-        if self.job.patience and not any(one[3] for one in found):
+                raise ValueError(
+                    f"column {self.job.columns[role]!r} has rows of {different[0]} values and of {different[1]}"
+                )
+        if self.job.patience and not any(one[1] for one in found):
             raise ValueError("patience needs rows for validation, and there are none")
         steps = math.ceil(rows / (self.workers * self.job.batch_size))
-        return steps, [f"spark-{one[4]}" for one in found]
+        return steps, [f"spark-{one[2]}" for one in found]
 
     def connect(self, stack: contextlib.ExitStack, names: list[str]) -> None:
-        """Connect the machines' nodes, and make what is shared over them."""
+        """Connect the nodes, one per team, and create the exchange over them."""
         job, options = self.job, self.job.training
         teams = teams_of(hosts_of(self.context), getattr(options, "workers_per_node", 1))
         leads = sorted(team[0] for team in teams)
@@ -390,7 +389,7 @@ class Worker(Learner):
     def train(self, training: Spill, held: Spill, steps: int, done: int) -> list[tuple[str, bytes]]:
         """Train epoch after epoch, all workers for the same number of steps."""
         job = self.job
-        order = Shuffled(training.rows, [job.seed, self.rank, done])
+        order = shuffled(training.rows, job.batch_size, [job.seed, self.rank, done])
         began_s = now_s()
         if self.history:  # of an earlier attempt
             began_s -= self.history[-1]["start_s"] + self.history[-1]["seconds"]
@@ -411,7 +410,7 @@ class Worker(Learner):
                 times.compute_s = times.seconds - times.data_s - own_s
                 epoch = self.end_epoch(times)
         self.end_steps(Times())  # of a checkpoint after the last step
-        found = self.gather(self.history)  # whatever fails before this, all workers learn
+        found = self.gather(self.history)  # an error before this point reaches all workers
         if self.rank != 0:
             return []
         history = [row for epoch in zip(*found, strict=True) for row in epoch_rows(epoch)]
@@ -419,7 +418,7 @@ class Worker(Learner):
             state = pack(self.best or self.model.state_dict())
         return [("history", json.dumps(history).encode()), ("model", state)]
 
-    def step(self, training: Spill, order: Shuffled, times: Times) -> None:
+    def step(self, training: Spill, order: Iterator[Any], times: Times) -> None:
         """Take one step together with the others."""
         if training.rows:
             self.learn(training, order, times)
@@ -429,7 +428,7 @@ class Worker(Learner):
         times.add(self.sharing.step())
 
     def end_steps(self, times: Times) -> None:
-        """Let every worker have all messages."""
+        """Exchange the remaining local steps, once all workers have taken all steps."""
         start_s = now_s()
         if self.sharing.is_async:
             self.gather()
@@ -480,7 +479,7 @@ class Worker(Learner):
 def train(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Run one worker; yield its results in pieces, or its error.
 
-    An error is a result: Spark would run the whole stage again, several times, where the same would happen.
+    An error is returned as a result: if it were raised, Spark would repeat the whole stage, which would fail again.
     """
     from pyspark import BarrierTaskContext
 
@@ -491,12 +490,13 @@ def train(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatc
     except Stopped:
         pass
     except Exception as error:
-        text = "".join(traceback.format_exception(error))[-8000:]
+        trace = "".join(traceback.format_exception(error))[-8000:]
+        text = "".join(traceback.format_exception_only(error)) + "\n" + trace
         with contextlib.suppress(Stopped):
-            gather(context, {"error": text})
-        # A worker that is gone has an error of its own, which says more.
+            gather(context, error=text)
+        # The error of the worker that is gone is more informative.
         results = [("lost" if isinstance(error, PeerLost) else "error", text.encode())]
     for kind, data in results:
         for part, piece in enumerate(pieces_of(data)):
             row = {"worker": context.partitionId(), "kind": kind, "part": part, "data": piece}
-            yield pa.RecordBatch.from_pylist([row], schema=_ARROW)
+            yield pa.RecordBatch.from_pylist([row])
