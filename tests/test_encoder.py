@@ -521,8 +521,13 @@ def test_a_state_of_another_shape_is_refused_and_changes_nothing() -> None:
         {**good, "threshold": 0.0},
         {**good, "threshold": np.nan},
         {**good, "step": -1},
+        {**good, "step": None},
+        {**good, "changed_at": -1},
+        {**good, "changed_at": 2},
+        {**good, "course": None},
+        {**good, "course": (0.5,) * 3},
     ):
-        with pytest.raises(ValueError, match=r"state|threshold|step"):
+        with pytest.raises(ValueError, match=r"state|threshold|step|changed_at"):
             encoder.load_state_dict(bad)
     assert encoder.step == 1
     assert (encoder.residual == 0.25).all()

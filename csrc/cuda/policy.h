@@ -105,9 +105,9 @@ GRADWIRE_HD inline double predict_quantile(const SampleTotals& sample, double de
 }
 
 // As in policy.py, below as well.
-constexpr uint64_t kSampledSteps = 8;
-constexpr double kDeviationSampled = 1.5;
-constexpr double kDeviationMax = 3.0;
+constexpr uint64_t kSampledSteps = 10;
+constexpr double kDeviationMax = 4.0;
+constexpr double kSpanMin = 10.0;
 constexpr double kTrendMax = 1.5;
 constexpr double kFirstTrend = 0.5;
 
@@ -116,7 +116,7 @@ GRADWIRE_HD inline bool samples(const Policy& policy, const EncoderState& state)
     if (policy.rule != Rule::kTargetDensity) return false;
     if (state.trend < 0) return true;
     if (state.flags & kFlagShakeUp) return false;
-    return state.step - state.changed_at < kSampledSteps || std::fabs(state.deviation) > kDeviationSampled;
+    return state.step - state.changed_at < kSampledSteps || std::fabs(state.deviation) >= kDeviationMax;
 }
 
 GRADWIRE_HD inline double bounded(double value, double least, double most) {
@@ -129,7 +129,6 @@ GRADWIRE_HD inline double follow_target(const Policy& policy, EncoderState& stat
     const double off = std::fmin(density / policy.density - 1.0, kDeviationMax);
     const double deviation =
         age >= kSampledSteps - 2 ? bounded(0.9 * state.deviation + off, -kDeviationMax, kDeviationMax) : 0.0;
-    const double span = std::fmin(age + 1.0, 1.0 / policy.density);
     const bool sampled = state.sample.elements > 0;
     if (state.trend < 0) {
         if (!sampled || state.sample.quantile[0] <= 0) return state.threshold;
@@ -139,20 +138,18 @@ GRADWIRE_HD inline double follow_target(const Policy& policy, EncoderState& stat
     }
     state.deviation = deviation;
     if (sampled && state.sample.quantile[2] <= 0) return state.threshold;
-    double predicted = state.threshold;
-    if (sampled) {
-        predicted = bounded(predict_quantile(state.sample, density), policy.minimum, kLargestThreshold);
-        if (age == 1)
-            predicted = std::fmax(predicted, bounded(state.sample.quantile[3], policy.minimum, kLargestThreshold));
-        const double seen = bounded(span * (predicted / state.threshold - 1.0), 0.0, kTrendMax);
-        state.trend += (seen - state.trend) / 4.0;
-        if (age < kSampledSteps) return predicted;
-    }
-    state.trend = bounded(state.trend + 0.1 * off / span, 0.0, kTrendMax);
+    const double span = std::fmin(age + 1.0, std::fmax(1.0 / policy.density, kSpanMin));
     const double growth = age + 1.0 < 1.0 / policy.density ? state.trend : 0.0;
-    double after = state.threshold * (1.0 + (growth + 0.1 * (off + 2.0 * deviation)) / span);
-    if (sampled) after = deviation < 0 ? std::fmin(after, predicted) : std::fmax(after, predicted);
-    return bounded(after, policy.minimum, kLargestThreshold);
+    const double corrected =
+        bounded(state.threshold * (1.0 + (growth + 0.5 * deviation) / span), policy.minimum, kLargestThreshold);
+    if (!sampled) return corrected;
+    double predicted = bounded(predict_quantile(state.sample, density), policy.minimum, kLargestThreshold);
+    if (age >= kSampledSteps) return deviation < 0 ? std::fmin(corrected, predicted) : std::fmax(corrected, predicted);
+    if (age == 1)
+        predicted = std::fmax(predicted, bounded(state.sample.quantile[3], policy.minimum, kLargestThreshold));
+    const double seen = bounded(span * (predicted / state.threshold - 1.0), 0.0, kTrendMax);
+    state.trend += (seen - state.trend) / 4.0;
+    return predicted;
 }
 
 GRADWIRE_HD inline double next_threshold(const Policy& policy, EncoderState& state, double density) {

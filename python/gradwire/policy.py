@@ -48,9 +48,9 @@ _MAX_THRESHOLD = 255.0 * 2.0**120
 _REPEATED = 0.99
 _BELOW_TIES = 31.0 / 32.0
 # The numbers of TargetDensity.follow, chosen by simulation (docs/algorithm.md). csrc/cuda/policy.h has the same.
-_SAMPLED_STEPS = 8
-_DEVIATION_SAMPLED = 1.5
-_DEVIATION_MAX = 3.0
+_SAMPLED_STEPS = 10
+_DEVIATION_MAX = 4.0
+_SPAN_MIN = 10.0
 _TREND_MAX = 1.5
 FIRST_TREND = 0.5
 _LEARNS = -1.0
@@ -321,9 +321,7 @@ class TargetDensity(Plain):
 
     def samples(self, age: int, course: Course) -> bool:
         """Return whether the encoder samples in the step after ``age`` steps under this policy."""
-        return (
-            age < _SAMPLED_STEPS or abs(course.deviation) > _DEVIATION_SAMPLED or course.trend < 0
-        )
+        return age < _SAMPLED_STEPS or abs(course.deviation) >= _DEVIATION_MAX or course.trend < 0.0
 
     def follow(
         self, threshold: float, density: float, age: int, tail: Tail | None, course: Course
@@ -341,8 +339,6 @@ class TargetDensity(Plain):
         deviation = 0.0
         if age >= _SAMPLED_STEPS - 2:
             deviation = min(max(0.9 * course.deviation + off, -_DEVIATION_MAX), _DEVIATION_MAX)
-        # Residuals settle within about 1 / density steps, so corrections become smaller until then.
-        span = min(age + 1.0, 1.0 / self.density)
         trend = course.trend
         if trend < 0.0:
             if tail is None or tail.now <= 0.0:
@@ -351,22 +347,21 @@ class TargetDensity(Plain):
             return self._bounded(2.0 * threshold), Course(FIRST_TREND, deviation)
         if tail is not None and tail.next <= 0.0:
             return threshold, Course(trend, deviation)
-        predicted = threshold
-        if tail is not None:
-            predicted = self.next_threshold(threshold, density, age + 1, tail)
-            if age == 1:  # two steps do not show yet whether updates repeat
-                predicted = max(predicted, self._bounded(tail.same))
-            seen = min(max(span * (predicted / threshold - 1.0), 0.0), _TREND_MAX)
-            trend += (seen - trend) / 4.0
-            if age < _SAMPLED_STEPS:
-                return predicted, Course(trend, deviation)
-        trend = min(max(trend + 0.1 * off / span, 0.0), _TREND_MAX)
+        # Residuals settle within about 1 / density steps. Until then corrections become smaller.
+        span = min(age + 1.0, max(1.0 / self.density, _SPAN_MIN))
         growth = trend if age + 1.0 < 1.0 / self.density else 0.0
-        after = threshold * (1.0 + (growth + 0.1 * (off + 2.0 * deviation)) / span)
-        if tail is not None:
+        corrected = self._bounded(threshold * (1.0 + (growth + 0.5 * deviation) / span))
+        if tail is None:
+            return corrected, Course(trend, deviation)
+        predicted = self.next_threshold(threshold, density, age + 1, tail)
+        if age >= _SAMPLED_STEPS:
             # The counts say in which direction the threshold was wrong.
-            after = min(after, predicted) if deviation < 0.0 else max(after, predicted)
-        return self._bounded(after), Course(trend, deviation)
+            further = min if deviation < 0.0 else max
+            return further(corrected, predicted), Course(trend, deviation)
+        if age == 1:  # two steps do not show yet whether updates repeat
+            predicted = max(predicted, self._bounded(tail.same))
+        seen = min(max(span * (predicted / threshold - 1.0), 0.0), _TREND_MAX)
+        return predicted, Course(trend + (seen - trend) / 4.0, deviation)
 
     def _bounded(self, threshold: float) -> float:
         return min(max(threshold, self.minimum), _MAX_THRESHOLD)

@@ -93,9 +93,12 @@ class EncoderState:
                 f"state is of {residual.dtype}{list(residual.shape)}, "
                 f"this encoder of {dtype}[{numel}]"
             )
-        threshold, step = float(state["threshold"]), int(state["step"])
+        try:
+            threshold, step = float(state["threshold"]), int(state["step"])
+            changed_at, course = int(state["changed_at"]), Course(*map(float, state["course"]))
+        except TypeError as error:
+            raise ValueError(f"state is not that of an encoder: {error}") from None
         round_threshold(threshold)
         check_range("step", step, 0, 2**63)
-        changed_at = int(state["changed_at"])
-        course = Course(*map(float, state["course"]))
+        check_range("changed_at", changed_at, 0, step)
         return EncoderState(np.ascontiguousarray(residual), threshold, step, changed_at, course)

@@ -151,9 +151,11 @@ CASE(the_first_threshold_is_learned_and_samples_end_when_the_density_is_right) {
     finish_step(policy, state, 1000, 125, 1, 48, true);
     CHECK_EQUAL(state.threshold, 0.5);
     CHECK_EQUAL(state.trend, 0.5);
-    for (; state.step < 8; finish_step(policy, state, 1000, 125, 1, 48, true)) CHECK(samples(policy, state));
+    for (; state.step < 10; finish_step(policy, state, 1000, 125, 1, 48, true)) CHECK(samples(policy, state));
     CHECK(!samples(policy, state));
-    for (int i = 0; i < 3; ++i) finish_step(policy, state, 1000, 0, 1, 48, true);
+    for (int i = 0; i < 4; ++i) finish_step(policy, state, 1000, 0, 1, 48, true);
+    CHECK(!samples(policy, state));
+    finish_step(policy, state, 1000, 0, 1, 48, true);
     CHECK(samples(policy, state));
 }
 
