@@ -228,16 +228,26 @@ def test_top_shows_rates_and_peers(
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("options", "proposed"),
+    [
+        ({"every": 2, "overlap": 1}, ["every=8"]),
+        ({"optimizer": gw.SGD(0.1), "topology": "sharded"}, ["overlap=1"]),
+    ],
+)
 def test_the_remedies_are_options_that_the_exchange_does_not_have_yet(
-    node: gw.Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    node: gw.Node,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    proposed: list[str],
 ) -> None:
     monkeypatch.setattr(clock, "now_s", Clock())
-    share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=0, every=2, overlap=1)
+    share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=0, **options)
     for _ in range(40):
         step(share)
     [text] = [text for text in caplog.messages if text.startswith("gradwire takes")]
-    assert "every=8 exchanges a quarter as often" in text
-    assert "overlap" not in text
+    assert re.findall(r"\w+=\d", text) == proposed
 
 
 def test_waiting_for_space_counts_as_waiting(

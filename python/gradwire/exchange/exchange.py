@@ -212,7 +212,7 @@ class Exchange:
         self._is_loaded = False
         self._use = threading.RLock()
         self._optimizer_state: Sequence[Any] = ()  # of the last step, for newcomers
-        self._meter = Meter(options.every, can_overlap=options.is_sync and not options.overlap)
+        self._meter = Meter(options)
         #: functions of a step's result and the totals, called at the end of every step; append to the list
         self.listeners: list[Listener] = self._meter.listeners
         if os.environ.get("GRADWIRE_TOP"):

@@ -368,7 +368,8 @@ class LocalTeam:
                 return
             if is_gone and 0 in ranks and self.is_begun:
                 raise PeerLost(
-                    f"rank 0 of team {self.name!r}, which has the node, is gone: start all its workers again"
+                    f"rank 0 of team {self.name!r}, which has the node, is gone: it failed, or took fewer steps than "
+                    "this worker; start all its workers again"
                 )
             if now_s >= warn_s:
                 text = f"not all {self.workers} workers of this machine came within {self.timeout_s:g} s"

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..transport import Peer
 from . import clock
+from .options import Options
 from .results import ExchangeStats, StepResult
 
 __all__ = [
@@ -56,6 +57,9 @@ _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Meter:
     """Measures whole steps, the caller's time between them included, and calls the listeners.
 
+    Args:
+        options: of the exchange; a warning proposes those that it does not have.
+
     Attributes:
         listeners: called after every step with its result and the totals.
         step_s: total time of all steps, the caller's computation included.
@@ -63,11 +67,11 @@ class Meter:
         slowest: the peer whose message came last in the last step.
     """
 
-    def __init__(self, every: int, *, can_overlap: bool) -> None:
+    def __init__(self, options: Options) -> None:
         self.listeners: list[Listener] = []
         self.step_s = self.compute_s = 0.0
         self.slowest: Peer | None = None
-        self._every, self._can_overlap = every, can_overlap
+        self._options = options
         self._returned_s: float | None = None
         self._results = 0
         self._warm: ExchangeStats  # after the first steps
@@ -105,12 +109,14 @@ class Meter:
         if ours_s <= _SHARE_MAX * whole_s:
             return
         wait_s = ours_s - encode_s - apply_s
-        remedies = [f"every={4 * self._every} exchanges a quarter as often"]
+        options, remedies = self._options, []
+        if options.optimizer is None:
+            remedies.append(f"every={4 * options.every} exchanges a quarter as often")
         if wait_s < ours_s / 2.0:
             remedies.append("Encoder(threads=) shares the passes over the data")
         else:
             remedies.append("`gradwire top` shows whether one node holds up the others")
-            if self._can_overlap:
+            if options.is_sync and not options.overlap:
                 remedies.insert(0, "overlap=1 hides the network behind the computation")
         _LOG.warning(
             "gradwire takes %.0f %% of a step (encode %.0f %%, wait %.0f %%, apply %.0f %%): %s",
