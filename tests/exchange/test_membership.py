@@ -356,6 +356,59 @@ def test_a_broken_connection_ends_with_identical_replicas(seed: int, how: Any) -
     assert_nothing_lost(trainers)
 
 
+def test_a_node_that_both_parts_of_a_split_network_admit_takes_part_in_one() -> None:
+    with cluster(10) as world:
+        trainers = [Trainer(world, node_id, 40, min_peers=2) for node_id in (10, 20, 30)]
+        one, restarted, other = trainers
+
+        def restart() -> None:
+            world.kill(restarted.node)
+            trainers.append(Trainer(world, 20, 40, min_peers=1))
+            trainers[-1].pause = one.pause
+
+        turn = world.random.randint(150, 250)
+        world.plan(turn, lambda: world.cut(one.node, other.node))
+        world.plan(turn, restart)
+        world.plan(turn + 100, lambda: world.connect(one.node, other.node))
+        for each in trainers:
+            each.pause = dict.fromkeys(range(8, 40), 0.5)
+        world.run()
+    assert_identical(trainers)
+
+
+def test_with_a_majority_as_min_members_only_one_part_of_a_split_network_goes_on() -> None:
+    class Waiting(Trainer):
+        """Stops at `PeerLost`, and comes back when the network is whole."""
+
+        error = ""
+
+        def train(self) -> None:
+            try:
+                super().train()
+            except gw.PeerLost as error:
+                self.error = str(error)
+                self.world.compute(self.node, 10.0)
+                self.share.resync(self.params)
+                super().train()
+
+    with cluster(1) as world:
+        trainers = [
+            Waiting(world, node_id, 60, min_peers=2, min_members=2) for node_id in (10, 20, 30)
+        ]
+        alone, *majority = trainers
+        for each in trainers:
+            each.pause = dict.fromkeys(range(8, 60), 0.5)
+        for each in majority:
+            world.plan(200, lambda m=each: world.cut(alone.node, m.node))
+            world.plan(300, lambda m=each: world.connect(alone.node, m.node))
+        world.run()
+    assert alone.error.startswith("1 of at least 2 members are left: ")
+    assert not any(one.error for one in majority)
+    assert_identical(trainers)
+    joined = [peer for result in majority[0].results for peer in result.joined]
+    assert joined == [alone.node.peer]
+
+
 # --- who does not fit -------------------------------------------------------------------------------------------------
 
 

@@ -234,6 +234,13 @@ class Join:
         elif before is None:
             membership.reasons.pop(peer, None)
         if is_member and not starts_anew and hello.phase is not Phase.LEAVING:
+            if (
+                membership.phase is Phase.IN
+                and peer in membership.peers
+                and self._is_elsewhere(hello)
+            ):
+                self._departure.suspect([peer], "came in with another part of a split network")
+                self._rejoin_if_smaller(hello)
             return
         if before is None or starts_anew:
             membership.others[peer] = membership.new_stream()
@@ -265,9 +272,18 @@ class Join:
                 membership.admit(peer, hello.first)
                 self._router.introduce(peer)  # a newcomer waits for this
             return
-        if names_this_node:  # synchronous newcomers are admitted at the end of a step
-            return
+        if not names_this_node:  # synchronous newcomers are admitted at the end of a step
+            self._rejoin_if_smaller(hello)
+
+    def _is_elsewhere(self, hello: Hello) -> bool:
+        """Return whether a node that this one has admitted came in with other members: both parts of a split have."""
+        names_this_node = self._membership.run in hello.members
+        return self._options.is_sync and hello.phase is Phase.IN and not names_this_node
+
+    def _rejoin_if_smaller(self, hello: Hello) -> None:
+        """Join again if the sender's part of a split network is the one that goes on."""
         # The training that began earlier goes on, of equally old ones the larger: an incarnation is a start time.
+        membership = self._membership
         peers = membership.peers
         own = (*reversed(membership.origin), -len(peers) - 1, min((*peers, membership.me)).id)
         first = min((node for node, _ in hello.members), default=0)
@@ -318,8 +334,13 @@ class Join:
         self._departure.remove_departed()
         if admitted and membership.phase is Phase.IN:
             self._router.announce(Phase.IN)  # a newcomer waits for this
-        # A newcomer that begins again after it was named sends no update for its first step.
-        again = [one for one in membership.fitting(Phase.JOINING) if run_of(one) in admitted]
+        # A newcomer that begins again after it was named, or came in elsewhere, sends no update for its first step.
+        again = [
+            one
+            for one, hello in membership.fitting().items()
+            if run_of(one) in admitted
+            and (hello.phase is Phase.JOINING or self._is_elsewhere(hello))
+        ]
         if again and membership.phase is Phase.IN:
             self._departure.suspect(again, "joins again")
 
