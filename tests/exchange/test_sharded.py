@@ -539,9 +539,12 @@ def test_an_owner_that_dies_right_after_the_parameters_were_dealt_keeps_its_resi
     asynchronous(14, ASYNC["residual"], "join", "death")
 
 
-@pytest.mark.parametrize("seed", [5, 18, 29, 90])
+@pytest.mark.parametrize("seed", [5, 18, 29, 81, 90])
 def test_two_absences_in_a_row_lose_nothing(seed: int) -> None:
-    """Own parts came back in the first; an update may come before the introduction on a new connection."""
+    """Own parts came back in the first; an update may come before the introduction on a new connection.
+
+    With seed 81 the second begins before all members have admitted the node again.
+    """
     with cluster(seed) as world:
         trainers = [
             Trainer(world, 10 * (1 + at), 40, min_peers=3, **ASYNC["plain"]) for at in range(4)
@@ -558,6 +561,11 @@ def test_two_absences_in_a_row_lose_nothing(seed: int) -> None:
         world.run()
     assert_identical(trainers)
     assert_nothing_lost(trainers)
+
+
+@pytest.mark.parametrize("seed", [3, 13, 17])
+def test_a_node_that_dies_before_all_have_admitted_it_again_has_sent_nothing(seed: int) -> None:
+    asynchronous(seed, {"mode": "async", "topology": "mesh"}, "death", "cut")
 
 
 @pytest.mark.slow

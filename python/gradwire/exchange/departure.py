@@ -60,8 +60,7 @@ class Departure:
         If not all members know this node, it joins again: it may have applied an update that they do not apply.
         """
         membership, gone = self._membership, sorted(peers)
-        remaining = [peer for peer in membership.peers if peer not in gone]
-        is_new = not self._is_sync and membership.is_late and not membership.is_known_to(remaining)
+        is_new = not self._is_sync and not membership.unaware <= set(gone)
         if membership.phase is Phase.READY or is_new:
             self.rejoin(f"{', '.join(map(membership.name_of, gone))} {why}")
             return
@@ -121,13 +120,13 @@ class Departure:
         if gone:
             count = len(membership.members) + 1
             _LOG.warning("%s: %d nodes go on", membership.departed(gone), count)
-            if membership.phase is Phase.IN:
-                self._router.announce(Phase.IN)
         for peer in gone if not self._is_sync else ():
             # It may have come in again before the others agreed that it had gone.
             hello = membership.fitting(Phase.IN).get(peer)
             if hello and peer in membership.others and not self.has_gone(peer, hello.first):
                 membership.admit(peer, hello.first)
+        if gone and membership.phase is Phase.IN:
+            self._router.announce(Phase.IN)
 
     def has_gone(self, peer: Peer, first: int) -> bool:
         """Return whether a node that came in with its update ``first`` is reported as gone since."""

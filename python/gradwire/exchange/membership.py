@@ -419,6 +419,15 @@ class Membership:
         hellos = map(self.hellos.get, peers)
         return all(hello is not None and self.run in hello.members for hello in hellos)
 
+    @property
+    def unaware(self) -> frozenset[Peer]:
+        """The members that have not named this node, which came late, as a member.
+
+        They do not apply its updates, so an asynchronous node sends none yet; a synchronous one is `READY` as long.
+        """
+        late = self.peers if self.is_late else ()
+        return frozenset(peer for peer in late if not self.is_known_to([peer]))
+
     def first_of(self, peer: Peer) -> int | None:
         """Return the first update of a node, not a member yet, that this node gets directly; None: unknown."""
         stream = self.others.get(peer)

@@ -182,6 +182,9 @@ class Step:
         """
         if own.ticket is not None:
             return frozenset()
+        unaware = frozenset() if self._is_sync else self._membership.unaware
+        if unaware:
+            return unaware
         try:
             if not self._router.publish_parts(own.step, own.unsent):
                 return frozenset()
