@@ -30,7 +30,7 @@ LINES_MAX = {
     # Spark, its feeds and `share` needed more; descent at the owners, with the hand-over of its state; a new worker's
     # state of the optimiser; rounding to the threshold; owners behind slow links; densities
     # that suit optimiser and size.
-    "python/gradwire/": 14_500 + 1_200 + 1_600 + 1_300 + 1_600 + 1_850,
+    "python/gradwire/": 14_500 + 1_200 + 1_600 + 1_300 + 1_600 + 1_880,
     "benchmarks/": 3_500,
 }
 DOCSTRING_LINES_MAX = 40

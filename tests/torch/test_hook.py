@@ -50,8 +50,13 @@ class Training:
         self.rank = rank
         self.model = Linear()
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=bucket_cap_mb)
-        options = {"threshold": gw.FixedThreshold(THRESHOLD), "warmup_steps": 0, **options}
-        self.state = ThresholdState(parameters=self.model.named_parameters(), **options)
+        options = {
+            "threshold": gw.FixedThreshold(THRESHOLD),
+            "warmup_steps": 0,
+            "parameters": self.model.named_parameters(),
+            **options,
+        }
+        self.state = ThresholdState(**options)
         self.ddp.register_comm_hook(self.state, hook)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
 
@@ -361,19 +366,40 @@ def test_a_checkpoint_is_plain_tensors_and_numbers(two_ranks: Ranks) -> None:
     )
 
 
-def load_another_models(rank: int) -> None:
-    training = Training(rank)
-    saved = state_of(rank)
+def load_another_models(rank: int, options: dict[str, Any]) -> None:
+    training = Training(rank, **options)
+    saved = training.state.state_dict()
     saved["residuals"]["parameters"]["head.weight"] = copy.deepcopy(
-        saved["residuals"]["parameters"]["weights.0"]
+        state_of(rank)["residuals"]["parameters"]["weights.0"]
     )
     training.state.load_state_dict(saved)
     training.step(1)
 
 
-def test_a_checkpoint_of_another_model_is_refused(two_ranks: Ranks) -> None:
+@pytest.mark.parametrize("options", [{}, {"parameters": None}], ids=["named", "counted"])
+def test_a_checkpoint_of_another_model_is_refused(
+    two_ranks: Ranks, options: dict[str, Any]
+) -> None:
     with pytest.raises(RankFailed, match=r"that this model does not have: head\.weight"):
-        two_ranks.run(load_another_models)
+        two_ranks.run(load_another_models, options)
+
+
+def train_with_counted_parameters(rank: int, interrupt: bool) -> Any:
+    training = Training(rank, parameters=None)
+    for step in range(STEPS):
+        if interrupt and step == STEPS // 2:
+            model, saved = training.model.state_dict(), training.state.state_dict()
+            training = Training(rank, parameters=None)
+            training.model.load_state_dict(model)
+            training.state.load_state_dict(saved)
+        training.step(step)
+    return training.model.flat()
+
+
+def test_without_names_parameters_are_counted_and_a_checkpoint_continues(two_ranks: Ranks) -> None:
+    straight = two_ranks.run(train_with_counted_parameters, False)
+    again = two_ranks.run(train_with_counted_parameters, True)
+    assert all(torch.equal(*pair) for pair in zip(straight, again, strict=True))
 
 
 def step_apart(rank: int) -> None:

@@ -122,7 +122,8 @@ class ThresholdState:
 
     Args:
         process_group: as given to DDP; None is the default group.
-        parameters: ``model.named_parameters()``; checkpoints use the names.
+        parameters: ``model.named_parameters()``, so that checkpoints use the model's names. Without, parameters are
+            counted from the last to the first.
         threshold: policy of the thresholds, one per parameter; None: ``TargetDensity(0.01)``. Where it aims at a
             density, a parameter k times as small as the largest gets sqrt(k) times that density, up to 0.08.
         shakeup: periodic messages with a smaller threshold, or None.
@@ -143,7 +144,7 @@ class ThresholdState:
 
     process_group: dist.ProcessGroup | None = None
     _: KW_ONLY
-    parameters: InitVar[Iterable[tuple[str, torch.nn.Parameter]]]
+    parameters: InitVar[Iterable[tuple[str, torch.nn.Parameter]] | None] = None
     threshold: ThresholdPolicy | None = None
     shakeup: ShakeUp | None = None
     clip: ResidualClip | None = None
@@ -154,7 +155,7 @@ class ThresholdState:
     threads: int = 1
     backend: Literal["gloo", "nccl"] = "gloo"
 
-    def __post_init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    def __post_init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]] | None) -> None:
         """Check the options and make what changes from step to step."""
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps is {self.warmup_steps}, must be 0 or more")
@@ -340,6 +341,7 @@ class ThresholdState:
             message_bytes=payload.nbytes,
         )
         if job.is_last:
+            self._parameters.check_all_loaded()
             self._finish_step()
 
     def _begin_step(self) -> None:

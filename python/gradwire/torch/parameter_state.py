@@ -94,18 +94,20 @@ class ParameterStates:
     parameter, so rearranged buckets change nothing.
 
     Args:
-        parameters: all parameters of the model with the names that checkpoints use.
+        parameters: all parameters of the model with the names that checkpoints use; None: they are counted from the
+            last to the first, the order in which DDP's first buckets bring them.
         make_encoder: returns an encoder for (numel, dtype, device, key, numel of the largest parameter).
         momentum: of every parameter.
     """
 
     def __init__(
         self,
-        parameters: Iterable[tuple[str, torch.Tensor]],
+        parameters: Iterable[tuple[str, torch.Tensor]] | None,
         make_encoder: Callable[[int, str, str, int, int], Encoder],
         momentum: float,
     ) -> None:
-        self._names = {parameter: name for name, parameter in parameters}
+        self._is_named = parameters is not None
+        self._names = {parameter: name for name, parameter in parameters or ()}
         self._largest = max(map(torch.numel, self._names), default=1)
         self._make_encoder = make_encoder
         self._momentum = momentum
@@ -120,6 +122,10 @@ class ParameterStates:
         Raises:
             ValueError: the checkpoint has another size or dtype for a parameter, or momentum where there is none.
         """
+        if not self._is_named:
+            for parameter in reversed(parameters):
+                self._names.setdefault(parameter, str(len(self._names)))
+            self._largest = max(self._largest, *map(torch.numel, parameters))
         for parameter in parameters:
             if parameter not in self._states:
                 self._states[parameter] = self._make_state(parameter, str(dtype).split(".")[1])
@@ -145,14 +151,27 @@ class ParameterStates:
             ValueError: the state is of another format, or of another model.
         """
         check_format(state, _STATE_FORMAT)
-        unknown = sorted(set(state["parameters"]) - set(self._names.values()))
+        if self._is_named:
+            self._check_known(state["parameters"])
+        self._loaded = dict(state["parameters"])
+        self._states.clear()
+
+    def check_all_loaded(self) -> None:
+        """Refuse a checkpoint of another model, when buckets have brought all parameters.
+
+        Raises:
+            ValueError: a parameter of the checkpoint is in no bucket.
+        """
+        if not self._is_named:
+            self._check_known(self._loaded)
+
+    def _check_known(self, loaded: Iterable[str]) -> None:
+        unknown = sorted(set(loaded) - set(self._names.values()))
         if unknown:
             raise ValueError(
                 f"the checkpoint has residuals of parameters that this model does not have: {', '.join(unknown)}; "
                 f"its own are named {', '.join(sorted(self._names.values()))}"
             )
-        self._loaded = dict(state["parameters"])
-        self._states.clear()
 
     def _make_state(self, parameter: torch.Tensor, dtype: str) -> ParameterState:
         numel, name = parameter.numel(), self._names[parameter]
