@@ -126,9 +126,8 @@ def create_locked(path: Path, what: str) -> BufferedRandom:
     Raises:
         ValueError: a living process holds the lock.
     """
-    for _ in range(
-        _TRIES
-    ):  # another process may look at the lock, or create the file, at the same time
+    # Another process may look at the lock, or create the file, at the same time.
+    for _ in range(_TRIES):
         with suppress(BlockingIOError, FileExistsError, FileNotFoundError):
             if path.exists():
                 with open_file(path) as leftover:
