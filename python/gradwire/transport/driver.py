@@ -83,9 +83,8 @@ class Driver:
                 what += f"; this machine has {', '.join(local_addresses())}"
             raise OSError(error.errno, what) from error
         self._socket.setblocking(False)
-        if hasattr(
-            os, "register_at_fork"
-        ):  # or a forked child, such as a data loader, keeps the port
+        # A forked child, such as a data loader, would keep the port.
+        if hasattr(os, "register_at_fork"):
             closing = weakref.finalize(self, self._socket.close)
             closing.atexit = False
             os.register_at_fork(after_in_child=closing)
