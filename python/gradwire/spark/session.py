@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -36,27 +35,39 @@ def check_slots(spark: SparkSession, workers: int) -> None:
             "all workers train at the same time, which Spark does not allow with dynamic allocation: set "
             "spark.dynamicAllocation.enabled=false"
         )
-    slots = _slots(spark)
-    is_fixed = is_connect(spark) or str(spark.sparkContext.master).startswith("local[")
-    end_s = now_s() + (0.0 if is_fixed else _SLOTS_S)
-    while slots is not None and slots < workers and now_s() < end_s:
+    master = str(spark.conf.get("spark.master", ""))
+    end_s = now_s() + (0.0 if master.startswith("local[") else _SLOTS_S)
+    while not _has_slots(spark, workers):
+        if now_s() >= end_s:
+            slots = "too few" if is_connect(spark) else _slots(spark)
+            raise ValueError(
+                f"num_workers is {workers}, and the cluster has {slots} slots for tasks: use fewer workers, or more "
+                "executors or cores (spark.executor.instances, spark.executor.cores), or a smaller spark.task.cpus"
+            )
         threading.Event().wait(0.5)  # executors may be on their way
-        slots = _slots(spark)
-    if slots is not None and slots < workers:
-        raise ValueError(
-            f"num_workers is {workers}, and the cluster has slots for {slots} tasks: use fewer workers, or more "
-            "executors or cores (spark.executor.instances, spark.executor.cores), or a smaller spark.task.cpus"
-        )
 
 
-def _slots(spark: SparkSession) -> int | None:
-    """Return the number of tasks that the cluster runs at the same time; None if it cannot be known."""
+def _has_slots(spark: SparkSession, workers: int) -> bool:
+    """Return whether the cluster runs so many tasks at the same time; a Connect session has to try."""
     if not is_connect(spark):
-        context = spark.sparkContext._jsc.sc()
-        profile = context.resourceProfileManager().defaultResourceProfile()
-        return int(context.maxNumConcurrentTasks(profile))
-    cores = re.match(r"local\[(\d+)", str(spark.conf.get("spark.master", "")))
-    return int(cores[1]) // int(spark.conf.get("spark.task.cpus", "1") or 1) if cores else None
+        return _slots(spark) >= workers
+    tasks = spark.range(0, workers, 1, workers).mapInArrow(
+        lambda rows: rows, "id long", barrier=True
+    )
+    try:
+        tasks.count()
+    except Exception as error:
+        if "SPARK-24819" not in str(error):
+            raise
+        return False
+    return True
+
+
+def _slots(spark: SparkSession) -> int:
+    """Return the number of tasks that the cluster of a classic session runs at the same time."""
+    context = spark.sparkContext._jsc.sc()
+    profile = context.resourceProfileManager().defaultResourceProfile()
+    return int(context.maxNumConcurrentTasks(profile))
 
 
 @contextlib.contextmanager
