@@ -135,7 +135,7 @@ _LAZY = {
     **dict.fromkeys(("Node", "Peer"), "transport"),
     **dict.fromkeys((*_EXCHANGE, *_OPTIMIZERS), "exchange"),
 }
-_MODULES = ("cost", "dl4j", "exchange", "feed", "jax", "reference", "torch", "transport")
+_MODULES = ("cost", "dl4j", "exchange", "feed", "jax", "reference", "spark", "torch", "transport")
 
 
 def __getattr__(name: str) -> Any:
@@ -151,4 +151,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    return sorted({*__all__, *_MODULES})
