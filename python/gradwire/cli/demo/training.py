@@ -26,7 +26,7 @@ class Recipe:
     Attributes:
         workers: number of processes, each with its own share of the training images.
         epochs: passes over the training images.
-        dense: send every update as raw float32 values instead.
+        dense: send raw float32 values instead, to owners, in as many bytes as a ring all-reduce.
         layers: width of every layer of the network.
     """
 

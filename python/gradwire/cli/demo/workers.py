@@ -122,6 +122,7 @@ def work(recipe: Recipe, rank: int, secret: bytes, link: Link, pipe: Connection)
             node,
             min_peers=recipe.workers - 1,
             codec="dense" if recipe.dense else "threshold",
+            topology="sharded" if recipe.dense else "auto",
             apply_residual=not recipe.dense,
         )
         share.wait_for_peers()
