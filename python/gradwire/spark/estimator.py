@@ -170,10 +170,6 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         self._set(**options)
         self._resume: str | None = None
 
-    def value(self, name: str) -> Any:
-        """Return the value of a parameter."""
-        return self.getOrDefault(self.getParam(name))
-
     def fit(self, dataset: Any, params: Any = None, *, resume: str | None = None) -> Any:
         """Train.
 
@@ -193,7 +189,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         return super().fit(dataset, params)
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
-        spark, workers = dataset.sparkSession, self.value("num_workers")
+        spark, workers = dataset.sparkSession, self.getOrDefault("num_workers")
         job, rows = self._job(), self._rows(dataset)
         if isinstance(job.training, ParameterAveraging) and job.training.via == "spark":
             with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"):
@@ -202,13 +198,13 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
             check_slots(spark, workers)
             history, state = self._run(spark, job, rows)
         model = TorchModel()
-        model._set(**{name: self.value(name) for name in _BOTH})
+        model._set(**{name: self.getOrDefault(name) for name in _BOTH})
         model.state = state
-        model.rows = history if self.value("collect_stats") else _without_workers(history)
+        model.rows = history if self.getOrDefault("collect_stats") else _without_workers(history)
         return model._resetUid(self.uid)
 
     def _job(self) -> Job:
-        values = {name: self.value(name) for name in _ESTIMATOR}
+        values = {name: self.getOrDefault(name) for name in _ESTIMATOR}
         for name in ("model", "optimizer", "loss"):
             if not callable(values[name]) or isinstance(values[name], torch.nn.Module):
                 raise TypeError(
@@ -253,20 +249,20 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
     def _rows(self, dataset: DataFrame) -> DataFrame:
         """Return the rows, dealt out to one partition per worker."""
         columns = [
-            data.column_for(role, dataset, self.value(name)).alias(role)
+            data.column_for(role, dataset, self.getOrDefault(name)).alias(role)
             for role, name in _ROLES.items()
-            if self.value(name) is not None
+            if self.getOrDefault(name) is not None
         ]
         # At random: dealt out in turn, rows in a regular order would give each worker other classes.
         return dataset.select(*columns).repartition(
-            self.value("num_workers"), F.rand(self.value("seed"))
+            self.getOrDefault("num_workers"), F.rand(self.getOrDefault("seed"))
         )
 
     def _run(self, spark: SparkSession, job: Job, rows: DataFrame) -> tuple[list[Any], bytes]:
         """Train in a barrier stage; return the history and the model's state."""
         pieces: dict[str, dict[int, bytes]] = {}
         lost = ""
-        progress = _Progress(spark, job.secret, self.value("num_workers"))
+        progress = _Progress(spark, job.secret, self.getOrDefault("num_workers"))
         with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"), contextlib.closing(progress):
             sent = replace(job, driver=progress.address)
             # Without a shuffle behind it Spark would not repeat a barrier stage whose executor was lost.
