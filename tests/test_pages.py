@@ -63,10 +63,10 @@ def free_port() -> int:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """An environment in which ``python`` and ``gradwire`` are this Python and this package."""
+    """An environment in which ``python``, ``python3`` and ``gradwire`` are this Python and this package."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, command in (("python", ""), ("gradwire", " -m gradwire")):
+    for name, command in (("python", ""), ("python3", ""), ("gradwire", " -m gradwire")):
         program = programs / name
         program.write_text(f'#!/bin/sh\nexec {sys.executable}{command} "$@"\n')
         program.chmod(0o755)
