@@ -594,16 +594,17 @@ def test_the_workers_of_a_machine_share_one_model(options: dict[str, Any]) -> No
         assert torch.equal(one, other)
     assert max(first[-1], second[-1]) < 0.5 * min(first[0], second[0])
     assert state["gradwire"]["step"] == share.next_step
-    assert list(nothing["gradwire"]) == ["local"], "the exchange's state is the leader's"
+    assert list(nothing["gradwire"]) == ["local", "rounded"], "the exchange's state is the leader's"
 
 
-def test_a_team_resumes_bit_for_bit() -> None:
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_team_resumes_bit_for_bit(every: int) -> None:
     def run(name: str, steps: range, saved: list[Any]) -> list[Any]:
         def train_as(rank: int) -> Any:
             team = gw.LocalTeam(f"{name}-{os.getpid()}", size=2, rank=rank, timeout_s=20.0)
             with team, gw.Node("127.0.0.1:0", secret=SECRET, node_id=1) as node:
                 policy = gw.Encoder(NUMEL, threshold=gw.TargetDensity(0.1))
-                lead = gw.Exchange(policy, node, min_peers=0, apply_residual=True)
+                lead = gw.Exchange(policy, node, min_peers=0, apply_residual=True, every=every)
                 share = team.follow() if rank else team.lead(lead)
                 net = model()
                 optimizer = SharedOptimizer(OPTIMIZERS["AdamW"](net.parameters()), share)

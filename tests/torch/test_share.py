@@ -21,6 +21,7 @@ import gradwire as gw  # noqa: E402
 import gradwire.torch  # noqa: E402
 from gradwire import rendezvous  # noqa: E402
 
+from .ranks import Ranks  # noqa: E402
 from .test_optimizer import (  # noqa: E402
     OPTIMIZERS,
     flat,
@@ -89,31 +90,51 @@ def test_nodes_that_begin_differently_save_the_same_parameters(
     assert scale == (2.0**0.5 if name == "AdamW" else 1.0)
 
 
-def test_a_checkpoint_has_the_shared_parameters_and_goes_on_bit_for_bit() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("apply_residual", [True, False])
+@pytest.mark.parametrize("every", [1, 4], ids=["", "two local steps are under way"])
+def test_a_checkpoint_has_the_shared_parameters_and_goes_on_bit_for_bit(
+    every: int, apply_residual: bool, dtype: Any
+) -> None:
+    options = {"every": every, "apply_residual": apply_residual}
+
     def saved(*things: Any) -> Any:
         file = io.BytesIO()
         torch.save([thing.state_dict() for thing in things], file)
         file.seek(0)
         return torch.load(file, weights_only=True)
 
-    straight = model()
-    optimizer = share(straight)
-    train(straight, optimizer, 0, range(8))
+    straight = model(dtype)
+    optimizer = share(straight, **options)
+    train(straight, optimizer, 0, range(6), dtype)
+    outside = saved(straight, optimizer)
     with optimizer.shared_parameters():
         inside = copy.deepcopy(straight.state_dict())
         states = saved(straight, optimizer)
-    outside = saved(straight, optimizer)
-    train(straight, optimizer, 0, range(8, 16))
+    train(straight, optimizer, 0, range(6, 16), dtype)
     for weights, state in (states, outside):
         assert all(torch.equal(weights[key], inside[key]) for key in inside)
-        net = model()
-        again = share(net)
+        net = model(dtype)
+        again = share(net, **options)
         if state is outside[1]:
             net.load_state_dict(weights)
         again.load_state_dict(state)
         net.load_state_dict(weights)
-        train(net, again, 0, range(8, 16))
+        train(net, again, 0, range(6, 16), dtype)
         assert same_bits(flat(net), flat(straight))
+
+
+def test_half_precision_is_as_it_was_after_an_evaluation_before_the_first_step() -> None:
+    net = model(torch.bfloat16)
+    for param in net.parameters():
+        param.data.fill_(torch.nan)  # as memory that nothing was written to
+    optimizer = share(net)
+    net.load_state_dict(model(torch.bfloat16).state_dict())
+    with optimizer.shared_parameters():
+        assert same_bits(flat(net), flat(model(torch.bfloat16)))
+    again = share(net)
+    again.load_state_dict(optimizer.state_dict())
+    assert same_bits(flat(net), flat(model(torch.bfloat16)))
 
 
 def test_weights_that_were_loaded_are_saved_as_they_are() -> None:
@@ -297,6 +318,18 @@ def test_optimizers_and_parameters_that_cannot_be_shared_are_refused() -> None:
     net.register_parameter("phase", torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
     with pytest.raises(TypeError, match=r"complex64.*view_as_real"):
         share(net)
+
+
+def share_what_ddp_averages(_rank: int) -> str:
+    ddp = torch.nn.parallel.DistributedDataParallel(model())
+    with pytest.raises(ValueError, match="give both the process group") as caught:
+        gradwire.torch.share(ddp, torch.optim.SGD(ddp.parameters()))
+    return str(caught.value)
+
+
+def test_a_model_whose_gradients_all_ranks_average_is_refused(two_ranks: Ranks) -> None:
+    one, other = two_ranks.run(share_what_ddp_averages)
+    assert one == other
 
 
 def test_arguments_of_the_wrong_kind_are_refused() -> None:

@@ -238,11 +238,6 @@ class Exchange:
         return is_settled and self._replica.local_steps + 1 < self._options.every
 
     @property
-    def applies_residual(self) -> bool:
-        """Whether the parameters hold this node's residual (``apply_residual``)."""
-        return self._options.apply_residual
-
-    @property
     def has_local_steps(self) -> bool:
         """Whether local steps were taken since the last exchange (``every``)."""
         return self._replica.local_steps > 0

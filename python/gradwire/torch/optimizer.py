@@ -26,6 +26,9 @@ _STATE_KEY = "gradwire"
 # Of an optimiser's state: what does not begin as a step without gradients leaves it, and how it begins.
 _COUNTERS = {"step": 0, "mu_product": 1}
 
+# Of a node's own parameters: the codec's memory, and the parameters that have less precision than that.
+_Values = tuple[list[np.ndarray[Any, Any]], list[torch.Tensor]]
+
 # Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, Adafactor, RMSprop, and others that normalise in the same way.
 _ADAPTIVE = re.compile(r"ada(?!pter)|rmsprop|lamb|lion|muon|novograd|sophia|shampoo", re.IGNORECASE)
 
@@ -104,13 +107,12 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._equalizes = equalize
         self._buffers = [Staging(buffer) for buffer in buffers]
         # While the model holds the shared parameters.
-        self._own: list[np.ndarray[Any, Any]] | None = None
+        self._own: _Values | None = None
         self.result: StepResult | None = None
-        self._is_team = hasattr(exchange, "team")
-        self._params = [Staging(param, on_host=self._is_team) for param in parameters_of(optimizer)]
+        on_host = hasattr(exchange, "team")
+        self._params = [Staging(param, on_host=on_host) for param in parameters_of(optimizer)]
         self._state: list[Staging] = []
-        self._loaded: list[torch.Tensor] = []
-        self._local: list[np.ndarray[Any, Any]] = []
+        self._local: _Values = [], []
         self._has_joined = False
 
     def __getattr__(self, name: str) -> Any:
@@ -137,15 +139,13 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._state += self._buffers
         for staging in (*self._params, *self._state):
             staging.fetch()
-        for staging, shared in zip(self._params, self._loaded, strict=False):
-            if staging.is_rounded:
-                staging.memory.copy_(shared)
+        self._set_values(self._local)
         joined = self.exchange.join(*self._memory, equalize=self._equalizes)
-        if self._local and not joined.is_late:
-            put(writable_views(self._memory[0]), self._local)
-        if joined.is_late or self._local or not self.exchange.has_local_steps:
+        if joined.is_late or not self.exchange.has_local_steps:
             self._store()
-        self._local = []
+        if not joined.is_late:
+            self._set_values(self._local)
+        self._local = [], []
         self._has_joined = True
         return joined
 
@@ -234,16 +234,14 @@ class SharedOptimizer(torch.optim.Optimizer):
         """
         if self._own is not None:
             raise RuntimeError("shared_parameters() inside shared_parameters()")
-        with self._staged() as (params, _):
-            arrays = writable_views(params)
-            self._own = copies(arrays)
-            put(arrays, self.exchange.shared(arrays))
+        self._own = own = self._values()
         try:
+            shared = self.exchange.shared(writable_views(self._memory[0]))
+            self._set_values((shared, []))
             yield
         finally:
-            put(arrays, self._own)
             self._own = None
-            self._store()
+            self._set_values(own)
 
     def shared_tensors(self) -> list[torch.Tensor]:
         """Return copies of the shared parameters, in host memory, in the order of the optimiser's parameters."""
@@ -254,7 +252,12 @@ class SharedOptimizer(torch.optim.Optimizer):
         return [torch.from_numpy(one) for one in self.exchange.shared(arrays)]
 
     def _is_as_left(self, params: list[torch.Tensor]) -> bool:
-        """Return whether the model holds what the last step left: no other weights were loaded or copied into it."""
+        """Return whether the model holds what the last step left: no other weights were loaded or copied into it.
+
+        After local steps always True: they have moved the model.
+        """
+        if self.exchange.has_local_steps:
+            return True
         for param, staging in zip(params, self._params, strict=True):
             local = param.to_local() if hasattr(param, "to_local") else param
             if staging.memory.data_ptr() != local.data_ptr():
@@ -286,10 +289,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         """
         state: dict[str, Any] = {**self.optimizer.state_dict()}
         shared = self.exchange.state_dict()
-        keeps_residual = self._is_team or getattr(self.exchange, "applies_residual", False)
-        if keeps_residual and not shared.get("local_steps"):
-            own = self._own if self._own is not None else writable_views(self._memory[0])
-            shared["local"] = copies(own)
+        shared["local"], shared["rounded"] = self._own or self._values()
         state[_STATE_KEY] = _map_leaves(shared, np.ndarray, torch.from_numpy)
         return state
 
@@ -300,21 +300,18 @@ class SharedOptimizer(torch.optim.Optimizer):
             ValueError, RuntimeError: as ``Exchange.load_state_dict``.
         """
         state = dict(state_dict)
-        shared = state.pop(_STATE_KEY, None)
+        shared = {**state.pop(_STATE_KEY, {})}
         self.optimizer.load_state_dict(state)
-        if shared is not None:
+        if shared:
+            local = [one.numpy() for one in shared.pop("local", [])]
+            self._local = local, shared.pop("rounded", [])
             self.exchange.load_state_dict(_map_leaves(shared, torch.Tensor, torch.Tensor.numpy))
-            # Absent from the state of a worker that does not lead its team.
-            self._loaded = shared.get("shared", [])
-            self._local = [one.numpy() for one in shared.get("local", [])]
             self.restore()
 
     def restore(self) -> None:
         """Let the model hold this node's parameters of a loaded state, until the first step; share() sees to it."""
-        if self._local and not self._has_joined:
-            put(writable_views(self._memory[0]), self._local)
-            for staging in self._params:
-                staging.store()
+        if not self._has_joined:
+            self._set_values(self._local)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -399,6 +396,29 @@ class SharedOptimizer(torch.optim.Optimizer):
     def _memory(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The codec's memory of the parameters and of the shared state."""
         return [one.memory for one in self._params], [one.memory for one in self._state]
+
+    def _values(self) -> _Values:
+        """Return copies of this node's own parameters: of the codec's memory, and of those in half precision.
+
+        Local steps move the latter, and the codec's memory only at the next exchange.
+        """
+        for staging in self._params:
+            if not (self._has_joined and staging.is_rounded):
+                staging.fetch()
+        rounded = [one.tensor.cpu().clone() for one in self._params if one.is_rounded]
+        return copies(writable_views(self._memory[0])), rounded
+
+    def _set_values(self, values: _Values) -> None:
+        """Go on with what ``_values`` returned; nothing without values."""
+        memory, rounded = values
+        if not memory:
+            return
+        put(writable_views(self._memory[0]), memory)
+        for staging in self._params:
+            staging.store()
+        halves = [one.tensor for one in self._params if one.is_rounded]
+        for half, value in zip(halves, rounded, strict=False):
+            half.copy_(value)
 
     @contextmanager
     def _staged(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:

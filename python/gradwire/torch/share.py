@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ..transport import Node
 
 __all__ = ["share"]
+
+_DDP = torch.nn.parallel.DistributedDataParallel
 
 
 def share(
@@ -53,8 +55,8 @@ def share(
 
     Raises:
         TypeError: ``model`` or ``optimizer`` has the wrong type.
-        ValueError: the optimiser has parameters that are not the model's, an option is out of range, or the environment
-            cannot be used.
+        ValueError: the optimiser has parameters that are not the model's, DistributedDataParallel averages gradients
+            without ``process_group``, an option is out of range, or the environment cannot be used.
         TimeoutError: not all nodes of the run appeared; the message names the missing ones.
 
     Example:
@@ -71,6 +73,12 @@ def share(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
             "L-BFGS assumes that only its own steps move the parameters: use it with DistributedDataParallel alone"
+        )
+    groups = [one.process_group for one in model.modules() if isinstance(one, _DDP)]
+    if process_group is None and node is None and any(one.size() > 1 for one in groups):
+        raise ValueError(
+            "DistributedDataParallel averages whole gradients of all its ranks: share the model without it, or give "
+            "both the process group of this machine's ranks"
         )
     inner: Any = _unwrapped(model)
     names = {param: name for name, param in inner.named_parameters()}
@@ -101,7 +109,7 @@ def share(
         share_state=type(optimizer).__module__.startswith("torch.optim"),
         update_scale=update_scale,
         equalize=True,
-        buffers=list(_float_buffers(inner)),
+        buffers=[one for one in inner.buffers() if one.dtype in (torch.float32, torch.float64)],
     )
     shared.counts_workers = process_group is None
     place_of = {param: place for place, param in enumerate(params)}
@@ -158,17 +166,6 @@ class _ModelHooks:
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model itself, without DistributedDataParallel and torch.compile."""
     inner: Any = model
-    while True:
-        if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
-            inner = inner.module
-        elif hasattr(inner, "_orig_mod"):
-            inner = inner._orig_mod
-        else:
-            return inner
-
-
-def _float_buffers(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the buffers that late nodes take over, such as running means."""
-    for buffer in model.buffers():
-        if buffer.dtype in (torch.float32, torch.float64):
-            yield buffer
+    while isinstance(inner, _DDP) or hasattr(inner, "_orig_mod"):
+        inner = inner.module if isinstance(inner, _DDP) else inner._orig_mod
+    return inner

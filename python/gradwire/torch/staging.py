@@ -32,7 +32,7 @@ class Staging:
             )
         self._source = tensor
         self._copy: torch.Tensor | None = None
-        own = self._tensor
+        own = self.tensor
         moves = on_host and own.is_cuda
         if moves or own.dtype not in _CODED or not own.is_contiguous():
             dtype = own.dtype if own.dtype in _CODED else torch.float32
@@ -40,7 +40,7 @@ class Staging:
             self._copy = own.new_empty(own.shape, dtype=dtype, device=place, pin_memory=moves)
 
     @property
-    def _tensor(self) -> torch.Tensor:
+    def tensor(self) -> torch.Tensor:
         """The tensor as it is now: ``Module.to`` and others give a parameter other memory."""
         tensor = self._source.detach()
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -48,7 +48,7 @@ class Staging:
     @property
     def memory(self) -> torch.Tensor:
         """Holds the tensor's values after ``fetch``."""
-        return self._tensor if self._copy is None else self._copy
+        return self.tensor if self._copy is None else self._copy
 
     @property
     def is_rounded(self) -> bool:
@@ -57,7 +57,7 @@ class Staging:
 
     def fetch(self) -> torch.Tensor:
         """Return the memory with the tensor's values."""
-        return self._tensor if self._copy is None else self._copy.copy_(self._tensor)
+        return self.tensor if self._copy is None else self._copy.copy_(self.tensor)
 
     def fetch_moved(self) -> torch.Tensor:
         """Return the tensor's values, after the memory held them once and the tensor has changed since.
@@ -72,4 +72,4 @@ class Staging:
 
     def store(self) -> torch.Tensor:
         """Return the tensor with the values of the memory."""
-        return self._tensor if self._copy is None else self._tensor.copy_(self._copy)
+        return self.tensor if self._copy is None else self.tensor.copy_(self._copy)
