@@ -340,7 +340,15 @@ def test_equalize_gives_all_nodes_the_parameters_of_the_one_with_the_lowest_id(s
         assert state.tolist() == ([1.0] * 3 if worker is not workers[2] else [3.0] * 3)
 
 
-def test_a_step_below_min_members_names_who_went() -> None:
+@pytest.mark.parametrize(
+    ("goes", "reason"),
+    [
+        ("ends", "finished"),
+        ("closes", "crashed, or closed its node before leave()"),
+        ("dies", "is silent"),
+    ],
+)
+def test_a_step_below_min_members_names_who_went_and_why(goes: str, reason: str) -> None:
     def train(node: FakeNode, steps: int) -> str:
         share, params = (
             share_on(node, min_peers=1, min_members=2),
@@ -352,7 +360,11 @@ def test_a_step_below_min_members_names_who_went() -> None:
                 share.step(update(node.peer.id, count), params)
         except gw.PeerLost as error:
             return str(error)
-        finally:
+        if goes == "ends":
+            share.end()
+        if goes == "dies":
+            node.cluster.kill(node)
+        else:
             node.cluster.close(node)
         return ""
 
@@ -363,7 +375,20 @@ def test_a_step_below_min_members_names_who_went() -> None:
             for node, steps in zip(nodes, (9, 3), strict=True)
         ]
         world.run()
-    assert workers[0].result.startswith("1 of at least 2 members are left: 127.0.0.1:1002 ")
+    assert workers[0].result == f"1 of at least 2 members are left: 127.0.0.1:1002 {reason}"
+
+
+def test_a_run_that_begins_below_min_members_is_told_so() -> None:
+    with cluster(1) as world:
+        share, params = (
+            share_on(world.node(1), min_peers=0, min_members=3),
+            np.zeros(NUMEL, np.float32),
+        )
+        share.join(params)
+        with pytest.raises(
+            gw.PeerLost, match=r"^1 of at least 3 .* left: the run began with no more$"
+        ):
+            share.step(update(1, 0), params)
 
 
 def test_a_second_thread_in_an_exchange_is_refused() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,24 @@ def test_half_precision_is_as_it_was_after_an_evaluation_before_the_first_step()
     again = share(net)
     again.load_state_dict(optimizer.state_dict())
     assert same_bits(flat(net), flat(model(torch.bfloat16)))
+
+
+def test_nodes_wait_for_one_that_evaluates_longer_than_the_timeout(
+    pair: list[gw.Node], caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(rank: int) -> Any:
+        net = model()
+        optimizer = share(net, pair[rank], timeout_s=0.5)
+        train(net, optimizer, rank, range(2))
+        if rank:
+            with optimizer.shared_parameters():
+                time.sleep(1.5)
+        train(net, optimizer, rank, range(2, 4))
+        return net.state_dict()
+
+    first, second = run_together(work, 2)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert f"after 0.5 s: no message from {pair[1].address}" in caplog.text
 
 
 def test_weights_that_were_loaded_are_saved_as_they_are() -> None:
