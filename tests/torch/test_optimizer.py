@@ -597,8 +597,25 @@ def test_the_workers_of_a_machine_share_one_model(options: dict[str, Any]) -> No
     assert list(nothing["gradwire"]) == ["local", "rounded"], "the exchange's state is the leader's"
 
 
-@pytest.mark.parametrize("every", [1, 4])
-def test_a_team_resumes_bit_for_bit(every: int) -> None:
+def test_the_buffers_of_a_team_begin_as_the_leader_s(alone: gw.Node) -> None:
+    name = f"buffers-{os.getpid()}"
+
+    def train_as(rank: int) -> Any:
+        with gw.LocalTeam(name, size=2, rank=rank, timeout_s=20.0) as team:
+            enc = gw.Encoder(NUMEL, threshold=0.05)
+            share = team.follow() if rank else team.lead(gw.Exchange(enc, alone, min_peers=0))
+            net, buffer = model(), torch.full((3,), rank + 1.0)
+            optimizer = SharedOptimizer(
+                OPTIMIZERS["AdamW"](net.parameters()), share, equalize=True, buffers=[buffer]
+            )
+            train(net, optimizer, rank)
+            return buffer.tolist()
+
+    assert run_together(train_as, 2) == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize(("every", "until"), [(1, 6), (4, 6), (4, 2)])
+def test_a_team_resumes_bit_for_bit(every: int, until: int) -> None:
     def run(name: str, steps: range, saved: list[Any]) -> list[Any]:
         def train_as(rank: int) -> Any:
             team = gw.LocalTeam(f"{name}-{os.getpid()}", size=2, rank=rank, timeout_s=20.0)
@@ -607,7 +624,9 @@ def test_a_team_resumes_bit_for_bit(every: int) -> None:
                 lead = gw.Exchange(policy, node, min_peers=0, apply_residual=True, every=every)
                 share = team.follow() if rank else team.lead(lead)
                 net = model()
-                optimizer = SharedOptimizer(OPTIMIZERS["AdamW"](net.parameters()), share)
+                optimizer = SharedOptimizer(
+                    OPTIMIZERS["AdamW"](net.parameters()), share, share_state=True
+                )
                 if saved:
                     net.load_state_dict(saved[rank][0])
                     optimizer.load_state_dict(saved[rank][1])
@@ -619,7 +638,7 @@ def test_a_team_resumes_bit_for_bit(every: int) -> None:
         return run_together(train_as, 2)
 
     straight = run("straight", range(12), [])
-    resumed = run("resumed", range(6, 12), run("begun", range(6), []))
+    resumed = run("resumed", range(until, 12), run("begun", range(until), []))
     for rank in range(2):
         assert same_bits(straight[rank][2], resumed[rank][2])
 

@@ -138,6 +138,36 @@ def test_half_precision_is_as_it_was_after_an_evaluation_before_the_first_step()
     assert same_bits(flat(net), flat(model(torch.bfloat16)))
 
 
+class Features(torch.nn.Module):
+    """A layer on random features: frozen parameters and a buffer, other ones on every rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        self.features = torch.nn.Linear(20, 8).requires_grad_(False)
+        self.register_buffer("shift", torch.randn(8))
+        self.last = torch.nn.Linear(8, 3)
+
+    def forward(self, inputs: Any) -> Any:
+        return self.last(torch.tanh(self.features(inputs) + self.shift))
+
+
+def test_what_the_optimiser_does_not_train_begins_as_on_rank_0(pair: list[gw.Node]) -> None:
+    nets = [Features(rank) for rank in range(2)]
+
+    def work(rank: int) -> Any:
+        trained = torch.optim.AdamW(nets[rank].last.parameters())
+        optimizer = gradwire.torch.share(nets[rank], trained, node=pair[rank], density=0.1)
+        train(nets[rank], optimizer, rank, range(3))
+        return nets[rank].state_dict()
+
+    before = copy.deepcopy(nets[0].state_dict())
+    first, second = run_together(work, 2)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name])
+        assert torch.equal(tensor, before[name]) == (not name.startswith("last"))
+
+
 def test_nodes_wait_for_one_that_evaluates_longer_than_the_timeout(
     pair: list[gw.Node], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -433,6 +433,7 @@ class LocalExchange:
         self.exchange = exchange
         self._call: int | None = None
         self._outcome: _Outcome | None = None  # of the last call
+        self._equalizes = False
 
     @property
     def next_step(self) -> int:
@@ -464,7 +465,11 @@ class LocalExchange:
     def join(
         self, params: Any, optimizer_state: Sequence[Any] = (), *, equalize: bool = False
     ) -> Joined:
-        """See `Exchange.join`; ``params`` of every worker are the shared ones afterwards."""
+        """See `Exchange.join`; ``params`` of every worker are the shared ones afterwards.
+
+        With ``equalize`` the workers begin with the leader's ``optimizer_state``, too.
+        """
+        self._equalizes = equalize
         joined: Any = self._call_together(
             lambda lead: lead.join(self.team.params, optimizer_state, equalize=equalize),
             params,
@@ -585,7 +590,10 @@ class LocalExchange:
         team.state_path.unlink(missing_ok=True)
         try:
             result = action(exchange)
-            if state and (team.has_newcomers or _is_late(result)):
+            # Workers that go on from checkpoints have their own.
+            is_new = not (exchange.next_step or exchange.has_local_steps)
+            begins = isinstance(result, Joined) and is_new and self._equalizes
+            if state and (team.has_newcomers or begins or _is_late(result)):
                 team.leave_state(writable_views(state))
                 has_state = True
         except Exception as caught:

@@ -252,10 +252,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         return [torch.from_numpy(one) for one in self.exchange.shared(arrays)]
 
     def _is_as_left(self, params: list[torch.Tensor]) -> bool:
-        """Return whether the model holds what the last step left: no other weights were loaded or copied into it.
-
-        After local steps always True: they have moved the model.
-        """
+        """Return whether no other weights were copied into the model since the last step; True after local steps."""
         if self.exchange.has_local_steps:
             return True
         for param, staging in zip(params, self._params, strict=True):
@@ -282,11 +279,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimiser's state as it is, with this node's exchange's under "gradwire".
-
-        The latter includes this node's own parameters, so that training goes on bit for bit whatever the model was
-        saved with.
-        """
+        """Return the wrapped optimiser's state; under "gradwire" the exchange's, and this node's own parameters."""
         state: dict[str, Any] = {**self.optimizer.state_dict()}
         shared = self.exchange.state_dict()
         shared["local"], shared["rounded"] = self._own or self._values()
@@ -398,10 +391,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         return [one.memory for one in self._params], [one.memory for one in self._state]
 
     def _values(self) -> _Values:
-        """Return copies of this node's own parameters: of the codec's memory, and of those in half precision.
-
-        Local steps move the latter, and the codec's memory only at the next exchange.
-        """
+        """Return copies of the codec's memory, and of parameters in half precision: local steps move only those."""
         for staging in self._params:
             if not (self._has_joined and staging.is_rounded):
                 staging.fetch()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -103,16 +103,21 @@ def share(
         min_members=min_members,
         **options,
     )
+    place_of = {param: place for place, param in enumerate(params)}
+    frozen = (one for one in inner.parameters() if not one.requires_grad and one not in place_of)
     shared = SharedOptimizer(
         optimizer,
         exchange,
         share_state=type(optimizer).__module__.startswith("torch.optim"),
         update_scale=update_scale,
         equalize=True,
-        buffers=[one for one in inner.buffers() if one.dtype in (torch.float32, torch.float64)],
+        buffers=[
+            one
+            for one in (*inner.buffers(), *frozen)
+            if one.dtype in (torch.float32, torch.float64)
+        ],
     )
     shared.counts_workers = process_group is None
-    place_of = {param: place for place, param in enumerate(params)}
     places = {
         name: place_of[param]
         for name, param in inner.named_parameters(remove_duplicate=False)
@@ -135,9 +140,7 @@ class _ModelHooks:
     def __init__(
         self, optimizer: SharedOptimizer | None = None, places: Mapping[str, int] | None = None
     ) -> None:
-        self._find: Callable[[], SharedOptimizer | None] = lambda: None
-        if optimizer is not None:
-            self._find = weakref.ref(optimizer)
+        self._find = (lambda: None) if optimizer is None else weakref.ref(optimizer)
         self._places = places or {}
 
     def __reduce__(self) -> Any:
