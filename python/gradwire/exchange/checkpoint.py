@@ -142,8 +142,7 @@ def redistribute(
     if any(one != layouts[0] for one in layouts):
         raise ValueError(f"the states are of different steps or models: {layouts}")
     # A worker's own parameters, which ``gradwire.torch`` adds, hold its old residual.
-    own = ("local", "rounded")
-    states = [{name: one[name] for name in one if name not in own} for one in states]
+    states = [{name: one[name] for name in one.keys() - {"local", "rounded"}} for one in states]
     factor = world_size / len(states) if reduction == "mean" else 1.0
     weight = len(states) if reduction == "mean" else 1
     return [

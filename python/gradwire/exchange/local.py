@@ -465,10 +465,7 @@ class LocalExchange:
     def join(
         self, params: Any, optimizer_state: Sequence[Any] = (), *, equalize: bool = False
     ) -> Joined:
-        """See `Exchange.join`; ``params`` of every worker are the shared ones afterwards.
-
-        With ``equalize`` the workers begin with the leader's ``optimizer_state``, too.
-        """
+        """See `Exchange.join`; all workers' ``params``, and with ``equalize`` their state, are the leader's then."""
         self._equalizes = equalize
         joined: Any = self._call_together(
             lambda lead: lead.join(self.team.params, optimizer_state, equalize=equalize),
@@ -591,8 +588,7 @@ class LocalExchange:
         try:
             result = action(exchange)
             # Workers that go on from checkpoints have their own.
-            is_new = not (exchange.next_step or exchange.has_local_steps)
-            begins = isinstance(result, Joined) and is_new and self._equalizes
+            begins = self._equalizes and not (exchange.next_step or exchange.has_local_steps)
             if state and (team.has_newcomers or begins or _is_late(result)):
                 team.leave_state(writable_views(state))
                 has_state = True

@@ -247,20 +247,18 @@ class SharedOptimizer(torch.optim.Optimizer):
         """Return copies of the shared parameters, in host memory, in the order of the optimiser's parameters."""
         arrays = writable_views(self._memory[0])
         params = [param.detach() for param in parameters_of(self.optimizer)]
-        if not self._has_joined or self._own is not None or not self._is_as_left(params):
+        if not self._has_joined or self._own is not None or not self._is_as_left():
             return [param.cpu().clone() for param in params]
         return [torch.from_numpy(one) for one in self.exchange.shared(arrays)]
 
-    def _is_as_left(self, params: list[torch.Tensor]) -> bool:
+    def _is_as_left(self) -> bool:
         """Return whether no other weights were copied into the model since the last step; True after local steps."""
         if self.exchange.has_local_steps:
             return True
-        for param, staging in zip(params, self._params, strict=True):
-            local = param.to_local() if hasattr(param, "to_local") else param
-            if staging.memory.data_ptr() != local.data_ptr():
-                left = staging.memory.to(local.device, local.dtype)
-                if not torch.equal(left, local):
-                    return False
+        for staging in self._params:
+            tensor, left = staging.tensor, staging.memory.to(staging.tensor)
+            if left.data_ptr() != tensor.data_ptr() and not torch.equal(left, tensor):
+                return False
         return self.exchange.holds(writable_views(self._memory[0]))
 
     def zero_grad(self, set_to_none: bool = True) -> None:

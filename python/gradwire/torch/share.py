@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from ..sharing import exchange_for
 from .optimizer import SharedOptimizer, is_adaptive, parameters_of
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from ..transport import Node
 
 __all__ = ["share"]
-
-_DDP = torch.nn.parallel.DistributedDataParallel
 
 
 def share(
@@ -74,8 +73,8 @@ def share(
         raise TypeError(
             "L-BFGS assumes that only its own steps move the parameters: use it with DistributedDataParallel alone"
         )
-    groups = [one.process_group for one in model.modules() if isinstance(one, _DDP)]
-    if process_group is None and node is None and any(one.size() > 1 for one in groups):
+    ddps = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
+    if (process_group or node) is None and any(one.process_group.size() > 1 for one in ddps):
         raise ValueError(
             "DistributedDataParallel averages whole gradients of all its ranks: share the model without it, or give "
             "both the process group of this machine's ranks"
@@ -169,6 +168,6 @@ class _ModelHooks:
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model itself, without DistributedDataParallel and torch.compile."""
     inner: Any = model
-    while isinstance(inner, _DDP) or hasattr(inner, "_orig_mod"):
-        inner = inner.module if isinstance(inner, _DDP) else inner._orig_mod
+    while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
     return inner
