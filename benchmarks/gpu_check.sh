@@ -58,7 +58,7 @@ describe() {
     nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.mem,temperature.gpu --format=csv
     nvcc --version | tail -2
     git rev-parse HEAD 2>/dev/null || true
-    "$python" -m gradwire.cli info
+    "$python" -m gradwire info
 }
 
 part "build" 180 build || {

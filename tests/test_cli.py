@@ -28,7 +28,7 @@ pytest.importorskip("matplotlib", reason="the demo needs matplotlib")
 def run_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(
-        [sys.executable, "-m", "gradwire.cli", *arguments],
+        [sys.executable, "-m", "gradwire", *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,
@@ -45,7 +45,7 @@ def test_a_reader_who_has_enough_of_the_output_ends_the_command_quietly() -> Non
     os.close(reading)
     with os.fdopen(writing, "wb") as closed:
         done = subprocess.run(
-            [sys.executable, "-m", "gradwire.cli", "info"],
+            [sys.executable, "-m", "gradwire", "info"],
             stdout=closed,
             stderr=subprocess.PIPE,
             env=environment,
@@ -80,7 +80,7 @@ def test_info_says_so_when_the_forced_instruction_set_is_unusable(tmp_path: Path
         "PYTHONPATH": os.pathsep.join(sys.path),
         "GRADWIRE_ISA": "abacus",
     }
-    command = [sys.executable, "-m", "gradwire.cli", "info"]
+    command = [sys.executable, "-m", "gradwire", "info"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert re.search(r"instruction set: none: .*abacus", done.stdout)

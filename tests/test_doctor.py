@@ -231,7 +231,7 @@ def server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, "-m", "gradwire.cli", "doctor", "--serve", "--bind", address]
+    command = [sys.executable, "-m", "gradwire", "doctor", "--serve", "--bind", address]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import secrets
 import subprocess
 import sys
@@ -225,6 +226,17 @@ def test_workers_can_be_processes(method: str, name: str, monkeypatch: pytest.Mo
 def test_a_team_needs_workers_and_only_those(size: int, rank: int) -> None:
     with pytest.raises(ValueError, match=f"rank is {rank}"):
         LocalTeam("team", tensors(), size=size, rank=rank)
+
+
+def test_too_little_shared_memory_for_a_state_is_an_error_that_says_so() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with LocalTeam(f"test-{secrets.token_hex(4)}", tensors(), size=1, rank=0) as alone:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        try:
+            with pytest.raises(OSError, match="no shared memory for the optimiser's state: File"):
+                alone.leave_state([np.zeros(1000, np.float32)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_call_without_parameters_needs_the_team_s(name: str) -> None:

@@ -382,8 +382,12 @@ class LocalTeam:
     def leave_state(self, state: Arrays) -> None:
         """Leave the leader's optimiser state for workers that have just come; it lies there until the next call."""
         descriptor = os.open(self.state_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
-            np.savez(file, *map(on_host, state))
+        try:
+            with open(descriptor, "wb") as file:
+                np.savez(file, *map(on_host, state))
+        except OSError as error:
+            what = f"no shared memory for the optimiser's state: {error.strerror}"
+            raise OSError(error.errno, what, str(self.state_path)) from None
 
     def take_state(self, state: Arrays) -> None:
         """Overwrite a worker's optimiser state with the leader's.
@@ -465,7 +469,7 @@ class LocalExchange:
     def join(
         self, params: Any, optimizer_state: Sequence[Any] = (), *, equalize: bool = False
     ) -> Joined:
-        """See `Exchange.join`; all workers' ``params``, and with ``equalize`` their state, are the leader's then."""
+        """See `Exchange.join`; all workers then have the leader's ``params``, with ``equalize`` also its state."""
         self._equalizes = equalize
         joined: Any = self._call_together(
             lambda lead: lead.join(self.team.params, optimizer_state, equalize=equalize),
