@@ -415,7 +415,7 @@ def test_making_the_state_early_changes_no_step(alone: gw.Node) -> None:
 def test_a_step_that_timed_out_is_finished_by_the_next(nodes: list[gw.Node], dtype: Any) -> None:
     nets = [model(dtype) for _ in nodes]
     optimizers = [
-        shared(net, node, OPTIMIZERS["SGD"], min_peers=2, timeout_s=5.0 if rank == 2 else 0.5)
+        shared(net, node, OPTIMIZERS["SGD"], min_peers=2, timeout_s=5.0 if rank == 2 else 1.5)
         for rank, (net, node) in enumerate(zip(nets, nodes, strict=True))
     ]
     nodes[2].wait_for_peers(2, timeout_s=10.0)
