@@ -256,7 +256,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         if self.exchange.has_local_steps:
             return True
         for staging in self._params:
-            tensor, left = staging.tensor, staging.memory.to(staging.tensor)
+            tensor = staging.tensor
+            left = staging.memory.to(tensor.device, tensor.dtype)
             if left.data_ptr() != tensor.data_ptr() and not torch.equal(left, tensor):
                 return False
         return self.exchange.holds(writable_views(self._memory[0]))
