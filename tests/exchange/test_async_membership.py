@@ -142,6 +142,29 @@ def test_after_a_broken_connection_all_hold_the_same(seed: int) -> None:
     np.testing.assert_array_equal(trainers[0].params + kept, START + put_in)
 
 
+@pytest.mark.parametrize("seed", [18, 21, 22, 24, *seeds(2)])
+def test_a_restart_while_the_network_is_split_ends_with_one_training(seed: int) -> None:
+    trainers: list[Trainer] = []
+    with cluster(seed) as world:
+        for node_id in (10, 20, 30, 40):
+            Trainer(world, trainers, node_id, min_peers=3, exact=True)
+        one, two, restarted, alone = trainers
+
+        def restart() -> None:
+            world.kill(restarted.node)
+            Trainer(world, trainers, 30, min_peers=1, exact=True)
+
+        turn = world.random.randint(100, 200)
+        world.plan(turn, restart)
+        for each in (one, two):
+            world.plan(turn + 30, lambda o=each: world.cut(o.node, alone.node))
+            world.plan(turn + 130, lambda o=each: world.connect(o.node, alone.node))
+        world.run()
+    alive = [each for each in trainers if not each.node.is_dead]
+    assert all(len(each.share.members) == 3 for each in alive)
+    assert len({each.params.tobytes() for each in alive}) == 1
+
+
 @pytest.mark.parametrize("seed", seeds(3))
 def test_two_nodes_that_join_with_the_same_snapshot_get_each_other_s_updates(seed: int) -> None:
     trainers: list[Trainer] = []

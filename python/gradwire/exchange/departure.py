@@ -162,7 +162,13 @@ class Departure:
         membership.reported |= named.keys()
         is_remaining = reporter in membership.members and reporter not in membership.departing
         own = found.get(membership.run)
-        if not is_remaining:
+        hello = membership.fitting(Phase.IN).get(reporter)
+        is_unknown = reporter not in membership.members and membership.phase is Phase.IN
+        if is_unknown and hello and membership.run in hello.members:
+            # It takes this node for a member, and would wait for its reports.
+            refusal = encode_steps({run_of(reporter): hello.first})
+            self._router.send(Kind.REPORT, 0, refusal, to=reporter)
+        elif not is_remaining:
             pass
         elif membership.phase is Phase.IN and own is not None and own >= membership.first_step:
             self.rejoin("the others have gone on without this node")

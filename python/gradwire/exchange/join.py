@@ -274,6 +274,8 @@ class Join:
             return
         if not names_this_node:  # synchronous newcomers are admitted at the end of a step
             self._rejoin_if_smaller(hello)
+            if was_outside:
+                self._router.introduce(peer)  # its part may be the one that has to join
 
     def _is_elsewhere(self, hello: Hello) -> bool:
         """Return whether a node that this one has admitted came in with other members: both parts of a split have."""

@@ -74,7 +74,6 @@ _ESTIMATOR: dict[str, Any] = {
     "collect_stats": False,
 }
 
-
 _ROLES = {
     data.FEATURES: "features_col",
     data.LABEL: "label_col",

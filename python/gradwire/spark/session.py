@@ -37,20 +37,22 @@ def check_slots(spark: SparkSession, workers: int) -> None:
         )
     master = str(spark.conf.get("spark.master", ""))
     end_s = now_s() + (0.0 if master.startswith("local[") else _SLOTS_S)
-    while not _has_slots(spark, workers):
+    while (slots := _slots(spark, workers)) < workers:
         if now_s() >= end_s:
-            slots = "too few" if is_connect(spark) else _slots(spark)
             raise ValueError(
-                f"num_workers is {workers}, and the cluster has {slots} slots for tasks: use fewer workers, or more "
-                "executors or cores (spark.executor.instances, spark.executor.cores), or a smaller spark.task.cpus"
+                f"num_workers is {workers}, and the cluster has {slots or 'too few'} slots for tasks: use fewer "
+                "workers, or more executors or cores (spark.executor.instances, spark.executor.cores), or a smaller "
+                "spark.task.cpus"
             )
         threading.Event().wait(0.5)  # executors may be on their way
 
 
-def _has_slots(spark: SparkSession, workers: int) -> bool:
-    """Return whether the cluster runs so many tasks at the same time; a Connect session has to try."""
+def _slots(spark: SparkSession, workers: int) -> int:
+    """Return how many tasks the cluster runs at the same time; with Connect ``workers`` or 0, by trying."""
     if not is_connect(spark):
-        return _slots(spark) >= workers
+        context = spark.sparkContext._jsc.sc()
+        profile = context.resourceProfileManager().defaultResourceProfile()
+        return int(context.maxNumConcurrentTasks(profile))
     tasks = spark.range(0, workers, 1, workers).mapInArrow(
         lambda rows: rows, "id long", barrier=True
     )
@@ -59,15 +61,8 @@ def _has_slots(spark: SparkSession, workers: int) -> bool:
     except Exception as error:
         if "SPARK-24819" not in str(error):
             raise
-        return False
-    return True
-
-
-def _slots(spark: SparkSession) -> int:
-    """Return the number of tasks that the cluster of a classic session runs at the same time."""
-    context = spark.sparkContext._jsc.sc()
-    profile = context.resourceProfileManager().defaultResourceProfile()
-    return int(context.maxNumConcurrentTasks(profile))
+        return 0
+    return workers
 
 
 @contextlib.contextmanager
