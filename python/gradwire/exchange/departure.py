@@ -160,15 +160,10 @@ class Departure:
         self._reports[reporter] = named
         has_news = not named.keys() <= membership.reported
         membership.reported |= named.keys()
-        is_remaining = reporter in membership.members and reporter not in membership.departing
         own = found.get(membership.run)
-        hello = membership.fitting(Phase.IN).get(reporter)
-        is_unknown = reporter not in membership.members and membership.phase is Phase.IN
-        if is_unknown and hello and membership.run in hello.members:
-            # It takes this node for a member, and would wait for its reports.
-            refusal = encode_steps({run_of(reporter): hello.first})
-            self._router.send(Kind.REPORT, 0, refusal, to=reporter)
-        elif not is_remaining:
+        if reporter not in membership.members:
+            self._refuse(reporter)
+        elif reporter in membership.departing:
             pass
         elif membership.phase is Phase.IN and own is not None and own >= membership.first_step:
             self.rejoin("the others have gone on without this node")
@@ -185,6 +180,12 @@ class Departure:
             elif has_news:
                 self.report()
         self._settle_departures()
+
+    def _refuse(self, peer: Peer) -> None:
+        """Tell a node that takes this one for a member, and would wait for its reports, that it is none here."""
+        hello = self._membership.fitting(Phase.IN).get(peer)
+        if self._membership.phase is Phase.IN and hello and self._membership.run in hello.members:
+            self._router.send(Kind.REPORT, 0, encode_steps({run_of(peer): hello.first}), to=peer)
 
     def _settle_departures(self) -> None:
         """Agree where all reports are in, relay missing updates, and remove members with nothing left to apply."""

@@ -545,8 +545,8 @@ class Exchange:
         members = len(self.members) + 1
         if self._membership.phase is Phase.IN and members < self._options.min_members:
             gone = self._membership.departed(self._membership.reasons)
-            least, gone = self._options.min_members, gone or "the run began with no more"
-            raise PeerLost(f"{members} of at least {least} members are left: {gone}")
+            why, least = gone or "the run began with no more", self._options.min_members
+            raise PeerLost(f"{members} of at least {least} members are left: {why}")
         if self._options.outer_momentum or self._options.optimizer:
             writable_views(params)  # refuses unusable arrays before anything is encoded
         if self._options.apply_residual and not self._replica.shared:

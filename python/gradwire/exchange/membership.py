@@ -412,12 +412,12 @@ class Membership:
             return True
         # The step at which this node becomes a member: only when all members have finished it, and without a report,
         # is it sure that they have applied the same updates.
-        return self.is_known_to(self.members)
+        return all(map(self.is_known_to, self.members))
 
-    def is_known_to(self, peers: Iterable[Peer]) -> bool:
-        """Return whether all of these nodes have named this node as a member when they last introduced themselves."""
-        hellos = map(self.hellos.get, peers)
-        return all(hello is not None and self.run in hello.members for hello in hellos)
+    def is_known_to(self, peer: Peer) -> bool:
+        """Return whether a node named this node as a member when it last introduced itself."""
+        hello = self.hellos.get(peer)
+        return hello is not None and self.run in hello.members
 
     @property
     def unaware(self) -> frozenset[Peer]:
@@ -426,7 +426,7 @@ class Membership:
         They do not apply its updates, so an asynchronous node sends none yet; a synchronous one is `READY` as long.
         """
         late = self.peers if self.is_late else ()
-        return frozenset(peer for peer in late if not self.is_known_to([peer]))
+        return frozenset(peer for peer in late if not self.is_known_to(peer))
 
     def first_of(self, peer: Peer) -> int | None:
         """Return the first update of a node, not a member yet, that this node gets directly; None: unknown."""

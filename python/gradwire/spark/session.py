@@ -53,11 +53,9 @@ def _slots(spark: SparkSession, workers: int) -> int:
         context = spark.sparkContext._jsc.sc()
         profile = context.resourceProfileManager().defaultResourceProfile()
         return int(context.maxNumConcurrentTasks(profile))
-    tasks = spark.range(0, workers, 1, workers).mapInArrow(
-        lambda rows: rows, "id long", barrier=True
-    )
+    rows = spark.range(0, workers, 1, workers)
     try:
-        tasks.count()
+        rows.mapInArrow(lambda batches: batches, "id long", barrier=True).count()
     except Exception as error:
         if "SPARK-24819" not in str(error):
             raise

@@ -162,7 +162,7 @@ class ParameterStates:
         Raises:
             ValueError: a parameter of the checkpoint is in no bucket.
         """
-        if not self._is_named:
+        if self._loaded and not self._is_named:
             self._check_known(self._loaded)
 
     def _check_known(self, loaded: Iterable[str]) -> None:

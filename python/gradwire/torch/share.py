@@ -74,7 +74,8 @@ def share(
             "L-BFGS assumes that only its own steps move the parameters: use it with DistributedDataParallel alone"
         )
     ddps = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
-    if (process_group or node) is None and any(one.process_group.size() > 1 for one in ddps):
+    is_averaged = any(one.process_group.size() > 1 for one in ddps)
+    if is_averaged and process_group is None and node is None:
         raise ValueError(
             "DistributedDataParallel averages whole gradients of all its ranks: share the model without it, or give "
             "both the process group of this machine's ranks"
