@@ -221,6 +221,10 @@ time.sleep(600)
     assert "[1] ended with status 1; the others are ended" in done.stderr
 
 
+def _hear_sigint() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_gradwire_run_lets_interrupted_workers_save(tmp_path: Path) -> None:
     path = tmp_path / "work.py"
     path.write_text("""
@@ -235,8 +239,10 @@ except KeyboardInterrupt:
     command = [sys.executable, "-m", "gradwire", "run", "-n", "2", str(path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # A group of its own, all of which gets the signal, as from a terminal.
-    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+    # A group of its own, all of which gets the signal, as from a terminal; a shell script's background job ignores it.
+    with subprocess.Popen(
+        command, env=environment, start_new_session=True, preexec_fn=_hear_sigint, **pipes
+    ) as process:
         assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]  # type: ignore[union-attr]
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
