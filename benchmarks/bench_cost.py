@@ -6,6 +6,7 @@ the number of nodes over that of processors.
 
     python benchmarks/bench_cost.py --json cost.json        # a quarter of an hour
     python benchmarks/publish.py cost.json docs/scale.md
+    python benchmarks/bench_cost.py --nodes 8 --mbit 10 100 --elements 5000000 --ways mesh sharded auto
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from training.network import BURST_BYTES, network
 from transport_goodput import SECRET
 
 COMPUTE_S, DENSITY, LOOPBACK_BYTES_PER_S = 0.02, 0.01, 5e9  # loopback: processors are slower
+MBIT, NODES, ELEMENTS = [10, 100, 1_000, 0], [2, 4], [1_000_000, 5_000_000]  # 0: loopback
 SETTLING_STEPS, STEPS_MIN, STEPS_MAX, MEASURED_S = 40, 2, 30, 20.0
 WAYS: dict[str, dict[str, Any]] = {
     "mesh": {"topology": "mesh"},
     "sharded": {"topology": "sharded"},
     "dense": {"topology": "mesh", "codec": "dense"},
+    "auto": {"topology": "auto"},
 }
 
 
@@ -65,7 +68,7 @@ def take_steps(pipe: Connection, rank: int, host: str, elements: int, way: str, 
 
 
 def measured(nodes: int, mbit: int, elements: int, way: str, steps: int) -> Any:
-    """Return the seconds of every step of the first node, and the bytes that it receives in a step."""
+    """Return the seconds of every step of the first node, and the bytes that the mean node receives in a step."""
     unlimited = nullcontext((["127.0.0.1"] * nodes, []))
     burst_bytes = min(BURST_BYTES, 625 * mbit)  # 5 ms: larger buckets fill while a step computes
     with network(nodes, mbit, burst_bytes) if mbit else unlimited as (hosts, commands):
@@ -78,7 +81,7 @@ def measured(nodes: int, mbit: int, elements: int, way: str, steps: int) -> Any:
             found = [pipe.recv() for pipe in pipes]
             for pipe in pipes:
                 pipe.send("end")
-    return found[0]
+    return found[0][0], statistics.mean(received for _, received in found)
 
 
 def main() -> None:
@@ -88,18 +91,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the report here as well")
     parser.add_argument("--smoke", action="store_true", help="two nodes on loopback")
+    parser.add_argument("--mbit", nargs="+", type=int, default=MBIT, help="0: loopback")
+    parser.add_argument("--nodes", nargs="+", type=int, default=NODES)
+    parser.add_argument("--elements", nargs="+", type=int, default=ELEMENTS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["mesh", "sharded", "dense"])
     options = parser.parse_args()
-    links, counts, sizes = (
-        [10, 100, 1_000, 0],
-        [2, 4],
-        [1_000_000, 5_000_000],
-    )  # Mbit/s; 0: loopback
     if options.smoke:
-        links, counts, sizes = [0], [2], [100_000]
+        options.mbit, options.nodes, options.elements = [0], [2], [100_000]
     why, errors = "smoke test" if options.smoke else "", []
     report = Report("cost", {"computation": f"{COMPUTE_S * 1e3:g} ms"}, why)
     rates = calibration.measure()
-    for mbit, nodes, elements in product(links, counts, sizes):
+    for mbit, nodes, elements in product(options.mbit, options.nodes, options.elements):
         shared = max(1.0, nodes / (os.cpu_count() or 1))  # nodes of one processor
         job = cost.Job(
             elements=elements,
@@ -112,7 +114,8 @@ def main() -> None:
             rates=cost.Rates(**{name: rate * shared for name, rate in asdict(rates).items()}),
         )
         what = f"{f'{mbit} Mbit/s' if mbit else 'loopback'}, {nodes} nodes, {elements / 1e6:g} M elements"
-        for way, given in WAYS.items():
+        for way in options.ways:
+            given = {"topology": cost.topology_of(job)} if way == "auto" else WAYS[way]
             predicted_s = cost.exchange(job, **given).step_s
             steps = round(min(max(MEASURED_S / predicted_s, STEPS_MIN), STEPS_MAX))
             seconds, received = measured(nodes, mbit, elements, way, steps)
