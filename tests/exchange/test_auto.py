@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -144,7 +145,7 @@ def test_many_deaths(seed: int, how: Any, initial: int) -> None:
 
 @pytest.fixture
 def _slow_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every node find its links slow after five steps: in the cluster no time passes while messages travel."""
+    """Let every node find its links slow after five steps, whatever time passes in the cluster."""
     monkeypatch.setattr(replicas, "JUDGED_STEPS", 5)
     monkeypatch.setattr(replicas, "_PROCESSING_S", -1.0)
     monkeypatch.setattr(replicas, "SHARDED_FROM", 100)
@@ -180,7 +181,7 @@ def test_two_nodes_stay_in_the_mesh_and_three_leave_it_at_the_same_step(nodes: i
 def test_one_node_that_does_not_wait_keeps_all_in_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(0) as world:
         trainers = [Trainer(world, 10 + at, 14, min_peers=2, topology="auto") for at in range(3)]
-        monkeypatch.setattr(trainers[1].replica, "wants_owners", lambda *_: False)
+        monkeypatch.setattr(trainers[1].replica, "wants_switch", lambda *_: False)
         world.run()
     assert_identical(trainers)
     assert all(set(kinds(one)) == {True} for one in trainers)
@@ -210,13 +211,49 @@ def test_long_waits_for_bytes_make_owners_worth_while(
         result = gw.StepResult(step=0, wait_s=wait_s, encode_s=encode_s)
         late = gw.StepResult(step=0, wait_s=60.0)  # for peers that still load
         steps = [late, *[result] * (replicas.JUDGED_STEPS - 1)]
-        found = [replica.wants_owners(one, lambda: round_trip_s) for one in steps]
+        found = [replica.wants_switch(one, lambda: round_trip_s) for one in steps]
     assert found == [False] * (len(steps) - 1) + [wants]
+
+
+@pytest.mark.parametrize(("sharded_s", "is_mesh"), [(0.2, False), (0.4, True)])
+def test_longer_sharded_steps_bring_the_mesh_back_for_good(sharded_s: float, is_mesh: bool) -> None:
+    peers = [Peer(at, 1, "") for at in range(4)]
+    with cluster(0) as world:
+        replica = gw.Exchange(gw.Encoder(8, 1.0), world.node(0))._replica
+        for step in range(4 * replicas.JUDGED_STEPS):
+            replica.deal(peers, step)
+            wait_s = 0.3 if replica._is_mesh else sharded_s
+            result = gw.StepResult(step=step, wait_s=wait_s)
+            if replica.wants_switch(result, lambda: 1e-3):
+                replica.switch()
+            judged = step + 1 - replicas.JUDGED_STEPS
+            was_tried = 0 <= judged < (replicas.JUDGED_STEPS if is_mesh else math.inf)
+            assert replica.has_slow_links == was_tried, step
+
+
+@histories
+@pytest.mark.parametrize("deaths", [0, 2])
+@modes
+def test_nodes_come_leave_and_die_while_the_topology_changes(
+    seed: int, how: Any, deaths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "SHARDED_FROM", 100)
+    monkeypatch.setattr(replicas.Replica, "wants_switch", lambda self, *_: self.step % 4 == 0)
+    trainers = crossings(seed, how, deaths=deaths, initial=4)
+    if "mode" not in how and "every" not in how:
+        changes = [np.count_nonzero(np.diff(kinds(one))) for one in trainers]
+        assert max(changes) > 2
 
 
 @histories
 @pytest.mark.usefixtures("_slow_links")
-def test_checkpoints_say_that_links_are_slow(seed: int) -> None:
+def test_checkpoints_say_that_links_are_slow(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = replicas.Replica.wants_switch
+
+    def is_slow(self: replicas.Replica, *given: Any) -> bool:
+        return self._is_mesh and judge(self, *given)  # the way back depends on times
+
+    monkeypatch.setattr(replicas.Replica, "wants_switch", is_slow)
     test_sharded.test_training_resumes_from_checkpoints_bit_for_bit(seed, {"topology": "auto"})
 
 

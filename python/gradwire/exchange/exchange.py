@@ -615,7 +615,7 @@ class Exchange:
             return
         if self._options.codec == "threshold":
             self._watch.add(result, self._groups)
-        self._membership.wants_owners = self._replica.wants_owners(result, self._round_trip_s)
+        self._membership.wants_switch = self._replica.wants_switch(result, self._round_trip_s)
 
     def _round_trip_s(self) -> float:
         """Return the longest of the peers' shortest round trips, without the queues before a slow link."""

@@ -329,9 +329,11 @@ class Join:
             else:  # unknown: gone again meanwhile, and the next poll will find so
                 membership.admit(known.get(run, Peer(*run, "a newcomer")), step + 1)
             dealt.append(known.get(run, Peer(*run, "a newcomer")))
-        if notes and all(note is not None and note.wants_owners for note in notes):
-            _LOG.info("slow links: from step %d on three nodes and more have owners", step + 1)
-            self._replica.has_slow_links = True
+        if notes and all(note is not None and note.wants_switch for note in notes):
+            self._replica.switch()
+            membership.wants_switch = False
+            why = "links are slow" if self._replica.has_slow_links else "owners gain nothing"
+            _LOG.info("%s: another topology from step %d on", why, step + 1)
         self._replica.deal(dealt, step + 1)
         self._departure.remove_departed()
         if admitted and membership.phase is Phase.IN:

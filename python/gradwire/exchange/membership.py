@@ -157,7 +157,7 @@ class Membership:
         heard: notes of applied updates, for the comparison of replicas.
         outgoing: cut and digest for this node's next note.
         own_note: step and note of this node's last update that had one.
-        wants_owners: for this node's next notes, see `Note`.
+        wants_switch: for this node's next notes, see `Note`.
         lost, joined, ignored: members and number of messages for the next step's result.
     """
 
@@ -195,7 +195,7 @@ class Membership:
         self.heard: list[tuple[Peer, Note]] = []
         self.outgoing: Note | None = None
         self.own_note: tuple[int, Note] | None = None
-        self.wants_owners = False
+        self.wants_switch = False
         self.lost: list[Peer] = []
         self.joined: list[Peer] = []
         self.ignored = 0
@@ -295,7 +295,7 @@ class Membership:
             (*run, role) for run in admits if (role := self.roles[Peer(*run, "")]) != "member"
         )
         note = replace(
-            self.outgoing or Note(), admits=admits, roles=roles, wants_owners=self.wants_owners
+            self.outgoing or Note(), admits=admits, roles=roles, wants_switch=self.wants_switch
         )
         self.outgoing = None
         if note == Note():

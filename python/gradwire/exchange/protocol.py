@@ -148,14 +148,14 @@ class Note:
         roles: of those of them that are not of the usual role.
         cut: step K of the next comparison: the state with all updates below K and no others; or None.
         digest: (cut, digest), or None.
-        wants_owners: whether the sender's waits say that steps would be shorter if they were sharded.
+        wants_switch: whether the sender's last steps say that those of the other topology would be shorter.
     """
 
     admits: tuple[NodeRun, ...] = ()
     roles: tuple[tuple[int, int, str], ...] = ()
     cut: int | None = None
     digest: tuple[int, str] | None = None
-    wants_owners: bool = False
+    wants_switch: bool = False
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
@@ -171,7 +171,7 @@ class Note:
                 tuple((int(node), int(run), str(role)) for node, run, role in found["roles"]),
                 None if found["cut"] is None else int(found["cut"]),
                 (int(found["digest"][0]), str(found["digest"][1])) if found["digest"] else None,
-                bool(found["wants_owners"]),
+                bool(found["wants_switch"]),
             ),
         )
 

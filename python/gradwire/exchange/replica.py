@@ -9,6 +9,7 @@ the same for both.
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -313,7 +314,7 @@ class Replica(SharedCopy):
         roles: of the nodes, where it is not that of a member.
         taken: by owner and sender: the sender's parts that the owner had taken, where that is not obvious.
         slots: values of state for each element where owners have an optimiser; None: they have none.
-        has_slow_links: whether all members have said that steps would be shorter if they were sharded.
+        has_slow_links: whether steps are sharded because all members have said that they would be shorter.
     """
 
     def __init__(self, groups: Groups, total: PlainSum, me: Peer, options: Options) -> None:
@@ -338,8 +339,9 @@ class Replica(SharedCopy):
             one.clip is not None or one.on_nonfinite == "skip" for one in groups.encoders
         )
         self._is_mesh = False
-        self._judged: list[tuple[float, float]] = []  # seconds of waiting and of encoding
-        self._wants_owners = False
+        self._judged: list[tuple[float, ...]] = []  # seconds of waiting, of encoding, and of all
+        self._mesh_s = math.inf  # of a step before owners were tried
+        self._wants_switch = self._has_returned = False
         self._owners: tuple[Peer, ...] = ()
         self._former: tuple[Peer, ...] = ()  # owners of the step before
         self._left: set[Peer] = set()  # have published their last result
@@ -398,22 +400,35 @@ class Replica(SharedCopy):
                 self._descent.add_handover(handover, self._owner.place, self._owner.arrays)
         self._inherited.clear()
 
-    def wants_owners(self, result: StepResult, round_trip_s: Callable[[], float]) -> bool:
-        """Return whether the last steps in the mesh waited so long that sharded ones would be shorter.
+    def wants_switch(self, result: StepResult, round_trip_s: Callable[[], float]) -> bool:
+        """Return whether the other topology would make steps shorter, by the last steps.
 
-        A sharded step moves 2 / nodes of the bytes, with one more way of half a round trip, and processes more.
+        A sharded step moves 2 / nodes of the bytes, with one more way of half a round trip, and processes more. Where
+        sharded steps turn out to be longer, because processors were slow and not links, the mesh is back for good.
         """
-        nodes = len(self.senders)
-        if not (self._is_mesh and self._may_shard and self._is_sync) or nodes <= 2:
+        nodes, is_chosen = len(self.senders), self._is_mesh != self.has_slow_links
+        may_choose = self._may_shard and self._is_sync and not self._has_returned
+        if not (is_chosen and may_choose and nodes > 2):
             return False
-        self._judged.append((result.wait_s, result.encode_s))
+        all_s = result.encode_s + result.wait_s + result.apply_s
+        self._judged.append((result.wait_s, result.encode_s, all_s))
         if len(self._judged) == JUDGED_STEPS:
-            wait_s, encode_s = (median(one) for one in zip(*self._judged, strict=True))
-            way_s = round_trip_s() / 2.0
-            gain_s = (1.0 - 2.0 / nodes) * (wait_s - way_s)
-            self._wants_owners = gain_s > way_s + 2.0 * encode_s + _PROCESSING_S * nodes
+            wait_s, encode_s, all_s = (median(one) for one in zip(*self._judged, strict=True))
             self._judged.clear()
-        return self._wants_owners
+            self._wants_switch = all_s > self._mesh_s
+            if self._is_mesh:
+                way_s = round_trip_s() / 2.0
+                gain_s = (1.0 - 2.0 / nodes) * (wait_s - way_s)
+                self._wants_switch = gain_s > way_s + 2.0 * encode_s + _PROCESSING_S * nodes
+                self._mesh_s = all_s
+        return self._wants_switch
+
+    def switch(self) -> None:
+        """Change the topology from the next dealing on: all members want it."""
+        self._has_returned = self.has_slow_links
+        self.has_slow_links = not self.has_slow_links
+        self._judged.clear()
+        self._wants_switch = False
 
     def owner_state(self) -> dict[str, Any] | None:
         """Return a copy of this node's state as an owner; None if it owns nothing."""
