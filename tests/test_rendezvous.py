@@ -15,6 +15,7 @@ import pytest
 
 import gradwire as gw
 from gradwire import rendezvous
+from gradwire.cli import run as cli_run
 from gradwire.rendezvous import placement
 from gradwire.transport import node as node_module
 
@@ -248,6 +249,19 @@ except KeyboardInterrupt:
         out, err = process.communicate(timeout=60)
     assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"], err
     assert process.returncode == 130
+
+
+def test_an_interrupt_while_the_workers_start_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers: list[subprocess.Popen[str]] = []
+
+    def start() -> None:
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        workers.append(subprocess.Popen(command, text=True))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_run, "_GRACE_S", 0.2)
+    assert cli_run._supervise(start, workers) == 130
+    assert workers[0].poll() == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(

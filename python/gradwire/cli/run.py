@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -63,34 +64,39 @@ def run(arguments: argparse.Namespace) -> int:
         common.pop(name, None)
     # Processes that share the processors get a part of them each.
     common.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    workers, readers = [], []
+    workers: list[subprocess.Popen[str]] = []
+    readers: list[threading.Thread] = []
     lock = threading.Lock()
-    for rank in range(count):
-        local = "0" if arguments.as_machines else str(rank)
-        worker = subprocess.Popen(  # noqa: S603  (the user's own script)
-            [*command, *arguments.arguments],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": local},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
-        workers.append(worker)
-        for pipe, target in ((worker.stdout, sys.stdout), (worker.stderr, sys.stderr)):
-            reader = threading.Thread(target=_copy, args=(rank, pipe, target, lock))
-            reader.start()
-            readers.append(reader)
-    status = _wait(workers)
+
+    def start() -> None:
+        for rank in range(count):
+            local = "0" if arguments.as_machines else str(rank)
+            worker = subprocess.Popen(  # noqa: S603  (the user's own script)
+                [*command, *arguments.arguments],
+                env={**common, "RANK": str(rank), "LOCAL_RANK": local},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
+            workers.append(worker)
+            for pipe, target in ((worker.stdout, sys.stdout), (worker.stderr, sys.stderr)):
+                reader = threading.Thread(target=_copy, args=(rank, pipe, target, lock))
+                reader.start()
+                readers.append(reader)
+
+    status = _supervise(start, workers)
     for reader in readers:
         reader.join()
     return status
 
 
-def _wait(workers: list[subprocess.Popen[str]]) -> int:
-    """Wait for all workers, and end the others when one fails; return the status."""
+def _supervise(start: Callable[[], None], workers: list[subprocess.Popen[str]]) -> int:
+    """Start the workers and wait for all; end the others when one fails, and return the status."""
     handlers = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
+        start()
         while True:
             statuses = [worker.poll() for worker in workers]
             failed = [rank for rank, status in enumerate(statuses) if status]

@@ -332,8 +332,7 @@ class Join:
         if notes and all(note is not None and note.wants_switch for note in notes):
             self._replica.switch()
             membership.wants_switch = False
-            why = "links are slow" if self._replica.has_slow_links else "owners gain nothing"
-            _LOG.info("%s: another topology from step %d on", why, step + 1)
+            _LOG.info("owners from step %d on: %s", step + 1, self._replica.has_slow_links)
         self._replica.deal(dealt, step + 1)
         self._departure.remove_departed()
         if admitted and membership.phase is Phase.IN:

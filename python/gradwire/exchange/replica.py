@@ -425,8 +425,7 @@ class Replica(SharedCopy):
 
     def switch(self) -> None:
         """Change the topology from the next dealing on: all members want it."""
-        self._has_returned = self.has_slow_links
-        self.has_slow_links = not self.has_slow_links
+        self._has_returned, self.has_slow_links = self.has_slow_links, not self.has_slow_links
         self._judged.clear()
         self._wants_switch = False
 
