@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -254,13 +255,19 @@ except KeyboardInterrupt:
 def test_an_interrupt_while_the_workers_start_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     workers: list[subprocess.Popen[str]] = []
 
-    def start() -> None:
-        command = [sys.executable, "-c", "import time; time.sleep(600)"]
-        workers.append(subprocess.Popen(command, text=True))
+    class Worker(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            workers.append(self)
+
+    def environments() -> Iterator[dict[str, str]]:
+        yield {**os.environ}
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(subprocess, "Popen", Worker)
     monkeypatch.setattr(cli_run, "_GRACE_S", 0.2)
-    assert cli_run._supervise(start, workers) == 130
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    assert cli_run._run_all(command, environments()) == 130
     assert workers[0].poll() == -signal.SIGTERM
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -64,16 +64,24 @@ def run(arguments: argparse.Namespace) -> int:
         common.pop(name, None)
     # Processes that share the processors get a part of them each.
     common.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    environments = [
+        {**common, "RANK": str(rank), "LOCAL_RANK": "0" if arguments.as_machines else str(rank)}
+        for rank in range(count)
+    ]
+    return _run_all([*command, *arguments.arguments], environments)
+
+
+def _run_all(command: Sequence[str], environments: Iterable[dict[str, str]]) -> int:
+    """Start a worker in every environment and wait; end the others when one fails, and return the status."""
     workers: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
     lock = threading.Lock()
-
-    def start() -> None:
-        for rank in range(count):
-            local = "0" if arguments.as_machines else str(rank)
+    handlers = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for rank, environment in enumerate(environments):
             worker = subprocess.Popen(  # noqa: S603  (the user's own script)
-                [*command, *arguments.arguments],
-                env={**common, "RANK": str(rank), "LOCAL_RANK": local},
+                command,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -85,18 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
                 reader = threading.Thread(target=_copy, args=(rank, pipe, target, lock))
                 reader.start()
                 readers.append(reader)
-
-    status = _supervise(start, workers)
-    for reader in readers:
-        reader.join()
-    return status
-
-
-def _supervise(start: Callable[[], None], workers: list[subprocess.Popen[str]]) -> int:
-    """Start the workers and wait for all; end the others when one fails, and return the status."""
-    handlers = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        start()
         while True:
             statuses = [worker.poll() for worker in workers]
             failed = [rank for rank, status in enumerate(statuses) if status]
@@ -115,6 +111,8 @@ def _supervise(start: Callable[[], None], workers: list[subprocess.Popen[str]]) 
         _end(workers)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        for reader in readers:
+            reader.join()
 
 
 def _exit(number: int, _: object) -> None:
