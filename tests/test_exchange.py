@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.exchange import clock
-from gradwire.exchange.parameters import Exactness
 from gradwire.exchange.protocol import TAG_NUMBERS, Hello, Kind, Phase, run_of
 from gradwire.transport import Peer
 
@@ -142,7 +141,9 @@ def run_together(work: Callable[[int], Replica], count: int = 3) -> list[Replica
         return list(pool.map(work, range(count)))
 
 
-@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"exact": True}, {"codec": "dense"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "sum"}, {"topology": "sharded"}, {"codec": "dense"}]
+)
 def test_all_replicas_end_with_the_same_bits(nodes: list[gw.Node], options: Any) -> None:
     def work(rank: int) -> Replica:
         enc = gw.Encoder(NUMEL, threshold=gw.TargetDensity(0.1))
@@ -236,51 +237,6 @@ def test_the_mean_divides_by_the_messages_of_the_step(
     params = zeros(2)
     gw.Exchange(encoder(2), node).step(update(0.5, 0.5), params)
     assert params.tolist() == [0.5, 0.25]
-
-
-def test_exact_gives_the_same_bits_in_every_order(scripted: Callable[..., ScriptedNode]) -> None:
-    outcomes = []
-    for ids in itertools.permutations((10, 20, 30)):
-        members = [peer(one) for one in ids]
-        node = scripted(5, tuple(members))
-        node.rounds = [
-            [
-                arrival(member, 0, change, threshold=abs(change))
-                for member, change in zip(members, CHANGES, strict=True)
-            ]
-        ]
-        params = update(BASE)
-        result = gw.Exchange(encoder(1), node, exact=True).step(update(0.0), params)
-        assert result.is_exact
-        outcomes.append(params.item())
-    assert outcomes == [np.float32(BASE + sum(CHANGES)).item()] * 6
-
-
-def test_exact_takes_several_arrays_and_scales_once(scripted: Callable[..., ScriptedNode]) -> None:
-    node = scripted(peers=(peer(10), peer(90)))
-    node.rounds = [[arrival(one, 0, 0.5, 0.0, 0.0, 0.5) for one in node.peers]]
-    params = [zeros(1), zeros(3)]
-    share = gw.Exchange(encoder(4), node, exact=True)
-    share.step([update(-0.5), update(0.0, -0.5, 0.0)], params)
-    assert [one.tolist() for one in params] == [
-        [np.float32(0.5 / 3).item()],
-        [0.0, np.float32(-0.5 / 3).item(), np.float32(1 / 3).item()],
-    ]
-
-
-def test_a_loss_of_exactness_is_detected() -> None:
-    def message(threshold: float) -> gw.Message:
-        return encoder(1, threshold).encode(update(threshold))
-
-    def is_sum_exact(messages: list[gw.Message]) -> bool:
-        exactness = Exactness()
-        exactness.add_messages(messages)
-        return exactness.is_proven
-
-    assert is_sum_exact([message(1.0), message(2.0**-40)])
-    assert not is_sum_exact([message(1.0), message(2.0**-60)])
-    assert not is_sum_exact([message(1.0), gw.dense_message(update(1.0))])
-    assert is_sum_exact([encoder(1).encode(update(0.0))])
 
 
 def test_dense_sends_the_update_whole(scripted: Callable[..., ScriptedNode]) -> None:

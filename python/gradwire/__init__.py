@@ -56,27 +56,12 @@ from .policy import (
 
 if TYPE_CHECKING:
     from . import cost, dl4j
-    from .exchange import (
-        SGD,
-        Adagrad,
-        Adam,
-        AdamW,
-        Exchange,
-        ExchangeStats,
-        Groups,
-        Joined,
-        LocalTeam,
-        StepResult,
-    )
+    from .exchange import Exchange, ExchangeStats, Groups, Joined, LocalTeam, StepResult
     from .hosted import HostedModel
     from .sharing import SharedArrays, share
     from .transport import Node, Peer
 
 __all__ = [
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "AdamW",
     "AdaptiveThreshold",
     "BackendUnavailable",
     "Closed",
@@ -127,13 +112,12 @@ __all__ = [
 ]
 
 _EXCHANGE = ("Exchange", "ExchangeStats", "Groups", "Joined", "LocalTeam", "StepResult")
-_OPTIMIZERS = ("SGD", "Adagrad", "Adam", "AdamW")
 _LAZY = {
     "HostedModel": "hosted",
     "SharedArrays": "sharing",
     "share": "sharing",
     **dict.fromkeys(("Node", "Peer"), "transport"),
-    **dict.fromkeys((*_EXCHANGE, *_OPTIMIZERS), "exchange"),
+    **dict.fromkeys(_EXCHANGE, "exchange"),
 }
 _MODULES = ("cost", "dl4j", "exchange", "feed", "jax", "reference", "spark", "torch", "transport")
 

@@ -1,19 +1,39 @@
-"""The devices and streams of arrays, and the availability of the CUDA backend."""
+"""Arrays of every library: their devices and streams, views of their memory, copies and sums."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .errors import BackendUnavailable
 
-__all__ = ["cuda_core", "cuda_problem", "device_of", "stream_of"]
+__all__ = [
+    "Arrays",
+    "add",
+    "copies",
+    "cuda_core",
+    "cuda_problem",
+    "device_of",
+    "difference",
+    "layouts",
+    "on_host",
+    "placed",
+    "put",
+    "stream_of",
+    "views",
+    "writable_views",
+    "zeros_like",
+]
+
+Arrays: TypeAlias = list[NDArray[Any]]
 
 _DLPACK_CUDA = (2, 13)
 
@@ -102,3 +122,141 @@ def _current_stream(arrays: Any, device: int) -> int:
         with cupy.cuda.Device(device):
             return int(cupy.cuda.get_current_stream().ptr)
     return 0
+
+
+# ---- arrays as NumPy sees them, or torch's tensors on a device -------------------------------------------------------
+
+
+def views(arrays: Any) -> Arrays:
+    """Return each array as NumPy sees it, without a copy; torch's tensors on a device as they are.
+
+    Args:
+        arrays: one array, or a list or tuple: ndarrays, buffers, CPU tensors with ``numpy``, or torch's on a device.
+
+    Raises:
+        TypeError: NumPy cannot view an array in place.
+        ValueError: a tensor requires grad.
+    """
+    return [_view(array) for array in _listed(arrays)]
+
+
+def writable_views(arrays: Any) -> Arrays:
+    """Return each array as ``views`` does, checked to be float32 or float64, contiguous and writable.
+
+    Raises:
+        TypeError: another dtype, or NumPy cannot view an array in place.
+        ValueError: an array is read-only or not C-contiguous.
+    """
+    viewed = views(arrays)
+    for array in viewed:
+        dtype = _dtype_name(array)
+        if dtype not in ("float32", "float64"):
+            raise TypeError(f"parameters must be float32 or float64, got {dtype}")
+        if isinstance(array, np.ndarray):
+            is_usable = array.flags.c_contiguous and array.flags.writeable
+        else:
+            is_usable = array.is_contiguous()
+        if not is_usable:
+            raise ValueError("parameters must be C-contiguous and writable")
+    return viewed
+
+
+def layouts(arrays: Any) -> list[list[Any]]:
+    """Return [dtype, shape] of each array, as JSON values; the arrays may be on a device."""
+    described = []
+    for array in _listed(arrays):
+        viewed = array if hasattr(array, "dtype") and hasattr(array, "shape") else _view(array)
+        described.append([_dtype_name(viewed), list(viewed.shape)])
+    return described
+
+
+def on_host(array: Any) -> NDArray[Any]:
+    """Return an array itself, or a copy in host memory of a tensor on a device."""
+    if isinstance(array, np.ndarray):
+        return array
+    host: NDArray[Any] = array.cpu().numpy()
+    return host
+
+
+def copies(arrays: Sequence[NDArray[Any]]) -> Arrays:
+    """Return a contiguous copy of each array, in host memory."""
+    return [np.array(on_host(array), order="C") for array in arrays]
+
+
+def zeros_like(arrays: Sequence[Any]) -> Arrays:
+    """Return zeros of the shape and dtype of each array, in the memory where the array is."""
+    return [
+        np.zeros_like(array) if isinstance(array, np.ndarray) else array.new_zeros(array.shape)
+        for array in arrays
+    ]
+
+
+def put(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
+    """Copy every array of ``source`` to its counterpart in ``target``, between host and device where they differ."""
+    for destination, origin in zip(target, source, strict=True):
+        if isinstance(destination, np.ndarray):
+            destination[...] = on_host(origin)
+            continue
+        tensor: Any = destination
+        if isinstance(origin, np.ndarray):
+            tensor.copy_(sys.modules["torch"].from_numpy(np.ascontiguousarray(origin)))
+        else:
+            tensor.copy_(origin)
+
+
+def placed(arrays: Arrays, like: Any) -> Arrays:
+    """Return the arrays themselves, or copies in the memory of other arrays if these are on a device."""
+    others = views(like)
+    if (device_of(arrays) < 0) == (device_of(others) < 0):
+        return arrays
+    moved = zeros_like(others)
+    put(moved, arrays)
+    return moved
+
+
+def add(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
+    """Add every array of ``source`` to its counterpart in ``target``.
+
+    Raises:
+        ValueError: the sizes differ; nothing was added.
+    """
+    target_sizes = [math.prod(array.shape) for array in target]
+    source_sizes = [math.prod(array.shape) for array in source]
+    if target_sizes != source_sizes:
+        raise ValueError(
+            f"an update of arrays with {source_sizes} elements for parameters of {target_sizes}"
+        )
+    for destination, origin in zip(target, source, strict=True):
+        destination += origin.reshape(destination.shape)
+
+
+def difference(minuend: Sequence[NDArray[Any]], subtrahend: Sequence[NDArray[Any]]) -> Arrays:
+    """Return the differences of all pairs of arrays, in new memory."""
+    return [left - right for left, right in zip(minuend, subtrahend, strict=True)]
+
+
+def _listed(arrays: Any) -> list[Any]:
+    return list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
+
+
+def _dtype_name(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def _view(array: Any) -> NDArray[Any]:
+    if getattr(array, "requires_grad", False):
+        raise ValueError(
+            "a tensor that requires grad does not lend its memory: pass tensor.detach()"
+        )
+    if hasattr(array, "__array_interface__"):
+        return np.asarray(array)
+    if hasattr(array, "copy_") and device_of(array) >= 0:
+        tensor: NDArray[Any] = array
+        return tensor
+    try:
+        return np.asarray(array.numpy() if hasattr(array, "numpy") else memoryview(array))
+    except (TypeError, BufferError):  # the second is JAX's for bfloat16
+        raise TypeError(
+            f"{type(array).__name__} is not an array that NumPy can view in place; "
+            "pass arrays in host memory, or torch's tensors"
+        ) from None

@@ -64,7 +64,9 @@ def train(apply_residual: bool, *, moves: bool, **options: Any) -> Work:
 
 @pytest.mark.parametrize("moves", [False, True], ids=["step", "step_moved"])
 @pytest.mark.parametrize(
-    "options", [{}, {"every": 3}, {"mode": "async"}, {"exact": True}], ids=lambda one: str(one)
+    "options",
+    [{}, {"every": 3}, {"mode": "async"}, {"topology": "sharded"}],
+    ids=lambda one: str(one),
 )
 def test_parameters_are_the_shared_ones_and_the_residual(options: Any, moves: bool) -> None:
     """The shared parameters, and what each node keeps back, are those of an exchange without the option."""

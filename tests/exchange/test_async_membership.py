@@ -79,15 +79,14 @@ class Trainer:
 
 
 @pytest.mark.parametrize("seed", seeds(3))
-@pytest.mark.parametrize("exact", [False, True], ids=["plain", "exact"])
-def test_late_nodes_and_leaving_ones_lose_nothing(seed: int, exact: bool) -> None:
+def test_late_nodes_and_leaving_ones_lose_nothing(seed: int) -> None:
     trainers: list[Trainer] = []
     with cluster(seed) as world:
         for node_id in (10, 20, 30):
-            Trainer(world, trainers, node_id, min_peers=2, exact=exact)
+            Trainer(world, trainers, node_id, min_peers=2)
         trainers[1].leaves = True
         turn = world.random.randint(60, 250)
-        world.plan(turn, lambda: Trainer(world, trainers, 40, min_peers=2, exact=exact) and None)
+        world.plan(turn, lambda: Trainer(world, trainers, 40, min_peers=2) and None)
         world.run()
     assert len(trainers) == 4
     assert trainers[3].joined is not None
@@ -104,7 +103,7 @@ def test_what_a_dead_node_had_sent_reaches_all_or_nobody(seed: int) -> None:
     trainers: list[Trainer] = []
     with cluster(seed) as world:
         for node_id in (10, 20, 30, 40):
-            Trainer(world, trainers, node_id, min_peers=3, exact=True)
+            Trainer(world, trainers, node_id, min_peers=3)
         dead = world.random.sample(trainers, world.random.choice([1, 1, 2]))
         turn = world.random.randint(60, 500)
         for one in dead:
@@ -130,7 +129,7 @@ def test_after_a_broken_connection_all_hold_the_same(seed: int) -> None:
     trainers: list[Trainer] = []
     with cluster(seed) as world:
         for node_id in (10, 20, 30):
-            Trainer(world, trainers, node_id, min_peers=2, exact=True)
+            Trainer(world, trainers, node_id, min_peers=2)
         one, other = world.random.sample(trainers, 2)
         turn = world.random.randint(60, 200)
         world.plan(turn, lambda: world.cut(one.node, other.node))
@@ -147,12 +146,12 @@ def test_a_restart_while_the_network_is_split_ends_with_one_training(seed: int) 
     trainers: list[Trainer] = []
     with cluster(seed) as world:
         for node_id in (10, 20, 30, 40):
-            Trainer(world, trainers, node_id, min_peers=3, exact=True)
+            Trainer(world, trainers, node_id, min_peers=3)
         one, two, restarted, alone = trainers
 
         def restart() -> None:
             world.kill(restarted.node)
-            Trainer(world, trainers, 30, min_peers=1, exact=True)
+            Trainer(world, trainers, 30, min_peers=1)
 
         turn = world.random.randint(100, 200)
         world.plan(turn, restart)
@@ -170,10 +169,10 @@ def test_two_nodes_that_join_with_the_same_snapshot_get_each_other_s_updates(see
     trainers: list[Trainer] = []
     with cluster(seed) as world:
         for node_id in (10, 20):
-            Trainer(world, trainers, node_id, min_peers=1, exact=True)
+            Trainer(world, trainers, node_id, min_peers=1)
         world.run(until=lambda: len(trainers[0].node.updates) > 3)
         for node_id in (30, 40):
-            Trainer(world, trainers, node_id, min_peers=2, exact=True)
+            Trainer(world, trainers, node_id, min_peers=2)
         world.run()
     assert all(len(one.share.members) == 3 for one in trainers)
     assert len({one.params.tobytes() for one in trainers}) == 1

@@ -19,7 +19,6 @@ NUMEL = 200
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"reduction": "sum"},
-    {"exact": True},
     {"every": 2},
     {"apply_residual": True},
     {"apply_residual": True, "moves": True},
@@ -177,7 +176,6 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         node = made.node(1)
         for share, complaint in (
             (gw.Exchange(gw.Encoder(3, 1.0), node), r"float32\[3\]"),
-            (gw.Exchange(gw.Encoder(2, 1.0), node, exact=True), "exact"),
             (
                 gw.Exchange(gw.Groups.of([np.zeros((2, 1)), np.zeros(1)], dense_below=1), node),
                 "1 groups",

@@ -164,14 +164,15 @@ def test_a_checkpoint_moves_between_host_and_device() -> None:
 def test_what_needs_host_memory_is_refused_before_anything_is_sent(
     refuse: Callable[[gw.Exchange, Any], Any],
 ) -> None:
-    """Local steps need torch's tensors, or host memory; exact sums are there only."""
-    for options in ({"exact": True}, {"every": 2})[: 1 if is_emulated() else 2]:
-        coder = encoder("cuda")
-        share, node = alone(coder, **options)
-        with pytest.raises(TypeError, match="host memory"):
-            refuse(share, placed(np.zeros(NUMEL, np.float32), "cuda"))
-        assert node.updates == {}
-        assert not residual_of(coder).any()
+    """Local steps need torch's tensors, or host memory."""
+    if is_emulated():
+        pytest.skip("the emulated device's tensors stand in for torch's")
+    coder = encoder("cuda")
+    share, node = alone(coder, every=2)
+    with pytest.raises(TypeError, match="host memory"):
+        refuse(share, placed(np.zeros(NUMEL, np.float32), "cuda"))
+    assert node.updates == {}
+    assert not residual_of(coder).any()
 
 
 def test_a_message_that_was_refused_on_the_device_says_why() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.exchange.consistency import Digests, digest_of
-from gradwire.exchange.protocol import Note
+from gradwire.exchange.protocol import NodeRun, Note
 
 from ..seeds import seeds
 from .cluster import FakeNode, cluster
@@ -18,8 +18,8 @@ NUMEL = 40
 MODES: list[dict[str, Any]] = [
     {},
     {"every": 2},
-    {"exact": True},
-    {"mode": "async", "exact": True, "max_staleness": 3},
+    {"topology": "sharded"},
+    {"overlap": 1},
 ]
 
 
@@ -101,13 +101,13 @@ def test_a_replica_that_has_become_different_is_told_so_and_comes_in_again(optio
     assert 0 < found[1] <= 20
     assert workers[1].result[1].stats.digests > 0, "compared again after it came in again"
     assert replicas[0].tobytes() == replicas[2].tobytes()
-    if options in ({}, {"exact": True}):  # the others have steps of its own in between
+    if options in ({}, {"topology": "sharded"}):  # others have unfinished or local steps
         assert replicas[1].tobytes() == replicas[0].tobytes()
 
 
 @pytest.mark.parametrize("seed", seeds(3))
 def test_coming_in_and_dying_are_no_divergence(seed: int) -> None:
-    options = {"mode": "async", "exact": True, "max_staleness": 3}
+    options: dict[str, Any] = {}
     replicas = [np.ones(NUMEL, np.float32) for _ in range(4)]
     with cluster(seed) as world:
 
@@ -128,19 +128,15 @@ def test_coming_in_and_dying_are_no_divergence(seed: int) -> None:
 
 def test_the_majority_is_right_and_of_equals_the_lowest_id() -> None:
     def outcome(mine: str, *others: str) -> bool:
-        from gradwire.exchange.protocol import Note
-        from gradwire.transport import Peer
-
-        me = Peer(5, 1, "me:1")
-        peers = [Peer(1 + 9 * index, 1, f"peer{index}:1") for index in range(len(others))]
+        runs = [NodeRun(1 + 9 * index, 1) for index in range(len(others))]
         with cluster(0):
-            digests = Digests(me, 1.0, ahead=1)
-            assert digests.announce_cut(3) == 4
-            digests.digest_step(4, lambda _: mine)
-            for peer, one in zip(peers, others, strict=True):
-                digests.add_remote(peer, Note(digest=(4, one)))
+            digests = Digests(NodeRun(5, 1), str, 1.0)
+            assert digests.schedule_comparison(3) == 4
+            digests.digest_step(4, lambda: mine)
+            for run, digest in zip(runs, others, strict=True):
+                digests.add_remote(run, Note(digest=(4, digest)))
             try:
-                digests.check_verdict(peers)
+                digests.check_verdict(runs)
             except gw.Diverged:
                 return False
         return True
@@ -161,28 +157,28 @@ def test_a_digest_tells_every_bit() -> None:
 
 def test_expensive_digests_come_less_often() -> None:
     with cluster(0) as world:
-        digests = Digests(world.node(1).peer, 1.0, ahead=1)
+        digests = Digests(NodeRun(1, 1), str, 1.0)
 
-        def slow(_: int) -> str:
+        def slow() -> str:
             world.now_s += 0.5
             return "a"
 
-        cuts = []
+        comparisons = []
         for step in range(100):
-            cuts.append(digests.announce_cut(step))
+            comparisons.append(digests.schedule_comparison(step))
             digests.digest_step(step + 1, slow)
             world.now_s += 1.0
-    named = [at for at, cut in enumerate(cuts) if cut is not None]
+    named = [step for step, comparison in enumerate(comparisons) if comparison is not None]
     assert named[:2] == [0, 1]
     assert named[2] - named[1] == 25, "0.5 s are 1/50 of 25 s"
 
 
 def test_digests_that_not_all_will_tell_are_not_kept_for_ever() -> None:
-    with cluster(0) as world:
-        me, other, silent = (world.node(node_id).peer for node_id in (1, 2, 3))
-        digests = Digests(me, 1.0, ahead=1)
-        for cut in range(1_000):
-            digests.add_remote(other, Note(digest=(cut, "same")))
+    with cluster(0):
+        me, other, silent = (NodeRun(node_id, 1) for node_id in (1, 2, 3))
+        digests = Digests(me, str, 1.0)
+        for step in range(1_000):
+            digests.add_remote(other, Note(digest=(step, "same")))
         assert len(digests._digests) < 20
         digests.add_remote(silent, Note(digest=(999, "same")))
         digests.add_remote(me, Note(digest=(999, "same")))

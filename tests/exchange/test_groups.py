@@ -121,10 +121,10 @@ def test_a_peer_with_other_groups_is_refused() -> None:
     payload = b"".join(map(bytes, other.encode(tensors(1), "threshold")))
     replica = alone(groups)._replica
     with pytest.raises(gw.MessageError, match=r"12 elements in group 4, but .* on this node"):
-        replica.parse(replica.me, 0, memoryview(payload))
+        replica.parse(replica.run, 0, memoryview(payload))
     first = bytes(groups.encode(tensors(1), "threshold")[0])
     with pytest.raises(gw.MessageError, match=r"^2000 elements in group 0, but .* in group 2 on"):
-        replica.parse(replica.me, 0, memoryview(first))
+        replica.parse(replica.run, 0, memoryview(first))
 
 
 def test_smaller_tensors_are_sent_more_densely() -> None:
@@ -209,22 +209,3 @@ def test_local_steps_refuse_updates_of_other_sizes_whole() -> None:
     with pytest.raises(ValueError, match=r"\[2, 3\] elements for parameters of \[2, 2\]"):
         share.step([np.ones(2, np.float32), np.ones(3, np.float32)], params)
     assert not np.concatenate(params).any()
-
-
-def test_whole_updates_are_never_called_exact() -> None:
-    update, params = np.array([1.0, 0.1], np.float32), np.zeros(2, np.float32)
-    dense = alone(gw.Encoder(2, 1.0), exact=True, codec="dense")
-    assert not dense.step(update, params).is_exact
-    assert alone(gw.Encoder(2, 1.0), exact=True).step(update, params).is_exact
-
-
-def test_the_automatic_codec_is_the_fastest_one(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "gradwire.exchange"):
-        share = alone(gw.Encoder(2, 1.0), codec="auto")
-    assert [one.message[:12] for one in caplog.records if "codec" in one.message] == [
-        'codec="auto"'
-    ]
-    result = share.step(np.array([1.5, 0.0], np.float32), np.zeros(2, np.float32))
-    assert result.density == 0.5
-    assert share.stats.codec == "threshold"
-    assert alone(gw.Encoder(2, 1.0), codec="dense").stats.codec == "dense"

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.exchange import LocalExchange, LocalTeam, local
-from gradwire.exchange.parameters import add_owner_state
+from gradwire.exchange.owner import add_owner_state
 
 SECRET = bytes(range(32))
 SHAPES = [(7, 3), (5,)]
@@ -194,7 +194,7 @@ def test_machines_send_one_update_each_whatever_their_workers(topology: Any) -> 
 
 def follow_in_a_process(name: str, pipe: Any) -> None:
     params = tensors()
-    with LocalTeam.join(name, params, size=2, rank=1, reduction="sum") as other:
+    with LocalTeam(name, params, size=2, rank=1, reduction="sum") as other:
         share = other.follow()
         for step in range(3):
             share.step(tensors(100 + step), params)
@@ -234,7 +234,7 @@ def test_too_little_shared_memory_for_a_state_is_an_error_that_says_so() -> None
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
         try:
             with pytest.raises(OSError, match="no shared memory for the optimiser's state: File"):
-                alone.leave_state([np.zeros(1000, np.float32)])
+                alone.publish_state([np.zeros(1000, np.float32)])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

@@ -132,13 +132,10 @@ def assert_nothing_lost(trainers: list[Trainer]) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(3))
-@pytest.mark.parametrize("exact", [False, True], ids=["plain", "exact"])
 @overlapped_or_not
-def test_a_late_node_misses_nothing_and_applies_nothing_twice(
-    seed: int, exact: bool, how: Any
-) -> None:
+def test_a_late_node_misses_nothing_and_applies_nothing_twice(seed: int, how: Any) -> None:
     def trainer(node_id: int) -> Trainer:
-        return Trainer(world, node_id, 40, min_peers=1, exact=exact, **how)
+        return Trainer(world, node_id, 40, min_peers=1, **how)
 
     with cluster(seed) as world:
         trainers = [trainer(node_id) for node_id in (20, 30)]
@@ -164,7 +161,6 @@ def test_a_late_node_misses_nothing_and_applies_nothing_twice(
         {"every": 2},
         {"every": 2, "codec": "dense", "reduction": "mean"},
         {"reduction": "mean"},
-        {"reduction": "mean", "exact": True},
         {"outer_momentum": 0.5},
         {"outer_momentum": 0.5, "every": 2, "apply_residual": True, "overlap": 1, "moves": True},
     ],
@@ -474,7 +470,7 @@ def test_parameters_of_other_shapes_or_dtypes_are_refused_before_they_are_overwr
         {"mode": "async"},
         {"every": 2},
         {"reduction": "sum"},
-        {"exact": True},
+        {"topology": "sharded"},
         {"outer_momentum": 0.5},
     ],
     ids=str,

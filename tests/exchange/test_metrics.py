@@ -1,4 +1,4 @@
-"""What an exchange shows: totals, times, Prometheus' text, one warning, and pages for ``gradwire top``."""
+"""What an exchange shows: totals, times, metrics for Prometheus, one warning, and figures for ``gradwire top``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ import socket
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prometheus_client
 import pytest
 
 import gradwire as gw
 from gradwire.cli import main, top
-from gradwire.exchange import clock, log_every
-from gradwire.exchange.metrics import page_folder
+from gradwire.exchange import MetricsCollector, clock, log_every
+from gradwire.exchange.metrics import socket_folder
 
 from .cluster import FakeNode, cluster, run_cluster
 
@@ -140,39 +138,54 @@ def test_a_listener_logs_every_so_many_steps(
 # ---- Prometheus ------------------------------------------------------------------------------------------------------
 
 
+def samples_of(share: gw.Exchange, labels: dict[str, str] | None = None) -> dict[str, float]:
+    """Return what an endpoint of ``prometheus_client`` serves, by name and labels."""
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(MetricsCollector(share, labels))
+    text = prometheus_client.generate_latest(registry).decode()
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
 def test_prometheus_gets_the_totals_and_the_transport_s_counters(share: gw.Exchange) -> None:
     step(share)
-    text = share.prometheus_text()
-    values = dict(re.findall(r"^gradwire_(\w+) (\S+)$", text, re.M))
-    assert values["steps_total"] == "1"
-    assert float(values["residual_norm"]) == pytest.approx(0.5)
-    assert values["transport_datagrams_sent_total"] == "0"
-    assert {"step_seconds_total", "transport_kernel_drops_total", "members"} <= values.keys()
-    for line in text.splitlines():
-        assert re.fullmatch(r"# TYPE \w+ (counter|gauge)|\w+ [\d.e+-]+", line), line
+    values = samples_of(share)
+    assert values["gradwire_steps_total"] == 1.0
+    assert values["gradwire_residual_norm"] == pytest.approx(0.5)
+    assert values["gradwire_transport_datagrams_sent_total"] == 0.0
+    assert values["gradwire_members"] == 0.0
+    assert {"gradwire_step_seconds_total", "gradwire_transport_kernel_drops_total"} <= values.keys()
 
 
 def test_prometheus_gets_each_peer_s_path(node: gw.Node, share: gw.Exchange) -> None:
     with gw.Node("127.0.0.1:0", [node.address], secret=SECRET) as other:
         other.wait_for_peers(1, 10.0)
         node.wait_for_peers(1, 10.0)
-        text = share.prometheus_text()
-        assert f'gradwire_peer_loss_rate{{peer="{other.address}"}} 0' in text
-        assert f'\ngradwire_peer_rate_bytes_per_second{{peer="{other.address}"}} ' in text
-        assert f'\ngradwire_peer_srtt_seconds{{peer="{other.address}"}} ' in text
+        values = samples_of(share)
+        assert values[f'gradwire_peer_loss_rate{{peer="{other.address}"}}'] == 0.0
+        for name in ("rate_bytes_per_second", "srtt_seconds", "backlog_records"):
+            assert f'gradwire_peer_{name}{{peer="{other.address}"}}' in values
 
 
-def test_metrics_are_served_on_loopback(share: gw.Exchange) -> None:
-    with closing(share.serve_metrics(0)) as server:
-        base = f"http://127.0.0.1:{server.port}"
-        for path in ("/metrics", "/", "/metrics?name=gradwire"):
-            with urllib.request.urlopen(base + path, timeout=10.0) as answer:
-                assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-                assert b"\ngradwire_steps_total 0\n" in answer.read()
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(base + "/secrets", timeout=10.0)
-    with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(base, timeout=10.0)
+def test_labels_tell_several_exchanges_apart(share: gw.Exchange) -> None:
+    assert samples_of(share, {"rank": "3"})['gradwire_steps_total{rank="3"}'] == 0.0
+
+
+def test_a_collector_does_not_keep_an_exchange_alive(node: gw.Node) -> None:
+    share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=0)
+    collector = MetricsCollector(share)
+    assert list(collector.collect())
+    del share
+    gc.collect()
+    assert list(collector.collect()) == []
+
+
+def test_a_collector_without_prometheus_client_says_what_to_install(
+    share: gw.Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ModuleNotFoundError, match=r"gradwire\[metrics\]"):
+        MetricsCollector(share)
 
 
 # ---- gradwire top ----------------------------------------------------------------------------------------------------
@@ -232,7 +245,7 @@ def test_top_shows_rates_and_peers(
     ("options", "proposed"),
     [
         ({"every": 2, "overlap": 1}, ["every=8"]),
-        ({"optimizer": gw.SGD(0.1), "topology": "sharded"}, ["overlap=1"]),
+        ({"topology": "sharded"}, ["overlap=1", "every=4"]),
     ],
 )
 def test_the_remedies_are_options_that_the_exchange_does_not_have_yet(
@@ -269,7 +282,7 @@ def test_waiting_for_space_counts_as_waiting(
 
 def test_top_leaves_out_a_process_that_ends_while_it_answers(folder: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(page_folder() / "1-2.sock"))
+        server.bind(str(socket_folder() / "1-2.sock"))
         server.listen()
 
         def answer() -> None:
@@ -285,7 +298,7 @@ def test_top_leaves_out_a_process_that_ends_while_it_answers(folder: Path) -> No
 
 def test_what_a_killed_process_has_left_is_removed(folder: Path) -> None:
     code = "import socket, sys, os; socket.socket(socket.AF_UNIX).bind(sys.argv[1]); os._exit(0)"
-    path = page_folder() / "1-2.sock"
+    path = socket_folder() / "1-2.sock"
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
     assert path.exists()
     assert top.pages() == {}

@@ -12,8 +12,8 @@ import pytest
 
 import gradwire as gw
 from gradwire.exchange import Group, Groups, StepResult
+from gradwire.exchange.metrics import ResidualMonitor
 from gradwire.exchange.protocol import Hello, Kind, Phase, run_of, tag_of
-from gradwire.exchange.results import Watch
 
 from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster
@@ -403,7 +403,7 @@ def test_a_second_thread_in_an_exchange_is_refused() -> None:
 
 
 def test_useless_densities_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    full = Watch()
+    full = ResidualMonitor()
     groups = Groups([Group(gw.Encoder(4))])
     for step in range(120):
         full.add(StepResult(step=step, density=1.0, threshold=1e-8), groups)
@@ -417,7 +417,7 @@ def test_a_residual_that_grows_beyond_the_first_steps_is_warned_of_once(
 ) -> None:
     groups = Groups([Group(gw.Encoder(4))])
     for last, warnings in ((filled + 30, 0), (filled + 100, 1)):
-        watch = Watch()
+        watch = ResidualMonitor()
         for step in range(filled + 100):
             groups.encoders[0].residual[:] = 1.02 ** min(step, last)
             watch.add(StepResult(step=step, density=density), groups)

@@ -68,27 +68,7 @@ def test_asynchronous_replicas_hold_everything_that_was_put_in(seed: int) -> Non
         np.testing.assert_array_equal(replica.params + kept, 1.0 + put_in)
 
 
-@pytest.mark.parametrize("seed", seeds(3))
-def test_exact_asynchronous_replicas_hold_the_same_bits_for_any_numbers(seed: int) -> None:
-    def work(node: FakeNode, rank: int) -> Replica:
-        rng = np.random.default_rng([12, rank])
-        enc = gw.Encoder(NUMEL, threshold=gw.TargetDensity(0.3, initial=0.5))
-        params = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32)
-        share = gw.Exchange(enc, node, min_peers=2, mode="async", exact=True, reduction="sum")
-        results = []
-        for _ in range(STEPS):
-            results.append(share.step(rng.standard_normal(NUMEL).astype(np.float32), params))
-        applied = sum(result.received for result in results)
-        while applied < 2 * STEPS:
-            applied += share.catch_up(params, timeout_s=0.05)
-        return Replica(params, enc.residual, results)
-
-    replicas = run_cluster(work, seed=seed)
-    assert same_bits(replicas)
-    assert all(result.is_exact for replica in replicas for result in replica.results)
-
-
-def test_without_exact_the_order_shows_in_the_last_bits() -> None:
+def test_asynchronous_replicas_show_the_order_in_the_last_bits() -> None:
     def outcome(seed: int) -> bool:
         def work(node: FakeNode, rank: int) -> Replica:
             rng = np.random.default_rng([12, rank])
@@ -148,11 +128,6 @@ def test_a_node_too_far_ahead_gives_up_without_taking_the_update() -> None:
         return Replica(params, enc.residual, results)
 
     run_cluster(work, count=2, seed=0)
-
-
-def test_exact_asynchronous_averages_are_refused() -> None:
-    with cluster(0) as made, pytest.raises(ValueError, match="divide the updates"):
-        gw.Exchange(encoder(), made.node(1), mode="async", exact=True)
 
 
 # --- local steps ------------------------------------------------------------------------------------------------------
@@ -283,7 +258,6 @@ def test_a_local_step_that_is_not_finite_is_taken_back() -> None:
         ({"overlap": 1, "mode": "async"}, "overlap is for synchronous steps"),
         ({"outer_momentum": 1.0}, "outer_momentum must be"),
         ({"outer_momentum": 0.5, "mode": "async"}, "for synchronous replicas"),
-        ({"outer_momentum": 0.5, "exact": True}, "that are not exact"),
         ({"mode": "async", "on_straggler": "drop"}, "for synchronous steps"),
     ],
 )

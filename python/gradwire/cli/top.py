@@ -61,10 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def pages() -> Pages:
     """Return the figures of every exchange, by the name of its socket; remove the sockets of dead processes."""
-    from gradwire.exchange.metrics import page_folder
+    from gradwire.exchange.metrics import socket_folder
 
     found: Pages = {}
-    for path in sorted(page_folder().glob("*.sock")):
+    for path in sorted(socket_folder().glob("*.sock")):
         with socket.socket(socket.AF_UNIX) as reader:
             reader.settimeout(ANSWER_S)
             try:

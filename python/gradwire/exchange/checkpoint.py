@@ -7,27 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import copies
 from ..state import check_format
 from .options import Reduction
-from .parameters import ExactSum, MomentumSum, add_owner_state, copies, owner_arrays
+from .owner import add_owner_state
+from .parameters import MomentumSum
 from .replica import Replica
 
 __all__ = ["load_state", "redistribute", "state_of"]
 
-_FORMAT = 2
+_FORMAT = 3
 _WHAT = "state of an exchange"
-_KEYS = {
-    "step",
-    "encoders",
-    "shared",
-    "local_steps",
-    "exact",
-    "outer_velocity",
-    "owner",
-    "estates",
-    "slots",
-    "has_slow_links",
-}
+_KEYS = {"step", "encoders", "shared", "local_steps", "outer_velocity", "owner"}
 
 
 def state_of(replica: Replica) -> dict[str, Any]:
@@ -41,12 +32,8 @@ def state_of(replica: Replica) -> dict[str, Any]:
         "encoders": encoders,
         "shared": copies(replica.shared),
         "local_steps": replica.local_steps,
-        "exact": total.state_dict() if isinstance(total, ExactSum) else None,
         "outer_velocity": copies(total.velocity) if isinstance(total, MomentumSum) else [],
         "owner": replica.owner_state(),
-        "estates": replica.estates(),
-        "slots": replica.slots,
-        "has_slow_links": replica.has_slow_links,
     }
 
 
@@ -60,35 +47,22 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
     missing = _KEYS - state.keys()
     if missing:
         raise ValueError(f"{_WHAT} lacks {', '.join(sorted(missing))}")
-    encoders, total = replica.groups.encoders, replica.total
+    encoders = replica.groups.encoders
+    total = replica.total
     if len(state["encoders"]) != len(encoders):
         raise ValueError(
             f"state has {len(state['encoders'])} groups, this exchange {len(encoders)}"
         )
-    if isinstance(total, ExactSum) != (state["exact"] is not None):
-        raise ValueError("one of state and exchange is exact, the other is not")
     if state["outer_velocity"] and not isinstance(total, MomentumSum):
         raise ValueError(
             "the state has a velocity of the shared parameters, this exchange no outer_momentum"
         )
-    slots = state["slots"]
-    if slots != replica.slots:
-        raise ValueError(f"the state has {_owners(slots)}, this exchange {_owners(replica.slots)}")
-    for encoder, one in zip(encoders, state["encoders"], strict=True):
-        encoder.load_state_dict(one)
-    replica.load_owner(state["owner"], state["estates"])
-    if isinstance(total, ExactSum):
-        total.load_state_dict(state["exact"])
+    for encoder, saved in zip(encoders, state["encoders"], strict=True):
+        encoder.load_state_dict(saved)
     if isinstance(total, MomentumSum):
-        total.velocity = copies(state["outer_velocity"])
-    replica.shared = copies(state["shared"])
-    replica.local_steps = state["local_steps"]
-    replica.step = state["step"]
-    replica.has_slow_links = state["has_slow_links"]
-
-
-def _owners(slots: int | None) -> str:
-    return "no optimizer" if slots is None else f"an optimizer of {slots} values for each element"
+        total.load_velocity(state["outer_velocity"])
+    replica.load_shared(state["shared"], state["local_steps"])
+    replica.load(state["step"], state["owner"])
 
 
 def redistribute(
@@ -136,13 +110,14 @@ def redistribute(
                 "take it right after one"
             )
     layouts = [
-        (state["step"], [(one["numel"], one["dtype"]) for one in state["encoders"]])
+        (state["step"], [(saved["numel"], saved["dtype"]) for saved in state["encoders"]])
         for state in states
     ]
-    if any(one != layouts[0] for one in layouts):
+    if any(layout != layouts[0] for layout in layouts):
         raise ValueError(f"the states are of different steps or models: {layouts}")
     # A worker's own parameters, which ``gradwire.torch`` adds, hold its old residual.
-    states = [{name: one[name] for name in one.keys() - {"local", "rounded"}} for one in states]
+    own_parameters = {"local", "rounded"}
+    states = [{name: state[name] for name in state.keys() - own_parameters} for state in states]
     factor = world_size / len(states) if reduction == "mean" else 1.0
     weight = len(states) if reduction == "mean" else 1
     return [
@@ -156,26 +131,15 @@ def _merged(
 ) -> dict[str, Any]:
     """Return a state like ``like`` with the sum of the residuals of ``states``, times a factor.
 
-    Without an optimiser a sum that an owner keeps weighs as much as ``weight`` updates of one node.
+    A sum that an owner keeps weighs as much as ``weight`` updates of one node.
     """
-    totals = [np.zeros(one["residual"].shape, np.float64) for one in like["encoders"]]
+    totals = [np.zeros(saved["residual"].shape, np.float64) for saved in like["encoders"]]
     for state in states:
-        for total, one in zip(totals, state["encoders"], strict=True):
-            total += one["residual"]
-        if state["slots"] is None:
-            add_owner_state(state["owner"], totals, weight)
+        for total, saved in zip(totals, state["encoders"], strict=True):
+            total += saved["residual"]
+        add_owner_state(state["owner"], totals, weight)
     encoders = [
-        {**one, "residual": (total * factor).astype(one["residual"].dtype)}
-        for one, total in zip(like["encoders"], totals, strict=True)
+        {**saved, "residual": (total * factor).astype(saved["residual"].dtype)}
+        for saved, total in zip(like["encoders"], totals, strict=True)
     ]
-    return {**like, "encoders": encoders, "owner": None, "estates": _estates(states)}
-
-
-def _estates(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return residuals and states of owners that run an optimiser: changes of parameters, independent of the mean."""
-    found = [one for state in states for one in state["estates"]]
-    for owner in (state["owner"] for state in states if state["slots"] is not None):
-        if owner is not None:
-            place = {"parts": owner["parts"], "at": owner["at"]}
-            found.append({**place, "arrays": owner_arrays(owner)})
-    return found
+    return {**like, "encoders": encoders, "owner": None}

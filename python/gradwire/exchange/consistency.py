@@ -1,9 +1,8 @@
-"""The comparison of replicas: digests of the same state on all members, and the verdict.
+"""The comparison of synchronous replicas: digests of the same state on all members, and the verdict.
 
-A cut is a number K: the state in which every member's updates below K are applied and no others. The member with the
-lowest id announces a cut from time to time in a note; each member computes the digest at the cut and sends it with its
-next update. In synchronous mode a cut is the end of a step. An asynchronous replica is never exactly at a cut; if its
-sum is exact, the updates beyond the cut are subtracted again.
+The member with the lowest id announces a comparison step K from time to time in the note of its update. All members
+compute the digest of their parameters when they have finished the steps before K, and send it with their next update.
+Asynchronous replicas are never in the same state, so they are not compared.
 """
 
 from __future__ import annotations
@@ -17,16 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import device_of
+from ..arrays import device_of, on_host, views
 from ..errors import Diverged
-from ..message import Message
-from ..transport import Peer
 from . import clock
 from .groups import Groups
 from .membership import Membership
 from .options import Options
-from .parameters import ExactSum, on_host, views
-from .protocol import Note, Phase
+from .protocol import NodeRun, Note, Phase
 from .replica import Replica
 
 __all__ = ["Consistency", "Digests", "digest_of", "start_of"]
@@ -37,8 +33,11 @@ _LOG = logging.getLogger(__name__)
 _COST_SHARE = 50
 _DIGEST_BYTES = 8
 
-# Cuts whose digests are kept: those of a cut that some member cannot compute never become complete.
-_CUTS_MAX = 8
+# Steps from the announcement to the comparison: every member sees the announcement in the step before.
+_LEAD_STEPS = 1
+
+# Comparisons whose digests are kept: those that some member cannot compute never become complete.
+_COMPARISONS_MAX = 8
 
 
 def digest_of(arrays: Sequence[NDArray[Any]]) -> str:
@@ -75,138 +74,148 @@ class Digests:
     """The times of comparisons, the members' digests, and the verdict.
 
     Args:
-        me: this node.
-        every_s: seconds between the cuts that this node announces; 0: none.
-        ahead: steps from the announcement to the cut, so that no node has passed the cut when it is announced.
+        run: this node.
+        name_of: returns the name of a node, for messages.
+        every_s: seconds between the comparisons that this node announces; 0: none.
 
     Attributes:
         agreed: number of comparisons without a difference.
     """
 
-    def __init__(self, me: Peer, every_s: float, ahead: int) -> None:
-        self._me = me
-        self._every_s = self._interval_s = every_s
-        self._ahead = ahead
-        self._due_s: float | None = None
-        self._cut: int | None = None
-        self._own: tuple[int, str] | None = None
-        self._digests: dict[int, dict[Peer, str]] = {}
+    def __init__(self, run: NodeRun, name_of: Callable[[NodeRun], str], every_s: float) -> None:
         self.agreed = 0
+        self._run = run
+        self._name_of = name_of
+        self._every_s = every_s
+        self._interval_s = every_s
+        self._due_s: float | None = None
+        self._comparison: int | None = None
+        self._unsent: tuple[int, str] | None = None
+        self._digests: dict[int, dict[NodeRun, str]] = {}
 
-    def announce_cut(self, step: int) -> int | None:
-        """Return the cut to announce with the update of ``step``, None if no comparison is due."""
-        is_due = self._due_s is None or clock.now_s() >= self._due_s
-        if not self._every_s or self._cut is not None or not is_due:
+    @property
+    def is_pending(self) -> bool:
+        """Whether some members' digests have arrived, and not all."""
+        return bool(self._digests)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for the next comparison."""
+        if not self._every_s or self._comparison is not None:
+            return False
+        return self._due_s is None or clock.now_s() >= self._due_s
+
+    def schedule_comparison(self, step: int) -> int | None:
+        """Return the comparison to announce with the update of ``step``, None if no comparison is due."""
+        if not self.is_due:
             return None
         self._due_s = clock.now_s() + self._interval_s
-        self._cut = step + self._ahead
-        return self._cut
+        self._comparison = step + _LEAD_STEPS
+        return self._comparison
 
-    def outgoing(self) -> tuple[int, str] | None:
-        """Return the cut and digest to send with the next update, once."""
-        own, self._own = self._own, None
-        return own
+    @property
+    def has_unsent(self) -> bool:
+        """Whether this node's digest waits for the next update."""
+        return self._unsent is not None
 
-    def add_remote(self, peer: Peer, note: Note) -> None:
-        """Add the cut and the digest of a member's note."""
-        if note.cut is not None:
-            self._cut = note.cut
+    def take_unsent(self) -> tuple[int, str] | None:
+        """Return the comparison and this node's digest to send with the next update, once."""
+        unsent = self._unsent
+        self._unsent = None
+        return unsent
+
+    def add_remote(self, run: NodeRun, note: Note) -> None:
+        """Add the announcement and the digest of a member's note."""
+        if note.comparison is not None:
+            self._comparison = note.comparison
         if note.digest is not None:
-            cut, digest = note.digest
-            self._digests.setdefault(cut, {})[peer] = digest
-            if len(self._digests) > _CUTS_MAX:
+            comparison, digest = note.digest
+            self._digests.setdefault(comparison, {})[run] = digest
+            if len(self._digests) > _COMPARISONS_MAX:
                 del self._digests[min(self._digests)]
 
-    def digest_step(self, reached: int, digest: Callable[[int], str | None]) -> None:
-        """Compute the digest if the announced cut is reached.
+    def digest_step(self, step: int, digest: Callable[[], str | None]) -> None:
+        """Compute the digest if ``step`` is the comparison that was announced.
 
         Args:
-            reached: every member's updates below this number are applied.
-            digest: returns the digest at a cut, preceded by the contributors' name and a dash; None if the state at the
-                cut is unknown.
+            step: all updates before this step are applied, and no others.
+            digest: returns the digest of the present state, preceded by the contributors' name and a dash; None if the
+                arrays cannot be read.
         """
-        cut = self._cut
-        if cut is None or reached < cut:
+        comparison = self._comparison
+        if comparison is None or step < comparison:
             return
-        self._cut = None
+        self._comparison = None
+        if step > comparison:
+            return  # this node came in after the state that the others compare
         begin_s = clock.now_s()
-        own = digest(cut)
+        own_digest = digest()
         self._interval_s = max(self._every_s, _COST_SHARE * (clock.now_s() - begin_s))
-        if own is not None:
-            self._own = (cut, own)
-            self._digests.setdefault(cut, {})[self._me] = own
+        if own_digest is not None:
+            self._unsent = (comparison, own_digest)
+            self._digests.setdefault(comparison, {})[self._run] = own_digest
 
-    def check_verdict(self, peers: Iterable[Peer]) -> None:
-        """Compare the digests of every cut for which all members' have arrived.
+    def check_verdict(self, peers: Iterable[NodeRun]) -> None:
+        """Compare the digests of every comparison for which all members' have arrived.
 
         Raises:
             Diverged: most others hold other parameters than this node.
         """
-        members = {self._me, *peers}
-        for cut in sorted(self._digests):
-            digests = self._digests[cut]
+        members = {self._run, *peers}
+        for comparison in sorted(self._digests):
+            digests = self._digests[comparison]
             if not members <= digests.keys():
                 continue
-            for old in [old for old in self._digests if old <= cut]:
+            for old in [old for old in self._digests if old <= comparison]:
                 del self._digests[old]
-            self._compare(cut, {peer: digests[peer] for peer in members})
+            self._compare(comparison, {run: digests[run] for run in sorted(members)})
 
-    def _compare(self, cut: int, digests: dict[Peer, str]) -> None:
+    def _compare(self, step: int, digests: dict[NodeRun, str]) -> None:
         counts = Counter(digests.values())
         if len({digest.partition("-")[0] for digest in counts}) > 1:
-            return  # a member came or went, and not all knew of it at this cut
+            return  # a member came or went, and not all knew of it at this step
         if len(counts) == 1:
             self.agreed += 1
             return
         # The majority is right; of equally many, those with the lowest id.
         most = max(counts.values())
-        right = next(digests[peer] for peer in sorted(digests) if counts[digests[peer]] == most)
-        good = ", ".join(peer.address for peer in sorted(digests) if digests[peer] == right)
-        bad = [peer for peer in sorted(digests) if digests[peer] != right]
-        text = (
-            f"the replicas have diverged at step {cut}: {', '.join(one.address for one in bad)} hold other "
-            f"parameters than {good}"
-        )
-        if self._me in bad:
+        right = next(digest for digest in digests.values() if counts[digest] == most)
+        good = ", ".join(self._name_of(run) for run, digest in digests.items() if digest == right)
+        bad = ", ".join(self._name_of(run) for run, digest in digests.items() if digest != right)
+        text = f"the replicas have diverged at step {step}: {bad} hold other parameters than {good}"
+        if digests[self._run] != right:
             raise Diverged(
-                f"{text}; this node ({self._me.address}) has digest {digests[self._me]} instead of {right}: "
+                f"{text}; this node ({self._name_of(self._run)}) has digest {digests[self._run]} instead of {right}: "
                 "call resync(params)"
             )
         _LOG.error("%s", text)
 
     def reset(self) -> None:
-        """Forget all cuts and digests: this node has another replica's parameters now."""
-        self._cut = self._own = None
+        """Forget all comparisons and digests: this node has another replica's parameters now."""
+        self._comparison = None
+        self._unsent = None
         self._digests.clear()
 
 
 class Consistency:
     """Takes part in the comparison of replicas between two steps.
 
-    Asynchronous replicas are compared only if their sums are exact.
-
     Attributes:
         digests: of this node and of the others.
     """
 
     def __init__(self, options: Options, membership: Membership, replica: Replica) -> None:
-        self._is_sync = options.is_sync
         self._membership = membership
         self._replica = replica
-        ahead = 1 if options.is_sync else options.max_staleness + 2
-        every_s = options.digest_s if options.is_sync or options.exact else 0.0
-        self.digests = Digests(membership.me, every_s, ahead)
+        every_s = options.digest_s if options.is_sync else 0.0
+        name_of = membership.introductions.name_of
+        self.digests = Digests(membership.run, name_of, every_s)
 
     def add_notes(self, params: Any) -> None:
-        """Add the notes of applied updates, and compute a digest where a cut is reached."""
-        membership = self._membership
-        for peer, note in membership.heard:
-            self.digests.add_remote(peer, note)
-        membership.heard.clear()
-        reached = self._replica.step
-        if not self._is_sync:
-            reached = min([reached, *membership.positions.values()])
-        self.digests.digest_step(reached, lambda cut: self._digest_at(cut, params))
+        """Add the notes of applied updates, and compute a digest where a comparison was announced."""
+        for run, note in self._membership.notes.drain_applied():
+            self.digests.add_remote(run, note)
+        self.digests.digest_step(self._replica.step, lambda: self._digest(params))
 
     def compare(self, params: Any) -> None:
         """Add notes, compare digests, and prepare this node's next note.
@@ -215,32 +224,21 @@ class Consistency:
             Diverged: most others hold other parameters than this node.
         """
         membership = self._membership
+        digests = self.digests
         self.add_notes(params)
-        if membership.outgoing is None:
+        is_due = digests.is_due and membership.is_first
+        if (is_due or digests.has_unsent) and not membership.notes.is_scheduled:
             step = self._replica.step
-            cut = self.digests.announce_cut(step) if membership.is_first else None
-            digest = self.digests.outgoing()
-            if cut is not None or digest is not None:
-                membership.outgoing = Note(cut=cut, digest=digest)
-        if membership.phase is Phase.IN:
-            self.digests.check_verdict(membership.peers)
+            comparison = digests.schedule_comparison(step) if is_due else None
+            membership.notes.schedule(comparison, digests.take_unsent())
+        if digests.is_pending and membership.phase is Phase.IN:
+            digests.check_verdict(membership.peers)
 
-    def _digest_at(self, cut: int, params: Any) -> str | None:
-        """Return contributors and digest of the state at a cut; None where the state is unknown."""
-        replica, contributors = self._replica, self._membership.contributors_at(cut)
-        if self._is_sync:
-            if cut != replica.step:
-                return None
-            try:
-                return f"{contributors}-{digest_of(replica.shared or views(params))}"
-            except TypeError:
-                return None  # neither NumPy's nor torch's
-        beyond = self._membership.applied_since(cut)
-        total, oldest = replica.total, replica.oldest_sent
-        if beyond is None or not isinstance(total, ExactSum) or not total.initial:
+    def _digest(self, params: Any) -> str | None:
+        """Return contributors and digest of the present state; None where neither NumPy nor torch can see it."""
+        replica = self._replica
+        contributors = self._membership.contributors_before(replica.step)
+        try:
+            return f"{contributors}-{digest_of(replica.shared or views(params))}"
+        except TypeError:
             return None
-        if oldest is not None and oldest.step > cut:
-            return None
-        payloads: list[list[Message]] = [replica.parse(replica.me, cut, one) for one in beyond]
-        payloads += [own.messages for own in replica.sent if own.step >= cut]
-        return f"{contributors}-{digest_of([*total.initial, *total.without(payloads)])}"

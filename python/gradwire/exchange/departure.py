@@ -13,19 +13,19 @@ import logging
 from collections.abc import Iterable
 
 from ..errors import Mismatch
-from ..transport import Peer
-from .membership import Membership, Router, by_run
+from .membership import Membership
 from .protocol import (
     TAG_NUMBERS,
     Kind,
+    NodeRun,
     Note,
     Phase,
     decode_steps,
     encode_steps,
     pack_relay,
-    run_of,
     unpack_relay,
 )
+from .router import Router
 
 __all__ = ["Departure"]
 
@@ -37,68 +37,70 @@ class Departure:
 
     def __init__(self, membership: Membership, router: Router, *, is_sync: bool) -> None:
         self._membership = membership
+        self._introductions = membership.introductions
         self._router = router
         self._is_sync = is_sync
-        self._reports: dict[Peer, dict[Peer, int]] = {}
-        self._relayed: set[tuple[Peer, int, int, frozenset[Peer]]] = set()
-        router.handlers[Kind.REPORT] = self._add_report
-        router.handlers[Kind.RELAY] = self._add_relayed
+        # By reporter and departed node: the first update that the reporter lacks.
+        self._reports: dict[NodeRun, dict[NodeRun, int]] = {}
+        self._relayed: set[tuple[NodeRun, int, int, frozenset[NodeRun]]] = set()
+        router.handle(Kind.REPORT, self._add_report)
+        router.handle(Kind.RELAY, self._add_relayed)
 
     @property
-    def unsettled(self) -> set[Peer]:
+    def unsettled(self) -> set[NodeRun]:
         """The departed members without an agreement on their last update, or with updates still to arrive."""
         finals = self._membership.finals
         return {
-            peer
-            for peer, held in self._membership.departing.items()
-            if peer not in finals or held < finals[peer]
+            run
+            for run, next_missing in self._membership.departing.items()
+            if run not in finals or next_missing < finals[run]
         }
 
-    def suspect(self, peers: Iterable[Peer], why: str) -> None:
+    def suspect(self, runs: Iterable[NodeRun], why: str) -> None:
         """Consider members gone: begin to agree with the others on their last updates.
 
         If not all members know this node, it joins again: it may have applied an update that they do not apply.
         """
-        membership, gone = self._membership, sorted(peers)
-        is_new = not self._is_sync and not membership.unaware <= set(gone)
+        membership = self._membership
+        gone = sorted(runs)
+        is_new = not self._is_sync and not membership.members_unaware_of_us <= set(gone)
         if membership.phase is Phase.READY or is_new:
-            self.rejoin(f"{', '.join(map(membership.name_of, gone))} {why}")
+            self.rejoin(f"{self._introductions.describe(gone)} {why}")
             return
-        for peer in gone:
-            name = membership.name_of(peer)
+        for run in gone:
+            name = self._introductions.name_of(run)
             _LOG.warning("step %d: %s %s", membership.next_step, name, why)
-            membership.departing[peer] = membership.members[peer].held
-            membership.reported.add(peer)
+            membership.mark_departing(run)
         self.report()
         self._settle_departures()
 
-    def handle_lost(self, lost: set[Peer], step: int) -> None:
+    def handle_lost(self, lost: set[NodeRun], step: int) -> None:
         """Suspect members whose connection ended."""
         membership = self._membership
         # A member that has sent its update of ``step`` is not missed before the next, unless there is more to agree on.
         can_wait = self._is_sync and membership.phase is Phase.IN and not self.unsettled
         gone = [
-            peer
-            for peer in sorted(lost)
-            if peer not in membership.departing
-            and not (can_wait and step in membership.members[peer])
+            run
+            for run in sorted(lost)
+            if run not in membership.departing
+            and not (can_wait and step in membership.members[run])
         ]
         if gone and membership.phase in (Phase.IN, Phase.READY):
             self.suspect(gone, "is lost")
 
-    def suspect_mismatched(self) -> None:
+    def suspect_incompatible(self) -> None:
         """Continue without members whose arrays turn out to be different, which they announced after the start.
 
         Raises:
             Mismatch: no other member's arrays fit.
         """
         membership = self._membership
-        mismatched = [peer for peer in membership.peers if peer in membership.mismatched]
-        if not mismatched or membership.phase is not Phase.IN:
+        incompatible = [run for run in membership.peers if run in self._introductions.incompatible]
+        if not incompatible or membership.phase is not Phase.IN:
             return
-        if len(mismatched) == len(membership.peers):
-            raise Mismatch(membership.mismatches())
-        self.suspect(mismatched, "has other arrays")
+        if len(incompatible) == len(membership.peers):
+            raise Mismatch(self._introductions.describe_incompatible())
+        self.suspect(incompatible, "has other arrays")
 
     def rejoin(self, why: str) -> None:
         """Stop being a member, and join again with a snapshot."""
@@ -110,82 +112,88 @@ class Departure:
     def remove_departed(self) -> None:
         """Remove departed members once all their updates have been applied."""
         membership = self._membership
+        if not membership.finals:
+            return
         gone = [
-            peer
-            for peer, stream in membership.members.items()
-            if peer in membership.finals and stream.position >= membership.finals[peer]
+            run
+            for run, stream in membership.members.items()
+            if run in membership.finals and stream.position >= membership.finals[run]
         ]
-        for peer in gone:
-            membership.remove_member(peer)
+        for run in gone:
+            membership.remove_member(run)
         if gone:
             count = len(membership.members) + 1
-            _LOG.warning("%s: %d nodes go on", membership.departed(gone), count)
-        for peer in gone if not self._is_sync else ():
+            _LOG.warning("%s: %d nodes go on", self._introductions.describe_departed(gone), count)
+        for run in gone if not self._is_sync else ():
             # It may have come in again before the others agreed that it had gone.
-            hello = membership.fitting(Phase.IN).get(peer)
-            if hello and peer in membership.others and not self.has_gone(peer, hello.first):
-                membership.admit(peer, hello.first)
+            hello = self._introductions.compatible(Phase.IN).get(run)
+            if hello and run in membership.others and not self.has_gone(run, hello.first_step):
+                membership.admit(run, hello.first_step)
         if gone and membership.phase is Phase.IN:
             self._router.announce(Phase.IN)
 
-    def has_gone(self, peer: Peer, first: int) -> bool:
-        """Return whether a node that came in with its update ``first`` is reported as gone since."""
+    def has_gone(self, run: NodeRun, first_step: int) -> bool:
+        """Return whether a node that came in with its update ``first_step`` is reported as gone since then."""
         reports = [*self._reports.values(), self._membership.finals]
-        return any(report.get(peer, -1) >= first for report in reports)
+        return any(report.get(run, -1) >= first_step for report in reports)
 
-    def report(self, to: Peer | None = None) -> None:
+    def report(self, to: NodeRun | None = None) -> None:
         """Tell all members, or one, which members are gone and how many of their updates this node has."""
         if self._membership.phase is Phase.IN:
-            held = {run_of(peer): at for peer, at in self._own_report().items()}
-            self._router.send(Kind.REPORT, 0, encode_steps(held), to)
+            self._router.send(Kind.REPORT, 0, encode_steps(self._own_report()), to)
 
-    def _own_report(self) -> dict[Peer, int]:
+    def _own_report(self) -> dict[NodeRun, int]:
         """Return the first missing update of every member that is gone, and of unknown nodes as others report it.
 
         A member that only departed nodes report as gone is left out: its updates are still accepted here.
         """
-        membership, reports = self._membership, self._reports.values()
+        membership = self._membership
+        reports = self._reports.values()
         unknown = membership.reported - membership.members.keys()
-        said = {peer: max((one.get(peer, 0) for one in reports), default=0) for peer in unknown}
-        return said | membership.departing
-
-    def _add_report(self, reporter: Peer, _: int, payload: memoryview) -> None:
-        membership, found = self._membership, decode_steps(payload)
-        known = by_run([*membership.members, *membership.past, *membership.departing])
-        named = {
-            known.get(run, Peer(*run, "unknown")): held
-            for run, held in found.items()
-            if run != membership.run
+        hearsay = {
+            run: max((report.get(run, 0) for report in reports), default=0) for run in unknown
         }
+        return hearsay | membership.departing
+
+    def _add_report(self, reporter: NodeRun, _: int, payload: memoryview) -> None:
+        membership = self._membership
+        named = decode_steps(payload)
+        first_lacking = named.pop(
+            membership.run, None
+        )  # of this node's updates, if it is reported as gone
         self._reports[reporter] = named
-        has_news = not named.keys() <= membership.reported
-        membership.reported |= named.keys()
-        own = found.get(membership.run)
+        has_news = membership.add_reported(named)
         if reporter not in membership.members:
             self._refuse(reporter)
         elif reporter in membership.departing:
             pass
-        elif membership.phase is Phase.IN and own is not None and own >= membership.first_step:
+        elif (
+            membership.phase is Phase.IN
+            and first_lacking is not None
+            and first_lacking >= membership.first_step
+        ):
             self.rejoin("the others have gone on without this node")
         else:
             gone = [
-                peer
-                for peer, held in named.items()
-                if peer in membership.members
-                and peer not in membership.departing
-                and held >= (membership.members[peer].first or 0)
+                run
+                for run, next_missing in named.items()
+                if run in membership.members
+                and run not in membership.departing
+                and next_missing >= (membership.members[run].first_received or 0)
             ]
             if gone:
-                self.suspect(gone, f"is gone, says {reporter.address}")
+                address = self._introductions.peer_of(reporter).address
+                self.suspect(gone, f"is gone, says {address}")
             elif has_news:
+                # Only reports that name the same nodes are compared.
                 self.report()
         self._settle_departures()
 
-    def _refuse(self, peer: Peer) -> None:
+    def _refuse(self, run: NodeRun) -> None:
         """Tell a node that takes this one for a member, and would wait for its reports, that it is none here."""
-        hello = self._membership.fitting(Phase.IN).get(peer)
+        hello = self._introductions.compatible(Phase.IN).get(run)
         if self._membership.phase is Phase.IN and hello and self._membership.run in hello.members:
-            self._router.send(Kind.REPORT, 0, encode_steps({run_of(peer): hello.first}), to=peer)
+            self._router.send(Kind.REPORT, 0, encode_steps({run: hello.first_step}), run)
 
     def _settle_departures(self) -> None:
         """Agree where all reports are in, relay missing updates, and remove members with nothing left to apply."""
@@ -198,50 +206,55 @@ class Departure:
 
     def _agree(self) -> None:
         """Decide on the last updates of departed members."""
-        membership, unsettled = self._membership, self.unsettled
-        reports = [self._reports.get(peer, {}) for peer in membership.peers]
-        # A member may have gone before, and come in again: earlier reports are about that.
-        begun = {peer: self._is_sync and membership.members[peer].begun for peer in unsettled}
-        if any(report.get(peer, -1) < at for report in reports for peer, at in begun.items()):
+        membership = self._membership
+        unsettled = self.unsettled
+        reports = [self._reports.get(run, {}) for run in membership.peers]
+        # A member may have gone before, and come in again: earlier reports are about that time.
+        earliest = {
+            run: membership.members[run].first_direct if self._is_sync else 0 for run in unsettled
+        }
+        if any(report.get(run, -1) < step for report in reports for run, step in earliest.items()):
             return
-        for peer in unsettled:
-            held = [report[peer] for report in reports]
-            membership.finals[peer] = max([membership.departing[peer], *held])
+        for run in unsettled:
+            # All apply as many updates as the node with the most has: relays bring them to the others.
+            final = max([membership.departing[run], *(report[run] for report in reports)])
+            membership.agree_on_final(run, final)
 
     def _relay(self) -> None:
         """Relay updates of departed members that others lack, if this node is the first that has them."""
         membership = self._membership
         voters = frozenset(membership.peers)
-        for peer, final in membership.finals.items():
-            held = {
-                one: self._reports[one][peer]
-                for one in voters
-                if peer in self._reports.get(one, {})
+        for run, final in membership.finals.items():
+            reported = {
+                voter: self._reports[voter][run]
+                for voter in voters
+                if run in self._reports.get(voter, {})
             }
-            lacking = [at for at in held.values() if at < final]
-            has_holder_before = any(at >= final and one < membership.me for one, at in held.items())
-            if not lacking or membership.departing.get(peer, 0) < final or has_holder_before:
+            lacking = [step for step in reported.values() if step < final]
+            has_holder_before = any(
+                step >= final and voter < membership.run for voter, step in reported.items()
+            )
+            if not lacking or membership.departing.get(run, 0) < final or has_holder_before:
                 continue
-            key = (peer, min(lacking), final, voters)
-            stream = membership.members.get(peer) or membership.past.get(peer)
+            key = (run, min(lacking), final, voters)
+            stream = membership.members.get(run) or membership.past.get(run)
             if key in self._relayed or stream is None:
                 continue
             self._relayed.add(key)
             for tag, payload in stream.raw(min(lacking), final):
-                self._router.send(Kind.RELAY, 0, pack_relay(run_of(peer), tag, payload))
+                self._router.send(Kind.RELAY, 0, pack_relay(run, tag, payload))
 
-    def _add_relayed(self, relayer: Peer, _: int, payload: memoryview) -> None:
+    def _add_relayed(self, relayer: NodeRun, _: int, payload: memoryview) -> None:
         membership = self._membership
         run, tag, relayed = unpack_relay(payload)
-        peer = by_run(membership.members).get(run)
-        if relayer in membership.departing or peer is None or peer not in membership.departing:
+        if relayer in membership.departing or run not in membership.departing:
             return
-        stream, (kind, step) = membership.members[peer], divmod(tag, TAG_NUMBERS)
-        if step != stream.held:
+        stream = membership.members.get(run)
+        kind, step = divmod(tag, TAG_NUMBERS)
+        if stream is None or step != stream.next_missing:
             return
         if kind == Kind.NOTE:
             stream.add_note(step, Note.decode(relayed), relayed)
         else:
-            stream.add_relayed(self._router.parse(peer, step, relayed), relayed)
-            membership.departing[peer] = stream.held
+            membership.add_relayed(run, self._router.parse(run, step, relayed), relayed)
             self._settle_departures()

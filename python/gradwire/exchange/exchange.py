@@ -9,43 +9,39 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from numpy.typing import NDArray
 
-from ..arrays import device_of
+from ..arrays import add, copies, layouts, views, writable_views
 from ..codec import Encoder
 from ..errors import NonFiniteUpdate, PeerLost
-from . import checkpoint, clock
+from . import checkpoint
 from .consistency import Consistency, start_of
 from .departure import Departure
-from .descent import Optimizer
-from .groups import Codec, Group, Groups
+from .groups import Group, Groups
 from .join import Join
-from .membership import Membership, Router
-from .metrics import Listener, Meter, MetricsServer, describe, offer_page, prometheus_text
-from .options import Options, Reduction, Role, Topology, chosen_codec
-from .parameters import (
-    ExactSum,
-    MomentumSum,
-    PlainSum,
-    add,
-    copies,
-    described,
-    views,
-    writable_views,
-)
+from .membership import Introductions, Membership
+from .metrics import Listener, Meter, ResidualMonitor, metrics_snapshot, serve_snapshot
+from .options import Options
+from .parameters import MomentumSum, PlainSum
 from .protocol import VERSIONS, Kind, Phase
 from .replica import Replica
-from .results import ExchangeStats, Joined, StepResult, Watch
+from .results import ExchangeStats, Joined, StepResult
+from .router import Router
 from .step import Step
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ..transport import Node, Peer
+    from .options import ExchangeOptions
 
 __all__ = ["Exchange"]
 
 _LOG = logging.getLogger(__name__)
+
+_OBSERVER = 'role="observer" has no updates of its own: call follow'
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -69,12 +65,12 @@ def _by_one_thread(method: _Method) -> _Method:
 
 
 def _metered(take: _Method) -> _Method:
-    """Measure a whole step, with the caller's time before it, and show the result."""
+    """Measure a whole step, with the caller's time before it, and tell the listeners."""
 
     @functools.wraps(take)
     def metered(self: Exchange, *args: Any, **options: Any) -> StepResult:
         result = self._meter.time(functools.partial(take, self, *args, **options))
-        self._meter.show(result, self.stats)
+        self._meter.notify_listeners(result, self.stats)
         return result
 
     return metered  # type: ignore[return-value]
@@ -84,33 +80,21 @@ class Exchange:
     """Adds all nodes' updates to the parameters, step by step, so that every node holds the same bits.
 
     ``step(update, params)`` encodes the update, publishes the message, and adds the members' messages, this node's own
-    included, to the parameters. What an encoder holds back stays in its residual. docs/exchange.md explains the
-    options, joining, leaving and interruptions. One exchange serves one node and one thread.
+    included, to the parameters. What an encoder holds back stays in its residual. An exchange is a synchronous mesh, a
+    synchronous sharded exchange, or an asynchronous mesh; docs/exchange.md says when to choose which, and explains
+    joining, leaving and interruptions. One exchange serves one node and one thread.
 
     Args:
         enc: one encoder, or `Groups` of encoders; their ``step`` numbers the steps, so all nodes begin with the same.
         node: the exchange takes all its messages.
-        reduction: "mean" of the live nodes' messages, as DistributedDataParallel averages gradients, or their "sum".
-        min_peers: number of other nodes to wait for before the first step; None: as many as the node was told of.
-        mode: "sync": a step waits for all members' messages. "async": a step adds the messages that have arrived.
-        max_staleness: steps that an asynchronous node may be ahead of the slowest member.
-        exact: sum in float64, so that the order of the messages does not matter; ``params`` belong to the exchange.
-        codec: "threshold", or "auto", which chooses it; "dense" or "bfloat16" send whole updates.
-        every: steps between exchanges; those in between change only this node's parameters.
-        overlap: steps that are computed while a step's messages travel, at most ``every``.
-        topology, owners_max, role: "mesh", "sharded", or "auto", by nodes, elements and links (docs/exchange.md).
-        optimizer: of the owners: updates are gradients then, and the owners make the changes of the parameters.
-        outer_momentum: Nesterov's momentum of the shared parameters, for ``every`` > 1.
-        apply_residual: let this node's parameters hold its residual, so that gradients use up-to-date parameters.
-        on_straggler: whether a connected member that sends nothing for ``timeout_s`` makes the step "raise"
-            `TimeoutError`, the others "drop" it, or "wait" and log.
-        min_members: number of nodes, this one included, below which a step raises `PeerLost`.
-        timeout_s: longest wait of one step, and for the peers before the first.
-        digest_s: seconds between comparisons of the replicas; 0: never.
+        options: see `ExchangeOptions`; without any, a step adds the mean of all nodes' messages of the same step.
+
+    Attributes:
+        listeners: functions of a step's result and the totals, called at the end of every step; append to the list.
 
     Raises:
-        ValueError: an argument is out of range, or two contradict each other.
-        TypeError: an argument of the wrong kind.
+        ValueError: an option is out of range, or two contradict each other; the text says why.
+        TypeError: an argument of the wrong kind, or an unknown option.
 
     Example:
         >>> import numpy as np, gradwire as gw
@@ -122,109 +106,68 @@ class Exchange:
         ([0.5, 0.0, -0.5], 1)
     """
 
+    #: place of this worker among those of its machine, and their number; see `AnyExchange`
+    rank = 0
+    workers = 1
+    present = 1
+    #: whether parameters on a device may stay there
+    takes_devices = True
+
     def __init__(
-        self,
-        enc: Encoder | Groups,
-        node: Node,
-        *,
-        reduction: Reduction = "mean",
-        min_peers: int | None = None,
-        mode: Literal["sync", "async"] = "sync",
-        max_staleness: int = 8,
-        exact: bool = False,
-        codec: Codec | Literal["auto"] = "threshold",
-        every: int = 1,
-        overlap: int = 0,
-        topology: Topology = "auto",
-        owners_max: int = 64,
-        role: Role = "member",
-        optimizer: Optimizer | None = None,
-        outer_momentum: float = 0.0,
-        apply_residual: bool = False,
-        on_straggler: Literal["raise", "drop", "wait"] = "raise",
-        min_members: int = 1,
-        timeout_s: float = 60.0,
-        digest_s: float = 2.0,
+        self, enc: Encoder | Groups, node: Node, **options: Unpack[ExchangeOptions]
     ) -> None:
         if not hasattr(node, "publish"):
             raise TypeError(f"node must be a Node, got {node!r}")
-        self._options = options = Options(
-            reduction=reduction,
-            min_peers=min_peers,
-            mode=mode,
-            max_staleness=max_staleness,
-            exact=exact,
-            codec=chosen_codec(codec),
-            every=every,
-            overlap=overlap,
-            topology=topology,
-            owners_max=owners_max,
-            role=role,
-            optimizer=optimizer,
-            outer_momentum=outer_momentum,
-            apply_residual=apply_residual,
-            on_straggler=on_straggler,
-            min_members=min_members,
-            timeout_s=timeout_s,
-            digest_s=digest_s,
-        )
-        self._node = node
         if not isinstance(enc, (Encoder, Groups)):
             raise TypeError(f"enc must be an Encoder or Groups, got {enc!r}")
+        self._options = checked = Options.of(options)
+        self._node = node
         self._groups = groups = enc if isinstance(enc, Groups) else Groups([Group(enc)])
         total = PlainSum(groups)
-        if options.exact:
-            total = ExactSum(groups)
-        elif options.outer_momentum:
-            total = MomentumSum(groups, options.outer_momentum)
-        self._replica = replica = Replica(groups, total, node.peer, options)
+        if checked.outer_momentum:
+            total = MomentumSum(groups, checked.outer_momentum)
+        self._replica = replica = Replica(groups, total, node.peer, checked)
+        signature = {
+            "versions": VERSIONS,
+            "params": None,
+            "groups": [[encoder.key, encoder.numel, encoder.dtype] for encoder in groups.encoders],
+            **checked.signature(),
+        }
+        introductions = Introductions(node.peer, node.names, signature, checked.role)
         self._membership = membership = Membership(
-            node.peer,
-            {
-                "versions": VERSIONS,
-                "params": None,
-                "groups": [[one.key, one.numel, one.dtype] for one in groups.encoders],
-                **options.signature(),
-            },
-            step=replica.step,
-            keeps=options.kept_updates,
-            role=role,
+            node.peer, introductions, checked.role, step=replica.step, keeps=checked.kept_updates
         )
-        membership.names = node.names
         router = Router(node, membership, replica.parse)
-        router.handlers[Kind.PART] = replica.add_part
-        replica.roles = membership.roles
-        departure = Departure(membership, router, is_sync=options.is_sync)
-        self._consistency = consistency = Consistency(options, membership, replica)
+        router.handle(Kind.PART, replica.add_part)
+        self._departure = Departure(membership, router, is_sync=checked.is_sync)
+        self._consistency = consistency = Consistency(checked, membership, replica)
         self._join = Join(
-            options,
+            checked,
             membership,
             router,
-            departure,
+            self._departure,
             replica,
             on_load=consistency.digests.reset,
             on_follow=consistency.add_notes,
         )
-        self._step = Step(options, replica, membership, router, departure, self._join)
-        self._departure = departure
-        self._stats = ExchangeStats(codec=options.codec)
-        self._watch = Watch()
+        self._step = Step(checked, replica, membership, router, self._departure, self._join)
+        self._stats = ExchangeStats(codec=checked.codec)
+        self._residual_monitor = ResidualMonitor()
         self._is_loaded = False
         self._use = threading.RLock()
         self._optimizer_state: Sequence[Any] = ()  # of the last step, for newcomers
-        self._meter = Meter(options)
-        #: functions of a step's result and the totals, called at the end of every step; append to the list
+        self._meter = Meter(checked)
         self.listeners: list[Listener] = self._meter.listeners
         if os.environ.get("GRADWIRE_TOP"):
-            page = weakref.WeakMethod(self._page)
-            offer_page(self, lambda: (page() or dict)())
+            snapshot = weakref.WeakMethod(self.metrics_snapshot)
+            serve_snapshot(self, lambda: (snapshot() or dict)())
 
     # ---- members and numbers -----------------------------------------------------------------------------------------
 
     @property
     def members(self) -> tuple[Peer, ...]:
         """The other members that are not lost, by node id; empty before the first step."""
-        return self._membership.peers
+        return tuple(map(self._membership.introductions.peer_of, self._membership.peers))
 
     @property
     def next_step(self) -> int:
@@ -247,30 +190,16 @@ class Exchange:
         """Totals so far."""
         return replace(
             self._stats,
-            members=len(self.members),
+            members=len(self._membership.peers),
             digests=self._consistency.digests.agreed,
             step_s=self._meter.step_s,
             compute_s=self._meter.compute_s,
+            is_sharded=self._replica.is_sharded,
         )
 
-    def prometheus_text(self) -> str:
-        """Return the totals, the transport's counters and each peer's path in Prometheus' text format."""
-        return prometheus_text(self._page())
-
-    def serve_metrics(self, port: int, host: str = "127.0.0.1") -> MetricsServer:
-        """Serve ``prometheus_text`` at ``http://host:port/metrics`` from a thread, until the returned server is closed.
-
-        Args:
-            port: 0 lets the system choose; ``port`` of the server has the number.
-            host: address to listen on. The text is not secret, but nothing protects it: mind who reaches the address.
-
-        Raises:
-            OSError: the address cannot be bound.
-        """
-        return MetricsServer(self.prometheus_text, port, host)
-
-    def _page(self) -> dict[str, Any]:
-        return describe(self._node, self._groups.encoders, self.stats, self._meter.slowest)
+    def metrics_snapshot(self) -> dict[str, Any]:
+        """Return the totals, the transport's counters and every peer's path, as JSON values; from any thread."""
+        return metrics_snapshot(self._node, self._groups.encoders, self.stats, self._meter.slowest)
 
     def shared(self, params: Any) -> list[NDArray[Any]]:
         """Return a copy of the parameters that all nodes share: without local steps, without the residual.
@@ -290,13 +219,8 @@ class Exchange:
             self._join.say_goodbye()
 
     def place_shared(self, arrays: Sequence[NDArray[Any]]) -> bool:
-        """Keep the shared copy in ``arrays`` from now on; return whether there is one."""
-        shared = self._replica.shared
-        if shared and shared[0] is not arrays[0]:
-            for to, of in zip(arrays, shared, strict=True):
-                to[...] = of
-            self._replica.shared = list(arrays)
-        return bool(shared)
+        """Keep the shared copy in ``arrays`` from now on; return whether there is a copy."""
+        return self._replica.place_shared(arrays)
 
     # ---- joining and leaving -----------------------------------------------------------------------------------------
 
@@ -340,14 +264,14 @@ class Exchange:
             Mismatch: as ``wait_for_peers``, or the parameters have other shapes or dtypes.
             TypeError, ValueError: as ``step``.
         """
-        self._check_params(params)
+        self._groups.check_params(params)
         writable_views(optimizer_state)  # refuses now rather than in the middle of training
         if self._membership.phase is Phase.NEW and not self._is_loaded:
             self._replica.drop_shared()  # of an earlier call, which was refused
         self._replica.copy_shared(params)
         if self._membership.phase is Phase.NEW:
             self._replica.add_loaded_residual(params)
-        self._join.equalizes = equalize
+        self._join.expect_equalized(equalize)
         self._announce_params(params, again=True)
         self.wait_for_peers()
         is_late = self._membership.phase is not Phase.IN
@@ -410,7 +334,8 @@ class Exchange:
             TypeError, ValueError: the first step's parameters or an update do not fit the encoders; nothing was taken.
             Diverged: the step is done, and most others turned out to hold other parameters; see ``resync``.
         """
-        self._refuse_update()
+        if self._options.role == "observer":
+            raise ValueError(_OBSERVER)
         finished = self._begin(params, optimizer_state)
         if self._options.every > 1:
             if update is None:
@@ -420,7 +345,7 @@ class Exchange:
             return self._local_step(params, optimizer_state, finished)
         if self._options.apply_residual:
             self._replica.copy_shared(params)
-        else:
+        elif self._replica.shared:
             self._replica.drop_shared()
         result = self._step.take_step(update, params, optimizer_state)
         self._end_step(result, params, optimizer_state)
@@ -441,19 +366,14 @@ class Exchange:
             NonFiniteUpdate: as ``step``; ``params`` is without the movement.
             WouldBlock, TimeoutError, MessageError, TooLarge, Closed, Diverged: as ``step``.
         """
-        self._refuse_update()
-        self.refuse_movement()
+        if self._options.role == "observer":
+            raise ValueError(_OBSERVER)
         if not self._replica.shared:
             raise ValueError(
                 "nothing is known of the parameters before they were moved: call join(params) first"
             )
         finished = self._begin(params, optimizer_state)
         return self._local_step(params, optimizer_state, finished)
-
-    def refuse_movement(self) -> None:
-        """Raise `ValueError` where owners have an optimiser, which needs gradients, not movements."""
-        if self._options.optimizer is not None:
-            raise ValueError("nodes send gradients where owners have an optimizer: call step")
 
     @_by_one_thread
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
@@ -483,75 +403,53 @@ class Exchange:
         self.wait_for_peers()
         self._join.ensure_member(params, self._optimizer_state)
         self._join.poll(timeout_s)
-        arrived = [messages for _, messages in self._membership.take_updates()]
+        payloads = [messages for _, messages in self._membership.take_updates()]
         self._departure.remove_departed()
-        if arrived:
-            self._replica.apply(arrived, params, nodes=len(self.members) + 1, has_moved=True)
+        if payloads:
+            nodes = len(self._membership.peers) + 1
+            self._replica.apply(payloads, params, nodes=nodes, has_moved=True)
         self._join.serve(params, self._optimizer_state)
-        self._consistency.compare(params)
-        return len(arrived)
+        return len(payloads)
 
     @_by_one_thread
     def follow(
         self, params: Any, optimizer_state: Sequence[Any] = (), *, timeout_s: float = 0.0
     ) -> int:
-        """Take part without an update: for the roles "owner" and "observer".
-
-        An owner takes one step, and an observer all steps that the members have finished.
+        """Follow the members' steps without an update, as an observer: for an evaluation, or for live weights.
 
         Args:
             params: as in ``step``.
             optimizer_state: as in ``join``.
-            timeout_s: longest wait of an observer for a step, and of an asynchronous owner for the parts of all nodes
-                before it publishes those that it has. A synchronous owner waits as ``step`` does.
+            timeout_s: longest wait for a step.
 
         Returns:
-            The number of steps an observer has followed, or of messages that were added.
+            The number of steps, or in asynchronous mode of messages, that were added.
 
         Raises:
             ValueError: this node's role has updates.
             TimeoutError, MessageError, Mismatch, Closed: as ``step``.
         """
-        if self._options.role not in ("owner", "observer"):
+        if self._options.role != "observer":
             raise ValueError(f'role="{self._options.role}" has updates to share: call step')
-        if self._options.role == "observer":
-            self._announce_params(params)
-            self.wait_for_peers()
-            return self._join.observe(params, optimizer_state, timeout_s)
-        finished = self._begin(params, optimizer_state)
-        if not self._options.is_sync and not self._await_parts(timeout_s):
-            return self.catch_up(params)
-        if self._options.apply_residual:
-            self._replica.copy_shared(params)
-        result = self._step.take_step(None, params, optimizer_state)
-        self._end_step(result, params, optimizer_state)
-        result = result or finished
-        return 0 if result is None else result.received
-
-    def _await_parts(self, timeout_s: float) -> bool:
-        """Wait for the parts of all nodes; return whether there are any."""
-        replica, deadline_s = self._replica, clock.now_s() + timeout_s
-        while not all(replica.waiting()) and clock.now_s() < deadline_s:
-            self._join.poll(clock.POLL_S)
-        return any(replica.waiting())
-
-    def _refuse_update(self) -> None:
-        if self._options.role in ("owner", "observer"):
-            raise ValueError(f'role="{self._options.role}" has no updates of its own: call follow')
+        self._announce_params(params)
+        self.wait_for_peers()
+        return self._join.observe(params, optimizer_state, timeout_s)
 
     def _begin(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult | None:
         """Prepare a step; return the result of an earlier one if that is finished now."""
         self._announce_params(params)
-        members = len(self.members) + 1
-        if self._membership.phase is Phase.IN and members < self._options.min_members:
-            gone = self._membership.departed(self._membership.reasons)
-            why, least = gone or "the run began with no more", self._options.min_members
+        members = len(self._membership.peers) + 1
+        least = self._options.min_members
+        if self._membership.phase is Phase.IN and members < least:
+            gone = self._membership.introductions.describe_all_departed()
+            why = gone or "the run began with no more"
             raise PeerLost(f"{members} of at least {least} members are left: {why}")
-        if self._options.outer_momentum or self._options.optimizer:
+        if self._options.outer_momentum:
             writable_views(params)  # refuses unusable arrays before anything is encoded
         if self._options.apply_residual and not self._replica.shared:
             self._groups.residuals(writable_views(params))
-        self.wait_for_peers()
+        if self._membership.phase is Phase.NEW:
+            self.wait_for_peers()
         self._optimizer_state = optimizer_state
         if self._membership.phase is not Phase.IN:
             self._join.ensure_member(params, optimizer_state)
@@ -559,31 +457,25 @@ class Exchange:
             return None
         return self._finish_earlier(params, optimizer_state)
 
-    def _check_params(self, params: Any) -> None:
-        needs_host = self._options.exact or self._options.optimizer
-        if needs_host and device_of(params) >= 0:
-            raise TypeError("exact=True and optimizer= need parameters in host memory")
-        self._groups.check_params(params)
-
     def _announce_params(self, params: Any, *, again: bool = False) -> None:
         """Check the parameters and tell the others their dtypes, shapes and initial values, once."""
-        if self._membership.signature["params"] is not None and not again:
+        introductions = self._membership.introductions
+        if introductions.signature["params"] is not None and not again:
             return
-        self._check_params(params)
-        start = self._membership.start
+        self._groups.check_params(params)
+        start = introductions.start
         # Asynchronous replicas that go on from checkpoints are equal only within rounding.
         is_new = self._membership.phase is Phase.NEW
         if is_new and (self._options.is_sync or self.next_step == 0):
             start = start_of(self._groups, self._replica.shared or params)
-        self._join.announce_params(described(params), start)
+        self._join.announce_params(layouts(params), start)
 
     def _local_step(
         self, params: Any, optimizer_state: Sequence[Any], finished: StepResult | None
     ) -> StepResult:
         """Take a local step, or the one that sends; return the result of the step that is finished by now."""
         replica = self._replica
-        replica.local_steps += 1
-        if replica.local_steps < self._options.every:
+        if replica.count_local_step() < self._options.every:
             local = StepResult(step=replica.step, is_local=True)
             self._count(local)
             return finished or local
@@ -596,6 +488,8 @@ class Exchange:
         return result or finished or StepResult(step=self.next_step)
 
     def _finish_earlier(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult | None:
+        if self._replica.pending is None:
+            return None
         finished = self._step.finish_earlier(params, optimizer_state)
         self._end_step(finished, params, optimizer_state)
         return finished
@@ -611,15 +505,8 @@ class Exchange:
 
     def _count(self, result: StepResult) -> None:
         self._stats = self._stats.plus(result, update_bytes=4 * self._groups.numel)
-        if result.is_local:
-            return
-        if self._options.codec == "threshold":
-            self._watch.add(result, self._groups)
-        self._membership.wants_switch = self._replica.wants_switch(result, self._round_trip_s)
-
-    def _round_trip_s(self) -> float:
-        """Return the longest of the peers' shortest round trips, without the queues before a slow link."""
-        return max((one.least_rtt_s for one in self._node.stats().peers), default=0.0)
+        if self._options.codec == "threshold" and not result.is_local:
+            self._residual_monitor.add(result, self._groups)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -648,5 +535,5 @@ class Exchange:
         if self._membership.phase is not Phase.NEW:
             raise RuntimeError("this exchange has begun: load the state into a new one")
         checkpoint.load_state(state, self._replica)
-        self._membership.next_step = self._replica.step  # introductions name it
+        self._membership.restart_at(self._replica.step)  # introductions name it
         self._is_loaded = True

@@ -1,4 +1,4 @@
-"""Groups of tensors with one encoder each, and the density of a group."""
+"""Groups of tensors with one encoder each, their density, and their division into parts for owners."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from ..arrays import device_of
 from ..codec import Encoder
 from ..errors import NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes
-from ..partition import Partition
+from ..partition import Part, Partition
 from ..policy import TargetDensity, ThresholdPolicy
+from .protocol import PartUpdate
 
-__all__ = ["Codec", "Group", "Groups", "for_size", "host_message"]
+__all__ = ["Codec", "Division", "Group", "Groups", "for_size", "host_message"]
 
 Codec = Literal["threshold", "dense", "bfloat16"]
 
@@ -106,7 +107,7 @@ class Groups:
             ValueError: ``thresholds`` names no group.
         """
         threshold = TargetDensity(0.01) if threshold is None else threshold
-        shapes = [tuple(one.shape) for one in params]
+        shapes = [tuple(tensor.shape) for tensor in params]
         sizes = [math.prod(shape) for shape in shapes]
         dense = [
             index
@@ -187,7 +188,7 @@ class Groups:
         Raises:
             ValueError: the arrays are not those of the groups, or a residual is on another device.
         """
-        found: dict[int, NDArray[Any]] = {}
+        by_tensor: dict[int, NDArray[Any]] = {}
         device = device_of(list(arrays))
         for group in self.groups:
             encoder, residual = group.encoder, group.encoder.residual
@@ -202,19 +203,19 @@ class Groups:
             for tensor in range(len(arrays)) if group.tensors is None else group.tensors:
                 shape = arrays[tensor].shape
                 stop = start + math.prod(shape)
-                found[tensor] = residual[start:stop].reshape(shape)
+                by_tensor[tensor] = residual[start:stop].reshape(shape)
                 start = stop
             if start != encoder.numel:
                 raise ValueError(f"{start} elements for group {encoder.key} of {encoder.numel}")
-        return [found[tensor] for tensor in range(len(arrays))]
+        return [by_tensor[tensor] for tensor in range(len(arrays))]
 
     def max_payload_bytes(self, codec: Codec) -> int:
         """Return the largest possible size of one step's messages."""
         return sum(
             max_message_bytes(
-                one.encoder.numel, one.is_dense or codec != "threshold", one.encoder.dtype
+                group.encoder.numel, group.is_dense or codec != "threshold", group.encoder.dtype
             )
-            for one in self.groups
+            for group in self.groups
         )
 
     def encode(
@@ -248,26 +249,27 @@ class Groups:
             if refresh is not None:
                 refresh(index)
             dense = _DENSE["dense" if group.is_dense and codec == "threshold" else codec]
-            part = None if update is None else self.select(update, index)
-            return encoder.encode(part, dense=dense, parts=parts)
+            arrays = None if update is None else self.select(update, index)
+            return encoder.encode(arrays, dense=dense, parts=parts)
 
         encoded: list[Any] = []
         try:
             for index in range(len(self.groups)):
                 encoded.append(encode_group(index))
-            for one in encoded:
-                for message in one if isinstance(one, list) else [one]:
+            for messages in encoded:
+                for message in messages if isinstance(messages, list) else [messages]:
                     if not isinstance(message, Message):
                         message.check()  # waits
             return encoded
         except BaseException:
-            for index, (encoder, one) in enumerate(zip(self.encoders, encoded, strict=False)):
+            # The groups before the failed one have taken their messages out of their residuals.
+            for index, (encoder, messages) in enumerate(zip(self.encoders, encoded, strict=False)):
                 with suppress(NonFiniteUpdate):  # a message that a device refused has taken nothing
                     if partitions is None:
-                        apply(host_message(one), encoder.residual)
+                        apply(host_message(messages), encoder.residual)
                         continue
-                    for at, message in enumerate(one):
-                        apply(host_message(message), encoder.residual, part=partitions[index][at])
+                    for part, message in zip(partitions[index], messages, strict=True):
+                        apply(host_message(message), encoder.residual, part=part)
             raise
 
     def put_back(self, messages: Sequence[Message], factor: float = 1.0) -> None:
@@ -279,6 +281,49 @@ class Groups:
 def host_message(message: Any) -> Message:
     """Return a message in host memory, after waiting for the device; a copy, because the original's memory is large."""
     return message if isinstance(message, Message) else Message.parse(bytes(message))
+
+
+# ---- division among owners -------------------------------------------------------------------------------------------
+
+
+class Division:
+    """The division of every group into a number of parts, which is the same on all nodes."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._parts: dict[tuple[int, int], list[tuple[int, Part]]] = {}
+
+    def partitions(self, parts: int) -> list[Partition]:
+        """Return the partition of each group into so many parts."""
+        # A small group has few blocks: each group begins at another part, so that these blocks spread over the owners.
+        return [
+            Partition(encoder.numel, parts, first=index % parts)
+            for index, encoder in enumerate(self._groups.encoders)
+        ]
+
+    def part(self, parts: int, place: int) -> list[tuple[int, Part]]:
+        """Return for one part the index and the elements of every group of which the part has elements."""
+        if (parts, place) not in self._parts:
+            partitions = self.partitions(parts) if place < parts else []
+            pairs = [(group, partition[place]) for group, partition in enumerate(partitions)]
+            self._parts[parts, place] = [(group, part) for group, part in pairs if part.numel]
+        return self._parts[parts, place]
+
+    def add_to_residuals(
+        self, update: PartUpdate, residuals: Sequence[Any], factor: float = 1.0
+    ) -> None:
+        """Add the messages of a part, times a factor, to the residuals of all groups."""
+        parts = self.part(update.parts, update.place)
+        for message, (group, part) in zip(update, parts, strict=True):
+            apply(message, residuals[group], factor, part=part)
+
+    def add_to_params(self, update: PartUpdate, params: Any, factor: float = 1.0) -> None:
+        """Add the messages of a part, times a factor, to the model's arrays."""
+        parts = self.part(update.parts, update.place)
+        for message, (group, part) in zip(update, parts, strict=True):
+            threads = self._groups.encoders[group].threads
+            target = self._groups.select(params, group)
+            apply(message, target, factor, part=part, threads=threads)
 
 
 # ---- density of a tensor ---------------------------------------------------------------------------------------------

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+from ..arrays import copies, layouts, put, writable_views
 from ..errors import Mismatch
-from ..transport import Peer
 from . import clock
 from .departure import Departure
-from .membership import Membership, Router, by_run
+from .membership import Membership
 from .options import Options
-from .parameters import copies, described, put, writable_views
-from .protocol import Hello, Kind, NodeRun, Note, Phase, decode_steps, encode_steps, run_of
+from .protocol import Hello, Kind, NodeRun, Note, Phase, decode_steps, encode_steps
 from .replica import Replica
+from .router import Router
 from .snapshot import Donor, Snapshot
 
 __all__ = ["Join"]
@@ -48,27 +48,30 @@ class Join:
     ) -> None:
         self._options = options
         self._membership = membership
+        self._introductions = membership.introductions
         self._router = router
         self._departure = departure
         self._replica = replica
-        self._on_load, self._on_follow = on_load, on_follow
-        self._donor = Donor(router.node)
-        self._asked: tuple[Peer, int] | None = None  # donor and number of the request
+        self._on_load = on_load
+        self._on_follow = on_follow
+        self._donor = Donor(router.node, membership.introductions.peer_of)
+        self._has_requests = False  # nodes wait for a snapshot from here
+        self._asked: tuple[NodeRun, int] | None = None  # donor and number of the request
         self._incoming: Snapshot | None = None
         self._requests = 0
         self._silent_until_s: float | None = None
-        self.equalizes = False
-        router.handlers[Kind.HELLO] = self._add_hello
-        router.handlers[Kind.REQUEST] = self._add_request
-        router.handlers[Kind.SNAPSHOT] = self._add_part
+        self._equalizes = False
+        router.handle(Kind.HELLO, self._add_hello)
+        router.handle(Kind.REQUEST, self._add_request)
+        router.handle(Kind.SNAPSHOT, self._add_part)
 
     def poll(self, timeout_s: float) -> None:
         """Send as much as there is space for, receive for up to ``timeout_s``, and find lost members."""
-        self._donor.send_parts()
+        if self._has_requests:
+            self._donor.send_parts()
         lost = self._router.receive(timeout_s)
         if lost:
             self._departure.handle_lost(lost, self._replica.step)
-        self._router.flush()
 
     # ---- the first members -------------------------------------------------------------------------------------------
 
@@ -81,8 +84,9 @@ class Join:
             TimeoutError: fewer than ``expected`` nodes appeared in time.
             Mismatch: the others train something else, or start at another step.
         """
-        membership, timeout_s = self._membership, self._options.timeout_s
-        membership.next_step = self._replica.step
+        membership = self._membership
+        timeout_s = self._options.timeout_s
+        membership.restart_at(self._replica.step)
         deadline_s = clock.now_s() + timeout_s
         if expected:
             self._router.node.wait_for_peers(expected, timeout_s)
@@ -92,77 +96,95 @@ class Join:
             poll_s = clock.POLL_S
             self._try_to_start(expected)
             if membership.phase is Phase.NEW and clock.now_s() >= deadline_s:
-                ready = f"{len(membership.fitting())} of {expected} peers are ready within {timeout_s:g} s"
-                raise TimeoutError("; ".join([ready, *filter(None, [membership.mismatches()])]))
+                ready = len(self._introductions.compatible())
+                text = f"{ready} of {expected} peers are ready within {timeout_s:g} s"
+                misfits = self._introductions.describe_incompatible()
+                raise TimeoutError("; ".join([text, *filter(None, [misfits])]))
 
     def _try_to_start(self, expected: int) -> None:
         membership = self._membership
-        good, inside = membership.fitting(), membership.fitting(Phase.IN)
-        naming = next((one for one in inside.values() if membership.run in one.members), None)
+        introductions = self._introductions
+        members = introductions.compatible(Phase.IN)
+        naming = next(
+            (hello for hello in members.values() if membership.run in hello.members), None
+        )
         if naming is not None:
             self._start_with_named(naming)
-        elif inside:
-            membership.phase = Phase.JOINING
-        elif membership.mismatched and not good and len(membership.mismatched) >= expected:
-            raise Mismatch(membership.mismatches())
+        elif members:
+            membership.enter(Phase.JOINING)
+        elif not introductions.compatible() and len(introductions.incompatible) >= max(expected, 1):
+            raise Mismatch(introductions.describe_incompatible())
         elif self._destination is Phase.IN and not self._is_any_silent():
-            initial = membership.fitting(Phase.NEW)
+            initial = introductions.compatible(Phase.NEW)
             if len(initial) >= expected:
                 # Also on a node that does not name the members: the one that does would name none.
                 self._check_same_start(initial)
-                if all(membership.me < peer for peer in initial):
-                    self._start(initial)
+                if all(membership.run < run for run in initial):
+                    nodes = len(initial) + 1
+                    is_sharded = self._options.is_sharded(nodes, self._replica.groups.numel)
+                    self._start(initial, membership.run, is_sharded=is_sharded)
 
     def _is_any_silent(self) -> bool:
         """Return whether to wait for a connected node's introduction: a training may have begun without this node."""
-        is_silent = not self._membership.hellos.keys() >= set(self._router.node.peers)
+        connected = set(map(self._introductions.register, self._router.node.peers))
+        is_silent = not self._introductions.hellos.keys() >= connected
         if not is_silent or self._silent_until_s is None:
             self._silent_until_s = clock.now_s() + _INTRODUCTION_S
         return is_silent and clock.now_s() < self._silent_until_s
 
     def _start_with_named(self, hello: Hello) -> None:
         """Start with the members that the node with the lowest id has named, once all are connected."""
-        good = self._membership.fitting()
-        known = by_run(good)
+        compatible = self._introductions.compatible()
         others = [run for run in hello.members if run != self._membership.run]
-        if all(run in known for run in others):
-            initial = {known[run]: good[known[run]] for run in others}
-            self._check_same_start(initial)
-            self._membership.origin = hello.origin
-            self._start(initial)
+        if all(run in compatible for run in others):
+            self._check_same_start({run: compatible[run] for run in others})
+            self._start(others, hello.origin, is_sharded=bool(hello.is_sharded))
 
-    def _check_same_start(self, hellos: dict[Peer, Hello]) -> None:
+    def _check_same_start(self, hellos: Mapping[NodeRun, Hello]) -> None:
         """Refuse nodes that begin at another step, with other parameters, or with one node's residual twice."""
-        own, membership = self._replica.step, self._membership
-        for peer, hello in hellos.items():
-            both = f"{membership.name_of(peer)} and this node ({membership.name_of(membership.me)})"
-            (params, residual), (own_params, own_residual) = hello.start, membership.start
+        step = self._replica.step
+        own_params, own_residual = self._introductions.start
+        here = self._introductions.name_of(self._membership.run)
+        for run, hello in hellos.items():
+            there = self._introductions.name_of(run)
+            params, residual = hello.start
             if hello.phase is not Phase.NEW:
                 continue
-            if hello.step != own:
+            if hello.step != step:
                 raise Mismatch(
-                    f"{peer.address} begins at step {hello.step}, this node ({membership.me.address}) at step "
-                    f"{own}: begin with the same checkpoint on all nodes"
+                    f"{there} begins at step {hello.step}, this node ({here}) at step {step}: begin with the same "
+                    "checkpoint on all nodes"
                 )
             if residual and residual == own_residual:
                 raise Mismatch(
-                    f"{both} have loaded the checkpoint of the same node, so its residual would count twice: "
-                    "every node saves its own, and loads it"
+                    f"{there} and this node ({here}) have loaded the checkpoint of the same node, so its residual "
+                    "would count twice: every node saves its own, and loads it"
                 )
-            if params and own_params and params != own_params and not self.equalizes:
+            if params and own_params and params != own_params and not self._equalizes:
                 raise Mismatch(
-                    f"{both} begin with other parameters: seed the initial values alike or load the same checkpoint on "
-                    "all nodes, or join(params, equalize=True) takes those of the node with the lowest id"
+                    f"{there} and this node ({here}) begin with other parameters: seed the initial values alike or "
+                    "load the same checkpoint on all nodes, or join(params, equalize=True) takes those of the node "
+                    "with the lowest id"
                 )
 
-    def _start(self, others: Iterable[Peer]) -> None:
-        step = self._replica.step
-        members = list(others)
-        for peer in members:
-            self._membership.add_member(peer, step)
-        self._replica.deal([self._membership.me, *members], step)
+    def _start(self, others: Iterable[NodeRun], origin: NodeRun, *, is_sharded: bool) -> None:
+        membership = self._membership
+        replica = self._replica
+        members = [membership.run, *others]
+        membership.begin(members[1:], replica.step, origin, is_sharded=is_sharded)
+        replica.begin(replica.step, len(members), is_sharded=is_sharded)
+        replica.assign_owners(members, replica.step, self._introductions.workers)
         self._router.announce(Phase.IN)
-        _LOG.info("exchange of %d nodes begins at step %d", len(self._membership.members) + 1, step)
+        _LOG.info(
+            "%s exchange of %d nodes begins at step %d",
+            "sharded" if is_sharded else "mesh",
+            len(members),
+            replica.step,
+        )
+
+    def expect_equalized(self, equalize: bool) -> None:
+        """Accept nodes that begin with other parameters, because `equalize` follows, or refuse them."""
+        self._equalizes = equalize
 
     def equalize(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Give all first members the parameters, and the optimiser's state, of the one with the lowest id.
@@ -171,21 +193,20 @@ class Join:
             TimeoutError: that took longer than ``timeout_s``.
             Mismatch: the arrays do not fit.
         """
-        membership, replica = self._membership, self._replica
+        membership = self._membership
         deadline_s = clock.now_s() + self._options.timeout_s
-        served: set[Peer] = set()
-        here = {membership.me: replica.step}
+        served: set[NodeRun] = set()
+        here = {membership.run: self._replica.step}
         while membership.phase is Phase.IN:
             hellos = {
-                peer: membership.hellos[peer]
-                for peer in membership.peers
-                if peer in membership.hellos
+                run: self._introductions.hellos[run]
+                for run in membership.peers
+                if run in self._introductions.hellos
             }
-            first = min((membership.me, *hellos))
-            others = {
-                peer for peer, hello in hellos.items() if hello.start[0] != membership.start[0]
-            }
-            if first == membership.me:
+            first = min((membership.run, *hellos))
+            own_digest = self._introductions.start[0]
+            others = {run for run, hello in hellos.items() if hello.start[0] != own_digest}
+            if first == membership.run:
                 served |= self._donor.requesters
                 self._donor.serve(here, lambda: self._snapshot(here, params, optimizer_state))
                 if others <= served and self._donor.is_idle:
@@ -193,9 +214,7 @@ class Join:
             elif first not in others:
                 return
             elif self._asked is None or self._asked[0] != first:
-                self._requests += 1
-                self._asked, self._incoming = (first, self._requests), None
-                self._router.send(Kind.REQUEST, self._requests, encode_steps({}), to=first)
+                self._request(first, {})
             elif self._incoming is not None and not self._incoming.missing:
                 self._check_fits(self._incoming, params, optimizer_state)
                 self._load(self._incoming, params, optimizer_state)
@@ -203,79 +222,79 @@ class Join:
                 return
             if clock.now_s() >= deadline_s:
                 raise TimeoutError(
-                    f"the initial parameters of {membership.name_of(first)} did not come in time"
+                    f"the initial parameters of {self._introductions.name_of(first)} did not come in time"
                 )
             self.poll(clock.POLL_S)
 
     # ---- introductions -----------------------------------------------------------------------------------------------
 
-    def announce_params(self, described: list[list[object]], start: tuple[str, str]) -> None:
+    def announce_params(self, layout: list[list[object]], start: tuple[str, str]) -> None:
         """Tell the others the dtypes and shapes of the parameters, and the digests of the initial values.
 
         Raises:
             Mismatch: no other member has such parameters.
         """
-        if self._membership.set_params(described, start):
+        if self._membership.set_params(layout, start):
             self._router.introduce()
-        self._departure.suspect_mismatched()
+        self._departure.suspect_incompatible()
 
-    def _add_hello(self, peer: Peer, _: int, payload: memoryview) -> None:
+    def _add_hello(self, run: NodeRun, _: int, payload: memoryview) -> None:
         membership = self._membership
-        hello, before = membership.add_hello(peer, payload)
-        if self._asked is not None and self._asked[0] == peer and before is None:
+        hello, before = self._introductions.add(run, payload)
+        if self._asked is not None and self._asked[0] == run and before is None:
             self._asked = None  # its connection is new: the rest of the snapshot will not arrive
-        if peer in membership.mismatched:
-            self._departure.suspect_mismatched()
+        if run in self._introductions.incompatible:
+            self._departure.suspect_incompatible()
             return
-        starts_anew = hello.phase in (Phase.JOINING, Phase.READY)
-        is_member = peer in membership.members
         if hello.phase is Phase.LEAVING:
-            membership.reasons[peer] = "finished"
+            self._introductions.set_reason(run, "finished")
         elif before is None:
-            membership.reasons.pop(peer, None)
+            self._introductions.clear_reason(run)
+        starts_anew = hello.phase in (Phase.JOINING, Phase.READY)
+        is_member = run in membership.members
         if is_member and not starts_anew and hello.phase is not Phase.LEAVING:
             if (
                 membership.phase is Phase.IN
-                and peer in membership.peers
+                and run in membership.peers
                 and self._is_elsewhere(hello)
             ):
-                self._departure.suspect([peer], "came in with another part of a split network")
+                self._departure.suspect([run], "came in with another part of a split network")
                 self._rejoin_if_smaller(hello)
             return
         if before is None or starts_anew:
-            membership.others[peer] = membership.new_stream()
+            membership.expect_updates(run, anew=True)
         if hello.phase is Phase.JOINING and membership.phase is Phase.IN:
-            self._router.introduce(peer)  # tells from which update on the newcomer gets all
+            self._router.introduce(run)  # tells from which update on the newcomer gets all
         if is_member:
-            if membership.phase in (Phase.IN, Phase.READY) and peer not in membership.departing:
+            if membership.phase in (Phase.IN, Phase.READY) and run not in membership.departing:
                 why = "leaves" if hello.phase is Phase.LEAVING else "joins again"
-                self._departure.suspect([peer], why)
+                self._departure.suspect([run], why)
         elif hello.phase is Phase.IN:
-            stream = membership.others.setdefault(peer, membership.new_stream())
-            if stream.first is None:
-                stream.start_at(hello.fresh)
+            stream = membership.expect_updates(run)
+            if stream.first_received is None:
+                stream.start_at(hello.first_direct)
             if membership.phase in (Phase.IN, None if self._options.is_sync else self._destination):
                 was_outside = before is not None and before.phase is not Phase.IN
-                self._add_unknown_member(peer, hello, was_outside=was_outside)
+                self._add_unknown_member(run, hello, was_outside=was_outside)
 
-    def _add_unknown_member(self, peer: Peer, hello: Hello, *, was_outside: bool) -> None:
+    def _add_unknown_member(self, run: NodeRun, hello: Hello, *, was_outside: bool) -> None:
         """Handle a member that this node does not know: a newcomer, or a member of a group that had split off."""
         membership = self._membership
         names_this_node = membership.run in hello.members
-        own_group = {membership.run, *map(run_of, membership.peers)}
+        own_group = {membership.run, *membership.peers}
         if names_this_node and not was_outside:
             # The others have gone on without the sender, which does not know it yet.
-            self._departure.report(to=peer)
+            self._departure.report(to=run)
             return
         if was_outside and not self._options.is_sync and not own_group.isdisjoint(hello.members):
-            if not self._departure.has_gone(peer, hello.first):
-                membership.admit(peer, hello.first)
-                self._router.introduce(peer)  # a newcomer waits for this
+            if not self._departure.has_gone(run, hello.first_step):
+                membership.admit(run, hello.first_step)
+                self._router.introduce(run)  # a newcomer waits for this
             return
         if not names_this_node:  # synchronous newcomers are admitted at the end of a step
             self._rejoin_if_smaller(hello)
             if was_outside:
-                self._router.introduce(peer)  # its part may be the one that has to join
+                self._router.introduce(run)  # its part may be the one that has to join
 
     def _is_elsewhere(self, hello: Hello) -> bool:
         """Return whether a node that this one has admitted came in with other members: both parts of a split have."""
@@ -286,11 +305,11 @@ class Join:
         """Join again if the sender's part of a split network is the one that goes on."""
         # The training that began earlier goes on, of equally old ones the larger: an incarnation is a start time.
         membership = self._membership
-        peers = membership.peers
-        own = (*reversed(membership.origin), -len(peers) - 1, min((*peers, membership.me)).id)
-        first = min((node for node, _ in hello.members), default=0)
+        members = (membership.run, *membership.peers)
+        ours = (*reversed(membership.origin), -len(members), min(members).id)
+        first = min((run.id for run in hello.members), default=0)
         theirs = (*reversed(hello.origin), -len(hello.members), first)
-        if theirs < own:
+        if theirs < ours:
             self._departure.rejoin(f"this node had split off from {len(hello.members)} others")
 
     def say_goodbye(self) -> None:
@@ -302,58 +321,69 @@ class Join:
 
     # ---- newcomers ---------------------------------------------------------------------------------------------------
 
-    def finish_step(self, contributors: Iterable[Peer]) -> None:
+    def finish_step(self, contributors: Iterable[NodeRun]) -> None:
         """Remove departed members, and admit the newcomers that all members named with their update of this step.
 
         Args:
             contributors: the other members whose updates were applied.
         """
-        membership, step = self._membership, self._replica.step
-        dealt = list(contributors)
-        membership.next_step = max(membership.next_step, step + 1)
-        notes: list[Note | None] = [
-            membership.members[peer].notes.get(step) for peer in dealt if peer in membership.members
-        ]
+        membership = self._membership
+        next_step = self._replica.step + 1
+        senders = list(contributors)
+        membership.reach_step(next_step)
+        admitted = self._named_by_all(senders)
         if membership.phase is Phase.IN:
-            at, note = membership.own_note or (None, None)
-            notes.append(note if at == step else None)
-            dealt.append(membership.me)
-        for node, incarnation, role in (one for note in notes if note for one in note.roles):
-            membership.roles[Peer(node, incarnation, "a newcomer")] = role
-        admitted = _named_by_all(notes)
-        known = by_run(membership.others) if admitted else {}
-        for run in sorted(admitted):
+            senders.append(membership.run)
+        for run in admitted:
             if run == membership.run:
-                membership.first_step = step + 1
-                membership.phase = Phase.IN
-            else:  # unknown: gone again meanwhile, and the next poll will find so
-                membership.admit(known.get(run, Peer(*run, "a newcomer")), step + 1)
-            dealt.append(known.get(run, Peer(*run, "a newcomer")))
-        if notes and all(note is not None and note.wants_switch for note in notes):
-            self._replica.switch()
-            membership.wants_switch = False
-            _LOG.info("owners from step %d on: %s", step + 1, self._replica.has_slow_links)
-        self._replica.deal(dealt, step + 1)
-        self._departure.remove_departed()
-        if admitted and membership.phase is Phase.IN:
-            self._router.announce(Phase.IN)  # a newcomer waits for this
+                membership.enter_at(next_step)
+            else:  # may be gone again meanwhile, and the next poll will find so
+                membership.admit(run, next_step)
+            senders.append(run)
+        if self._replica.sharding is not None:
+            self._replica.assign_owners(senders, next_step, self._introductions.workers)
+        if membership.finals:
+            self._departure.remove_departed()
+        if not admitted or membership.phase is not Phase.IN:
+            return
+        self._router.announce(Phase.IN)  # a newcomer waits for this
         # A newcomer that begins again after it was named, or came in elsewhere, sends no update for its first step.
         again = [
-            one
-            for one, hello in membership.fitting().items()
-            if run_of(one) in admitted
-            and (hello.phase is Phase.JOINING or self._is_elsewhere(hello))
+            run
+            for run, hello in self._introductions.compatible().items()
+            if run in admitted and (hello.phase is Phase.JOINING or self._is_elsewhere(hello))
         ]
-        if again and membership.phase is Phase.IN:
+        if again:
             self._departure.suspect(again, "joins again")
+
+    def _named_by_all(self, senders: Iterable[NodeRun]) -> list[NodeRun]:
+        """Return the newcomers that the notes of all updates of this step name, sorted."""
+        membership = self._membership
+        step = self._replica.step
+        notes: list[Note] = []
+        if membership.phase is Phase.IN:
+            last_own = membership.notes.last_own
+            if last_own is None or last_own[0] != step:
+                return []
+            notes.append(last_own[1])
+        for run in senders:
+            note = membership.members[run].notes.get(step) if run in membership.members else None
+            if note is not None:
+                notes.append(note)
+            elif run in membership.members:
+                return []
+        for note in notes:
+            self._introductions.add_workers(note.workers)
+        named = [set(note.admits) for note in notes]
+        return sorted(set.intersection(*named)) if named else []
 
     def serve(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Between two steps, give snapshots to the newcomers that have asked."""
-        if self._donor.is_idle:
+        if not self._has_requests:
             return
-        membership, replica = self._membership, self._replica
+        membership = self._membership
         if membership.phase is Phase.IN and not self._departure.unsettled:
-            positions = {**membership.positions, membership.me: replica.step}
+            positions = {**membership.positions, membership.run: self._replica.step}
             try:
                 self._donor.serve(
                     positions, lambda: self._snapshot(positions, params, optimizer_state)
@@ -362,28 +392,38 @@ class Join:
                 _LOG.error("no snapshot for newcomers: %s", error)
                 self._donor.refuse_all()
         self._donor.send_parts()
+        self._has_requests = not self._donor.is_idle
 
     def _snapshot(
-        self, positions: dict[Peer, int], params: Any, optimizer_state: Sequence[Any]
+        self, positions: dict[NodeRun, int], params: Any, optimizer_state: Sequence[Any]
     ) -> Snapshot:
-        shared, exact = self._replica.export_state(params)
+        replica = self._replica
+        shared = replica.export_state(params)
+        sharding = replica.sharding
+        senders = () if sharding is None else sharding.senders
         return Snapshot(
-            self._replica.step,
-            {run_of(peer): step for peer, step in positions.items()},
-            {run_of(peer): step for peer, step in self._membership.finals.items()},
+            replica.step,
+            positions,
+            self._membership.finals,
             copies([*shared, *writable_views(optimizer_state)]),
             len(shared),
             self._membership.origin,
-            exact,
-            self._replica.taken,
-            {peer: self._membership.roles.get(peer, "member") for peer in self._replica.senders},
-            self._replica.has_slow_links,
+            replica.is_sharded,
+            {} if sharding is None else sharding.accepted,
+            senders,
+            [run for run in senders if run in self._introductions.workers],
         )
 
-    def _add_request(self, peer: Peer, number: int, payload: memoryview) -> None:
-        self._donor.add_request(peer, number, decode_steps(payload))
+    def _add_request(self, run: NodeRun, number: int, payload: memoryview) -> None:
+        self._donor.add_request(run, number, decode_steps(payload))
+        self._has_requests = True
 
     # ---- joining late ------------------------------------------------------------------------------------------------
+
+    @property
+    def _destination(self) -> Phase:
+        """The phase in which this node takes part."""
+        return Phase.READY if self._options.role == "observer" else Phase.IN
 
     def ensure_member(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Become a member where training has begun: load a snapshot, follow the members, be admitted.
@@ -394,15 +434,17 @@ class Join:
             RuntimeError: this exchange has left.
         """
         membership = self._membership
+        introductions = self._introductions
         if membership.phase is Phase.LEAVING:
             raise RuntimeError("this exchange has left")
         deadline_s = clock.now_s() + self._options.timeout_s
         while membership.phase is not self._destination:
             if membership.phase is Phase.JOINING:
-                if not membership.fitting() and any(
-                    membership.hellos[peer].phase is Phase.IN for peer in membership.mismatched
+                if not introductions.compatible() and any(
+                    introductions.hellos[run].phase is Phase.IN
+                    for run in introductions.incompatible
                 ):
-                    raise Mismatch(membership.mismatches())
+                    raise Mismatch(introductions.describe_incompatible())
                 self._join_with_snapshot(params, optimizer_state)
             self.poll(clock.POLL_S)
             while self._options.is_sync and membership.is_ready_for(self._replica.step):
@@ -411,77 +453,80 @@ class Join:
             if clock.now_s() >= deadline_s:
                 raise TimeoutError(
                     f"this node did not come in within {self._options.timeout_s:g} s, "
-                    f"from {len(membership.fitting(Phase.IN))} members that it sees"
+                    f"from {len(introductions.compatible(Phase.IN))} members that it sees"
                 )
-
-    @property
-    def _destination(self) -> Phase:
-        return Phase.READY if self._options.role == "observer" else Phase.IN
 
     def observe(self, params: Any, optimizer_state: Sequence[Any], timeout_s: float) -> int:
         """Apply the members' updates without being one; see ``Exchange.follow``."""
-        membership, deadline_s, count = self._membership, clock.now_s() + timeout_s, 0
+        membership = self._membership
+        deadline_s = clock.now_s() + timeout_s
+        count = 0
         while True:
-            if membership.phase is not Phase.READY and membership.fitting(Phase.IN):
+            if membership.phase is not Phase.READY and self._introductions.compatible(Phase.IN):
                 self.ensure_member(params, optimizer_state)
             self.poll(max(0.0, min(clock.POLL_S, deadline_s - clock.now_s())))
             while self._options.is_sync and membership.is_ready_for(self._replica.step):
                 self._follow_step(params)
                 count += 1
             if not self._options.is_sync and membership.phase is Phase.READY:
-                arrived = [messages for _, messages in membership.take_updates()]
+                payloads = [messages for _, messages in membership.take_updates()]
                 self._departure.remove_departed()
-                if arrived:
-                    self._replica.apply(arrived, params, nodes=max(len(membership.peers), 1))
-                count += len(arrived)
+                if payloads:
+                    self._replica.apply(payloads, params, nodes=max(len(membership.peers), 1))
+                count += len(payloads)
             if count or clock.now_s() >= deadline_s:
                 return count
 
     def _follow_step(self, params: Any) -> None:
         """Apply a step of the members, without an update of this node's own."""
-        taken = self._membership.take_updates(self._replica.step)
-        taken.sort(key=itemgetter(0))
-        payloads = [messages for _, messages in taken]
+        updates = self._membership.take_updates(self._replica.step)
+        updates.sort(key=itemgetter(0))
+        payloads = [messages for _, messages in updates]
         self._replica.apply(payloads, params, nodes=len(payloads))
-        self.finish_step([peer for peer, _ in taken])
-        self._replica.step += 1
+        self.finish_step([run for run, _ in updates])
+        self._replica.advance()
         self._on_follow(params)
 
     def _join_with_snapshot(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Ask for a snapshot, or load the one that has arrived."""
-        snapshot, members = self._incoming, self._membership.fitting(Phase.IN)
+        snapshot = self._incoming
+        members = self._introductions.compatible(Phase.IN)
         if self._asked is None or self._asked[0] not in members:
             self._ask(members)
         elif snapshot is not None and not snapshot.missing:
             self._asked = None
             if not self._options.is_sync:
                 # Later than any update with which this node may have gone.
-                snapshot.step = max(snapshot.step, self._replica.step + 1) + 1
+                snapshot.delay(self._replica.step + 2)
             self._check_fits(snapshot, params, optimizer_state)
             if self._follow(snapshot):
                 # Local changes, and own updates that nobody applied, stay in the residual.
                 self._replica.absorb_local_changes(params)
-                finals = {Peer(*run, "unknown"): at for run, at in snapshot.finals.items()}
-                self._replica.take_back_unapplied(finals, snapshot.taken, snapshot.step)
+                self._replica.take_back_unapplied(snapshot.finals, snapshot.accepted, snapshot.step)
                 self._load(snapshot, params, optimizer_state)
 
-    def _ask(self, members: Mapping[Peer, Hello]) -> None:
+    def _ask(self, members: Mapping[NodeRun, Hello]) -> None:
         """Ask a member for a snapshot, another one each time, if all members that it names are connected."""
-        me = self._membership.me
-        here = {run_of(peer) for peer in (me, *members)}
-        able = sorted(peer for peer, hello in members.items() if here >= set(hello.members))
-        firsts = {run_of(peer): self._membership.first_of(peer) for peer in members}
-        fresh: dict[NodeRun, int] = {run: at for run, at in firsts.items() if at is not None}
-        if not able or len(fresh) < len(members):
-            return
-        self._requests += 1
-        donor = able[(me.id + self._requests) % len(able)]
-        self._asked, self._incoming = (donor, self._requests), None
-        self._membership.reported.clear()
-        self._router.send(Kind.REQUEST, self._requests, encode_steps(fresh), to=donor)
+        own_run = self._membership.run
+        here = {own_run, *members}
+        able = sorted(run for run, hello in members.items() if here >= set(hello.members))
+        first_direct = {
+            run: first
+            for run in members
+            if (first := self._membership.first_received(run)) is not None
+        }
+        if able and len(first_direct) == len(members):
+            self._request(able[(own_run.id + self._requests + 1) % len(able)], first_direct)
+            self._membership.forget_reports()
 
-    def _add_part(self, peer: Peer, number: int, payload: memoryview) -> None:
-        if self._asked != (peer, number):
+    def _request(self, donor: NodeRun, first_direct: Mapping[NodeRun, int]) -> None:
+        self._requests += 1
+        self._asked = (donor, self._requests)
+        self._incoming = None
+        self._router.send(Kind.REQUEST, self._requests, encode_steps(first_direct), donor)
+
+    def _add_part(self, run: NodeRun, number: int, payload: memoryview) -> None:
+        if self._asked != (run, number):
             return
         if self._incoming is None:
             self._incoming = Snapshot.from_header(payload)
@@ -489,53 +534,58 @@ class Join:
             self._incoming.add_part(payload)
 
     def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
-        own = self._replica.state_layout(params, is_exact=snapshot.exact is not None)
-        theirs = described(snapshot.arrays)
-        own_state = described(writable_views(optimizer_state))
-        if own != theirs[: snapshot.params] or own_state != theirs[snapshot.params :]:
+        here = self._replica.state_layout(params)
+        own_state = layouts(writable_views(optimizer_state))
+        there = layouts(snapshot.arrays)
+        if here != there[: snapshot.params] or own_state != there[snapshot.params :]:
+            address = self._introductions.peer_of(self._membership.run).address
             raise Mismatch(
-                f"this node ({self._membership.me.address}) has parameters {own} and an optimiser's state {own_state}, "
-                f"the members have {theirs[: snapshot.params]} and {theirs[snapshot.params :]}"
+                f"this node ({address}) has parameters {here} and an optimiser's state {own_state}, the members have "
+                f"{there[: snapshot.params]} and {there[snapshot.params :]}"
             )
 
     def _follow(self, snapshot: Snapshot) -> bool:
         """Adopt the members of a snapshot; return False if not all their later updates arrive here."""
         membership = self._membership
-        known = by_run(membership.others)
-        gone = set(map(run_of, membership.reported))
-        if not snapshot.positions.keys() <= known.keys() or not gone.isdisjoint(snapshot.positions):
+        positions = dict(snapshot.positions)
+        if not positions.keys() <= membership.others.keys():
             return False
-        positions = {known[run]: at for run, at in snapshot.positions.items()}
+        if not membership.reported.isdisjoint(positions):
+            return False
         if not self._options.is_sync:
             # Nodes that joined after the donor took the snapshot, and of which it did not know.
-            for peer, hello in membership.fitting(Phase.IN).items():
-                is_stale = hello.first <= snapshot.finals.get(run_of(peer), -1)
+            for run, hello in self._introductions.compatible(Phase.IN).items():
+                is_stale = hello.first_step <= snapshot.finals.get(run, -1)
                 if not is_stale and not snapshot.positions.keys().isdisjoint(hello.members):
-                    positions.setdefault(peer, hello.first)
-        firsts = [(membership.first_of(peer), at) for peer, at in positions.items()]
-        if any(first is None or first > at for first, at in firsts):
-            return False
-        membership.origin = snapshot.origin
-        finals = {Peer(*run, "unknown"): at for run, at in snapshot.finals.items()}
-        membership.follow_snapshot(positions, finals, snapshot.step)
+                    positions.setdefault(run, hello.first_step)
+        for run, position in positions.items():
+            first = membership.first_received(run)
+            if first is None or first > position:
+                return False
+        membership.follow_snapshot(
+            positions,
+            snapshot.finals,
+            snapshot.step,
+            snapshot.origin,
+            is_sharded=snapshot.is_sharded,
+        )
         if self._options.is_sync or self._options.role == "observer":
             self._router.announce(Phase.READY)
         else:
-            membership.first_step = snapshot.step
-            self._router.announce(Phase.IN)
+            membership.enter_at(snapshot.step)
+            self._router.introduce()
         return True
 
     def _load(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
-        self._replica.import_state(snapshot.arrays[: snapshot.params], snapshot.exact, params)
+        replica = self._replica
+        replica.import_state(snapshot.arrays[: snapshot.params], params)
         put(writable_views(optimizer_state), snapshot.arrays[snapshot.params :])
-        self._replica.step = snapshot.step
-        self._membership.roles.update(snapshot.senders)
-        self._replica.has_slow_links = snapshot.has_slow_links
-        self._replica.deal(snapshot.senders, snapshot.step)
+        replica.begin(
+            snapshot.step,
+            len(snapshot.senders),
+            is_sharded=snapshot.is_sharded,
+            accepted=snapshot.accepted,
+        )
+        self._introductions.add_workers(snapshot.workers)
+        replica.assign_owners(snapshot.senders, snapshot.step, self._introductions.workers)
         self._on_load()
-
-
-def _named_by_all(notes: list[Note | None]) -> set[NodeRun]:
-    """Return the newcomers that every note names."""
-    named = [set(note.admits) if note is not None else set() for note in notes]
-    return set.intersection(*named) if named else set()

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..arrays import Arrays, copies, difference, layouts, on_host, put, views, writable_views
 from ..errors import GradwireError, Mismatch, PeerLost
 from ..shared_memory import (
     SharedFile,
@@ -37,32 +38,31 @@ from ..transport import Peer
 from . import clock
 from .exchange import Exchange
 from .options import Reduction
-from .parameters import (
-    Arrays,
-    copies,
-    described,
-    difference,
-    on_host,
-    put,
-    views,
-    writable_views,
-)
 from .results import ExchangeStats, Joined, StepResult
 
 __all__ = ["LocalExchange", "LocalTeam"]
 
 _LOG = logging.getLogger(__name__)
 
-# The shared file has rows of words, the mail, and the arrays; its own words are the calls begun and done, and whether
-# the call has updates.
-_GO, _DONE, _IS_SUM = range(3)
-_MAIL_BYTES = 1 << 16
+# The shared file has rows of words, the leader's outcome, and the arrays. Its own words are the numbers of the calls
+# that were started and finished, and whether the started call has updates.
+STARTED = 0
+FINISHED = 1
+HAS_UPDATES = 2
+_OUTCOME_BYTES = 1 << 16
+
 # One word of a row for every worker.
 _ROWS = 5
-_ARRIVED, _TAKES_PART, _IS_NEW, _WEIGHT, _REDUCED = range(_ROWS)
+_ARRIVED = 0
+_TAKES_PART = 1
+_IS_NEW = 2
+_WEIGHT = 3
+_REDUCED = 4
 
 # Waiting: the pause between two looks at the memory, and the time between two looks at the others' locks.
-_PAUSE_S, _PAUSE_MAX_S, _LOOK_S = 0.00005, 0.002, 0.1
+_PAUSE_S = 0.00005
+_PAUSE_MAX_S = 0.002
+_LOOK_S = 0.1
 
 _Result = TypeVar("_Result")
 
@@ -135,12 +135,14 @@ class LocalTeam:
             raise ValueError(f"reduction is {reduction!r}, must be 'mean' or 'sum'")
         if not 0 <= operator.index(rank) < operator.index(size):
             raise ValueError(f"rank is {rank}, must be 0 to {size - 1}, one less than the size")
-        self.name, self.workers, self.rank = name, size, rank
+        self.name = name
+        self.workers = size
+        self.rank = rank
         self.reduction = reduction
         self.timeout_s = timeout_s
         self._path = path_of("team", name)
         self.state_path = self._path.with_name(f"{self._path.name}.state")
-        self._file: SharedFile | None = None
+        self._file: SharedFile | None = None  # with the arrays
         path = self._path_of(rank)
         self._lock = create_locked(path, f"is rank {rank} of team {name!r}")
         self._finalizers: list[Any] = [
@@ -148,11 +150,6 @@ class LocalTeam:
         ]
         if params is not None:
             self.attach(params)
-
-    @classmethod
-    def join(cls, name: str, params: Any = None, **options: Any) -> LocalTeam:
-        """Return the team of this name, as the class does; the arguments are those of the class."""
-        return cls(name, params, **options)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -175,31 +172,32 @@ class LocalTeam:
             self._finalizers.append(weakref.finalize(self, _clean, self._path, os.getpid()))
             return
         deadline_s = clock.now_s() + self.timeout_s
-        while (found := SharedFile.attach(self._path, mmap.ACCESS_WRITE)) is None:
+        while (leaders := SharedFile.attach(self._path, mmap.ACCESS_WRITE)) is None:
             if clock.now_s() >= deadline_s:
                 raise TimeoutError(
                     f"rank 0 of team {self.name!r} did not come within {self.timeout_s:g} s: start all "
                     f"{self.workers} workers of this machine"
                 )
             clock.sleep(_PAUSE_MAX_S)
-        if found.document != [self.workers, layout]:
-            found.close()
-            workers, theirs = found.document
+        if leaders.document != [self.workers, layout]:
+            leaders.close()
+            workers, theirs = leaders.document
             raise Mismatch(
                 f"worker {self.rank} of team {self.name!r} has {self.workers} workers and arrays {layout}, rank 0 "
                 f"has {workers} and {theirs}"
             )
-        self._map(found)
+        self._map(leaders)
 
     @property
     def _arrays_at(self) -> int:
-        return aligned(8 * _ROWS * self.workers) + _MAIL_BYTES
+        return aligned(8 * _ROWS * self.workers) + _OUTCOME_BYTES
 
     def _map(self, file: SharedFile) -> None:
-        self._file, self._words = file, file.words
+        self._file = file
+        self._words = file.words
         nbytes = 8 * _ROWS * self.workers
         self._rows = file.data[:nbytes].view(np.uint64).reshape(_ROWS, -1)
-        self._mail = file.data[aligned(nbytes) : self._arrays_at]
+        self._outcome_buffer = file.data[aligned(nbytes) : self._arrays_at]
         layout = file.document[1]
         self.params, self.shared, self.total, *self._slots = (
             arrays_at(file.data, self._arrays_at + index * span(layout), layout)
@@ -223,7 +221,10 @@ class LocalTeam:
         """Release the memory and this worker's rank; the others notice that this worker is gone."""
         for finalizer in reversed(self._finalizers):
             finalizer()
-        self.params, self.total, self.shared, self._slots = [], [], [], []
+        self.params = []
+        self.total = []
+        self.shared = []
+        self._slots = []
 
     def __enter__(self) -> LocalTeam:
         """Return the team."""
@@ -248,7 +249,9 @@ class LocalTeam:
             TimeoutError: a worker has not come at all.
             PeerLost: rank 0 is gone.
         """
-        rows, words, rank = self._rows, self._words, self.rank
+        rows = self._rows
+        words = self._words
+        rank = self.rank
         if update is not None:
             for slot, array in zip(self._slots[rank], update, strict=True):
                 np.copyto(slot, array.reshape(slot.shape), casting="same_kind")
@@ -259,24 +262,28 @@ class LocalTeam:
             rows[_ARRIVED, rank] = call
             if leads:
                 self._gather(call)
-                words[_IS_SUM] = update is not None
+                words[HAS_UPDATES] = update is not None
                 fence()
-                words[_GO] = call
+                words[STARTED] = call
             else:
-                self._wait(lambda at=call: words[_GO] >= at, (0,))  # type: ignore[misc]
+                self._wait(lambda number=call: words[STARTED] >= number, (0,))  # type: ignore[misc]
             fence()
-            if int(words[_GO]) == call and rows[_TAKES_PART, rank]:
+            if int(words[STARTED]) == call and rows[_TAKES_PART, rank]:
                 break
             # The others have gone on without this worker, which was not here in time.
-            call = int(words[_GO]) + 1
-        if words[_IS_SUM]:
+            call = int(words[STARTED]) + 1
+        if words[HAS_UPDATES]:
             self._reduce(rank)
         fence()
         rows[_REDUCED, rank] = call
         if leads:
             for other in np.flatnonzero(rows[_TAKES_PART]).tolist():
-                self._wait(lambda at=other: rows[_REDUCED, at] == call, (other,), is_needed=False)  # type: ignore[misc]
-                if rows[_REDUCED, other] != call and words[_IS_SUM]:
+                self._wait(
+                    lambda rank=other: rows[_REDUCED, rank] == call,  # type: ignore[misc]
+                    (other,),
+                    is_needed=False,
+                )
+                if rows[_REDUCED, other] != call and words[HAS_UPDATES]:
                     self._reduce(other)  # the update of a worker that has just died is complete
             fence()
         return call
@@ -286,9 +293,9 @@ class LocalTeam:
         words = self._words
         fence()
         if leads:
-            words[_DONE] = call
+            words[FINISHED] = call
         else:
-            self._wait(lambda: words[_DONE] >= call, (0,))
+            self._wait(lambda: words[FINISHED] >= call, (0,))
         fence()
 
     @property
@@ -298,18 +305,23 @@ class LocalTeam:
         return bool(newcomers.any() and not newcomers[0])
 
     @property
-    def is_begun(self) -> bool:
-        """Whether the workers have made a call."""
-        return bool(self._words[_GO])
+    def is_attached(self) -> bool:
+        """Whether the memory is there, with the parameters."""
+        return self._file is not None
+
+    @property
+    def started_call(self) -> int:
+        """Number of the last call that the leader has started; 0: none."""
+        return int(self._words[STARTED])
 
     def _gather(self, call: int) -> None:
         """Wait for all workers that live, and note who takes part; the first time for all."""
         rows = self._rows
         for rank in range(self.workers):
             self._wait(
-                lambda at=rank: rows[_ARRIVED, at] >= call,  # type: ignore[misc]
+                lambda rank=rank: rows[_ARRIVED, rank] >= call,  # type: ignore[misc]
                 (rank,),
-                is_needed=not self.is_begun,
+                is_needed=not self.started_call,
             )
         before = rows[_TAKES_PART].copy()
         rows[_TAKES_PART] = rows[_ARRIVED] == call
@@ -321,17 +333,19 @@ class LocalTeam:
     def _reduce(self, rank: int) -> None:
         """Sum one worker's part of the elements, over all updates in the order of the ranks."""
         members = np.flatnonzero(self._rows[_TAKES_PART]).tolist()
-        senders = [one for one in members if self._rows[_WEIGHT, one]]
+        senders = [member for member in members if self._rows[_WEIGHT, member]]
         factor = 1.0 / len(senders) if self.reduction == "mean" else 1.0
-        part = members.index(rank)
+        position = members.index(rank)
         for index, total in enumerate(self.total):
             flat = total.reshape(-1)
-            first, last = (flat.size * at // len(members) for at in (part, part + 1))
-            piece, scale = flat[first:last], flat.dtype.type(factor)
-            piece[:] = 0.0
+            first = flat.size * position // len(members)
+            last = flat.size * (position + 1) // len(members)
+            part = flat[first:last]
+            scale = flat.dtype.type(factor)
+            part[:] = 0.0
             for sender in senders:
                 update = self._slots[sender][index].reshape(-1)[first:last]
-                np.add(piece, update * scale if factor != 1.0 else update, out=piece)
+                np.add(part, update * scale if factor != 1.0 else update, out=part)
 
     def _path_of(self, rank: int) -> Path:
         """Return the file whose lock a worker holds; rank 0's is the memory."""
@@ -353,7 +367,8 @@ class LocalTeam:
             PeerLost: rank 0 is gone.
         """
         begin_s = look_s = clock.now_s()
-        warn_s, pause_s = begin_s + self.timeout_s, _PAUSE_S
+        warn_s = begin_s + self.timeout_s
+        pause_s = _PAUSE_S
         while not is_done():
             clock.sleep(pause_s)
             pause_s = min(2.0 * pause_s, _PAUSE_MAX_S)
@@ -366,7 +381,7 @@ class LocalTeam:
                 return
             if is_gone and not is_needed:
                 return
-            if is_gone and 0 in ranks and self.is_begun:
+            if is_gone and 0 in ranks and self.started_call:
                 raise PeerLost(
                     f"rank 0 of team {self.name!r}, which has the node, is gone: it failed, or took fewer steps than "
                     "this worker; start all its workers again"
@@ -379,8 +394,8 @@ class LocalTeam:
                 _LOG.warning("%s is late, and waited for", text)
                 warn_s = now_s + self.timeout_s
 
-    def leave_state(self, state: Arrays) -> None:
-        """Leave the leader's optimiser state for workers that have just come; it lies there until the next call."""
+    def publish_state(self, state: Arrays) -> None:
+        """Publish the leader's optimiser state for workers that have just come; it lies there until the next call."""
         descriptor = os.open(self.state_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with open(descriptor, "wb") as file:
@@ -396,28 +411,28 @@ class LocalTeam:
             Mismatch: this worker's optimiser has another state.
         """
         with np.load(self.state_path) as file:
-            found = [file[name] for name in file.files]
-        if described(found) != described(state):
+            leaders = [file[name] for name in file.files]
+        if layouts(leaders) != layouts(state):
             raise Mismatch(
-                f"worker {self.rank} of team {self.name!r} has an optimiser's state of {described(state)}, rank 0 of "
-                f"{described(found)}: give all workers the same optimiser"
+                f"worker {self.rank} of team {self.name!r} has an optimiser's state of {layouts(state)}, rank 0 of "
+                f"{layouts(leaders)}: give all workers the same optimiser"
             )
-        put(state, found)
+        put(state, leaders)
 
-    def post_outcome(self, outcome: _Outcome) -> None:
-        """Leave the leader's outcome for the other workers."""
+    def publish_outcome(self, outcome: _Outcome) -> None:
+        """Publish the leader's outcome for the other workers."""
         data = pickle.dumps(outcome)
-        if len(data) > _MAIL_BYTES - 8:
+        if len(data) > _OUTCOME_BYTES - 8:
             short = GradwireError(str(outcome)[:500])
             data = pickle.dumps(replace(outcome, result=None, error=short, members=()))
-        self._mail[:8].view(np.uint64)[0] = len(data)
-        self._mail[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
+        self._outcome_buffer[:8].view(np.uint64)[0] = len(data)
+        self._outcome_buffer[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
 
     def read_outcome(self) -> _Outcome:
-        """Return the leader's outcome, which ``post_outcome`` of this team wrote, never another machine."""
-        size = int(self._mail[:8].view(np.uint64)[0])
-        found: _Outcome = pickle.loads(self._mail[8 : 8 + size].tobytes())  # noqa: S301
-        return found
+        """Return the leader's outcome, which ``publish_outcome`` of this team wrote, never another machine."""
+        size = int(self._outcome_buffer[:8].view(np.uint64)[0])
+        outcome: _Outcome = pickle.loads(self._outcome_buffer[8 : 8 + size].tobytes())  # noqa: S301
+        return outcome
 
 
 class LocalExchange:
@@ -431,6 +446,7 @@ class LocalExchange:
 
     is_next_local = False  # the other workers move the parameters too
     has_local_steps = False
+    takes_devices = False  # the team's memory is the host's
 
     def __init__(self, team: LocalTeam, exchange: Exchange | None) -> None:
         self.team = team
@@ -438,6 +454,21 @@ class LocalExchange:
         self._call: int | None = None
         self._outcome: _Outcome | None = None  # of the last call
         self._equalizes = False
+
+    @property
+    def rank(self) -> int:
+        """This worker's place in the team; 0 has the node."""
+        return self.team.rank
+
+    @property
+    def workers(self) -> int:
+        """Number of workers of the team."""
+        return self.team.workers
+
+    @property
+    def present(self) -> int:
+        """Number of workers that took part in the last call."""
+        return self.team.present
 
     @property
     def next_step(self) -> int:
@@ -508,12 +539,12 @@ class LocalExchange:
         """See `Exchange.step_moved`: the difference to the team's parameters is this worker's update."""
         self.team.attach(params)
         update = difference(views(params), self.team.params)
-
-        def lead_step(lead: Exchange) -> StepResult:
-            lead.refuse_movement()
-            return lead.step(self.team.total, self.team.params, optimizer_state)
-
-        return self._call_together(lead_step, params, update, optimizer_state)
+        return self._call_together(
+            lambda lead: lead.step(self.team.total, self.team.params, optimizer_state),
+            params,
+            update,
+            optimizer_state,
+        )
 
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
         """See `Exchange.catch_up`."""
@@ -558,16 +589,17 @@ class LocalExchange:
             update: of this worker; None: the action needs none.
             state: of this worker's optimiser; the leader's overwrites that of a worker that comes late.
         """
-        team, leads = self.team, self.exchange is not None
+        team = self.team
+        leads = self.exchange is not None
         if params is not None:
             team.attach(params)
-        if team._file is None:
+        if not team.is_attached:
             raise RuntimeError("the team has no parameters yet: call join or step first")
         if update is not None:
             self._check_sizes(update)
         # A worker that takes the place of a dead one begins with whatever the others do, without an update.
-        begun = int(team._words[_GO]) if self._call is None else self._call
-        call = team.begin_call(update, begun + 1, leads=leads, is_new=self._call is None)
+        last_call = team.started_call if self._call is None else self._call
+        call = team.begin_call(update, last_call + 1, leads=leads, is_new=self._call is None)
         if self.exchange is not None:
             self._act(self.exchange, action, state)
         team.end_call(call, leads=leads)
@@ -575,9 +607,9 @@ class LocalExchange:
         if outcome.has_state and not leads and (self._call is None or _is_late(outcome.result)):
             team.take_state(writable_views(state))
         self._call = call
-        own = team.params if params is None else writable_views(params)
-        if not all(np.shares_memory(*pair) for pair in zip(own, team.params, strict=True)):
-            put(own, team.params)
+        targets = team.params if params is None else writable_views(params)
+        if not all(np.shares_memory(*pair) for pair in zip(targets, team.params, strict=True)):
+            put(targets, team.params)
         if outcome.error is not None:
             raise outcome.error
         result: _Result = outcome.result
@@ -586,7 +618,10 @@ class LocalExchange:
     def _act(
         self, exchange: Exchange, action: Callable[[Exchange], Any], state: Sequence[Any]
     ) -> None:
-        result, error, team, has_state = None, None, self.team, False
+        team = self.team
+        result = None
+        error = None
+        has_state = False
         # All workers are in this call, so they have taken the state that was left in an earlier one.
         team.state_path.unlink(missing_ok=True)
         try:
@@ -594,19 +629,29 @@ class LocalExchange:
             # Workers that go on from checkpoints have their own.
             begins = self._equalizes and not (exchange.next_step or exchange.has_local_steps)
             if state and (team.has_newcomers or begins or _is_late(result)):
-                team.leave_state(writable_views(state))
+                team.publish_state(writable_views(state))
                 has_state = True
         except Exception as caught:
             error = caught
-        known = exchange.next_step, exchange.members, exchange.stats
         has_shared = exchange.place_shared(team.shared)
-        team.post_outcome(_Outcome(result, error, *known, has_shared, has_state))
+        team.publish_outcome(
+            _Outcome(
+                result,
+                error,
+                exchange.next_step,
+                exchange.members,
+                exchange.stats,
+                has_shared,
+                has_state,
+            )
+        )
 
     def _check_sizes(self, update: Arrays) -> None:
-        sizes = [one.size for one in update], [one.size for one in self.team.params]
-        if sizes[0] != sizes[1]:
+        update_sizes = [array.size for array in update]
+        sizes = [array.size for array in self.team.params]
+        if update_sizes != sizes:
             raise ValueError(
-                f"an update of arrays with {sizes[0]} elements for parameters of {sizes[1]}"
+                f"an update of arrays with {update_sizes} elements for parameters of {sizes}"
             )
 
 

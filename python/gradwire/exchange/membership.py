@@ -1,62 +1,42 @@
-"""The membership view of one node, the updates of every node in their order, and the router of arriving messages."""
+"""The members as one node sees them, their updates in order, and what connected nodes have said about themselves.
+
+Nothing here sends or receives. Nobody but `Membership` changes what a membership holds.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
-from ..errors import MessageError, NotConnected, WouldBlock
+from ..errors import MessageError
 from ..message import Message
-from ..transport import Peer, PeerLost
-from .protocol import (
-    TAG_NUMBERS,
-    Hello,
-    Kind,
-    NodeRun,
-    Note,
-    Phase,
-    difference_of,
-    run_of,
-    tag_of,
-)
+from ..transport import Peer
+from .protocol import Hello, Kind, NodeRun, Note, Phase, difference_of, run_of, tag_of
 
-if TYPE_CHECKING:
-    from ..transport import Node, Ticket
-
-__all__ = ["Membership", "Router", "UpdateStream", "by_run"]
+__all__ = ["Introductions", "Membership", "UpdateStream", "Updates"]
 
 _LOG = logging.getLogger(__name__)
 
-# Why a connection without a goodbye ended. Silence lasts ``Limits.down_s``, 10 s by default.
-_REASONS = {"left": "crashed, or closed its node before leave()", "timeout": "is silent"}
-
-Updates = list[tuple[Peer, list[Message]]]
-
-
-def by_run(peers: Iterable[Peer]) -> dict[NodeRun, Peer]:
-    """Return peers by their identity on the wire."""
-    return {run_of(peer): peer for peer in peers}
+Updates = list[tuple[NodeRun, list[Message]]]
 
 
 class UpdateStream:
     """The updates of one node from some step on: in order, once, and kept a little longer than needed here.
 
     Attributes:
-        first: number of the first update that arrives here; None: unknown until the first arrives.
+        first_received: number of the first update that arrives here; None: unknown until that update arrives.
         received: number of the next update to arrive.
         position: number of the next update to apply.
-        begun: number of the first update that was applied from here rather than with a snapshot.
+        first_direct: number of the first update that was applied from here rather than with a snapshot.
         notes: by step of the update that they belong to.
     """
 
-    def __init__(self, first: int | None, keeps: int) -> None:
-        self.first = first
-        self.received = self.position = self.begun = first or 0
+    def __init__(self, first_received: int | None, keeps: int) -> None:
+        self.first_received = first_received
+        self.received = self.position = self.first_direct = first_received or 0
         self.notes: dict[int, Note] = {}
         self._keeps = keeps
         self._messages: dict[int, list[Message]] = {}
@@ -66,14 +46,14 @@ class UpdateStream:
         return step in self._messages
 
     @property
-    def held(self) -> int:
+    def next_missing(self) -> int:
         """Number of the first update that has neither arrived nor been applied."""
         return max(self.received, self.position)
 
     def accepts(self, step: int) -> bool:
         """Return whether the update of ``step`` is the next to arrive."""
-        if self.first is None:
-            self.first = self.received = self.position = self.begun = step
+        if self.first_received is None:
+            self.first_received = self.received = self.position = self.first_direct = step
         return step == self.received
 
     def add_note(self, step: int, note: Note, payload: memoryview) -> None:
@@ -89,18 +69,21 @@ class UpdateStream:
         self.received += 1
 
     def add_relayed(self, messages: list[Message], payload: memoryview) -> None:
-        """Keep the first update that is not held, which came through another node."""
-        self.received = self.held
+        """Keep the first update that is missing, which came through another node."""
+        self.received = self.next_missing
         self.add_update(messages, payload)
 
     def start_at(self, step: int) -> None:
         """Continue at ``step``: everything before has been applied."""
-        if self.first is None:
-            self.first = self.received = step
+        if self.first_received is None:
+            self.first_received = self.received = step
         for old in [old for old in self._messages if old < step]:
             del self._messages[old]
-        self.position = self.begun = step
-        self._trim()
+        self.position = self.first_direct = step
+        oldest = self.position - self._keeps
+        for kept in (self._payloads, self.notes):
+            for old in [old for old in kept if old < oldest]:
+                del kept[old]
 
     def take_messages(self) -> list[Message]:
         """Return the next update to apply, and advance.
@@ -110,7 +93,9 @@ class UpdateStream:
         """
         messages = self._messages.pop(self.position)
         self.position += 1
-        self._trim()
+        oldest = self.position - self._keeps
+        self._payloads.pop(oldest - 1, None)
+        self.notes.pop(oldest - 1, None)
         return messages
 
     def raw(self, first: int, last: int) -> Iterator[tuple[int, memoryview]]:
@@ -118,145 +103,300 @@ class UpdateStream:
         for step in range(first, last):
             yield from self._payloads.get(step, ())
 
-    def _trim(self) -> None:
-        oldest = self.position - self._keeps
-        for kept in (self._payloads, self.notes):
-            for step in [step for step in kept if step < oldest]:
-                del kept[step]
 
-
-class Membership:
-    """The members, as this node sees them, and the updates that have arrived. Sans-IO.
+class Introductions:
+    """What connected nodes have said about themselves, and whether they train the same.
 
     Args:
         me: this node.
+        names: of nodes by their ids, for messages.
         signature: this node's run signature.
+        role: of this node.
+
+    Attributes:
+        signature: as given, with the parameters' dtypes and shapes once they are known.
+        start: digests of the initial parameters and of the initial residual, see `Hello`.
+        hellos: the latest introduction of every connected node.
+        incompatible: the nodes among them that train something else, and how they differ.
+    """
+
+    def __init__(
+        self, me: Peer, names: Mapping[int, str], signature: dict[str, Any], role: str
+    ) -> None:
+        self.signature = signature
+        self.start = ("", "")
+        self.hellos: dict[NodeRun, Hello] = {}
+        self.incompatible: dict[NodeRun, str] = {}
+        self._me = me
+        self._names = names
+        self._peers: dict[NodeRun, Peer] = {run_of(me): me}
+        self._reasons: dict[NodeRun, str] = {}  # why connections ended
+        self._workers: set[NodeRun] = {run_of(me)} if role == "worker" else set()
+
+    # ---- identities --------------------------------------------------------------------------------------------------
+
+    def register(self, peer: Peer) -> NodeRun:
+        """Remember a node's address; return its identity."""
+        run = run_of(peer)
+        self._peers[run] = peer
+        return run
+
+    def peer_of(self, run: NodeRun) -> Peer:
+        """Return a node, without its address if this node has never met it."""
+        return self._peers.get(run) or Peer(*run, "unknown address")
+
+    def name_of(self, run: NodeRun) -> str:
+        """Return a node's rank, if that is known, and its address."""
+        name = self._names.get(run.id)
+        address = self.peer_of(run).address
+        return f"{name} ({address})" if name else address
+
+    def describe(self, runs: Iterable[NodeRun]) -> str:
+        """Name several nodes."""
+        return ", ".join(map(self.name_of, runs))
+
+    def describe_departed(self, runs: Iterable[NodeRun]) -> str:
+        """Name nodes that are gone, each with the reason."""
+        return ", ".join(f"{self.name_of(run)} {self._reasons.get(run, 'is gone')}" for run in runs)
+
+    def describe_all_departed(self) -> str:
+        """Name all nodes whose connection ended, each with the reason; empty if there are none."""
+        return self.describe_departed(self._reasons)
+
+    def set_reason(self, run: NodeRun, reason: str) -> None:
+        """Remember why a node goes."""
+        self._reasons[run] = reason
+
+    def add_reason(self, run: NodeRun, reason: str) -> None:
+        """Remember why a connection ended, unless the node has said why it goes."""
+        self._reasons.setdefault(run, reason)
+
+    def clear_reason(self, run: NodeRun) -> None:
+        """Forget why a node went: it is back."""
+        self._reasons.pop(run, None)
+
+    @property
+    def workers(self) -> Collection[NodeRun]:
+        """The nodes that own no parameters in the sharded exchange."""
+        return self._workers
+
+    def add_workers(self, runs: Iterable[NodeRun]) -> None:
+        """Remember nodes that own no parameters, of which other nodes have said so."""
+        self._workers.update(runs)
+
+    # ---- introductions -----------------------------------------------------------------------------------------------
+
+    def add(self, run: NodeRun, payload: memoryview) -> tuple[Hello, Hello | None]:
+        """Keep a node's introduction; return it and the one before, None if that was incompatible."""
+        try:
+            hello = Hello.decode(payload)
+        except MessageError:
+            hello = Hello.of_another_version(payload)
+        before = None if run in self.incompatible else self.hellos.get(run)
+        self.hellos[run] = hello
+        if hello.role == "worker":
+            self._workers.add(run)
+        self._compare(run, hello)
+        return hello, before
+
+    def set_params(self, layout: list[list[object]], start: tuple[str, str]) -> bool:
+        """Add the dtypes and shapes of the parameters to the signature; return whether anything has changed."""
+        if (self.signature["params"], self.start) == (layout, start):
+            return False
+        self.start = start
+        self.signature["params"] = layout
+        for run, hello in self.hellos.items():
+            self._compare(run, hello)
+        return True
+
+    def compatible(self, phase: Phase | None = None) -> dict[NodeRun, Hello]:
+        """Return the introductions of nodes that train the same, without observers: of all, or of those in a phase."""
+        return {
+            run: hello
+            for run, hello in self.hellos.items()
+            if phase in (None, hello.phase)
+            and run not in self.incompatible
+            and hello.role != "observer"
+        }
+
+    def describe_incompatible(self) -> str:
+        """Describe every connected node that trains something else."""
+        return "; ".join(text for _, text in sorted(self.incompatible.items()))
+
+    def forget(self, run: NodeRun) -> None:
+        """Forget what was said on a connection that has ended: the next one begins with an introduction."""
+        self.hellos.pop(run, None)
+        self.incompatible.pop(run, None)
+
+    def _compare(self, run: NodeRun, hello: Hello) -> None:
+        before = self.incompatible.pop(run, None)
+        difference = difference_of(hello.signature, self.signature)
+        if difference:
+            there, here = self.peer_of(run).address, self._me.address
+            text = f"{there} and this node ({here}) do not fit: {difference}"
+            self.incompatible[run] = text
+            if before is None:
+                _LOG.warning("%s; its messages are ignored", text)
+
+
+class Notes:
+    """The notes of applied updates, and what this node's next note says about the comparison of replicas.
+
+    Attributes:
+        last_own: step and note of this node's last update that had a note.
+    """
+
+    def __init__(self) -> None:
+        self.last_own: tuple[int, Note] | None = None
+        self._applied: list[tuple[NodeRun, Note]] = []
+        self._comparison: int | None = None
+        self._digest: tuple[int, str] | None = None
+
+    def add_applied(self, run: NodeRun, note: Note) -> None:
+        """Keep a note for the comparison of replicas."""
+        self._applied.append((run, note))
+
+    def drain_applied(self) -> list[tuple[NodeRun, Note]]:
+        """Return the notes of updates applied since the last call."""
+        applied = self._applied
+        self._applied = []
+        return applied
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether the next note has something about a comparison."""
+        return self._comparison is not None or self._digest is not None
+
+    def schedule(self, comparison: int | None, digest: tuple[int, str] | None) -> None:
+        """Let the next note announce a comparison, and give this node's digest."""
+        self._comparison = comparison
+        self._digest = digest
+
+    def make(
+        self, step: int, admits: tuple[NodeRun, ...], workers: tuple[NodeRun, ...]
+    ) -> Note | None:
+        """Return the note for this node's update of ``step``, None if the note would be empty."""
+        if not admits and self._comparison is None and self._digest is None:
+            return None
+        note = Note(admits, workers, self._comparison, self._digest)
+        self.last_own = (step, note)
+        self.schedule(None, None)
+        return note
+
+
+class StepEvents:
+    """What happened to the members since the last finished step."""
+
+    def __init__(self) -> None:
+        self._lost: list[NodeRun] = []
+        self._joined: list[NodeRun] = []
+        self._ignored = 0
+
+    def add_lost(self, run: NodeRun) -> None:
+        """Count a member that went."""
+        self._lost.append(run)
+
+    def add_joined(self, run: NodeRun) -> None:
+        """Count a member that came."""
+        self._joined.append(run)
+
+    def add_ignored(self) -> None:
+        """Count an update of a node that is no member."""
+        self._ignored += 1
+
+    def drain(self) -> tuple[list[NodeRun], list[NodeRun], int]:
+        """Return the members that went and came, and the number of ignored updates, since the last call."""
+        events = self._lost, self._joined, self._ignored
+        self._lost = []
+        self._joined = []
+        self._ignored = 0
+        return events
+
+
+class Membership:
+    """The members, as this node sees them, and the updates that have arrived.
+
+    Args:
+        me: this node.
+        introductions: of all connected nodes.
         role: of this node.
         step: number of this node's first step.
         keeps: applied updates of every member that are kept, for peers that miss some when their sender dies.
 
     Attributes:
+        run: this node.
+        introductions: as given.
+        notes: of applied updates, and this node's next.
+        events: for the next step's result.
         phase: of this node.
         origin: the node that began the training.
-        start: digests of the initial parameters and of the initial residual, see `Hello`.
-        names: of nodes by their ids, for messages.
-        reasons: why connections ended.
+        is_sharded: the way that the first members have chosen; None before the training begins.
         next_step: the first step whose update this node has not published.
         first_step: of this node as a member.
-        is_late: whether this node has joined with a snapshot.
-        members: the update streams of the other members, by node id; of departed ones until all updates are applied.
+        members: the update streams of the other members, by node; of departed ones until all updates are applied.
         others: the update streams of nodes that are not members.
         past: the update streams of departed members.
         broken: members whose connection ended.
         departing: for every member that is gone, the first of its updates that this node lacks.
         finals: for those on which the members have agreed, the first update that nobody applies.
         reported: the nodes that this node's last report names.
-        hellos: the latest introduction of every connected node.
-        mismatched: the nodes among them that train something else, and how they differ.
-        roles: of this node, of all that have introduced themselves, and of admitted newcomers.
-        heard: notes of applied updates, for the comparison of replicas.
-        outgoing: cut and digest for this node's next note.
-        own_note: step and note of this node's last update that had one.
-        wants_switch: for this node's next notes, see `Note`.
-        lost, joined, ignored: members and number of messages for the next step's result.
     """
 
     def __init__(
-        self,
-        me: Peer,
-        signature: dict[str, Any],
-        *,
-        step: int,
-        keeps: int,
-        role: str = "member",
+        self, me: Peer, introductions: Introductions, role: str, *, step: int, keeps: int
     ) -> None:
-        self.me = me
-        self.role = role
         self.run = run_of(me)
-        self.signature = signature
+        self.introductions = introductions
+        self.notes = Notes()
+        self.events = StepEvents()
         self.phase = Phase.NEW
         self.origin = self.run
-        self.start = ("", "")
-        self.names: dict[int, str] = {}
-        self.reasons: dict[Peer, str] = {}
+        self.is_sharded: bool | None = None
         self.next_step = step
         self.first_step = step
-        self.is_late = False
-        self.members: dict[Peer, UpdateStream] = {}
-        self.others: dict[Peer, UpdateStream] = {}
-        self.past: dict[Peer, UpdateStream] = {}
-        self.broken: set[Peer] = set()
-        self.departing: dict[Peer, int] = {}
-        self.finals: dict[Peer, int] = {}
-        self.reported: set[Peer] = set()
-        self.hellos: dict[Peer, Hello] = {}
-        self.mismatched: dict[Peer, str] = {}
-        self.roles: dict[Peer, str] = {me: role}
-        self.heard: list[tuple[Peer, Note]] = []
-        self.outgoing: Note | None = None
-        self.own_note: tuple[int, Note] | None = None
-        self.wants_switch = False
-        self.lost: list[Peer] = []
-        self.joined: list[Peer] = []
-        self.ignored = 0
+        self.members: dict[NodeRun, UpdateStream] = {}
+        self.others: dict[NodeRun, UpdateStream] = {}
+        self.past: dict[NodeRun, UpdateStream] = {}
+        self.broken: set[NodeRun] = set()
+        self.departing: dict[NodeRun, int] = {}
+        self.finals: dict[NodeRun, int] = {}
+        self.reported: set[NodeRun] = set()
+        self._role = role
         self._keeps = keeps
-        self._oldest_cut = 0  # from here on every applied update is known one by one
+        self._is_late = False  # has joined with a snapshot
 
     # ---- members -----------------------------------------------------------------------------------------------------
 
     @property
-    def peers(self) -> tuple[Peer, ...]:
-        """The other members that are not gone, by node id."""
-        return tuple(peer for peer in self.members if peer not in self.departing)
+    def peers(self) -> tuple[NodeRun, ...]:
+        """The other members that are not gone, by node."""
+        if not self.departing:
+            return tuple(self.members)
+        return tuple(run for run in self.members if run not in self.departing)
 
     @property
     def is_first(self) -> bool:
         """Whether this node has the lowest id of all members."""
         peers = self.peers
-        return self.phase is Phase.IN and (not peers or self.me < peers[0])
+        return self.phase is Phase.IN and (not peers or self.run < peers[0])
 
-    @property
-    def newcomers(self) -> tuple[NodeRun, ...]:
-        """The nodes that follow the members' steps and wait to become members."""
-        ready = self.fitting(Phase.READY)
-        return tuple(sorted(run_of(peer) for peer in ready if peer not in self.members))
-
-    def name_of(self, peer: Peer) -> str:
-        """Return a node's rank, if that is known, and its address."""
-        name = self.names.get(peer.id)
-        return f"{name} ({peer.address})" if name else peer.address
-
-    def departed(self, peers: Iterable[Peer]) -> str:
-        """Name nodes that are gone, each with the reason."""
-        return ", ".join(
-            f"{self.name_of(peer)} {self.reasons.get(peer, 'is gone')}" for peer in peers
-        )
-
-    def add_member(self, peer: Peer, at: int) -> None:
-        """Make a node a member from its update ``at`` on.
-
-        Raises:
-            MessageError: this node does not get that update directly.
-        """
-        stream = self.others.pop(peer, None) or UpdateStream(at, self._keeps)
-        if stream.first is not None and stream.first > at:
-            raise self.wrong_step(peer, stream.first)
-        stream.start_at(at)
-        self.members = dict(sorted({**self.members, peer: stream}.items()))
-        if self.past.pop(peer, None) is not None:
-            self._oldest_cut = max(self._oldest_cut, at)
-        self.departing.pop(peer, None)
-        self.finals.pop(peer, None)
-        self.reported.discard(peer)
-
-    def admit(self, peer: Peer, at: int) -> None:
-        """Make a newcomer a member from its update ``at`` on, for the next step's result too."""
-        _LOG.info("%s comes in with step %d", peer.address, at)
-        self.add_member(peer, at)
-        self.joined.append(peer)
+    def begin(
+        self, others: Iterable[NodeRun], step: int, origin: NodeRun, *, is_sharded: bool
+    ) -> None:
+        """Begin the training with these members; `enter` follows."""
+        self.origin = origin
+        self.is_sharded = is_sharded
+        for run in others:
+            self.add_member(run, step)
 
     def follow_snapshot(
-        self, positions: dict[Peer, int], finals: dict[Peer, int], step: int
+        self,
+        positions: dict[NodeRun, int],
+        finals: dict[NodeRun, int],
+        step: int,
+        origin: NodeRun,
+        *,
+        is_sharded: bool,
     ) -> None:
         """Continue from a snapshot.
 
@@ -264,19 +404,79 @@ class Membership:
             positions: for every member the first update that is not in the snapshot.
             finals: for departed members the first update that nobody applied.
             step: the next step.
+            origin: the node that began the training.
+            is_sharded: the way of the training.
         """
         self.finals = finals
-        self.is_late = True
-        self._oldest_cut = max(positions.values())
+        self._is_late = True
         self.next_step = step
-        for peer, at in positions.items():
-            self.add_member(peer, at)
+        self.begin((), step, origin, is_sharded=is_sharded)
+        for run, position in positions.items():
+            self.add_member(run, position)
 
-    def remove_member(self, peer: Peer) -> None:
+    def enter(self, phase: Phase) -> None:
+        """Enter a phase."""
+        self.phase = phase
+
+    def enter_at(self, step: int) -> None:
+        """Become a member whose first update is that of ``step``."""
+        self.first_step = step
+        self.phase = Phase.IN
+
+    def reach_step(self, step: int) -> None:
+        """Note that the next update to publish is that of ``step`` or a later one."""
+        self.next_step = max(self.next_step, step)
+
+    def restart_at(self, step: int) -> None:
+        """Begin at a step, before the training; or publish the update of ``step`` again, which was refused."""
+        self.next_step = step
+
+    def add_member(self, run: NodeRun, first: int) -> None:
+        """Make a node a member from its update ``first`` on.
+
+        Raises:
+            MessageError: this node does not get that update directly.
+        """
+        stream = self.others.pop(run, None) or UpdateStream(first, self._keeps)
+        if stream.first_received is not None and stream.first_received > first:
+            raise self.wrong_step(run, stream.first_received)
+        stream.start_at(first)
+        self.members = dict(sorted({**self.members, run: stream}.items()))
+        self.past.pop(run, None)
+        self.departing.pop(run, None)
+        self.finals.pop(run, None)
+        self.reported.discard(run)
+
+    def admit(self, run: NodeRun, first: int) -> None:
+        """Make a newcomer a member from its update ``first`` on, for the next step's result too."""
+        _LOG.info("%s comes in with step %d", self.introductions.peer_of(run).address, first)
+        self.add_member(run, first)
+        self.events.add_joined(run)
+
+    def mark_departing(self, run: NodeRun) -> None:
+        """Take no more updates from a member that is gone."""
+        self.departing[run] = self.members[run].next_missing
+        self.reported.add(run)
+
+    def add_reported(self, runs: Collection[NodeRun]) -> bool:
+        """Add nodes that others report as gone; return whether any is new."""
+        has_news = not self.reported.issuperset(runs)
+        self.reported.update(runs)
+        return has_news
+
+    def forget_reports(self) -> None:
+        """Begin without reports, before a snapshot."""
+        self.reported.clear()
+
+    def agree_on_final(self, run: NodeRun, final: int) -> None:
+        """Note the first update of a departed member that nobody applies."""
+        self.finals[run] = final
+
+    def remove_member(self, run: NodeRun) -> None:
         """Remove a departed member, for the next step's result too."""
-        self.past[peer] = self.members.pop(peer)
-        self.broken.discard(peer)
-        self.lost.append(peer)
+        self.past[run] = self.members.pop(run)
+        self.broken.discard(run)
+        self.events.add_lost(run)
 
     def forget_members(self) -> None:
         """Stop being a member; updates count again from where the others introduce themselves to a newcomer."""
@@ -285,122 +485,88 @@ class Membership:
         self.departing.clear()
         self.finals.clear()
         self.reported.clear()
-        self.outgoing = None
-
-    def make_note(self, step: int) -> Note | None:
-        """Return the note for this node's update of ``step``, None if the note would be empty."""
-        self.next_step = step + 1
-        admits = self.newcomers
-        roles = tuple(
-            (*run, role) for run in admits if (role := self.roles[Peer(*run, "")]) != "member"
-        )
-        note = replace(
-            self.outgoing or Note(), admits=admits, roles=roles, wants_switch=self.wants_switch
-        )
-        self.outgoing = None
-        if note == Note():
-            return None
-        self.own_note = step, note
-        return note
-
-    def drain_events(self) -> tuple[tuple[Peer, ...], tuple[Peer, ...], int]:
-        """Return the members that went and came, and the number of ignored messages, since the last call."""
-        events = tuple(self.lost), tuple(self.joined), self.ignored
-        self.lost, self.joined, self.ignored = [], [], 0
-        return events
+        self.notes.schedule(None, None)
 
     # ---- introductions -----------------------------------------------------------------------------------------------
 
     def own_hello(self) -> Hello:
         """Return this node's introduction."""
-        members: set[NodeRun] = set()
-        if self.phase is Phase.IN:
-            members = {self.run, *map(run_of, self.peers)}
+        is_member = self.phase is Phase.IN
         return Hello(
-            self.signature,
+            self.introductions.signature,
             self.phase,
             self.next_step,
-            tuple(sorted(members)),
+            tuple(sorted({self.run, *self.peers})) if is_member else (),
             self.first_step,
             self.next_step,
             self.origin,
-            self.role,
-            self.start,
+            self._role,
+            self.introductions.start,
+            self.is_sharded if is_member else None,
         )
 
-    def add_hello(self, peer: Peer, payload: memoryview) -> tuple[Hello, Hello | None]:
-        """Keep a node's introduction; return it and the one before, None if that did not match."""
-        try:
-            hello = Hello.decode(payload)
-        except MessageError:
-            hello = Hello.of_another_version(payload)
-        before = None if peer in self.mismatched else self.hellos.get(peer)
-        self.hellos[peer] = hello
-        self.roles[peer] = hello.role
-        self._compare_signature(peer, hello)
-        return hello, before
-
-    def set_params(self, described: list[list[object]], start: tuple[str, str]) -> bool:
+    def set_params(self, layout: list[list[object]], start: tuple[str, str]) -> bool:
         """Add the dtypes and shapes of the parameters to the signature; return whether anything has changed."""
-        if (self.signature["params"], self.start) == (described, start):
+        if not self.introductions.set_params(layout, start):
             return False
-        self.start = start
-        self.signature["params"] = described
-        for peer, hello in self.hellos.items():
-            if self._compare_signature(peer, hello) and peer not in self.members:
-                self.others.setdefault(peer, self.new_stream())
+        for run in self.introductions.hellos:
+            if run not in self.introductions.incompatible and run not in self.members:
+                self.expect_updates(run)
         return True
 
-    def fitting(self, phase: Phase | None = None) -> dict[Peer, Hello]:
-        """Return the introductions of connected nodes that train the same, without observers: all or of one phase."""
-        return {
-            peer: hello
-            for peer, hello in self.hellos.items()
-            if peer not in self.mismatched
-            and phase in (None, hello.phase)
-            and hello.role != "observer"
-        }
-
-    def mismatches(self) -> str:
-        """Describe every connected node that trains something else."""
-        return "; ".join(text for _, text in sorted(self.mismatched.items()))
-
-    def _compare_signature(self, peer: Peer, hello: Hello) -> bool:
-        before = self.mismatched.pop(peer, None)
-        difference = difference_of(hello.signature, self.signature)
-        if difference:
-            text = f"{peer.address} and this node ({self.me.address}) do not fit: {difference}"
-            self.mismatched[peer] = text
-            if before is None:
-                _LOG.warning("%s; its messages are ignored", text)
-        return not difference
-
-    def forget_connection(self, peer: Peer) -> None:
+    def forget_connection(self, run: NodeRun) -> None:
         """Forget a connection that has ended: the next one begins with an introduction."""
-        self.hellos.pop(peer, None)
-        self.mismatched.pop(peer, None)
-        self.others.pop(peer, None)
-        if peer in self.members:
-            self.broken.add(peer)
+        self.introductions.forget(run)
+        self.others.pop(run, None)
+        if run in self.members:
+            self.broken.add(run)
+
+    def make_note(self, step: int) -> Note | None:
+        """Return the note for this node's update of ``step``, None if the note would be empty."""
+        self.next_step = step + 1
+        admits: tuple[NodeRun, ...] = ()
+        workers: tuple[NodeRun, ...] = ()
+        ready = self.introductions.compatible(Phase.READY).keys() - self.members.keys()
+        if ready:
+            admits = tuple(sorted(ready))
+            workers = tuple(run for run in admits if run in self.introductions.workers)
+        return self.notes.make(step, admits, workers)
+
+    def is_known_to(self, run: NodeRun) -> bool:
+        """Return whether a node named this node as a member when it last introduced itself."""
+        hello = self.introductions.hellos.get(run)
+        return hello is not None and self.run in hello.members
+
+    @property
+    def members_unaware_of_us(self) -> frozenset[NodeRun]:
+        """The members that have not named this node, which came late, as a member.
+
+        They do not apply its updates, so an asynchronous node sends none yet; a synchronous one is `READY` as long.
+        """
+        if not self._is_late:
+            return frozenset()
+        return frozenset(run for run in self.peers if not self.is_known_to(run))
 
     # ---- positions ---------------------------------------------------------------------------------------------------
 
     @property
     def slowest(self) -> int | None:
         """Number of the next update of the slowest member; None without members."""
-        return min((self.members[peer].held for peer in self.peers), default=None)
+        return min((self.members[run].next_missing for run in self.peers), default=None)
 
     @property
-    def positions(self) -> dict[Peer, int]:
+    def positions(self) -> dict[NodeRun, int]:
         """For every other member, the number of its next update to apply."""
-        return {peer: stream.position for peer, stream in self.members.items()}
+        return {run: stream.position for run, stream in self.members.items()}
 
-    def missing(self, step: int) -> frozenset[Peer]:
+    def missing(self, step: int) -> frozenset[NodeRun]:
         """Return the members whose update of ``step`` may still arrive."""
         return frozenset(
-            peer
-            for peer, stream in self.members.items()
-            if step not in stream and step < self.finals.get(peer, step + 1)
+            [
+                run
+                for run, stream in self.members.items()
+                if step not in stream and step < self.finals.get(run, step + 1)
+            ]
         )
 
     def is_ready_for(self, step: int) -> bool:
@@ -414,255 +580,61 @@ class Membership:
         # is it sure that they have applied the same updates.
         return all(map(self.is_known_to, self.members))
 
-    def is_known_to(self, peer: Peer) -> bool:
-        """Return whether a node named this node as a member when it last introduced itself."""
-        hello = self.hellos.get(peer)
-        return hello is not None and self.run in hello.members
-
-    @property
-    def unaware(self) -> frozenset[Peer]:
-        """The members that have not named this node, which came late, as a member.
-
-        They do not apply its updates, so an asynchronous node sends none yet; a synchronous one is `READY` as long.
-        """
-        late = self.peers if self.is_late else ()
-        return frozenset(peer for peer in late if not self.is_known_to(peer))
-
-    def first_of(self, peer: Peer) -> int | None:
+    def first_received(self, run: NodeRun) -> int | None:
         """Return the first update of a node, not a member yet, that this node gets directly; None: unknown."""
-        stream = self.others.get(peer)
-        return None if stream is None else stream.first
+        stream = self.others.get(run)
+        return None if stream is None else stream.first_received
 
-    def contributors_at(self, cut: int) -> str:
-        """Return a name for the set of nodes that contributed to the state at a cut, as this node sees them."""
-        runs = [run_of(peer) for peer, stream in self.members.items() if stream.begun < cut]
-        if self.first_step < cut:
+    def contributors_before(self, step: int) -> str:
+        """Return a name for the set of nodes whose updates are in the state before a step, as this node sees them."""
+        runs = [run for run, stream in self.members.items() if stream.first_direct < step]
+        if self.first_step < step:
             runs.append(self.run)
-        return f"{zlib.crc32(repr(sorted(runs)).encode()):08x}"
+        return f"{zlib.crc32(repr(sorted(map(tuple, runs))).encode()):08x}"
 
     # ---- updates -----------------------------------------------------------------------------------------------------
 
-    def new_stream(self) -> UpdateStream:
-        """Return a stream that begins with whichever update arrives first."""
-        return UpdateStream(None, self._keeps)
+    def expect_updates(self, run: NodeRun, *, anew: bool = False) -> UpdateStream:
+        """Return the stream of a node that is not a member, which begins with whichever update arrives first.
 
-    def stream_of(self, peer: Peer) -> UpdateStream | None:
+        Args:
+            run: the node.
+            anew: whether to forget what has arrived.
+        """
+        if anew or run not in self.others:
+            self.others[run] = UpdateStream(None, self._keeps)
+        return self.others[run]
+
+    def expect_nothing(self, run: NodeRun) -> None:
+        """Wait for the introduction of a node that is not a member before its updates count."""
+        self.others.pop(run, None)
+
+    def stream_of(self, run: NodeRun) -> UpdateStream | None:
         """Return the stream for a node's updates, None if they are to be ignored."""
-        if peer in self.others:
-            return self.others[peer]
-        return None if peer in self.departing else self.members.get(peer)
+        if run in self.others:
+            return self.others[run]
+        return None if run in self.departing else self.members.get(run)
 
-    def wrong_step(self, peer: Peer, step: int) -> MessageError:
+    def add_relayed(self, run: NodeRun, messages: list[Message], payload: memoryview) -> None:
+        """Keep the first missing update of a departing member, which came through another node."""
+        stream = self.members[run]
+        stream.add_relayed(messages, payload)
+        self.departing[run] = stream.next_missing
+
+    def wrong_step(self, run: NodeRun, step: int) -> MessageError:
         """Return the error for an update that cannot be the next one of its sender."""
         return MessageError(
-            f"{peer.address} sent step {step} while this node is at step {self.next_step}: begin "
-            "with the same checkpoint on all nodes"
+            f"{self.introductions.peer_of(run).address} sent step {step} while this node is at step {self.next_step}: "
+            "begin with the same checkpoint on all nodes"
         )
 
     def take_updates(self, last: float = math.inf) -> Updates:
         """Return and forget the updates that have arrived, every member's in order, up to step ``last``."""
-        taken = []
-        for peer, stream in self.members.items():
+        updates: Updates = []
+        for run, stream in self.members.items():
             while stream.position in stream and stream.position <= last:
                 note = stream.notes.get(stream.position)
                 if note is not None:
-                    self.heard.append((peer, note))
-                taken.append((peer, stream.take_messages()))
-        return taken
-
-    def applied_since(self, step: int) -> list[memoryview] | None:
-        """Return the applied payloads of all updates from ``step`` on; None if some are no longer kept."""
-        if step < self._oldest_cut:
-            return None
-        found = []
-        for stream in [*self.members.values(), *self.past.values()]:
-            first = max(step, stream.begun)
-            payloads = [
-                payload for tag, payload in stream.raw(first, stream.position) if tag < TAG_NUMBERS
-            ]
-            if len(payloads) < stream.position - first:
-                return None
-            found += payloads
-        return found
-
-
-class Router:
-    """Receives the node's messages and events, and passes each to its handler; sends control messages.
-
-    Args:
-        node: all its messages and events are taken.
-        membership: gets the updates.
-        parse: returns the messages of an update, given its sender, step and bytes; raises `MessageError` if they are
-            not this exchange's.
-
-    Attributes:
-        handlers: by kind: called with sender, number and payload. Updates and notes are handled here.
-        lost: the members that the last ``receive`` found lost.
-    """
-
-    def __init__(
-        self,
-        node: Node,
-        membership: Membership,
-        parse: Callable[[Peer, int, memoryview], list[Message]],
-    ) -> None:
-        self.node = node
-        self._membership = membership
-        self._parse = parse
-        self.handlers: dict[int, Callable[[Peer, int, memoryview], None]] = {
-            Kind.UPDATE: self._add_update,
-            Kind.NOTE: self._add_note,
-        }
-        self.lost: set[Peer] = set()
-        self._waiting: deque[tuple[int, bytes, Peer | None]] = deque()
-        self._connected: frozenset[Peer] = frozenset()
-        self._introduced: set[Peer] = set()
-
-    # ---- sending -----------------------------------------------------------------------------------------------------
-
-    def send(self, kind: Kind, number: int, payload: bytes, to: Peer | None = None) -> None:
-        """Queue a control message for all peers or for one, and send as much as there is space for."""
-        # At once if possible: the caller may go off to compute while others wait for the message.
-        self._waiting.append((tag_of(kind, number), payload, to))
-        self.flush()
-
-    def flush(self) -> bool:
-        """Send the queued messages; return whether none is left."""
-        while self._waiting:
-            tag, payload, to = self._waiting[0]
-            try:
-                self.node.publish(payload, tag=tag, to=to)
-            except WouldBlock:
-                return False
-            except NotConnected:
-                pass  # the peer has gone
-            self._waiting.popleft()
-        return True
-
-    def introduce(self, to: Peer | None = None) -> None:
-        """Send this node's introduction to all peers or to one."""
-        self.send(Kind.HELLO, 0, self._membership.own_hello().encode(), to)
-
-    def announce(self, phase: Phase) -> None:
-        """Enter a phase and tell all peers."""
-        self._membership.phase = phase
-        self.introduce()
-
-    def publish_parts(self, step: int, unsent: deque[tuple[Peer, bytes]]) -> bool:
-        """Send single nodes their parts of this node's update; return whether none is left.
-
-        Raises:
-            TooLarge: the transport refuses the size.
-        """
-        while unsent:
-            peer, payload = unsent[0]
-            try:
-                self.node.publish(payload, tag=tag_of(Kind.PART, step), to=peer)
-            except WouldBlock:
-                return False
-            except NotConnected:
-                pass  # the peer has gone, and does not get the part
-            unsent.popleft()
-        return True
-
-    def publish_update(self, step: int, payload: Message | bytes) -> Ticket | None:
-        """Send this node's update and, before it, its note; return None without space, for another try.
-
-        Raises:
-            TooLarge: the transport refuses the size; nothing was sent.
-        """
-        if self._membership.next_step <= step:
-            note = self._membership.make_note(step)
-            if note is not None:
-                self.send(Kind.NOTE, step, note.encode())
-        if not self.flush():
-            return None
-        try:
-            return self.node.publish(payload, tag=step)
-        except WouldBlock:
-            return None
-
-    # ---- receiving ---------------------------------------------------------------------------------------------------
-
-    def receive(self, timeout_s: float) -> set[Peer]:
-        """Send queued messages, handle messages and events for up to ``timeout_s``, and return the lost members.
-
-        Members that go down meanwhile are lost in the next call, after their last messages.
-        """
-        peers, events = frozenset(self.node.peers), self.node.events()
-        for event in events:
-            if isinstance(event, PeerLost):
-                reason = _REASONS.get(event.reason, f"is gone: {event.reason}")
-                self._membership.reasons.setdefault(event.peer, reason)
-                self._forget_connection(event.peer)
-        if events or peers != self._connected or not self._membership.hellos.keys() <= peers:
-            self._connected = peers
-            self._introduced &= peers
-            for peer in sorted(peers - self._introduced):
-                self._introduced.add(peer)
-                self.introduce(peer)
-            # An introduction may be handled after its connection has ended, or before it is seen.
-            for peer in [peer for peer in self._membership.hellos if peer not in peers]:
-                self._forget_connection(peer)
-        self.flush()
-        for peer, tag, payload in self.node.receive(timeout_s=timeout_s):
-            kind, number = divmod(tag, TAG_NUMBERS)
-            self._handle(peer, kind, number, payload)
-        self.lost = self._membership.broken | (self._membership.members.keys() - peers)
-        return self.lost
-
-    def _forget_connection(self, peer: Peer) -> None:
-        self._introduced.discard(peer)
-        self._membership.forget_connection(peer)
-
-    def _handle(self, peer: Peer, kind: int, number: int, payload: memoryview) -> None:
-        membership, handler = self._membership, self.handlers.get(kind)
-        if handler is None:  # of a later version
-            return
-        if kind == Kind.HELLO:
-            handler(peer, number, payload)
-            return
-        if peer in membership.mismatched:
-            membership.ignored += kind == Kind.UPDATE
-            return
-        try:
-            handler(peer, number, payload)
-        except MessageError as error:
-            if membership.phase is not Phase.IN or peer in membership.members:
-                raise
-            _LOG.warning("%s is no member, its message is ignored: %s", peer.address, error)
-
-    def _add_update(self, peer: Peer, step: int, payload: memoryview) -> None:
-        membership = self._membership
-        stream = membership.stream_of(peer)
-        if stream is None and membership.phase is not Phase.IN:
-            _LOG.debug("step %d from %s came before its introduction", step, peer.address)
-        elif stream is None:
-            membership.ignored += 1
-            _LOG.warning("step %d from %s ignored: it is not a member", step, peer.address)
-        elif stream.accepts(step):
-            stream.add_update(self.parse(peer, step, payload), payload)
-        elif membership.others.get(peer) is stream:
-            # From a new connection, before its introduction: others were lost with the old one.
-            del membership.others[peer]
-        elif peer not in membership.broken and step >= (stream.first or 0):
-            raise membership.wrong_step(peer, step)
-
-    def _add_note(self, peer: Peer, step: int, payload: memoryview) -> None:
-        stream = self._membership.stream_of(peer)
-        if stream is not None:
-            stream.add_note(step, Note.decode(payload), payload)
-
-    def parse(self, peer: Peer, step: int, payload: memoryview) -> list[Message]:
-        """Return the messages of an update.
-
-        Raises:
-            MessageError: not messages, or those of another model; the error names both sides.
-        """
-        try:
-            return self._parse(peer, step, payload)
-        except MessageError as error:
-            me = self._membership.me.address
-            raise MessageError(
-                f"step {step} from {peer.address} to this node ({me}): {error}"
-            ) from error
+                    self.notes.add_applied(run, note)
+                updates.append((run, stream.take_messages()))
+        return updates

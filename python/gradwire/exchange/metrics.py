@@ -1,36 +1,39 @@
-"""Metrics of an exchange: the times of whole steps, Prometheus' text, and the figures for ``gradwire top``."""
+"""Figures and warnings of an exchange: times of whole steps, the residual, Prometheus, and ``gradwire top``."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from ..arrays import device_of
 from ..transport import Peer
 from . import clock
+from .groups import Groups
 from .options import Options
 from .results import ExchangeStats, StepResult
 
 __all__ = [
     "Listener",
     "Meter",
-    "MetricsServer",
-    "describe",
+    "MetricsCollector",
+    "ResidualMonitor",
     "log_every",
-    "offer_page",
-    "page_folder",
-    "prometheus_text",
+    "metrics_snapshot",
+    "serve_snapshot",
+    "socket_folder",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -38,8 +41,16 @@ _LOG = logging.getLogger(__name__)
 Listener: TypeAlias = Callable[[StepResult, ExchangeStats], None]
 
 # The first steps wait for peers that still load; the share of gradwire is that of the steps that follow.
-_WARMUP_STEPS, _JUDGED_STEPS = 10, 20
+_WARMUP_STEPS = 10
+_JUDGED_STEPS = 20
 _SHARE_MAX = 1.0 / 3.0
+
+# Steps between two checks of the residual, checks in a row that lead to a warning, sampled elements of each residual,
+# and the most steps for which a residual grows at the start of any training: elements wait for about 1 / density steps.
+_CHECK_STEPS = 10
+_CHECKS = 5
+_CHECK_NUMEL = 1 << 14
+_FILL_STEPS_MAX = 200
 
 _GAUGES = {
     "density",
@@ -47,11 +58,14 @@ _GAUGES = {
     "threshold",
     "staleness",
     "members",
+    "is_sharded",
     "send_log_bytes",
     "receive_queue_bytes",
 }
 _PER_PEER = ("srtt_s", "rate_bytes_per_s", "loss_rate", "backlog_records")
-_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+# ---- warnings --------------------------------------------------------------------------------------------------------
 
 
 class Meter:
@@ -69,7 +83,8 @@ class Meter:
 
     def __init__(self, options: Options) -> None:
         self.listeners: list[Listener] = []
-        self.step_s = self.compute_s = 0.0
+        self.step_s = 0.0
+        self.compute_s = 0.0
         self.slowest: Peer | None = None
         self._options = options
         self._returned_s: float | None = None
@@ -89,7 +104,7 @@ class Meter:
         self.compute_s += compute_s
         return replace(result, step_s=step_s, compute_s=compute_s)
 
-    def show(self, result: StepResult, stats: ExchangeStats) -> None:
+    def notify_listeners(self, result: StepResult, stats: ExchangeStats) -> None:
         """Call the listeners, and warn once if the exchange takes a large share of the time."""
         self.slowest = result.slowest
         self._results += 1
@@ -101,17 +116,16 @@ class Meter:
             listener(result, stats)
 
     def _judge(self, stats: ExchangeStats) -> None:
-        whole_s, compute_s, encode_s, apply_s = (
-            getattr(stats, name) - getattr(self._warm, name)
-            for name in ("step_s", "compute_s", "encode_s", "apply_s")
-        )
-        ours_s = whole_s - compute_s
+        warm = self._warm
+        whole_s = stats.step_s - warm.step_s
+        encode_s = stats.encode_s - warm.encode_s
+        apply_s = stats.apply_s - warm.apply_s
+        ours_s = whole_s - (stats.compute_s - warm.compute_s)
         if ours_s <= _SHARE_MAX * whole_s:
             return
         wait_s = ours_s - encode_s - apply_s
-        options, remedies = self._options, []
-        if options.optimizer is None:
-            remedies.append(f"every={4 * options.every} exchanges a quarter as often")
+        options = self._options
+        remedies = [f"every={4 * options.every} exchanges a quarter as often"]
         if wait_s < ours_s / 2.0:
             remedies.append("Encoder(threads=) shares the passes over the data")
         else:
@@ -123,6 +137,52 @@ class Meter:
             *(100.0 * part_s / whole_s for part_s in (ours_s, encode_s, wait_s, apply_s)),
             "; ".join(remedies),
         )
+
+
+class ResidualMonitor:
+    """Logs warnings, with the remedy: for messages that are not sparse, and for a residual that keeps growing."""
+
+    def __init__(self) -> None:
+        self._full_steps = 0
+        self._grown_checks = 0
+        self._steps = 0
+        self._norm = math.inf
+
+    def add(self, result: StepResult, groups: Groups) -> None:
+        """Check a finished step."""
+        self._full_steps = self._full_steps + 1 if result.density >= 1.0 else 0
+        if self._full_steps == _CHECK_STEPS * _CHECKS:
+            _LOG.warning(
+                "every element has been sent for %d steps, the threshold %g is too small: give TargetDensity(0.01)",
+                self._full_steps,
+                result.threshold,
+            )
+        self._steps += 1
+        if self._steps % _CHECK_STEPS == 0:
+            self._check_norm(result, groups)
+
+    def _check_norm(self, result: StepResult, groups: Groups) -> None:
+        square = 0.0
+        for encoder in groups.encoders:
+            # Reading a residual on a device would make the training wait.
+            if device_of(encoder.residual) < 0:
+                stride = max(1, encoder.numel // _CHECK_NUMEL)
+                square += float(np.square(encoder.residual[::stride].astype(np.float64)).sum())
+        norm = math.sqrt(square)
+        is_filled = self._steps * max(result.density, 1 / _FILL_STEPS_MAX) >= 1.0
+        has_grown = is_filled and norm > 1.1 * self._norm
+        self._grown_checks = self._grown_checks + 1 if has_grown else 0
+        self._norm = norm
+        if self._grown_checks == _CHECKS:
+            _LOG.warning(
+                "the residual has grown for %d steps, at a density of %.2g: too little is sent; give "
+                "TargetDensity(0.01) or a higher density, or a smaller threshold",
+                _CHECK_STEPS * _CHECKS,
+                result.density,
+            )
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
 
 
 def log_every(steps: int) -> Listener:
@@ -139,51 +199,28 @@ def log_every(steps: int) -> Listener:
         seen.append(result)
         if len(seen) < steps:
             return
-        mean_s, compute_s, sent, received = (
-            sum(getattr(one, name) for one in seen) / steps
-            for name in ("step_s", "compute_s", "sent_bytes", "received_bytes")
-        )
-        share = 1.0 - compute_s / mean_s if mean_s else 0.0
+        step_s = sum(past.step_s for past in seen) / steps
+        compute_s = sum(past.compute_s for past in seen) / steps
+        sent_bytes = sum(past.sent_bytes for past in seen) / steps
+        received_bytes = sum(past.received_bytes for past in seen) / steps
+        share = 1.0 - compute_s / step_s if step_s else 0.0
         _LOG.info(
             "step %d: %.4g ms a step, %.0f %% of it gradwire's; sent %.0f B, received %.0f B a step; density %.3g; "
             "%d other members",
-            *(result.step, 1e3 * mean_s, 100.0 * share, sent, received),
-            *(stats.density, stats.members),
+            result.step,
+            1e3 * step_s,
+            100.0 * share,
+            sent_bytes,
+            received_bytes,
+            stats.density,
+            stats.members,
         )
         seen.clear()
 
     return listen
 
 
-def prometheus_text(figures: Mapping[str, Any]) -> str:
-    """Return the figures of an exchange, from `describe`, in Prometheus' text format."""
-    lines: list[str] = []
-
-    def add(name: str, kind: str, values: Iterable[tuple[str, float]]) -> None:
-        lines.append(f"# TYPE {name} {kind}")
-        lines.extend(f"{name}{labels} {value:.12g}" for labels, value in values)
-
-    own = {**figures["stats"], "residual_norm": figures["residual_norm"]}
-    del own["codec"]  # not a number
-    for prefix, found in (("gradwire_", own), ("gradwire_transport_", figures["transport"])):
-        for name, value in found.items():
-            full = prefix + _spelled(name)
-            if name in _GAUGES:
-                add(full, "gauge", [("", value)])
-            else:
-                add(f"{full}_total", "counter", [("", value)])
-    for name in _PER_PEER:
-        peers = figures["peers"]
-        full = f"gradwire_peer_{_spelled(name)}"
-        add(full, "gauge", [(f'{{peer="{peer["address"]}"}}', peer[name]) for peer in peers])
-    return "\n".join(lines) + "\n"
-
-
-def _spelled(name: str) -> str:
-    return re.sub("_s$", "_seconds", re.sub("_per_s$", "_per_second", name))
-
-
-def describe(
+def metrics_snapshot(
     node: Any, encoders: Iterable[Any], stats: ExchangeStats, slowest: Peer | None
 ) -> dict[str, Any]:
     """Return the figures of an exchange, as JSON values; may be called from any thread.
@@ -196,8 +233,8 @@ def describe(
     """
     counters = node.stats()
     # A residual on a device is left out: reading it would make the training wait.
-    residuals = [one.residual for one in encoders if one.device == "cpu"]
-    norm = float(np.sqrt(sum(float(np.dot(one, one)) for one in residuals)))
+    residuals = [encoder.residual for encoder in encoders if encoder.device == "cpu"]
+    norm = float(np.sqrt(sum(float(np.dot(residual, residual)) for residual in residuals)))
     return {
         "address": node.address,
         "process": os.getpid(),
@@ -206,52 +243,99 @@ def describe(
         "residual_norm": norm,
         "slowest": slowest and slowest.address,
         "transport": {
-            one.name: getattr(counters, one.name)
-            for one in fields(counters)
-            if one.name not in ("socket", "peers")
+            field.name: getattr(counters, field.name)
+            for field in fields(counters)
+            if field.name not in ("socket", "peers")
         },
         "peers": [
-            {"address": one.peer.address, **{name: getattr(one, name) for name in _PER_PEER}}
-            for one in counters.peers
+            {"address": path.peer.address, **{name: getattr(path, name) for name in _PER_PEER}}
+            for path in counters.peers
         ],
     }
 
 
-class MetricsServer:
-    """Serves Prometheus' text at ``http://host:port/metrics`` until it is closed."""
+class _HasMetrics(Protocol):
+    def metrics_snapshot(self) -> dict[str, Any]:
+        """Return the figures of an exchange."""
+        ...
 
-    def __init__(self, text: Callable[[], str], port: int, host: str) -> None:
-        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                is_known = self.path.partition("?")[0] in ("/", "/metrics")
-                body = text().encode() if is_known else b"there is only /metrics\n"
-                self.send_response(200 if is_known else 404)
-                self.send_header("Content-Type", _CONTENT_TYPE)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+class MetricsCollector:
+    """Gives an exchange's figures to ``prometheus_client``, whenever an endpoint of the user's is read.
 
-            def log_message(self, *_: Any) -> None:
-                """Log nothing: scrapes come every few seconds."""
+    >>> import gradwire as gw, prometheus_client
+    >>> registry = prometheus_client.CollectorRegistry()
+    >>> with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+    ...     exchange = gw.Exchange(gw.Encoder(4, threshold=1.0), node, min_peers=0)
+    ...     registry.register(gw.exchange.MetricsCollector(exchange))
+    ...     registry.get_sample_value("gradwire_steps_total")
+    0.0
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self.port: int = self._server.server_address[1]
-        threading.Thread(
-            target=self._server.serve_forever, name="gradwire-metrics", daemon=True
-        ).start()
+    Args:
+        exchange: of this process; the collector does not keep it alive.
+        labels: of every figure, such as ``{"rank": "3"}``, for several exchanges in one registry.
 
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
+    Raises:
+        ModuleNotFoundError: ``prometheus_client`` is not installed; the message says how to install it.
+    """
+
+    def __init__(self, exchange: _HasMetrics, labels: dict[str, str] | None = None) -> None:
+        try:
+            from prometheus_client import core
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                'MetricsCollector needs prometheus_client: pip install "gradwire[metrics]"'
+            ) from error
+        self._core = core
+        self._exchange = weakref.ref(exchange)
+        self._labels = dict(labels or {})
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the totals, the transport's counters and every peer's path; nothing after the exchange is gone."""
+        exchange = self._exchange()
+        if exchange is None:
+            return
+        snapshot = exchange.metrics_snapshot()
+        figures = {**snapshot["stats"], "residual_norm": snapshot["residual_norm"]}
+        del figures["codec"]  # not a number
+        for prefix, values in (
+            ("gradwire", figures),
+            ("gradwire_transport", snapshot["transport"]),
+        ):
+            for name, value in values.items():
+                yield self._family(f"{prefix}_{_metric_name(name)}", name, [({}, value)])
+        for name in _PER_PEER:
+            samples = [({"peer": peer["address"]}, peer[name]) for peer in snapshot["peers"]]
+            full_name = f"gradwire_peer_{_metric_name(name)}"
+            yield self._family(full_name, name, samples, is_gauge=True)
+
+    def _family(
+        self,
+        full_name: str,
+        name: str,
+        samples: list[tuple[dict[str, str], float]],
+        *,
+        is_gauge: bool = False,
+    ) -> Any:
+        core = self._core
+        kind = core.CounterMetricFamily
+        if is_gauge or name in _GAUGES:
+            kind = core.GaugeMetricFamily
+        own_labels = samples[0][0] if samples else {}
+        family = kind(full_name, name.replace("_", " "), labels=[*self._labels, *own_labels])
+        for labels, value in samples:
+            family.add_metric([*self._labels.values(), *labels.values()], float(value))
+        return family
+
+
+def _metric_name(name: str) -> str:
+    return re.sub("_s$", "_seconds", re.sub("_per_s$", "_per_second", name))
 
 
 # ---- gradwire top ----------------------------------------------------------------------------------------------------
 
 
-def page_folder() -> Path:
+def socket_folder() -> Path:
     """Return the folder of the sockets, one for every exchange of this user that ``gradwire top`` can show.
 
     Raises:
@@ -260,22 +344,22 @@ def page_folder() -> Path:
     given = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(given) / "gradwire" if given else Path(f"/tmp/gradwire-{os.getuid()}")  # noqa: S108
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise PermissionError(f"{folder} belongs to another user")
     return folder
 
 
-def offer_page(owner: object, page: Callable[[], dict[str, Any]]) -> None:
-    """Offer an exchange's figures to ``gradwire top``, from a thread, as long as ``owner`` lives."""
+def serve_snapshot(owner: object, snapshot: Callable[[], dict[str, Any]]) -> None:
+    """Serve an exchange's figures to ``gradwire top``, from a thread, as long as ``owner`` lives."""
     from socketserver import StreamRequestHandler, UnixStreamServer
 
     class Handler(StreamRequestHandler):
         def handle(self) -> None:
             with suppress(OSError):  # the reader is gone
-                self.wfile.write(json.dumps(page()).encode())
+                self.wfile.write(json.dumps(snapshot()).encode())
 
-    path = page_folder() / f"{os.getpid()}-{id(owner):x}.sock"
+    path = socket_folder() / f"{os.getpid()}-{id(owner):x}.sock"
     path.unlink(missing_ok=True)  # of a dead process with the same number
     server = UnixStreamServer(str(path), Handler)
 

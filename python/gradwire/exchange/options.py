@@ -1,106 +1,161 @@
-"""The options of an exchange, checked once."""
+"""The options of an exchange, declared and checked once for everything that takes them."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 
-from .descent import Optimizer, check_number, summary
 from .groups import Codec
 
-__all__ = ["Options", "Reduction", "Role", "Topology", "chosen_codec"]
+__all__ = ["ExchangeOptions", "Mode", "Options", "Reduction", "Role", "Straggler", "Topology"]
 
-_LOG = logging.getLogger(__name__)
-
+Mode = Literal["sync", "async"]
 Reduction = Literal["mean", "sum"]
-Role = Literal["member", "worker", "owner", "observer"]
+Role = Literal["member", "worker", "observer"]
+Straggler = Literal["raise", "drop", "wait"]
 Topology = Literal["auto", "mesh", "sharded"]
 
-_KEPT_UPDATES = 3  # a member may be one step ahead of another
+# topology="auto": with fewer nodes, or a smaller model, the sharded exchange saves less than its second way costs.
+SHARDED_NODES = 5
+SHARDED_NUMEL = 500_000
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "reduction": ("mean", "sum"),
+    "mode": ("sync", "async"),
+    "codec": ("threshold", "dense", "bfloat16"),
+    "topology": ("auto", "mesh", "sharded"),
+    "role": ("member", "worker", "observer"),
+    "on_straggler": ("raise", "drop", "wait"),
+}
+_LEAST = {
+    "min_peers": 0,
+    "max_staleness": 0,
+    "every": 1,
+    "overlap": 0,
+    "owners_max": 1,
+    "min_members": 1,
+}
+
+# Options that have to be the same on all nodes.
+_SIGNED = ("reduction", "mode", "every", "outer_momentum", "topology", "owners_max")
+
+_KEPT_UPDATES = 3  # a synchronous member may be one step ahead of another
+
+
+class ExchangeOptions(TypedDict, total=False):
+    """The options of `Exchange`, which `share`, the Spark estimator's `SharedTraining` and others pass on.
+
+    `Options` has the defaults. docs/exchange.md explains when to choose which.
+    """
+
+    reduction: Reduction  #: "mean" of the live nodes' messages, as DistributedDataParallel's, or their "sum"
+    #: number of other nodes to wait for before the first step; None: as many as the node was told of
+    min_peers: int | None
+    #: "sync": a step waits for all members' messages; "async": a step adds the messages that have arrived
+    mode: Mode
+    max_staleness: int  #: steps that an asynchronous node may be ahead of the slowest member
+    codec: Codec  #: "threshold" messages, or whole updates as "dense" or "bfloat16"
+    every: int  #: steps between exchanges; the steps in between change only this node's parameters
+    overlap: int  #: steps that are computed while a step's messages travel, at most ``every``
+    #: "mesh": every message goes to every node; "sharded": by way of owners of parts of the parameters; "auto":
+    #: sharded for a synchronous training that begins with 5 nodes and 500,000 parameters or more, otherwise the mesh
+    topology: Topology
+    owners_max: int  #: most owners in the sharded exchange
+    role: Role  #: a "worker" owns no parameters in the sharded exchange, an "observer" sends no updates
+    outer_momentum: float  #: Nesterov's momentum of the shared parameters, for ``every`` > 1
+    #: let this node's parameters hold its residual, so that gradients are computed with up-to-date parameters
+    apply_residual: bool
+    #: what a connected member that sends nothing for ``timeout_s`` leads to: "raise" a `TimeoutError`, "drop" the
+    #: member, or "wait" and log its name
+    on_straggler: Straggler
+    min_members: int  #: number of nodes, this node included, below which a step raises `PeerLost`
+    timeout_s: float  #: longest wait of one step, and for the peers before the first
+    digest_s: float  #: seconds between comparisons of synchronous replicas; 0: never
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `Exchange`; docs/exchange.md explains them.
+    """Checked options, with the defaults; `ExchangeOptions` explains them.
 
     Raises:
         ValueError: a value is out of range, or two contradict each other.
         TypeError: a value is of the wrong kind.
     """
 
-    reduction: Reduction
-    min_peers: int | None
-    mode: Literal["sync", "async"]
-    max_staleness: int
-    exact: bool
-    codec: Codec
-    every: int
-    overlap: int
-    topology: Topology
-    owners_max: int
-    role: Role
-    optimizer: Optimizer | None
-    outer_momentum: float
-    apply_residual: bool
-    on_straggler: Literal["raise", "drop", "wait"]
-    min_members: int
-    timeout_s: float
-    digest_s: float
+    reduction: Reduction = "mean"
+    min_peers: int | None = None
+    mode: Mode = "sync"
+    max_staleness: int = 8
+    codec: Codec = "threshold"
+    every: int = 1
+    overlap: int = 0
+    topology: Topology = "auto"
+    owners_max: int = 64
+    role: Role = "member"
+    outer_momentum: float = 0.0
+    apply_residual: bool = False
+    on_straggler: Straggler = "raise"
+    min_members: int = 1
+    timeout_s: float = 60.0
+    digest_s: float = 2.0
+
+    @staticmethod
+    def of(options: ExchangeOptions) -> Options:
+        """Return the options; raise `TypeError`, which names those that there are, for an unknown name."""
+        names = [field.name for field in fields(Options)]
+        unknown = sorted(options.keys() - set(names))
+        if unknown:
+            raise TypeError(
+                f"unknown options {', '.join(unknown)}; an exchange has {', '.join(names)}"
+            )
+        return Options(**options)
 
     def __post_init__(self) -> None:
-        check_number("timeout_s", self.timeout_s, self.timeout_s > 0, "positive")
-        check_number("digest_s", self.digest_s, self.digest_s >= 0, "0 or more")
-        if self.min_peers is not None:
-            _check_int("min_peers", self.min_peers, 0)
-        _check_int("every", self.every, 1)
-        _check_int("min_members", self.min_members, 1)
-        _check_int("max_staleness", self.max_staleness, 0)
-        _check_int("overlap", self.overlap, 0)
-        _check_int("owners_max", self.owners_max, 1)
-        _check_choice("topology", self.topology, "auto", "mesh", "sharded")
-        _check_choice("role", self.role, "member", "worker", "owner", "observer")
-        if self.role in ("worker", "owner") and not self.may_shard:
-            raise ValueError(
-                f'role="{self.role}" needs topology="sharded" or "auto", and no exact: in the mesh nobody adds up '
-                "updates for the others"
-            )
-        _check_choice("reduction", self.reduction, "mean", "sum")
-        _check_choice("mode", self.mode, "sync", "async")
-        _check_choice("codec", self.codec, "threshold", "dense", "bfloat16")
-        _check_choice("on_straggler", self.on_straggler, "raise", "drop", "wait")
-        if not self.is_sync and self.on_straggler == "drop":
-            raise ValueError(
-                'on_straggler="drop" is for synchronous steps: asynchronous ones wait for nobody until they are '
-                "max_staleness ahead"
-            )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, must be one of {', '.join(choices)}"
+                )
+        for name, least in _LEAST.items():
+            if name != "min_peers" or self.min_peers is not None:
+                _check_int(name, getattr(self, name), least)
+        if not self.timeout_s > 0.0:
+            raise ValueError(f"timeout_s is {self.timeout_s}, must be positive")
+        if not self.digest_s >= 0.0:
+            raise ValueError(f"digest_s is {self.digest_s}, must be 0 or more")
         if not 0.0 <= self.outer_momentum < 1.0:
             raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
-        if self.outer_momentum and (self.exact or not self.is_sync):
-            raise ValueError(
-                "outer_momentum is for synchronous replicas that are not exact: others do not all add the same "
-                "messages in the same order"
-            )
         if self.overlap > self.every:
             raise ValueError(
                 f"overlap is {self.overlap}, must be from 0 to the {self.every} steps of every exchange: "
                 "messages are applied before the next ones are encoded"
             )
-        if self.overlap and not self.is_sync:
-            raise ValueError("overlap is for synchronous steps: asynchronous ones wait for nobody")
-        if self.exact and self.topology == "sharded":
+        if not self.is_sync:
+            self._check_async()
+        if self.role == "worker" and self.topology == "mesh":
             raise ValueError(
-                "exact is for the mesh: sharded replicas add the same results of the same owners, so their bits are "
-                "the same without it"
+                'role="worker" needs topology="sharded" or "auto": in the mesh nobody adds up updates for the others'
             )
-        if self.optimizer is not None:
-            _check_optimizer(self, self.optimizer)
-        if self.exact and not self.is_sync and self.reduction == "mean":
+
+    def _check_async(self) -> None:
+        """Refuse what only synchronous exchanges have."""
+        if self.topology == "sharded":
             raise ValueError(
-                "exact asynchronous replicas cannot divide by a number of nodes that changes: give "
-                'reduction="sum", and divide the updates by the number of nodes'
+                'topology="sharded" is for synchronous steps: an owner needs all nodes\' parts of the same step'
+            )
+        if self.overlap:
+            raise ValueError("overlap is for synchronous steps: asynchronous ones wait for nobody")
+        if self.outer_momentum:
+            raise ValueError(
+                "outer_momentum is for synchronous replicas: asynchronous ones do not all add the same messages in the "
+                "same order"
+            )
+        if self.on_straggler == "drop":
+            raise ValueError(
+                'on_straggler="drop" is for synchronous steps: asynchronous ones wait for nobody until they are '
+                "max_staleness ahead"
             )
 
     @property
@@ -108,10 +163,11 @@ class Options:
         """Whether every step waits for all members' messages."""
         return self.mode == "sync"
 
-    @property
-    def may_shard(self) -> bool:
-        """Whether nodes may own parameters; exact sums need all messages on all nodes."""
-        return self.topology != "mesh" and not self.exact
+    def is_sharded(self, nodes: int, numel: int) -> bool:
+        """Return whether a training that so many nodes begin, with so many parameters, is the sharded one."""
+        if self.topology != "auto":
+            return self.topology == "sharded"
+        return self.is_sync and nodes >= SHARDED_NODES and numel >= SHARDED_NUMEL
 
     @property
     def kept_updates(self) -> int:
@@ -120,53 +176,11 @@ class Options:
 
     def signature(self) -> dict[str, Any]:
         """Return the options that have to be the same on all nodes."""
-        names = ("reduction", "mode", "every", "exact", "outer_momentum", "topology", "owners_max")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "optimizer": summary(self.optimizer),
-        }
+        return {name: getattr(self, name) for name in _SIGNED}
 
 
-def _check_optimizer(options: Options, optimizer: Optimizer) -> None:
-    if not all(hasattr(optimizer, name) for name in ("slots", "is_linear", "update")):
-        raise TypeError(f"optimizer must be one as gradwire.SGD, got {optimizer!r}")
-    if options.topology != "sharded":
-        raise ValueError('optimizer needs topology="sharded": in the mesh no node owns parameters')
-    if options.every > 1:
-        raise ValueError("optimizer takes gradients, and local steps (every) change the parameters")
-    if options.apply_residual:
-        raise ValueError(
-            "apply_residual adds the residual to the parameters; with an optimizer it holds gradients"
-        )
-    if options.outer_momentum:
-        raise ValueError("give the optimizer the momentum, rather than outer_momentum")
-    if not optimizer.is_linear and options.codec == "threshold":
-        raise ValueError(
-            f"{type(optimizer).__name__} normalises gradients, and those of threshold messages are sparse, which ruins "
-            'training: give codec="dense" or "bfloat16", or run it on the nodes and share its updates'
-        )
-
-
-def chosen_codec(codec: Codec | Literal["auto"]) -> Codec:
-    """Return the codec that an exchange uses, and log the reason where it is a choice.
-
-    The choice does not depend on the link: threshold messages were faster than whole updates on every link that was
-    measured, and are in the cost model wherever an encoder's density is at most 0.2 (docs/scale.md).
-    """
-    if codec != "auto":
-        return codec
-    _LOG.info(
-        'codec="auto": threshold messages, because whole updates take longer to encode and send on any link'
-    )
-    return "threshold"
-
-
-def _check_int(name: str, value: int, least: int) -> None:
+def _check_int(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an int, got {value!r}")
-    check_number(name, value, value >= least, f"{least} or more")
-
-
-def _check_choice(name: str, value: str, *choices: str) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}, must be one of {', '.join(choices)}")
+    if value < least:
+        raise ValueError(f"{name} is {value}, must be {least} or more")

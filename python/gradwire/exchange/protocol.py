@@ -1,7 +1,7 @@
-"""Messages between exchanges besides updates: kinds, tags and small JSON documents.
+"""Everything that travels between exchanges, to and from bytes: kinds, tags, parts of updates, small JSON documents.
 
 The top byte of a message's tag is the kind, the rest a number: for updates the step. The senders hold the cluster's
-secret; documents that do not parse raise `MessageError` all the same.
+secret; bytes that do not parse raise `MessageError` all the same.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ from __future__ import annotations
 import enum
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import MessageError
+from ..message import Message, parse_many
 from ..transport import Peer
 
 __all__ = [
+    "MESSAGE_MAGIC",
     "TAG_NUMBERS",
     "VERSIONS",
     "Hello",
     "Kind",
     "NodeRun",
     "Note",
+    "PartUpdate",
     "Phase",
     "decode_steps",
     "difference_of",
@@ -33,16 +36,22 @@ __all__ = [
     "unpack_relay",
 ]
 
-VERSIONS = [4, 1]  # of this protocol, and of docs/message-format.md
+VERSIONS = [5, 1]  # of this protocol, and of docs/message-format.md
 
 TAG_NUMBERS = 1 << 56  # ``divmod(tag, TAG_NUMBERS)`` is kind and number
 _RELAY = struct.Struct("<QQQ")
 _LISTED_MAX = 4  # longer lists are described by their first difference
 _Document = TypeVar("_Document")
 
-NodeRun = tuple[
-    int, int
-]  # id and incarnation: a Peer without the address, which depends on the viewer
+
+class NodeRun(NamedTuple):
+    """One run of one node: a `Peer` without the address, which depends on the viewer.
+
+    Everything that exchanges keep about nodes, and tell each other about nodes, is under this identity.
+    """
+
+    id: int
+    incarnation: int
 
 
 class Kind(enum.IntEnum):
@@ -74,8 +83,75 @@ def tag_of(kind: Kind, number: int) -> int:
 
 
 def run_of(peer: Peer) -> NodeRun:
-    """Return a peer's identity on the wire."""
-    return peer.id, peer.incarnation
+    """Return a peer's identity."""
+    return NodeRun(peer.id, peer.incarnation)
+
+
+# ---- parts of updates ------------------------------------------------------------------------------------------------
+
+# Number of parts, index of this one, number of senders that follow, whether the sender leaves.
+_PART_HEADER = struct.Struct("<HHHH")
+_PART_SENDER = struct.Struct("<QQ")
+# A whole update has no header, it begins with a message. No header looks the same: "DW" as a place is larger than "GR"
+# parts.
+MESSAGE_MAGIC = b"GRDW"
+
+
+class PartUpdate(list[Message]):
+    """One part of an update in the sharded exchange: a message for every group of which the part has elements.
+
+    Attributes:
+        sender: the node that encoded the messages.
+        step: the sender's step.
+        parts: number of parts, 1 or more.
+        place: index of the part; ``parts`` for the empty result of a node that owns nothing.
+        missing: in an owner's result: the senders whose part of this step the result lacks.
+        is_last: in a result: whether the sender leaves.
+    """
+
+    def __init__(
+        self,
+        messages: Iterable[Message],
+        sender: NodeRun,
+        step: int,
+        parts: int,
+        place: int,
+        missing: frozenset[NodeRun] = frozenset(),
+        is_last: bool = False,
+    ) -> None:
+        super().__init__(messages)
+        self.sender = sender
+        self.step = step
+        self.parts = parts
+        self.place = place
+        self.missing = missing
+        self.is_last = is_last
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the messages."""
+        return sum(message.nbytes for message in self)
+
+    def pack(self) -> bytes:
+        """Return the bytes to send."""
+        header = _PART_HEADER.pack(self.parts, self.place, len(self.missing), self.is_last)
+        senders = [_PART_SENDER.pack(*run) for run in sorted(self.missing)]
+        return b"".join([header, *senders, *map(bytes, self)])
+
+    @staticmethod
+    def parse(sender: NodeRun, step: int, payload: memoryview) -> PartUpdate:
+        """Return the part in a payload; raise `MessageError` if the bytes are none."""
+        try:
+            parts, place, count, is_last = _PART_HEADER.unpack_from(payload)
+            first_message = _PART_HEADER.size + count * _PART_SENDER.size
+            senders = list(_PART_SENDER.iter_unpack(payload[_PART_HEADER.size : first_message]))
+            if len(senders) < count or not parts or place > parts or is_last > 1:
+                raise ValueError(f"part {place} of {parts}, {count} senders")
+        except (struct.error, ValueError) as error:
+            raise MessageError(f"a part of an update that cannot be read: {error}") from error
+        missing = frozenset(NodeRun(*run) for run in senders)
+        messages = parse_many(payload[first_message:])
+        return PartUpdate(messages, sender, step, parts, place, missing, bool(is_last))
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -90,22 +166,24 @@ class Hello:
         phase: of the sender.
         step: number of the sender's next update.
         members: all members, the sender included; empty unless the sender is a member.
-        first: number of the sender's first update as a member.
-        fresh: first update that the receiver gets from the sender directly.
+        first_step: number of the sender's first update as a member.
+        first_direct: first update that the receiver gets from the sender directly.
         origin: the node that began the training.
         role: of the sender.
         start: digests of the sender's initial parameters and of its initial residual; empty: unknown, or none.
+        is_sharded: whether the members' exchange is the sharded one; None unless the sender is a member.
     """
 
     signature: dict[str, Any]
     phase: Phase
     step: int
     members: tuple[NodeRun, ...]
-    first: int
-    fresh: int
+    first_step: int
+    first_direct: int
     origin: NodeRun
     role: str = "member"
     start: tuple[str, str] = ("", "")
+    is_sharded: bool | None = None
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
@@ -116,16 +194,17 @@ class Hello:
         """Return the document; raise `MessageError` if the bytes are none."""
         return _decoded(
             payload,
-            lambda found: Hello(
-                dict(found["signature"]),
-                Phase(found["phase"]),
-                int(found["step"]),
-                tuple(map(_run, found["members"])),
-                int(found["first"]),
-                int(found["fresh"]),
-                _run(found["origin"]),
-                str(found["role"]),
-                (str(found["start"][0]), str(found["start"][1])),
+            lambda document: Hello(
+                dict(document["signature"]),
+                Phase(document["phase"]),
+                int(document["step"]),
+                tuple(map(_read_run, document["members"])),
+                int(document["first_step"]),
+                int(document["first_direct"]),
+                _read_run(document["origin"]),
+                str(document["role"]),
+                (str(document["start"][0]), str(document["start"][1])),
+                None if document["is_sharded"] is None else bool(document["is_sharded"]),
             ),
         )
 
@@ -136,7 +215,7 @@ class Hello:
             versions = json.loads(bytes(payload))["signature"]["versions"]
         except (ValueError, TypeError, LookupError, RecursionError):
             versions = "unreadable"
-        return Hello({"versions": versions}, Phase.NEW, 0, (), 0, 0, (0, 0))
+        return Hello({"versions": versions}, Phase.NEW, 0, (), 0, 0, NodeRun(0, 0))
 
 
 @dataclass(frozen=True)
@@ -145,17 +224,15 @@ class Note:
 
     Attributes:
         admits: ready newcomers that the sender sees; those that all members see in the same step become members.
-        roles: of those of them that are not of the usual role.
-        cut: step K of the next comparison: the state with all updates below K and no others; or None.
-        digest: (cut, digest), or None.
-        wants_switch: whether the sender's last steps say that those of the other topology would be shorter.
+        workers: those of them that own no parameters.
+        comparison: number of the step before which all replicas are compared; or None.
+        digest: (comparison, digest of the sender's replica then), or None.
     """
 
     admits: tuple[NodeRun, ...] = ()
-    roles: tuple[tuple[int, int, str], ...] = ()
-    cut: int | None = None
+    workers: tuple[NodeRun, ...] = ()
+    comparison: int | None = None
     digest: tuple[int, str] | None = None
-    wants_switch: bool = False
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
@@ -166,12 +243,13 @@ class Note:
         """Return the document; raise `MessageError` if the bytes are none."""
         return _decoded(
             payload,
-            lambda found: Note(
-                tuple(map(_run, found["admits"])),
-                tuple((int(node), int(run), str(role)) for node, run, role in found["roles"]),
-                None if found["cut"] is None else int(found["cut"]),
-                (int(found["digest"][0]), str(found["digest"][1])) if found["digest"] else None,
-                bool(found["wants_switch"]),
+            lambda document: Note(
+                tuple(map(_read_run, document["admits"])),
+                tuple(map(_read_run, document["workers"])),
+                None if document["comparison"] is None else int(document["comparison"]),
+                (int(document["digest"][0]), str(document["digest"][1]))
+                if document["digest"]
+                else None,
             ),
         )
 
@@ -188,7 +266,10 @@ def encode_steps(steps: Mapping[NodeRun, int]) -> bytes:
 def decode_steps(payload: memoryview) -> dict[NodeRun, int]:
     """Return the steps by node; raise `MessageError` if the bytes are no such document."""
     return _decoded(
-        payload, lambda found: {(int(node), int(run)): int(step) for node, run, step in found}
+        payload,
+        lambda document: {
+            NodeRun(int(node), int(incarnation)): int(step) for node, incarnation, step in document
+        },
     )
 
 
@@ -201,13 +282,13 @@ def unpack_relay(payload: memoryview) -> tuple[NodeRun, int, memoryview]:
     """Return sender, tag and payload of a relayed message; raise `MessageError` if the bytes are none."""
     if len(payload) < _RELAY.size:
         raise MessageError(f"a relayed message of {len(payload)} bytes")
-    node, run, tag = _RELAY.unpack_from(payload)
-    return (node, run), tag, payload[_RELAY.size :]
+    node, incarnation, tag = _RELAY.unpack_from(payload)
+    return NodeRun(node, incarnation), tag, payload[_RELAY.size :]
 
 
-def _run(found: Any) -> NodeRun:
-    node, run = found
-    return int(node), int(run)
+def _read_run(entry: Any) -> NodeRun:
+    node, incarnation = entry
+    return NodeRun(int(node), int(incarnation))
 
 
 def _to_json(document: Any) -> bytes:
@@ -224,31 +305,33 @@ def _decoded(payload: memoryview, read: Callable[[Any], _Document]) -> _Document
 # ---- run signatures --------------------------------------------------------------------------------------------------
 
 
-def difference_of(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+def difference_of(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """Describe how two run signatures differ; empty if they do not.
 
     A run signature is everything that has to be the same on all nodes, by name, as JSON values. Between different
     versions nothing else is compared. The parameters' dtypes and shapes are None before the caller passes them in; None
     matches any others.
     """
-    names = sorted({*own, *theirs})
-    if own["versions"] != theirs.get("versions"):
+    names = sorted({*ours, *theirs})
+    if ours["versions"] != theirs.get("versions"):
         names = ["versions"]
-    pairs = [(name, theirs.get(name), own.get(name)) for name in names]
+    pairs = [(name, theirs.get(name), ours.get(name)) for name in names]
     return ", ".join(
-        _described(name, there, here)
+        _describe_difference(name, there, here)
         for name, there, here in pairs
         if there != here and not (name == "params" and None in (there, here))
     )
 
 
-def _described(name: str, there: Any, here: Any) -> str:
+def _describe_difference(name: str, there: Any, here: Any) -> str:
     are_lists = isinstance(there, list) and isinstance(here, list)
     if not are_lists or max(len(there), len(here)) <= _LISTED_MAX:
         return f"{name} {there} there, {here} here"
     if len(there) != len(here):
         return f"{len(there)} {name} there, {len(here)} here"
     index = next(
-        at for at, (one, other) in enumerate(zip(there, here, strict=True)) if one != other
+        index
+        for index, (theirs, ours) in enumerate(zip(there, here, strict=True))
+        if theirs != ours
     )
     return f"{name}[{index}] {there[index]} there, {here[index]} here"

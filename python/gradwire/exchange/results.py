@@ -1,29 +1,27 @@
-"""The results of a step and of joining, and the totals of all steps."""
+"""What callers see of an exchange: results, totals, and what a team's exchange has in common with a single node's."""
 
 from __future__ import annotations
 
-import logging
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-import numpy as np
-
-from ..arrays import device_of
+from ..arrays import Arrays
 from ..transport import Peer
-from .groups import Groups
 
-__all__ = ["ExchangeStats", "Joined", "StepResult", "Watch"]
-
-_LOG = logging.getLogger(__name__)
+__all__ = ["AnyExchange", "ExchangeStats", "Joined", "StepResult"]
 
 _SUMS = (
-    *("sent_bytes", "received_bytes", "received", "ignored", "orphaned"),
-    *("encode_s", "wait_s", "apply_s"),
+    "sent_bytes",
+    "received_bytes",
+    "received",
+    "ignored",
+    "lost_elements",
+    "encode_s",
+    "wait_s",
+    "apply_s",
 )
-
-# Steps between two checks, checks in a row that lead to a warning, sampled elements of each residual, and the most
-# steps for which a residual grows at the start of any training: elements wait for about 1 / density steps.
-_CHECK_STEPS, _CHECKS, _CHECK_NUMEL, _FILL_STEPS_MAX = 10, 5, 1 << 14, 200
+_LASTS = ("density", "threshold", "staleness")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +40,8 @@ class StepResult:
         ignored: messages from nodes that are not members of this exchange, since the step before.
         lost: members that went down, left or were left behind since the step before.
         joined: members that joined since the step before.
-        orphaned: elements whose owner was gone in this step (sharded exchange). The owner's residual and the state of
-            its optimiser are missing, unless the owner comes back; the parts sent to the owner are in the residuals of
-            their senders again.
-        is_exact: whether the sum of the messages is provably free of rounding, so that any order gives the same bits;
-            always False without ``exact=True``.
+        lost_elements: elements whose owner was gone in this step (sharded exchange). The owner's residual is missing,
+            unless the owner comes back; the parts sent to the owner are in the residuals of their senders again.
         is_local: whether this was a local step, which sends nothing (``every``).
         staleness: steps that this node is ahead of the slowest member; 0 in synchronous mode.
         ratio: float32 bytes of the update / ``sent_bytes``; 0.0 for a local step.
@@ -69,8 +64,7 @@ class StepResult:
     ignored: int = 0
     lost: tuple[Peer, ...] = ()
     joined: tuple[Peer, ...] = ()
-    orphaned: int = 0
-    is_exact: bool = False
+    lost_elements: int = 0
     is_local: bool = False
     staleness: int = 0
     ratio: float = 0.0
@@ -111,7 +105,7 @@ class ExchangeStats:
         ignored: messages from nodes that are not members.
         lost: members that went.
         joined: members that came.
-        orphaned: elements whose owner was gone, counted each time (sharded exchange).
+        lost_elements: elements whose owner was gone, counted each time (sharded exchange).
         density: density of the last message.
         threshold: threshold of the last message.
         staleness: staleness of the last step.
@@ -122,7 +116,8 @@ class ExchangeStats:
         apply_s: time spent adding to the parameters.
         step_s: time of all steps, local steps and the caller's part included.
         compute_s: the caller's part, between the calls of ``step``.
-        codec: codec in use; the chosen one with ``codec="auto"``.
+        codec: codec in use.
+        is_sharded: whether parameters have owners.
     """
 
     steps: int = 0
@@ -134,7 +129,7 @@ class ExchangeStats:
     ignored: int = 0
     lost: int = 0
     joined: int = 0
-    orphaned: int = 0
+    lost_elements: int = 0
     density: float = 0.0
     threshold: float = 0.0
     staleness: int = 0
@@ -146,6 +141,7 @@ class ExchangeStats:
     step_s: float = 0.0
     compute_s: float = 0.0
     codec: str = "threshold"
+    is_sharded: bool = False
 
     @property
     def share(self) -> float:
@@ -162,7 +158,7 @@ class ExchangeStats:
         if result.is_local:
             return replace(self, local_steps=self.local_steps + 1)
         sums = {name: getattr(self, name) + getattr(result, name) for name in _SUMS}
-        lasts = {name: getattr(result, name) for name in ("density", "threshold", "staleness")}
+        lasts = {name: getattr(result, name) for name in _LASTS}
         return replace(
             self,
             steps=self.steps + 1,
@@ -174,35 +170,92 @@ class ExchangeStats:
         )
 
 
-class Watch:
-    """Logs a warning, with the remedy, for messages that are not sparse, and one for a residual that keeps growing."""
+class AnyExchange(Protocol):
+    """What trainers use of an exchange: `Exchange` has it for one node, `LocalExchange` for one worker of a team."""
 
-    def __init__(self) -> None:
-        self._full = self._grown = self._steps = 0
-        self._norm = math.inf
+    @property
+    def rank(self) -> int:
+        """This worker's place among those of its machine that share one exchange; 0 sends the machine's messages."""
+        ...
 
-    def add(self, result: StepResult, groups: Groups) -> None:
-        """Check a finished step."""
-        self._full = self._full + 1 if result.density >= 1.0 else 0
-        if self._full == _CHECK_STEPS * _CHECKS:
-            _LOG.warning(
-                "every element has been sent for %d steps, the threshold %g is too small: give TargetDensity(0.01)",
-                self._full,
-                result.threshold,
-            )
-        self._steps += 1
-        if self._steps % _CHECK_STEPS:
-            return
-        residuals = [one.residual for one in groups.encoders if device_of(one.residual) < 0]
-        parts = [one[:: max(1, one.size // _CHECK_NUMEL)].astype(np.float64) for one in residuals]
-        norm = math.sqrt(sum(float(np.square(part).sum()) for part in parts))
-        is_filled = self._steps * max(result.density, 1 / _FILL_STEPS_MAX) >= 1.0
-        self._grown = self._grown + 1 if is_filled and norm > 1.1 * self._norm else 0
-        self._norm = norm
-        if self._grown == _CHECKS:
-            _LOG.warning(
-                "the residual has grown for %d steps, at a density of %.2g: too little is sent; give "
-                "TargetDensity(0.01) or a higher density, or a smaller threshold",
-                _CHECK_STEPS * _CHECKS,
-                result.density,
-            )
+    @property
+    def workers(self) -> int:
+        """Number of workers that share the exchange."""
+        ...
+
+    @property
+    def present(self) -> int:
+        """Number of those workers that took part in the last call."""
+        ...
+
+    @property
+    def takes_devices(self) -> bool:
+        """Whether parameters may be on a device; otherwise they have to be in host memory."""
+        ...
+
+    @property
+    def members(self) -> tuple[Peer, ...]:
+        """The other nodes that take part."""
+        ...
+
+    @property
+    def next_step(self) -> int:
+        """Number of the next step."""
+        ...
+
+    @property
+    def is_next_local(self) -> bool:
+        """Whether the next step leaves the parameters as they are."""
+        ...
+
+    @property
+    def has_local_steps(self) -> bool:
+        """Whether there were local steps since the last exchange."""
+        ...
+
+    @property
+    def stats(self) -> ExchangeStats:
+        """Totals so far."""
+        ...
+
+    def join(
+        self, params: Any, optimizer_state: Sequence[Any] = (), *, equalize: bool = False
+    ) -> Joined:
+        """See `Exchange.join`."""
+        ...
+
+    def resync(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
+        """See `Exchange.resync`."""
+        ...
+
+    def step(self, update: Any, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
+        """See `Exchange.step`."""
+        ...
+
+    def step_moved(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
+        """See `Exchange.step_moved`."""
+        ...
+
+    def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
+        """See `Exchange.catch_up`."""
+        ...
+
+    def leave(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
+        """See `Exchange.leave`."""
+        ...
+
+    def shared(self, params: Any) -> Arrays:
+        """See `Exchange.shared`."""
+        ...
+
+    def holds(self, params: Any) -> bool:
+        """See `Exchange.holds`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Exchange.state_dict`."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Exchange.load_state_dict`."""
+        ...

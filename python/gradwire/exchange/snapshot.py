@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays import Arrays
 from ..errors import MessageError, NotConnected, WouldBlock
-from ..transport import Peer
-from .parameters import Arrays, Taken, TakenParts
+from .owner import Accepted
 from .protocol import Kind, NodeRun, run_of, tag_of
 
 if TYPE_CHECKING:
-    from ..transport import Node
+    from ..transport import Node, Peer
 
 __all__ = ["Donor", "Snapshot"]
 
@@ -37,10 +37,10 @@ class Snapshot:
         arrays: of ``Replica.export_state``, then of the optimiser's state.
         params: number of the former.
         origin: the node that began the training.
-        exact: divisor and exactness of an exact sum, or None.
-        taken: see `Replica`.
-        senders: as there, with their roles.
-        has_slow_links: as there.
+        is_sharded: whether parameters have owners.
+        accepted: see `Sharding`.
+        senders: as there.
+        workers: those of them that own no parameters.
         missing: the arrays' bytes that have not arrived, for a snapshot in transit.
     """
 
@@ -50,10 +50,10 @@ class Snapshot:
     arrays: Arrays
     params: int
     origin: NodeRun
-    exact: dict[str, Any] | None = None
-    taken: Taken = field(default_factory=dict)
-    senders: dict[Peer, str] = field(default_factory=dict)
-    has_slow_links: bool = False
+    is_sharded: bool = False
+    accepted: Accepted = field(default_factory=dict)
+    senders: Collection[NodeRun] = ()
+    workers: Collection[NodeRun] = ()
     missing: deque[memoryview] = field(default_factory=deque)
 
     def header(self) -> bytes:
@@ -66,13 +66,13 @@ class Snapshot:
                 "arrays": [[array.dtype.str, list(array.shape)] for array in self.arrays],
                 "params": self.params,
                 "origin": self.origin,
-                "exact": self.exact,
-                "senders": [[*run_of(peer), role] for peer, role in self.senders.items()],
-                "has_slow_links": self.has_slow_links,
-                "taken": [
-                    [*run_of(owner), *run_of(sender), *parts]
-                    for owner, by_sender in self.taken.items()
-                    for sender, parts in by_sender.items()
+                "is_sharded": self.is_sharded,
+                "senders": list(self.senders),
+                "workers": list(self.workers),
+                "accepted": [
+                    [*owner, *sender, step]
+                    for owner, by_sender in self.accepted.items()
+                    for sender, step in by_sender.items()
                 ],
             }
         ).encode()
@@ -85,33 +85,35 @@ class Snapshot:
             MessageError: the bytes are no header.
         """
         try:
-            found = json.loads(bytes(payload))
-            if len(found["arrays"]) > _ARRAYS_MAX:
-                raise ValueError(f"{len(found['arrays'])} arrays")
-            arrays = [_empty(dtype, shape) for dtype, shape in found["arrays"]]
-            taken: Taken = {}
-            for one in found["taken"]:
-                owner, owner_run, sender, sender_run, *parts = map(int, one)
-                by_sender = taken.setdefault(Peer(owner, owner_run, "unknown"), {})
-                by_sender[Peer(sender, sender_run, "unknown")] = TakenParts(*parts)
+            header = json.loads(bytes(payload))
+            if len(header["arrays"]) > _ARRAYS_MAX:
+                raise ValueError(f"{len(header['arrays'])} arrays")
+            arrays = [_empty(dtype, shape) for dtype, shape in header["arrays"]]
+            accepted: Accepted = {}
+            for entry in header["accepted"]:
+                owner, owner_start, sender, sender_start, step = map(int, entry)
+                by_sender = accepted.setdefault(NodeRun(owner, owner_start), {})
+                by_sender[NodeRun(sender, sender_start)] = step
+            [origin] = _read_runs([header["origin"]])
             return Snapshot(
-                int(found["step"]),
-                {(int(node), int(run)): int(step) for node, run, step in found["positions"]},
-                {(int(node), int(run)): int(step) for node, run, step in found["finals"]},
+                int(header["step"]),
+                _read_steps(header["positions"]),
+                _read_steps(header["finals"]),
                 arrays,
-                int(found["params"]),
-                (int(found["origin"][0]), int(found["origin"][1])),
-                found["exact"],
-                taken,
-                {
-                    Peer(int(node), int(run), "unknown"): str(role)
-                    for node, run, role in found["senders"]
-                },
-                bool(found["has_slow_links"]),
+                int(header["params"]),
+                origin,
+                bool(header["is_sharded"]),
+                accepted,
+                _read_runs(header["senders"]),
+                _read_runs(header["workers"]),
                 deque(_bytes_of(array) for array in arrays if array.nbytes),
             )
         except (ValueError, TypeError, LookupError, MemoryError) as error:
             raise MessageError(f"a snapshot whose header cannot be read: {error!r}") from error
+
+    def delay(self, step: int) -> None:
+        """Let the newcomer begin after ``step``, or after the donor's next step if that is later."""
+        self.step = max(self.step + 1, step)
 
     def add_part(self, part: memoryview) -> None:
         """Add the next part that has arrived.
@@ -121,18 +123,27 @@ class Snapshot:
         """
         if not self.missing or len(part) > len(self.missing[0]):
             raise MessageError("a part of a snapshot that does not fit")
-        place = self.missing.popleft()
-        place[: len(part)] = part
-        if len(part) < len(place):
-            self.missing.appendleft(place[len(part) :])
+        memory = self.missing.popleft()
+        memory[: len(part)] = part
+        if len(part) < len(memory):
+            self.missing.appendleft(memory[len(part) :])
 
     def parts(self) -> list[memoryview]:
         """Return the header and the arrays' bytes, in parts of bounded size."""
         parts = [memoryview(self.header())]
         for array in self.arrays:
             data = _bytes_of(array)
-            parts += [data[at : at + _PART_BYTES] for at in range(0, len(data), _PART_BYTES)]
+            starts = range(0, len(data), _PART_BYTES)
+            parts += [data[start : start + _PART_BYTES] for start in starts]
         return parts
+
+
+def _read_steps(entries: Any) -> dict[NodeRun, int]:
+    return {NodeRun(int(node), int(start)): int(step) for node, start, step in entries}
+
+
+def _read_runs(entries: Any) -> list[NodeRun]:
+    return [NodeRun(int(node), int(start)) for node, start in entries]
 
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:
@@ -146,12 +157,19 @@ def _empty(dtype: str, shape: list[int]) -> NDArray[Any]:
 
 
 class Donor:
-    """Answers newcomers' requests: waits for a suitable step, and sends the snapshot as there is space."""
+    """Answers newcomers' requests: waits for a suitable step, and sends the snapshot as there is space.
 
-    def __init__(self, node: Node) -> None:
+    Args:
+        node: of this exchange.
+        peer_of: returns a connected node's peer.
+    """
+
+    def __init__(self, node: Node, peer_of: Callable[[NodeRun], Peer]) -> None:
         self._node = node
-        self._requests: dict[Peer, tuple[int, dict[NodeRun, int]]] = {}
-        self._outgoing: deque[tuple[Peer, int, memoryview]] = deque()
+        self._peer_of = peer_of
+        # By newcomer: number of the request, and for every member the first update that the newcomer gets directly.
+        self._requests: dict[NodeRun, tuple[int, dict[NodeRun, int]]] = {}
+        self._outgoing: deque[tuple[NodeRun, int, memoryview]] = deque()
 
     @property
     def is_idle(self) -> bool:
@@ -159,23 +177,23 @@ class Donor:
         return not self._requests and not self._outgoing
 
     @property
-    def requesters(self) -> set[Peer]:
+    def requesters(self) -> set[NodeRun]:
         """The nodes whose requests are not answered yet."""
         return set(self._requests)
 
-    def add_request(self, peer: Peer, number: int, fresh: dict[NodeRun, int]) -> None:
+    def add_request(self, run: NodeRun, number: int, first_direct: dict[NodeRun, int]) -> None:
         """Add a request, in the place of an earlier one.
 
         Args:
-            peer: the newcomer.
+            run: the newcomer.
             number: of the request.
-            fresh: for every member the first update that the newcomer gets directly: the snapshot has to hold all
-                before.
+            first_direct: for every member the first update that the newcomer gets directly: the snapshot has to hold
+                all before.
         """
-        self._requests[peer] = number, fresh
-        self._outgoing = deque(one for one in self._outgoing if one[0] != peer)
+        self._requests[run] = number, first_direct
+        self._drop(run)
 
-    def serve(self, positions: dict[Peer, int], make: Callable[[], Snapshot]) -> None:
+    def serve(self, positions: dict[NodeRun, int], make: Callable[[], Snapshot]) -> None:
         """Answer every request that the present state satisfies.
 
         Args:
@@ -183,18 +201,19 @@ class Donor:
             make: returns the snapshot; called at most once.
         """
         snapshot = None
-        at = {run_of(peer): step for peer, step in positions.items()}
-        connected = frozenset(self._node.peers) if self._requests else frozenset()
-        for peer, (number, fresh) in list(self._requests.items()):
-            if peer not in connected:
-                del self._requests[peer]
+        connected = set(map(run_of, self._node.peers)) if self._requests else set()
+        for run, (number, first_direct) in list(self._requests.items()):
+            if run not in connected:
+                del self._requests[run]
                 continue
-            is_early = any(at.get(run, step) < step for run, step in fresh.items())
-            if is_early or peer in positions:
+            is_early = any(
+                positions.get(member, step) < step for member, step in first_direct.items()
+            )
+            if is_early or run in positions:
                 continue
             snapshot = snapshot or make()
-            del self._requests[peer]
-            self._outgoing += [(peer, number, part) for part in snapshot.parts()]
+            del self._requests[run]
+            self._outgoing += [(run, number, part) for part in snapshot.parts()]
 
     def refuse_all(self) -> None:
         """Drop all requests; the newcomers ask another member."""
@@ -203,15 +222,20 @@ class Donor:
     def send_parts(self) -> None:
         """Send as many parts as there is space for."""
         while self._outgoing:
-            peer, number, part = self._outgoing[0]
+            run, number, part = self._outgoing[0]
             try:
                 # Half of the space is left for updates.
                 if not self._node.has_room(2 * len(part)):
                     return
-                self._node.publish(part, tag=tag_of(Kind.SNAPSHOT, number), to=peer)
+                tag = tag_of(Kind.SNAPSHOT, number)
+                self._node.publish(part, tag=tag, to=self._peer_of(run))
             except WouldBlock:
                 return
             except NotConnected:
-                self._outgoing = deque(one for one in self._outgoing if one[0] != peer)
+                self._drop(run)
                 continue
             self._outgoing.popleft()
+
+    def _drop(self, run: NodeRun) -> None:
+        """Send a newcomer no more of an earlier snapshot."""
+        self._outgoing = deque(entry for entry in self._outgoing if entry[0] != run)

@@ -19,7 +19,7 @@ import torch
 
 from ..codec import Encoder
 from ..errors import GradwireError, PeerLost, TransportError
-from ..exchange import Exchange, Groups, LocalExchange, LocalTeam, StepResult
+from ..exchange import AnyExchange, Exchange, Groups, LocalTeam, StepResult
 from ..exchange.clock import now_s
 from ..torch import SharedOptimizer
 from ..torch.optimizer import parameters_of
@@ -209,7 +209,7 @@ class Sharing:
     ) -> None:
         training: Any = job.training
         name, rank, size = team
-        self.exchange: Exchange | LocalExchange
+        self.exchange: AnyExchange
         if node is not None:
             self.exchange = lead = Exchange(
                 Groups.of(parameters_of(optimizer), training.threshold),
@@ -231,12 +231,14 @@ class Sharing:
     def step(self) -> StepResult | None:
         """Take a step; return the result of its exchange."""
         self.optimizer.step()
-        is_whole = self.team is None or self.team.present == self.team.workers
+        is_whole = self.exchange.present == self.exchange.workers
         if len(self.exchange.members) < self._others or not is_whole:
             raise PeerLost("another worker is gone")
         result = self.optimizer.result
-        is_follower = getattr(self.exchange, "rank", 0) > 0
-        return replace(result, sent_bytes=0, received_bytes=0) if result and is_follower else result
+        if result is not None and self.exchange.rank > 0:
+            # The leader counts the machine's bytes.
+            return replace(result, sent_bytes=0, received_bytes=0)
+        return result
 
     def end_epoch(self) -> StepResult | None:
         """Exchange the remaining local steps, and add the messages that have arrived."""

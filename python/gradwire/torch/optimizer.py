@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch._compile import _disable_dynamo
 
+from ..arrays import copies, put, writable_views
 from ..errors import NonFiniteUpdate
-from ..exchange.parameters import copies, put, writable_views
 from .staging import Staging
 
 if TYPE_CHECKING:
-    from ..exchange import Exchange, Joined, LocalExchange, StepResult
+    from ..exchange import AnyExchange, Joined, StepResult
 
 __all__ = ["SharedOptimizer", "is_adaptive", "parameters_of"]
 
@@ -86,7 +86,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        exchange: Exchange | LocalExchange,
+        exchange: AnyExchange,
         *,
         share_state: bool = False,
         update_scale: float | Literal["auto"] = 1.0,
@@ -109,7 +109,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         # While the model holds the shared parameters.
         self._own: _Values | None = None
         self.result: StepResult | None = None
-        on_host = hasattr(exchange, "team")
+        on_host = not exchange.takes_devices
         self._params = [Staging(param, on_host=on_host) for param in parameters_of(optimizer)]
         self._state: list[Staging] = []
         self._local: _Values = [], []
@@ -366,8 +366,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         """The factor of the next update, see ``update_scale``."""
         if self._scale != "auto":
             return self._scale
-        team = getattr(self.exchange, "team", None)
-        workers = 1 if team is None or not self.counts_workers else team.workers
+        workers = self.exchange.workers if self.counts_workers else 1
         nodes = (len(self.exchange.members) + 1) * workers
         return math.sqrt(nodes) if is_adaptive(self.optimizer) else 1.0
 

@@ -1,0 +1,525 @@
+"""The sharded exchange: parts of the parameters have owners, which add up all nodes' parts of an update.
+
+Every node sends each owner its part of the update. An owner adds the mean of the parts to a residual of its own,
+encodes that residual, and publishes the result to everybody. The mesh never makes any object of this module.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays import add, writable_views, zeros_like
+from ..codec import Encoder
+from ..errors import GradwireError, MessageError
+from ..message import Message, apply, apply_many, dense_message
+from ..partition import Partition
+from .groups import Codec, Division, Group, Groups
+from .options import Options
+from .parameters import MomentumSum, PlainSum, SecondTarget
+from .protocol import NodeRun, PartUpdate
+
+__all__ = [
+    "Accepted",
+    "PendingPart",
+    "ShardedUpdate",
+    "Sharding",
+    "add_owner_state",
+    "part_of_state",
+]
+
+# By owner and sender: number of the sender's first part that the owner has not accepted.
+Accepted = dict[NodeRun, dict[NodeRun, int]]
+
+
+class Owner:
+    """The part of the parameters that this node owns, with a residual of sums that were not published yet.
+
+    Attributes:
+        parts: number of parts.
+        place: index of this node's part.
+        groups: encoders of those groups of which the part has elements.
+    """
+
+    def __init__(
+        self, whole: Groups, division: Division, parts: int, place: int, step: int
+    ) -> None:
+        self.parts = parts
+        self.place = place
+        owned = []
+        for group, part in division.part(parts, place):
+            encoder = _owner_encoder(whole.encoders[group], part.numel, step)
+            owned.append(Group(encoder, is_dense=whole.groups[group].is_dense))
+        self.groups = Groups(owned)
+
+    def add_parts(self, parts: Sequence[PartUpdate], scale: float) -> None:
+        """Add parts of updates, times a factor, to the residual."""
+        for index, encoder in enumerate(self.groups.encoders):
+            messages = [part[index] for part in parts]
+            apply_many(messages, encoder.residual, scale, threads=encoder.threads)
+
+    def take_residual(self, run: NodeRun) -> PartUpdate:
+        """Return the residual as dense messages, and clear it."""
+        encoders = self.groups.encoders
+        messages = [dense_message(encoder.residual, key=encoder.key) for encoder in encoders]
+        for encoder in encoders:
+            encoder.residual[...] = 0.0
+        return PartUpdate(messages, run, 0, self.parts, self.place)
+
+
+def _owner_encoder(like: Encoder, numel: int, step: int) -> Encoder:
+    """Return an encoder for an owner's share of a group, with the nodes' policy."""
+    # An overflow of the sum must not stop all nodes, of which none could repair it: hence "skip".
+    encoder = Encoder(
+        numel, like.policy, like.shakeup, None, like.dtype, "cpu", like.key, "skip", like.threads
+    )
+    encoder.load_state_dict({**encoder.state_dict(), "step": step, "changed_at": step})
+    return encoder
+
+
+@dataclass(slots=True)
+class PendingPart:
+    """A part that this node has sent to an owner, or keeps because it is the owner.
+
+    Attributes:
+        part: the part.
+        is_open: whether its owner may still accept it.
+        is_back: whether it is in the residual again.
+    """
+
+    part: PartUpdate
+    is_open: bool = True
+    is_back: bool = False
+
+
+@dataclass
+class ShardedUpdate:
+    """This node's update of one step, in parts, and its result as an owner.
+
+    Attributes:
+        run: this node.
+        step: number of the step.
+        parts: by owner.
+        owner: the part of the parameters that this node owns in this step.
+        is_last: whether this node leaves with this step.
+        unsent: parts for other owners that were not handed over yet; they go before the result.
+        accepted: the parts that the result contains; None: they have not all arrived.
+        missing: the senders whose part the result lacks.
+        scale: factor of the accepted parts.
+    """
+
+    run: NodeRun
+    step: int
+    parts: dict[NodeRun, PartUpdate]
+    owner: Owner | None
+    is_last: bool
+    unsent: deque[tuple[NodeRun, bytes]] = field(default_factory=deque)
+    accepted: list[PartUpdate] | None = None
+    missing: set[NodeRun] = field(default_factory=set)
+    scale: float = 1.0
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of all parts."""
+        return [message for part in self.parts.values() for message in part]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Size of the parts for other owners."""
+        return sum(part.nbytes for owner, part in self.parts.items() if owner != self.run)
+
+    @property
+    def received_bytes(self) -> int:
+        """Size of the other nodes' parts that the result contains."""
+        return sum(part.nbytes for part in self.accepted or () if part.sender != self.run)
+
+
+class Sharding:
+    """What the sharded exchange keeps beside the mesh: this node's part as an owner, and the ledger of parts sent.
+
+    Every number is a step. A part stays in the ledger until a result says that its owner has accepted it, and goes back
+    into the residual when it turns out that the owner never will. All nodes see the same results of the same steps, so
+    all agree on the owners of the next step and on the parts that were accepted.
+
+    Args:
+        groups: of this node.
+        division: of the groups.
+        run: this node.
+        options: of the exchange.
+        put_back: adds a part, times a factor, to this node's residual.
+        accepted: where that is not obvious, see `Accepted`.
+
+    Attributes:
+        senders: the nodes that take part in the next step, sorted.
+        owners: those of them that own parameters, by the index of their part.
+        accepted: as given, and since then.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        division: Division,
+        run: NodeRun,
+        options: Options,
+        put_back: Callable[[PartUpdate, float], None],
+        accepted: Accepted,
+    ) -> None:
+        self.senders: tuple[NodeRun, ...] = ()
+        self.owners: tuple[NodeRun, ...] = ()
+        self.accepted = accepted
+        self._groups = groups
+        self._division = division
+        self._run = run
+        self._options = options
+        self._put_back = put_back
+        self._owner: Owner | None = None
+        self._ledger: dict[NodeRun, dict[int, PendingPart]] = {}  # by owner and step
+        self._arrived: dict[NodeRun, dict[int, PartUpdate]] = {}  # parts for this owner
+        self._left: set[NodeRun] = set()  # have published their last result
+        # Senders of the last step's results; the others have come since then, or have come back.
+        self._last_contributors: set[NodeRun] = set()
+        self._loaded: Mapping[str, Any] | None = None  # until it is known who owns which part
+        self._lost_elements = 0
+
+    # ---- owners ------------------------------------------------------------------------------------------------------
+
+    def assign_owners(
+        self, contributors: Iterable[NodeRun], step: int, workers: Collection[NodeRun]
+    ) -> None:
+        """Assign the parameters to the nodes that take part from ``step`` on: to the same owners on all nodes."""
+        present = set(contributors)
+        self._left &= present
+        self.senders = tuple(sorted(present - self._left))
+        # A newcomer sends its first part now. What is known of the node is of an earlier time as a member.
+        for newcomer in set(self.senders) - self._last_contributors:
+            for by_sender in self.accepted.values():
+                by_sender.pop(newcomer, None)
+            for sender in self.accepted.get(newcomer, {}).keys() & set(self.senders):
+                del self.accepted[newcomer][sender]
+        owners = [run for run in self.senders if run not in workers]
+        self.owners = tuple(owners[: self._options.owners_max])
+        parts = len(self.owners)
+        place = self.owners.index(self._run) if self._run in self.owners else parts
+        owner = self._owner
+        if owner is None or (owner.parts, owner.place) != (parts, place):
+            self._retire(owner)
+            self._owner = None
+            if place < parts and self._division.part(parts, place):
+                self._owner = Owner(self._groups, self._division, parts, place, step)
+            self._use_loaded()
+
+    def _retire(self, owner: Owner | None) -> None:
+        """Move an owner's residual to this node's residual, from where it goes to the new owners."""
+        if owner is not None:
+            # The owners take the mean of all nodes' parts, so a sum of theirs counts as often as there are nodes.
+            self._put_back(owner.take_residual(self._run), self._count(self.senders))
+
+    def _count(self, nodes: Collection[object]) -> float:
+        """Return the number of nodes whose parts make a mean; 1 if they make a sum."""
+        return float(max(len(nodes), 1)) if self._options.reduction == "mean" else 1.0
+
+    # ---- this node's updates -----------------------------------------------------------------------------------------
+
+    def encode(
+        self, step: int, update: Any, codec: Codec | None, refresh: Callable[[int], None] | None
+    ) -> ShardedUpdate:
+        """Encode this node's update in one part for each owner; with None for the codec all that is left.
+
+        Raises:
+            GradwireError: no node owns parameters.
+        """
+        count = len(self.owners)
+        if not count:
+            raise GradwireError(
+                f"step {step} has no owner left, and updates stay in the residual: start a node whose role is "
+                '"member"'
+            )
+        encoded = self._groups.encode(update, codec, refresh, self._division.partitions(count))
+        sharded = ShardedUpdate(self._run, step, {}, self._owner, is_last=codec is None)
+        for index, owner in enumerate(self.owners):
+            messages = [encoded[group][index] for group, _ in self._division.part(count, index)]
+            if messages:
+                part = PartUpdate(messages, self._run, step, count, index)
+                sharded.parts[owner] = part
+                self._ledger.setdefault(owner, {})[step] = PendingPart(part)
+        if self._run in sharded.parts:
+            self._arrived.setdefault(self._run, {})[step] = sharded.parts[self._run]
+        # The largest first: if the transport refuses it, no other part was sent.
+        for owner, part in sorted(sharded.parts.items(), key=lambda item: -item[1].nbytes):
+            if owner != self._run:
+                sharded.unsent.append((owner, part.pack()))
+        return sharded
+
+    def withdraw(self, sharded: ShardedUpdate) -> None:
+        """Forget an update of which nothing was sent."""
+        for owner in sharded.parts:
+            self._ledger[owner].pop(sharded.step, None)
+        self._arrived.get(self._run, {}).pop(sharded.step, None)
+
+    # ---- this node's results -----------------------------------------------------------------------------------------
+
+    def add_part(self, part: PartUpdate) -> None:
+        """Keep a part that a node has sent to this owner."""
+        self._arrived.setdefault(part.sender, {})[part.step] = part
+
+    def missing_parts(
+        self, sharded: ShardedUpdate, lost: Collection[NodeRun]
+    ) -> frozenset[NodeRun]:
+        """Return the nodes whose parts are missing for this node's result; none: they are in the owner's residual.
+
+        Args:
+            sharded: this node's update.
+            lost: nodes of which nothing more comes.
+
+        Raises:
+            MessageError: a node has assigned the parameters to other owners.
+        """
+        owner = sharded.owner
+        if owner is None or sharded.accepted is not None:
+            return frozenset()
+        missing = [
+            run
+            for run in self.senders
+            if run not in lost and sharded.step not in self._arrived.get(run, {})
+        ]
+        if not missing:
+            self._accept(sharded, owner, lost)
+        return frozenset(missing)
+
+    def _accept(self, sharded: ShardedUpdate, owner: Owner, lost: Collection[NodeRun]) -> None:
+        """Add the parts that have arrived to the owner's residual, in the order of the nodes."""
+        accepted: list[PartUpdate] = []
+        for run in self.senders:
+            part = self._arrived.get(run, {}).get(sharded.step)
+            fits = part is not None and (part.parts, part.place) == (owner.parts, owner.place)
+            # A node that is lost may have seen an update that no other node has, and have assigned other owners.
+            if part is None or (run in lost and not fits):
+                sharded.missing.add(run)
+            elif not fits:
+                del self._arrived[run][sharded.step]
+                raise MessageError(
+                    f"the node with id {run.id} sent part {part.place} of {part.parts} for step {sharded.step}, this "
+                    f"node (id {self._run.id}) owns part {owner.place} of {owner.parts}"
+                )
+            else:
+                accepted.append(part)
+        sharded.accepted = accepted
+        sharded.scale = 1.0 / self._count(accepted)
+        owner.add_parts(accepted, sharded.scale)
+
+    def make_result(self, sharded: ShardedUpdate) -> PartUpdate:
+        """Encode this node's result as an owner: the message to everybody."""
+        owner = sharded.owner
+        parts = len(self.owners)
+        missing = frozenset(sharded.missing)
+        if owner is None:
+            return PartUpdate([], self._run, sharded.step, parts, parts, missing, sharded.is_last)
+        codec = None if sharded.is_last else self._options.codec
+        messages = owner.groups.encode(None, codec)
+        return PartUpdate(
+            messages, self._run, sharded.step, parts, owner.place, missing, sharded.is_last
+        )
+
+    # ---- the results of all owners -----------------------------------------------------------------------------------
+
+    def add_results(
+        self,
+        results: Sequence[PartUpdate],
+        params: Any,
+        total: PlainSum,
+        second: SecondTarget | None = None,
+    ) -> None:
+        """Add the owners' results to the parameters, and to a second target if there is one."""
+        targets = [params] if second is None else [params, second.params]
+        if not isinstance(total, MomentumSum):
+            for target in targets:
+                for result in results:
+                    self._division.add_to_params(result, target)
+            return
+        addition = zeros_like(writable_views(params))
+        for result in results:
+            self._division.add_to_params(result, addition)
+        total.accelerate(addition)
+        for target in targets:
+            add(writable_views(target), addition)
+
+    def settle(self, results: Sequence[PartUpdate], step: int) -> None:
+        """Note which parts the results of a step contain; put back those that their owners will never accept."""
+        for result in results:
+            self._settle_result(result)
+        contributors = {result.sender for result in results}
+        for owner, pending in self._ledger.items():
+            for number, part in pending.items() if owner not in contributors else ():
+                if part.is_open and number <= step:
+                    self._return(part)
+        # An owner that goes before its first result owns nothing yet.
+        gone = (set(self.owners) - contributors) & self._last_contributors
+        for index, owner in enumerate(self.owners):
+            if owner in gone:
+                parts = self._division.part(len(self.owners), index)
+                self._lost_elements += sum(part.numel for _, part in parts)
+        self._last_contributors = contributors
+        for owner in set(self.owners) - contributors:
+            by_sender = self.accepted.setdefault(owner, {})
+            for sender in self.senders:
+                by_sender.setdefault(sender, step)
+
+    def _settle_result(self, result: PartUpdate) -> None:
+        for sender in result.missing:
+            # The sender of a part that is missing is gone, so no later part of it follows.
+            self.accepted.setdefault(result.sender, {}).setdefault(sender, result.step)
+        if result.is_last:
+            self._left.add(result.sender)
+        for number, part in self._ledger.get(result.sender, {}).items():
+            if not part.is_open or number > result.step:
+                continue
+            if number == result.step and self._run in result.missing:
+                self._return(part)
+            else:
+                part.is_open = False
+
+    def _return(self, pending: PendingPart) -> None:
+        """Put a part that its owner will never accept back into the residual."""
+        pending.is_open = False
+        pending.is_back = True
+        self._put_back(pending.part, 1.0)
+
+    def drain_lost_elements(self) -> int:
+        """Return the number of elements that lost their owner since the last call."""
+        count = self._lost_elements
+        self._lost_elements = 0
+        return count
+
+    def finish_step(self, step: int, oldest: int) -> None:
+        """Forget the parts of a finished step; parts from ``oldest`` on stay in the ledger for a return."""
+        self._ledger = {
+            owner: {
+                number: part for number, part in parts.items() if part.is_open or number >= oldest
+            }
+            for owner, parts in self._ledger.items()
+        }
+        for parts in self._arrived.values():
+            parts.pop(step, None)
+
+    # ---- absence and checkpoints -------------------------------------------------------------------------------------
+
+    def take_back_unapplied(
+        self,
+        unfinished: Iterable[tuple[ShardedUpdate, list[Message]]],
+        final: int | None,
+        accepted: Accepted,
+        step: int,
+    ) -> None:
+        """Return to the residual what nobody applied, after an absence.
+
+        That is this node's parts that no owner accepted, and others' parts in its own results that nobody applied.
+
+        Args:
+            unfinished: this node's last updates, with its results.
+            final: number of this node's first update that nobody applied; None: nobody knows this node.
+            accepted: of the node that gives the parameters.
+            step: number of the next step there.
+        """
+        owners = [self._owner]
+        for sharded, result in unfinished:
+            owner = sharded.owner
+            if owner is not None and (final is None or sharded.step >= final):
+                # The senders have put these parts back.
+                owner.groups.put_back(result)
+                owner.add_parts(sharded.accepted or [], -sharded.scale)
+                owners.append(owner)
+        self.accepted = accepted
+        for owner_run, pending in self._ledger.items():
+            stop = accepted.get(owner_run, {}).get(self._run, (final or 0) + 1)
+            for number, part in pending.items():
+                if final is not None and step <= number <= final:
+                    continue  # the owner's result of this step is still to come
+                # All nodes know the same of an older part that came back, and its owner may have come back since.
+                is_old = part.is_back and final is not None and number < final - 1
+                is_accepted = final is not None and number < stop and not is_old
+                if is_accepted == part.is_back:
+                    self._put_back(part.part, -1.0 if is_accepted else 1.0)
+                part.is_open = False
+                part.is_back = not is_accepted
+        for owner in dict.fromkeys(owners):
+            self._retire(owner)
+        self._owner = None
+        self.owners = ()
+        self.senders = ()
+        self._last_contributors.clear()
+        self._arrived.clear()
+
+    def open_parts(self) -> Iterator[PartUpdate]:
+        """Yield this node's parts that owners may still accept."""
+        for pending in self._ledger.values():
+            for part in pending.values():
+                if part.is_open:
+                    yield part.part
+
+    def owner_state(
+        self, sharded: ShardedUpdate | None, result: Sequence[Message]
+    ) -> Mapping[str, Any] | None:
+        """Return a copy of this node's state as an owner; None if it owns nothing.
+
+        Args:
+            sharded: the update of an unfinished step, whose parts are in their senders' residuals in a checkpoint.
+            result: the messages of its result.
+        """
+        owner = self._owner
+        if owner is None:
+            return self._loaded
+        encoders = [encoder.state_dict() for encoder in owner.groups.encoders]
+        if sharded is not None and sharded.owner is owner:
+            for encoder, message in zip(encoders, result, strict=False):
+                apply(message, encoder["residual"])
+            for part in sharded.accepted or ():
+                for encoder, message in zip(encoders, part, strict=True):
+                    apply(message, encoder["residual"], -sharded.scale)
+        groups = [group for group, _ in self._division.part(owner.parts, owner.place)]
+        return {
+            "parts": owner.parts,
+            "place": owner.place,
+            "nodes": len(self.senders),
+            "groups": groups,
+            "encoders": encoders,
+        }
+
+    def load_owner(self, state: Mapping[str, Any] | None) -> None:
+        """Continue as the owner of a checkpoint; a node that owns another part now passes the residual on."""
+        self._loaded = state
+
+    def _use_loaded(self) -> None:
+        state = self._loaded
+        owner = self._owner
+        self._loaded = None
+        if state is None:
+            return
+        if owner is not None and (owner.parts, owner.place) == (state["parts"], state["place"]):
+            for encoder, saved in zip(owner.groups.encoders, state["encoders"], strict=True):
+                encoder.load_state_dict(saved)
+            return
+        self._put_back(part_of_state(state, self._run), self._count(self.senders))
+
+
+def part_of_state(state: Mapping[str, Any], run: NodeRun) -> PartUpdate:
+    """Return the residual in ``Sharding.owner_state`` as dense messages."""
+    messages = [dense_message(saved["residual"]) for saved in state["encoders"]]
+    return PartUpdate(messages, run, 0, state["parts"], state["place"])
+
+
+def add_owner_state(
+    state: Mapping[str, Any] | None, residuals: Sequence[NDArray[Any]], factor: float
+) -> None:
+    """Add the residual in ``Sharding.owner_state``, times a factor, to the residuals of all groups."""
+    if state is None:
+        return
+    for group, saved in zip(state["groups"], state["encoders"], strict=True):
+        residual = residuals[group]
+        partition = Partition(residual.size, state["parts"], first=group % state["parts"])
+        for in_whole, in_part in partition[state["place"]].slices():
+            np.add(residual[in_whole], factor * saved["residual"][in_part], out=residual[in_whole])
