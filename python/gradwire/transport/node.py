@@ -203,7 +203,8 @@ class Node:
             Closed: the node has been closed.
         """
         rejected = self._endpoint.handshakes.rejected
-        rejected_before, began_s = rejected.count, now_s()
+        rejected_before = rejected.count
+        started_s = now_s()
 
         def is_done() -> bool:
             return len(self._endpoint.peers) >= count
@@ -218,14 +219,14 @@ class Node:
                     lambda: is_done() or rejected.count > rejected_before, timeout_s - first_s
                 )
             if not is_done():
-                raise TimeoutError(self._describe_missing(count, now_s() - began_s))
+                raise TimeoutError(self._describe_missing(count, now_s() - started_s))
             return self._endpoint.peers
 
     def _describe_missing(self, count: int, waited_s: float) -> str:
-        connected, waited_s = len(self._endpoint.peers), round(waited_s, 1)
-        text = f"{connected} of {count} peers connected to {self.address} within {waited_s:g} s"
-        here = {self.id, *(peer.id for peer in self._endpoint.peers)}
-        missing = [name for node, name in sorted(self.names.items()) if node not in here]
+        peers = self._endpoint.peers
+        text = f"{len(peers)} of {count} peers connected to {self.address} within {round(waited_s, 1):g} s"
+        present = {self.id, *(peer.id for peer in peers)}
+        missing = [name for node, name in sorted(self.names.items()) if node not in present]
         if missing:
             text += f"; {', '.join(missing)} missing"
         unanswered = self._endpoint.unanswered()
