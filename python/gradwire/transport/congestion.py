@@ -203,7 +203,7 @@ class RateController:
         return min(space, self.burst_bytes)
 
     def send_allowed_at_s(self) -> float:
-        """Return when the next burst may leave, in the past if at once; infinity until bytes are acknowledged."""
+        """Return when the next burst may leave: a past time is at once, infinity after the next acknowledgement."""
         if self.bytes_in_flight >= self.window_bytes:
             return NEVER_S
         if self._delivered_bytes < self._app_limited_until_bytes:
@@ -235,7 +235,7 @@ class RateController:
         )
 
     def on_app_limited(self) -> None:
-        """Note that nothing more waits to be sent: rates measured until these bytes arrive are only lower bounds."""
+        """Note that nothing waits to be sent: until the bytes in flight arrive, rates are only lower bounds."""
         self._app_limited_until_bytes = self._delivered_bytes + max(self.bytes_in_flight, 1)
 
     def on_lost(self, lost_bytes: int) -> None:
@@ -271,10 +271,9 @@ class RateController:
         seen.delivered_bytes += delivered_bytes
         seen.longest_s = max(seen.longest_s, self._rtt.latest_s)
         seen.in_flight_bytes = max(seen.in_flight_bytes, mark.in_flight_bytes)
-        # Acknowledgements that come bunched up would show too high a rate, so the slower of sending and acknowledging
-        # counts. An interval shorter than any round trip measures the bunching alone.
+        # Acknowledgements that come in bunches show too high a rate, so the slower of sending and acknowledging counts.
         interval_s = max(now_s - mark.delivered_at_s, mark.sent_at_s - mark.first_sent_at_s)
-        if interval_s >= self._rtt.minimum_s > 0.0:
+        if interval_s >= self._rtt.minimum_s > 0.0:  # a shorter interval shows a bunch only
             rate = (self._delivered_bytes - mark.delivered_bytes) / interval_s
             seen.rate_bytes_per_s = max(seen.rate_bytes_per_s, rate)
             if rate >= self.rate_bytes_per_s or not mark.app_limited:

@@ -57,7 +57,7 @@ class Endpoint:
         now_s: current time, monotonic.
         incarnation: start of the process in milliseconds; larger than that of any earlier run of the node.
         entropy: source of random bytes; a simulator passes a seeded one.
-        name: of the node in log entries.
+        name: name of the node in log entries.
         first_record: number of the first record; only tests change it.
     """
 
@@ -337,9 +337,10 @@ class Endpoint:
         return address not in targets or self.node_id < remote.node_id
 
     def _is_replaced(self, known: Session, incarnation: int, now_s: float) -> bool:
-        """Return whether a run of the peer's node takes the session's place: a newer one, or the same after silence."""
-        is_alive = now_s - known.heard_at_s < self.limits.suspect_s
-        return incarnation >= known.identity.incarnation + is_alive
+        """Return whether a run of the peer's node takes the session's place: a newer run, or the same after silence."""
+        if now_s - known.heard_at_s < self.limits.suspect_s:
+            return incarnation > known.identity.incarnation
+        return incarnation >= known.identity.incarnation
 
     # ---- datagrams out ------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class InitGate:
     def __init__(self, per_second: float = INITS_PER_S) -> None:
         self._interval_s = 1.0 / per_second
         self._burst_s = (INITS_BURST - 0.5) * self._interval_s  # half an interval for rounding
-        self._next_at_s = [float("-inf")] * 2  # the next time at which each rate admits a datagram
+        self._next_at_s = [float("-inf")] * 2  # when to admit the next timely INIT; any INIT
         self._mac1s: OrderedDict[bytes, None] = OrderedDict()
 
     def has_seen(self, mac1: bytes) -> bool:
@@ -69,7 +69,7 @@ class InitGate:
     def admit(self, mac1: bytes, age_s: float, now_s: float) -> bool:
         """Return whether another INIT may be decrypted now, and remember its (verified) mac1 if so."""
         for rate in (0, 1) if abs(age_s) <= TIMELY_S else (1,):
-            at_s = max(self._next_at_s[rate], now_s - self._burst_s)
+            at_s = max(self._next_at_s[rate], now_s - self._burst_s)  # saves up to a burst
             if at_s <= now_s:
                 self._next_at_s[rate] = at_s + self._interval_s
                 self._mac1s[mac1] = None

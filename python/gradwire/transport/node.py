@@ -37,9 +37,9 @@ class Node:
 
     Args:
         bind: "host:port" to listen on; port 0 lets the system choose; a wildcard host fixes only the port.
-        peers: addresses of other nodes; it is enough if one of two nodes has the other's. The own address is ignored.
+        peers: addresses of other nodes; of two nodes, one needs the other's address. The node's own address is ignored.
         secret: the cluster secret, 32 random bytes or their hex or base64 form, or the path (`pathlib.Path`) of a file
-            with one of the three; by default that of GRADWIRE_SECRET, or in the file that GRADWIRE_SECRET_FILE names.
+            with one of the three; by default the value of GRADWIRE_SECRET, or the file that GRADWIRE_SECRET_FILE names.
         network_mask: such as "10.1.1.0/24"; the one local address inside it is used.
         advertise: "host:port" under which others reach this node, where that differs (NAT, containers, clouds); a name
             is resolved on this machine.
@@ -53,7 +53,7 @@ class Node:
         address: the "host:port" at which others can reach this node.
         id: this node's identity.
         peer: this node as its peers see it.
-        names: of the run's nodes by id, for messages; from the launcher, see `from_env`.
+        names: names of the run's nodes by id, for error messages; from the launcher, see `from_env`.
         expected_peers: number of other nodes in the run; None: as many as there are addresses.
 
     Raises:
@@ -63,11 +63,12 @@ class Node:
 
     Example:
         >>> secret = bytes(range(32))
-        >>> with Node("127.0.0.1:0", secret=secret) as one, Node("127.0.0.1:0", [one.address], secret=secret) as two:
-        ...     peers = one.wait_for_peers(1, timeout_s=5.0)
-        ...     ticket = one.publish(b"update", tag=7)
-        ...     [(peer, tag, payload)] = two.receive(timeout_s=5.0)
-        ...     tag, bytes(payload), peer == one.peer
+        >>> bind = "127.0.0.1:0"
+        >>> with Node(bind, secret=secret) as sender, Node(bind, [sender.address], secret=secret) as receiver:
+        ...     peers = sender.wait_for_peers(1, timeout_s=5.0)
+        ...     ticket = sender.publish(b"update", tag=7)
+        ...     [(peer, tag, payload)] = receiver.receive(timeout_s=5.0)
+        ...     tag, bytes(payload), peer == sender.peer
         (7, b'update', True)
     """
 

@@ -1,4 +1,4 @@
-"""One peer's view of the send log: the records in flight to the peer, those it has, and those to send again.
+"""The send log as one peer sees it: records that are in flight to the peer, have arrived, or must be sent again.
 
 Losses are found by time (RFC 8985): a fragment counts as lost when a fragment sent after it has arrived and it is
 overdue. When no acknowledgement arrives at all, a PING asks for one, and its PONG shows that nothing is on its way.
@@ -150,8 +150,8 @@ class Sender:
                 elapsed_s = now_s - newest.sent_at_s
                 self._rtt.add_sample(max(elapsed_s - delay_s, elapsed_s / 8), now_s)
             self.rate.on_delivered(delivered_bytes, newest, now_s)
+        # A peer has nothing that was not sent. Of the records beyond a truncated report nothing is known: not lost yet.
         self.cumulative = max(self.cumulative, min(ack.cumulative, self.cursor))
-        # A truncated report says nothing about the records beyond it, so they are not lost yet.
         self._described_end = ack.partials[-1][0] + 1 if ack.truncated else self.cursor
         self._find_losses(now_s)
 

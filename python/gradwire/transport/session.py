@@ -150,7 +150,7 @@ class Session:
         return True
 
     def on_response(self, datagram: bytes, now_s: float) -> None:
-        """Process the RESPONSE to this session's INIT; raise `AuthenticationError` or `WireError` if it is none."""
+        """Process the RESPONSE to this session's INIT; raise `AuthenticationError` or `WireError` for anything else."""
         if self._handshake is None:
             return
         if not self._endpoint.mac1.verify(datagram):
@@ -159,7 +159,7 @@ class Session:
         remote = wire.Introduction.decode(self._handshake.read_response(message))
         self._identify(remote, ControlChannel(*self._handshake.split()))
         self._handshake = None
-        if self._attempts == 1:
+        if self._attempts == 1:  # after a repetition it is unknown which INIT was answered
             self.rtt.add_sample(now_s - self._began_at_s, now_s)
         self._begin_keying(now_s)
 
@@ -270,7 +270,7 @@ class Session:
     def _on_ack(self, ack: wire.Ack, counter: int, now_s: float) -> None:
         self._on_key_ack(now_s)  # only a peer that has the key sends an ACK
         if self.sender is None or self.state is State.CLOSING or counter < self._ack_counter:
-            return  # a closing session has already reported its undelivered messages
+            return  # closing: undelivered messages are reported already; an older ACK: a newer one says more
         self._ack_counter = counter
         before = self.sender.cumulative
         self.sender.on_ack(ack, now_s)
