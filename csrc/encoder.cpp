@@ -226,7 +226,7 @@ uint16_t Encoder::keep_largest(PartLists& lists, Levels<Residual> used, const En
 
     std::vector<Extracted> kept(partition.parts);
     uint64_t ties = most - above;
-    const uint16_t threshold = threshold_from(low, options.reach);
+    const uint16_t threshold = threshold_from(low, options.rounding_point);
     const Levels<Residual> raised{value_of(low), value_of(threshold)};
     const Residual next = value_of(low + 1);
     for_listed_words<Residual>(lists, partition, [&](uint64_t p, const MaskWord& word, Residual* values) {
@@ -273,7 +273,7 @@ uint64_t Encoder::least_bytes(const PartLists& lists, const Partition& partition
 template <class Residual>
 Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options,
                            const Partition& partition) {
-    const auto levels = levels_of<Residual>(options.threshold, options.reach);
+    const auto levels = levels_of<Residual>(options.threshold, options.rounding_point);
     PartLists lists = extract<Residual>(update, levels, partition);
     const Extracted all = total(lists, partition);
     if (all.nonfinite > 0 && !options.skip_nonfinite) {
@@ -295,12 +295,12 @@ Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOp
     return encoded;
 }
 
-SampledQuantiles Encoder::sample(const std::vector<ConstArray>* update, uint16_t threshold, double reach,
+SampledQuantiles Encoder::sample(const std::vector<ConstArray>* update, uint16_t threshold, double rounding_point,
                                  double density) const {
     return with_value_of(dtype_, [&](auto zero) {
         using Residual = decltype(zero);
         return sample_quantiles(static_cast<const Residual*>(residual_), numel_, update,
-                                levels_of<Residual>(threshold, reach), density);
+                                levels_of<Residual>(threshold, rounding_point), density);
     });
 }
 

@@ -12,8 +12,8 @@
 namespace gradwire {
 
 struct EncodeOptions {
-    uint16_t threshold = 0;  // bfloat16 bits
-    double reach = 1.0;      // share of the threshold from which on elements are sent
+    uint16_t threshold = 0;       // bfloat16 bits
+    double rounding_point = 1.0;  // share of the threshold from which on elements are sent
     uint8_t flags = 0;
     uint32_t key = 0;
     uint32_t step = 0;
@@ -54,8 +54,8 @@ class Encoder {
     Encoded encode_dense(const std::vector<ConstArray>* update, DenseType dtype, const EncodeOptions& options,
                          const Partition& partition);
 
-    // Sample the quantiles of a density before a step with this update, threshold (bfloat16 bits) and reach.
-    SampledQuantiles sample(const std::vector<ConstArray>* update, uint16_t threshold, double reach,
+    // Sample the quantiles of a density before a step with this update, threshold (bfloat16 bits) and rounding point.
+    SampledQuantiles sample(const std::vector<ConstArray>* update, uint16_t threshold, double rounding_point,
                             double density) const;
 
     // residual = now - before: arrays of the same sizes and dtypes, float32 or float64.

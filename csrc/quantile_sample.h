@@ -8,7 +8,7 @@
 
 namespace gradwire {
 
-// The quantiles that TargetDensity predicts from; `Tail` in python/gradwire/policy.py describes each.
+// The quantiles that TargetDensity predicts from; `SampledQuantiles` in python/gradwire/policy.py describes each.
 struct SampledQuantiles {
     double now = 0;
     double shuffled = 0;

@@ -112,7 +112,7 @@ class Encoder:
     ) -> None:
         assert device == 0
         self._cpu = gw.Encoder(numel, policy_of(policy), dtype="float64" if float64 else "float32")
-        assert (self._cpu.threshold, self._cpu._course) == (threshold, (trend, deviation))
+        assert (self._cpu.threshold, self._cpu._policy_state) == (threshold, (trend, deviation))
 
     def encode(
         self,

@@ -129,7 +129,7 @@ def test_equal_magnitudes_are_sent_in_turn() -> None:
 
 def test_only_elements_that_reach_the_bound_are_sent() -> None:
     policy = gw.TargetDensity(0.5, initial=129 / 128)
-    bound = np.float32(gw.TargetDensity.reach * 129 / 128)
+    bound = np.float32(gw.TargetDensity.rounding_point * 129 / 128)
     update = np.tile(bound * np.array([1 - 2**-11, 1 + 2**-9], np.float32), 5_000)
     reaching = gw.decode(gw.Encoder(10_000, policy).encode(update)) != 0
     assert reaching.sum() == 5_000

@@ -277,7 +277,7 @@ def test_a_policy_of_a_budget_gives_the_messages_of_the_cpu() -> None:
         assert message.nbytes <= 1_500
         assert both[0].threshold == pytest.approx(both[1].threshold, rel=1e-9)
     # Magnitudes on both sides of the bound that agree in their upper bits: only those above may be sent.
-    near = gw.TargetDensity.reach * 129 / 128 * np.array([1 - 2**-11, 1 + 2**-9])
+    near = gw.TargetDensity.rounding_point * 129 / 128 * np.array([1 - 2**-11, 1 + 2**-9])
     bounded = pair(10_000, threshold=gw.TargetDensity(0.5, initial=129 / 128))
     tied = torch().from_numpy(np.tile(near, 5_000).astype(np.float32))
     sent = [

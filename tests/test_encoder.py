@@ -371,7 +371,9 @@ def test_target_density_rounds_elements_to_the_threshold(dtype: str) -> None:
     for update in itertools.islice(updates_of("gauss", 10_000), 12):
         total = encoder.residual + update
         message = encoder.encode(update)
-        reaching = abs(total) >= total.dtype.type(gw.TargetDensity.reach * message.threshold)
+        reaching = abs(total) >= total.dtype.type(
+            gw.TargetDensity.rounding_point * message.threshold
+        )
         sent = np.where(reaching, np.copysign(message.threshold, total), 0.0)
         np.testing.assert_array_equal(gw.decode(message), sent.astype(np.float32))
         np.testing.assert_array_equal(encoder.residual, (total - sent).astype(dtype))

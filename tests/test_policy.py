@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import random
 import struct
 from fractions import Fraction
-from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -16,12 +14,12 @@ from hypothesis import strategies as st
 
 from gradwire.policy import (
     AdaptiveThreshold,
-    Course,
     FixedThreshold,
+    PolicyState,
     ResidualClip,
+    SampledQuantiles,
     ShakeUp,
     StepThreshold,
-    Tail,
     TargetDensity,
     ThresholdPolicy,
     begin,
@@ -136,27 +134,29 @@ def test_step_threshold_waits_while_enough_is_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tail", "expected"),
+    ("quantiles", "expected"),
     [
-        (Tail(now=0.5, shuffled=0.5, next=0.25, same=2.0, agreement=0.5), 0.25),
-        (Tail(now=0.75, shuffled=0.5, next=0.25, same=2.0, agreement=0.5), 0.5),
-        (Tail(now=0.0, shuffled=0.5, next=0.5, same=2.0, agreement=0.5), 0.125),
-        (Tail(now=0.5, shuffled=0.25, next=0.0, same=2.0, agreement=0.5), 8.0),
-        (Tail(now=1e-12, shuffled=0.0, next=1e-12, same=2.0, agreement=0.5), 1e-8),
-        (Tail(now=0.5, shuffled=0.5, next=0.5, same=2.0, agreement=1.0), 2.0),
-        (Tail(now=0.5, shuffled=0.5, next=0.5, same=2.0, agreement=0.0), 0.5),
+        (SampledQuantiles(now=0.5, shuffled=0.5, next=0.25, same=2.0, agreement=0.5), 0.25),
+        (SampledQuantiles(now=0.75, shuffled=0.5, next=0.25, same=2.0, agreement=0.5), 0.5),
+        (SampledQuantiles(now=0.0, shuffled=0.5, next=0.5, same=2.0, agreement=0.5), 0.125),
+        (SampledQuantiles(now=0.5, shuffled=0.25, next=0.0, same=2.0, agreement=0.5), 8.0),
+        (SampledQuantiles(now=1e-12, shuffled=0.0, next=1e-12, same=2.0, agreement=0.5), 1e-8),
+        (SampledQuantiles(now=0.5, shuffled=0.5, next=0.5, same=2.0, agreement=1.0), 2.0),
+        (SampledQuantiles(now=0.5, shuffled=0.5, next=0.5, same=2.0, agreement=0.0), 0.5),
         (None, 8.0),
     ],
 )
-def test_target_density_predicts_from_the_tail(tail: Tail | None, expected: float) -> None:
+def test_target_density_predicts_from_the_sampled_quantiles(
+    quantiles: SampledQuantiles | None, expected: float
+) -> None:
     policy = TargetDensity()
-    assert policy.next_threshold(8.0, 0.5, 1, tail) == expected
+    assert policy.next_threshold(8.0, 0.5, 1, quantiles) == expected
     assert policy.sample_density == 0.01
 
 
 def test_a_target_density_goes_below_repeated_sums_of_which_nothing_was_sent() -> None:
     policy = TargetDensity()
-    repeated = Tail(now=1.0, shuffled=1.0, next=1.0, same=2.0, agreement=1.0)
+    repeated = SampledQuantiles(now=1.0, shuffled=1.0, next=1.0, same=2.0, agreement=1.0)
     assert policy.next_threshold(1.5, 0.0, 1, repeated) == 2.0 * 31 / 32
     assert policy.next_threshold(1.5, 1e-6, 1, repeated) == 2.0
     changing = repeated._replace(agreement=0.98)
@@ -167,29 +167,29 @@ def test_a_target_density_goes_below_repeated_sums_of_which_nothing_was_sent() -
 
 def test_a_target_density_learns_its_first_threshold_and_then_expects_the_same_update() -> None:
     policy = TargetDensity(0.1)
-    threshold, course = begin(policy)
-    nothing = Tail(now=0.0, shuffled=0.0, next=0.0, same=0.0, agreement=0.5)
-    assert sampled_density(policy, 0, course) == 0.1
-    assert follow(policy, threshold, 0.0, 0, nothing, course) == (threshold, course)
-    assert sampled_density(policy, 99, course) == 0.1  # still to be learned
+    threshold, state = begin(policy)
+    nothing = SampledQuantiles(now=0.0, shuffled=0.0, next=0.0, same=0.0, agreement=0.5)
+    assert sampled_density(policy, 0, state) == 0.1
+    assert follow(policy, threshold, 0.0, 0, nothing, state) == (threshold, state)
+    assert sampled_density(policy, 99, state) == 0.1  # still to be learned
     seen = nothing._replace(now=0.25, next=0.3, same=0.5)
     assert learned_threshold(policy, threshold, nothing) == threshold
     learned = learned_threshold(policy, threshold, seen)
     assert learned == 0.25
-    after, course = follow(policy, learned, 0.1, 0, seen, course)
+    after, state = follow(policy, learned, 0.1, 0, seen, state)
     assert after == 0.5
-    assert course.trend > 0.0
-    assert begin(TargetDensity(0.1, initial=0.7)) == (0.7, course)
+    assert state.trend > 0.0
+    assert begin(TargetDensity(0.1, initial=0.7)) == (0.7, state)
 
 
 def test_a_target_density_samples_a_few_steps_and_where_the_density_stays_away() -> None:
     policy = TargetDensity(0.1)
-    threshold, course = 1.0, begin(TargetDensity(0.1, initial=1.0))[1]
+    threshold, state = 1.0, begin(TargetDensity(0.1, initial=1.0))[1]
     sampled = []
     for age in range(40):
-        sampled.append(sampled_density(policy, age, course) > 0.0)
+        sampled.append(sampled_density(policy, age, state) > 0.0)
         density = 0.1 if age < 20 else 0.05
-        threshold, course = follow(policy, threshold, density, age, None, course)
+        threshold, state = follow(policy, threshold, density, age, None, state)
     assert sampled[:20] == [True] * 10 + [False] * 10
     assert sampled[20:36] == [False] * 16
     assert sampled[36:] == [True] * 4
@@ -197,21 +197,21 @@ def test_a_target_density_samples_a_few_steps_and_where_the_density_stays_away()
 
 def test_a_target_density_does_not_sample_because_single_steps_swing() -> None:
     policy = TargetDensity(0.01)
-    threshold, course = 1.0, Course(trend=0.0)
+    threshold, state = 1.0, PolicyState(trend=0.0)
     rng = random.Random(52)
     sampled, densities = 0, []
     for age in range(100, 1_100):
-        sampled += sampled_density(policy, age, course) > 0.0
+        sampled += sampled_density(policy, age, state) > 0.0
         # A batch's updates are 0.8 to 1.25 times as large, and the density follows steeply.
         densities.append(0.01 * (rng.uniform(0.8, 1.25) / threshold) ** 3)
-        threshold, course = follow(policy, threshold, densities[-1], age, None, course)
+        threshold, state = follow(policy, threshold, densities[-1], age, None, state)
     assert sampled <= 10
     assert sum(densities) / 1_000 == pytest.approx(0.01, rel=0.05)
 
 
 def test_corrections_of_a_high_density_leave_the_threshold_positive() -> None:
     policy = TargetDensity(0.5)
-    after, _ = follow(policy, 1.0, 0.0, 99, None, Course(trend=0.0, deviation=-4.0))
+    after, _ = follow(policy, 1.0, 0.0, 99, None, PolicyState(trend=0.0, deviation=-4.0))
     assert after == 0.8
 
 
@@ -220,11 +220,13 @@ def test_a_late_sample_moves_the_threshold_only_towards_the_target(
     density: float, falls: bool
 ) -> None:
     policy = TargetDensity(0.1)
-    course = Course(trend=0.0, deviation=-2.0 if falls else 2.0)
+    state = PolicyState(trend=0.0, deviation=-2.0 if falls else 2.0)
     corrected = pytest.approx(0.885 if falls else 1.14)
     for predicted in (0.5, 2.0):
-        tail = Tail(now=predicted, shuffled=predicted, next=predicted, same=1.0, agreement=0.5)
-        after, _ = follow(policy, 1.0, density, 50, tail, course)
+        quantiles = SampledQuantiles(
+            now=predicted, shuffled=predicted, next=predicted, same=1.0, agreement=0.5
+        )
+        after, _ = follow(policy, 1.0, density, 50, quantiles, state)
         assert after == (predicted if (predicted < 1.0) == falls else corrected)
 
 
@@ -282,13 +284,3 @@ def test_policies_are_frozen_comparable_and_hashable(policy: object) -> None:
     copy = dataclasses.replace(policy)
     assert copy == policy
     assert hash(copy) == hash(policy)
-
-
-@pytest.mark.parametrize(
-    "option", [TargetDensity(0.02), ShakeUp(7), ResidualClip(2.0), StepThreshold()]
-)
-def test_options_make_dicts_and_come_back(option: Any) -> None:
-    found = json.loads(json.dumps(option.to_dict()))
-    assert type(option).from_dict(found) == option
-    with pytest.raises(ValueError, match="kind is 'Nothing'"):
-        type(option).from_dict({"kind": "Nothing"})

@@ -297,21 +297,21 @@ def test_steps_wrap_in_the_header_only() -> None:
 # --- the sample that TargetDensity predicts from --------------------------------------------------
 
 
-def test_no_element_gives_no_tail() -> None:
+def test_no_element_gives_no_quantiles() -> None:
     nothing = np.zeros(0, np.float32)
-    assert reference.tail_quantiles(nothing, nothing, nothing, 0.1) is None
+    assert reference.sample_quantiles(nothing, nothing, nothing, 0.1) is None
 
 
 def test_quantiles_of_a_small_array_are_those_of_all_its_elements() -> None:
     rng = np.random.default_rng(27)
     before, update, after = rng.standard_normal((3, 4_992)).astype(np.float32)
-    tail = reference.tail_quantiles(before, update, after, 0.01)
-    assert tail is not None
+    quantiles = reference.sample_quantiles(before, update, after, 0.01)
+    assert quantiles is not None
     partner = np.arange(4_992) ^ 8
     for value, sample in (
-        (tail.now, before + update),
-        (tail.shuffled, before + update[partner]),
-        (tail.next, after + update[partner]),
+        (quantiles.now, before + update),
+        (quantiles.shuffled, before + update[partner]),
+        (quantiles.next, after + update[partner]),
     ):
         assert value == pytest.approx(np.quantile(np.abs(sample), 0.99), rel=0.01)
 
@@ -330,20 +330,20 @@ def test_a_large_array_is_sampled_in_groups_of_sixteen(density: float, stride: i
     sampled = np.arange(numel) // 16 % stride == 0
     before[sampled] = np.linspace(1, 2, np.count_nonzero(sampled), dtype=np.float32)
     before[~sampled] = 100.0
-    tail = reference.tail_quantiles(before, np.zeros_like(before), before, density)
-    assert tail is not None
-    assert tail.now == pytest.approx(2 - density, rel=0.001)
+    quantiles = reference.sample_quantiles(before, np.zeros_like(before), before, density)
+    assert quantiles is not None
+    assert quantiles.now == pytest.approx(2 - density, rel=0.001)
 
 
 def test_zero_and_non_finite_magnitudes_count_as_elements_only() -> None:
     before = np.zeros(16, np.float32)
     before[:4] = [np.nan, np.inf, 2.0, 1.0]
     zeros = np.zeros_like(before)
-    tail = reference.tail_quantiles(before, zeros, zeros, 1 / 16)
-    assert tail is not None
-    assert tail.now == 2.0
-    assert tail.next == 0.0
-    few = reference.tail_quantiles(before, zeros, zeros, 0.5)
+    quantiles = reference.sample_quantiles(before, zeros, zeros, 1 / 16)
+    assert quantiles is not None
+    assert quantiles.now == 2.0
+    assert quantiles.next == 0.0
+    few = reference.sample_quantiles(before, zeros, zeros, 0.5)
     assert few is not None
     assert few.now == 1.0  # half of the elements are not there to find: the least that is
 

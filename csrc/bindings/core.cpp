@@ -11,11 +11,11 @@
 #include "../cpu/kernels.h"
 #include "../dense.h"
 #include "../encoder.h"
-#include "arrays.h"
 #include "errors.h"
 #include "exclusive.h"
-#include "message.h"
 #include "parts.h"
+#include "py_arrays.h"
+#include "py_message.h"
 
 namespace gradwire::bindings {
 namespace {
@@ -41,12 +41,12 @@ class PyEncoder {
         kernels();  // throws if GRADWIRE_ISA names an unusable instruction set
     }
 
-    py::tuple encode(const py::object& update, double threshold, double reach, uint8_t flags, uint32_t key,
+    py::tuple encode(const py::object& update, double threshold, double rounding_point, uint8_t flags, uint32_t key,
                      uint32_t step, bool skip_nonfinite, const py::object& partition, uint64_t max_bytes,
                      uint64_t most_changed) {
         EncodeOptions options;
         options.threshold = float_to_bfloat16(static_cast<float>(threshold));
-        options.reach = reach;
+        options.rounding_point = rounding_point;
         options.flags = flags;
         options.key = key;
         options.step = step;
@@ -61,15 +61,15 @@ class PyEncoder {
         return py::make_tuple(messages_of(encoded, partition), encoded.skipped, encoded.reached);
     }
 
-    py::tuple sample(const py::object& update, double threshold, double reach, double density) {
+    py::tuple sample(const py::object& update, double threshold, double rounding_point, double density) {
         SampledQuantiles sampled;
         const uint16_t rounded = float_to_bfloat16(static_cast<float>(threshold));
         with_update(update, [&](const std::vector<ConstArray>* arrays) {
-            sampled = encoder_.sample(arrays, rounded, reach, density);
+            sampled = encoder_.sample(arrays, rounded, rounding_point, density);
             return Encoded{};
         });
-        return py::make_tuple(sampled.now / reach, sampled.shuffled / reach, sampled.next / reach, sampled.same / reach,
-                              sampled.agreement);
+        return py::make_tuple(sampled.now / rounding_point, sampled.shuffled / rounding_point,
+                              sampled.next / rounding_point, sampled.same / rounding_point, sampled.agreement);
     }
 
     py::tuple encode_dense(const py::object& update, const std::string& dtype, uint32_t key, uint32_t step,
@@ -282,11 +282,11 @@ uint64_t max_message_bytes(uint64_t numel, bool dense, const std::string& dtype)
 void register_encoder(py::module_& module) {
     py::class_<PyEncoder>(module, "Encoder")
         .def(py::init<uint64_t, bool, unsigned>(), py::arg("numel"), py::arg("float64"), py::arg("threads"))
-        .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("threshold"), py::arg("reach"),
-             py::arg("flags"), py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"), py::arg("partition"),
-             py::arg("max_bytes"), py::arg("most_changed"))
-        .def("sample", &PyEncoder::sample, py::arg("update").none(true), py::arg("threshold"), py::arg("reach"),
-             py::arg("density"))
+        .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("threshold"),
+             py::arg("rounding_point"), py::arg("flags"), py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"),
+             py::arg("partition"), py::arg("max_bytes"), py::arg("most_changed"))
+        .def("sample", &PyEncoder::sample, py::arg("update").none(true), py::arg("threshold"),
+             py::arg("rounding_point"), py::arg("density"))
         .def("encode_dense", &PyEncoder::encode_dense, py::arg("update").none(true), py::arg("dtype"), py::arg("key"),
              py::arg("step"), py::arg("skip_nonfinite"), py::arg("partition"))
         .def("hold_difference", &PyEncoder::hold_difference, py::arg("now"), py::arg("before"))

@@ -251,7 +251,7 @@ class PyEncoder {
         uint32_t rule = 0;
         read("rule", rule);
         policy.rule = static_cast<cuda::Rule>(rule);
-        read("reach", policy.reach);
+        read("reach", policy.rounding_point);
         read("minimum", policy.minimum);
         read("density_min", policy.density_min);
         read("density_max", policy.density_max);

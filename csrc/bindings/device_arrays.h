@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "arrays.h"
+#include "py_arrays.h"
 
 namespace gradwire::bindings {
 

@@ -95,16 +95,16 @@ GRADWIRE_HD inline uint16_t to_finite_bfloat16(Value value) {
     return float_to_bfloat16(static_cast<float>(value));
 }
 
-// Return the levels of a threshold (bfloat16 bits), of which elements have to reach the share `reach`.
+// Return the levels of a threshold (bfloat16 bits): elements have to reach its share `rounding_point`.
 template <class Scalar>
-GRADWIRE_HD inline Levels<Scalar> levels_of(uint16_t threshold, double reach) {
+GRADWIRE_HD inline Levels<Scalar> levels_of(uint16_t threshold, double rounding_point) {
     const auto quantum = static_cast<Scalar>(bfloat16_to_float(threshold));
-    return {quantum * static_cast<Scalar>(reach), quantum};
+    return {quantum * static_cast<Scalar>(rounding_point), quantum};
 }
 
-// Return the threshold (bfloat16 bits) of which `bound`, the value of a magnitude_bin, is the share `reach`.
-GRADWIRE_HD inline uint16_t threshold_from(unsigned bin, double reach) {
-    return to_finite_bfloat16(static_cast<double>(bfloat16_to_float(static_cast<uint16_t>(bin))) / reach);
+// Return the threshold (bfloat16 bits) of which `bound`, the value of a magnitude_bin, is the share `rounding_point`.
+GRADWIRE_HD inline uint16_t threshold_from(unsigned bin, double rounding_point) {
+    return to_finite_bfloat16(static_cast<double>(bfloat16_to_float(static_cast<uint16_t>(bin))) / rounding_point);
 }
 
 }  // namespace

@@ -65,13 +65,13 @@ __device__ CrcWork encode_crc = make_crc_work();
 template <class Residual, class Update>
 __global__ void __launch_bounds__(kBlock, sizeof(Residual) == 8 ? 3 : 4)
     extract_kernel(const __grid_constant__ ArrayTable updates, ExtractTarget<Residual> to, const EncoderState* state,
-                   double reach, uint64_t first_group, bool dense) {
+                   double rounding_point, uint64_t first_group, bool dense) {
     __shared__ TileShared tiles[kWarps];
     __shared__ uint32_t counts[kWarps];
     const unsigned warp_index = threadIdx.x / kWarpThreads;
     const uint64_t group = first_group + blockIdx.x;
     const uint64_t tile = group * kGroupTiles + warp_index;
-    Levels<Residual> levels = levels_of<Residual>(state->used, reach);
+    Levels<Residual> levels = levels_of<Residual>(state->used, rounding_point);
     if (dense) levels.bound = endless<Residual>();
     uint32_t count = 0;
     if (tile < to.masks.tile_count()) {
@@ -154,13 +154,14 @@ __global__ void __launch_bounds__(kBlock) put_back_kernel(Masks whole, Residual*
 }
 
 __global__ void __launch_bounds__(kPlanBlock)
-    choose_kernel(uint64_t* bins, uint64_t most_changed, double reach, Selection* selection, EncoderState* state) {
+    choose_kernel(uint64_t* bins, uint64_t most_changed, double rounding_point, Selection* selection,
+                  EncoderState* state) {
     __shared__ BlockScratch<kPlanBlock> sums;
     if (!selection->is_over) return;
     BlockTeam<kPlanBlock> block(sums);
     choose_lowest(block, bins, most_changed, selection);
     if (threadIdx.x > 0) return;
-    state->used = threshold_from(selection->lowest, reach);
+    state->used = threshold_from(selection->lowest, rounding_point);
     state->held_back = selection->reached - most_changed;
 }
 
@@ -330,7 +331,8 @@ __global__ void __launch_bounds__(kBlock)
     if (!samples(policy, *state)) return;
     const uint64_t first = ((begin + stride - 1) / stride + uint64_t{blockIdx.x} * kBlock + threadIdx.x) * stride;
     if (first >= end) return;
-    sample_group(residual, updates, first, numel, levels_of<Residual>(state->used, policy.reach), bins, &state->sample);
+    sample_group(residual, updates, first, numel, levels_of<Residual>(state->used, policy.rounding_point), bins,
+                 &state->sample);
 }
 
 // A block for each quantile.
@@ -341,7 +343,7 @@ __global__ void __launch_bounds__(kBlock) quantile_kernel(uint32_t* bins, Policy
     double* const quantile = &state->sample.quantile[blockIdx.x];
     find_quantile(block, bins + blockIdx.x * kBins, want, quantile);
     __syncthreads();
-    if (threadIdx.x == 0) *quantile /= policy.reach;
+    if (threadIdx.x == 0) *quantile /= policy.rounding_point;
 }
 
 __global__ void begin_kernel(EncoderState* state, uint16_t threshold, uint32_t step) {

@@ -54,8 +54,8 @@ template <class Residual>
 struct EncodeKernels {
     // By the dtype of the update; kNone: the update is in the residual already. Updates of float64 need a residual of
     // it.
-    void (*extract[kDtypes])(ArrayTable updates, ExtractTarget<Residual> to, const EncoderState* state, double reach,
-                             uint64_t first_group, bool dense);
+    void (*extract[kDtypes])(ArrayTable updates, ExtractTarget<Residual> to, const EncoderState* state,
+                             double rounding_point, uint64_t first_group, bool dense);
     void (*deal)(Masks whole, Partition partition, PartTable table);
     void (*plan)(PartTable table, const EncoderState* state, bool skip_nonfinite, StepTotals* totals,
                  const Selection* only_over);
@@ -64,7 +64,8 @@ struct EncodeKernels {
     void (*weigh)(PartTable table, Budget budget, Selection* selection);
     void (*put_back)(Masks whole, Residual* residual, const EncoderState* state, uint64_t* bins,
                      const Selection* selection);
-    void (*choose)(uint64_t* bins, uint64_t most_changed, double reach, Selection* selection, EncoderState* state);
+    void (*choose)(uint64_t* bins, uint64_t most_changed, double rounding_point, Selection* selection,
+                   EncoderState* state);
     void (*count_ties)(PartTable table, Partition partition, const Residual* residual, const Selection* selection);
     void (*order_ties)(PartTable table, Selection* selection);
     void (*keep_largest)(PartTable table, Partition partition, Residual* residual, const Selection* selection,

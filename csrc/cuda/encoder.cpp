@@ -117,10 +117,11 @@ std::vector<PartTable> part_tables(Workspace& work, const Partition& partition, 
 
 }  // namespace
 
-DeviceEncoder::DeviceEncoder(int device, uint64_t numel, Dtype dtype, const Policy& policy, const Course& course)
+DeviceEncoder::DeviceEncoder(int device, uint64_t numel, Dtype dtype, const Policy& policy,
+                             const PolicyState& policy_state)
     : device_(device), numel_(numel), dtype_(dtype), policy_(policy) {
     allocate(numel * bytes_per_element(dtype));
-    set_state(course, 0, 0);
+    set_state(policy_state, 0, 0);
 }
 
 DeviceEncoder::DeviceEncoder(int device, uint64_t numel, Dtype dtype) : device_(device), numel_(numel), dtype_(dtype) {
@@ -148,11 +149,11 @@ EncoderState DeviceEncoder::state() {
     return state;
 }
 
-void DeviceEncoder::set_state(const Course& course, uint64_t step, uint64_t changed_at) {
+void DeviceEncoder::set_state(const PolicyState& policy_state, uint64_t step, uint64_t changed_at) {
     EncoderState state = this->state();
-    state.threshold = course.threshold;
-    state.trend = course.trend;
-    state.deviation = course.deviation;
+    state.threshold = policy_state.threshold;
+    state.trend = policy_state.trend;
+    state.deviation = policy_state.deviation;
     state.step = step;
     state.changed_at = changed_at;
     clear_step(state);
@@ -173,7 +174,7 @@ void DeviceEncoder::extract(const std::vector<ConstArray>* update, bool dense, c
     const auto launch = [&](Dtype dtype, const ArrayTable& updates, uint64_t begin, uint64_t end) {
         const uint64_t blocks = (end - begin + kGroupElements - 1) / kGroupElements;
         CUDA_LAUNCH("extract", encode_kernels<Residual>().extract[static_cast<unsigned>(dtype)],
-                    static_cast<unsigned>(blocks), kBlock, stream, updates, to, work_->state, policy_.reach,
+                    static_cast<unsigned>(blocks), kBlock, stream, updates, to, work_->state, policy_.rounding_point,
                     begin / kGroupElements, dense);
     };
     if (numel_ == 0) return;
@@ -216,8 +217,8 @@ void DeviceEncoder::keep_to_budget(const std::vector<PartTable>& tables, const P
     for (const PartTable& table : tables) CUDA_LAUNCH("weigh", kernels.weigh, 1, 1, stream, table, budget, selection);
     CUDA_LAUNCH("put_back", kernels.put_back, words, kBlock, stream, whole, residual, work_->state, work_->magnitudes,
                 selection);
-    CUDA_LAUNCH("choose", kernels.choose, 1, kPlanBlock, stream, work_->magnitudes, budget.most_changed, policy_.reach,
-                selection, work_->state);
+    CUDA_LAUNCH("choose", kernels.choose, 1, kPlanBlock, stream, work_->magnitudes, budget.most_changed,
+                policy_.rounding_point, selection, work_->state);
     for (const PartTable& table : tables) {
         CUDA_LAUNCH("count_ties", kernels.count_ties, dim3(groups, table.count), kBlock, stream, table, partition,
                     residual, selection);

@@ -24,7 +24,7 @@ struct PartTable;
 class DeviceEncoder {
   public:
     // Wait for the device. Throw CudaError.
-    DeviceEncoder(int device, uint64_t numel, Dtype dtype, const Policy& policy, const Course& course);
+    DeviceEncoder(int device, uint64_t numel, Dtype dtype, const Policy& policy, const PolicyState& policy_state);
     // Without a residual, for encode_into only.
     DeviceEncoder(int device, uint64_t numel, Dtype dtype);
     ~DeviceEncoder();
@@ -43,7 +43,7 @@ class DeviceEncoder {
 
     // Both functions wait for the device.
     EncoderState state();
-    void set_state(const Course& course, uint64_t step, uint64_t changed_at);
+    void set_state(const PolicyState& policy_state, uint64_t step, uint64_t changed_at);
 
     // Change the policy from the next step on.
     void set_policy(const Policy& policy) { policy_ = policy; }

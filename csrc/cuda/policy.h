@@ -15,7 +15,7 @@ enum class Rule : uint32_t { kFixed = 0, kAdaptive = 1, kStep = 2, kTargetDensit
 // The numbers of a policy and of the schedules; 0 in `every` means never.
 struct Policy {
     Rule rule = Rule::kFixed;
-    double reach = 1;  // share of the threshold from which on elements are sent
+    double rounding_point = 1;  // share of the threshold from which on elements are sent
     double minimum = 0;
     double density_min = 0;  // kAdaptive
     double density_max = 1;
@@ -30,8 +30,8 @@ struct Policy {
     double clip_limit = 0;
 };
 
-// A threshold, and the memory of kTargetDensity: Course in policy.py.
-struct Course {
+// A threshold, and the memory of kTargetDensity: PolicyState in policy.py.
+struct PolicyState {
     double threshold;
     double trend;
     double deviation;
@@ -45,7 +45,7 @@ struct SampleTotals {
 
 struct EncoderState {
     double threshold;  // the policy's, for the next step
-    double trend;      // memory of kTargetDensity: Course in policy.py
+    double trend;      // memory of kTargetDensity: PolicyState in policy.py
     double deviation;
     uint64_t step;
     uint64_t changed_at;  // for kTargetDensity the step at which the policy began

@@ -79,7 +79,7 @@ class Encoder:
         self,
         update: Any,
         threshold: float,
-        reach: float,
+        rounding_point: float,
         flags: int,
         key: int,
         step: int,
@@ -89,7 +89,7 @@ class Encoder:
         most_changed: int,
     ) -> tuple[list[Message], int, int]: ...
     def sample(
-        self, update: Any, threshold: float, reach: float, density: float
+        self, update: Any, threshold: float, rounding_point: float, density: float
     ) -> tuple[float, float, float, float, float]: ...
     def encode_dense(
         self, update: Any, dtype: str, key: int, step: int, skip_nonfinite: bool, partition: Any

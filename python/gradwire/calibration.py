@@ -27,9 +27,11 @@ from .transport.wire import RECORD_BYTES_MAX
 __all__ = ["cache_path", "measure", "rates"]
 
 _NUMEL = 1 << 22  # more than the caches hold: between two steps the model evicts everything
-_DENSITIES = 0.01, 0.05
-_EACH_S, _ROUNDS_MIN = 0.12, 3
-_MESSAGE_BYTES, _SMALL_BYTES = 1 << 24, 1_000
+_DENSITIES = (0.01, 0.05)
+_EACH_S = 0.12  # least time of one measurement
+_ROUNDS_MIN = 3
+_MESSAGE_BYTES = 1 << 24
+_SMALL_BYTES = 1_000
 _PATIENCE_S = 10.0
 
 
@@ -38,11 +40,11 @@ def rates() -> Rates:
     path = cache_path()
     with suppress(OSError, ValueError, TypeError):  # no file yet, or one of another version
         return Rates(**json.loads(path.read_text()))
-    found = measure()
+    measured = measure()
     with suppress(OSError):  # a read-only home: measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(found), indent=1))
-    return found
+        path.write_text(json.dumps(asdict(measured), indent=1))
+    return measured
 
 
 def cache_path() -> Path:
@@ -58,7 +60,8 @@ def measure() -> Rates:
     rng = np.random.default_rng(0)
     target = np.zeros(_NUMEL, np.float32)
     encoder = Encoder(_NUMEL, threshold=1.0)
-    encode_s, apply_s = [], []
+    encode_s = []
+    apply_s = []
     for density in _DENSITIES:
         # The residual is zero before and after each encode, so that all do the same work.
         update = np.where(rng.random(_NUMEL, np.float32) < density, np.float32(1.0), 0.0)
@@ -95,7 +98,8 @@ def _best_s(call: Callable[[], object], clock: Callable[[], float] = time.perf_c
 
 
 def _seal_s_per_byte() -> float:
-    key, record = AESGCM(bytes(16)), bytes(RECORD_BYTES_MAX)
+    key = AESGCM(bytes(16))
+    record = bytes(RECORD_BYTES_MAX)
     return _best_s(lambda: key.encrypt(bytes(12), record, None)) / RECORD_BYTES_MAX
 
 
@@ -103,17 +107,18 @@ def _transport_rates(seal_s_per_byte: float) -> tuple[float, float]:
     """Return the processor time per byte at each end, without sealing, and the time of a small message."""
     secret = generate_secret()
     with (
-        Node("127.0.0.1:0", secret=secret) as one,
-        Node("127.0.0.1:0", [one.address], secret=secret) as two,
+        Node("127.0.0.1:0", secret=secret) as sender,
+        Node("127.0.0.1:0", [sender.address], secret=secret) as receiver,
     ):
-        one.wait_for_peers(1, _PATIENCE_S)
+        sender.wait_for_peers(1, _PATIENCE_S)
 
         def send(payload: bytes) -> None:
-            one.publish(payload)
-            if not two.receive(_PATIENCE_S):
+            sender.publish(payload)
+            if not receiver.receive(_PATIENCE_S):
                 raise TimeoutError(f"a message over loopback took more than {_PATIENCE_S:g} s")
 
         message_s = _best_s(partial(send, bytes(_SMALL_BYTES)))
         best_s = _best_s(partial(send, os.urandom(_MESSAGE_BYTES)), time.process_time)
-    both = max(0.0, best_s / _MESSAGE_BYTES - seal_s_per_byte)
-    return both / 2.0, message_s
+    # Both nodes are in this process, so its processor time is that of both ends.
+    both_ends_s_per_byte = max(0.0, best_s / _MESSAGE_BYTES - seal_s_per_byte)
+    return both_ends_s_per_byte / 2.0, message_s

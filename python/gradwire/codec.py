@@ -18,8 +18,8 @@ from .policy import (
     FIRST_TREND,
     FixedThreshold,
     ResidualClip,
+    SampledQuantiles,
     ShakeUp,
-    Tail,
     TargetBytes,
     TargetDensity,
     ThresholdPolicy,
@@ -27,8 +27,8 @@ from .policy import (
     follow,
     learned_threshold,
     most_changed,
-    reach_of,
     round_threshold,
+    rounding_point_of,
     sampled_density,
 )
 from .state import EncoderState, check_range
@@ -65,8 +65,8 @@ class Encoder:
     """Accumulate updates in a residual and encode the part that is large enough to send.
 
     ``encode(update)`` adds the update to the residual, subtracts plus or minus one threshold from every element whose
-    magnitude reaches the threshold (with ``TargetDensity`` and ``TargetBytes`` 9/16 of it), and returns these elements
-    as a message. The rest stays in the residual for later messages, so nothing is lost.
+    magnitude reaches the threshold (with ``TargetDensity`` and ``TargetBytes`` 9/16 of the threshold), and returns
+    these elements as a message. The rest stays in the residual for later messages, so nothing is lost.
 
     An encoder serves one group of parameters and one thread at a time.
 
@@ -79,8 +79,8 @@ class Encoder:
         device: "cpu", or "cuda" or "cuda:<number>" for a ``gradwire.cuda.CudaEncoder``, which works on arrays on that
             device.
         key: index of the group, stored in every message, 0 to 2^32 - 1.
-        on_nonfinite: for NaN and infinity in an update: "raise" sends nothing and keeps the finite part in the
-            residual, "skip" sends the message without these elements. In both cases they never enter the residual.
+        on_nonfinite: reaction to NaN and infinity in an update: "raise" sends nothing and keeps the finite part in the
+            residual, "skip" sends the message without these elements. They enter the residual in neither case.
         threads: most threads for one encode, and for adding messages in an `Exchange`. Bytes and parameters do not
             depend on the number.
 
@@ -173,7 +173,7 @@ class Encoder:
         self._step = 0
         self._changed_at = 0
         self._set_rule(self.policy)
-        threshold, self._course = begin(self._rule)
+        threshold, self._policy_state = begin(self._rule)
         self._set_threshold(threshold)
         # Totals of EncoderStats, which is frozen and created on request only.
         self._messages = self._message_bytes = self._sent_count = 0
@@ -243,11 +243,11 @@ class Encoder:
             dense: True sends the whole residual as a dense message of the residual's dtype instead; "bfloat16" sends it
                 in bfloat16 and keeps the rounding error in the residual.
             parts: a partition of the ``numel`` elements, or its number of parts, for one message per part. Message i
-                numbers the elements of ``partition[i]`` from 0; of a part without elements it is empty. All have the
-                same threshold and step, and the policy follows their sum.
+                numbers the elements of ``partition[i]`` from 0; the message of a part without elements is empty. All
+                messages have the same threshold and step, and the policy follows their sum.
             max_bytes: most bytes of the message, or of all messages of the parts together. If the elements that reach
-                the threshold need more, only the largest of them are sent, with a larger threshold, and the rest stays
-                in the residual.
+                the threshold need more bytes, only the largest of them are sent, with a larger threshold, and the rest
+                stays in the residual.
 
         Returns:
             The message, or the list of the parts' messages. A message owns its bytes.
@@ -270,12 +270,13 @@ class Encoder:
             self._finish(messages, skipped)
             return messages[0] if partition is None else messages
         shakeup = self.shakeup if self.shakeup is not None and self.shakeup.is_due(step) else None
-        tail = self._sample(update, shakeup is not None)
+        # Sampled before the core adds the update to the residual, because the quantiles need the two apart.
+        quantiles = self._sample(update, shakeup is not None)
         rounded = self._rounded
         messages, skipped, reached = self._core.encode(
             update,
             round_threshold(self._threshold / shakeup.divisor) if shakeup else rounded,
-            self._reach,
+            self._rounding_point,
             _FLAG_SHAKEUP if shakeup else 0,
             self.key,
             number,
@@ -284,9 +285,10 @@ class Encoder:
             budget,
             most,
         )
+        # A shake-up sends more elements than the policy's threshold would: its density says nothing about the policy.
         if shakeup is None and self.numel > 0:
             try:
-                self._follow_policy(reached / self.numel, tail)
+                self._follow_policy(reached / self.numel, quantiles)
             except BaseException:
                 # An error of the policy must not lose the update: put the messages back into the residual.
                 owners = [None] if partition is None else list(partition)
@@ -331,7 +333,7 @@ class Encoder:
         self._set_rule(policy)
         self.policy = policy
         # The threshold in use is better than one learned from a single update.
-        self._course = begin(self._rule)[1]._replace(trend=FIRST_TREND)
+        self._policy_state = begin(self._rule)[1]._replace(trend=FIRST_TREND)
         self._changed_at = self._step
 
     @overload
@@ -360,7 +362,7 @@ class Encoder:
         The policies are not part of the state, because they are immutable.
         """
         return EncoderState(
-            self._residual.copy(), self._threshold, self._step, self._changed_at, self._course
+            self._residual.copy(), self._threshold, self._step, self._changed_at, self._policy_state
         ).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -369,12 +371,12 @@ class Encoder:
         Raises:
             ValueError: the state has another format, size or dtype; the encoder is unchanged.
         """
-        found = EncoderState.of(state, self.numel, self.dtype)
-        self._residual[...] = found.residual
-        self._set_threshold(found.threshold)
-        self._step = found.step
-        self._changed_at = found.changed_at
-        self._course = found.course
+        checked = EncoderState.of(state, self.numel, self.dtype)
+        self._residual[...] = checked.residual
+        self._set_threshold(checked.threshold)
+        self._step = checked.step
+        self._changed_at = checked.changed_at
+        self._policy_state = checked.policy_state
 
     def __repr__(self) -> str:
         return (
@@ -387,40 +389,44 @@ class Encoder:
         self._threshold = threshold
 
     def _set_rule(self, policy: ThresholdPolicy | TargetBytes) -> None:
-        """Set the policy that thresholds follow, which for a budget of bytes depends on ``numel``."""
+        """Set the rule that thresholds follow: the policy, or the one that a budget of bytes makes for ``numel``."""
         self._max_bytes: int | None = None
         if isinstance(policy, TargetBytes):
             self._max_bytes = policy.max_bytes_per_step
             policy = policy.density_of(self.numel)
         self._rule: ThresholdPolicy = policy
-        self._reach = reach_of(policy)
+        self._rounding_point = rounding_point_of(policy)
 
     def _budget(
         self, max_bytes: int | None, dense: bool | str, partition: Partition | None
     ) -> tuple[int, int]:
-        """Return the most bytes of a step, 0 for any number, and the most changed elements of a step beyond it."""
+        """Return the most bytes of a step, and the most changed elements of a step that needs more; 0: no limit."""
         if dense and max_bytes is not None:
             raise ValueError("max_bytes is for messages of a threshold, not for dense ones")
-        limits = [one for one in (max_bytes, self._max_bytes) if one is not None]
+        limits = [limit for limit in (max_bytes, self._max_bytes) if limit is not None]
         if dense or not limits:
             return 0, self.numel
         parts = 1 if partition is None else partition.parts
         return min(limits), most_changed(min(limits), self.numel, parts)
 
-    def _sample(self, update: Any, is_shakeup: bool) -> Tail | None:
+    def _sample(self, update: Any, is_shakeup: bool) -> SampledQuantiles | None:
         """Sample the quantiles that the policy wants in this step, and learn the first threshold from them."""
-        learns = self._course.trend < 0.0
-        density = sampled_density(self._rule, self._step - self._changed_at, self._course)
+        learns = self._policy_state.trend < 0.0
+        density = sampled_density(self._rule, self._step - self._changed_at, self._policy_state)
         if not density or (is_shakeup and not learns):
             return None
-        tail = Tail(*self._core.sample(update, self._rounded, self._reach, density))
+        quantiles = SampledQuantiles(
+            *self._core.sample(update, self._rounded, self._rounding_point, density)
+        )
         if learns:
-            self._set_threshold(learned_threshold(self._rule, self._threshold, tail))
-        return tail
+            self._set_threshold(learned_threshold(self._rule, self._threshold, quantiles))
+        return quantiles
 
-    def _follow_policy(self, density: float, tail: Tail | None) -> None:
+    def _follow_policy(self, density: float, quantiles: SampledQuantiles | None) -> None:
         age = self._step - self._changed_at
-        after, self._course = follow(self._rule, self._threshold, density, age, tail, self._course)
+        after, self._policy_state = follow(
+            self._rule, self._threshold, density, age, quantiles, self._policy_state
+        )
         if after != self._threshold:
             self._set_threshold(after)
             if not isinstance(self._rule, TargetDensity):
@@ -437,8 +443,8 @@ class Encoder:
     def _finish(self, messages: list[Message], skipped: int) -> None:
         self._step += 1
         self._messages += len(messages)
-        self._message_bytes += sum(one.nbytes for one in messages)
-        self._sent_count += sum(one.count for one in messages)
+        self._message_bytes += sum(message.nbytes for message in messages)
+        self._sent_count += sum(message.count for message in messages)
         self._nonfinite_count += skipped
 
 
@@ -475,6 +481,6 @@ def backends() -> list[str]:
     return [*_core.usable_isas(), *([] if cuda_problem() else ["cuda"])]
 
 
-def _check_kind(name: str, value: Any, attribute: str, what: str) -> None:
+def _check_kind(name: str, value: Any, attribute: str, kind: str) -> None:
     if isinstance(value, type) or not hasattr(value, attribute):
-        raise TypeError(f"{name} must be {what}, got {value!r}")
+        raise TypeError(f"{name} must be {kind}, got {value!r}")

@@ -43,8 +43,10 @@ _FLOAT_BYTES = {"dense": 4, "bfloat16": 2}
 
 # DistributedDataParallel's bucket, of float32 also where a hook sends float16; the backward pass, behind which its
 # buckets travel, is two thirds of a step.
-_BUCKET_BYTES, _BACKWARD_SHARE = 25 << 20, 2.0 / 3.0
-_SEGMENT_BYTES, _TCP_BYTES = 1_448, 52  # payload; headers of IPv4 and TCP with time stamps
+_BUCKET_BYTES = 25 << 20
+_BACKWARD_SHARE = 2.0 / 3.0
+_SEGMENT_BYTES = 1_448  # payload of a TCP segment
+_TCP_BYTES = 52  # headers of IPv4 and TCP with time stamps
 _UDP_BYTES = 28  # headers of IPv4 and UDP
 
 _RATES_BYTES_PER_S = (1e3, 1e12)  # between which `crossover` looks
@@ -78,8 +80,8 @@ class Rates:
 
     def __post_init__(self) -> None:
         """Refuse negative times."""
-        for one in fields(self):
-            _check(one.name, getattr(self, one.name), 0.0, 1.0)
+        for rate in fields(self):
+            _check(rate.name, getattr(self, rate.name), 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,14 +169,16 @@ class Cost:
     @property
     def limit(self) -> str:
         """The part that takes longest: "compute", "link", "processor", "latency", "encode", "apply" or "team"."""
-        slower = max(self.link_s, self.processor_s)
-        waiting = slower + self.latency_s
-        seen = 1.0 - self.hidden_s / waiting if waiting else 0.0
+        waiting_s = max(self.link_s, self.processor_s) + self.latency_s
+        visible_share = 1.0 - self.hidden_s / waiting_s if waiting_s else 0.0
+        # Link and processor work at the same time, so only the slower of the two is waited for.
+        link_s = self.link_s if self.link_s >= self.processor_s else 0.0
+        processor_s = self.processor_s if self.link_s < self.processor_s else 0.0
         parts = {
             "compute": self.compute_s,
-            "link": seen * self.link_s * (self.link_s >= self.processor_s),
-            "processor": seen * self.processor_s * (self.link_s < self.processor_s),
-            "latency": seen * self.latency_s,
+            "link": visible_share * link_s,
+            "processor": visible_share * processor_s,
+            "latency": visible_share * self.latency_s,
             "encode": self.encode_s,
             "apply": self.apply_s,
             "team": self.team_s,
@@ -283,17 +287,17 @@ def exchange(
     team_s = 2.0 * job.workers * passes_s if job.workers > 1 else 0.0
     if every > 1:  # the difference to the shared copy, and the new copy
         encode_s += 3.0 * passes_s
-    waiting_s = sum(max(one.link_s, one.processor_s) for one in phases)
+    waiting_s = sum(max(phase.link_s, phase.processor_s) for phase in phases)
     latency_s = len(phases) * (job.latency_s + job.rates.message_s)
     hidden_s = min(waiting_s + latency_s, overlap * job.step_s)
     once_s = encode_s + apply_s + waiting_s + latency_s - hidden_s
     return Cost(
-        sent_bytes=sum(one.sent_bytes for one in phases) / every,
-        received_bytes=sum(one.received_bytes for one in phases) / every,
+        sent_bytes=sum(phase.sent_bytes for phase in phases) / every,
+        received_bytes=sum(phase.received_bytes for phase in phases) / every,
         compute_s=job.step_s,
         encode_s=encode_s / every,
-        link_s=sum(one.link_s for one in phases) / every,
-        processor_s=sum(one.processor_s for one in phases) / every,
+        link_s=sum(phase.link_s for phase in phases) / every,
+        processor_s=sum(phase.processor_s for phase in phases) / every,
         latency_s=latency_s / every,
         apply_s=apply_s / every,
         team_s=team_s,
@@ -318,33 +322,37 @@ _Parts: TypeAlias = tuple[list[_Phase], float, float]
 
 def _mesh(job: Job, codec: Codec) -> _Parts:
     """Everybody's message to everybody: sealed once, sent and received n - 1 times, applied n times."""
-    others, size = job.nodes - 1, message_bytes(job.elements, job.density, codec)
-    phase = _phase(job, size, others, others, sealed=1)
+    others = job.nodes - 1
+    size_bytes = message_bytes(job.elements, job.density, codec)
+    phase = _phase(job, size_bytes, others, others, sealed=1)
     encode_s = job.elements * _encode_s_per_element(job, codec)
     return [phase], encode_s, job.nodes * job.elements * _apply_s_per_element(job, codec)
 
 
 def _sharded(job: Job, codec: Codec) -> _Parts:
     """Parts to their owners, who add and encode them, and the owners' results to everybody."""
-    owners, others = job.owner_count, job.nodes - 1
-    size = job.elements / owners
-    part = message_bytes(size, job.density, codec)
-    scatter = _phase(job, part, owners - 1, others, sealed=owners - 1)
-    gather = _phase(job, part, others, owners - 1, sealed=1)
+    owners = job.owner_count
+    others = job.nodes - 1
+    part_elements = job.elements / owners
+    part_bytes = message_bytes(part_elements, job.density, codec)
+    scatter = _phase(job, part_bytes, owners - 1, others, sealed=owners - 1)
+    gather = _phase(job, part_bytes, others, owners - 1, sealed=1)
     apply_s_per_element = _apply_s_per_element(job, codec)
-    encode_s = (job.elements + size) * _encode_s_per_element(job, codec)
-    owner_s = job.nodes * size * apply_s_per_element
+    encode_s = (job.elements + part_elements) * _encode_s_per_element(job, codec)
+    owner_s = job.nodes * part_elements * apply_s_per_element
     return [scatter, gather], encode_s + owner_s, job.elements * apply_s_per_element
 
 
-def _phase(job: Job, size: float, sent: int, received: int, sealed: int) -> _Phase:
-    """Return the phase of messages of ``size`` bytes, of which ``sealed`` are different."""
-    there, back, rates = transfer_bytes(size, job), _ack_bytes(size, job), job.rates
-    sent_bytes, received_bytes = sent * there + received * back, received * there + sent * back
+def _phase(job: Job, size_bytes: float, sent: int, received: int, sealed: int) -> _Phase:
+    """Return the phase in which a node sends and receives so many messages; ``sealed`` of those sent are different."""
+    data_bytes = transfer_bytes(size_bytes, job)
+    ack_bytes = _ack_bytes(size_bytes, job)
+    sent_bytes = sent * data_bytes + received * ack_bytes
+    received_bytes = received * data_bytes + sent * ack_bytes
     processor_s = (
-        sealed * size * rates.seal_s_per_byte
-        + (sent + received) * size * rates.transport_s_per_byte
-        + max(sent, received) * rates.message_s
+        sealed * size_bytes * job.rates.seal_s_per_byte
+        + (sent + received) * size_bytes * job.rates.transport_s_per_byte
+        + max(sent, received) * job.rates.message_s
     )
     link_s = max(sent_bytes, received_bytes) / job.link_bytes_per_s
     return _Phase(sent_bytes, received_bytes, link_s, processor_s)
@@ -373,29 +381,30 @@ def dense_ring(job: Job, element_bytes: int = 4) -> Cost:
     """
     ranks = job.nodes * job.workers
     share = (ranks - 1) / ranks
-    moved = _tcp_bytes(2.0 * share * element_bytes * job.elements, job)
+    link_bytes = _tcp_bytes(2.0 * share * element_bytes * job.elements, job)
     add_s = share * job.elements * job.rates.copy_s_per_element
     latency_s = 2.0 * (job.nodes - 1) * job.latency_s
-    link_s = moved / job.link_bytes_per_s
+    link_s = link_bytes / job.link_bytes_per_s
     whole_s = link_s + add_s + latency_s
+    # The last bucket is full only when the backward pass is over, so nothing hides it.
     last_s = whole_s * min(1.0, _BUCKET_BYTES / (4.0 * job.elements))
-    seen_s = max(whole_s - _BACKWARD_SHARE * job.step_s, last_s)
+    visible_s = max(whole_s - _BACKWARD_SHARE * job.step_s, last_s)
     return Cost(
-        sent_bytes=moved,
-        received_bytes=moved,
+        sent_bytes=link_bytes,
+        received_bytes=link_bytes,
         compute_s=job.step_s,
         link_s=link_s,
         latency_s=latency_s,
         apply_s=add_s,
-        hidden_s=whole_s - seen_s,
-        step_s=job.step_s + seen_s,
+        hidden_s=whole_s - visible_s,
+        step_s=job.step_s + visible_s,
     )
 
 
 def topology_of(job: Job) -> Topology:
     """Return the faster topology."""
-    costs = {one: exchange(job, one).step_s for one in ("mesh", "sharded")}
-    return "sharded" if costs["sharded"] < costs["mesh"] else "mesh"
+    is_faster = exchange(job, "sharded").step_s < exchange(job, "mesh").step_s
+    return "sharded" if is_faster else "mesh"
 
 
 def crossover(job: Job) -> float:
@@ -406,8 +415,8 @@ def crossover(job: Job) -> float:
     """
 
     def is_slower(rate: float) -> bool:
-        there = replace(job, link_bytes_per_s=rate)
-        return exchange(there, topology_of(there)).step_s > dense_ring(there).step_s
+        other = replace(job, link_bytes_per_s=rate)
+        return exchange(other, topology_of(other)).step_s > dense_ring(other).step_s
 
     low, high = _RATES_BYTES_PER_S
     if not is_slower(high):

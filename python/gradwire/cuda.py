@@ -12,8 +12,8 @@ from .partition import Partition
 from .policy import (
     FIRST_TREND,
     AdaptiveThreshold,
-    Course,
     FixedThreshold,
+    PolicyState,
     ResidualClip,
     ShakeUp,
     StepThreshold,
@@ -21,8 +21,8 @@ from .policy import (
     TargetDensity,
     ThresholdPolicy,
     begin,
-    reach_of,
     round_threshold,
+    rounding_point_of,
 )
 from .state import EncoderState
 
@@ -43,9 +43,9 @@ _RULES: dict[type, tuple[int, tuple[str, ...]]] = {
 class CudaEncoder(Encoder, device="cuda"):
     """An encoder whose residual is in device memory, created by ``Encoder(..., device="cuda")``.
 
-    Differences from an encoder on the CPU: ``encode`` only enqueues work, so NaN and infinity are reported when the
-    message is first read; ``threshold``, ``step`` and ``stats`` wait for the device; and the policy must be one of
-    gradwire's, which run on the device.
+    It differs from an encoder on the CPU in three ways: ``encode`` only enqueues work, so NaN and infinity are reported
+    when the message is first read; ``threshold``, ``step`` and ``stats`` wait for the device; and the policy must be a
+    policy of gradwire, which runs on the device.
     """
 
     _devices = re.compile(r"cuda(:\d+)?")
@@ -54,14 +54,14 @@ class CudaEncoder(Encoder, device="cuda"):
         self._number = int(str(self.device).partition(":")[2] or 0)
         self._set_rule(self.policy)
         words = _policy_words(self._rule, self.shakeup, self.clip)
-        threshold, course = begin(self._rule)
+        threshold, policy_state = begin(self._rule)
         self._device_core = cuda_core().Encoder(
             self._number,
             self.numel,
             self.dtype == "float64",
             words,
             threshold,
-            *course,
+            *policy_state,
         )
 
     @property
@@ -166,10 +166,11 @@ class CudaEncoder(Encoder, device="cuda"):
         state = self._state()
         self._device_core.set_policy(words)
         self.policy = policy
-        kept = state["threshold"] if threshold is None else threshold
+        if threshold is None:
+            threshold = state["threshold"]
         self._set_rule(policy)
-        course = begin(self._rule)[1]._replace(trend=FIRST_TREND)
-        self._device_core.set_state(kept, state["step"], state["step"], *course)
+        policy_state = begin(self._rule)[1]._replace(trend=FIRST_TREND)
+        self._device_core.set_state(threshold, state["step"], state["step"], *policy_state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as on the CPU, with host arrays: it can be loaded on either side. Waits for the device."""
@@ -179,7 +180,7 @@ class CudaEncoder(Encoder, device="cuda"):
             state["threshold"],
             state["step"],
             state["changed_at"],
-            Course(state["trend"], state["deviation"]),
+            PolicyState(state["trend"], state["deviation"]),
         ).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -188,9 +189,11 @@ class CudaEncoder(Encoder, device="cuda"):
         Raises:
             ValueError: the state has another format, size or dtype; the encoder is unchanged.
         """
-        found = EncoderState.of(state, self.numel, self.dtype)
-        self._device_core.residual_from_host(found.residual)
-        self._device_core.set_state(found.threshold, found.step, found.changed_at, *found.course)
+        checked = EncoderState.of(state, self.numel, self.dtype)
+        self._device_core.residual_from_host(checked.residual)
+        self._device_core.set_state(
+            checked.threshold, checked.step, checked.changed_at, *checked.policy_state
+        )
 
     def __repr__(self) -> str:
         return f"<gradwire.Encoder {self.dtype}[{self.numel}] key={self.key} device={self.device}>"
@@ -209,7 +212,7 @@ def _policy_words(
             f"a policy on a device must be one of gradwire's, which run there, not {policy!r}"
         )
     rule, names = known
-    words: dict[str, Any] = {"rule": rule, "reach": reach_of(policy)}
+    words: dict[str, Any] = {"rule": rule, "reach": rounding_point_of(policy)}
     if isinstance(policy, FixedThreshold):
         words["minimum"] = policy.value
     words |= {name: getattr(policy, name) for name in names}

@@ -291,7 +291,8 @@ def _read_bitmap(message: Int32, numel: int) -> tuple[float, Flags, Flags]:
         )
     octets = np.ascontiguousarray(message[_HEADER_WORDS:], dtype="<i4").view(np.uint8)
     bits = np.unpackbits(octets, bitorder="little").reshape(-1, 2, _WORD_ELEMENTS) != 0
-    value, sign = bits[:, 0].reshape(-1), bits[:, 1].reshape(-1)
+    value = bits[:, 0].reshape(-1)
+    sign = bits[:, 1].reshape(-1)
     if value[numel:].any() or sign[numel:].any():
         raise MessageError(f"bits beyond element {numel - 1} are set")
     return tau, value[:numel], sign[:numel]

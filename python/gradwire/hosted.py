@@ -42,8 +42,8 @@ class Snapshot(NamedTuple):
 class HostedModel:
     """The current parameters of a model in shared memory, under a name.
 
-    The process that makes the model hosts it and writes; any other process of the same user attaches by name and reads.
-    The model goes when the host closes it or ends, however it ends; those attached keep the last parameters.
+    The process that makes the model hosts it and writes. Any other process of the same user attaches by name and reads.
+    The name goes when the host closes the model or ends, however it ends; attached readers keep the last parameters.
 
     Args:
         name: letters, digits, ".", "_" and "-", at most 64.
@@ -51,9 +51,9 @@ class HostedModel:
             ``model.parameters()``. Copied.
 
     Attributes:
-        name: as given.
+        name: name of the model.
         params: the parameters themselves. The host's arrays are writable: change them inside ``writing``. Readers'
-            arrays are read-only views, which change while they are read; ``snapshot`` copies one version.
+            arrays are read-only views, which may change while they are read; ``snapshot`` copies one version.
 
     Raises:
         ValueError: the name cannot be used, or a living process hosts a model of this name.
@@ -70,7 +70,8 @@ class HostedModel:
     """
 
     def __init__(self, name: str, params: Any) -> None:
-        path, initial = path_of("model", name), _views(params)
+        path = path_of("model", name)
+        initial = _views(params)
         lock = create_locked(path, f"hosts a model {name!r}")
         self._finalizer: Any = weakref.finalize(self, release, lock, path, os.getpid())
         self._process = os.getpid()
@@ -95,7 +96,8 @@ class HostedModel:
             ValueError: the name cannot be used.
             PermissionError: the model belongs to another user.
         """
-        path, end_s = path_of("model", name), time.monotonic() + timeout_s
+        path = path_of("model", name)
+        end_s = time.monotonic() + timeout_s
         while (file := SharedFile.attach(path, mmap.ACCESS_READ)) is None:
             if time.monotonic() >= end_s:
                 raise FileNotFoundError(f"no living process of this machine hosts a model {name!r}")
@@ -104,14 +106,18 @@ class HostedModel:
         if expected != file.document:
             file.close()
             raise Mismatch(f"the model {name!r} has {file.document}, expected {expected}")
-        found = cls.__new__(cls)
-        found._map(name, file)
-        found._process, found._finalizer = 0, file.close
-        return found
+        model = cls.__new__(cls)
+        model._map(name, file)
+        model._process = 0  # no process has this id, so a reader cannot write
+        model._finalizer = file.close
+        return model
 
     def _map(self, name: str, file: SharedFile) -> None:
-        self.name, self._file, self._layout = name, file, file.document
+        self.name = name
+        self._file = file
+        self._layout = file.document
         self.params: _Arrays = arrays_at(file.data, 0, file.document)
+        # Odd while the host writes. A reader whose copy began and ended at the same even number has one version.
         self._sequence = file.words[:1]
 
     @property
@@ -145,17 +151,17 @@ class HostedModel:
         """Replace the parameters by a copy of others, and return the new version.
 
         Args:
-            params: arrays of the shapes and dtypes given at first.
+            params: arrays of the same shapes and dtypes as the initial parameters.
 
         Raises:
             Mismatch: another layout; nothing was written.
-            GradwireError: as ``writing``.
+            GradwireError: this process does not host the model, or has closed it.
         """
-        given = _views(params)
-        if layout_of(given) != self._layout:
-            raise Mismatch(f"the model {self.name!r} has {self._layout}, got {layout_of(given)}")
+        sources = _views(params)
+        if layout_of(sources) != self._layout:
+            raise Mismatch(f"the model {self.name!r} has {self._layout}, got {layout_of(sources)}")
         with self.writing():
-            for target, source in zip(self.params, given, strict=True):
+            for target, source in zip(self.params, sources, strict=True):
                 target[...] = source
         return self.version
 
@@ -167,7 +173,7 @@ class HostedModel:
             GradwireError: the host died while it wrote.
         """
         end_s = time.monotonic() + timeout_s
-        copies = [np.empty_like(one) for one in self.params]
+        copies = [np.empty_like(array) for array in self.params]
         while True:
             before = int(self._sequence[0])
             fence()
@@ -201,10 +207,10 @@ class HostedModel:
 
 
 def _views(params: Any) -> _Arrays:
-    """Return arrays as NumPy sees them; tensors that require grad too."""
+    """Return arrays, or tensors whether they require grad or not, as NumPy arrays of the same memory."""
     listed = [params] if hasattr(params, "dtype") else list(params)
-    found = [np.asarray(one.detach() if hasattr(one, "detach") else one) for one in listed]
-    for one in found:
-        if one.dtype.kind not in "biuf":
-            raise TypeError(f"a hosted model has arrays of numbers, got {one.dtype}")
-    return found
+    views = [np.asarray(array.detach() if hasattr(array, "detach") else array) for array in listed]
+    for view in views:
+        if view.dtype.kind not in "biuf":
+            raise TypeError(f"a hosted model has arrays of numbers, got {view.dtype}")
+    return views

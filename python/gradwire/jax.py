@@ -61,7 +61,7 @@ def share(
     ):
         raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
     exchange: Any = None
-    own: list[Any] = []
+    shared: list[Any] = []  # the parameters that all nodes share, as arrays in host memory
     is_adaptive = False
 
     def init(params: Any) -> ShareState:
@@ -70,7 +70,7 @@ def share(
         inner = optimizer.init(params)
         is_adaptive = _has_squares(inner)
         exchange = exchange_for(
-            [(str(at), one) for at, one in enumerate(leaves)],
+            [(str(index), leaf) for index, leaf in enumerate(leaves)],
             density,
             is_adaptive=is_adaptive,
             node=node,
@@ -79,7 +79,7 @@ def share(
             **options,
         )
         exchange.join(leaves, equalize=True)
-        own[:] = leaves
+        shared[:] = leaves
         return ShareState(inner)
 
     def update(updates: Any, state: ShareState, params: Any = None) -> tuple[Any, ShareState]:
@@ -93,9 +93,10 @@ def share(
         nodes = (len(exchange.members) + 1) * (1 if team is None else team.workers)
         automatic = math.sqrt(nodes) if is_adaptive else 1.0
         factor = np.float32(automatic if update_scale == "auto" else update_scale)
-        exchange.step([np.asarray(leaf) * factor for leaf in leaves], own)
+        exchange.step([np.asarray(leaf) * factor for leaf in leaves], shared)
+        # The caller adds the result to its parameters, which thereby become those that all nodes share.
         before = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
-        deltas = [jax.numpy.asarray(new - old) for new, old in zip(own, before, strict=True)]
+        deltas = [jax.numpy.asarray(new - old) for new, old in zip(shared, before, strict=True)]
         return jax.tree.unflatten(tree, deltas), ShareState(inner)
 
     return optax.GradientTransformation(init, update)

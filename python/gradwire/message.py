@@ -49,7 +49,7 @@ def apply(
             have ``message.numel`` elements, all on the CPU or on one CUDA device; modified in place.
         scale: finite factor, not 0.
         part: ``partition[i]`` of a message of this part of the target's elements, as ``encode(parts=partition)``
-            returns it; ``target`` then has ``partition.numel`` elements. None for a message of all.
+            returns it; ``target`` then has ``partition.numel`` elements. None for a message of all elements.
         stream: on a CUDA device, see ``gradwire.arrays.stream_of``.
         threads: on the CPU, the most threads, each for a part of the target; the bits do not depend on the number.
 
@@ -95,7 +95,7 @@ def apply_many(
         on_device = list(messages)
         arrays = target if isinstance(target, (list, tuple)) else [target]
         if stream is None and arrays and type(arrays[0]).__module__.split(".")[0] == "torch":
-            numel = sum(one.numel() for one in arrays) if part is None else part.numel
+            numel = sum(array.numel() for array in arrays) if part is None else part.numel
             on_device = [_uploaded(message, numel, device, number) for message in messages]
         cuda_core().apply_many(on_device, target, scale, part, device, number)
 
@@ -109,7 +109,7 @@ def apply_to_both(
     scale: float,
     threads: int = 1,
 ) -> None:
-    """Add several messages to two targets: on the CPU in one pass, decoding each once.
+    """Add several messages to two targets: on the CPU in one pass, which decodes each message once.
 
     Args:
         messages: the messages.
@@ -128,10 +128,11 @@ def apply_to_both(
         _core.apply_to_both(messages, target, second, index, scale, threads)
         return
     apply_many(messages, target, scale)
-    parts = messages[:index], messages[index : index + 1], messages[index + 1 :]
-    for some, factor in zip(parts, (scale, scale - 1.0, scale), strict=True):
-        if some and factor:
-            apply_many(some, second, factor)
+    # Three calls keep the order of the additions, on which the bits depend.
+    parts = (messages[:index], messages[index : index + 1], messages[index + 1 :])
+    for group, factor in zip(parts, (scale, scale - 1.0, scale), strict=True):
+        if group and factor:
+            apply_many(group, second, factor)
 
 
 def apply_with_momentum(
@@ -148,7 +149,7 @@ def apply_with_momentum(
     """Add several messages with Nesterov momentum: on the CPU in one pass.
 
     With added = scale * (sum of the messages): ``velocity = momentum * (velocity + added)``, then ``target += added +
-    velocity``. A second target gets the same, less its own message.
+    velocity``. The second target gets the same, less the message that it already contains.
 
     Args:
         messages: the messages.
@@ -169,14 +170,14 @@ def apply_with_momentum(
             messages, target, velocity, momentum, scale, second, index, threads
         )
         return
-    added = [one.new_zeros(one.shape) for one in target]
-    apply_many(messages, added, scale)
-    for one, speed in zip(added, velocity, strict=True):
-        speed.add_(one).mul_(momentum)
-        one.add_(speed)
-    for targets in (target, second):
-        for to, one in zip(targets, added, strict=bool(targets)):
-            to.add_(one)
+    changes = [tensor.new_zeros(tensor.shape) for tensor in target]
+    apply_many(messages, changes, scale)
+    for change, speed in zip(changes, velocity, strict=True):
+        speed.add_(change).mul_(momentum)
+        change.add_(speed)
+    for tensors in (target, second):
+        for tensor, change in zip(tensors, changes, strict=bool(tensors)):
+            tensor.add_(change)
     if second and index < len(messages):
         apply(messages[index], second, -1.0)
 
@@ -253,15 +254,19 @@ def _on_host(message: Any) -> Message:
     return Message.parse(message)
 
 
-# Host messages in device memory while they live, by number, device and stream: one may be added to several targets.
+# The copies of host messages in device memory, by the id of the message, device and stream, as long as the message
+# lives: a message may be added to several targets.
 _UPLOADED: dict[tuple[int, int, int], Any] = {}
 
 
 def _uploaded(message: Any, numel: int, device: int, stream: int) -> Any:
-    """Return a message in the memory of torch's current stream; a message of another size as it is, to be refused."""
+    """Return a copy of a message in device memory, made on torch's current stream.
+
+    A message of another size is returned as it is: ``apply_many`` refuses it.
+    """
     if not isinstance(message, Message) or message.numel != numel:
         return message
-    key = id(message), device, stream
+    key = (id(message), device, stream)
     if key not in _UPLOADED:
         host = sys.modules["torch"].empty(message.nbytes, dtype=sys.modules["torch"].uint8)
         host.numpy()[:] = memoryview(message)

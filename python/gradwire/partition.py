@@ -1,4 +1,4 @@
-"""The dealing of an update's elements to parts, of which each has a message of its own."""
+"""The division of an update's elements into parts, each of which has a message of its own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ __all__ = ["Part", "Partition"]
 _PARTS_MAX = 2**16
 # More blocks balance the parts better where changes cluster. Fewer cost less.
 _BLOCKS_PER_PART = 256
-_BLOCK_MIN, _BLOCK_MAX = 64, 4096
+_BLOCK_MIN = 64
+_BLOCK_MAX = 4096
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Elements 0 to numel - 1, dealt to parts in blocks: block b belongs to part ``(b + first) % parts``.
+    """Elements 0 to numel - 1, divided into parts by blocks: block b belongs to part ``(b + first) % parts``.
 
     The elements of a part are numbered from 0 through its blocks in ascending order. ``partition[i]`` is part ``i``.
 
@@ -83,23 +84,25 @@ class Part:
 
     @property
     def position(self) -> int:
-        """The first block of the part, if there are so many."""
+        """The number of the part's first block, if the partition has so many blocks."""
         return (self.index - self.partition.first) % self.partition.parts
 
     @property
     def numel(self) -> int:
         """Elements of the part."""
-        numel, parts, block = self.partition.numel, self.partition.parts, self.partition.block
-        last = (numel - 1) // block
-        blocks = (last - self.position) // parts + 1
-        missing = (last + 1) * block - numel if last % parts == self.position else 0
-        return blocks * block - missing
+        whole = self.partition
+        last = (whole.numel - 1) // whole.block
+        blocks = (last - self.position) // whole.parts + 1
+        # Only the last block of all may be short.
+        has_last = last % whole.parts == self.position
+        missing = (last + 1) * whole.block - whole.numel if has_last else 0
+        return blocks * whole.block - missing
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
         """Yield each block as a slice of the whole and a slice of the part."""
-        numel, parts, block = self.partition.numel, self.partition.parts, self.partition.block
-        done = 0
-        for begin in range(self.position * block, numel, parts * block):
-            size = min(block, numel - begin)
-            yield slice(begin, begin + size), slice(done, done + size)
-            done += size
+        whole = self.partition
+        offset = 0  # in the part
+        for begin in range(self.position * whole.block, whole.numel, whole.parts * whole.block):
+            size = min(whole.block, whole.numel - begin)
+            yield slice(begin, begin + size), slice(offset, offset + size)
+            offset += size

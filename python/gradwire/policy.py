@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 __all__ = [
     "FIRST_TREND",
     "AdaptiveThreshold",
-    "Course",
     "FixedThreshold",
+    "PolicyState",
     "ResidualClip",
+    "SampledQuantiles",
     "ShakeUp",
     "StepThreshold",
-    "Tail",
     "TargetBytes",
     "TargetDensity",
     "ThresholdPolicy",
@@ -31,8 +30,8 @@ __all__ = [
     "follow",
     "learned_threshold",
     "most_changed",
-    "reach_of",
     "round_threshold",
+    "rounding_point_of",
     "sampled_density",
 ]
 
@@ -44,7 +43,8 @@ _TOO_LARGE = 255.5 * 2.0**120
 # The largest bfloat16 value: policies stop here, so that their threshold can always be rounded.
 _MAX_THRESHOLD = 255.0 * 2.0**120
 # A sampled quantile does not separate magnitudes within 3 % of each other: they pass the predicted threshold together
-# or, usually, not at all. From this agreement in sign on updates repeat so exactly that they would never pass.
+# or, usually, not at all. From an agreement in sign of 0.99 on, updates repeat so exactly that they would never pass,
+# and the threshold goes 3 % below the prediction.
 _REPEATED = 0.99
 _BELOW_TIES = 31.0 / 32.0
 # The numbers of TargetDensity.follow, chosen by simulation (docs/algorithm.md). csrc/cuda/policy.h has the same.
@@ -58,20 +58,21 @@ _LEARNS = -1.0
 _UNKNOWN = 1.0
 
 
-class Tail(NamedTuple):
-    """Four sampled quantiles, each exceeded by the target density's share of the sampled elements, over the reach.
+class SampledQuantiles(NamedTuple):
+    """Four sampled quantiles of magnitudes, as thresholds, and the agreement of residual and update in sign.
 
-    So each is the threshold at which that share would be sent.
+    The target density's share of the sampled elements exceeds each quantile. A quantile is divided by the policy's
+    rounding point, so it is the threshold at which that share of the elements would be sent.
 
     With residual r, update u, an element i and another element j near it:
 
     Attributes:
-        now: of |r_before(i) + u(i)|, the magnitudes that this step compared with its threshold.
-        shuffled: of |r_before(i) + u(j)|, the same without the correlation between an element and its update.
-        next: of |r_after(i) + u(j)|, the magnitudes of the next step if its update is independent of this one.
-        same: of |r_after(i) + u(i)|, the magnitudes of the next step if it has the same update.
-        agreement: share of elements whose residual and update have the same sign, of those where neither is zero; 0.5
-            if there are none.
+        now: quantile of |r_before(i) + u(i)|, the magnitudes that this step compared with its threshold.
+        shuffled: quantile of |r_before(i) + u(j)|: without the correlation between an element and its update.
+        next: quantile of |r_after(i) + u(j)|, the magnitudes of the next step if the next update is independent.
+        same: quantile of |r_after(i) + u(i)|, the magnitudes of the next step if the next update is the same.
+        agreement: share of the elements whose residual and update have the same sign, among the elements where neither
+            is zero; 0.5 if there are no such elements.
     """
 
     now: float
@@ -81,14 +82,14 @@ class Tail(NamedTuple):
     agreement: float
 
 
-class Course(NamedTuple):
+class PolicyState(NamedTuple):
     """The memory of ``TargetDensity`` between steps, which the encoder keeps.
 
     Attributes:
-        trend: growth of the threshold since the policy began, as an exponent of the number of steps; -1 until the first
+        trend: exponent of the threshold's growth with the number of steps since the policy began; -1 until the first
             threshold has been learned.
-        deviation: recent relative deviations of the density from the target, summed with weights that fade by a tenth
-            per step.
+        deviation: sum of the recent relative deviations of the density from the target, with weights that fade by a
+            tenth per step.
     """
 
     trend: float
@@ -104,10 +105,14 @@ class ThresholdPolicy(Protocol):
 
     @property
     def sample_density(self) -> float | None:
-        """The density whose quantiles (``Tail``) the encoder samples, or None."""
+        """The density whose ``SampledQuantiles`` the encoder samples, or None."""
 
     def next_threshold(
-        self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
+        self,
+        threshold: float,
+        density: float,
+        steps_since_change: int,
+        quantiles: SampledQuantiles | None,
     ) -> float:
         """Return the threshold of the next step, not rounded.
 
@@ -115,7 +120,7 @@ class ThresholdPolicy(Protocol):
             threshold: the threshold of this step, not rounded.
             density: changed elements of this step / numel.
             steps_since_change: steps since the threshold last changed, this one included.
-            tail: quantiles sampled in this step, or None.
+            quantiles: quantiles sampled in this step, or None.
         """
 
 
@@ -136,37 +141,8 @@ def round_threshold(threshold: float) -> float:
     return math.ldexp(quanta, exponent)
 
 
-class Plain:
-    """An object of plain numbers, which makes a dict, for configuration files and logs, and comes back from it."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the class's name under "kind", and the values by name.
-
-        >>> ShakeUp(every=3).to_dict()
-        {'kind': 'ShakeUp', 'every': 3, 'divisor': 3.0}
-        """
-        return {"kind": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Any:
-        """Return the object that ``to_dict`` described: of this class, or called on any of a kind, of that kind.
-
-        Raises:
-            ValueError: the kind is unknown, or a value is out of its range.
-            TypeError: a value is missing, unknown or of the wrong kind.
-
-        >>> ShakeUp.from_dict({"kind": "ShakeUp", "every": 3})
-        ShakeUp(every=3, divisor=3.0)
-        """
-        kinds = {one.__name__: one for one in Plain.__subclasses__()}
-        kind = values.get("kind", cls.__name__)
-        if kind not in kinds:
-            raise ValueError(f"kind is {kind!r}, must be one of {', '.join(sorted(kinds))}")
-        return kinds[kind](**{name: one for name, one in values.items() if name != "kind"})
-
-
 @dataclass(frozen=True)
-class FixedThreshold(Plain):
+class FixedThreshold:
     """The same threshold in every step.
 
     >>> FixedThreshold(0.5).initial
@@ -189,14 +165,18 @@ class FixedThreshold(Plain):
         return self.value
 
     def next_threshold(
-        self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
+        self,
+        threshold: float,
+        density: float,
+        steps_since_change: int,
+        quantiles: SampledQuantiles | None,
     ) -> float:
         """Return the same threshold."""
         return threshold
 
 
 @dataclass(frozen=True)
-class AdaptiveThreshold(Plain):
+class AdaptiveThreshold:
     """Multiply or divide by ``decay`` while the density is outside its band.
 
     >>> AdaptiveThreshold(initial=1e-3, decay=0.5).next_threshold(1e-3, 0.0, 1, None)
@@ -227,7 +207,11 @@ class AdaptiveThreshold(Plain):
             raise ValueError(f"decay must be in (0, 1), got {self.decay!r}")
 
     def next_threshold(
-        self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
+        self,
+        threshold: float,
+        density: float,
+        steps_since_change: int,
+        quantiles: SampledQuantiles | None,
     ) -> float:
         """Return threshold * decay below the band, threshold / decay above, threshold inside."""
         if density < self.density_min:
@@ -238,7 +222,7 @@ class AdaptiveThreshold(Plain):
 
 
 @dataclass(frozen=True)
-class StepThreshold(Plain):
+class StepThreshold:
     """Subtract ``step`` when the density is below ``trigger``, at most once in ``delay`` steps.
 
     >>> policy = StepThreshold(initial=0.5, minimum=0.25, step=0.125, delay=2)
@@ -268,7 +252,11 @@ class StepThreshold(Plain):
         _check_whole("delay", self.delay, least=0)
 
     def next_threshold(
-        self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
+        self,
+        threshold: float,
+        density: float,
+        steps_since_change: int,
+        quantiles: SampledQuantiles | None,
     ) -> float:
         """Return the threshold, less ``step`` if the rule allows it."""
         lower = threshold - self.step
@@ -278,23 +266,24 @@ class StepThreshold(Plain):
 
 
 @dataclass(frozen=True)
-class TargetDensity(Plain):
-    """Aim at a density, from samples of the first steps and the counts of later ones.
+class TargetDensity:
+    """Aim at a density, with samples in the first steps and with the counts of messages later.
 
     The first threshold is learned from the first update. In the first steps, and again whenever the density stays away
     from the target, the encoder samples the quantile of the next step. Between samples the threshold continues its
     trend, corrected by the densities that the messages had, which costs nothing. A group with fewer than
     ``1 / density`` elements sends about one element a step.
 
-    Elements are rounded: one is sent as plus or minus the threshold from ``reach`` times the threshold on.
+    Elements are rounded: an element whose magnitude is at least ``rounding_point`` times the threshold is sent as plus
+    or minus the threshold.
 
     Args:
         density: the target, in (0, 1).
         initial: threshold of the first step, or None to learn it from the first update.
         minimum: least threshold.
 
-    >>> tail = Tail(now=0.5, shuffled=0.25, next=0.25, same=1.0, agreement=0.5)
-    >>> TargetDensity(1e-3).next_threshold(1e-4, 0.9, 1, tail)
+    >>> quantiles = SampledQuantiles(now=0.5, shuffled=0.25, next=0.25, same=1.0, agreement=0.5)
+    >>> TargetDensity(1e-3).next_threshold(1e-4, 0.9, 1, quantiles)
     0.5
 
     Source: derived and measured in ``docs/algorithm.md``.
@@ -303,7 +292,7 @@ class TargetDensity(Plain):
         ValueError: a value is out of its range.
     """
 
-    reach: ClassVar[float] = 0.5625
+    rounding_point: ClassVar[float] = 0.5625
 
     density: float = 0.01
     initial: float | None = None
@@ -319,78 +308,94 @@ class TargetDensity(Plain):
         """The target density."""
         return self.density
 
-    def samples(self, age: int, course: Course) -> bool:
+    def samples(self, age: int, state: PolicyState) -> bool:
         """Return whether the encoder samples in the step after ``age`` steps under this policy."""
-        return age < _SAMPLED_STEPS or abs(course.deviation) >= _DEVIATION_MAX or course.trend < 0.0
+        return age < _SAMPLED_STEPS or abs(state.deviation) >= _DEVIATION_MAX or state.trend < 0.0
 
     def follow(
-        self, threshold: float, density: float, age: int, tail: Tail | None, course: Course
-    ) -> tuple[float, Course]:
-        """Return the threshold of the next step, not rounded, and the memory.
+        self,
+        threshold: float,
+        density: float,
+        age: int,
+        quantiles: SampledQuantiles | None,
+        state: PolicyState,
+    ) -> tuple[float, PolicyState]:
+        """Return the threshold of the next step, not rounded, and the policy's memory.
 
         Args:
             threshold: the threshold of this step, not rounded.
             density: changed elements of this step / numel.
-            age: steps under this policy before this one.
-            tail: quantiles sampled in this step, or None.
-            course: the memory at this step.
+            age: number of earlier steps under this policy.
+            quantiles: quantiles sampled in this step, or None.
+            state: the policy's memory at this step.
         """
-        off = min(density / self.density - 1.0, _DEVIATION_MAX)
+        excess = min(density / self.density - 1.0, _DEVIATION_MAX)
         deviation = 0.0
+        # Samples correct the threshold of the first steps. The sum begins shortly before the counts take over.
         if age >= _SAMPLED_STEPS - 2:
-            deviation = min(max(0.9 * course.deviation + off, -_DEVIATION_MAX), _DEVIATION_MAX)
-        trend = course.trend
+            deviation = min(max(0.9 * state.deviation + excess, -_DEVIATION_MAX), _DEVIATION_MAX)
+        trend = state.trend
         if trend < 0.0:
-            if tail is None or tail.now <= 0.0:
-                return threshold, course
+            if quantiles is None or quantiles.now <= 0.0:
+                return threshold, state
             # If the next update is the same, the magnitudes double.
-            return self._bounded(2.0 * threshold), Course(FIRST_TREND, deviation)
-        if tail is not None and tail.next <= 0.0:
-            return threshold, Course(trend, deviation)
-        # Residuals settle within about 1 / density steps. Until then corrections become smaller.
+            return self._bounded(2.0 * threshold), PolicyState(FIRST_TREND, deviation)
+        if quantiles is not None and quantiles.next <= 0.0:
+            return threshold, PolicyState(trend, deviation)
+        # Residuals settle within about 1 / density steps and change ever more slowly until then: so do corrections.
         span = min(age + 1.0, max(1.0 / self.density, _SPAN_MIN))
         growth = trend if age + 1.0 < 1.0 / self.density else 0.0
         corrected = self._bounded(threshold * (1.0 + (growth + 0.5 * deviation) / span))
-        if tail is None:
-            return corrected, Course(trend, deviation)
-        predicted = self.next_threshold(threshold, density, age + 1, tail)
+        if quantiles is None:
+            return corrected, PolicyState(trend, deviation)
+        predicted = self.next_threshold(threshold, density, age + 1, quantiles)
         if age >= _SAMPLED_STEPS:
-            # The counts say in which direction the threshold was wrong.
+            # The counts say in which direction the threshold was wrong, so the sample may only go further that way.
             further = min if deviation < 0.0 else max
-            return further(corrected, predicted), Course(trend, deviation)
+            return further(corrected, predicted), PolicyState(trend, deviation)
         if age == 1:  # two steps do not show yet whether updates repeat
-            predicted = max(predicted, self._bounded(tail.same))
-        seen = min(max(span * (predicted / threshold - 1.0), 0.0), _TREND_MAX)
-        return predicted, Course(trend + (seen - trend) / 4.0, deviation)
+            predicted = max(predicted, self._bounded(quantiles.same))
+        # A threshold that grows as age^trend changes by the share trend / age from one step to the next.
+        observed_trend = min(max(span * (predicted / threshold - 1.0), 0.0), _TREND_MAX)
+        return predicted, PolicyState(trend + (observed_trend - trend) / 4.0, deviation)
 
     def _bounded(self, threshold: float) -> float:
         return min(max(threshold, self.minimum), _MAX_THRESHOLD)
 
     def next_threshold(
-        self, threshold: float, density: float, steps_since_change: int, tail: Tail | None
+        self,
+        threshold: float,
+        density: float,
+        steps_since_change: int,
+        quantiles: SampledQuantiles | None,
     ) -> float:
-        """Return the predicted quantile, between those for independent and for repeated updates.
+        """Return the predicted quantile, between the quantile for independent and the one for repeated updates.
 
         For independent updates the quantile is next + (now - shuffled). The difference is the effect of the correlation
-        between an element's residual and its update. After a change of sign of the updates it can be below -next, so a
-        quarter of ``next`` bounds the sum. For repeated updates the quantile is ``same``. The weight of the two is the
-        squared correlation, which follows from the agreement in sign (for Gaussian values by the arcsine law). Without
-        a sample, or if every sampled element is zero, the threshold stays. If updates repeat and nothing was sent, all
-        magnitudes are about equal (as in Adam's first steps), and a threshold just below the prediction sends them.
+        between an element's residual and its update. After a change of sign of the updates the difference can be below
+        -next, so the sum is at least a quarter of ``next``. For repeated updates the quantile is ``same``. The weight
+        of the two is the squared correlation, which follows from the agreement in sign (for Gaussian values by the
+        arcsine law). Without a sample, or if every sampled element is zero, the threshold stays. If updates repeat and
+        nothing was sent, all magnitudes are about equal (as in Adam's first steps), and a threshold just below the
+        prediction sends them.
         """
-        if tail is None or tail.next <= 0.0:
+        if quantiles is None or quantiles.next <= 0.0:
             return threshold
-        independent = max(tail.next + (tail.now - tail.shuffled), 0.25 * tail.next)
-        repeats = max(math.sin(math.pi * (tail.agreement - 0.5)), 0.0) ** 2
-        weighted = math.sqrt(1.0 - repeats) * independent, math.sqrt(repeats) * tail.same
-        predicted = math.hypot(*weighted)
-        if density == 0.0 and tail.agreement >= _REPEATED:
+        independent = max(
+            quantiles.next + (quantiles.now - quantiles.shuffled), 0.25 * quantiles.next
+        )
+        repeats = max(math.sin(math.pi * (quantiles.agreement - 0.5)), 0.0) ** 2
+        # predicted^2 = (1 - repeats) * independent^2 + repeats * same^2
+        predicted = math.hypot(
+            math.sqrt(1.0 - repeats) * independent, math.sqrt(repeats) * quantiles.same
+        )
+        if density == 0.0 and quantiles.agreement >= _REPEATED:
             predicted *= _BELOW_TIES
         return self._bounded(predicted)
 
 
 @dataclass(frozen=True)
-class TargetBytes(Plain):
+class TargetBytes:
     """A budget: the messages of a step never have more bytes, and usually nearly as many.
 
     The encoder aims at the density whose messages just fit. If an update reaches the threshold in more elements than
@@ -424,7 +429,9 @@ class TargetBytes(Plain):
 
 @lru_cache(maxsize=64)
 def most_changed(max_bytes: int, numel: int, parts: int) -> int:
-    """Return how many changed elements fit into messages of so many bytes, wherever they are (``docs/algorithm.md``).
+    """Return how many changed elements fit into ``max_bytes`` of messages, wherever the elements are.
+
+    ``docs/algorithm.md`` derives the bound.
 
     Raises:
         ValueError: not even one changed element fits.
@@ -454,7 +461,7 @@ def most_changed(max_bytes: int, numel: int, parts: int) -> int:
 
 
 @dataclass(frozen=True)
-class ShakeUp(Plain):
+class ShakeUp:
     """The schedule of shake-ups: every ``every``-th message uses the threshold divided by ``divisor``.
 
     >>> ShakeUp(every=3).is_due(step=2)
@@ -478,7 +485,7 @@ class ShakeUp(Plain):
 
 
 @dataclass(frozen=True)
-class ResidualClip(Plain):
+class ResidualClip:
     """The schedule of clipping: every ``every``-th step limits the residual to ``limit`` thresholds after encoding.
 
     >>> ResidualClip(limit=5.0, every=5).is_due(step=4)
@@ -503,27 +510,29 @@ class ResidualClip(Plain):
         return (step + 1) % self.every == 0
 
 
-def begin(policy: ThresholdPolicy) -> tuple[float, Course]:
-    """Return the first threshold under a policy, not rounded and possibly still to be learned, and the memory."""
+def begin(policy: ThresholdPolicy) -> tuple[float, PolicyState]:
+    """Return the first threshold under a policy, not rounded and possibly to be learned later, and the memory."""
     if policy.initial is None:
-        return _UNKNOWN, Course(_LEARNS)
-    return policy.initial, Course(FIRST_TREND)
+        return _UNKNOWN, PolicyState(_LEARNS)
+    return policy.initial, PolicyState(FIRST_TREND)
 
 
-def learned_threshold(policy: ThresholdPolicy, threshold: float, tail: Tail) -> float:
-    """Return the first threshold that a sample of the first update asks for; of zeros nothing is learned."""
-    learned = min(max(tail.now, getattr(policy, "minimum", 0.0)), _MAX_THRESHOLD)
-    return learned if tail.now > 0.0 else threshold
+def learned_threshold(
+    policy: ThresholdPolicy, threshold: float, quantiles: SampledQuantiles
+) -> float:
+    """Return the first threshold, learned from a sample of the first update; from zeros nothing is learned."""
+    learned = min(max(quantiles.now, getattr(policy, "minimum", 0.0)), _MAX_THRESHOLD)
+    return learned if quantiles.now > 0.0 else threshold
 
 
-def reach_of(policy: ThresholdPolicy) -> float:
+def rounding_point_of(policy: ThresholdPolicy) -> float:
     """Return the share of the threshold from which on elements are sent."""
-    return policy.reach if isinstance(policy, TargetDensity) else 1.0
+    return policy.rounding_point if isinstance(policy, TargetDensity) else 1.0
 
 
-def sampled_density(policy: ThresholdPolicy, age: int, course: Course) -> float:
-    """Return the density whose quantiles are sampled in the step after ``age`` steps under a policy, or 0."""
-    if isinstance(policy, TargetDensity) and not policy.samples(age, course):
+def sampled_density(policy: ThresholdPolicy, age: int, state: PolicyState) -> float:
+    """Return the density whose quantiles the encoder samples after ``age`` steps under a policy, or 0."""
+    if isinstance(policy, TargetDensity) and not policy.samples(age, state):
         return 0.0
     return policy.sample_density or 0.0
 
@@ -533,16 +542,16 @@ def follow(
     threshold: float,
     density: float,
     age: int,
-    tail: Tail | None,
-    course: Course,
-) -> tuple[float, Course]:
+    quantiles: SampledQuantiles | None,
+    state: PolicyState,
+) -> tuple[float, PolicyState]:
     """Return the next threshold under any policy, and the memory: see ``TargetDensity.follow``.
 
     ``age`` counts the steps since the threshold last changed, or under ``TargetDensity`` since that policy began.
     """
     if isinstance(policy, TargetDensity):
-        return policy.follow(threshold, density, age, tail, course)
-    return policy.next_threshold(threshold, density, age + 1, tail), course
+        return policy.follow(threshold, density, age, quantiles, state)
+    return policy.next_threshold(threshold, density, age + 1, quantiles), state
 
 
 def _check_thresholds(initial: float, minimum: float) -> None:

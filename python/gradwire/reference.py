@@ -16,10 +16,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from . import policy as rules
 from .errors import MessageError, NonFiniteUpdate
-from .policy import ResidualClip, ShakeUp, Tail, ThresholdPolicy, round_threshold
+from .policy import ResidualClip, SampledQuantiles, ShakeUp, ThresholdPolicy, round_threshold
 
-TERNARY, DENSE = 1, 2
-MAX_NUMEL, HEADER_BYTES, MAX_VARINT_BYTES = 2**48, 48, 7
+# The kinds of messages.
+TERNARY = 1
+DENSE = 2
+MAX_NUMEL = 2**48
+HEADER_BYTES = 48
+MAX_VARINT_BYTES = 7
 _HEADER = struct.Struct("<4s4BH2B3I3Q")
 # The dtypes of dense messages by their numbers. NumPy has no bfloat16: its bits are stored as uint16.
 _DENSE_DTYPES: dict[int, Any] = {1: np.dtype("<f4"), 2: np.dtype("<f8"), 3: np.dtype("<u2")}
@@ -49,7 +53,9 @@ class Chunk:
     """The shape of a chunk, which follows from its numbers of changed (C) and unchanged (U) elements."""
 
     def __init__(self, begin: int, changed: int, unchanged: int) -> None:
-        self.begin, self.changed, self.unchanged = begin, changed, unchanged
+        self.begin = begin
+        self.changed = changed
+        self.unchanged = unchanged
         self.span = changed + unchanged  # S
         self.inverted = 20 * unchanged <= 7 * self.span  # then the unchanged elements are listed
         self.listed = unchanged if self.inverted else changed  # n
@@ -59,7 +65,7 @@ class Chunk:
 
 _CRC32C_TABLE = list(range(256))
 for _ in range(8):
-    _CRC32C_TABLE = [(one >> 1) ^ (0x82F63B78 if one & 1 else 0) for one in _CRC32C_TABLE]
+    _CRC32C_TABLE = [(crc >> 1) ^ (0x82F63B78 if crc & 1 else 0) for crc in _CRC32C_TABLE]
 
 
 def crc32c(data: bytes) -> int:
@@ -102,7 +108,7 @@ class Header:
 
 
 def seal(header: Header, payload: bytes) -> bytes:
-    """Return header and payload with their CRC, that of the message with a CRC of zero; nothing is validated."""
+    """Return header and payload with the CRC, computed over the message with a CRC of zero; nothing is validated."""
     crc = crc32c(_HEADER.pack(*astuple(replace(header, crc=0))) + payload)
     return _HEADER.pack(*astuple(replace(header, crc=crc))) + payload
 
@@ -110,11 +116,13 @@ def seal(header: Header, payload: bytes) -> bytes:
 def encode_ternary(
     positions: ArrayLike, negative: ArrayLike, *, numel: int, threshold: float, **header: Any
 ) -> bytes:
-    """Encode the changes of the elements at ``positions``, strictly ascending: by minus threshold where ``negative``.
+    """Encode changes of the elements at ``positions``: by minus threshold where ``negative``, else by plus threshold.
 
-    ``header`` has the fields key, step and flags. Raises ValueError for arguments that do not describe a message.
+    ``positions`` are strictly ascending. ``header`` has the fields key, step and flags. Raises ValueError for arguments
+    that do not describe a message.
     """
-    where, minus = np.asarray(positions, np.int64), np.asarray(negative, np.bool_)
+    where = np.asarray(positions, np.int64)
+    minus = np.asarray(negative, np.bool_)
     if where.ndim != 1 or where.shape != minus.shape:
         raise ValueError(f"positions and negative must be 1-D and of one length, got {where.shape}")
     if numel > MAX_NUMEL or np.any(np.diff(where, prepend=-1, append=numel) <= 0):
@@ -122,7 +130,9 @@ def encode_ternary(
     if round_threshold(threshold) != threshold:
         raise ValueError(f"threshold {threshold!r} is not a bfloat16 value")
     exponent = chunk_exponent(where.size)
-    directory, streams, begin = b"", [np.zeros(0, np.uint8)], 0
+    directory = b""
+    streams = [np.zeros(0, np.uint8)]
+    begin = 0
     for first in range(0, where.size, 1 << exponent):
         part = slice(first, first + (1 << exponent))
         inside = where[part] - begin  # counted from the chunk's begin
@@ -243,10 +253,12 @@ def _check_header(h: Header) -> None:
 
 
 def _ternary_entries(header: Header, payload: bytes) -> tuple[tuple[Chunk, ...], Positions, Signs]:
-    count, nbytes = header.count, len(payload)
+    count = header.count
+    nbytes = len(payload)
     _require(count > 0 or nbytes == 0, f"{nbytes} payload bytes, but nothing changed")
     _require(count <= 8 * nbytes, f"{nbytes} payload bytes cannot hold {count} signs")
-    positions, signs = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)]
+    positions = [np.zeros(0, np.int64)]
+    signs = [np.zeros(0, np.bool_)]
     directory = list(_read_directory(header, payload)) if count else []
     stream = payload[directory[-1][2] :] if count else b""
     bits = np.unpackbits(np.frombuffer(stream, np.uint8), bitorder="little")
@@ -315,28 +327,37 @@ def _chunk_positions(chunk: Chunk, bits: Bits, index: int, last: bool) -> Positi
     return chunk.begin + inside
 
 
-def tail_quantiles(
-    before: Values, update: Values | None, after: Values, density: float, reach: float = 1.0
-) -> Tail | None:
+def sample_quantiles(
+    before: Values,
+    update: Values | None,
+    after: Values,
+    density: float,
+    rounding_point: float = 1.0,
+) -> SampledQuantiles | None:
     """Return the sampled quantiles that ``TargetDensity`` predicts from (``docs/algorithm.md``); None for no elements.
 
-    ``before`` is the residual before the update, ``after`` the one after encoding. If the caller had already added the
-    update, it is None and its effect unknown: all four are quantiles of the residual. They are divided by ``reach``.
+    ``before`` is the residual before the update, ``after`` the residual after encoding. If the caller had already added
+    the update, ``update`` is None and its effect unknown: all four are quantiles of the residual. The quantiles are
+    divided by ``rounding_point``.
     """
     if (numel := before.size) == 0:
         return None
     if update is None:
-        update, after = np.zeros_like(before), before
+        update = np.zeros_like(before)
+        after = before
     stride = -(-numel // math.ceil(min(max(640 / density, 2**12), 2**18))) | 1  # groups of 16
     i = np.flatnonzero(np.arange(numel) // 16 % stride == 0)
     j = np.where(i ^ 8 < numel, i ^ 8, i)
     with np.errstate(over="ignore", invalid="ignore"):
         signs = np.sign(before[i]) * np.sign(update[i])
-        pairs = (before, i), (before, j), (after, j), (after, i)
+        pairs = ((before, i), (before, j), (after, j), (after, i))  # now, shuffled, next, same
         sums = [residual[i] + update[k] for residual, k in pairs]
-    agreeing, either = np.count_nonzero(signs > 0), np.count_nonzero(abs(signs) > 0)
-    now, shuffled, following, same = (_quantile(abs(one), density) / reach for one in sums)
-    return Tail(now, shuffled, following, same, agreeing / either if either else 0.5)
+    quantiles = (_quantile(abs(total), density) / rounding_point for total in sums)
+    now, shuffled, following, same = quantiles
+    agreeing = np.count_nonzero(signs > 0)
+    either = np.count_nonzero(abs(signs) > 0)
+    agreement = agreeing / either if either else 0.5
+    return SampledQuantiles(now, shuffled, following, same, agreement)
 
 
 def _quantile(magnitudes: NDArray[Any], density: float) -> float:
@@ -348,9 +369,11 @@ def _quantile(magnitudes: NDArray[Any], density: float) -> float:
         bits = magnitudes.astype(np.float32).view(np.uint32)
     bins, counts = np.unique(bits[(bits > 0) & (bits < 0x7F800000)] >> 17, return_counts=True)
     want = density * magnitudes.size
-    above, low = 0, 0.0
-    for one, inside in zip(bins[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        low, high = np.array([one << 17, min(one + 1 << 17, 0x7F7FFFFF)], "u4").view("f4").tolist()
+    above = 0
+    low = 0.0
+    for number, inside in zip(bins[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        ends = np.array([number << 17, min(number + 1 << 17, 0x7F7FFFFF)], "u4")
+        low, high = ends.view("f4").tolist()
         if above + inside >= want:
             return float(high - (high - low) * ((want - above) / inside))
         above += inside
@@ -379,23 +402,33 @@ class ReferenceEncoder:
         on_nonfinite: str = "raise",
     ) -> None:
         self.residual: NDArray[Any] = np.zeros(numel, dtype)
-        self.threshold, self._course = rules.begin(threshold)
+        self.threshold, self._policy_state = rules.begin(threshold)
         self.step = self.changed_at = 0
-        self.nonfinite_count, self.clipped_count, self.clipped_sum = 0, 0, 0.0
-        self._policy, self._shakeup, self._clip, self._key = threshold, shakeup, clip, key
+        self.nonfinite_count = self.clipped_count = 0
+        self.clipped_sum = 0.0
+        self._policy = threshold
+        self._shakeup = shakeup
+        self._clip = clip
+        self._key = key
         self._raises = on_nonfinite == "raise"
 
     def encode(self, update: NDArray[Any] | None = None) -> bytes:
         """Add ``update`` to the residual, subtract ±threshold where it is reached, and encode these elements."""
         shakeup = self._shakeup if self._shakeup and self._shakeup.is_due(self.step) else None
-        before, numel, age = self.residual.copy(), self.residual.size, self.step - self.changed_at
-        want = rules.sampled_density(self._policy, age, self._course), rules.reach_of(self._policy)
-        if self._course.trend < 0 and (first := tail_quantiles(before, update, before, *want)):
-            self.threshold = rules.learned_threshold(self._policy, self.threshold, first)
-        threshold = round_threshold(self.threshold / (shakeup.divisor if shakeup else 1.0))
-        quantum, used = self.residual.dtype.type(threshold), self.threshold
+        before = self.residual.copy()
+        numel = self.residual.size
+        age = self.step - self.changed_at
+        density = rules.sampled_density(self._policy, age, self._policy_state)
+        point = rules.rounding_point_of(self._policy)
+        if self._policy_state.trend < 0:  # the first threshold is still to be learned
+            first = sample_quantiles(before, update, before, density, point)
+            if first is not None:
+                self.threshold = rules.learned_threshold(self._policy, self.threshold, first)
+        used = self.threshold
+        threshold = round_threshold(used / (shakeup.divisor if shakeup else 1.0))
+        quantum = self.residual.dtype.type(threshold)
         bad = self._accumulate(update)
-        passing = np.flatnonzero(np.abs(self.residual) >= quantum * quantum.dtype.type(want[1]))
+        passing = np.flatnonzero(np.abs(self.residual) >= quantum * quantum.dtype.type(point))
         sent = np.copysign(quantum, self.residual[passing])
         self.residual[passing] -= sent
         if bad.size and self._raises:
@@ -404,9 +437,12 @@ class ReferenceEncoder:
         header = {"key": self._key, "step": self.step % 2**32, "flags": int(shakeup is not None)}
         message = encode_ternary(passing, sent < 0, numel=numel, threshold=threshold, **header)
         if shakeup is None and numel > 0:
-            tail = tail_quantiles(before, update, self.residual, *want) if want[0] else None
-            now = used, passing.size / numel, age, tail, self._course
-            self.threshold, self._course = rules.follow(self._policy, *now)
+            quantiles = None
+            if density:
+                quantiles = sample_quantiles(before, update, self.residual, density, point)
+            self.threshold, self._policy_state = rules.follow(
+                self._policy, used, passing.size / numel, age, quantiles, self._policy_state
+            )
             if self.threshold != used and not isinstance(self._policy, rules.TargetDensity):
                 self.changed_at = self.step + 1
         if self._clip is not None and self._clip.is_due(self.step):
@@ -432,15 +468,15 @@ class ReferenceEncoder:
         return message
 
     def _accumulate(self, update: NDArray[Any] | None) -> NDArray[np.intp]:
-        """Add where the sum is finite; elsewhere keep the finite one of the two, or zero. Return these indexes."""
+        """Add where the sum is finite; elsewhere keep the finite summand, or zero. Return the indexes of the latter."""
         added = np.zeros_like(self.residual)
         added[:] = 0.0 if update is None else update
         with np.errstate(over="ignore", invalid="ignore"):
             total = self.residual + added
         bad = np.flatnonzero(~np.isfinite(total))
-        for one in bad:
-            finite = [part[one] for part in (self.residual, added) if np.isfinite(part[one])]
-            total[one] = finite[0] if finite else 0.0
+        for index in bad:
+            finite = [part[index] for part in (self.residual, added) if np.isfinite(part[index])]
+            total[index] = finite[0] if finite else 0.0
         self.residual[:] = total
         return bad
 

@@ -12,11 +12,14 @@ from typing import Any
 
 __all__ = ["Placement", "has_secret", "name_of", "placement"]
 
-BIND, PEERS, MIN_PEERS = "GRADWIRE_BIND", "GRADWIRE_PEERS", "GRADWIRE_MIN_PEERS"
+BIND = "GRADWIRE_BIND"
+PEERS = "GRADWIRE_PEERS"
+MIN_PEERS = "GRADWIRE_MIN_PEERS"
 SECRETS = ("GRADWIRE_SECRET", "GRADWIRE_SECRET_FILE")
 
 # Ports for launchers that name none: 20,000 to 39,999, chosen by the name of the run.
-_PORT_FIRST, _PORTS = 20_000, 20_000
+_PORT_FIRST = 20_000
+_PORTS = 20_000
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Placement:
         if self.peers is not None:
             return None
         size = self.size or 1
-        return ((self.machines or -(-size // self.local_size)) if per_machine else size) - 1
+        machines = self.machines or -(-size // self.local_size)
+        return (machines if per_machine else size) - 1
 
     def node_options(self, *, per_machine: bool = False) -> dict[str, Any]:
         """Return the arguments of `Node` for this process: ``bind``, ``peers`` and, with a rank, ``node_id``.
@@ -102,7 +106,7 @@ def placement(environ: Mapping[str, str] | None = None) -> Placement:
         ValueError: a variable is not what it has to be; the message names the variable.
     """
     variables = os.environ if environ is None else environ
-    found = (
+    launched = (
         _torchrun(variables)
         or _mpi(variables)
         or _slurm(variables)
@@ -111,7 +115,7 @@ def placement(environ: Mapping[str, str] | None = None) -> Placement:
     )
     peers = variables.get(PEERS)
     options = {
-        **vars(found),
+        **vars(launched),
         "bind": variables.get(BIND) or None,
         "peers": tuple(re.split(r"[,\s]+", peers.strip())) if peers and peers.strip() else None,
         "min_peers": _number(variables, MIN_PEERS) if variables.get(MIN_PEERS) else None,
@@ -135,7 +139,8 @@ def _torchrun(variables: Mapping[str, str]) -> Placement | None:
     if "RANK" not in variables or "WORLD_SIZE" not in variables:
         return None
     seed = _seed(variables)
-    again = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # After a restart the run has another name, so that its processes do not meet those of the run before.
+    restarts = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
     job = variables.get("TORCHELASTIC_RUN_ID", "")
     return Placement(
         "torchrun" if job else "RANK and WORLD_SIZE",
@@ -144,7 +149,7 @@ def _torchrun(variables: Mapping[str, str]) -> Placement | None:
         _number(variables, "LOCAL_RANK", 0),
         _number(variables, "LOCAL_WORLD_SIZE", 1),
         seed,
-        f"torchrun {job} {seed} {again}",
+        f"torchrun {job} {seed} {restarts}",
         _number(variables, "GROUP_WORLD_SIZE", 0),
     )
 
@@ -154,7 +159,7 @@ def _mpi(variables: Mapping[str, str]) -> Placement | None:
     for launcher, names, job in (
         (
             "Open MPI",
-            [f"OMPI_COMM_WORLD_{one}" for one in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+            [f"OMPI_COMM_WORLD_{key}" for key in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
             ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
         ),
         (
@@ -169,12 +174,20 @@ def _mpi(variables: Mapping[str, str]) -> Placement | None:
         if local_rank not in variables and "SLURM_PROCID" in variables:
             continue  # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, but SLURM's own variables say more
         run = " ".join([launcher, *(variables.get(name, "") for name in job)])
-        count, here = _number(variables, size), _number(variables, local_size, 1)
+        count = _number(variables, size)
+        local_count = _number(variables, local_size, 1)
         seed = _seed(variables)
-        if not seed and here == count:
+        if not seed and local_count == count:
             seed = f"127.0.0.1:{_port_of(run)}"
-        placed = _number(variables, rank), count, _number(variables, local_rank, 0), here
-        return Placement(launcher, *placed, seed, run)
+        return Placement(
+            launcher,
+            _number(variables, rank),
+            count,
+            _number(variables, local_rank, 0),
+            local_count,
+            seed,
+            run,
+        )
     return None
 
 
@@ -223,7 +236,8 @@ def _kubernetes(variables: Mapping[str, str]) -> Placement | None:
 
 def _seed(variables: Mapping[str, str]) -> str:
     """Return the address of rank 0, from MASTER_ADDR and MASTER_PORT."""
-    host, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
+    host = variables.get("MASTER_ADDR", "")
+    port = variables.get("MASTER_PORT", "")
     if not host or not port:
         return ""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -239,8 +253,8 @@ def _first_host(hosts: str) -> str:
     >>> _first_host("gpu[003-007,9],cpu1"), _first_host("a,b")
     ('gpu003', 'a')
     """
-    found = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts)
-    return "".join(part or "" for part in found.groups()) if found else ""
+    match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts)
+    return "".join(part or "" for part in match.groups()) if match else ""
 
 
 def _task_counts(tasks: str) -> list[int]:

@@ -43,7 +43,8 @@ _ALIGNMENT: Final = 64
 _MAGIC: Final = b"gwshare1"
 # Magic, bytes of the document, six numbers of the caller's. The document follows, then the data.
 _HEADER: Final = struct.Struct("<8s7Q")
-_TRIES, _RETRY_S = 20, 0.001
+_TRIES = 20
+_RETRY_S = 0.001
 
 _Layout = list[Any]  # [dtype, shape] of each array, as JSON has it
 
@@ -81,15 +82,16 @@ def span(layout: _Layout) -> int:
 
 def arrays_at(memory: Any, start: int, layout: _Layout) -> list[NDArray[Any]]:
     """Return the arrays of a layout that begin at an offset of a buffer, as views."""
-    found: list[NDArray[Any]] = []
+    arrays: list[NDArray[Any]] = []
     for dtype, shape in layout:
-        found.append(np.ndarray(shape, dtype, memory, start))
-        start += aligned(found[-1].nbytes)
-    return found
+        arrays.append(np.ndarray(shape, dtype, memory, start))
+        start += aligned(arrays[-1].nbytes)
+    return arrays
 
 
 def fence() -> None:
-    """Keep loads and stores before this call before those after it: a lock's release and acquisition are ordered."""
+    """Keep the loads and stores before this call before the loads and stores after it."""
+    # Python has no fence of its own, but the release and the acquisition of a lock are ordered.
     lock = threading.Lock()
     for _ in range(2):
         with lock:
@@ -103,12 +105,13 @@ def open_file(path: Path, flags: int = os.O_RDWR) -> BufferedRandom:
     """Open a file of this user.
 
     Raises:
-        FileNotFoundError: there is none.
-        PermissionError: another user's, or no regular file.
+        FileNotFoundError: there is no such file.
+        PermissionError: the file belongs to another user, or is no regular file.
     """
     file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o600), "r+b")
-    found = os.fstat(file.fileno())
-    if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
+    status = os.fstat(file.fileno())
+    # Anybody may make files in the folder, so the name alone does not show whose the file is.
+    if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
         file.close()
         raise PermissionError(f"{path} belongs to another user, or is no file")
     return file
@@ -204,8 +207,8 @@ class SharedFile:
             os.posix_fallocate(lock.fileno(), 0, size)
         except OSError as error:
             release(lock, path, os.getpid())
-            what = f"no {size} bytes of shared memory: {error.strerror}"
-            raise OSError(error.errno, what, str(path)) from None
+            message = f"no {size} bytes of shared memory: {error.strerror}"
+            raise OSError(error.errno, message, str(path)) from None
         os.pwrite(lock.fileno(), _HEADER.pack(b"", len(text), *[0] * 6) + text, 0)
         # A mapping duplicates its file's descriptor, and a forked child keeps mappings: this one must not be locked.
         return cls(open_file(path), mmap.ACCESS_WRITE)
@@ -215,7 +218,7 @@ class SharedFile:
         """Return the file that a living process hosts; None if there is none yet.
 
         Raises:
-            PermissionError: another user's.
+            PermissionError: the file belongs to another user.
         """
         try:
             file = open_file(path)

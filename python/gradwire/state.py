@@ -8,26 +8,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .policy import Course, round_threshold
+from .policy import PolicyState, round_threshold
 
 __all__ = ["EncoderState", "check_format", "check_range"]
 
 _ENCODER_FORMAT = 1
 
 
-def check_format(state: dict[str, Any], known: int, what: str = "state") -> None:
+def check_format(state: dict[str, Any], known: int, name: str = "state") -> None:
     """Refuse a state of another format.
 
     Args:
         state: a dict from ``state_dict``, possibly of another version.
         known: the format that this version reads.
-        what: the name of the state in the error.
+        name: the name of the state in the error.
 
     Raises:
         ValueError: the state has another format, or none.
     """
     if state.get("format") != known:
-        raise ValueError(f"{what} has format {state.get('format')!r}, this gradwire reads {known}")
+        raise ValueError(f"{name} has format {state.get('format')!r}, this gradwire reads {known}")
 
 
 def check_range(name: str, value: int, least: int, most: int) -> None:
@@ -52,14 +52,14 @@ class EncoderState:
         threshold: the policy's threshold, not rounded.
         step: number of the next message.
         changed_at: step at which the threshold last changed, or at which a ``TargetDensity`` began.
-        course: memory of a ``TargetDensity``.
+        policy_state: memory of a ``TargetDensity``.
     """
 
     residual: NDArray[Any]
     threshold: float
     step: int
     changed_at: int
-    course: Course
+    policy_state: PolicyState
 
     def as_dict(self) -> dict[str, Any]:
         """Return the state as host arrays and plain numbers."""
@@ -71,7 +71,7 @@ class EncoderState:
             "threshold": self.threshold,
             "step": self.step,
             "changed_at": self.changed_at,
-            "course": tuple(self.course),
+            "course": tuple(self.policy_state),  # the name in checkpoints of format 1
         }
 
     @staticmethod
@@ -94,11 +94,14 @@ class EncoderState:
                 f"this encoder of {dtype}[{numel}]"
             )
         try:
-            threshold, step = float(state["threshold"]), int(state["step"])
-            changed_at, course = int(state["changed_at"]), Course(*map(float, state["course"]))
+            threshold = float(state["threshold"])
+            step = int(state["step"])
+            changed_at = int(state["changed_at"])
+            policy_state = PolicyState(*map(float, state["course"]))
         except TypeError as error:
             raise ValueError(f"state is not that of an encoder: {error}") from None
         round_threshold(threshold)
         check_range("step", step, 0, 2**63)
         check_range("changed_at", changed_at, 0, step)
-        return EncoderState(np.ascontiguousarray(residual), threshold, step, changed_at, course)
+        residual = np.ascontiguousarray(residual)
+        return EncoderState(residual, threshold, step, changed_at, policy_state)

@@ -36,12 +36,12 @@ constexpr Dtype dtype_of() {
 // Compare the CPU and the emulated threads on copies of the same residual and update.
 template <class Residual>
 void check_update(const std::vector<UpdateArray>* arrays, uint64_t numel, uint16_t threshold, bool skip, uint64_t seed,
-                  bool backwards, double reach) {
+                  bool backwards, double rounding_point) {
     std::vector<ConstArray> views;
     if (arrays)
         for (const UpdateArray& array : *arrays) views.push_back(array.view());
     const std::vector<ConstArray>* update = arrays ? &views : nullptr;
-    const auto levels = levels_of<Residual>(threshold, reach);
+    const auto levels = levels_of<Residual>(threshold, rounding_point);
     Random random(seed);
     Encoder encoder(numel, dtype_of<Residual>(), 1);
     auto* expected = static_cast<Residual*>(encoder.residual());
@@ -57,7 +57,7 @@ void check_update(const std::vector<UpdateArray>* arrays, uint64_t numel, uint16
 
     EncodeOptions options;
     options.threshold = threshold;
-    options.reach = reach;
+    options.rounding_point = rounding_point;
     options.key = 3;
     options.step = 77;
     options.flags = kFlagShakeUp;
@@ -85,8 +85,8 @@ void check_update(const std::vector<UpdateArray>* arrays, uint64_t numel, uint16
 template <class Residual>
 void check_update(const std::vector<UpdateArray>* arrays, uint64_t numel, uint16_t threshold, bool skip, uint64_t seed,
                   bool backwards) {
-    for (const double reach : {1.0, 0.5625})
-        check_update<Residual>(arrays, numel, threshold, skip, seed, backwards, reach);
+    for (const double rounding_point : {1.0, 0.5625})
+        check_update<Residual>(arrays, numel, threshold, skip, seed, backwards, rounding_point);
 }
 
 std::vector<UpdateArray> tricky_arrays(const std::vector<uint64_t>& numels, const std::vector<Dtype>& dtypes,

@@ -101,14 +101,15 @@ std::vector<Residual> random_residual(Random& random, uint64_t numel, double thr
 }
 
 template <class Residual>
-void check_encoder(const std::vector<Residual>& residual, const Update* update, const Situation& at, double reach) {
-    const auto levels = levels_of<Residual>(at.threshold, reach);
+void check_encoder(const std::vector<Residual>& residual, const Update* update, const Situation& at,
+                   double rounding_point) {
+    const auto levels = levels_of<Residual>(at.threshold, rounding_point);
     Expected<Residual> expected = extract_plainly(residual, update ? &update->values : nullptr, levels);
     const Bytes bytes = encode_plainly(expected.entries, header_for(at.numel, at.threshold));
     const std::vector<ConstArray>* views = update ? &update->views : nullptr;
     EncodeOptions options;
     options.threshold = at.threshold;
-    options.reach = reach;
+    options.rounding_point = rounding_point;
     options.key = 7;
     options.step = 1000;
     options.skip_nonfinite = true;
@@ -144,10 +145,11 @@ void check_encoder(const std::vector<Residual>& residual, const Update* update, 
 
 template <class Residual>
 void check_encoder(const std::vector<Residual>& residual, const Update* update, const Situation& at) {
-    for (const double reach : {1.0, 0.5625}) check_encoder(residual, update, at, reach);
+    for (const double rounding_point : {1.0, 0.5625}) check_encoder(residual, update, at, rounding_point);
 }
 
-// Return the magnitude around which values are drawn: that from which elements are sent, at one reach or the other.
+// Return the magnitude around which values are drawn: that from which elements are sent, at one
+// rounding point or the other.
 double bound_of(const Situation& at, uint64_t seed) {
     return levels_of<double>(at.threshold, seed % 2 ? 0.5625 : 1.0).bound;
 }

@@ -17,7 +17,7 @@ import random
 
 from gradwire.errors import WouldBlock
 from gradwire.transport.crypto import PROLOGUE, AuthenticationError, Handshake, KeyChain
-from gradwire.transport.session import INTRODUCTION_BYTES, Session
+from gradwire.transport.session import Session
 from gradwire.transport.types import Limits
 from gradwire.transport.wire import (
     ACK_WINDOW_RECORDS,
@@ -26,6 +26,7 @@ from gradwire.transport.wire import (
     HEADER,
     HEADER_BYTES,
     INIT,
+    INTRODUCTION_BYTES,
     RECORD_META,
     RECORD_NUMBER_MAX,
     RESPONSE,

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from gradwire.transport.congestion import NEVER_S
 from gradwire.transport.crypto import KeyChain
-from gradwire.transport.receiver import NEVER_S, ReceiveBudget, Receiver
+from gradwire.transport.receiver import ReceiveBudget, Receiver
 from gradwire.transport.records import Record, Sealer
 from gradwire.transport.types import Stats
 from gradwire.transport.wire import (

@@ -25,13 +25,14 @@ size of the model, the time that a step computes, and the link. docs/scale.md ha
 machine is measured once, in about two seconds. Units: 10Mbit, 1Gbit/s, 1Gbps, 125MB (each per second); 200ms, 0.2s.
 """
 
-POWERSGD, POWERSGD_RANK = "PowerSGD, rank 4", 4
+POWERSGD = "PowerSGD, rank 4"
+POWERSGD_RANK = 4
 SQUARE = (1_024, 1_024)  # shape of the weights, where only their number is known
 GAIN_MIN = 1.1  # times as fast: less is not worth a change
 LOCAL_GAIN_MIN = 1.25  # the same for local steps, which cost accuracy
 MEASURE_S = 1.5
 PROCESSOR_SHARE_MAX = 0.25  # of the time, from which a measured rate is that of the processor
-PLOT_DECADES = 6.0, 11.0  # of the link rate in bit/s
+PLOT_DECADES = (6.0, 11.0)  # of the link rate in bit/s
 
 _RATE = re.compile(r"([-\d.e+]+)\s*([kmgt]?)(bits?|bps|(?-i:[bB]))(?:/s|/sec|ps)?", re.ASCII | re.I)
 _TIME = re.compile(r"([-\d.e+]+)\s*(s|ms|us|µs)?")
@@ -76,29 +77,34 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"gradwire estimate: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    found, factors_bytes = ways(job), _powersgd_bytes(job, shapes)
+    candidates = ways(job)
     crossover = cost.crossover(job)
-    says = [advice(found)]
+    sentences = [advice(candidates)]
     if math.isfinite(crossover):
         where = f"from {_rate(crossover)} on" if crossover else "at any link rate"
-        says.append(f"The float32 ring is as fast as an exchange in every step {where}.")
+        sentences.append(f"The float32 ring is as fast as an exchange in every step {where}.")
     if arguments.measure is not None and _is_processor_limited(job):
-        says.append("The link may be faster than measured: give --link if you know its rate.")
+        sentences.append("The link may be faster than measured: give --link if you know its rate.")
+    ring = candidates[0].cost
     rows: list[dict[str, Any]] = [
         {
-            "name": name,
-            "speedup": one.speedup_over(found[0].cost),
-            "limit": one.limit,
-            **asdict(one),
+            "name": way.name,
+            "speedup": way.cost.speedup_over(ring),
+            "limit": way.cost.limit,
+            **asdict(way.cost),
         }
-        for name, one, _ in found
+        for way in candidates
     ]
-    rows.insert(
-        2, {"name": POWERSGD, **dict.fromkeys(("sent_bytes", "received_bytes"), factors_bytes)}
-    )
+    factors_bytes = _powersgd_bytes(job, shapes)
+    powersgd = {"name": POWERSGD, "sent_bytes": factors_bytes, "received_bytes": factors_bytes}
+    rows.insert(2, powersgd)  # after the rings, which PyTorch has as well
     if arguments.json:
-        finite = crossover if math.isfinite(crossover) else None
-        page = {"job": asdict(job), "rows": rows, "advice": says, "crossover_bytes_per_s": finite}
+        page = {
+            "job": asdict(job),
+            "rows": rows,
+            "advice": sentences,
+            "crossover_bytes_per_s": crossover if math.isfinite(crossover) else None,
+        }
         print(json.dumps(page, indent=1))
         return 0
     print(
@@ -107,12 +113,11 @@ def run(arguments: argparse.Namespace) -> int:
         f"{'':24}{'step':>10}{'sent':>11}{'received':>11}{'speed-up':>10}  limited by"
     )
     for row in rows:
-        step, speedup = "", ""
-        if "step_s" in row:
-            step, speedup = _time(row["step_s"]), f"{row['speedup']:,.2f}x"
+        step = _time(row["step_s"]) if "step_s" in row else ""
+        speedup = f"{row['speedup']:,.2f}x" if "speedup" in row else ""
         sizes = f"{si(row['sent_bytes'], 'B'):>11}{si(row['received_bytes'], 'B'):>11}"
         print(f"{row['name']:24}{step:>10}{sizes}{speedup:>10}  {row.get('limit', '')}".rstrip())
-    print("", *says, sep="\n")
+    print("", *sentences, sep="\n")
     return 0
 
 
@@ -154,14 +159,14 @@ def _measured(job: Job, target: str, *, has_latency: bool) -> Job:
     from .doctor import link
 
     try:
-        found = link.measure(target, MEASURE_S)
+        measured = link.measure(target, MEASURE_S)
     except (TimeoutError, link.LinkError) as error:
         raise ValueError(
             f"--measure {target}: run `gradwire doctor --serve` there; {error}"
         ) from None
-    goodput = min(found.out.bytes_per_s, found.back.bytes_per_s)
+    goodput = min(measured.out.bytes_per_s, measured.back.bytes_per_s)
     overhead = cost.transfer_bytes(link.BULK_BYTES, job) / link.BULK_BYTES
-    latency_s = job.latency_s if has_latency else found.round_trip_p50_s / 2.0
+    latency_s = job.latency_s if has_latency else measured.round_trip_p50_s / 2.0
     return replace(job, link_bytes_per_s=goodput * overhead, latency_s=latency_s)
 
 
@@ -176,25 +181,25 @@ def model_shapes(target: str) -> list[tuple[int, ...]]:
         raise ValueError(f"--model {target}: write module:factory")
     sys.path.insert(0, os.getcwd())
     try:
-        made = getattr(importlib.import_module(name), factory)()
-        shapes = list(_shapes(made.parameters() if hasattr(made, "parameters") else made))
+        model = getattr(importlib.import_module(name), factory)()
+        shapes = list(_shapes(model.parameters() if hasattr(model, "parameters") else model))
     except (Exception, SystemExit) as error:  # a foreign function may raise anything
         raise ValueError(f"--model {target}: {type(error).__name__}: {error}") from error
     finally:
         del sys.path[0]
     if not sum(map(math.prod, shapes)):
-        raise ValueError(f"--model {target}: {type(made).__name__} has no parameters")
+        raise ValueError(f"--model {target}: {type(model).__name__} has no parameters")
     return shapes
 
 
-def _shapes(found: Any) -> Iterator[tuple[int, ...]]:
-    if hasattr(found, "shape"):
-        yield tuple(found.shape)
-    elif isinstance(found, Mapping):
-        yield from _shapes(list(found.values()))
-    elif hasattr(found, "__iter__") and not isinstance(found, (str, bytes)):
-        for one in found:
-            yield from _shapes(one)
+def _shapes(tree: Any) -> Iterator[tuple[int, ...]]:
+    if hasattr(tree, "shape"):
+        yield tuple(tree.shape)
+    elif isinstance(tree, Mapping):
+        yield from _shapes(list(tree.values()))
+    elif hasattr(tree, "__iter__") and not isinstance(tree, (str, bytes)):
+        for branch in tree:
+            yield from _shapes(branch)
 
 
 def _powersgd_bytes(job: Job, shapes: Sequence[Sequence[int]]) -> float:
@@ -202,8 +207,9 @@ def _powersgd_bytes(job: Job, shapes: Sequence[Sequence[int]]) -> float:
     if shapes:
         return cost.powersgd_bytes(shapes, POWERSGD_RANK, job.nodes)
     squares = max(1.0, job.elements / math.prod(SQUARE))
-    found = cost.powersgd_bytes([SQUARE], POWERSGD_RANK, job.nodes)
-    return min(squares * found, cost.powersgd_bytes([(job.elements,)], POWERSGD_RANK, job.nodes))
+    square_bytes = cost.powersgd_bytes([SQUARE], POWERSGD_RANK, job.nodes)
+    vector_bytes = cost.powersgd_bytes([(job.elements,)], POWERSGD_RANK, job.nodes)
+    return min(squares * square_bytes, vector_bytes)
 
 
 def _is_processor_limited(job: Job) -> bool:
@@ -241,10 +247,11 @@ def rate(name: str, text: str) -> float:
     >>> rate("--link", "1Gbit"), rate("--link", "10 mbps"), rate("--link", "1.5GB/s")
     (125000000.0, 1250000.0, 1500000000.0)
     """
-    found = _RATE.fullmatch(text)
-    if found is None:
+    match = _RATE.fullmatch(text)
+    if match is None:
         raise ValueError(f"{name} {text}: not a rate such as 10Mbit, 1Gbit/s or 125MB/s")
-    return number(name, found[1]) * _PREFIX[found[2].lower()] / (1.0 if found[3] == "B" else 8.0)
+    digits, prefix, unit = match.groups()
+    return number(name, digits) * _PREFIX[prefix.lower()] / (1.0 if unit == "B" else 8.0)
 
 
 def seconds(name: str, text: str) -> float:
@@ -253,10 +260,11 @@ def seconds(name: str, text: str) -> float:
     >>> seconds("--step", "200ms"), seconds("--step", "0.2")
     (0.2, 0.2)
     """
-    found = _TIME.fullmatch(text)
-    if found is None:
+    match = _TIME.fullmatch(text)
+    if match is None:
         raise ValueError(f"{name} {text}: not a time such as 0.2, 200ms or 50us")
-    return number(name, found[1]) * _SECONDS[found[2]]
+    digits, unit = match.groups()
+    return number(name, digits) * _SECONDS[unit]
 
 
 # ---- the answer ------------------------------------------------------------------------------------------------------
@@ -264,7 +272,7 @@ def seconds(name: str, text: str) -> float:
 
 def ways(job: Job) -> list[Way]:
     """Return two rings, two exchanges in every step, and two kinds of local steps."""
-    found = [
+    candidates = [
         Way("dense ring, float32", cost.dense_ring(job), "DistributedDataParallel(model)"),
         Way(
             "dense ring, float16",
@@ -275,24 +283,24 @@ def ways(job: Job) -> list[Way]:
     best = cost.topology_of(job)
     options: list[tuple[Topology, int]] = [("mesh", 1), ("sharded", 1), (best, 4), (best, 20)]
     for topology, every in options:
-        name, more = str(topology), ""
-        if every > 1:
-            name, more = f"{every} local steps, {topology}", f", every={every}"
-        code = f'gw.Exchange(encoder, node, topology="{topology}"{more})'
+        name = f"{every} local steps, {topology}" if every > 1 else str(topology)
+        local_steps = f", every={every}" if every > 1 else ""
+        code = f'gw.Exchange(encoder, node, topology="{topology}"{local_steps})'
         if job.workers > 1:
             code = f"gw.LocalTeam(name, size={job.workers}, rank=0).lead({code})"
-        found.append(Way(name, cost.exchange(job, topology, every=every), code))
-    return found
+        candidates.append(Way(name, cost.exchange(job, topology, every=every), code))
+    return candidates
 
 
-def advice(found: Sequence[Way]) -> str:
-    """Return one sentence: what to use, why, and the code to write."""
-    plain, half = found[:2]
+def advice(candidates: Sequence[Way]) -> str:
+    """Return one sentence about the result of `ways`: what to use, why, and the code to write."""
+    plain, half = candidates[:2]
     rival = half if half.cost.speedup_over(plain.cost) >= GAIN_MIN else plain
-    best = min(found[2:4], key=lambda way: way.cost.step_s)
-    for way in found[4:]:
-        gain, now = (one.cost.speedup_over(rival.cost) for one in (way, best))
-        if gain > LOCAL_GAIN_MIN * now or gain >= GAIN_MIN > now:
+    best = min(candidates[2:4], key=lambda way: way.cost.step_s)
+    for way in candidates[4:]:
+        gain = way.cost.speedup_over(rival.cost)
+        best_gain = best.cost.speedup_over(rival.cost)
+        if gain > LOCAL_GAIN_MIN * best_gain or gain >= GAIN_MIN > best_gain:
             best = way
     gain = best.cost.speedup_over(rival.cost)
     times = f"the {rival.name} takes {_time(rival.cost.step_s)}, and {best.name} "
@@ -323,8 +331,8 @@ def plot(job: Job, path: Path) -> None:
             speedups.setdefault(way.name.partition(",")[0], []).append(
                 way.cost.speedup_over(ring.cost)
             )
-    for name, found in speedups.items():
-        axes.plot(rates, found, label=name)
+    for name, values in speedups.items():
+        axes.plot(rates, values, label=name)
     crossover = 8.0 * cost.crossover(job)
     if 0.0 < crossover < math.inf:
         axes.axvline(crossover, color="grey", linestyle=":")

@@ -17,8 +17,8 @@ INTERVAL_S = 2.0
 
 DESCRIPTION = """\
 Show the exchanges of this user that run on this machine, and their peers. Start the training with GRADWIRE_TOP=1 in the
-environment. Rates and shares are those of two seconds. Every table costs an exchange a pass over its residual; while
-nobody looks there is no cost.
+environment. Rates and shares are those of two seconds. Every table costs an exchange a pass over its residual; without
+a reader there is no cost.
 """
 
 Pages = dict[str, dict[str, Any]]
@@ -63,7 +63,7 @@ def pages() -> Pages:
     """Return the figures of every exchange, by the name of its socket; remove the sockets of dead processes."""
     from gradwire.exchange.metrics import socket_folder
 
-    found: Pages = {}
+    figures: Pages = {}
     for path in sorted(socket_folder().glob("*.sock")):
         with socket.socket(socket.AF_UNIX) as reader:
             reader.settimeout(ANSWER_S)
@@ -77,8 +77,8 @@ def pages() -> Pages:
                 pass
             else:
                 if page:  # the exchange still exists
-                    found[path.name] = page
-    return dict(sorted(found.items(), key=lambda item: str(item[1]["address"])))
+                    figures[path.name] = page
+    return dict(sorted(figures.items(), key=lambda item: str(item[1]["address"])))
 
 
 def table(before: Pages, after: Pages) -> Iterator[str]:
@@ -99,13 +99,15 @@ def table(before: Pages, after: Pages) -> Iterator[str]:
 
 
 def _node_line(before: dict[str, Any], after: dict[str, Any]) -> str:
-    old, new = before["stats"], after["stats"]
+    old = before["stats"]
+    new = after["stats"]
 
     def grown(name: str) -> float:
         return float(new[name] - old[name])
 
     elapsed_s = after["time_s"] - before["time_s"]
-    steps, exchanges = grown("steps") + grown("local_steps"), max(1.0, grown("steps"))
+    steps = grown("steps") + grown("local_steps")
+    exchanges = max(1.0, grown("steps"))
     rate = f"{steps / elapsed_s:.3g}" if elapsed_s else "?"
     share = f"{1.0 - grown('compute_s') / grown('step_s'):.0%}" if grown("step_s") else "?"
     sizes = "".join(

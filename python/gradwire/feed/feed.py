@@ -23,13 +23,13 @@ __all__ = ["Feed", "FeedFailed"]
 class Feed:
     """A bounded queue of whole mini-batches in shared memory.
 
-    Several processes may put batches, several may take them; every batch goes to one consumer, in the order in which
-    the batches were put. A consumer's arrays are views of the shared memory: nothing is copied, and the space is
+    Several processes may put batches, and several may take batches. Every batch goes to one consumer, in the order in
+    which the batches were put. A consumer's arrays are views of the shared memory: nothing is copied, and the space is
     reused once nothing refers to any array of the batch. A full feed makes producers wait.
 
-    The feed is passed to processes as an argument, forked or spawned; `attach` finds it by its name, and `connect`
-    reaches it from another machine. A batch is delivered at most once, and exactly once if nothing fails: a producer
-    that dies loses the batch that it was writing, a consumer those that it holds.
+    Pass the feed to processes, forked or spawned, as an argument; or find the feed by its name with `attach`; or reach
+    the feed from another machine with `connect`. A batch is delivered at most once, and exactly once if nothing fails:
+    a producer that dies loses the batch that it was writing, and a consumer that dies loses the batches that it holds.
 
     Args:
         batches: number of batches that the feed holds, those in the consumers' hands included.
@@ -62,7 +62,7 @@ class Feed:
         """Return the feed of this name, which a process of this machine made.
 
         Raises:
-            Closed: there is none that this process may open, or it belongs to another container.
+            Closed: there is no such feed that this process may open, or the feed belongs to another container.
         """
         feed = cls.__new__(cls)
         feed._store = Ring(name)
@@ -74,11 +74,11 @@ class Feed:
 
         Args:
             node: connected, or about to connect, to the node that serves the feed, and to no other. The feed takes all
-                its messages, and does not close the node.
-            timeout_s: longest wait for that node.
+                messages of this node, and does not close it.
+            timeout_s: longest wait for the node that serves the feed.
 
         Raises:
-            TimeoutError: it could not be reached.
+            TimeoutError: the node that serves the feed could not be reached.
         """
         from .link import Link
 
@@ -98,7 +98,7 @@ class Feed:
         threading.Thread(target=run, name="gradwire-feed", daemon=True).start()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how another process of this machine attaches."""
+        """Return the call by which another process of this machine attaches."""
         return Feed.attach, (self.name,)
 
     def __repr__(self) -> str:
@@ -158,7 +158,7 @@ class Feed:
         self._store.commit(slot)
 
     def get(self, timeout_s: float | None = None) -> layout.Batch:
-        """Return the oldest batch, as the producer put it (a list as a tuple); wait for one.
+        """Wait for the oldest batch and return it as the producer put it (a list as a tuple).
 
         The arrays are writable views of the shared memory, valid as long as they are referenced.
 
@@ -190,15 +190,15 @@ class Feed:
         return FeedDataset(self)
 
     def finish(self) -> None:
-        """End production: consumers take what is left and stop. Call it once, after the last producer's last batch."""
+        """End production: consumers take the batches left, and stop. Call `finish` once, after the very last batch."""
         self._store.end(how="finished")
 
     def close(self) -> None:
-        """End both sides at once: whoever waits in `put` or `get` gets `Closed`; batches that are left are lost."""
+        """End both sides at once: whoever waits in `put` or `get` gets `Closed`, and the batches left are lost."""
         self._store.end(how="closed")
 
     def fail(self, error: BaseException | str) -> None:
-        """End both sides with an error, which every consumer gets as `FeedFailed`; only the first one counts."""
+        """End both sides with an error, which every consumer gets as `FeedFailed`; only the first error counts."""
         text = error if isinstance(error, str) else "".join(traceback.format_exception(error))
         self._store.end(how="failed", text=text)
 

@@ -62,9 +62,8 @@ class Layout:
     def write(self, buffer: Any) -> None:
         """Copy the batch into a buffer of at least ``nbytes``."""
         memoryview(buffer)[: len(self._head)] = self._head
-        for place, array in zip(
-            arrays_at(buffer, self._start, self._layout), self._arrays, strict=True
-        ):
+        places = arrays_at(buffer, self._start, self._layout)
+        for place, array in zip(places, self._arrays, strict=True):
             place[...] = array
 
 

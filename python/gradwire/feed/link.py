@@ -28,7 +28,7 @@ _POLL_S: Final = 0.02
 
 
 class Link:
-    """The producers' side of a feed on another machine; its methods are those of `Ring`."""
+    """The producers' side of a feed on another machine, with the methods of `Ring`."""
 
     def __init__(self, node: Node, timeout_s: float) -> None:
         self._node = node
@@ -41,7 +41,8 @@ class Link:
         self.flush(timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until every batch that was sent is in the feed: its machine answers in order."""
+        """Wait until every batch that was sent is in the feed."""
+        # The feed's machine answers in order, so its answer to a HELLO comes after it has stored the batches before.
         with self._lock:
             self.slot_bytes = 0
             self._publish(b"", _HELLO)
@@ -77,7 +78,7 @@ class Link:
             self._grants += 1
 
     def end(self, *, how: str, text: str = "") -> None:
-        """End the feed for both sides, once everything that was sent has arrived."""
+        """End the feed for both sides, after everything that was sent."""
         with self._lock, contextlib.suppress(Closed, FeedFailed):
             self._publish(f"{how}:{text}".encode(), _END)
             self._node.drain(5.0)

@@ -118,7 +118,8 @@ class Ring:
 
     def _open(self) -> None:
         """Map the memory; again in a forked process, which must not share its parent's lock."""
-        self._process, self._process_started = os.getpid(), _started(os.getpid())
+        self._process = os.getpid()
+        self._process_started = _started(self._process)
         self._lock = threading.Lock()
         try:
             self._file = os.open(FOLDER / self.name, os.O_RDWR | os.O_CLOEXEC)
@@ -136,7 +137,8 @@ class Ring:
             raise Closed(
                 f"the feed {self.name!r} belongs to a container with other process numbers: use Feed.connect"
             )
-        self.slots, self.slot_bytes = int(self._head[_SLOTS]), int(self._head[_SLOT_BYTES])
+        self.slots = int(self._head[_SLOTS])
+        self.slot_bytes = int(self._head[_SLOT_BYTES])
         shape = (self.slots, _COLUMNS)
         self._table: NDArray[np.int64] = np.ndarray(shape, np.int64, self._map, _TABLE_AT)
 
@@ -196,23 +198,24 @@ class Ring:
         self._table[slot.index, _STATE] = _FREE
 
     def take(self, timeout_s: float | None) -> Any:
-        """Return the bytes of the oldest batch; the slot is free again once nothing refers to them; see `Feed.get`."""
+        """Return the bytes of the oldest batch, whose slot is free once nothing refers to them; see `Feed.get`."""
         index = self._acquire(_READING, timeout_s)
         block = (ctypes.c_char * self.slot_bytes).from_buffer(self._map, self._first(index))
         weakref.finalize(block, self._release, index, os.getpid()).atexit = False
         return block
 
     def _release(self, index: int, process: int) -> None:
-        """Free the slot of a batch that nothing refers to; takes no lock, because finalizers run at any point."""
+        """Free the slot of a batch that nothing refers to."""
+        # Takes no lock: a finalizer may run at any point of this thread, also while the thread holds the lock.
         if os.getpid() == process == self._process:
-            fence()  # the batch was read before
+            fence()  # whoever sees the slot free must not overwrite bytes that this process still reads
             self._table[index, _STATE] = _FREE
 
     def _first(self, index: int) -> int:
         return _data_at(self.slots) + index * self.slot_bytes
 
     def _acquire(self, state: int, timeout_s: float | None) -> int:
-        """Return a slot that is now this process's, to write into or to read from; wait for one."""
+        """Wait for a slot to write into or to read from, enter this process as its owner, and return the slot."""
         is_producer = state == _WRITING
         began_s = looked_s = time.monotonic()
         wait_s = _POLL_S[0]
@@ -222,14 +225,16 @@ class Ring:
                 index = self._find(is_producer=is_producer)
                 if index >= 0:
                     row = self._table[index]
-                    row[_OWNER], row[_OWNER_STARTED] = self._process, self._process_started
+                    row[_OWNER] = self._process
+                    # The system gives the id of a dead process to a new one; the times of their starts differ.
+                    row[_OWNER_STARTED] = self._process_started
                     row[_STATE] = state
                     self._head[_TAKEN] += not is_producer
                     return index
             now_s = time.monotonic()
             if timeout_s is not None and now_s - began_s >= timeout_s:
-                what = "no space" if is_producer else "no batch"
-                raise TimeoutError(f"{what} in the feed within {timeout_s:g} s")
+                missing = "no space" if is_producer else "no batch"
+                raise TimeoutError(f"{missing} in the feed within {timeout_s:g} s")
             if now_s - looked_s > _CHECK_S:
                 looked_s = now_s
                 self._free_slots_of_the_dead()
@@ -238,11 +243,12 @@ class Ring:
 
     def _find(self, *, is_producer: bool) -> int:
         """Return a free slot, or that of the oldest batch; -1 if there is none."""
-        full = np.flatnonzero(self._table[:, _STATE] == (_FREE if is_producer else _FULL))
+        wanted = _FREE if is_producer else _FULL
+        indices = np.flatnonzero(self._table[:, _STATE] == wanted)
         if is_producer:
-            return int(full[0]) if len(full) else -1
-        if len(full):
-            return int(full[self._table[full, _ORDER].argmin()])
+            return int(indices[0]) if len(indices) else -1
+        if len(indices):
+            return int(indices[self._table[indices, _ORDER].argmin()])
         if self._head[_ENDING] == _FINISHED:
             raise Closed("the feed is finished and empty")
         is_own = (self._table[:, _STATE] == _READING) & (self._table[:, _OWNER] == os.getpid())

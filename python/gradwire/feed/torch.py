@@ -27,4 +27,4 @@ class FeedDataset(torch.utils.data.IterableDataset[Any]):
                 yield tuple(torch.from_numpy(array) for array in batch)
             else:
                 yield torch.from_numpy(batch)
-            del batch
+            del batch  # while this generator waits, the space belongs to the producers

@@ -96,14 +96,14 @@ def pick_by_mask(network_mask: str, candidates: Iterable[str]) -> str:
 
 def local_addresses() -> list[str]:
     """Return the addresses of this machine's interfaces (elsewhere than on Linux: of its host name)."""
-    found: set[str] = set()
+    addresses: set[str] = set()
     for table, parse in ((IPV4_TABLE, parse_fib_trie), (IPV6_TABLE, parse_if_inet6)):
         if table.exists():
-            found.update(parse(table.read_text(encoding="ascii")))
-    if not found:
+            addresses.update(parse(table.read_text(encoding="ascii")))
+    if not addresses:
         entries = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_DGRAM)
-        found.update(str(entry[4][0]) for entry in entries)
-    return sorted(found)
+        addresses.update(str(entry[4][0]) for entry in entries)
+    return sorted(addresses)
 
 
 def parse_fib_trie(text: str) -> list[str]:
@@ -113,8 +113,8 @@ def parse_fib_trie(text: str) -> list[str]:
 
 def parse_if_inet6(text: str) -> list[str]:
     """Return the IPv6 addresses in the kernel's table, without link-local addresses, which need a scope."""
-    digits = [bytes.fromhex(line.split()[0]) for line in text.splitlines()]
-    return [str(found) for found in map(ipaddress.IPv6Address, digits) if not found.is_link_local]
+    packed = (bytes.fromhex(line.split()[0]) for line in text.splitlines())
+    return [str(ip) for ip in map(ipaddress.IPv6Address, packed) if not ip.is_link_local]
 
 
 def local_address(bound: Address, peers: Sequence[str]) -> Address:

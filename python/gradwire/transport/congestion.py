@@ -118,18 +118,19 @@ class InFlightLimit:
     def on_round_trip(self, last: RoundTrip, shortest_s: float, now_s: float) -> bool:
         """Adapt the limit to a round trip that has ended; return whether a queue has overflowed."""
         before, self._before = self._before, last
-        # Losses of one round trip may have been sent into the queue of the one before.
+        # What one round trip loses may have been sent into the queue of the round trip before.
         in_flight_bytes = max(before.in_flight_bytes, last.in_flight_bytes)
         is_queued = max(before.longest_s, last.longest_s) > shortest_s + QUEUE_S
         lost_share = last.lost_share
         # Fewer lost bytes may be datagrams that are only late.
         if is_queued and last.lost_bytes >= 4_200 and lost_share > 0.05:
             self._has_overflowed = True
-            held_bytes = min(in_flight_bytes, self.nbytes)
+            queued_bytes = min(in_flight_bytes, self.nbytes)
             rate = max(before.rate_bytes_per_s, last.rate_bytes_per_s)
             arriving = 1.0 - min(lost_share, LOSS_COMPENSATION_MAX)
-            needed_bytes = min(rate * (shortest_s + QUEUE_S) / arriving, held_bytes)
-            fitting_bytes = held_bytes * max(0.5, 1.0 - lost_share)
+            needed_bytes = min(rate * (shortest_s + QUEUE_S) / arriving, queued_bytes)
+            fitting_bytes = queued_bytes * max(0.5, 1.0 - lost_share)
+            # Below its rate times its round trip, and what a short queue holds, the path would run empty.
             self.nbytes = max(int(max(fitting_bytes, needed_bytes)), self.floor_bytes)
             return True
         if 2 * in_flight_bytes < self.nbytes or (self._has_overflowed and is_queued):
@@ -148,10 +149,10 @@ class InFlightLimit:
 
 @dataclass(slots=True)
 class Sent:
-    """One transmission, and the state of delivery when it left; its acknowledgement yields a rate sample."""
+    """A transmission, and the state of delivery when it left; its acknowledgement yields a rate sample."""
 
-    order: int  # its place in the sequence of all transmissions to the peer
-    mask: int  # the fragments of its record that are neither acknowledged nor declared lost
+    order: int  # place in the sequence of all transmissions to the peer
+    mask: int  # the fragments of the record that are neither acknowledged nor declared lost
     sent_at_s: float
     delivered_bytes: int
     delivered_at_s: float
@@ -181,7 +182,7 @@ class RateController:
         self._round = 0
         self._round_ends_at_bytes = 0
         self._rates: deque[tuple[int, float]] = deque()  # (round, rate) as in RttEstimator
-        self._gain_index = 0  # the next one drains the queue of the start
+        self._gain_index = 0  # the next gain drains the queue of the start
         self._gain_since_s = 0.0
         self._full_rate = 0.0
         self._full_rounds = 0
@@ -202,11 +203,11 @@ class RateController:
         return min(space, self.burst_bytes)
 
     def send_allowed_at_s(self) -> float:
-        """Return when the next burst may leave, in the past if at once; infinity until bytes are acknowledged."""
+        """Return when the next burst may leave: a past time is at once, infinity after the next acknowledgement."""
         if self.bytes_in_flight >= self.window_bytes:
             return NEVER_S
         if self._delivered_bytes < self._app_limited_until_bytes:
-            # A sender of small messages measures only its own rate; pacing by that rate would slow it down for nothing.
+            # A sender of small messages measures only its own rate. Pacing by that rate would slow it down for nothing.
             unpaced = WINDOW_INITIAL_BYTES if self.loss_rate < UNPACED_LOSS else WINDOW_MIN_BYTES
             if self.bytes_in_flight < unpaced:
                 return 0.0
@@ -215,6 +216,7 @@ class RateController:
     def on_sent(self, sent_bytes: int, now_s: float, order: int, mask: int) -> Sent:
         """Account for a burst of the fragments in ``mask`` that leaves now."""
         if self.bytes_in_flight == 0:
+            # The pause before this burst belongs to no rate sample.
             self._first_sent_at_s = self._delivered_at_s = now_s
         self.bytes_in_flight += sent_bytes
         if self._pace > 0.0:
@@ -222,18 +224,18 @@ class RateController:
             earliest_s = min(max(self._next_send_at_s, now_s - PACING_SLACK_S), now_s)
             self._next_send_at_s = earliest_s + sent_bytes / self._pace
         return Sent(
-            order,
-            mask,
-            now_s,
-            self._delivered_bytes,
-            self._delivered_at_s,
-            self._first_sent_at_s,
-            self._delivered_bytes < self._app_limited_until_bytes,
-            self.bytes_in_flight,
+            order=order,
+            mask=mask,
+            sent_at_s=now_s,
+            delivered_bytes=self._delivered_bytes,
+            delivered_at_s=self._delivered_at_s,
+            first_sent_at_s=self._first_sent_at_s,
+            app_limited=self._delivered_bytes < self._app_limited_until_bytes,
+            in_flight_bytes=self.bytes_in_flight,
         )
 
     def on_app_limited(self) -> None:
-        """Note that nothing more waits to be sent: rates measured until these bytes arrive are only lower bounds."""
+        """Note that nothing waits to be sent: until the bytes in flight arrive, rates are only lower bounds."""
         self._app_limited_until_bytes = self._delivered_bytes + max(self.bytes_in_flight, 1)
 
     def on_lost(self, lost_bytes: int) -> None:
@@ -247,7 +249,7 @@ class RateController:
         self.bytes_in_flight -= abandoned_bytes
 
     def share_link(self, paths: int) -> None:
-        """Divide the node's link among its paths, which may all send at once."""
+        """Give this path its share of the node's link, on which all ``paths`` may send at once."""
         share_bytes = WINDOW_INITIAL_ALL_BYTES // max(1, paths)
         share_bytes = max(SHARE_MIN_BYTES, min(WINDOW_INITIAL_BYTES, share_bytes))
         self.limit.floor_bytes = min(WINDOW_MIN_BYTES, share_bytes)
@@ -269,8 +271,9 @@ class RateController:
         seen.delivered_bytes += delivered_bytes
         seen.longest_s = max(seen.longest_s, self._rtt.latest_s)
         seen.in_flight_bytes = max(seen.in_flight_bytes, mark.in_flight_bytes)
+        # Acknowledgements that come in bunches show too high a rate, so the slower of sending and acknowledging counts.
         interval_s = max(now_s - mark.delivered_at_s, mark.sent_at_s - mark.first_sent_at_s)
-        if interval_s >= self._rtt.minimum_s > 0.0:
+        if interval_s >= self._rtt.minimum_s > 0.0:  # a shorter interval shows a bunch only
             rate = (self._delivered_bytes - mark.delivered_bytes) / interval_s
             seen.rate_bytes_per_s = max(seen.rate_bytes_per_s, rate)
             if rate >= self.rate_bytes_per_s or not mark.app_limited:
@@ -299,7 +302,8 @@ class RateController:
     def _notice_full_pipe(self) -> None:
         """End the start after three rounds without growth, or one with much loss: a queue overflows already."""
         if self.rate_bytes_per_s >= self._full_rate * 1.25:
-            self._full_rate, self._full_rounds = self.rate_bytes_per_s, 0
+            self._full_rate = self.rate_bytes_per_s
+            self._full_rounds = 0
         else:
             self._full_rounds += 1
             self.is_starting = self._full_rounds < 3 and self._seen.lost_share <= 0.1

@@ -46,7 +46,7 @@ def _hkdf(chaining_key: bytes, material: bytes, outputs: int) -> list[bytes]:
 
 
 class Mac1:
-    """The code that ends handshake datagrams, which only holders of the cluster secret can compute.
+    """The code at the end of handshake datagrams. Only holders of the cluster secret can compute the code.
 
     One hash rejects another cluster's datagram before any decryption and any Diffie-Hellman. The code proves knowledge
     of the secret and nothing else: a recorded datagram keeps its code.
@@ -74,8 +74,8 @@ class Handshake:
     """One run of Noise_NNpsk0_25519_AESGCM_SHA256, as initiator or responder.
 
     The first message is sealed under the cluster secret, so a message made with another secret is dropped before any
-    state or any Diffie-Hellman. The second adds the ephemeral exchange, so recorded traffic stays secret when the
-    cluster secret leaks later. The prologue is `PROLOGUE` and the header of the INIT.
+    state or any Diffie-Hellman. The second message adds the ephemeral exchange, so recorded traffic stays secret when
+    the cluster secret leaks later. The prologue is `PROLOGUE` and the header of the INIT.
     """
 
     def __init__(self, secret: bytes, prologue: bytes, entropy: Entropy = os.urandom) -> None:
@@ -175,7 +175,7 @@ class ControlChannel:
         self._seen = 0  # bit i: the counter ``highest_received - i`` was accepted
 
     def next_counter(self) -> int:
-        """Return the counter for the next datagram; never the same one twice."""
+        """Return the counter for the next datagram; no counter is returned twice."""
         self._counter += 1
         return self._counter - 1
 
@@ -185,6 +185,7 @@ class ControlChannel:
 
     def open(self, counter: int, header: bytes, ciphertext: memoryview) -> bytes:
         """Return the plaintext; raise `AuthenticationError` if forged, changed, repeated, or older than the window."""
+        # The window changes only after the tag has verified: a forged counter must not shut out genuine datagrams.
         age = self.highest_received - counter
         if age >= REPLAY_WINDOW or (age >= 0 and self._seen >> age & 1):
             raise AuthenticationError("a control datagram was repeated")
@@ -200,12 +201,12 @@ class ControlChannel:
 class KeyChain:
     """The keys under which one node seals its records for all its peers.
 
-    Every 2^22 records a new epoch begins. Its key follows from the last one by a one-way function, so nobody has to
-    announce it, and a node that joins later cannot read earlier epochs. The nonce is the IV xor the record number:
-    record numbers never repeat within a process, and the first key and IV are fresh in every process.
+    Every 2^22 records a new epoch begins. The key of an epoch follows from the key before by a one-way function, so
+    nobody has to announce it, and a node that joins later cannot read earlier epochs. The nonce is the IV xor the
+    record number: record numbers never repeat within a process, and the first key and IV are fresh in every process.
     """
 
-    def __init__(self, key: bytes, iv: bytes, first_record: int) -> None:  # of the record's epoch
+    def __init__(self, key: bytes, iv: bytes, first_record: int) -> None:
         self._newest = first_record >> EPOCH_BITS
         self._epochs = {self._newest: _EpochKey(key, iv)}
 
@@ -238,12 +239,13 @@ class KeyChain:
             last = self._epochs[self._newest]
             material = hmac.digest(last.key, NEXT_KEY_LABEL + last.iv, "sha256")
             following = _EpochKey(material[:KEY_BYTES], material[KEY_BYTES:][:IV_BYTES])
+            # The last epoch stays, because records that were sent before this one may still arrive.
             self._epochs = {self._newest: last, self._newest + 1: following}
             self._newest += 1
-        found = self._epochs.get(epoch)
-        if found is None:
+        epoch_key = self._epochs.get(epoch)
+        if epoch_key is None:
             raise AuthenticationError(f"no key for epoch {epoch}, the newest is {self._newest}")
-        return found
+        return epoch_key
 
 
 class _EpochKey:

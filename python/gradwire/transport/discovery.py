@@ -44,7 +44,7 @@ class Discovery:
     def seeds(
         self, connected: Set[Address] = frozenset(), node_ids: Set[int] = frozenset()
     ) -> list[Address]:
-        """Return the caller's addresses, without this node's own and the connected ones."""
+        """Return the caller's addresses, without this node's own address and those of connected peers."""
         missing = self._unconnected(connected, node_ids)
         return [seed.address for seed in missing if not (seed.is_learned or seed.is_own)]
 
@@ -53,11 +53,11 @@ class Discovery:
     ) -> tuple[list[Address], float]:
         """Return the addresses to start a handshake with now, and when to ask again; infinity if never."""
         missing = self._unconnected(connected, node_ids)
-        found = [seed for seed in missing if now_s >= seed.next_at_s]
-        for seed in found:
+        due_seeds = [seed for seed in missing if now_s >= seed.next_at_s]
+        for seed in due_seeds:
             seed.next_at_s = now_s + RETRY_FIRST_S
         next_at_s = min((seed.next_at_s for seed in missing), default=float("inf"))
-        return [seed.address for seed in found], next_at_s
+        return [seed.address for seed in due_seeds], next_at_s
 
     def _unconnected(self, connected: Set[Address], node_ids: Set[int]) -> list[Seed]:
         others = (seed for seed in self._seeds.values() if seed.address not in connected)
@@ -66,17 +66,20 @@ class Discovery:
     def on_identified(self, address: Address, node_id: int) -> None:
         """Note which node answers at this address."""
         if seed := self._seeds.get(address):
-            seed.node_id, seed.is_own = node_id, False
+            seed.node_id = node_id
+            seed.is_own = False
 
     def on_own(self, address: Address, now_s: float) -> None:
         """Note that datagrams to this address come back: the address is probably this node's own."""
         if seed := self._seeds.get(address):
-            seed.next_at_s, seed.is_own = now_s + OWN_S, True
+            seed.is_own = True
+            seed.next_at_s = now_s + OWN_S
 
     def on_ended(self, address: Address, now_s: float, *, is_answered: bool) -> None:
         """Note that a connection ended, or an attempt failed: try again later, or drop an address that a peer named."""
         if seed := self._seeds.get(address):
             wait_s = RETRY_FIRST_S if is_answered else RETRY_MAX_S
-            seed.node_id, seed.next_at_s = None, max(seed.next_at_s, now_s + wait_s)
+            seed.node_id = None
+            seed.next_at_s = max(seed.next_at_s, now_s + wait_s)
             if seed.is_learned and not is_answered:
                 del self._seeds[address]

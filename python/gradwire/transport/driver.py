@@ -78,16 +78,15 @@ class Driver:
             self._socket.bind(bind)
         except OSError as error:
             self._socket.close()
-            what = f"cannot bind UDP {format_address(bind)}: {error.strerror}"
+            message = f"cannot bind UDP {format_address(bind)}: {error.strerror}"
             if error.errno == errno.EADDRNOTAVAIL:
-                what += f"; this machine has {', '.join(local_addresses())}"
-            raise OSError(error.errno, what) from error
+                message += f"; this machine has {', '.join(local_addresses())}"
+            raise OSError(error.errno, message) from error
         self._socket.setblocking(False)
         # A forked child, such as a data loader, would keep the port.
-        if hasattr(os, "register_at_fork"):
-            closing = weakref.finalize(self, self._socket.close)
-            closing.atexit = False
-            os.register_at_fork(after_in_child=closing)
+        closing = weakref.finalize(self, self._socket.close)
+        closing.atexit = False
+        os.register_at_fork(after_in_child=closing)
         host, port = self._socket.getsockname()[:2]
         self.address: Address = (host, port)
         self.has_gso = offload and sys.platform == "linux"
@@ -128,7 +127,7 @@ class Driver:
         )
 
     def receive(self, endpoint: _Endpoint) -> bool:
-        """Hand waiting datagrams to the endpoint, up to a bound, after which ACKs leave; return False if none came."""
+        """Hand waiting datagrams to the endpoint, but not so many that ACKs are late; return False if none came."""
         time_s = now_s()
         for number in range(RECEIVES_PER_PUMP):
             try:
@@ -148,7 +147,7 @@ class Driver:
         return True
 
     def transmit(self, endpoint: _Endpoint) -> float:
-        """Send the endpoint's datagrams, up to a bound; return when to call this again unless a datagram comes."""
+        """Send the endpoint's datagrams, up to a bound; return when to call `transmit` again if no datagram comes."""
         due_s: float | None = None
         for _ in range(SENDS_PER_PUMP):
             if not self._send_unsent():
@@ -187,14 +186,12 @@ class Driver:
                     return True
                 self.has_gso = False
         self.unsent.popleft()
-        pieces = [
-            piece[start : start + segment_bytes]
-            for piece in slices
-            for start in range(0, len(piece), segment_bytes)
+        datagrams = [
+            Transmit(address, [part[start : start + segment_bytes]], segment_bytes)
+            for part in slices
+            for start in range(0, len(part), segment_bytes)
         ]
-        self.unsent.extendleft(
-            Transmit(address, [each], segment_bytes) for each in reversed(pieces)
-        )
+        self.unsent.extendleft(reversed(datagrams))
         return self._send(self.unsent[0])
 
     def _log_refusal(self, transmit: Transmit, error: OSError, *, is_single: bool) -> None:

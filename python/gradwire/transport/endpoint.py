@@ -15,6 +15,7 @@ from typing import Final
 from ..errors import Closed, NotConnected, TooLarge, WouldBlock
 from . import wire
 from .addressing import format_address, parse_address
+from .congestion import NEVER_S
 from .crypto import IV_BYTES, KEY_BYTES, AuthenticationError, Entropy, KeyChain, Mac1
 from .discovery import GOSSIP_S, Discovery
 from .handshake import IncomingHandshakes
@@ -44,10 +45,8 @@ HOUSEKEEPING_S: Final = 0.1
 SLEEP_S: Final = 1.0
 CREDIT_FLOOR_RECORDS: Final = 4
 HALF_OPEN_MAX: Final = 256
-MEMBERS_PER_FRAME: Final = (
-    16  # addresses have at most 64 characters, and a frame must fit into a datagram
-)
-NEVER_S: Final = float("inf")
+# Addresses have at most 64 characters, and a frame must fit into a datagram.
+MEMBERS_PER_FRAME: Final = 16
 DUPLICATE: Final = "its node_id, {}, is that of {}: give every node its own"
 
 
@@ -58,7 +57,7 @@ class Endpoint:
         now_s: current time, monotonic.
         incarnation: start of the process in milliseconds; larger than that of any earlier run of the node.
         entropy: source of random bytes; a simulator passes a seeded one.
-        name: of the node in log entries.
+        name: name of the node in log entries.
         first_record: number of the first record; only tests change it.
     """
 
@@ -107,7 +106,7 @@ class Endpoint:
         self._housekeeping_at_s = now_s
         self._gossip_at_s = now_s + GOSSIP_S
         self._connect_at_s = 0.0
-        self._turn = 0
+        self._polls = 0
 
     # ---- the caller's side --------------------------------------------------------------------------------------
 
@@ -130,15 +129,15 @@ class Endpoint:
         """Return whether `publish` would take a message of this size now."""
         return self.log.has_room(self.sealer.wire_bytes(nbytes), self.sealer.records_of(nbytes))
 
-    def publish(self, payload: memoryview, tag: int, to: Peer | None, now_s: float) -> Ticket:
-        """Seal a message and queue it for all connected peers, or for one; see `Node.publish`."""
+    def publish(self, payload: memoryview, tag: int, peer: Peer | None, now_s: float) -> Ticket:
+        """Seal a message and queue it for all connected peers, or for ``peer``; see `Node.publish`."""
         if self.is_closing:
             raise Closed("the node is closed; nothing can be published any more")
         if len(payload) > self.limits.message_bytes_max:
             raise TooLarge(
                 f"a message of {len(payload)} bytes is larger than message_bytes_max ({self.limits.message_bytes_max})"
             )
-        recipients = self._recipients(to)
+        recipients = self._recipients(peer)
         ticket = Ticket(tag, len(payload), frozenset(session.identity for session in recipients))
         if not recipients:
             return ticket
@@ -155,20 +154,19 @@ class Endpoint:
         for record in self.sealer.seal_message(first, indices, self._next_message, tag, payload):
             self.log.append(record)
         self._next_message += 1
-        # Every session: those that are no recipients skip the records, or would keep them in the log. They do so a
-        # little later: after a message to each of n peers, one skip of all the others rather than one for each.
+        # The other peers have to skip the records, which would otherwise stay in the log for them. They skip a little
+        # later: a message to each of n peers then costs each peer a single SKIP of all the others' messages.
         for session in self._up_sessions():
-            is_recipient = session.index in indices
-            session.wake_by(now_s if is_recipient else now_s + SKIP_S)
+            session.wake_by(now_s if session.index in indices else now_s + SKIP_S)
         self.counters.messages_sent += 1
         self.counters.payload_bytes_sent += len(payload) * len(recipients)
         return ticket
 
-    def _recipients(self, to: Peer | None) -> list[Session]:
-        recipients = [each for each in self._up_sessions() if to is None or each.peer == to]
-        if to is not None and not recipients:
+    def _recipients(self, peer: Peer | None) -> list[Session]:
+        recipients = [each for each in self._up_sessions() if peer is None or each.peer == peer]
+        if peer is not None and not recipients:
             raise NotConnected(
-                f"{to} is not connected, {len(self.peers)} others are: publish to one of them (node.peers), "
+                f"{peer} is not connected, {len(self.peers)} others are: publish to one of them (node.peers), "
                 "or wait for it (node.wait_for_peers)"
             )
         return recipients
@@ -180,7 +178,7 @@ class Endpoint:
         self.budget.give_back(*(len(message.payload) for message in messages))
         if self.budget.has_waiting and messages:
             self.budget.has_waiting = False
-            # First the session that has waited longest for its share.
+            # The session that has waited longest comes first: a busy peer must not keep the others from the budget.
             for session in sorted(self.sessions.values(), key=lambda each: each.last_message):
                 session.resume(now_s)
         return messages
@@ -234,14 +232,15 @@ class Endpoint:
 
         Never raises, whatever the bytes are: malformed, forged and stray datagrams are counted and dropped.
         """
-        total_bytes, position, counters = len(data), 0, self.counters
-        counters.udp_bytes_received += total_bytes
-        counters.datagrams_received += -(-total_bytes // segment_bytes) if total_bytes else 1
-        counters.malformed_datagrams += not total_bytes
+        total_bytes = len(data)
+        position = 0
+        self.counters.udp_bytes_received += total_bytes
+        self.counters.datagrams_received += -(-total_bytes // segment_bytes) if total_bytes else 1
+        self.counters.malformed_datagrams += not total_bytes
         while position < total_bytes:
             end = min(position + segment_bytes, total_bytes)
             if end - position < HEADER_BYTES:
-                counters.malformed_datagrams += 1
+                self.counters.malformed_datagrams += 1
             elif data[position] == wire.DATA:
                 end = self._receive_data(data, position, segment_bytes, address, now_s)
             else:
@@ -305,14 +304,14 @@ class Endpoint:
         self.counters.handshakes_refused += 1  # unless it turns out to be acceptable
         if self.is_closing:
             return
-        found = self.handshakes.read_init(datagram, address, self.wall_ms(now_s), now_s)
-        if found is None or not self._is_acceptable(found[1], address, now_s):
+        admitted = self.handshakes.read_init(datagram, address, self.wall_ms(now_s), now_s)
+        if admitted is None or not self._is_acceptable(admitted[1], address, now_s):
             return
         self.counters.handshakes_refused -= 1
         while len(self.half_open) >= HALF_OPEN_MAX:
             self._drop(next(iter(self.half_open.values())))
         session = self._new_session(address, now_s)
-        session.start_responder(datagram, *found)
+        session.start_responder(datagram, *admitted)
         self.half_open[datagram[-wire.MAC1_BYTES :]] = session
 
     def _is_acceptable(self, remote: wire.Introduction, address: Address, now_s: float) -> bool:
@@ -320,10 +319,10 @@ class Endpoint:
             if remote.incarnation != self.incarnation:
                 reason = DUPLICATE.format(self.node_id, "this node")
                 self.handshakes.rejected.note(address, reason, now_s)
-            own = self.sessions.get(remote.session)
-            if own is not None and own.state is State.INIT_SENT and own.target is not None:
-                self.discovery.on_own(own.target, now_s)
-                self._drop(own)
+            sender = self.sessions.get(remote.session)
+            if sender is not None and sender.state is State.INIT_SENT and sender.target is not None:
+                self.discovery.on_own(sender.target, now_s)
+                self._drop(sender)
             return False
         known = self.by_node.get(remote.node_id)
         if known is not None and not self._is_replaced(known, remote.incarnation, now_s):
@@ -334,15 +333,14 @@ class Endpoint:
             return False
         # When both nodes have sent an INIT, that of the larger node id wins. The other handshake continues until its
         # peer has proved its presence: the INIT may be a recording.
-        initiated = [
-            each.address for each in self.sessions.values() if each.state is State.INIT_SENT
-        ]
-        return address not in initiated or self.node_id < remote.node_id
+        targets = [each.address for each in self.sessions.values() if each.state is State.INIT_SENT]
+        return address not in targets or self.node_id < remote.node_id
 
     def _is_replaced(self, known: Session, incarnation: int, now_s: float) -> bool:
-        """Return whether a run of the peer's node takes the session's place: a newer one, or the same after silence."""
-        is_alive = now_s - known.heard_at_s < self.limits.suspect_s
-        return incarnation >= known.identity.incarnation + is_alive
+        """Return whether a run of the peer's node takes the session's place: a newer run, or the same after silence."""
+        if now_s - known.heard_at_s < self.limits.suspect_s:
+            return incarnation > known.identity.incarnation
+        return incarnation >= known.identity.incarnation
 
     # ---- datagrams out ------------------------------------------------------------------------------------------
 
@@ -355,11 +353,11 @@ class Endpoint:
             self._housekeeping_at_s = now_s + HOUSEKEEPING_S
             self._check_peers(now_s)
         due = [session for session in self.sessions.values() if session.wake_at_s <= now_s]
-        # Start with another session each time, so that none is always last in the socket's queue.
-        self._turn += 1
+        # Start with another session each time, so that no session is always last in the socket's queue.
+        self._polls += 1
         out: list[Transmit] = []
         for index in range(len(due)):
-            out.extend(due[(self._turn + index) % len(due)].poll(now_s))
+            out.extend(due[(self._polls + index) % len(due)].poll(now_s))
         out.extend(self.final_datagrams)
         self.final_datagrams.clear()
         return out
@@ -390,14 +388,15 @@ class Endpoint:
             self._new_session(address, now_s).start_initiator(now_s)
 
     def _connected(self) -> tuple[set[Address], set[int]]:
-        """Return the addresses and node ids that need no INIT. A half-open session's peer may be a recording."""
+        """Return the addresses and node ids that need no INIT."""
         sessions = self.sessions.values()
+        # A session in state RESPONDED does not count: its INIT may be a recording, played from the peer's address.
         addresses = {each.address for each in sessions if each.state is not State.RESPONDED}
         addresses |= {each.target for each in sessions if each.target is not None}
         return addresses, set(self.by_node)
 
     def _check_peers(self, now_s: float) -> None:
-        """Renew every peer's credit, evict lagging peers if asked for, and repeat the other peers' addresses to one."""
+        """Renew every peer's credit, evict lagging peers if asked to, and tell one peer the others' addresses again."""
         sessions = self._up_sessions()
         for session in sessions:
             session.resume(now_s)
@@ -443,8 +442,7 @@ class Endpoint:
         if known is not None:
             if not self._is_replaced(known, peer.incarnation, now_s):
                 return False
-            reason = "restarted" if known.peer != peer else "timeout"
-            known.give_up(reason, now_s)
+            known.give_up("restarted" if known.peer != peer else "timeout", now_s)
         for other in list(self.sessions.values()):
             if other is session or other.address != session.address:
                 continue

@@ -21,19 +21,20 @@ LOG_INTERVAL_S: Final = 10.0  # between entries about rejected peers, whose addr
 
 
 class RejectedPeers:
-    """Counts INIT datagrams made with another secret or version, and logs a few. The peer itself gets no answer."""
+    """Counts INIT datagrams made with another secret or version, and logs a few. Their senders get no answer."""
 
     def __init__(self, name: str) -> None:
         self.name = name  # of this node, for the log
         self.count = 0
-        self.last: Address | None = None  # source of the last one, which nobody has verified
-        self.reason = ""  # of the last one
+        self.last: Address | None = None  # source of the last of them, which nobody has verified
+        self.reason = ""  # why the last of them got no answer
         self._log_at_s = float("-inf")
 
     def note(self, address: Address, reason: str, now_s: float) -> None:
         """Count an INIT that gets no answer."""
         self.count += 1
-        self.last, self.reason = address, reason
+        self.last = address
+        self.reason = reason
         if now_s >= self._log_at_s:
             self._log_at_s = now_s + LOG_INTERVAL_S
             source = format_address(address)
@@ -51,14 +52,14 @@ class RejectedPeers:
 class InitGate:
     """Decides which authentic INIT datagrams are worth a decryption: none twice, and a limited number per second.
 
-    Datagrams with a valid mac1 that were not made by a member are recordings. An attacker may have recorded more than
-    the gate can remember, so INIT datagrams of the last two minutes, of which there are few, have a rate of their own.
+    An authentic datagram that no member has sent is a recording. An attacker may have recorded more than the gate can
+    remember, so INIT datagrams of the last two minutes, of which there are few, have a rate of their own.
     """
 
     def __init__(self, per_second: float = INITS_PER_S) -> None:
         self._interval_s = 1.0 / per_second
         self._burst_s = (INITS_BURST - 0.5) * self._interval_s  # half an interval for rounding
-        self._next_at_s = [float("-inf")] * 2  # the next time at which each rate admits a datagram
+        self._next_at_s = [float("-inf")] * 2  # when to admit the next timely INIT; any INIT
         self._mac1s: OrderedDict[bytes, None] = OrderedDict()
 
     def has_seen(self, mac1: bytes) -> bool:
@@ -68,7 +69,7 @@ class InitGate:
     def admit(self, mac1: bytes, age_s: float, now_s: float) -> bool:
         """Return whether another INIT may be decrypted now, and remember its (verified) mac1 if so."""
         for rate in (0, 1) if abs(age_s) <= TIMELY_S else (1,):
-            at_s = max(self._next_at_s[rate], now_s - self._burst_s)
+            at_s = max(self._next_at_s[rate], now_s - self._burst_s)  # saves up to a burst
             if at_s <= now_s:
                 self._next_at_s[rate] = at_s + self._interval_s
                 self._mac1s[mac1] = None

@@ -37,9 +37,9 @@ class Node:
 
     Args:
         bind: "host:port" to listen on; port 0 lets the system choose; a wildcard host fixes only the port.
-        peers: addresses of other nodes; it is enough if one of two nodes has the other's. The own address is ignored.
+        peers: addresses of other nodes; of two nodes, one needs the other's address. The node's own address is ignored.
         secret: the cluster secret, 32 random bytes or their hex or base64 form, or the path (`pathlib.Path`) of a file
-            with one of the three; by default that of GRADWIRE_SECRET, or in the file that GRADWIRE_SECRET_FILE names.
+            with one of the three; by default the value of GRADWIRE_SECRET, or the file that GRADWIRE_SECRET_FILE names.
         network_mask: such as "10.1.1.0/24"; the one local address inside it is used.
         advertise: "host:port" under which others reach this node, where that differs (NAT, containers, clouds); a name
             is resolved on this machine.
@@ -53,7 +53,7 @@ class Node:
         address: the "host:port" at which others can reach this node.
         id: this node's identity.
         peer: this node as its peers see it.
-        names: of the run's nodes by id, for messages; from the launcher, see `from_env`.
+        names: names of the run's nodes by id, for error messages; from the launcher, see `from_env`.
         expected_peers: number of other nodes in the run; None: as many as there are addresses.
 
     Raises:
@@ -63,11 +63,12 @@ class Node:
 
     Example:
         >>> secret = bytes(range(32))
-        >>> with Node("127.0.0.1:0", secret=secret) as one, Node("127.0.0.1:0", [one.address], secret=secret) as two:
-        ...     peers = one.wait_for_peers(1, timeout_s=5.0)
-        ...     ticket = one.publish(b"update", tag=7)
-        ...     [(peer, tag, payload)] = two.receive(timeout_s=5.0)
-        ...     tag, bytes(payload), peer == one.peer
+        >>> bind = "127.0.0.1:0"
+        >>> with Node(bind, secret=secret) as sender, Node(bind, [sender.address], secret=secret) as receiver:
+        ...     peers = sender.wait_for_peers(1, timeout_s=5.0)
+        ...     ticket = sender.publish(b"update", tag=7)
+        ...     [(peer, tag, payload)] = receiver.receive(timeout_s=5.0)
+        ...     tag, bytes(payload), peer == sender.peer
         (7, b'update', True)
     """
 
@@ -203,7 +204,8 @@ class Node:
             Closed: the node has been closed.
         """
         rejected = self._endpoint.handshakes.rejected
-        rejected_before, began_s = rejected.count, now_s()
+        rejected_before = rejected.count
+        started_s = now_s()
 
         def is_done() -> bool:
             return len(self._endpoint.peers) >= count
@@ -218,14 +220,14 @@ class Node:
                     lambda: is_done() or rejected.count > rejected_before, timeout_s - first_s
                 )
             if not is_done():
-                raise TimeoutError(self._describe_missing(count, now_s() - began_s))
+                raise TimeoutError(self._describe_missing(count, now_s() - started_s))
             return self._endpoint.peers
 
     def _describe_missing(self, count: int, waited_s: float) -> str:
-        connected, waited_s = len(self._endpoint.peers), round(waited_s, 1)
-        text = f"{connected} of {count} peers connected to {self.address} within {waited_s:g} s"
-        here = {self.id, *(peer.id for peer in self._endpoint.peers)}
-        missing = [name for node, name in sorted(self.names.items()) if node not in here]
+        peers = self._endpoint.peers
+        text = f"{len(peers)} of {count} peers connected to {self.address} within {round(waited_s, 1):g} s"
+        present = {self.id, *(peer.id for peer in peers)}
+        missing = [name for node, name in sorted(self.names.items()) if node not in present]
         if missing:
             text += f"; {', '.join(missing)} missing"
         unanswered = self._endpoint.unanswered()

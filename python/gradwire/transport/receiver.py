@@ -13,18 +13,11 @@ from typing import Final
 import numpy as np
 
 from . import wire
+from .congestion import NEVER_S
 from .crypto import AuthenticationError, KeyChain
 from .types import Stats
-from .wire import (
-    ACK_WINDOW_RECORDS,
-    FRAGMENTS_MAX,
-    HEADER_BYTES,
-    RECORD_NUMBER_MAX,
-    Ack,
-    DataHeader,
-)
+from .wire import ACK_WINDOW_RECORDS, FRAGMENTS_MAX, HEADER_BYTES, Ack, DataHeader
 
-NEVER_S: Final = float("inf")
 SMALL_BYTES: Final = 1_000  # what a smaller message counts for: its Python objects take 650 bytes
 ACK_DELAY_S: Final = 0.0005
 ACK_EVERY_BYTES: Final = 300_000  # one ACK per record would cost more than the data
@@ -38,7 +31,7 @@ class ReceiveBudget:
 
     limit_bytes: int
     used_bytes: int = 0
-    has_waiting: bool = False  # some message waits for its share
+    has_waiting: bool = False  # some message waits for memory
 
     def take(self, message_bytes: int, *, may_wait: bool = True) -> bool:
         """Reserve memory for a message; return False when the message has to wait."""
@@ -129,7 +122,7 @@ class Receiver:
     def grant_credit(self, window_records: int, now_s: float) -> None:
         """Let the peer send ``window_records`` beyond the consumed records; credit is never withdrawn."""
         self._window = min(window_records, ACK_WINDOW_RECORDS)
-        limit = min(self._consumed + self._window, RECORD_NUMBER_MAX)
+        limit = min(self._consumed + self._window, wire.RECORD_NUMBER_MAX)
         # Every grant costs a datagram, so small grants wait for an acknowledgement that is sent anyway.
         if limit - self.limit > self._window // 4:
             self.acknowledge_by(now_s)
@@ -142,10 +135,11 @@ class Receiver:
     def on_fragments(self, header: DataHeader, batch: memoryview, now_s: float) -> bool:
         """Take neighbouring fragments of one record, headers included; return False if no valid record has them.
 
-        ``header`` is that of the first fragment; all datagrams of the batch but the last have the same size.
+        ``header`` is the first fragment's header. All datagrams of the batch but the last have the same size.
         """
         _, record, fragments, fragment_bytes, first = header
-        nbytes, segment_bytes = len(batch), fragment_bytes + HEADER_BYTES
+        nbytes = len(batch)
+        segment_bytes = fragment_bytes + HEADER_BYTES
         count = -(-nbytes // segment_bytes)
         end = first + count
         is_valid = (
@@ -176,12 +170,12 @@ class Receiver:
             del self._partials[record]
             self._open(record, sealed, header.associated)
         position = record * FRAGMENTS_MAX + first
-        is_ahead = position > self._frontier
+        opens_gap = position > self._frontier and self._has_gap(record)
         after = position + count if end < fragments else (record + 1) * FRAGMENTS_MAX
         self._frontier = max(self._frontier, after)
-        # A gap is reported once, when it opens; `_take_record` makes the end of a message urgent.
-        is_urgent = self._unacknowledged_bytes >= ACK_EVERY_BYTES
-        is_urgent = is_urgent or (is_ahead and self._has_gap(record))
+        # A gap is reported once, when it opens: the sender finds losses by time, not by the number of reports.
+        # `_take_record` makes the end of a message urgent.
+        is_urgent = opens_gap or self._unacknowledged_bytes >= ACK_EVERY_BYTES
         self.ack_at_s = min(self.ack_at_s, now_s if is_urgent else now_s + ACK_DELAY_S)
         return True
 
@@ -208,10 +202,10 @@ class Receiver:
 
     def _advance(self) -> None:
         """Move `cumulative` over complete and skipped records, and consume them."""
-        while (found := self._complete.get(self.cumulative)) is not None:
-            if isinstance(found, int):
-                self.cumulative = found
-                for record in [each for each in self._partials if each < found]:
+        while (entry := self._complete.get(self.cumulative)) is not None:
+            if isinstance(entry, int):
+                self.cumulative = entry
+                for record in [each for each in self._partials if each < entry]:
                     del self._partials[record]
             else:
                 self.cumulative += 1
@@ -220,12 +214,12 @@ class Receiver:
     def consume(self) -> None:
         """Turn complete records into messages, in order, as far as the budget allows."""
         while self._consumed < self.cumulative and not self.error:
-            found = self._complete[self._consumed]
-            if isinstance(found, int):
-                self._consumed = found
-                for record in [each for each in self._complete if each < found]:
+            entry = self._complete[self._consumed]
+            if isinstance(entry, int):
+                self._consumed = entry
+                for record in [each for each in self._complete if each < entry]:
                     del self._complete[record]
-            elif self._take_record(found):
+            elif self._take_record(entry):
                 del self._complete[self._consumed]
                 self._consumed += 1
             else:
@@ -276,25 +270,28 @@ class Receiver:
         """Return the acknowledgement to send now, with all the credit there is."""
         self.ack_at_s = NEVER_S
         self._unacknowledged_bytes = 0
-        self.limit = max(self.limit, min(self._consumed + self._window, RECORD_NUMBER_MAX))
-        base, partials, space = self.cumulative, [], wire.ACK_PARTIAL_BYTES_MAX
+        self.limit = max(self.limit, min(self._consumed + self._window, wire.RECORD_NUMBER_MAX))
+        base = self.cumulative
+        partials = []
+        space_bytes = wire.ACK_PARTIAL_BYTES_MAX
         for number in sorted(self._partials)[: wire.ACK_PARTIALS_MAX]:
             got = self._partials[number].got
-            space -= wire.partial_bytes(got)
-            if space < 0:
+            space_bytes -= wire.partial_bytes(got)
+            if space_bytes < 0:
                 break
             partials.append((number, got))
         return Ack(
-            base,
-            self.limit,
-            min(int(max(0.0, now_s - self._last_arrival_s) * 1e6), 1_000_000),
-            sum(1 << (record - base) for record in self._complete if record > base),
-            tuple(partials),
-            len(partials) < len(self._partials),
+            cumulative=base,
+            limit=self.limit,
+            delay_us=min(int(max(0.0, now_s - self._last_arrival_s) * 1e6), 1_000_000),
+            complete=sum(1 << (record - base) for record in self._complete if record > base),
+            partials=tuple(partials),
+            truncated=len(partials) < len(self._partials),
         )
 
     def abandon(self) -> None:
-        """Deliver the complete messages that wait for their share, which are acknowledged, and drop the others."""
+        """Deliver the complete messages that wait for memory, and drop the incomplete ones."""
+        # The sender's tickets already show the complete messages as delivered, so the budget must not hold them back.
         self._is_ended = True
         self.consume()
         self._drop_assembly()

@@ -39,14 +39,15 @@ class Record(NamedTuple):
 
     def slices(self, mask: int) -> list[memoryview]:
         """Return the datagrams whose bits are set, neighbours as one slice; only the last may be short."""
-        size, found = self.segment_bytes, []
+        size = self.segment_bytes
+        slices = []
         while mask:
             lowest = mask & -mask
             after = mask + lowest  # the carry clears the lowest run and sets the bit after it
             end = (after & -after).bit_length() - 1
-            found.append(self.wire[(lowest.bit_length() - 1) * size : end * size])
+            slices.append(self.wire[(lowest.bit_length() - 1) * size : end * size])
             mask &= after
-        return found
+        return slices
 
 
 def lowest_bits(mask: int, count: int) -> int:

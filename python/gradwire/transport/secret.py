@@ -33,7 +33,8 @@ def fingerprint(secret: bytes) -> str:
 
 def environment_secret() -> str | Path | None:
     """Return GRADWIRE_SECRET, the path GRADWIRE_SECRET_FILE, or None; raise `ValueError` if both are set."""
-    text, file = os.environ.get(SECRET_VARIABLE), os.environ.get(SECRET_FILE_VARIABLE)
+    text = os.environ.get(SECRET_VARIABLE)
+    file = os.environ.get(SECRET_FILE_VARIABLE)
     if text and file:
         raise ValueError(f"both {SECRET_VARIABLE} and {SECRET_FILE_VARIABLE} are set: unset one")
     return Path(file) if file else text or None

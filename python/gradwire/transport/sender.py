@@ -1,4 +1,4 @@
-"""One peer's view of the send log: the records in flight to the peer, those it has, and those to send again.
+"""The send log as one peer sees it: records that are in flight to the peer, have arrived, or must be sent again.
 
 Losses are found by time (RFC 8985): a fragment counts as lost when a fragment sent after it has arrived and it is
 overdue. When no acknowledgement arrives at all, a PING asks for one, and its PONG shows that nothing is on its way.
@@ -70,16 +70,16 @@ class Sender:
 
     def next_item(self, now_s: float, address: Address) -> Sending | None:
         """Return what to send now, or None when nothing may or need be sent."""
-        space = self.rate.room_bytes(now_s)
-        if not space:
+        space_bytes = self.rate.room_bytes(now_s)
+        if not space_bytes:
             return None
         flight = self._waiting[min(self._waiting)] if self._waiting else self._open_next()
         if flight is None:
             self.rate.on_app_limited()
             return None
-        mask, record = flight.to_send, flight.record
-        if space < record.nbytes:
-            mask = lowest_bits(mask, max(1, space // record.segment_bytes))
+        mask = flight.to_send
+        if space_bytes < flight.record.nbytes:
+            mask = lowest_bits(mask, max(1, space_bytes // flight.record.segment_bytes))
         return self._send(flight, mask, now_s, address)
 
     def _open_next(self) -> Flight | None:
@@ -97,14 +97,14 @@ class Sender:
         return flight
 
     def _send(self, flight: Flight, mask: int, now_s: float, address: Address) -> Sending:
-        record, counters = flight.record, self._counters
+        record = flight.record
         slices = record.slices(mask)
         nbytes = sum(map(len, slices))
         again = mask & flight.ever
         if again:
             flight.again |= again
-            counters.retransmitted_bytes += record.bytes_of(again)
-            counters.retransmitted_fragments += again.bit_count()
+            self._counters.retransmitted_bytes += record.bytes_of(again)
+            self._counters.retransmitted_fragments += again.bit_count()
         flight.ever |= mask
         self._set_to_send(flight, flight.to_send & ~mask)
         flight.sent.append(self.rate.on_sent(nbytes, now_s, self.transmissions, mask))
@@ -112,8 +112,8 @@ class Sender:
         self._progress_at_s = now_s
         if record is SKIPPED:
             return Skip(flight.number, flight.span)
-        counters.udp_bytes_sent += nbytes
-        counters.datagrams_sent += mask.bit_count()
+        self._counters.udp_bytes_sent += nbytes
+        self._counters.datagrams_sent += mask.bit_count()
         return Transmit(address, slices, record.segment_bytes)
 
     def _set_to_send(self, flight: Flight, mask: int) -> None:
@@ -134,11 +134,11 @@ class Sender:
             newly, dropped = got & ~flight.acked, flight.acked & ~got
             if newly:
                 # The last fragment arrived ``delay_s`` ago at the latest, less the way back.
-                nbytes, sent = self._mark_delivered(flight, newly, now_s - delay_s)
+                nbytes, sent = self._confirm(flight, newly, now_s - delay_s)
                 delivered_bytes += nbytes
                 if sent is not None and (newest is None or sent.order > newest.order):
                     newest = sent
-            if dropped:  # their record failed authentication
+            if dropped:  # the peer could not authenticate the record and forgot its fragments
                 flight.acked &= got
                 self._set_to_send(flight, flight.to_send | dropped)
             if got == flight.record.full:
@@ -150,17 +150,17 @@ class Sender:
                 elapsed_s = now_s - newest.sent_at_s
                 self._rtt.add_sample(max(elapsed_s - delay_s, elapsed_s / 8), now_s)
             self.rate.on_delivered(delivered_bytes, newest, now_s)
+        # A peer has nothing that was not sent. Of the records beyond a truncated report nothing is known: not lost yet.
         self.cumulative = max(self.cumulative, min(ack.cumulative, self.cursor))
-        # A truncated report says nothing about the records beyond it, so they are not lost yet.
         self._described_end = ack.partials[-1][0] + 1 if ack.truncated else self.cursor
         self._find_losses(now_s)
 
     def _reported(self, ack: Ack) -> list[tuple[Flight, int]]:
         """Return each flight that the report describes, with the fragments that the peer holds."""
-        cumulative, complete = ack.cumulative, ack.complete
+        cumulative = ack.cumulative
         partials = dict(ack.partials)
         last_partial = ack.partials[-1][0] if ack.partials else cumulative
-        end = max(cumulative + max(complete.bit_length(), 1), last_partial + 1)
+        end = max(cumulative + max(ack.complete.bit_length(), 1), last_partial + 1)
         result = []
         for number, flight in self._flights.items():
             if number >= end:
@@ -169,7 +169,7 @@ class Sender:
             if number + flight.span <= cumulative:
                 result.append((flight, full))
             elif number >= cumulative:
-                if complete >> (number - cumulative) & 1:
+                if ack.complete >> (number - cumulative) & 1:
                     result.append((flight, full))
                 elif number <= last_partial or not ack.truncated:
                     # A correct peer does not report an incomplete record with all fragments.
@@ -177,9 +177,7 @@ class Sender:
                     result.append((flight, got if got != full else 0))
         return result
 
-    def _mark_delivered(
-        self, flight: Flight, newly: int, arrived_s: float
-    ) -> tuple[int, Sent | None]:
+    def _confirm(self, flight: Flight, newly: int, arrived_s: float) -> tuple[int, Sent | None]:
         """Note that fragments arrived, at ``arrived_s`` at the latest; return their bytes and newest transmission."""
         flight.acked |= newly
         if flight.to_send:
@@ -187,21 +185,21 @@ class Sender:
         nbytes = 0
         newest: Sent | None = None
         for sent in flight.sent:
-            hit = sent.mask & newly
-            if not hit:
+            arrived = sent.mask & newly
+            if not arrived:
                 continue
-            sent.mask ^= hit
-            nbytes += flight.record.bytes_of(hit)
-            if hit & flight.again:
+            sent.mask ^= arrived
+            nbytes += flight.record.bytes_of(arrived)
+            if arrived & flight.again:
                 usual_s = min(self._rtt.smoothed_s, self._rtt.latest_s)
                 if sent.is_probe or arrived_s - sent.sent_at_s < PLAUSIBLE * usual_s:
                     # The first copy of a fragment may have arrived, which tells nothing about the second.
-                    hit &= ~flight.again
-                    if not hit:
+                    arrived &= ~flight.again
+                    if not arrived:
                         continue
             newest = sent
-            sent.has_single_copy = bool(hit & ~flight.again)
-            self._newest = max(self._newest, (sent.order, hit.bit_length() - 1))
+            sent.has_single_copy = bool(arrived & ~flight.again)
+            self._newest = max(self._newest, (sent.order, arrived.bit_length() - 1))
         if newest is None:
             self.rate.on_abandoned(nbytes)
             nbytes = 0

@@ -12,18 +12,10 @@ from enum import Enum
 from functools import partial
 from typing import Final, Protocol
 
-from . import wire
+from . import crypto, wire
 from .addressing import format_address
 from .congestion import NEVER_S, RttEstimator
-from .crypto import (
-    PROLOGUE,
-    AuthenticationError,
-    ControlChannel,
-    Entropy,
-    Handshake,
-    KeyChain,
-    Mac1,
-)
+from .crypto import AuthenticationError, ControlChannel, Handshake, KeyChain
 from .discovery import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
 from .receiver import ReceiveBudget, Receiver
 from .records import SendLog
@@ -32,9 +24,6 @@ from .types import Address, Limits, Peer, PeerStats, Stats, Ticket, Transmit
 
 logger = logging.getLogger(__name__)
 
-INTRODUCTION_BYTES: Final = (
-    wire.INIT_BYTES - wire.HEADER_BYTES - 32 - wire.TAG_BYTES - wire.MAC1_BYTES
-)
 CLOSE_ATTEMPTS: Final = 5
 CLOSE_RETRY_MAX_S: Final = 0.5
 PINGS_MAX: Final = 16
@@ -63,9 +52,9 @@ class _Endpoint(Protocol):
     log: SendLog
     budget: ReceiveBudget
     counters: Stats
-    entropy: Entropy
+    entropy: crypto.Entropy
     secret: bytes
-    mac1: Mac1
+    mac1: crypto.Mac1
     keys: KeyChain
     node_id: int
     incarnation: int
@@ -130,12 +119,12 @@ class Session:
     def start_initiator(self, now_s: float) -> None:
         """Start a handshake with ``address``."""
         self.target = self.address
-        header = wire.HEADER.pack(wire.INIT, 0, 0, 0, self.index, self._endpoint.wall_ms(now_s))
-        self._handshake = Handshake(
-            self._endpoint.secret, PROLOGUE + header, self._endpoint.entropy
-        )
-        message = self._handshake.write_init(self._introduction(INTRODUCTION_BYTES))
-        self._first_datagram = self._endpoint.mac1.sign(header + message)
+        endpoint = self._endpoint
+        header = wire.HEADER.pack(wire.INIT, 0, 0, 0, self.index, endpoint.wall_ms(now_s))
+        prologue = crypto.PROLOGUE + header
+        self._handshake = Handshake(endpoint.secret, prologue, endpoint.entropy)
+        message = self._handshake.write_init(self._introduction(wire.INTRODUCTION_BYTES))
+        self._first_datagram = endpoint.mac1.sign(header + message)
 
     def start_responder(self, init: bytes, handshake: Handshake, remote: wire.Introduction) -> None:
         """Answer an INIT that proved knowledge of the secret."""
@@ -161,7 +150,7 @@ class Session:
         return True
 
     def on_response(self, datagram: bytes, now_s: float) -> None:
-        """Process the RESPONSE to this session's INIT; raise `AuthenticationError` or `WireError` if it is none."""
+        """Process the RESPONSE to this session's INIT; raise `AuthenticationError` or `WireError` for anything else."""
         if self._handshake is None:
             return
         if not self._endpoint.mac1.verify(datagram):
@@ -170,13 +159,13 @@ class Session:
         remote = wire.Introduction.decode(self._handshake.read_response(message))
         self._identify(remote, ControlChannel(*self._handshake.split()))
         self._handshake = None
-        if self._attempts == 1:
+        if self._attempts == 1:  # after a repetition it is unknown which INIT was answered
             self.rtt.add_sample(now_s - self._began_at_s, now_s)
         self._begin_keying(now_s)
 
     def _introduction(self, padded_bytes: int = 0) -> bytes:
-        own = self._endpoint
-        introduction = wire.Introduction(own.node_id, own.incarnation, self.index, own.advertise)
+        node = self._endpoint
+        introduction = wire.Introduction(node.node_id, node.incarnation, self.index, node.advertise)
         return introduction.encode(padded_bytes)
 
     def _identify(self, remote: wire.Introduction, channel: ControlChannel) -> None:
@@ -186,15 +175,18 @@ class Session:
         self.advertised = remote.advertise
 
     def _begin_keying(self, now_s: float) -> None:
+        endpoint = self._endpoint
         self.state = State.KEYING
         self.heard_at_s = self._began_at_s = now_s
         self.touch()
-        if not self._endpoint.on_identified(self, now_s):
+        if not endpoint.on_identified(self, now_s):
             self.give_up("duplicate", now_s)
             return
-        own, start = self._endpoint, self._endpoint.log.head
-        self.sender = Sender(own.log, self.index, start, self.rtt, own.counters)
-        self._key_frame = wire.encode_frame(wire.Key(own.stream, start, *own.keys.key_of(start)))
+        # A peer gets the records from the log's head on: the earlier ones were published before it was there.
+        start = endpoint.log.head
+        self.sender = Sender(endpoint.log, self.index, start, self.rtt, endpoint.counters)
+        key = wire.Key(endpoint.stream, start, *endpoint.keys.key_of(start))
+        self._key_frame = wire.encode_frame(key)
         self._retry_s = RETRY_FIRST_S
         self._retry_at_s = now_s
 
@@ -226,17 +218,18 @@ class Session:
         """Process one control datagram; raise `AuthenticationError` or `WireError` if it is forged or malformed."""
         if self._channel is None:
             raise AuthenticationError("control before the handshake")
-        highest = self._channel.highest_received
+        highest_before = self._channel.highest_received
         frames = wire.decode_frames(self._channel.open(counter, header, body))
         self.heard_at_s = now_s
-        if address != self.address and counter > highest and self.is_established:
+        # Only the newest datagram tells the peer's present address; a late one may come from the address before.
+        if address != self.address and counter > highest_before and self.is_established:
             self._endpoint.on_routed(self, address)
         if self.state is State.RESPONDED:
             if not any(isinstance(frame, wire.Key) for frame in frames):
                 if any(isinstance(frame, wire.Close) for frame in frames):
                     self.end("left", now_s)
                 return
-            # The proof of the peer's presence also shows its address.
+            # The first KEY proves that the peer is there, and thereby that this is its address.
             self.address = address
             peer = self.identity
             self.peer = Peer(peer.id, peer.incarnation, format_address(address))
@@ -277,7 +270,7 @@ class Session:
     def _on_ack(self, ack: wire.Ack, counter: int, now_s: float) -> None:
         self._on_key_ack(now_s)  # only a peer that has the key sends an ACK
         if self.sender is None or self.state is State.CLOSING or counter < self._ack_counter:
-            return  # a closing session has already reported its undelivered messages
+            return  # closing: undelivered messages are reported already; an older ACK: a newer one says more
         self._ack_counter = counter
         before = self.sender.cumulative
         self.sender.on_ack(ack, now_s)
@@ -292,14 +285,18 @@ class Session:
             if not self.is_established:
                 return
         if self.receiver is None:
-            own, start = self._endpoint, frame.first_record
-            keys = KeyChain(frame.key, frame.iv, start)
-            deliver = partial(own.on_message, self)
-            bytes_max = own.limits.message_bytes_max
-            self.receiver = Receiver(start, keys, own.budget, deliver, bytes_max, own.counters)
-            self.receiver.grant_credit(own.window_records(), now_s)
+            endpoint = self._endpoint
+            self.receiver = Receiver(
+                frame.first_record,
+                KeyChain(frame.key, frame.iv, frame.first_record),
+                endpoint.budget,
+                deliver=partial(endpoint.on_message, self),
+                message_bytes_max=endpoint.limits.message_bytes_max,
+                counters=endpoint.counters,
+            )
+            self.receiver.grant_credit(endpoint.window_records(), now_s)
             self.stream = frame.stream
-            own.on_routed(self, self.address)
+            endpoint.on_routed(self, self.address)
         self.receiver.acknowledge_by(now_s)
         self.send_frame(wire.KeyAck())
         self._maybe_up(now_s)
@@ -374,7 +371,8 @@ class Session:
             self.end("no answer", now_s)
         elif now_s >= self._retry_at_s:
             if self.state is State.RESPONDED:  # only a repeated INIT is answered again
-                self._responded_at_s, self._retry_at_s = now_s, NEVER_S
+                self._responded_at_s = now_s
+                self._retry_at_s = NEVER_S
             else:
                 self._attempts += 1
                 self._back_off(now_s)
@@ -429,7 +427,7 @@ class Session:
         receiver = self.receiver
         ack_at_s = NEVER_S if receiver is None else receiver.ack_at_s
         if receiver is not None and (now_s >= ack_at_s or (self._frames and ack_at_s < NEVER_S)):
-            # Before a CLOSE, after which the peer reads nothing, so that received messages count as delivered.
+            # The ACK comes first: nobody reads it behind a CLOSE, and messages that came would count as undelivered.
             self._frames.insert(0, wire.encode_frame(receiver.make_ack(now_s)))
         while self._frames and self._channel is not None:
             plaintext = self._frames.pop(0)
@@ -447,15 +445,13 @@ class Session:
             return min(self._retry_at_s, self._began_at_s + ATTEMPT_S + 0.001)
         if self._frames:
             return now_s
-        limits, sender, receiver = self._endpoint.limits, self.sender, self.receiver
-        is_up, is_closing = self.state is State.UP, self.state is State.CLOSING
-        return min(
-            self._retry_at_s,
-            self.heard_at_s + limits.down_s + 0.001,
-            self._control_sent_at_s + limits.heartbeat_s if is_up else NEVER_S,
-            sender.deadline_s() if sender is not None and (is_up or is_closing) else NEVER_S,
-            receiver.ack_at_s if receiver is not None else NEVER_S,
-        )
+        limits = self._endpoint.limits
+        deadline_s = min(self._retry_at_s, self.heard_at_s + limits.down_s + 0.001)
+        if self.state is State.UP:
+            deadline_s = min(deadline_s, self._control_sent_at_s + limits.heartbeat_s)
+        if self.sender is not None and self.state in (State.UP, State.CLOSING):
+            deadline_s = min(deadline_s, self.sender.deadline_s())
+        return deadline_s if self.receiver is None else min(deadline_s, self.receiver.ack_at_s)
 
     # ---- the end ------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ DATAGRAM_BYTES_MAX: Final = 9_000 + HEADER_BYTES
 
 INIT_BYTES: Final = 256  # padded; no RESPONSE is larger, so a node amplifies no traffic
 MAC1_BYTES: Final = 16  # at the end of both handshake datagrams
+INTRODUCTION_BYTES: Final = INIT_BYTES - HEADER_BYTES - 32 - TAG_BYTES - MAC1_BYTES  # in an INIT
 CONTROL_PLAINTEXT_MAX: Final = 1_200 - HEADER_BYTES - TAG_BYTES
 ACK_WINDOW_RECORDS: Final = 1_024  # records that the bitmap of one ACK can describe
 ACK_PARTIALS_MAX: Final = 100
@@ -110,7 +111,7 @@ class KeyAck(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """So many records from ``first`` on are for other nodes; the receiver counts them as complete."""
+    """The ``records`` records from ``first`` on are for other nodes; the receiver counts them as complete."""
 
     first: int
     records: int
@@ -182,7 +183,8 @@ def _encode_text(text: str) -> bytes:
 
 def decode_frames(plaintext: bytes) -> list[Frame]:
     """Parse the frames of one control datagram; raise `WireError` if one is unknown, truncated or out of range."""
-    data, frames = BytesIO(plaintext), []
+    data = BytesIO(plaintext)
+    frames = []
     while kind := data.read(1):
         frames.append(_decode_frame(kind[0], data))
     return frames
@@ -226,10 +228,10 @@ def _decode_ack(data: BytesIO) -> Ack:
 
 
 def _read(data: BytesIO, nbytes: int) -> bytes:
-    found = data.read(nbytes)
-    if len(found) < nbytes:
+    field = data.read(nbytes)
+    if len(field) < nbytes:
         raise WireError("a frame or an introduction is truncated")
-    return found
+    return field
 
 
 def _decode_text(data: BytesIO) -> str:
@@ -284,5 +286,5 @@ def run_length(data: memoryview, position: int, segment_bytes: int, first: int, 
     numbers = data[position + 8 : stop : segment_bytes].tobytes()
     if indices == _FRAGMENT_INDICES[first : first + most] and numbers == numbers[:1] * most:
         return most
-    headers = zip(indices, numbers, strict=True)
-    return next(at for at, each in enumerate(headers) if each != (first + at, numbers[0]))
+    headers = enumerate(zip(indices, numbers, strict=True))
+    return next(count for count, header in headers if header != (first + count, numbers[0]))

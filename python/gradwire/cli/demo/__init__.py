@@ -65,11 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     runs = []
     try:
-        with links(recipe.workers, arguments.link) as (found, description):
+        with links(recipe.workers, arguments.link) as (worker_links, description):
             report.print_plan(recipe, description)
-            for one in (replace(recipe, dense=True), recipe):
-                with report.progress(one) as show:
-                    runs.append(train(one, show, found))
+            for variant in (replace(recipe, dense=True), recipe):
+                with report.progress(variant) as show:
+                    runs.append(train(variant, show, worker_links))
     except WorkerFailed as error:
         print(f"gradwire demo: {error}", file=sys.stderr)
         return 1

@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_BURST_BYTES, _QUEUE_S = 131_072, 0.05
+_BURST_BYTES = 131_072
+_QUEUE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,18 @@ def _build(name: str, spaces: list[str], mbit: float, stack: contextlib.ExitStac
     _run("ip", "-n", name, "link", "set", "bridge", "up")
     limit = int(mbit * 125_000 * _QUEUE_S) + _BURST_BYTES
     bucket = f"root tbf rate {mbit}mbit burst {_BURST_BYTES} limit {limit}".split()
-    found = []
+    built = []
     for number, space in enumerate(spaces):
-        port, host = f"p{number}", f"10.78.{number // 250}.{number % 250 + 1}"
+        port = f"p{number}"
+        host = f"10.78.{number // 250}.{number % 250 + 1}"
         _run(*f"ip link add v0 netns {space} type veth peer name {port} netns {name}".split())
         _run("ip", "-n", name, "link", "set", port, "master", "bridge", "up")
         _run("ip", "-n", space, "addr", "add", f"{host}/16", "dev", "v0")
         _run("ip", "-n", space, "link", "set", "v0", "up")
         for place, device in ((space, "v0"), (name, port)):
             _run("tc", "-n", place, "qdisc", "add", "dev", device, *bucket)
-        found.append(Link(0.0, space, host))
-    return found
+        built.append(Link(0.0, space, host))
+    return built
 
 
 def _run(*command: str) -> None:

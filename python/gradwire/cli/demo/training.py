@@ -14,7 +14,8 @@ Floats: TypeAlias = NDArray[np.float32]
 Integers: TypeAlias = NDArray[np.int64]
 
 TRAINING_IMAGES = 898  # of scikit-learn's 1,797 digits; the other half is held out
-BATCH, MOMENTUM = 8, 0.5
+BATCH = 8
+MOMENTUM = 0.5
 LEARNING_RATE = 0.4  # of the first step; falls linearly to zero
 SEED = 0  # of the split, the initial parameters and the order of the images
 
@@ -120,7 +121,8 @@ class Network:
 
     def _layers(self, params: Floats) -> list[tuple[Floats, Floats]]:
         """Return views of every layer's weights, shape (fan_in, fan_out), and bias, shape (fan_out,)."""
-        layers, begin = [], 0
+        layers = []
+        begin = 0
         for fan_in, fan_out in self._shapes:
             middle = begin + fan_in * fan_out
             end = middle + fan_out
@@ -181,14 +183,15 @@ class Trainer:
 
     def batches(self) -> Iterator[Integers]:
         """Yield the indices of every batch of one epoch, in random order."""
-        own = np.arange(self.rank, TRAINING_IMAGES, self.recipe.workers)
-        self._rng.shuffle(own)
+        images = np.arange(self.rank, TRAINING_IMAGES, self.recipe.workers)
+        self._rng.shuffle(images)
         for index in range(self.recipe.steps_per_epoch):
-            yield own[index * BATCH : (index + 1) * BATCH]
+            yield images[index * BATCH : (index + 1) * BATCH]
 
     def update(self, params: Floats, batch: Integers, step: int) -> tuple[Floats, float]:
         """Return the update of one step (float32, shape (numel,), overwritten by the next) and the loss."""
-        inputs, labels = self.digits.inputs[batch], self.digits.labels[batch]
+        inputs = self.digits.inputs[batch]
+        labels = self.digits.labels[batch]
         loss = self.network.gradient(params, inputs, labels, self._gradient)
         self._velocity *= MOMENTUM
         self._velocity += self._gradient

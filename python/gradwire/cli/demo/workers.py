@@ -44,16 +44,16 @@ class _Worker:
         theirs.close()
         stack.callback(self._end)
 
-    def receive(self, *things: Any) -> Any:
-        """Send things to the worker, and return the next thing that the worker sends.
+    def receive(self, *messages: Any) -> Any:
+        """Send messages to the worker, and return the next message of the worker.
 
         Raises:
             WorkerFailed: the worker ended early or did not report in time; its traceback is on stderr.
         """
         name = self._process.name
         try:
-            for thing in things:
-                self._pipe.send(thing)
+            for message in messages:
+                self._pipe.send(message)
             if self._pipe.poll(_SILENCE_S):
                 return self._pipe.recv()
         except (EOFError, OSError):
@@ -137,7 +137,9 @@ def work(recipe: Recipe, rank: int, secret: bytes, link: Link, pipe: Connection)
                 if link.mbit:
                     link.wait(node.stats().udp_bytes_sent, begin_s)
                 losses.append(loss)
-            stats, (shared,), digits = share.stats, share.shared(params), trainer.digits
+            stats = share.stats
+            digits = trainer.digits
+            (shared,) = share.shared(params)
             pipe.send(
                 Epoch(
                     number=number,

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 DEFAULT_PORT = 40123
-SECONDS, SECONDS_MAX = 3.0, 60.0
+SECONDS = 3.0
+SECONDS_MAX = 60.0
 
 DESCRIPTION = """\
 Check this machine: instruction set, encryption, secret, address, port, socket buffers, offloads, clock; with a peer,
@@ -41,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported here because the transport loads cryptography, which the other commands do not need.
     from . import link, machine
 
-    peer, mask = arguments.peer, arguments.mask
+    peer = arguments.peer
+    mask = arguments.mask
     if arguments.serve and (peer or arguments.json):
         print("gradwire doctor: --serve goes without a peer and without --json", file=sys.stderr)
         return 2
@@ -49,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     bind = arguments.bind or f"{wildcard}:{DEFAULT_PORT if arguments.serve else 0}"
     needs_secret = bool(arguments.serve or peer)
     try:
-        found = machine.check(bind, mask, peer, needs_secret=needs_secret)
-        checks = _printed(found, quiet=arguments.json)
+        on_machine = machine.check(bind, mask, peer, needs_secret=needs_secret)
+        checks = _printed(on_machine, quiet=arguments.json)
     except ValueError as error:
         print(f"gradwire doctor: {error}", file=sys.stderr)
         return 2
@@ -59,8 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.serve:
             print(_conclusion(checks))
             return link.serve(bind, mask)
-        tested, measured = link.check(peer, arguments.seconds, bind, mask)
-        checks += _printed(tested, quiet=arguments.json)
+        on_link, measured = link.check(peer, arguments.seconds, bind, mask)
+        checks += _printed(on_link, quiet=arguments.json)
     if arguments.json:
         content = {"checks": [*map(asdict, checks)], "link": measured and asdict(measured)}
         print(json.dumps({"ok": _works(checks), **content}, indent=1))

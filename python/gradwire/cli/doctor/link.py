@@ -26,11 +26,24 @@ from gradwire.transport.secret import fingerprint
 
 from .machine import Check, slow_if
 
-ASK, TELL, PING, BULK = 1, 2, 3, 4
-BULK_BYTES, PING_BYTES, QUESTION_BYTES_MAX = 1 << 20, 1_024, 256
-IN_FLIGHT, PINGS_MIN, PINGS_MAX = 4, 20, 2_000
-SECONDS_MAX, CONNECT_S, ANSWER_S, STALL_S = 60.0, 3.0, 10.0, 30.0
-CLOCKS_APART_MAX_S, RESENT_SHARE_MAX, TAIL_MIN_S, TAIL_MAX = 60.0, 0.02, 0.01, 20.0
+# Tags of messages: question, answer, ping, and bulk to measure the rate.
+ASK, TELL, PING, BULK = range(1, 5)
+BULK_BYTES = 1 << 20
+BULKS_IN_FLIGHT = 4
+PING_BYTES = 1_024
+PINGS_MIN = 20
+PINGS_MAX = 2_000
+QUESTION_BYTES_MAX = 256
+SECONDS_MAX = 60.0  # of one measurement
+CONNECT_S = 3.0
+ANSWER_S = 10.0
+STALL_S = 30.0  # without an acknowledgement
+# Limits of a good link: the clocks, the share of datagrams sent again, and the 99th percentile of round trips, in
+# seconds and in medians.
+CLOCKS_APART_MAX_S = 60.0
+RESENT_SHARE_MAX = 0.02
+TAIL_MIN_S = 0.01
+TAIL_MEDIANS_MAX = 20.0
 
 
 class LinkError(Exception):
@@ -53,7 +66,7 @@ class Link:
     Attributes:
         peer: "host:port" of the serving doctor.
         round_trip_p50_s: median round trip of a message of 1 KB.
-        round_trip_p99_s: its 99th percentile.
+        round_trip_p99_s: 99th percentile of the same.
         out: to the peer.
         back: from the peer.
         clock_ahead_s: wall clock minus the peer's.
@@ -88,16 +101,19 @@ class End:
             yield self._inbox.popleft()
 
     def _receive(self, timeout_s: float) -> None:
-        self._inbox.extend(one for one in self.node.receive(timeout_s) if one.tag != BULK)
+        received = self.node.receive(timeout_s)
+        self._inbox.extend(message for message in received if message.tag != BULK)
 
     def send_bulk(self, peer: Peer, seconds: float) -> dict[str, Any]:
         """Send messages of 1 MB until all are acknowledged, and return fields of a `Flow`."""
-        payload, sent = os.urandom(BULK_BYTES), 0
+        payload = os.urandom(BULK_BYTES)
+        sent = 0
         tickets: deque[Ticket] = deque()
-        before, started_s = self.node.stats(), time.monotonic()
+        before = self.node.stats()
+        started_s = time.monotonic()
         progress_s = started_s
         while tickets or time.monotonic() - started_s < seconds:
-            while len(tickets) < IN_FLIGHT and time.monotonic() - started_s < seconds:
+            while len(tickets) < BULKS_IN_FLIGHT and time.monotonic() - started_s < seconds:
                 tickets.append(self.node.publish(payload, BULK, to=peer))
                 sent += 1
             self._receive(0.001)
@@ -107,7 +123,8 @@ class End:
                     raise LinkError(f"{peer.address} was lost during the test")
             if time.monotonic() - progress_s > STALL_S:
                 raise LinkError(f"{peer.address} has acknowledged nothing for {STALL_S:.0f} s")
-        after, elapsed_s = self.node.stats(), time.monotonic() - started_s
+        after = self.node.stats()
+        elapsed_s = time.monotonic() - started_s
         datagrams = after.datagrams_sent - before.datagrams_sent
         resent = after.retransmitted_fragments - before.retransmitted_fragments
         rate = sent * BULK_BYTES / elapsed_s
@@ -134,15 +151,16 @@ def _answer(end: End, peer: Peer, question: memoryview) -> dict[str, Any]:
         if len(question) > QUESTION_BYTES_MAX:
             raise ValueError(f"{len(question)} bytes are too many")
         asked = json.loads(bytes(question))
-        what, seconds = asked["do"], float(asked["seconds"])
+        task = asked["do"]
+        seconds = float(asked["seconds"])
         if not 0.0 <= seconds <= SECONDS_MAX:
             raise ValueError(f"{seconds} s; at most {SECONDS_MAX:.0f}")
-        if what == "state":
+        if task == "state":
             return {"wall_s": time.time(), "kernel_drops": end.node.stats().kernel_drops}
-        if what == "send":
+        if task == "send":
             print(f"sending to {peer.address} for {seconds:g} s", flush=True)
             return end.send_bulk(peer, seconds)
-        raise ValueError(what)
+        raise ValueError(task)
     except LinkError as error:
         return {"error": str(error)}
     except (ValueError, KeyError, TypeError) as error:
@@ -152,9 +170,10 @@ def _answer(end: End, peer: Peer, question: memoryview) -> dict[str, Any]:
 def serve(bind: str, mask: str | None) -> int:
     """Answer other doctors until interrupted, and return the exit status."""
     with Node(bind, secret=doctors_secret(parse_secret(None)), network_mask=mask) as node:
-        end, port = End(node), node.address.rpartition(":")[2]
-        there = f"on another machine: gradwire doctor HOST:{port}"
-        print(f"serving at {node.address}; {there}", flush=True)
+        end = End(node)
+        port = node.address.rpartition(":")[2]
+        invitation = f"on another machine: gradwire doctor HOST:{port}"
+        print(f"serving at {node.address}; {invitation}", flush=True)
         # A handler, because an exception at any place could be swallowed there.
         stop = threading.Event()
         signal.signal(signal.SIGINT, lambda *_: stop.set())
@@ -211,32 +230,34 @@ def measure_peer(end: End, peer: Peer, target: str, seconds: float) -> Link:
 
 
 def _round_trips(end: End, peer: Peer, seconds: float) -> list[float]:
-    payload, end_s = os.urandom(PING_BYTES), time.monotonic() + seconds
-    found: list[float] = []
-    while len(found) < PINGS_MIN or (len(found) < PINGS_MAX and time.monotonic() < end_s):
+    payload = os.urandom(PING_BYTES)
+    end_s = time.monotonic() + seconds
+    trips_s: list[float] = []
+    while len(trips_s) < PINGS_MIN or (len(trips_s) < PINGS_MAX and time.monotonic() < end_s):
         started_s = time.monotonic()
         end.node.publish(payload, PING, to=peer)
         _wait_for(end, peer, PING, ANSWER_S)
-        found.append(time.monotonic() - started_s)
-    return found
+        trips_s.append(time.monotonic() - started_s)
+    return trips_s
 
 
-def ask(end: End, peer: Peer, what: str, seconds: float = 0.0) -> dict[str, Any]:
+def ask(end: End, peer: Peer, task: str, seconds: float = 0.0) -> dict[str, Any]:
     """Return the peer's answer to a question."""
-    end.node.publish(json.dumps({"do": what, "seconds": seconds}).encode(), ASK, to=peer)
-    told: dict[str, Any] = json.loads(bytes(_wait_for(end, peer, TELL, seconds + 2 * ANSWER_S)))
-    if "error" in told:
-        raise LinkError(f"{peer.address}: {told['error']}")
-    return told
+    end.node.publish(json.dumps({"do": task, "seconds": seconds}).encode(), ASK, to=peer)
+    payload = _wait_for(end, peer, TELL, seconds + 2 * ANSWER_S)
+    reply: dict[str, Any] = json.loads(bytes(payload))
+    if "error" in reply:
+        raise LinkError(f"{peer.address}: {reply['error']}")
+    return reply
 
 
 def _wait_for(end: End, peer: Peer, tag: int, timeout_s: float) -> memoryview:
     """Return the next message of the peer with this tag."""
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s:
-        for sender, found, payload in end.messages(timeout_s=0.1):
-            if (sender, found) == (peer, tag):
-                return payload
+        for message in end.messages(timeout_s=0.1):
+            if message.peer == peer and message.tag == tag:
+                return message.payload
         if peer not in end.node.peers:
             raise LinkError(f"{peer.address} was lost during the test")
     raise LinkError(f"{peer.address} has not answered for {timeout_s:.0f} s")
@@ -262,12 +283,13 @@ def check(
 
 
 def _silent(target: str, *, is_refused: bool) -> Check:
-    own, port = fingerprint(parse_secret(None)), target.rpartition(":")[2]
+    port = target.rpartition(":")[2]
     serve_there = f"gradwire doctor --serve --bind 0.0.0.0:{port}   # there, with no node running"
     if is_refused:
         return Check("peer", "FAIL", f"no program listens on UDP port {port} there", (serve_there,))
     says = f"{target} does not answer: no doctor serves there, another secret, or a firewall"
-    compare = f"compare the fingerprint of the secret there with the one of this machine: {own}"
+    here = fingerprint(parse_secret(None))
+    compare = f"compare the fingerprint of the secret there with the one of this machine: {here}"
     helps = (serve_there, compare, f"sudo ufw allow {port}/udp   # there")
     return Check("peer", "FAIL", says, helps)
 
@@ -289,18 +311,16 @@ def is_refused(target: str, bind: str) -> bool:
 
 def judge(link: Link) -> Iterator[Check]:
     """Yield the checks of a measured link."""
-    apart_s, middle_s, tail_s = (
-        abs(link.clock_ahead_s),
-        link.round_trip_p50_s,
-        link.round_trip_p99_s,
-    )
+    apart_s = abs(link.clock_ahead_s)
+    median_s = link.round_trip_p50_s
+    tail_s = link.round_trip_p99_s
     interface = f"INTERFACE   # that of: ip route get {link.peer.rpartition(':')[0]}"
     says = f"{apart_s:.3g} s {'ahead of' if link.clock_ahead_s > 0 else 'behind'} the peer's"
     help_ = "sudo timedatectl set-ntp true   # on both machines"
     yield slow_if(apart_s > CLOCKS_APART_MAX_S, "wall clocks", says, help_)
-    says = f"1 KB there and back: p50 {middle_s * 1e3:.3g} ms, p99 {tail_s * 1e3:.3g} ms"
+    says = f"1 KB there and back: p50 {median_s * 1e3:.3g} ms, p99 {tail_s * 1e3:.3g} ms"
     help_ = "losses, other load on either machine, power saving, wifi"
-    yield slow_if(tail_s > max(TAIL_MIN_S, TAIL_MAX * middle_s), "round trip", says, help_)
+    yield slow_if(tail_s > max(TAIL_MIN_S, TAIL_MEDIANS_MAX * median_s), "round trip", says, help_)
     says = "several datagrams" if link.has_gso else "one datagram"
     help_ = f"sudo ethtool -K tx on {interface}"
     yield slow_if(not link.has_gso, "GSO on the link", f"{says} leave with one call", help_)

@@ -18,7 +18,8 @@ from gradwire.transport import Node, SocketStats, addressing, generate_secret, p
 from gradwire.transport.secret import environment_secret, fingerprint
 
 BUFFER_BYTES: Final = 4 << 20  # what a node asks for
-RECORD_BYTES, RECORDS = 62_000, 50
+RECORD_BYTES: Final = 62_000
+RECORDS: Final = 50
 AES_SLOW_BYTES_PER_S: Final = 1e9
 WALL_CLOCK_MIN_S: Final = 1_700_000_000.0
 REMEDY: Final = (
@@ -44,7 +45,7 @@ class Check:
 
 
 def slow_if(is_slow: bool, name: str, says: str, *helps: str) -> Check:
-    """Return a check that costs speed, with what helps, or one that is well."""
+    """Return a check with the verdict "slow" and the commands that help, or one with the verdict "ok"."""
     return Check(name, "slow", says, helps) if is_slow else Check(name, "ok", says)
 
 
@@ -69,7 +70,8 @@ def check(bind: str, mask: str | None, peer: str | None, *, needs_secret: bool) 
 
 def check_instruction_set(name: str, usable: Sequence[str]) -> Check:
     """Check the instruction set in use against the usable ones."""
-    is_slow, says = name == "scalar" and len(usable) > 1, f"{name}; usable: {', '.join(usable)}"
+    is_slow = name == "scalar" and len(usable) > 1
+    says = f"{name}; usable: {', '.join(usable)}"
     return slow_if(is_slow, "instruction set", says, "unset GRADWIRE_ISA")
 
 
@@ -82,7 +84,9 @@ def check_encryption(bytes_per_s: float) -> Check:
 
 def aes_bytes_per_s() -> float:
     """Return the speed of encrypting records, by processor time so that other load does not count."""
-    aead, plain, started_s = AESGCM(bytes(16)), bytes(RECORD_BYTES), time.process_time()
+    aead = AESGCM(bytes(16))
+    plain = bytes(RECORD_BYTES)
+    started_s = time.process_time()
     for number in range(RECORDS):
         aead.encrypt(number.to_bytes(12, "little"), plain, None)
     return RECORDS * RECORD_BYTES / (time.process_time() - started_s)
@@ -108,7 +112,7 @@ def check_binding(bind: str, mask: str | None, peer: str | None) -> Iterator[Che
     try:
         chosen = addressing.choose_address(asked, mask)
     except ValueError as error:
-        helps = "ip -brief address", "give another --mask, or --bind with one of these addresses"
+        helps = ("ip -brief address", "give another --mask, or --bind with one of these addresses")
         yield Check("address", "FAIL", str(error), helps)
         return
     route = f"on the route to {peer}" if peer else "for other machines give --mask or GRADWIRE_IP"
@@ -127,11 +131,12 @@ def check_binding(bind: str, mask: str | None, peer: str | None) -> Iterator[Che
 
 def check_port(address: tuple[str, int]) -> Check:
     """Check whether a node can bind an address."""
-    text, port = addressing.format_address(address), address[1]
+    text = addressing.format_address(address)
     try:
         with Node(text, secret=generate_secret()):
             return Check("port", "ok", f"UDP {text} can be bound")
     except OSError as error:
+        port = address[1]
         users = f"sudo ss -ulpn 'sport = :{port}'   # macOS: lsof -nP -iUDP:{port}"
         helps = {
             errno.EADDRINUSE: (users,),
@@ -146,13 +151,13 @@ def socket_stats() -> SocketStats:
     """Return what the system gives a node's socket, after one message over loopback."""
     secret = generate_secret()
     with (
-        Node("127.0.0.1:0", secret=secret) as one,
-        Node("127.0.0.1:0", [one.address], secret=secret) as two,
+        Node("127.0.0.1:0", secret=secret) as receiver,
+        Node("127.0.0.1:0", [receiver.address], secret=secret) as sender,
     ):
-        two.wait_for_peers(1, timeout_s=10.0)
-        two.publish(bytes(1 << 20))
-        two.drain(timeout_s=10.0)
-        return two.stats().socket
+        sender.wait_for_peers(1, timeout_s=10.0)
+        sender.publish(bytes(1 << 20))
+        sender.drain(timeout_s=10.0)
+        return sender.stats().socket
 
 
 def check_socket(stats: SocketStats, platform: str) -> Iterator[Check]:

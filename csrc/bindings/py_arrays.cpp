@@ -1,4 +1,4 @@
-#include "arrays.h"
+#include "py_arrays.h"
 
 #include <algorithm>
 #include <array>

@@ -1,4 +1,4 @@
-#include "message.h"
+#include "py_message.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
