@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from fnmatch import fnmatch
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -114,10 +115,40 @@ def test_every_folder_of_tests_mirrors_a_package(files: list[Path]) -> None:
 
 
 def test_every_document_is_on_the_readme_s_map(texts: dict[str, str]) -> None:
-    documents = [one for one in texts if re.fullmatch(r"docs/[^/]+\.md|[A-Z]+\.md", one)]
+    documents = [one for one in texts if re.fullmatch(r"docs/[^/]+\.md|[A-Z_]+\.md", one)]
     assert len(documents) > 5
     links = texts["README.md"]
     assert [one for one in documents if f"({one})" not in links and one != "README.md"] == []
+
+
+def requirements(text: str) -> set[str]:
+    """Return what a TOML or YAML text requires, such as "ruff==0.17.5"."""
+    return set(re.findall(r"\"([\w.-]+(?:==|>=)[\w.]+)\"", text))
+
+
+def test_pre_commit_runs_the_versions_of_the_gate(texts: dict[str, str]) -> None:
+    config, project = texts[".pre-commit-config.yaml"], texts["pyproject.toml"]
+    [lint] = re.findall(r"^lint = (.*)$", project, re.M)
+    [always] = re.findall(r"^dependencies = (.*)$", project, re.M)
+    assert requirements(lint)
+    assert requirements(config) == requirements(lint) | requirements(always)
+
+
+def test_pre_commit_formats_the_files_of_the_gate(texts: dict[str, str]) -> None:
+    [pattern] = re.findall(r"^        files: (.*)$", texts[".pre-commit-config.yaml"], re.M)
+    gate = re.search(r"^cpp_style\(\).*?^}", texts[".ci/run"], re.M | re.S)
+    assert gate
+    globs = re.findall(r"'([^']+)'", gate[0])
+    formatted = {one for one in texts if any(fnmatch(one, glob) for glob in globs)}
+    assert formatted
+    assert {one for one in texts if re.search(pattern, one)} == formatted
+
+
+def test_every_supported_python_is_tested(texts: dict[str, str]) -> None:
+    supported = re.findall(r"Python :: (3\.\d+)\"", texts["pyproject.toml"])
+    [matrix] = re.findall(r"^ +python: \[(.*)\]$", texts[".github/workflows/test.yml"], re.M)
+    assert supported
+    assert re.findall(r"[\d.]+", matrix) == supported
 
 
 @pytest.mark.parametrize("package", MODULES_MAX)
