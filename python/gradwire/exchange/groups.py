@@ -18,11 +18,10 @@ from ..errors import NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes
 from ..partition import Part, Partition
 from ..policy import TargetDensity, ThresholdPolicy
+from .options import Codec
 from .protocol import PartUpdate
 
-__all__ = ["Codec", "Division", "Group", "Groups", "for_size", "host_message"]
-
-Codec = Literal["threshold", "dense", "bfloat16"]
+__all__ = ["Division", "Group", "Groups", "for_size", "host_message"]
 
 _DENSE: dict[str, bool | Literal["bfloat16"]] = {
     "threshold": False,

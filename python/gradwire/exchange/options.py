@@ -7,10 +7,18 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
-from .groups import Codec
+__all__ = [
+    "Codec",
+    "ExchangeOptions",
+    "Mode",
+    "Options",
+    "Reduction",
+    "Role",
+    "Straggler",
+    "Topology",
+]
 
-__all__ = ["ExchangeOptions", "Mode", "Options", "Reduction", "Role", "Straggler", "Topology"]
-
+Codec = Literal["threshold", "dense", "bfloat16"]
 Mode = Literal["sync", "async"]
 Reduction = Literal["mean", "sum"]
 Role = Literal["member", "worker", "observer"]

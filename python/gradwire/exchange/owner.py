@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import add, writable_views, zeros_like
 from ..codec import Encoder
 from ..errors import GradwireError, MessageError
 from ..message import Message, apply, apply_many, dense_message
 from ..partition import Partition
-from .groups import Codec, Division, Group, Groups
-from .options import Options
-from .parameters import MomentumSum, PlainSum, SecondTarget
+from .groups import Division, Group, Groups
+from .options import Codec, Options
 from .protocol import NodeRun, PartUpdate
 
 __all__ = [
@@ -327,26 +325,10 @@ class Sharding:
 
     # ---- the results of all owners -----------------------------------------------------------------------------------
 
-    def add_results(
-        self,
-        results: Sequence[PartUpdate],
-        params: Any,
-        total: PlainSum,
-        second: SecondTarget | None = None,
-    ) -> None:
-        """Add the owners' results to the parameters, and to a second target if there is one."""
-        targets = [params] if second is None else [params, second.params]
-        if not isinstance(total, MomentumSum):
-            for target in targets:
-                for result in results:
-                    self._division.add_to_params(result, target)
-            return
-        addition = zeros_like(writable_views(params))
+    def add_results(self, results: Sequence[PartUpdate], params: Any) -> None:
+        """Add the owners' results to arrays of the parameters' shapes."""
         for result in results:
-            self._division.add_to_params(result, addition)
-        total.accelerate(addition)
-        for target in targets:
-            add(writable_views(target), addition)
+            self._division.add_to_params(result, params)
 
     def settle(self, results: Sequence[PartUpdate], step: int) -> None:
         """Note which parts the results of a step contain; put back those that their owners will never accept."""

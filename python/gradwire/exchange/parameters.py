@@ -72,6 +72,14 @@ class PlainSum:
                 threads=encoder.threads,
             )
 
+    def add_results(
+        self, add_to: Callable[[Any], None], params: Any, second: SecondTarget | None
+    ) -> None:
+        """Add the owners' results of a step, which a function adds to any arrays of the parameters' shapes."""
+        add_to(params)
+        if second is not None:
+            add_to(second.params)
+
 
 class MomentumSum(PlainSum):
     """Adds messages with Nesterov's momentum: a part of every addition is repeated in the next steps.
@@ -98,13 +106,21 @@ class MomentumSum(PlainSum):
         """Continue with a copy of another velocity."""
         self.velocity = copies(velocity)
 
-    def accelerate(self, addition: Arrays) -> None:
-        """Add the momentum to an addition to the parameters, in place."""
-        self.ensure_velocity(addition)
+    def add_results(
+        self, add_to: Callable[[Any], None], params: Any, second: SecondTarget | None
+    ) -> None:
+        """Add the owners' results of a step, and the momentum of the earlier ones."""
+        targets = writable_views(params)
+        addition = zeros_like(targets)
+        add_to(addition)
+        self.ensure_velocity(params)
         for velocity, change in zip(self.velocity, addition, strict=True):
             velocity += change
             velocity *= self._momentum
             change += velocity
+        add(targets, addition)
+        if second is not None:
+            add(second.params, addition)
 
     def add_payloads(
         self, payloads: Payloads, params: Any, divisor: int, second: SecondTarget | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..arrays import Arrays, add, device_of, difference, put, writable_views
@@ -16,8 +17,8 @@ from ..errors import MessageError
 from ..message import Message, apply, parse_many
 from ..transport import Peer, Ticket
 from . import clock
-from .groups import Codec, Division, Groups, host_message
-from .options import Options
+from .groups import Division, Groups, host_message
+from .options import Codec, Options
 from .owner import Accepted, ShardedUpdate, Sharding, part_of_state
 from .parameters import Payloads, PlainSum, SecondTarget, SharedCopy
 from .protocol import MESSAGE_MAGIC, NodeRun, PartUpdate, run_of
@@ -360,7 +361,7 @@ class Replica(SharedCopy):
             self.total.add_payloads(payloads, params, divisor, second)
             return
         results = [payload for payload in payloads if isinstance(payload, PartUpdate)]
-        self.sharding.add_results(results, params, self.total, second)
+        self.total.add_results(partial(self.sharding.add_results, results), params, second)
 
     def finish_step(self, update: StepUpdate) -> None:
         """Keep a finished update a little longer, in host memory, and advance to the next step."""
