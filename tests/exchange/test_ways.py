@@ -132,10 +132,12 @@ def test_what_does_not_fit_the_asynchronous_way_is_refused_with_the_reason(
 
 
 def test_a_node_and_a_worker_of_a_team_offer_the_same() -> None:
-    public = {name for name in dir(gw.exchange.AnyExchange) if not name.startswith("_")}
-    assert {"rank", "workers", "step_moved"} <= public
-    for kind in (gw.Exchange, LocalExchange):
-        assert public - {"next_step"} <= set(dir(kind))
+    own = {"team", "exchange"}
+    with cluster(0) as world:
+        exchange = gw.Exchange(gw.Encoder(4, 1.0), world.node(1))
+    offered = {name for name in dir(LocalExchange) if not name.startswith("_")} - own
+    assert {"rank", "workers", "present", "takes_devices", "step_moved"} <= offered
+    assert offered <= set(dir(exchange))
 
 
 # ---- what a step costs -----------------------------------------------------------------------------------------------

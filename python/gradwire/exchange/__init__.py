@@ -2,7 +2,7 @@
 
 Modules, from the bottom: `protocol` (what travels), `groups` (encoders of tensors, and their division among owners),
 `options`, `parameters` (sums of messages, the shared copy), `owner` (the sharded exchange), `replica` (a node's updates
-and their application), `membership` (members and their updates), `router`, `departure`, `consistency` (comparison of
+and their application), `membership` (members, their updates, the router), `departure`, `consistency` (comparison of
 replicas), `snapshot`, `join`, `step` (one step), `exchange` (the public class), `local` (workers of one machine).
 """
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 from .checkpoint import redistribute
 from .exchange import Exchange
 from .groups import Group, Groups
-from .local import LocalExchange, LocalTeam
+from .local import AnyExchange, LocalExchange, LocalTeam
 from .metrics import MetricsCollector, log_every
 from .options import ExchangeOptions
-from .results import AnyExchange, ExchangeStats, Joined, StepResult
+from .results import ExchangeStats, Joined, StepResult
 
 __all__ = [
     "AnyExchange",

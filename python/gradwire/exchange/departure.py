@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterable
 
 from ..errors import Mismatch
-from .membership import Membership
+from .membership import Membership, Router
 from .protocol import (
     TAG_NUMBERS,
     Kind,
@@ -25,7 +25,6 @@ from .protocol import (
     pack_relay,
     unpack_relay,
 )
-from .router import Router
 
 __all__ = ["Departure"]
 

@@ -21,14 +21,13 @@ from .consistency import Consistency, start_of
 from .departure import Departure
 from .groups import Group, Groups
 from .join import Join
-from .membership import Introductions, Membership
+from .membership import Introductions, Membership, Router
 from .metrics import Listener, Meter, ResidualMonitor, metrics_snapshot, serve_snapshot
 from .options import Options
 from .parameters import MomentumSum, PlainSum
 from .protocol import VERSIONS, Kind, Phase
 from .replica import Replica
 from .results import ExchangeStats, Joined, StepResult
-from .router import Router
 from .step import Step
 
 if TYPE_CHECKING:
@@ -106,11 +105,11 @@ class Exchange:
         ([0.5, 0.0, -0.5], 1)
     """
 
-    #: place of this worker among those of its machine, and their number; see `AnyExchange`
+    # What a `LocalExchange` has, too: the place of this worker on its machine, the number of workers, how many of them took
+    # part in the last call, and whether parameters may stay on a device.
     rank = 0
     workers = 1
     present = 1
-    #: whether parameters on a device may stay there
     takes_devices = True
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Groups of tensors with one encoder each, their density, and their division into parts for owners."""
+"""Groups of tensors with one encoder each, and the density of a group."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..arrays import device_of
 from ..codec import Encoder
 from ..errors import NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes
-from ..partition import Part, Partition
+from ..partition import Partition
 from ..policy import TargetDensity, ThresholdPolicy
-from .options import Codec
-from .protocol import PartUpdate
 
-__all__ = ["Division", "Group", "Groups", "for_size", "host_message"]
+__all__ = ["Codec", "Group", "Groups", "for_size", "host_message"]
+
+Codec = Literal["threshold", "dense", "bfloat16"]
 
 _DENSE: dict[str, bool | Literal["bfloat16"]] = {
     "threshold": False,
@@ -280,49 +280,6 @@ class Groups:
 def host_message(message: Any) -> Message:
     """Return a message in host memory, after waiting for the device; a copy, because the original's memory is large."""
     return message if isinstance(message, Message) else Message.parse(bytes(message))
-
-
-# ---- division among owners -------------------------------------------------------------------------------------------
-
-
-class Division:
-    """The division of every group into a number of parts, which is the same on all nodes."""
-
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
-        self._parts: dict[tuple[int, int], list[tuple[int, Part]]] = {}
-
-    def partitions(self, parts: int) -> list[Partition]:
-        """Return the partition of each group into so many parts."""
-        # A small group has few blocks: each group begins at another part, so that these blocks spread over the owners.
-        return [
-            Partition(encoder.numel, parts, first=index % parts)
-            for index, encoder in enumerate(self._groups.encoders)
-        ]
-
-    def part(self, parts: int, place: int) -> list[tuple[int, Part]]:
-        """Return for one part the index and the elements of every group of which the part has elements."""
-        if (parts, place) not in self._parts:
-            partitions = self.partitions(parts) if place < parts else []
-            pairs = [(group, partition[place]) for group, partition in enumerate(partitions)]
-            self._parts[parts, place] = [(group, part) for group, part in pairs if part.numel]
-        return self._parts[parts, place]
-
-    def add_to_residuals(
-        self, update: PartUpdate, residuals: Sequence[Any], factor: float = 1.0
-    ) -> None:
-        """Add the messages of a part, times a factor, to the residuals of all groups."""
-        parts = self.part(update.parts, update.place)
-        for message, (group, part) in zip(update, parts, strict=True):
-            apply(message, residuals[group], factor, part=part)
-
-    def add_to_params(self, update: PartUpdate, params: Any, factor: float = 1.0) -> None:
-        """Add the messages of a part, times a factor, to the model's arrays."""
-        parts = self.part(update.parts, update.place)
-        for message, (group, part) in zip(update, parts, strict=True):
-            threads = self._groups.encoders[group].threads
-            target = self._groups.select(params, group)
-            apply(message, target, factor, part=part, threads=threads)
 
 
 # ---- density of a tensor ---------------------------------------------------------------------------------------------

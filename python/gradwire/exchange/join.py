@@ -11,11 +11,10 @@ from ..arrays import copies, layouts, put, writable_views
 from ..errors import Mismatch
 from . import clock
 from .departure import Departure
-from .membership import Membership
+from .membership import Membership, Router
 from .options import Options
 from .protocol import Hello, Kind, NodeRun, Note, Phase, decode_steps, encode_steps
 from .replica import Replica
-from .router import Router
 from .snapshot import Donor, Snapshot
 
 __all__ = ["Join"]

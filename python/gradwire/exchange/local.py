@@ -15,10 +15,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..arrays import Arrays, copies, difference, layouts, on_host, put, views, writable_views
 from ..errors import GradwireError, Mismatch, PeerLost
@@ -37,10 +36,11 @@ from ..shared_memory import (
 )
 from ..transport import Peer
 from . import clock
+from .exchange import Exchange
 from .options import Reduction
-from .results import AnyExchange, ExchangeStats, Joined, StepResult
+from .results import ExchangeStats, Joined, StepResult
 
-__all__ = ["LocalExchange", "LocalTeam"]
+__all__ = ["AnyExchange", "LocalExchange", "LocalTeam"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,18 +78,6 @@ class _Outcome:
     stats: ExchangeStats
     has_shared: bool
     has_state: bool
-
-
-class Leader(AnyExchange, Protocol):
-    """The exchange of rank 0, an `Exchange`: it keeps the shared copy in the team's memory."""
-
-    def wait_for_peers(self) -> tuple[Peer, ...]:
-        """See `Exchange.wait_for_peers`."""
-        ...
-
-    def place_shared(self, arrays: Sequence[NDArray[Any]]) -> bool:
-        """See `Exchange.place_shared`."""
-        ...
 
 
 class LocalTeam:
@@ -216,7 +204,7 @@ class LocalTeam:
             for index in range(3 + self.workers)
         )
 
-    def lead(self, exchange: Leader) -> LocalExchange:
+    def lead(self, exchange: Exchange) -> LocalExchange:
         """Return the exchange of rank 0."""
         return LocalExchange(self, exchange)
 
@@ -460,7 +448,7 @@ class LocalExchange:
     has_local_steps = False
     takes_devices = False  # the team's memory is the host's
 
-    def __init__(self, team: LocalTeam, exchange: Leader | None) -> None:
+    def __init__(self, team: LocalTeam, exchange: Exchange | None) -> None:
         self.team = team
         self.exchange = exchange
         self._call: int | None = None
@@ -588,7 +576,7 @@ class LocalExchange:
 
     def _call_together(
         self,
-        action: Callable[[Leader], _Result],
+        action: Callable[[Exchange], _Result],
         params: Any = None,
         update: Arrays | None = None,
         state: Sequence[Any] = (),
@@ -627,7 +615,9 @@ class LocalExchange:
         result: _Result = outcome.result
         return result
 
-    def _act(self, exchange: Leader, action: Callable[[Leader], Any], state: Sequence[Any]) -> None:
+    def _act(
+        self, exchange: Exchange, action: Callable[[Exchange], Any], state: Sequence[Any]
+    ) -> None:
         team = self.team
         result = None
         error = None
@@ -663,6 +653,10 @@ class LocalExchange:
             raise ValueError(
                 f"an update of arrays with {update_sizes} elements for parameters of {sizes}"
             )
+
+
+#: What trainers take: one node's exchange, or one worker's part of its machine's.
+AnyExchange: TypeAlias = Exchange | LocalExchange
 
 
 def _is_late(result: Any) -> bool:

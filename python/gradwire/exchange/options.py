@@ -7,8 +7,9 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
+from .groups import Codec
+
 __all__ = [
-    "Codec",
     "ExchangeOptions",
     "Mode",
     "Options",
@@ -18,7 +19,6 @@ __all__ = [
     "Topology",
 ]
 
-Codec = Literal["threshold", "dense", "bfloat16"]
 Mode = Literal["sync", "async"]
 Reduction = Literal["mean", "sum"]
 Role = Literal["member", "worker", "observer"]

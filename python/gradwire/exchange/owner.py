@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from ..codec import Encoder
 from ..errors import GradwireError, MessageError
 from ..message import Message, apply, apply_many, dense_message
-from ..partition import Partition
-from .groups import Division, Group, Groups
-from .options import Codec, Options
+from ..partition import Part, Partition
+from .groups import Codec, Group, Groups
 from .protocol import NodeRun, PartUpdate
 
 __all__ = [
     "Accepted",
+    "Division",
     "PendingPart",
     "ShardedUpdate",
     "Sharding",
@@ -33,6 +33,46 @@ __all__ = [
 
 # By owner and sender: number of the sender's first part that the owner has not accepted.
 Accepted = dict[NodeRun, dict[NodeRun, int]]
+
+
+class Division:
+    """The division of every group into a number of parts, which is the same on all nodes."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._parts: dict[tuple[int, int], list[tuple[int, Part]]] = {}
+
+    def partitions(self, parts: int) -> list[Partition]:
+        """Return the partition of each group into so many parts."""
+        # A small group has few blocks: each group begins at another part, so that these blocks spread over the owners.
+        return [
+            Partition(encoder.numel, parts, first=index % parts)
+            for index, encoder in enumerate(self._groups.encoders)
+        ]
+
+    def part(self, parts: int, place: int) -> list[tuple[int, Part]]:
+        """Return for one part the index and the elements of every group of which the part has elements."""
+        if (parts, place) not in self._parts:
+            partitions = self.partitions(parts) if place < parts else []
+            pairs = [(group, partition[place]) for group, partition in enumerate(partitions)]
+            self._parts[parts, place] = [(group, part) for group, part in pairs if part.numel]
+        return self._parts[parts, place]
+
+    def add_to_residuals(
+        self, update: PartUpdate, residuals: Sequence[Any], factor: float = 1.0
+    ) -> None:
+        """Add the messages of a part, times a factor, to the residuals of all groups."""
+        parts = self.part(update.parts, update.place)
+        for message, (group, part) in zip(update, parts, strict=True):
+            apply(message, residuals[group], factor, part=part)
+
+    def add_to_params(self, update: PartUpdate, params: Any, factor: float = 1.0) -> None:
+        """Add the messages of a part, times a factor, to the model's arrays."""
+        parts = self.part(update.parts, update.place)
+        for message, (group, part) in zip(update, parts, strict=True):
+            threads = self._groups.encoders[group].threads
+            target = self._groups.select(params, group)
+            apply(message, target, factor, part=part, threads=threads)
 
 
 class Owner:
@@ -148,7 +188,9 @@ class Sharding:
         groups: of this node.
         division: of the groups.
         run: this node.
-        options: of the exchange.
+        owners_max: most owners.
+        codec: of the owners' results.
+        is_mean: whether owners take the mean of all nodes' parts, or their sum.
         put_back: adds a part, times a factor, to this node's residual.
         accepted: where that is not obvious, see `Accepted`.
 
@@ -163,7 +205,9 @@ class Sharding:
         groups: Groups,
         division: Division,
         run: NodeRun,
-        options: Options,
+        owners_max: int,
+        codec: Codec,
+        is_mean: bool,
         put_back: Callable[[PartUpdate, float], None],
         accepted: Accepted,
     ) -> None:
@@ -173,7 +217,9 @@ class Sharding:
         self._groups = groups
         self._division = division
         self._run = run
-        self._options = options
+        self._owners_max = owners_max
+        self._codec = codec
+        self._is_mean = is_mean
         self._put_back = put_back
         self._owner: Owner | None = None
         self._ledger: dict[NodeRun, dict[int, PendingPart]] = {}  # by owner and step
@@ -200,7 +246,7 @@ class Sharding:
             for sender in self.accepted.get(newcomer, {}).keys() & set(self.senders):
                 del self.accepted[newcomer][sender]
         owners = [run for run in self.senders if run not in workers]
-        self.owners = tuple(owners[: self._options.owners_max])
+        self.owners = tuple(owners[: self._owners_max])
         parts = len(self.owners)
         place = self.owners.index(self._run) if self._run in self.owners else parts
         owner = self._owner
@@ -219,7 +265,7 @@ class Sharding:
 
     def _count(self, nodes: Collection[object]) -> float:
         """Return the number of nodes whose parts make a mean; 1 if they make a sum."""
-        return float(max(len(nodes), 1)) if self._options.reduction == "mean" else 1.0
+        return float(max(len(nodes), 1)) if self._is_mean else 1.0
 
     # ---- this node's updates -----------------------------------------------------------------------------------------
 
@@ -317,7 +363,7 @@ class Sharding:
         missing = frozenset(sharded.missing)
         if owner is None:
             return PartUpdate([], self._run, sharded.step, parts, parts, missing, sharded.is_last)
-        codec = None if sharded.is_last else self._options.codec
+        codec = None if sharded.is_last else self._codec
         messages = owner.groups.encode(None, codec)
         return PartUpdate(
             messages, self._run, sharded.step, parts, owner.place, missing, sharded.is_last

@@ -17,9 +17,9 @@ from ..errors import MessageError
 from ..message import Message, apply, parse_many
 from ..transport import Peer, Ticket
 from . import clock
-from .groups import Division, Groups, host_message
-from .options import Codec, Options
-from .owner import Accepted, ShardedUpdate, Sharding, part_of_state
+from .groups import Codec, Groups, host_message
+from .options import Options
+from .owner import Accepted, Division, ShardedUpdate, Sharding, part_of_state
 from .parameters import Payloads, PlainSum, SecondTarget, SharedCopy
 from .protocol import MESSAGE_MAGIC, NodeRun, PartUpdate, run_of
 
@@ -144,7 +144,9 @@ class Replica(SharedCopy):
                 self.groups,
                 self._division,
                 self.run,
-                self._options,
+                self._options.owners_max,
+                self._options.codec,
+                self._options.reduction == "mean",
                 self._put_part_back,
                 accepted or {},
             )

@@ -1,15 +1,12 @@
-"""What callers see of an exchange: results, totals, and what a team's exchange has in common with a single node's."""
+"""The results of a step and of joining, and the totals of all steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
-from ..arrays import Arrays
 from ..transport import Peer
 
-__all__ = ["AnyExchange", "ExchangeStats", "Joined", "StepResult"]
+__all__ = ["ExchangeStats", "Joined", "StepResult"]
 
 _SUMS = (
     "sent_bytes",
@@ -168,94 +165,3 @@ class ExchangeStats:
             **sums,
             **lasts,
         )
-
-
-class AnyExchange(Protocol):
-    """What trainers use of an exchange: `Exchange` has it for one node, `LocalExchange` for one worker of a team."""
-
-    @property
-    def rank(self) -> int:
-        """This worker's place among those of its machine that share one exchange; 0 sends the machine's messages."""
-        ...
-
-    @property
-    def workers(self) -> int:
-        """Number of workers that share the exchange."""
-        ...
-
-    @property
-    def present(self) -> int:
-        """Number of those workers that took part in the last call."""
-        ...
-
-    @property
-    def takes_devices(self) -> bool:
-        """Whether parameters may be on a device; otherwise they have to be in host memory."""
-        ...
-
-    @property
-    def members(self) -> tuple[Peer, ...]:
-        """The other nodes that take part."""
-        ...
-
-    @property
-    def next_step(self) -> int:
-        """Number of the next step."""
-        ...
-
-    @property
-    def is_next_local(self) -> bool:
-        """Whether the next step leaves the parameters as they are."""
-        ...
-
-    @property
-    def has_local_steps(self) -> bool:
-        """Whether there were local steps since the last exchange."""
-        ...
-
-    @property
-    def stats(self) -> ExchangeStats:
-        """Totals so far."""
-        ...
-
-    def join(
-        self, params: Any, optimizer_state: Sequence[Any] = (), *, equalize: bool = False
-    ) -> Joined:
-        """See `Exchange.join`."""
-        ...
-
-    def resync(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
-        """See `Exchange.resync`."""
-        ...
-
-    def step(self, update: Any, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
-        """See `Exchange.step`."""
-        ...
-
-    def step_moved(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
-        """See `Exchange.step_moved`."""
-        ...
-
-    def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
-        """See `Exchange.catch_up`."""
-        ...
-
-    def leave(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
-        """See `Exchange.leave`."""
-        ...
-
-    def shared(self, params: Any) -> Arrays:
-        """See `Exchange.shared`."""
-        ...
-
-    def holds(self, params: Any) -> bool:
-        """See `Exchange.holds`."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Exchange.state_dict`."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Exchange.load_state_dict`."""
-        ...

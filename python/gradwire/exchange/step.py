@@ -13,12 +13,11 @@ from ..errors import TooLarge, WouldBlock
 from . import clock
 from .departure import Departure
 from .join import Join
-from .membership import Membership, Updates
+from .membership import Membership, Router, Updates
 from .options import Options
 from .protocol import NodeRun, Phase
 from .replica import Replica, StepUpdate
 from .results import StepResult
-from .router import Router
 
 __all__ = ["Step"]
 
