@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.exchange.consistency import Digests, digest_of
-from gradwire.exchange.protocol import NodeRun, Note
+from gradwire.exchange import consistency as consistency_module
+from gradwire.exchange.consistency import Consistency, digest_of
+from gradwire.exchange.protocol import NodeRun, Note, Phase
 
 from ..seeds import seeds
 from .cluster import FakeNode, cluster
@@ -126,26 +128,60 @@ def test_coming_in_and_dying_are_no_divergence(seed: int) -> None:
         assert worker.result[1].stats.digests > 0
 
 
+class Others:
+    """The members of a comparison, whose notes a test writes; the part of a membership that a comparison uses."""
+
+    def __init__(self, *ids: int) -> None:
+        self.run = NodeRun(5, 1)
+        self.introductions = SimpleNamespace(name_of=str)
+        self.phase = Phase.IN
+        self.is_first = True
+        self.has_news = False
+        self.members = {NodeRun(id_, 1): SimpleNamespace(notes={}) for id_ in ids}
+        self.peers = tuple(self.members)
+        self.announced: list[int] = []
+        self.contributors = "m"
+
+    def announce(self, comparison: int | None, digest: tuple[int, str] | None) -> None:
+        assert comparison is not None or digest is not None
+        self.announced += [comparison] if comparison is not None else []
+
+    def contributors_before(self, step: int) -> str:
+        assert step > 0
+        return self.contributors
+
+
+PARAMS = [np.ones(3, np.float32)]
+
+
+def comparison_of(others: Others, step: int) -> tuple[Consistency, Any]:
+    replica = SimpleNamespace(step=step, shared=[])
+    return Consistency(others, replica, 1.0), replica  # type: ignore[arg-type]
+
+
 def test_the_majority_is_right_and_of_equals_the_lowest_id() -> None:
-    def outcome(mine: str, *others: str) -> bool:
-        runs = [NodeRun(1 + 9 * index, 1) for index in range(len(others))]
+    mine = f"m-{digest_of(PARAMS)}"
+
+    def outcome(*digests: str) -> bool:
+        others = Others(*(1 + 9 * index for index in range(len(digests))))
         with cluster(0):
-            digests = Digests(NodeRun(5, 1), str, 1.0)
-            assert digests.schedule_comparison(3) == 4
-            digests.digest_step(4, lambda: mine)
-            for run, digest in zip(runs, others, strict=True):
-                digests.add_remote(run, Note(digest=(4, digest)))
+            consistency, replica = comparison_of(others, 3)
+            consistency.compare(PARAMS)
+            assert others.announced == [4]
+            replica.step = 4
+            for stream, digest in zip(others.members.values(), digests, strict=True):
+                stream.notes[3] = Note(digest=(4, digest))
             try:
-                digests.check_verdict(runs)
+                consistency.compare(PARAMS)
             except gw.Diverged:
                 return False
         return True
 
-    assert outcome("m-a", "m-a")
-    assert not outcome("m-a", "m-b"), "peer0 has the lower id"
-    assert outcome("m-a", "m-b", "m-a")
-    assert not outcome("m-a", "m-b", "m-b")
-    assert outcome("m-a", "n-b", "n-b"), "not all knew of the same members"
+    assert outcome(mine)
+    assert not outcome("m-b"), "the other has the lower id"
+    assert outcome("m-b", mine)
+    assert not outcome("m-b", "m-b")
+    assert outcome("n-b", "n-b"), "not all knew of the same members"
 
 
 def test_a_digest_tells_every_bit() -> None:
@@ -155,32 +191,39 @@ def test_a_digest_tells_every_bit() -> None:
     assert digest_of(params) != before
 
 
-def test_expensive_digests_come_less_often() -> None:
+def test_expensive_digests_come_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(0) as world:
-        digests = Digests(NodeRun(1, 1), str, 1.0)
 
-        def slow() -> str:
+        def slow(_: object) -> str:
             world.now_s += 0.5
             return "a"
 
-        comparisons = []
+        monkeypatch.setattr(consistency_module, "digest_of", slow)
+        others = Others()
+        consistency, replica = comparison_of(others, 0)
         for step in range(100):
-            comparisons.append(digests.schedule_comparison(step))
-            digests.digest_step(step + 1, slow)
+            replica.step = step
+            consistency.compare(PARAMS)
             world.now_s += 1.0
-    named = [step for step, comparison in enumerate(comparisons) if comparison is not None]
-    assert named[:2] == [0, 1]
-    assert named[2] - named[1] == 25, "0.5 s are 1/50 of 25 s"
+    assert others.announced[:2] == [1, 2]
+    assert others.announced[2] - others.announced[1] == 25, "0.5 s are 1/50 of 25 s"
 
 
 def test_digests_that_not_all_will_tell_are_not_kept_for_ever() -> None:
+    others = Others(2, 3)
+    others.is_first = False
+    other, silent = others.members.values()
     with cluster(0):
-        me, other, silent = (NodeRun(node_id, 1) for node_id in (1, 2, 3))
-        digests = Digests(me, str, 1.0)
-        for step in range(1_000):
-            digests.add_remote(other, Note(digest=(step, "same")))
-        assert len(digests._digests) < 20
-        digests.add_remote(silent, Note(digest=(999, "same")))
-        digests.add_remote(me, Note(digest=(999, "same")))
-        digests.check_verdict([other, silent])
-    assert digests.agreed == 1
+        consistency, replica = comparison_of(others, 0)
+        for step in range(1, 1_000):
+            replica.step = step
+            other.notes = {step - 1: Note(comparison=step, digest=(step, "m-a"))}
+            consistency.compare(PARAMS)
+        assert len(consistency._digests) < 20
+        assert consistency.agreed == 0
+        replica.step = 1_000
+        mine = f"m-{digest_of(PARAMS)}"
+        other.notes = {999: Note(digest=(999, mine))}
+        silent.notes = {999: Note(digest=(999, mine))}
+        consistency.compare(PARAMS)
+    assert consistency.agreed == 1

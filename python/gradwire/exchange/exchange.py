@@ -105,8 +105,8 @@ class Exchange:
         ([0.5, 0.0, -0.5], 1)
     """
 
-    # What a `LocalExchange` has, too: the place of this worker on its machine, the number of workers, how many of them took
-    # part in the last call, and whether parameters may stay on a device.
+    # As a `LocalExchange` has them: the place of this worker on its machine, the number of workers, how many took part
+    # in the last call, and whether parameters may be on a device.
     rank = 0
     workers = 1
     present = 1
@@ -139,14 +139,17 @@ class Exchange:
         router = Router(node, membership, replica.parse)
         router.handle(Kind.PART, replica.add_part)
         self._departure = Departure(membership, router, is_sync=checked.is_sync)
-        self._consistency = consistency = Consistency(checked, membership, replica)
+        every_s = (
+            checked.digest_s if checked.is_sync else 0.0
+        )  # asynchronous replicas are never in the same state
+        self._consistency = consistency = Consistency(membership, replica, every_s)
         self._join = Join(
             checked,
             membership,
             router,
             self._departure,
             replica,
-            on_load=consistency.digests.reset,
+            on_load=consistency.reset,
             on_follow=consistency.add_notes,
         )
         self._step = Step(checked, replica, membership, router, self._departure, self._join)
@@ -190,7 +193,7 @@ class Exchange:
         return replace(
             self._stats,
             members=len(self._membership.peers),
-            digests=self._consistency.digests.agreed,
+            digests=self._consistency.agreed,
             step_s=self._meter.step_s,
             compute_s=self._meter.compute_s,
             is_sharded=self._replica.is_sharded,
@@ -440,7 +443,7 @@ class Exchange:
         members = len(self._membership.peers) + 1
         least = self._options.min_members
         if self._membership.phase is Phase.IN and members < least:
-            gone = self._membership.introductions.describe_all_departed()
+            gone = self._membership.introductions.describe_departed()
             why = gone or "the run began with no more"
             raise PeerLost(f"{members} of at least {least} members are left: {why}")
         if self._options.outer_momentum:

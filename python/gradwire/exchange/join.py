@@ -245,10 +245,6 @@ class Join:
         if run in self._introductions.incompatible:
             self._departure.suspect_incompatible()
             return
-        if hello.phase is Phase.LEAVING:
-            self._introductions.set_reason(run, "finished")
-        elif before is None:
-            self._introductions.clear_reason(run)
         starts_anew = hello.phase in (Phase.JOINING, Phase.READY)
         is_member = run in membership.members
         if is_member and not starts_anew and hello.phase is not Phase.LEAVING:
@@ -361,10 +357,10 @@ class Join:
         step = self._replica.step
         notes: list[Note] = []
         if membership.phase is Phase.IN:
-            last_own = membership.notes.last_own
-            if last_own is None or last_own[0] != step:
+            last_note = membership.last_note
+            if last_note is None or last_note[0] != step:
                 return []
-            notes.append(last_own[1])
+            notes.append(last_note[1])
         for run in senders:
             note = membership.members[run].notes.get(step) if run in membership.members else None
             if note is not None:

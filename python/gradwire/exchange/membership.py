@@ -10,6 +10,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MessageError, NotConnected, WouldBlock
@@ -25,6 +26,8 @@ __all__ = ["Introductions", "Membership", "Router", "UpdateStream", "Updates"]
 _LOG = logging.getLogger(__name__)
 
 Updates = list[tuple[NodeRun, list[Message]]]
+
+_EMPTY = Note()
 
 
 class UpdateStream:
@@ -120,6 +123,7 @@ class Introductions:
     Attributes:
         signature: as given, with the parameters' dtypes and shapes once they are known.
         start: digests of the initial parameters and of the initial residual, see `Hello`.
+        workers: the nodes that own no parameters in the sharded exchange.
         hellos: the latest introduction of every connected node.
         incompatible: the nodes among them that train something else, and how they differ.
     """
@@ -135,7 +139,7 @@ class Introductions:
         self._names = names
         self._peers: dict[NodeRun, Peer] = {run_of(me): me}
         self._reasons: dict[NodeRun, str] = {}  # why connections ended
-        self._workers: set[NodeRun] = {run_of(me)} if role == "worker" else set()
+        self.workers: set[NodeRun] = {run_of(me)} if role == "worker" else set()
 
     # ---- identities --------------------------------------------------------------------------------------------------
 
@@ -159,34 +163,16 @@ class Introductions:
         """Name several nodes."""
         return ", ".join(map(self.name_of, runs))
 
-    def describe_departed(self, runs: Iterable[NodeRun]) -> str:
-        """Name nodes that are gone, each with the reason."""
-        return ", ".join(f"{self.name_of(run)} {self._reasons.get(run, 'is gone')}" for run in runs)
-
-    def describe_all_departed(self) -> str:
-        """Name all nodes whose connection ended, each with the reason; empty if there are none."""
-        return self.describe_departed(self._reasons)
-
-    def set_reason(self, run: NodeRun, reason: str) -> None:
-        """Remember why a node goes."""
-        self._reasons[run] = reason
-
-    def add_reason(self, run: NodeRun, reason: str) -> None:
-        """Remember why a connection ended, unless the node has said why it goes."""
-        self._reasons.setdefault(run, reason)
-
-    def clear_reason(self, run: NodeRun) -> None:
-        """Forget why a node went: it is back."""
-        self._reasons.pop(run, None)
-
-    @property
-    def workers(self) -> Collection[NodeRun]:
-        """The nodes that own no parameters in the sharded exchange."""
-        return self._workers
+    def describe_departed(self, runs: Iterable[NodeRun] | None = None) -> str:
+        """Name nodes that are gone, each with the reason; None: all whose connection ended."""
+        return ", ".join(
+            f"{self.name_of(run)} {self._reasons.get(run, 'is gone')}"
+            for run in (self._reasons if runs is None else runs)
+        )
 
     def add_workers(self, runs: Iterable[NodeRun]) -> None:
         """Remember nodes that own no parameters, of which other nodes have said so."""
-        self._workers.update(runs)
+        self.workers.update(runs)
 
     # ---- introductions -----------------------------------------------------------------------------------------------
 
@@ -199,7 +185,11 @@ class Introductions:
         before = None if run in self.incompatible else self.hellos.get(run)
         self.hellos[run] = hello
         if hello.role == "worker":
-            self._workers.add(run)
+            self.workers.add(run)
+        if hello.phase is Phase.LEAVING:
+            self._reasons[run] = "finished"
+        elif before is None:
+            self._reasons.pop(run, None)  # the node is back
         self._compare(run, hello)
         return hello, before
 
@@ -227,8 +217,10 @@ class Introductions:
         """Describe every connected node that trains something else."""
         return "; ".join(text for _, text in sorted(self.incompatible.items()))
 
-    def forget(self, run: NodeRun) -> None:
+    def forget(self, run: NodeRun, reason: str | None) -> None:
         """Forget what was said on a connection that has ended: the next one begins with an introduction."""
+        if reason is not None:
+            self._reasons.setdefault(run, reason)
         self.hellos.pop(run, None)
         self.incompatible.pop(run, None)
 
@@ -241,80 +233,6 @@ class Introductions:
             self.incompatible[run] = text
             if before is None:
                 _LOG.warning("%s; its messages are ignored", text)
-
-
-class Notes:
-    """The notes of applied updates, and what this node's next note says about the comparison of replicas.
-
-    Attributes:
-        last_own: step and note of this node's last update that had a note.
-    """
-
-    def __init__(self) -> None:
-        self.last_own: tuple[int, Note] | None = None
-        self._applied: list[tuple[NodeRun, Note]] = []
-        self._comparison: int | None = None
-        self._digest: tuple[int, str] | None = None
-
-    def add_applied(self, run: NodeRun, note: Note) -> None:
-        """Keep a note for the comparison of replicas."""
-        self._applied.append((run, note))
-
-    def drain_applied(self) -> list[tuple[NodeRun, Note]]:
-        """Return the notes of updates applied since the last call."""
-        applied = self._applied
-        self._applied = []
-        return applied
-
-    @property
-    def is_scheduled(self) -> bool:
-        """Whether the next note has something about a comparison."""
-        return self._comparison is not None or self._digest is not None
-
-    def schedule(self, comparison: int | None, digest: tuple[int, str] | None) -> None:
-        """Let the next note announce a comparison, and give this node's digest."""
-        self._comparison = comparison
-        self._digest = digest
-
-    def make(
-        self, step: int, admits: tuple[NodeRun, ...], workers: tuple[NodeRun, ...]
-    ) -> Note | None:
-        """Return the note for this node's update of ``step``, None if the note would be empty."""
-        if not admits and self._comparison is None and self._digest is None:
-            return None
-        note = Note(admits, workers, self._comparison, self._digest)
-        self.last_own = (step, note)
-        self.schedule(None, None)
-        return note
-
-
-class StepEvents:
-    """What happened to the members since the last finished step."""
-
-    def __init__(self) -> None:
-        self._lost: list[NodeRun] = []
-        self._joined: list[NodeRun] = []
-        self._ignored = 0
-
-    def add_lost(self, run: NodeRun) -> None:
-        """Count a member that went."""
-        self._lost.append(run)
-
-    def add_joined(self, run: NodeRun) -> None:
-        """Count a member that came."""
-        self._joined.append(run)
-
-    def add_ignored(self) -> None:
-        """Count an update of a node that is no member."""
-        self._ignored += 1
-
-    def drain(self) -> tuple[list[NodeRun], list[NodeRun], int]:
-        """Return the members that went and came, and the number of ignored updates, since the last call."""
-        events = self._lost, self._joined, self._ignored
-        self._lost = []
-        self._joined = []
-        self._ignored = 0
-        return events
 
 
 class Membership:
@@ -330,8 +248,7 @@ class Membership:
     Attributes:
         run: this node.
         introductions: as given.
-        notes: of applied updates, and this node's next.
-        events: for the next step's result.
+        last_note: step and note of this node's last update that had a note.
         phase: of this node.
         origin: the node that began the training.
         is_sharded: the way that the first members have chosen; None before the training begins.
@@ -351,8 +268,7 @@ class Membership:
     ) -> None:
         self.run = run_of(me)
         self.introductions = introductions
-        self.notes = Notes()
-        self.events = StepEvents()
+        self.last_note: tuple[int, Note] | None = None
         self.phase = Phase.NEW
         self.origin = self.run
         self.is_sharded: bool | None = None
@@ -368,6 +284,11 @@ class Membership:
         self._role = role
         self._keeps = keeps
         self._is_late = False  # has joined with a snapshot
+        self._next_note = _EMPTY  # comparison and digest
+        self._events: tuple[list[NodeRun], list[NodeRun]] = (
+            [],
+            [],
+        )  # lost and joined, for the next step's result
 
     # ---- members -----------------------------------------------------------------------------------------------------
 
@@ -455,7 +376,7 @@ class Membership:
         """Make a newcomer a member from its update ``first`` on, for the next step's result too."""
         _LOG.info("%s comes in with step %d", self.introductions.peer_of(run).address, first)
         self.add_member(run, first)
-        self.events.add_joined(run)
+        self._events[1].append(run)
 
     def mark_departing(self, run: NodeRun) -> None:
         """Take no more updates from a member that is gone."""
@@ -480,7 +401,13 @@ class Membership:
         """Remove a departed member, for the next step's result too."""
         self.past[run] = self.members.pop(run)
         self.broken.discard(run)
-        self.events.add_lost(run)
+        self._events[0].append(run)
+
+    def drain_events(self) -> tuple[list[NodeRun], list[NodeRun]]:
+        """Return the members that went and those that came since the last call."""
+        events = self._events
+        self._events = [], []
+        return events
 
     def forget_members(self) -> None:
         """Stop being a member; updates count again from where the others introduce themselves to a newcomer."""
@@ -489,7 +416,7 @@ class Membership:
         self.departing.clear()
         self.finals.clear()
         self.reported.clear()
-        self.notes.schedule(None, None)
+        self._next_note = _EMPTY
 
     # ---- introductions -----------------------------------------------------------------------------------------------
 
@@ -518,23 +445,36 @@ class Membership:
                 self.expect_updates(run)
         return True
 
-    def forget_connection(self, run: NodeRun) -> None:
-        """Forget a connection that has ended: the next one begins with an introduction."""
-        self.introductions.forget(run)
+    def forget_connection(self, run: NodeRun, reason: str | None) -> None:
+        """Forget a connection that has ended, and remember why unless the node has said why it goes."""
+        self.introductions.forget(run, reason)
         self.others.pop(run, None)
         if run in self.members:
             self.broken.add(run)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether this node's next note has something about a comparison."""
+        return self._next_note is not _EMPTY
+
+    def announce(self, comparison: int | None, digest: tuple[int, str] | None) -> None:
+        """Let this node's next note announce a comparison of replicas, and give its digest."""
+        self._next_note = Note(comparison=comparison, digest=digest)
+
     def make_note(self, step: int) -> Note | None:
         """Return the note for this node's update of ``step``, None if the note would be empty."""
         self.next_step = step + 1
-        admits: tuple[NodeRun, ...] = ()
-        workers: tuple[NodeRun, ...] = ()
+        note = self._next_note
         ready = self.introductions.compatible(Phase.READY).keys() - self.members.keys()
         if ready:
             admits = tuple(sorted(ready))
             workers = tuple(run for run in admits if run in self.introductions.workers)
-        return self.notes.make(step, admits, workers)
+            note = replace(note, admits=admits, workers=workers)
+        if note is _EMPTY:
+            return None
+        self._next_note = _EMPTY
+        self.last_note = (step, note)
+        return note
 
     def is_known_to(self, run: NodeRun) -> bool:
         """Return whether a node named this node as a member when it last introduced itself."""
@@ -637,9 +577,6 @@ class Membership:
         updates: Updates = []
         for run, stream in self.members.items():
             while stream.position in stream and stream.position <= last:
-                note = stream.notes.get(stream.position)
-                if note is not None:
-                    self.notes.add_applied(run, note)
                 updates.append((run, stream.take_messages()))
         return updates
 
@@ -684,6 +621,7 @@ class Router:
         self._runs: dict[Peer, NodeRun] = {}  # of the connected peers
         self._connected: frozenset[NodeRun] = frozenset()
         self._introduced: set[NodeRun] = set()
+        self._ignored = 0  # updates of nodes that are no members
 
     def handle(self, kind: Kind, handler: Handler) -> None:
         """Pass messages of a kind to a handler: it is called with sender, number and payload."""
@@ -756,6 +694,12 @@ class Router:
         except WouldBlock:
             return None
 
+    def drain_ignored(self) -> int:
+        """Return the number of updates of nodes that are no members since the last call."""
+        count = self._ignored
+        self._ignored = 0
+        return count
+
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
     def receive(self, timeout_s: float) -> set[NodeRun]:
@@ -768,9 +712,7 @@ class Router:
         for event in events:
             if isinstance(event, PeerLost):
                 run = run_of(event.peer)
-                reason = _REASONS.get(event.reason, f"is gone: {event.reason}")
-                self._introductions.add_reason(run, reason)
-                self._forget_connection(run)
+                self._forget_connection(run, _REASONS.get(event.reason, f"is gone: {event.reason}"))
         if (
             events
             or peers != self._peers
@@ -797,11 +739,11 @@ class Router:
             self.introduce(run)
         # An introduction may be handled after its connection has ended, or before it is seen.
         for run in [run for run in self._introductions.hellos if run not in self._connected]:
-            self._forget_connection(run)
+            self._forget_connection(run, None)
 
-    def _forget_connection(self, run: NodeRun) -> None:
+    def _forget_connection(self, run: NodeRun, reason: str | None) -> None:
         self._introduced.discard(run)
-        self._membership.forget_connection(run)
+        self._membership.forget_connection(run, reason)
 
     def _handle(self, sender: NodeRun, kind: int, number: int, payload: memoryview) -> None:
         membership = self._membership
@@ -812,8 +754,7 @@ class Router:
             handler(sender, number, payload)
             return
         if sender in self._introductions.incompatible:
-            if kind == Kind.UPDATE:
-                membership.events.add_ignored()
+            self._ignored += kind == Kind.UPDATE
             return
         try:
             handler(sender, number, payload)
@@ -831,7 +772,7 @@ class Router:
             if membership.phase is not Phase.IN:
                 _LOG.debug("step %d from %s came before its introduction", step, address)
                 return
-            membership.events.add_ignored()
+            self._ignored += 1
             _LOG.warning("step %d from %s ignored: it is not a member", step, address)
         elif stream.accepts(step):
             stream.add_update(self.parse(sender, step, payload), payload)

@@ -257,11 +257,10 @@ def metrics_snapshot(
 class _HasMetrics(Protocol):
     def metrics_snapshot(self) -> dict[str, Any]:
         """Return the figures of an exchange."""
-        ...
 
 
 class MetricsCollector:
-    """Gives an exchange's figures to ``prometheus_client``, whenever an endpoint of the user's is read.
+    """Gives an exchange's figures to ``prometheus_client`` whenever an endpoint of the user's is read.
 
     >>> import gradwire as gw, prometheus_client
     >>> registry = prometheus_client.CollectorRegistry()
@@ -273,13 +272,12 @@ class MetricsCollector:
 
     Args:
         exchange: of this process; the collector does not keep it alive.
-        labels: of every figure, such as ``{"rank": "3"}``, for several exchanges in one registry.
 
     Raises:
         ModuleNotFoundError: ``prometheus_client`` is not installed; the message says how to install it.
     """
 
-    def __init__(self, exchange: _HasMetrics, labels: dict[str, str] | None = None) -> None:
+    def __init__(self, exchange: _HasMetrics) -> None:
         try:
             from prometheus_client import core
         except ModuleNotFoundError as error:
@@ -288,7 +286,6 @@ class MetricsCollector:
             ) from error
         self._core = core
         self._exchange = weakref.ref(exchange)
-        self._labels = dict(labels or {})
 
     def collect(self) -> Iterator[Any]:
         """Yield the totals, the transport's counters and every peer's path; nothing after the exchange is gone."""
@@ -299,33 +296,20 @@ class MetricsCollector:
         figures = {**snapshot["stats"], "residual_norm": snapshot["residual_norm"]}
         del figures["codec"]  # not a number
         for prefix, values in (
-            ("gradwire", figures),
-            ("gradwire_transport", snapshot["transport"]),
+            ("gradwire_", figures),
+            ("gradwire_transport_", snapshot["transport"]),
         ):
             for name, value in values.items():
-                yield self._family(f"{prefix}_{_metric_name(name)}", name, [({}, value)])
+                kind = "Gauge" if name in _GAUGES else "Counter"
+                family = getattr(self._core, f"{kind}MetricFamily")
+                yield family(prefix + _metric_name(name), name, value=float(value))
         for name in _PER_PEER:
-            samples = [({"peer": peer["address"]}, peer[name]) for peer in snapshot["peers"]]
-            full_name = f"gradwire_peer_{_metric_name(name)}"
-            yield self._family(full_name, name, samples, is_gauge=True)
-
-    def _family(
-        self,
-        full_name: str,
-        name: str,
-        samples: list[tuple[dict[str, str], float]],
-        *,
-        is_gauge: bool = False,
-    ) -> Any:
-        core = self._core
-        kind = core.CounterMetricFamily
-        if is_gauge or name in _GAUGES:
-            kind = core.GaugeMetricFamily
-        own_labels = samples[0][0] if samples else {}
-        family = kind(full_name, name.replace("_", " "), labels=[*self._labels, *own_labels])
-        for labels, value in samples:
-            family.add_metric([*self._labels.values(), *labels.values()], float(value))
-        return family
+            path = self._core.GaugeMetricFamily(
+                f"gradwire_peer_{_metric_name(name)}", name, labels=["peer"]
+            )
+            for peer in snapshot["peers"]:
+                path.add_metric([peer["address"]], peer[name])
+            yield path
 
 
 def _metric_name(name: str) -> str:

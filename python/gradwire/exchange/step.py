@@ -283,7 +283,7 @@ class Step:
     def _result(self, own: StepUpdate, others: Updates, apply_s: float) -> StepResult:
         replica = self._replica
         peer_of = self._introductions.peer_of
-        lost, joined, ignored = self._membership.events.drain()
+        lost, joined = self._membership.drain_events()
         encoded = own.encoded
         sent_bytes = own.nbytes
         received_bytes = sum([message.nbytes for _, update in others for message in update])
@@ -301,7 +301,7 @@ class Step:
             received=len(others),
             received_bytes=received_bytes,
             applied=len(others) + 1,
-            ignored=ignored,
+            ignored=self._router.drain_ignored(),
             lost=tuple(map(peer_of, lost)),
             joined=tuple(map(peer_of, joined)),
             lost_elements=lost_elements,
