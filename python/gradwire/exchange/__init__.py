@@ -1,9 +1,9 @@
 """The exchange: one update in, all nodes' updates out. Only this package combines the codec and the transport.
 
-Modules, from the bottom: `protocol` (what travels), `groups` (encoders of tensors, and their division among owners),
-`options`, `parameters` (sums of messages, the shared copy), `owner` (the sharded exchange), `replica` (a node's updates
-and their application), `membership` (members, their updates, the router), `departure`, `consistency` (comparison of
-replicas), `snapshot`, `join`, `step` (one step), `exchange` (the public class), `local` (workers of one machine).
+Modules, from the bottom: `protocol` (what travels), `groups` (encoders of tensors), `options`, `parameters` (sums of
+messages, the shared copy), `owner` (the sharded exchange), `replica` (a node's updates and their application),
+`membership` (members, their updates, the router), `departure`, `start`, `consistency` (comparison of replicas),
+`snapshot`, `join` (late), `step` (one step), `exchange` (the public class), `local` (workers of one machine).
 """
 
 from __future__ import annotations

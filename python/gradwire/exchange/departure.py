@@ -136,10 +136,10 @@ class Departure:
         reports = [*self._reports.values(), self._membership.finals]
         return any(report.get(run, -1) >= first_step for report in reports)
 
-    def report(self, to: NodeRun | None = None) -> None:
+    def report(self, receiver: NodeRun | None = None) -> None:
         """Tell all members, or one, which members are gone and how many of their updates this node has."""
         if self._membership.phase is Phase.IN:
-            self._router.send(Kind.REPORT, 0, encode_steps(self._own_report()), to)
+            self._router.send(Kind.REPORT, 0, encode_steps(self._own_report()), receiver)
 
     def _own_report(self) -> dict[NodeRun, int]:
         """Return the first missing update of every member that is gone, and of unknown nodes as others report it.

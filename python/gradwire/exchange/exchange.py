@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import threading
 import weakref
@@ -25,9 +24,10 @@ from .membership import Introductions, Membership, Router
 from .metrics import Listener, Meter, ResidualMonitor, metrics_snapshot, serve_snapshot
 from .options import Options
 from .parameters import MomentumSum, PlainSum
-from .protocol import VERSIONS, Kind, Phase
+from .protocol import Kind, Phase
 from .replica import Replica
 from .results import ExchangeStats, Joined, StepResult
+from .start import Start
 from .step import Step
 
 if TYPE_CHECKING:
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from .options import ExchangeOptions
 
 __all__ = ["Exchange"]
-
-_LOG = logging.getLogger(__name__)
-
-_OBSERVER = 'role="observer" has no updates of its own: call follow'
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -126,12 +122,7 @@ class Exchange:
         if checked.outer_momentum:
             total = MomentumSum(groups, checked.outer_momentum)
         self._replica = replica = Replica(groups, total, node.peer, checked)
-        signature = {
-            "versions": VERSIONS,
-            "params": None,
-            "groups": [[encoder.key, encoder.numel, encoder.dtype] for encoder in groups.encoders],
-            **checked.signature(),
-        }
+        signature = checked.signature(groups.encoders)
         introductions = Introductions(node.peer, node.names, signature, checked.role)
         self._membership = membership = Membership(
             node.peer, introductions, checked.role, step=replica.step, keeps=checked.kept_updates
@@ -152,6 +143,7 @@ class Exchange:
             on_load=consistency.reset,
             on_follow=consistency.add_notes,
         )
+        self._start = Start(checked, membership, router, replica, self._join.poll)
         self._step = Step(checked, replica, membership, router, self._departure, self._join)
         self._stats = ExchangeStats(codec=checked.codec)
         self._residual_monitor = ResidualMonitor()
@@ -216,7 +208,7 @@ class Exchange:
         return self._replica.pending is not None or self._replica.holds(params)
 
     def end(self) -> None:
-        """Tell the others that this node has finished, without sending the residual; close the node afterwards."""
+        """Tell the others that this node has finished, without sending the residual; the node may be closed then."""
         if self._membership.phase is Phase.IN and self._replica.pending is None:
             self._join.say_goodbye()
 
@@ -236,14 +228,7 @@ class Exchange:
             Mismatch: the others train something else, or begin at another step.
         """
         if self._membership.phase is Phase.NEW:
-            expected = 1 if self._options.role == "observer" else self._options.min_peers
-            if expected is None:
-                expected = self._node.expected_peers
-            if expected is None:
-                expected = max(len(self._node.seeds), len(self._node.peers))
-                if not expected:
-                    _LOG.warning("no peer is known, this node goes on alone: give min_peers")
-            self._join.wait_for_peers(expected)
+            self._start.wait_for_peers()
         return self.members
 
     @_by_one_thread
@@ -273,7 +258,7 @@ class Exchange:
         self._replica.copy_shared(params)
         if self._membership.phase is Phase.NEW:
             self._replica.add_loaded_residual(params)
-        self._join.expect_equalized(equalize)
+        self._start.expect_equalized(equalize)
         self._announce_params(params, again=True)
         self.wait_for_peers()
         is_late = self._membership.phase is not Phase.IN
@@ -336,8 +321,6 @@ class Exchange:
             TypeError, ValueError: the first step's parameters or an update do not fit the encoders; nothing was taken.
             Diverged: the step is done, and most others turned out to hold other parameters; see ``resync``.
         """
-        if self._options.role == "observer":
-            raise ValueError(_OBSERVER)
         finished = self._begin(params, optimizer_state)
         if self._options.every > 1:
             if update is None:
@@ -368,8 +351,6 @@ class Exchange:
             NonFiniteUpdate: as ``step``; ``params`` is without the movement.
             WouldBlock, TimeoutError, MessageError, TooLarge, Closed, Diverged: as ``step``.
         """
-        if self._options.role == "observer":
-            raise ValueError(_OBSERVER)
         if not self._replica.shared:
             raise ValueError(
                 "nothing is known of the parameters before they were moved: call join(params) first"
@@ -439,6 +420,8 @@ class Exchange:
 
     def _begin(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult | None:
         """Prepare a step; return the result of an earlier one if that is finished now."""
+        if self._options.role == "observer":
+            raise ValueError('role="observer" has no updates of its own: call follow')
         self._announce_params(params)
         members = len(self._membership.peers) + 1
         least = self._options.min_members

@@ -190,7 +190,8 @@ class Groups:
         by_tensor: dict[int, NDArray[Any]] = {}
         device = device_of(list(arrays))
         for group in self.groups:
-            encoder, residual = group.encoder, group.encoder.residual
+            encoder = group.encoder
+            residual = encoder.residual
             if device_of(residual) != device:
                 raise ValueError(
                     f"the residual of group {encoder.key} is on {encoder.device}, the parameters are not: give the "

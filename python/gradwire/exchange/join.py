@@ -1,4 +1,4 @@
-"""Joining: the common start of the first members, a late start with a snapshot, and the admission of newcomers."""
+"""Joining: a late start with a snapshot, and the admission of newcomers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ from .snapshot import Donor, Snapshot
 __all__ = ["Join"]
 
 _LOG = logging.getLogger(__name__)
-
-# Longest wait for the introduction of a connected node, which may not run an exchange at all.
-_INTRODUCTION_S = 2.0
 
 
 class Join:
@@ -58,8 +55,6 @@ class Join:
         self._asked: tuple[NodeRun, int] | None = None  # donor and number of the request
         self._incoming: Snapshot | None = None
         self._requests = 0
-        self._silent_until_s: float | None = None
-        self._equalizes = False
         router.handle(Kind.HELLO, self._add_hello)
         router.handle(Kind.REQUEST, self._add_request)
         router.handle(Kind.SNAPSHOT, self._add_part)
@@ -72,118 +67,7 @@ class Join:
         if lost:
             self._departure.handle_lost(lost, self._replica.step)
 
-    # ---- the first members -------------------------------------------------------------------------------------------
-
-    def wait_for_peers(self, expected: int) -> None:
-        """Return when this node is a member from the start (phase IN), or has to join late (JOINING).
-
-        The node with the lowest id names the members as soon as it sees as many nodes as it expects.
-
-        Raises:
-            TimeoutError: fewer than ``expected`` nodes appeared in time.
-            Mismatch: the others train something else, or start at another step.
-        """
-        membership = self._membership
-        timeout_s = self._options.timeout_s
-        membership.restart_at(self._replica.step)
-        deadline_s = clock.now_s() + timeout_s
-        if expected:
-            self._router.node.wait_for_peers(expected, timeout_s)
-        poll_s = 0.0
-        while membership.phase is Phase.NEW:
-            self.poll(poll_s)
-            poll_s = clock.POLL_S
-            self._try_to_start(expected)
-            if membership.phase is Phase.NEW and clock.now_s() >= deadline_s:
-                ready = len(self._introductions.compatible())
-                text = f"{ready} of {expected} peers are ready within {timeout_s:g} s"
-                misfits = self._introductions.describe_incompatible()
-                raise TimeoutError("; ".join([text, *filter(None, [misfits])]))
-
-    def _try_to_start(self, expected: int) -> None:
-        membership = self._membership
-        introductions = self._introductions
-        members = introductions.compatible(Phase.IN)
-        naming = next(
-            (hello for hello in members.values() if membership.run in hello.members), None
-        )
-        if naming is not None:
-            self._start_with_named(naming)
-        elif members:
-            membership.enter(Phase.JOINING)
-        elif not introductions.compatible() and len(introductions.incompatible) >= max(expected, 1):
-            raise Mismatch(introductions.describe_incompatible())
-        elif self._destination is Phase.IN and not self._is_any_silent():
-            initial = introductions.compatible(Phase.NEW)
-            if len(initial) >= expected:
-                # Also on a node that does not name the members: the one that does would name none.
-                self._check_same_start(initial)
-                if all(membership.run < run for run in initial):
-                    nodes = len(initial) + 1
-                    is_sharded = self._options.is_sharded(nodes, self._replica.groups.numel)
-                    self._start(initial, membership.run, is_sharded=is_sharded)
-
-    def _is_any_silent(self) -> bool:
-        """Return whether to wait for a connected node's introduction: a training may have begun without this node."""
-        connected = set(map(self._introductions.register, self._router.node.peers))
-        is_silent = not self._introductions.hellos.keys() >= connected
-        if not is_silent or self._silent_until_s is None:
-            self._silent_until_s = clock.now_s() + _INTRODUCTION_S
-        return is_silent and clock.now_s() < self._silent_until_s
-
-    def _start_with_named(self, hello: Hello) -> None:
-        """Start with the members that the node with the lowest id has named, once all are connected."""
-        compatible = self._introductions.compatible()
-        others = [run for run in hello.members if run != self._membership.run]
-        if all(run in compatible for run in others):
-            self._check_same_start({run: compatible[run] for run in others})
-            self._start(others, hello.origin, is_sharded=bool(hello.is_sharded))
-
-    def _check_same_start(self, hellos: Mapping[NodeRun, Hello]) -> None:
-        """Refuse nodes that begin at another step, with other parameters, or with one node's residual twice."""
-        step = self._replica.step
-        own_params, own_residual = self._introductions.start
-        here = self._introductions.name_of(self._membership.run)
-        for run, hello in hellos.items():
-            there = self._introductions.name_of(run)
-            params, residual = hello.start
-            if hello.phase is not Phase.NEW:
-                continue
-            if hello.step != step:
-                raise Mismatch(
-                    f"{there} begins at step {hello.step}, this node ({here}) at step {step}: begin with the same "
-                    "checkpoint on all nodes"
-                )
-            if residual and residual == own_residual:
-                raise Mismatch(
-                    f"{there} and this node ({here}) have loaded the checkpoint of the same node, so its residual "
-                    "would count twice: every node saves its own, and loads it"
-                )
-            if params and own_params and params != own_params and not self._equalizes:
-                raise Mismatch(
-                    f"{there} and this node ({here}) begin with other parameters: seed the initial values alike or "
-                    "load the same checkpoint on all nodes, or join(params, equalize=True) takes those of the node "
-                    "with the lowest id"
-                )
-
-    def _start(self, others: Iterable[NodeRun], origin: NodeRun, *, is_sharded: bool) -> None:
-        membership = self._membership
-        replica = self._replica
-        members = [membership.run, *others]
-        membership.begin(members[1:], replica.step, origin, is_sharded=is_sharded)
-        replica.begin(replica.step, len(members), is_sharded=is_sharded)
-        replica.assign_owners(members, replica.step, self._introductions.workers)
-        self._router.announce(Phase.IN)
-        _LOG.info(
-            "%s exchange of %d nodes begins at step %d",
-            "sharded" if is_sharded else "mesh",
-            len(members),
-            replica.step,
-        )
-
-    def expect_equalized(self, equalize: bool) -> None:
-        """Accept nodes that begin with other parameters, because `equalize` follows, or refuse them."""
-        self._equalizes = equalize
+    # ---- equal initial parameters ------------------------------------------------------------------------------------
 
     def equalize(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Give all first members the parameters, and the optimiser's state, of the one with the lowest id.
@@ -279,7 +163,7 @@ class Join:
         own_group = {membership.run, *membership.peers}
         if names_this_node and not was_outside:
             # The others have gone on without the sender, which does not know it yet.
-            self._departure.report(to=run)
+            self._departure.report(run)
             return
         if was_outside and not self._options.is_sync and not own_group.isdisjoint(hello.members):
             if not self._departure.has_gone(run, hello.first_step):

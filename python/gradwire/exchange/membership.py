@@ -228,7 +228,8 @@ class Introductions:
         before = self.incompatible.pop(run, None)
         difference = difference_of(hello.signature, self.signature)
         if difference:
-            there, here = self.peer_of(run).address, self._me.address
+            there = self.peer_of(run).address
+            here = self._me.address
             text = f"{there} and this node ({here}) do not fit: {difference}"
             self.incompatible[run] = text
             if before is None:
@@ -629,10 +630,12 @@ class Router:
 
     # ---- sending -----------------------------------------------------------------------------------------------------
 
-    def send(self, kind: Kind, number: int, payload: bytes, to: NodeRun | None = None) -> None:
+    def send(
+        self, kind: Kind, number: int, payload: bytes, receiver: NodeRun | None = None
+    ) -> None:
         """Queue a control message for all peers or for one, and send as much as there is space for."""
         # At once if possible: the caller may go off to compute while others wait for the message.
-        self._unsent.append((tag_of(kind, number), payload, to))
+        self._unsent.append((tag_of(kind, number), payload, receiver))
         self.flush()
 
     def flush(self) -> bool:
@@ -668,9 +671,9 @@ class Router:
             pass  # the peer has gone, and does not get the message
         return True
 
-    def introduce(self, to: NodeRun | None = None) -> None:
+    def introduce(self, receiver: NodeRun | None = None) -> None:
         """Send this node's introduction to all peers or to one."""
-        self.send(Kind.HELLO, 0, self._membership.own_hello().encode(), to)
+        self.send(Kind.HELLO, 0, self._membership.own_hello().encode(), receiver)
 
     def announce(self, phase: Phase) -> None:
         """Enter a phase and tell all peers."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 
+from ..codec import Encoder
 from .groups import Codec
+from .protocol import VERSIONS
 
 __all__ = [
     "ExchangeOptions",
@@ -182,9 +185,14 @@ class Options:
         """Number of updates of every node that are kept after they are applied: for peers that miss some."""
         return _KEPT_UPDATES if self.is_sync else 2 * self.max_staleness + _KEPT_UPDATES
 
-    def signature(self) -> dict[str, Any]:
-        """Return the options that have to be the same on all nodes."""
-        return {name: getattr(self, name) for name in _SIGNED}
+    def signature(self, encoders: Sequence[Encoder]) -> dict[str, Any]:
+        """Return everything that has to be the same on all nodes; the parameters' shapes are still to come."""
+        return {
+            "versions": VERSIONS,
+            "params": None,
+            "groups": [[encoder.key, encoder.numel, encoder.dtype] for encoder in encoders],
+            **{name: getattr(self, name) for name in _SIGNED},
+        }
 
 
 def _check_int(name: str, value: Any, least: int) -> None:

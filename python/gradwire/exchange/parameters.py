@@ -308,8 +308,8 @@ class SharedCopy:
 
     def state_layout(self, params: Any) -> list[list[Any]]:
         """Return [dtype, shape] of every array that ``export_state`` returns."""
-        own = layouts(writable_views(params))
-        return own * 2 if isinstance(self.total, MomentumSum) else own
+        shared = layouts(writable_views(params))
+        return shared * 2 if isinstance(self.total, MomentumSum) else shared
 
     def import_state(self, arrays: Arrays, params: Any) -> None:
         """Replace the shared parameters and the caller's by another replica's."""

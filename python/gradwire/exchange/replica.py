@@ -344,7 +344,7 @@ class Replica(SharedCopy):
             held = None
             if update is not None:
                 messages = update.messages
-                held = next(index for index, one in enumerate(payloads) if one is messages)
+                held = next(index for index, payload in enumerate(payloads) if payload is messages)
             self._add(payloads, self.shared, divisor, SecondTarget(targets, held))
             if self.sharding is not None and update is not None:
                 # The parts that the parameters hold went to the owners, and come back in the results.

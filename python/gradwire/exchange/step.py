@@ -72,17 +72,17 @@ class Step:
         refresh = None
         if has_moved:
             update, refresh = replica.local_delta(params)
-        own = replica.encode(update, codec, refresh)
-        own.add_wait(room_s)
-        replica.hold(own, params, begin_s, has_moved=has_moved)
+        pending = replica.encode(update, codec, refresh)
+        pending.add_wait(room_s)
+        replica.hold(pending, params, begin_s, has_moved=has_moved)
         if self._options.overlap:
             begin_s = clock.now_s()
-            self._publish(own)
+            self._publish(pending)
             self._join.poll(0.0)
-            own.add_wait(clock.now_s() - begin_s)
+            pending.add_wait(clock.now_s() - begin_s)
             return None
         again = partial(replica.encode, None, codec)
-        return self._finish_or_repeat(own, again, params, optimizer_state)
+        return self._finish_or_repeat(pending, again, params, optimizer_state)
 
     def leave(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
         """Send everything that is left as the last update, and say so."""
@@ -92,9 +92,9 @@ class Step:
             replica.absorb_local_changes(params)
         begin_s = clock.now_s()
         flush = partial(replica.encode, None, None)
-        own = flush()
-        replica.hold(own, params, begin_s, has_moved=False)
-        result = self._finish_or_repeat(own, flush, params, optimizer_state)
+        pending = flush()
+        replica.hold(pending, params, begin_s, has_moved=False)
+        result = self._finish_or_repeat(pending, flush, params, optimizer_state)
         self._join.say_goodbye()
         return result
 
@@ -111,7 +111,7 @@ class Step:
 
     def _finish_or_repeat(
         self,
-        own: StepUpdate,
+        pending: StepUpdate,
         encode_again: Callable[[], StepUpdate],
         params: Any,
         optimizer_state: Sequence[Any],
@@ -119,13 +119,13 @@ class Step:
         """Finish the pending step, or a later one where the others have gone on without this node."""
         while True:
             try:
-                return self._finish(own, params, has_moved=False)
+                return self._finish(pending, params, has_moved=False)
             except LeftBehind:
                 # The messages are back in the residual, for the step at which the others admit this node.
                 self._join.ensure_member(params, optimizer_state)
             begin_s = clock.now_s()
-            own = encode_again()
-            self._replica.hold(own, params, begin_s, has_moved=True)
+            pending = encode_again()
+            self._replica.hold(pending, params, begin_s, has_moved=True)
 
     # ---- space -------------------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Step:
 
     # ---- the members' messages ---------------------------------------------------------------------------------------
 
-    def _publish(self, own: StepUpdate) -> frozenset[NodeRun]:
+    def _publish(self, pending: StepUpdate) -> frozenset[NodeRun]:
         """Hand an update over unless that is done; without space it stays for the next try.
 
         Returns:
@@ -180,27 +180,27 @@ class Step:
         Raises:
             TooLarge: the transport refuses the size; the message is back in the residual.
         """
-        if own.ticket is not None:
+        if pending.ticket is not None:
             return frozenset()
         unaware = frozenset() if self._is_sync else self._membership.members_unaware_of_us
         if unaware:
             return unaware
         try:
-            if own.sharded is not None:
-                if not self._router.publish_parts(own.step, own.sharded.unsent):
+            if pending.sharded is not None:
+                if not self._router.publish_parts(pending.step, pending.sharded.unsent):
                     return frozenset()
                 lost = self._router.lost | self._membership.departing.keys()
-                missing = self._replica.prepare(own, lost)
+                missing = self._replica.prepare(pending, lost)
                 if missing:
                     return missing
-            own.set_ticket(self._router.publish_update(own.step, own.payload))
+            pending.set_ticket(self._router.publish_update(pending.step, pending.payload))
         except TooLarge:
-            self._replica.take_back(own)
-            self._membership.restart_at(own.step)
+            self._replica.take_back(pending)
+            self._membership.restart_at(pending.step)
             raise
         return frozenset()
 
-    def _wait_for_members(self, own: StepUpdate) -> None:
+    def _wait_for_members(self, pending: StepUpdate) -> None:
         """Return when the own message is handed over and, in synchronous mode, all members' have arrived.
 
         Raises:
@@ -213,23 +213,23 @@ class Step:
         deadline_s = clock.now_s() + timeout_s
         may_drop = self._options.on_straggler == "drop"
         self._last_missing = frozenset()
-        is_patient = own.sharded is not None
+        is_patient = pending.sharded is not None
         poll_s = 0.0
         while True:
-            needed = self._publish(own)
+            needed = self._publish(pending)
             self._join.poll(poll_s)
             if membership.phase is Phase.JOINING:
                 raise LeftBehind
-            missing = needed | membership.missing(own.step) if self._is_sync else needed
-            if own.ticket is not None and not missing:
+            missing = needed | membership.missing(pending.step) if self._is_sync else needed
+            if pending.ticket is not None and not missing:
                 return
             self._last_missing = missing or self._last_missing
             if clock.now_s() >= deadline_s:
                 deadline_s = clock.now_s() + timeout_s
-                if self._options.on_straggler == "wait" and (own.ticket is not None or needed):
-                    _LOG.warning("%s", self._timed_out(own, missing))
+                if self._options.on_straggler == "wait" and (pending.ticket is not None or needed):
+                    _LOG.warning("%s", self._timed_out(pending, missing))
                 elif not may_drop:
-                    raise self._timed_out(own, missing)
+                    raise self._timed_out(pending, missing)
                 elif is_patient and not needed:
                     # An owner may wait for a part, and suspects its sender about now.
                     is_patient = False
@@ -238,62 +238,62 @@ class Step:
                     silent = [run for run in needed or missing if run not in membership.departing]
                     why = "sends nothing: the others go on without it"
                     self._departure.suspect(silent, why)
-            has_room = own.ticket is not None or needed
+            has_room = pending.ticket is not None or needed
             poll_s = clock.POLL_S if has_room else clock.ROOM_POLL_S
 
-    def _timed_out(self, own: StepUpdate, missing: frozenset[NodeRun]) -> TimeoutError:
+    def _timed_out(self, pending: StepUpdate, missing: frozenset[NodeRun]) -> TimeoutError:
         what = "no space to send it: a peer does not take its messages"
         if missing:
             names = self._introductions.describe(sorted(missing))
             what = f"no message from {names}, though connected"
         return TimeoutError(
-            f"step {own.step} is not finished after {self._options.timeout_s:g} s: {what}; "
+            f"step {pending.step} is not finished after {self._options.timeout_s:g} s: {what}; "
             "the next call goes on with it"
         )
 
     # ---- the end of a step -------------------------------------------------------------------------------------------
 
-    def _finish(self, own: StepUpdate, params: Any, *, has_moved: bool) -> StepResult:
+    def _finish(self, pending: StepUpdate, params: Any, *, has_moved: bool) -> StepResult:
         """Hand over the pending message, wait for the others' and apply all of them, by node id."""
         membership = self._membership
         replica = self._replica
         begin_s = clock.now_s()
-        self._wait_for_members(own)
+        self._wait_for_members(pending)
         arrived_s = clock.now_s()
-        own.add_wait(arrived_s - begin_s)
-        others = membership.take_updates(own.step if self._is_sync else math.inf)
+        pending.add_wait(arrived_s - begin_s)
+        others = membership.take_updates(pending.step if self._is_sync else math.inf)
         # All synchronous nodes add in this order, which makes their bits equal.
-        in_order: Updates = [*others, (membership.run, own.messages)]
+        in_order: Updates = [*others, (membership.run, pending.messages)]
         in_order.sort(key=itemgetter(0))
         replica.apply(
             [messages for _, messages in in_order],
             params,
             nodes=len(in_order) if self._is_sync else len(membership.peers) + 1,
-            update=own,
+            update=pending,
             has_moved=has_moved,
         )
         if self._is_sync:
             self._join.finish_step([run for run, _ in others])
         else:
             self._departure.remove_departed()
-        result = self._result(own, others, clock.now_s() - arrived_s)
-        replica.finish_step(own)
+        result = self._result(pending, others, clock.now_s() - arrived_s)
+        replica.finish_step(pending)
         return result
 
-    def _result(self, own: StepUpdate, others: Updates, apply_s: float) -> StepResult:
+    def _result(self, pending: StepUpdate, others: Updates, apply_s: float) -> StepResult:
         replica = self._replica
         peer_of = self._introductions.peer_of
         lost, joined = self._membership.drain_events()
-        encoded = own.encoded
-        sent_bytes = own.nbytes
+        encoded = pending.encoded
+        sent_bytes = pending.nbytes
         received_bytes = sum([message.nbytes for _, update in others for message in update])
         lost_elements = 0
-        if own.sharded is not None and replica.sharding is not None:
-            received_bytes += own.sharded.received_bytes
+        if pending.sharded is not None and replica.sharding is not None:
+            received_bytes += pending.sharded.received_bytes
             lost_elements = replica.sharding.drain_lost_elements()
         slowest = min(self._last_missing, default=None)
         return StepResult(
-            step=own.step,
+            step=pending.step,
             sent_bytes=sent_bytes,
             density=sum([message.count for message in encoded]) / max(replica.groups.numel, 1),
             threshold=encoded[0].threshold,
@@ -307,8 +307,8 @@ class Step:
             lost_elements=lost_elements,
             staleness=0 if self._is_sync else self._staleness(),
             ratio=4 * replica.groups.numel / sent_bytes,
-            encode_s=own.encode_s,
-            wait_s=own.wait_s,
+            encode_s=pending.encode_s,
+            wait_s=pending.wait_s,
             apply_s=apply_s,
             slowest=None if slowest is None else peer_of(slowest),
         )

@@ -1,0 +1,170 @@
+"""The common start of the first members: who they are, whether they begin alike, and the way of the exchange."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+from ..errors import Mismatch
+from . import clock
+from .membership import Membership, Router
+from .options import Options
+from .protocol import Hello, NodeRun, Phase
+from .replica import Replica
+
+__all__ = ["Start"]
+
+_LOG = logging.getLogger(__name__)
+
+# Longest wait for the introduction of a connected node, which may not run an exchange at all.
+_INTRODUCTION_S = 2.0
+
+
+class Start:
+    """Begins the training together with the other first members.
+
+    Args:
+        options, membership, router, replica: of this node.
+        poll: sends and receives for up to so many seconds.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        membership: Membership,
+        router: Router,
+        replica: Replica,
+        poll: Callable[[float], None],
+    ) -> None:
+        self._options = options
+        self._membership = membership
+        self._introductions = membership.introductions
+        self._router = router
+        self._replica = replica
+        self._poll = poll
+        self._silent_until_s: float | None = None
+        self._equalizes = False
+
+    def wait_for_peers(self) -> None:
+        """Return when this node is a member from the start (phase IN), or has to join late (JOINING).
+
+        The node with the lowest id names the members as soon as it sees as many nodes as it expects.
+
+        Raises:
+            TimeoutError: fewer nodes appeared in time.
+            Mismatch: the others train something else, or start at another step.
+        """
+        membership = self._membership
+        timeout_s = self._options.timeout_s
+        expected = self._expected_peers()
+        membership.restart_at(self._replica.step)
+        deadline_s = clock.now_s() + timeout_s
+        if expected:
+            self._router.node.wait_for_peers(expected, timeout_s)
+        poll_s = 0.0
+        while membership.phase is Phase.NEW:
+            self._poll(poll_s)
+            poll_s = clock.POLL_S
+            self._try_to_start(expected)
+            if membership.phase is Phase.NEW and clock.now_s() >= deadline_s:
+                ready = len(self._introductions.compatible())
+                text = f"{ready} of {expected} peers are ready within {timeout_s:g} s"
+                misfits = self._introductions.describe_incompatible()
+                raise TimeoutError("; ".join([text, *filter(None, [misfits])]))
+
+    def _expected_peers(self) -> int:
+        """Return the number of other nodes to wait for."""
+        node = self._router.node
+        expected = 1 if self._options.role == "observer" else self._options.min_peers
+        if expected is None:
+            expected = node.expected_peers
+        if expected is None:
+            expected = max(len(node.seeds), len(node.peers))
+            if not expected:
+                _LOG.warning("no peer is known, this node goes on alone: give min_peers")
+        return expected
+
+    def _try_to_start(self, expected: int) -> None:
+        membership = self._membership
+        introductions = self._introductions
+        members = introductions.compatible(Phase.IN)
+        naming = next(
+            (hello for hello in members.values() if membership.run in hello.members), None
+        )
+        if naming is not None:
+            self._start_with_named(naming)
+        elif members:
+            membership.enter(Phase.JOINING)
+        elif not introductions.compatible() and len(introductions.incompatible) >= max(expected, 1):
+            raise Mismatch(introductions.describe_incompatible())
+        elif self._options.role != "observer" and not self._is_any_silent():
+            initial = introductions.compatible(Phase.NEW)
+            if len(initial) >= expected:
+                # Also on a node that does not name the members: the one that does would name none.
+                self._check_same_start(initial)
+                if all(membership.run < run for run in initial):
+                    nodes = len(initial) + 1
+                    is_sharded = self._options.is_sharded(nodes, self._replica.groups.numel)
+                    self._start(initial, membership.run, is_sharded=is_sharded)
+
+    def _is_any_silent(self) -> bool:
+        """Return whether to wait for a connected node's introduction: a training may have begun without this node."""
+        connected = set(map(self._introductions.register, self._router.node.peers))
+        is_silent = not self._introductions.hellos.keys() >= connected
+        if not is_silent or self._silent_until_s is None:
+            self._silent_until_s = clock.now_s() + _INTRODUCTION_S
+        return is_silent and clock.now_s() < self._silent_until_s
+
+    def _start_with_named(self, hello: Hello) -> None:
+        """Start with the members that the node with the lowest id has named, once all are connected."""
+        compatible = self._introductions.compatible()
+        others = [run for run in hello.members if run != self._membership.run]
+        if all(run in compatible for run in others):
+            self._check_same_start({run: compatible[run] for run in others})
+            self._start(others, hello.origin, is_sharded=bool(hello.is_sharded))
+
+    def _check_same_start(self, hellos: Mapping[NodeRun, Hello]) -> None:
+        """Refuse nodes that begin at another step, with other parameters, or with one node's residual twice."""
+        step = self._replica.step
+        own_params, own_residual = self._introductions.start
+        here = self._introductions.name_of(self._membership.run)
+        for run, hello in hellos.items():
+            there = self._introductions.name_of(run)
+            params, residual = hello.start
+            if hello.phase is not Phase.NEW:
+                continue
+            if hello.step != step:
+                raise Mismatch(
+                    f"{there} begins at step {hello.step}, this node ({here}) at step {step}: begin with the same "
+                    "checkpoint on all nodes"
+                )
+            if residual and residual == own_residual:
+                raise Mismatch(
+                    f"{there} and this node ({here}) have loaded the checkpoint of the same node, so its residual "
+                    "would count twice: every node saves its own, and loads it"
+                )
+            if params and own_params and params != own_params and not self._equalizes:
+                raise Mismatch(
+                    f"{there} and this node ({here}) begin with other parameters: seed the initial values alike or "
+                    "load the same checkpoint on all nodes, or join(params, equalize=True) takes those of the node "
+                    "with the lowest id"
+                )
+
+    def _start(self, others: Iterable[NodeRun], origin: NodeRun, *, is_sharded: bool) -> None:
+        membership = self._membership
+        replica = self._replica
+        members = [membership.run, *others]
+        membership.begin(members[1:], replica.step, origin, is_sharded=is_sharded)
+        replica.begin(replica.step, len(members), is_sharded=is_sharded)
+        replica.assign_owners(members, replica.step, self._introductions.workers)
+        self._router.announce(Phase.IN)
+        _LOG.info(
+            "%s exchange of %d nodes begins at step %d",
+            "sharded" if is_sharded else "mesh",
+            len(members),
+            replica.step,
+        )
+
+    def expect_equalized(self, equalize: bool) -> None:
+        """Accept nodes that begin with other parameters, because `equalize` follows, or refuse them."""
+        self._equalizes = equalize
