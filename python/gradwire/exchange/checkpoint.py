@@ -25,6 +25,7 @@ def state_of(replica: Replica) -> dict[str, Any]:
     """Return a copy of everything that the next step depends on; the messages of an unfinished step are put back."""
     total = replica.total
     encoders = [encoder.state_dict() for encoder in replica.groups.encoders]
+    # The others will not wait for this message after a restart, so its content has to be in the residual.
     replica.put_back_into([encoder["residual"] for encoder in encoders])
     return {
         "format": _FORMAT,
@@ -118,6 +119,8 @@ def redistribute(
     # A worker's own parameters, which ``gradwire.torch`` adds, hold its old residual.
     own_parameters = {"local", "rounded"}
     states = [{name: state[name] for name in state.keys() - own_parameters} for state in states]
+    # The mean over another number of nodes weighs each residual differently. This keeps what they add to the
+    # parameters.
     factor = world_size / len(states) if reduction == "mean" else 1.0
     weight = len(states) if reduction == "mean" else 1
     return [
@@ -133,6 +136,7 @@ def _merged(
 
     A sum that an owner keeps weighs as much as ``weight`` updates of one node.
     """
+    # In float64, so that the sum of many residuals does not round.
     totals = [np.zeros(saved["residual"].shape, np.float64) for saved in like["encoders"]]
     for state in states:
         for total, saved in zip(totals, state["encoders"], strict=True):

@@ -100,6 +100,7 @@ class Consistency:
         """
         membership = self._membership
         self.add_notes(params)
+        # The note before may not have been sent yet, as an overlapped step is finished first.
         if not membership.has_news:
             is_due = membership.is_first and self._is_due()
             if is_due:
@@ -120,6 +121,7 @@ class Consistency:
     def add_notes(self, params: Any) -> None:
         """Add the notes of the last step's updates, and compute a digest where a comparison was announced."""
         step = self._replica.step
+        # All members have the same notes of a step, so all compute their digests after the same step.
         for run, stream in self._membership.members.items():
             note = stream.notes.get(step - 1)
             if note is not None:
@@ -164,6 +166,8 @@ class Consistency:
 
     def _judge(self, step: int, digests: dict[NodeRun, str]) -> None:
         counts = Counter(digests.values())
+        # Each digest begins with the set of nodes that its sender believes to have contributed. Where these differ,
+        # different parameters say nothing.
         if len({digest.partition("-")[0] for digest in counts}) > 1:
             return  # a member came or went, and not all knew of it at this step
         if len(counts) == 1:

@@ -62,6 +62,8 @@ class Departure:
         """
         membership = self._membership
         gone = sorted(runs)
+        # An asynchronous node that some members do not know yet takes no part in their agreement. They may agree on
+        # fewer updates of the departed member than this node has applied.
         is_new = not self._is_sync and not membership.members_unaware_of_us <= set(gone)
         if membership.phase is Phase.READY or is_new:
             self.rejoin(f"{self._introductions.describe(gone)} {why}")
@@ -94,6 +96,7 @@ class Departure:
             Mismatch: no other member's arrays fit.
         """
         membership = self._membership
+        # Parameters become known with the first step or join, so a mismatch may show only after the start.
         incompatible = [run for run in membership.peers if run in self._introductions.incompatible]
         if not incompatible or membership.phase is not Phase.IN:
             return
@@ -133,6 +136,8 @@ class Departure:
 
     def has_gone(self, run: NodeRun, first_step: int) -> bool:
         """Return whether a node that came in with its update ``first_step`` is reported as gone since then."""
+        # A report names the first update that is missing. If that is below the node's first update as a member, the
+        # report is about an earlier time of the node.
         reports = [*self._reports.values(), self._membership.finals]
         return any(report.get(run, -1) >= first_step for report in reports)
 
@@ -148,6 +153,8 @@ class Departure:
         """
         membership = self._membership
         reports = self._reports.values()
+        # A node that never was a member here has to be in the report all the same: reports count only if they name the
+        # same nodes. This node knows nothing of its updates, and repeats the largest number that others have named.
         unknown = membership.reported - membership.members.keys()
         hearsay = {
             run: max((report.get(run, 0) for report in reports), default=0) for run in unknown
@@ -162,6 +169,8 @@ class Departure:
         )  # of this node's updates, if it is reported as gone
         self._reports[reporter] = named
         has_news = membership.add_reported(named)
+        # Three kinds of reporters: one that is no member here, and would wait for this node's reports for ever; one
+        # that is itself gone, whose opinion does not count; and a member, whose report may be about this node.
         if reporter not in membership.members:
             self._refuse(reporter)
         elif reporter in membership.departing:
@@ -206,6 +215,8 @@ class Departure:
     def _agree(self) -> None:
         """Decide on the last updates of departed members."""
         membership = self._membership
+        # All members decide from the same reports, so all decide alike. Nobody decides before the reports of all
+        # remaining members are there.
         unsettled = self.unsettled
         reports = [self._reports.get(run, {}) for run in membership.peers]
         # A member may have gone before, and come in again: earlier reports are about that time.
@@ -222,6 +233,8 @@ class Departure:
     def _relay(self) -> None:
         """Relay updates of departed members that others lack, if this node is the first that has them."""
         membership = self._membership
+        # One relay is enough: the first node by id that has all updates sends them. If it dies meanwhile, the voters
+        # are others, and the next node sends them again.
         voters = frozenset(membership.peers)
         for run, final in membership.finals.items():
             reported = {
@@ -250,6 +263,7 @@ class Departure:
             return
         stream = membership.members.get(run)
         kind, step = divmod(tag, TAG_NUMBERS)
+        # Several nodes may relay the same update after another death; only the next missing one is taken.
         if stream is None or step != stream.next_missing:
             return
         if kind == Kind.NOTE:

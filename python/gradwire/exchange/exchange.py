@@ -148,6 +148,7 @@ class Exchange:
         self._stats = ExchangeStats(codec=checked.codec)
         self._residual_monitor = ResidualMonitor()
         self._is_loaded = False
+        # Reentrant, because ``resync`` calls ``join``.
         self._use = threading.RLock()
         self._optimizer_state: Sequence[Any] = ()  # of the last step, for newcomers
         self._meter = Meter(checked)
@@ -253,6 +254,7 @@ class Exchange:
         """
         self._groups.check_params(params)
         writable_views(optimizer_state)  # refuses now rather than in the middle of training
+        # Parameters of a call that was refused, or that timed out, may have been replaced since then.
         if self._membership.phase is Phase.NEW and not self._is_loaded:
             self._replica.drop_shared()  # of an earlier call, which was refused
         self._replica.copy_shared(params)
@@ -322,6 +324,7 @@ class Exchange:
             Diverged: the step is done, and most others turned out to hold other parameters; see ``resync``.
         """
         finished = self._begin(params, optimizer_state)
+        # Local steps change the parameters at once, so the update of the exchange is what the parameters have moved by.
         if self._options.every > 1:
             if update is None:
                 raise ValueError("local steps need the update; it cannot be in the residual")
@@ -438,6 +441,7 @@ class Exchange:
         self._optimizer_state = optimizer_state
         if self._membership.phase is not Phase.IN:
             self._join.ensure_member(params, optimizer_state)
+        # An overlapped step is finished as late as allowed, so that its messages have the longest time to arrive.
         if self._replica.local_steps + 1 < self._options.overlap:
             return None
         return self._finish_earlier(params, optimizer_state)
@@ -448,6 +452,8 @@ class Exchange:
         if introductions.signature["params"] is not None and not again:
             return
         self._groups.check_params(params)
+        # Digests of the initial parameters tell nodes apart that begin differently. They cost a pass over the
+        # parameters, so they are made once.
         start = introductions.start
         # Asynchronous replicas that go on from checkpoints are equal only within rounding.
         is_new = self._membership.phase is Phase.NEW
@@ -467,6 +473,7 @@ class Exchange:
         try:
             result = self._step.take_step(None, params, optimizer_state, has_moved=True)
         except NonFiniteUpdate:
+            # The caller's optimiser has moved the parameters already; they must not stay NaN.
             replica.reject(params)
             raise
         self._end_step(result, params, optimizer_state)

@@ -121,6 +121,7 @@ class Groups:
                 f"thresholds are for groups {sorted(policies)}, there are {len(coded)}"
             )
         groups = []
+        # The key is the group's number on the wire, so the order of the groups has to be the same on all nodes.
         for key, index in enumerate(coded):
             numel = sizes[index]
             policy = policies.get(key, for_size(threshold, numel, largest))
@@ -161,6 +162,7 @@ class Groups:
                     f"{len(params)} parameters for groups of {len(indices)} tensors, the last of which is "
                     f"{max(indices)}"
                 )
+        # An empty message is applied: ``apply`` itself says what it cannot take, in its own words.
         nothing = np.empty(0, np.int64), np.empty(0, np.bool_)
         for index, encoder in enumerate(self.encoders):
             arrays = self.select(params, index)
@@ -252,6 +254,8 @@ class Groups:
             arrays = None if update is None else self.select(update, index)
             return encoder.encode(arrays, dense=dense, parts=parts)
 
+        # Encoders on a device return at once and work side by side. They are waited for together, after the last was
+        # started.
         encoded: list[Any] = []
         try:
             for index in range(len(self.groups)):

@@ -61,6 +61,7 @@ class Join:
 
     def poll(self, timeout_s: float) -> None:
         """Send as much as there is space for, receive for up to ``timeout_s``, and find lost members."""
+        # Snapshots go first: updates have half of the space for themselves, and a newcomer waits for its last part.
         if self._has_requests:
             self._donor.send_parts()
         lost = self._router.receive(timeout_s)
@@ -78,6 +79,8 @@ class Join:
         """
         membership = self._membership
         deadline_s = clock.now_s() + self._options.timeout_s
+        # The node with the lowest id gives its state to all whose digests differ from its own, and waits until they
+        # have it: otherwise its first update could arrive at a node that still has other parameters.
         served: set[NodeRun] = set()
         here = {membership.run: self._replica.step}
         while membership.phase is Phase.IN:
@@ -124,6 +127,7 @@ class Join:
     def _add_hello(self, run: NodeRun, _: int, payload: memoryview) -> None:
         membership = self._membership
         hello, before = self._introductions.add(run, payload)
+        # Order matters below: a lost connection first, then misfits, then members, then nodes outside.
         if self._asked is not None and self._asked[0] == run and before is None:
             self._asked = None  # its connection is new: the rest of the snapshot will not arrive
         if run in self._introductions.incompatible:
@@ -140,6 +144,7 @@ class Join:
                 self._departure.suspect([run], "came in with another part of a split network")
                 self._rejoin_if_smaller(hello)
             return
+        # What came on an earlier connection has a gap before what comes now.
         if before is None or starts_anew:
             membership.expect_updates(run, anew=True)
         if hello.phase is Phase.JOINING and membership.phase is Phase.IN:
@@ -149,6 +154,8 @@ class Join:
                 why = "leaves" if hello.phase is Phase.LEAVING else "joins again"
                 self._departure.suspect([run], why)
         elif hello.phase is Phase.IN:
+            # The sender says with which update it begins to send to this node directly. The snapshot must have all
+            # before.
             stream = membership.expect_updates(run)
             if stream.first_received is None:
                 stream.start_at(hello.first_direct)
@@ -160,6 +167,9 @@ class Join:
         """Handle a member that this node does not know: a newcomer, or a member of a group that had split off."""
         membership = self._membership
         names_this_node = membership.run in hello.members
+        # Four cases, by what the sender says and by whether it was outside when it last said something: it counts this
+        # node in and has not heard that it was left behind; it was admitted by this node's group (asynchronous nodes
+        # admit by introduction); it belongs to the other part of a split network; or both.
         own_group = {membership.run, *membership.peers}
         if names_this_node and not was_outside:
             # The others have gone on without the sender, which does not know it yet.
@@ -194,6 +204,7 @@ class Join:
     def say_goodbye(self) -> None:
         """Tell the members, while there is time, that this node's last update was sent."""
         self._router.announce(Phase.LEAVING)
+        # The goodbye is worth waiting for: without it the others take this node for crashed, and report its departure.
         deadline_s = clock.now_s() + self._options.timeout_s
         while not self._router.flush() and clock.now_s() < deadline_s:
             self.poll(clock.ROOM_POLL_S)
@@ -207,6 +218,8 @@ class Join:
             contributors: the other members whose updates were applied.
         """
         membership = self._membership
+        # All members run this with the same notes of the same step, and so change the membership alike without another
+        # message.
         next_step = self._replica.step + 1
         senders = list(contributors)
         membership.reach_step(next_step)
@@ -251,6 +264,7 @@ class Join:
                 notes.append(note)
             elif run in membership.members:
                 return []
+        # A node that only follows may not be connected with every newcomer, so the notes say who owns nothing.
         for note in notes:
             self._introductions.add_workers(note.workers)
         named = [set(note.admits) for note in notes]
@@ -261,6 +275,8 @@ class Join:
         if not self._has_requests:
             return
         membership = self._membership
+        # While members disagree on a departed member's last updates, a snapshot could contain an update that nobody
+        # else applies.
         if membership.phase is Phase.IN and not self._departure.unsettled:
             positions = {**membership.positions, membership.run: self._replica.step}
             try:
@@ -326,6 +342,7 @@ class Join:
                     raise Mismatch(introductions.describe_incompatible())
                 self._join_with_snapshot(params, optimizer_state)
             self.poll(clock.POLL_S)
+            # Every followed step is progress: only silence counts against the timeout.
             while self._options.is_sync and membership.is_ready_for(self._replica.step):
                 self._follow_step(params)
                 deadline_s = clock.now_s() + self._options.timeout_s
@@ -388,6 +405,7 @@ class Join:
         """Ask a member for a snapshot, another one each time, if all members that it names are connected."""
         own_run = self._membership.run
         here = {own_run, *members}
+        # A donor may only know members that this node is connected with: the updates of others would never arrive here.
         able = sorted(run for run, hello in members.items() if here >= set(hello.members))
         first_direct = {
             run: first
@@ -399,6 +417,7 @@ class Join:
             self._membership.forget_reports()
 
     def _request(self, donor: NodeRun, first_direct: Mapping[NodeRun, int]) -> None:
+        # Numbered, because parts of an earlier answer may still arrive from the same donor.
         self._requests += 1
         self._asked = (donor, self._requests)
         self._incoming = None
@@ -427,6 +446,9 @@ class Join:
         """Adopt the members of a snapshot; return False if not all their later updates arrive here."""
         membership = self._membership
         positions = dict(snapshot.positions)
+        # The snapshot says where every member's updates go on. Each of these updates has to arrive here directly: if a
+        # member is gone or its first updates came before the connection, the snapshot is of no use, and this node asks
+        # again.
         if not positions.keys() <= membership.others.keys():
             return False
         if not membership.reported.isdisjoint(positions):
@@ -448,6 +470,8 @@ class Join:
             snapshot.origin,
             is_sharded=snapshot.is_sharded,
         )
+        # A synchronous newcomer follows the members' steps until all of them have named it in the same step. An
+        # asynchronous newcomer is a member at once, and only waits to be known by all before it sends.
         if self._options.is_sync or self._options.role == "observer":
             self._router.announce(Phase.READY)
         else:

@@ -145,6 +145,7 @@ class LocalTeam:
         self._file: SharedFile | None = None  # with the arrays
         path = self._path_of(rank)
         self._lock = create_locked(path, f"is rank {rank} of team {name!r}")
+        # Released however the process ends, and only by the process that took it: a forked child runs finalizers, too.
         self._finalizers: list[Any] = [
             weakref.finalize(self, release, self._lock, path, os.getpid())
         ]
@@ -167,6 +168,7 @@ class LocalTeam:
             nbytes = self._arrays_at + (3 + self.workers) * span(layout)
             file = SharedFile.host(self._path, self._lock, [self.workers, layout], nbytes)
             self._map(file)
+            # The others map the memory as soon as it is published, so the parameters have to be in it.
             put(self.params, arrays)
             file.publish()
             self._finalizers.append(weakref.finalize(self, _clean, self._path, os.getpid()))
@@ -179,6 +181,7 @@ class LocalTeam:
                     f"{self.workers} workers of this machine"
                 )
             clock.sleep(_PAUSE_MAX_S)
+        # Memory of another layout would give every worker other parameters without a word.
         if leaders.document != [self.workers, layout]:
             leaders.close()
             workers, theirs = leaders.document
@@ -255,6 +258,8 @@ class LocalTeam:
         if update is not None:
             for slot, array in zip(self._slots[rank], update, strict=True):
                 np.copyto(slot, array.reshape(slot.shape), casting="same_kind")
+        # The order of stores is the protocol: first the update, then the words that describe it, then the word that
+        # others wait for. The fences keep compiler and processor from changing that order.
         while True:
             fence()
             rows[_WEIGHT, rank] = update is not None
@@ -268,15 +273,20 @@ class LocalTeam:
             else:
                 self._wait(lambda number=call: words[STARTED] >= number, (0,))  # type: ignore[misc]
             fence()
+            # The leader decides who takes part. A worker that was late finds the number of a later call, or itself left
+            # out.
             if int(words[STARTED]) == call and rows[_TAKES_PART, rank]:
                 break
             # The others have gone on without this worker, which was not here in time.
             call = int(words[STARTED]) + 1
+        # Every worker sums its own share of the elements: no two write to the same memory, and the sum takes a share of
+        # the time.
         if words[HAS_UPDATES]:
             self._reduce(rank)
         fence()
         rows[_REDUCED, rank] = call
         if leads:
+            # The leader alone waits for all shares: it reads the whole sum next.
             for other in np.flatnonzero(rows[_TAKES_PART]).tolist():
                 self._wait(
                     lambda rank=other: rows[_REDUCED, rank] == call,  # type: ignore[misc]
@@ -323,6 +333,7 @@ class LocalTeam:
                 (rank,),
                 is_needed=not self.started_call,
             )
+        # Whoever has not arrived by now is dead: those that live were waited for.
         before = rows[_TAKES_PART].copy()
         rows[_TAKES_PART] = rows[_ARRIVED] == call
         gone = np.flatnonzero(before > rows[_TAKES_PART]).tolist()
@@ -342,6 +353,7 @@ class LocalTeam:
             last = flat.size * (position + 1) // len(members)
             part = flat[first:last]
             scale = flat.dtype.type(factor)
+            # In the order of the ranks, whoever sums: the bits of the sum do not depend on who has died.
             part[:] = 0.0
             for sender in senders:
                 update = self._slots[sender][index].reshape(-1)[first:last]
@@ -375,7 +387,9 @@ class LocalTeam:
             now_s = clock.now_s()
             if now_s < look_s:
                 continue
+            # A lock is looked at seldom, because that is a system call, and memory often, because it is not.
             look_s = now_s + _LOOK_S
+            # The order matters: a worker may do what is waited for and end right after, between the two looks.
             is_gone = not all(map(self._is_alive, ranks))
             if is_done():
                 return
@@ -422,6 +436,7 @@ class LocalTeam:
     def publish_outcome(self, outcome: _Outcome) -> None:
         """Publish the leader's outcome for the other workers."""
         data = pickle.dumps(outcome)
+        # An error may carry anything. Its text is what the other workers need.
         if len(data) > _OUTCOME_BYTES - 8:
             short = GradwireError(str(outcome)[:500])
             data = pickle.dumps(replace(outcome, result=None, error=short, members=()))
@@ -604,12 +619,16 @@ class LocalExchange:
             self._act(self.exchange, action, state)
         team.end_call(call, leads=leads)
         self._outcome = outcome = team.read_outcome()
+        # Only a worker that has no state of its own takes the leader's: a new one, or all of them where the machine
+        # joined late.
         if outcome.has_state and not leads and (self._call is None or _is_late(outcome.result)):
             team.take_state(writable_views(state))
         self._call = call
         targets = team.params if params is None else writable_views(params)
+        # A caller may train on the team's memory itself, which needs no copy.
         if not all(np.shares_memory(*pair) for pair in zip(targets, team.params, strict=True)):
             put(targets, team.params)
+        # Raised in every worker, so that all of them handle it alike and make the same next call.
         if outcome.error is not None:
             raise outcome.error
         result: _Result = outcome.result

@@ -46,6 +46,8 @@ class UpdateStream:
         self.received = self.position = self.first_direct = first_received or 0
         self.notes: dict[int, Note] = {}
         self._keeps = keeps
+        # Bytes of updates outlive their application: if the sender dies, a member that has its last updates relays the
+        # bytes to members that lack them, and all of them parse the same.
         self._messages: dict[int, list[Message]] = {}
         self._payloads: dict[int, list[tuple[int, memoryview]]] = {}
 
@@ -59,6 +61,8 @@ class UpdateStream:
 
     def accepts(self, step: int) -> bool:
         """Return whether the update of ``step`` is the next to arrive."""
+        # A stream that begins on a new connection begins with whichever update arrives first. Everything before was
+        # sent on an earlier connection or is in a snapshot, so it cannot arrive here any more.
         if self.first_received is None:
             self.first_received = self.received = self.position = self.first_direct = step
         return step == self.received
@@ -70,6 +74,8 @@ class UpdateStream:
 
     def add_update(self, messages: list[Message], payload: memoryview) -> None:
         """Keep the next update, unless it has been applied with a snapshot."""
+        # An update below the position is in the snapshot with which this node has joined. Adding it would count it
+        # twice.
         if self.received >= self.position:
             self._messages[self.received] = messages
             self._payloads.setdefault(self.received, []).append((self.received, payload))
@@ -100,6 +106,7 @@ class UpdateStream:
         """
         messages = self._messages.pop(self.position)
         self.position += 1
+        # One update leaves for each that is applied, so nothing needs to be searched in a step.
         oldest = self.position - self._keeps
         self._payloads.pop(oldest - 1, None)
         self.notes.pop(oldest - 1, None)
@@ -182,6 +189,7 @@ class Introductions:
             hello = Hello.decode(payload)
         except MessageError:
             hello = Hello.of_another_version(payload)
+        # An introduction that cannot be read still has a version, which tells the user what is wrong.
         before = None if run in self.incompatible else self.hellos.get(run)
         self.hellos[run] = hello
         if hello.role == "worker":
@@ -363,11 +371,16 @@ class Membership:
         Raises:
             MessageError: this node does not get that update directly.
         """
+        # Updates of a newcomer may have arrived before this node admits it: a faster member has admitted it already.
+        # They are in the stream of a node that is no member yet, which now becomes the member's.
         stream = self.others.pop(run, None) or UpdateStream(first, self._keeps)
         if stream.first_received is not None and stream.first_received > first:
             raise self.wrong_step(run, stream.first_received)
         stream.start_at(first)
+        # Sorted by node: every loop over members, and with it every sum of their updates, has the same order on all
+        # nodes.
         self.members = dict(sorted({**self.members, run: stream}.items()))
+        # A node that comes back begins anew: earlier agreements and reports are about the time before.
         self.past.pop(run, None)
         self.departing.pop(run, None)
         self.finals.pop(run, None)
@@ -381,6 +394,8 @@ class Membership:
 
     def mark_departing(self, run: NodeRun) -> None:
         """Take no more updates from a member that is gone."""
+        # From here on nothing more is accepted from the member, also where its connection still works: this node is
+        # about to report how many of its updates it has, and that number must stay true.
         self.departing[run] = self.members[run].next_missing
         self.reported.add(run)
 
@@ -400,6 +415,7 @@ class Membership:
 
     def remove_member(self, run: NodeRun) -> None:
         """Remove a departed member, for the next step's result too."""
+        # The stream stays for a while: another member may still lack updates that this node can relay.
         self.past[run] = self.members.pop(run)
         self.broken.discard(run)
         self._events[0].append(run)
@@ -423,6 +439,7 @@ class Membership:
 
     def own_hello(self) -> Hello:
         """Return this node's introduction."""
+        # Only a member's word about the members counts: a node that leaves or joins has an old or an incomplete view.
         is_member = self.phase is Phase.IN
         return Hello(
             self.introductions.signature,
@@ -488,6 +505,7 @@ class Membership:
 
         They do not apply its updates, so an asynchronous node sends none yet; a synchronous one is `READY` as long.
         """
+        # The first members name each other before anybody sends an update.
         if not self._is_late:
             return frozenset()
         return frozenset(run for run in self.peers if not self.is_known_to(run))
@@ -532,6 +550,7 @@ class Membership:
 
     def contributors_before(self, step: int) -> str:
         """Return a name for the set of nodes whose updates are in the state before a step, as this node sees them."""
+        # A member that has just been admitted has contributed nothing to the state so far.
         runs = [run for run, stream in self.members.items() if stream.first_direct < step]
         if self.first_step < step:
             runs.append(self.run)
@@ -556,6 +575,8 @@ class Membership:
 
     def stream_of(self, run: NodeRun) -> UpdateStream | None:
         """Return the stream for a node's updates, None if they are to be ignored."""
+        # A member that joins again has both: the old stream until its last updates are applied, the new one for the
+        # time after. What arrives now was sent on the new connection.
         if run in self.others:
             return self.others[run]
         return None if run in self.departing else self.members.get(run)
@@ -686,6 +707,7 @@ class Router:
         Raises:
             TooLarge: the transport refuses the size; nothing was sent.
         """
+        # The note is made once for a step: it goes before the update, and another try of the update must not repeat it.
         if self._membership.next_step <= step:
             note = self._membership.make_note(step)
             if note is not None:
@@ -710,6 +732,8 @@ class Router:
 
         Members that go down meanwhile are lost in the next call, after their last messages.
         """
+        # Peers first: a peer that joins between the two calls is greeted in the next round, and a peer that is lost
+        # between them is still connected here, so its last messages are handled before it counts as lost.
         peers = self.node.peers
         events = self.node.events()
         for event in events:
@@ -728,15 +752,19 @@ class Router:
             kind, number = divmod(tag, TAG_NUMBERS)
             sender = self._runs.get(peer) or self._introductions.register(peer)
             self._handle(sender, kind, number, payload)
+        # A connection may break and come back between two calls, when the peer is connected again but what was under
+        # way is lost. Such a member has to begin anew as well: ``broken`` remembers it.
         self.lost = self._membership.broken | (self._membership.members.keys() - self._connected)
         return self.lost
 
     def _greet(self, peers: tuple[Peer, ...]) -> None:
         """Introduce this node to new connections, and forget those that have ended."""
         self._peers = peers
+        # By peer, because a message names its sender so: the step of a mesh makes no identities anew.
         self._runs = {peer: self._introductions.register(peer) for peer in peers}
         self._connected = frozenset(self._runs.values())
         self._introduced &= self._connected
+        # Every connection begins with an introduction, also one that replaces a lost connection of the same node.
         for run in sorted(self._connected - self._introduced):
             self._introduced.add(run)
             self.introduce(run)
@@ -762,6 +790,8 @@ class Router:
         try:
             handler(sender, number, payload)
         except MessageError as error:
+            # Bytes of a member that do not parse are an error that the caller has to see: the replicas would differ
+            # otherwise. A node that is no member must not be able to end the training.
             if membership.phase is not Phase.IN or sender in membership.members:
                 raise
             address = self._introductions.peer_of(sender).address

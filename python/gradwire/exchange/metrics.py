@@ -126,6 +126,8 @@ class Meter:
         wait_s = ours_s - encode_s - apply_s
         options = self._options
         remedies = [f"every={4 * options.every} exchanges a quarter as often"]
+        # Local steps always help. What else helps depends on whether the time goes into passes over memory or into
+        # waiting.
         if wait_s < ours_s / 2.0:
             remedies.append("Encoder(threads=) shares the passes over the data")
         else:
@@ -169,6 +171,8 @@ class ResidualMonitor:
                 stride = max(1, encoder.numel // _CHECK_NUMEL)
                 square += float(np.square(encoder.residual[::stride].astype(np.float64)).sum())
         norm = math.sqrt(square)
+        # At first every residual grows, until elements are sent as often as they fill up. Only growth after that is a
+        # sign.
         is_filled = self._steps * max(result.density, 1 / _FILL_STEPS_MAX) >= 1.0
         has_grown = is_filled and norm > 1.1 * self._norm
         self._grown_checks = self._grown_checks + 1 if has_grown else 0
@@ -351,6 +355,8 @@ def serve_snapshot(owner: object, snapshot: Callable[[], dict[str, Any]]) -> Non
         while True:
             server.handle_request()  # sleeps until a reader connects
 
+    # A thread of its own: ``gradwire top`` has to answer while the training waits for a peer. The lambda that it calls
+    # holds the exchange weakly, so the thread does not keep an exchange alive.
     threading.Thread(target=serve, name="gradwire-top", daemon=True).start()
     weakref.finalize(owner, _withdraw, path, os.getpid())
 

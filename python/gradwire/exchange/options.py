@@ -132,6 +132,7 @@ class Options:
         for name, least in _LEAST.items():
             if name != "min_peers" or self.min_peers is not None:
                 _check_int(name, getattr(self, name), least)
+        # Written so that NaN is refused, too.
         if not self.timeout_s > 0.0:
             raise ValueError(f"timeout_s is {self.timeout_s}, must be positive")
         if not self.digest_s >= 0.0:
@@ -176,6 +177,8 @@ class Options:
 
     def is_sharded(self, nodes: int, numel: int) -> bool:
         """Return whether a training that so many nodes begin, with so many parameters, is the sharded one."""
+        # All nodes know both numbers, and the node that names the first members decides with them, once. Measured times
+        # would make the bits of a run depend on the machine.
         if self.topology != "auto":
             return self.topology == "sharded"
         return self.is_sync and nodes >= SHARDED_NODES and numel >= SHARDED_NUMEL

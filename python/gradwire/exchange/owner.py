@@ -104,6 +104,7 @@ class Owner:
     def take_residual(self, run: NodeRun) -> PartUpdate:
         """Return the residual as dense messages, and clear it."""
         encoders = self.groups.encoders
+        # Dense messages carry the values exactly, so what leaves here arrives in the node's residual bit for bit.
         messages = [dense_message(encoder.residual, key=encoder.key) for encoder in encoders]
         for encoder in encoders:
             encoder.residual[...] = 0.0
@@ -237,6 +238,7 @@ class Sharding:
     ) -> None:
         """Assign the parameters to the nodes that take part from ``step`` on: to the same owners on all nodes."""
         present = set(contributors)
+        # A node that has left may come back later under the same identity; only then is its last result forgotten.
         self._left &= present
         self.senders = tuple(sorted(present - self._left))
         # A newcomer sends its first part now. What is known of the node is of an earlier time as a member.
@@ -245,10 +247,13 @@ class Sharding:
                 by_sender.pop(newcomer, None)
             for sender in self.accepted.get(newcomer, {}).keys() & set(self.senders):
                 del self.accepted[newcomer][sender]
+        # Sorted like the senders, and cut to the same length everywhere: all nodes compute the same assignment.
         owners = [run for run in self.senders if run not in workers]
         self.owners = tuple(owners[: self._owners_max])
         parts = len(self.owners)
         place = self.owners.index(self._run) if self._run in self.owners else parts
+        # An owner that keeps its part keeps its residual, too. Where only the number of parts changes, every owner has
+        # another part, and all residuals move.
         owner = self._owner
         if owner is None or (owner.parts, owner.place) != (parts, place):
             self._retire(owner)
@@ -283,14 +288,17 @@ class Sharding:
                 f"step {step} has no owner left, and updates stay in the residual: start a node whose role is "
                 '"member"'
             )
+        # One pass over the residual encodes the messages for all owners.
         encoded = self._groups.encode(update, codec, refresh, self._division.partitions(count))
         sharded = ShardedUpdate(self._run, step, {}, self._owner, is_last=codec is None)
         for index, owner in enumerate(self.owners):
             messages = [encoded[group][index] for group, _ in self._division.part(count, index)]
+            # A small model may have fewer blocks than owners: an owner without elements gets nothing.
             if messages:
                 part = PartUpdate(messages, self._run, step, count, index)
                 sharded.parts[owner] = part
                 self._ledger.setdefault(owner, {})[step] = PendingPart(part)
+        # This node's own part takes the same way as the others', so it is added at its place in the order of the nodes.
         if self._run in sharded.parts:
             self._arrived.setdefault(self._run, {})[step] = sharded.parts[self._run]
         # The largest first: if the transport refuses it, no other part was sent.
@@ -324,6 +332,7 @@ class Sharding:
             MessageError: a node has assigned the parameters to other owners.
         """
         owner = sharded.owner
+        # The parts are added once, also where the result has to be encoded again because it was too large.
         if owner is None or sharded.accepted is not None:
             return frozenset()
         missing = [
@@ -337,6 +346,8 @@ class Sharding:
 
     def _accept(self, sharded: ShardedUpdate, owner: Owner, lost: Collection[NodeRun]) -> None:
         """Add the parts that have arrived to the owner's residual, in the order of the nodes."""
+        # In the order of the nodes, because float32 sums depend on the order, and a resumed run must have the same
+        # bits.
         accepted: list[PartUpdate] = []
         for run in self.senders:
             part = self._arrived.get(run, {}).get(sharded.step)
@@ -353,6 +364,7 @@ class Sharding:
             else:
                 accepted.append(part)
         sharded.accepted = accepted
+        # The mean of the parts that are there: a missing node must not make the update smaller.
         sharded.scale = 1.0 / self._count(accepted)
         owner.add_parts(accepted, sharded.scale)
 
@@ -378,6 +390,8 @@ class Sharding:
 
     def settle(self, results: Sequence[PartUpdate], step: int) -> None:
         """Note which parts the results of a step contain; put back those that their owners will never accept."""
+        # Three kinds of parts: those in a result, those that a result names as missing, and those for an owner that has
+        # published no result at all, because it is gone.
         for result in results:
             self._settle_result(result)
         contributors = {result.sender for result in results}
@@ -391,6 +405,8 @@ class Sharding:
             if owner in gone:
                 parts = self._division.part(len(self.owners), index)
                 self._lost_elements += sum(part.numel for _, part in parts)
+        # A node that was away learns from this table, in a snapshot, which of its parts the owners had accepted. Only
+        # the exceptions are in it: usually an owner has accepted everything before the step.
         self._last_contributors = contributors
         for owner in set(self.owners) - contributors:
             by_sender = self.accepted.setdefault(owner, {})
@@ -453,6 +469,8 @@ class Sharding:
             accepted: of the node that gives the parameters.
             step: number of the next step there.
         """
+        # Two things are undone: results of this node that nobody applied, and, at the other owners, parts of this node
+        # that were not accepted. Both are decided by what the members agreed on, never by what this node believes.
         owners = [self._owner]
         for sharded, result in unfinished:
             owner = sharded.owner
@@ -463,6 +481,7 @@ class Sharding:
                 owners.append(owner)
         self.accepted = accepted
         for owner_run, pending in self._ledger.items():
+            # Without an entry the owner has accepted everything up to this node's last update that was applied.
             stop = accepted.get(owner_run, {}).get(self._run, (final or 0) + 1)
             for number, part in pending.items():
                 if final is not None and step <= number <= final:
@@ -470,10 +489,13 @@ class Sharding:
                 # All nodes know the same of an older part that came back, and its owner may have come back since.
                 is_old = part.is_back and final is not None and number < final - 1
                 is_accepted = final is not None and number < stop and not is_old
+                # The residual is right already where a part was accepted and did not come back, or came back and was
+                # not accepted.
                 if is_accepted == part.is_back:
                     self._put_back(part.part, -1.0 if is_accepted else 1.0)
                 part.is_open = False
                 part.is_back = not is_accepted
+        # An earlier step may have had another owner object; each residual moves once.
         for owner in dict.fromkeys(owners):
             self._retire(owner)
         self._owner = None
@@ -503,6 +525,8 @@ class Sharding:
             return self._loaded
         encoders = [encoder.state_dict() for encoder in owner.groups.encoders]
         if sharded is not None and sharded.owner is owner:
+            # In a checkpoint the parts of an unfinished step are in their senders' residuals. So they must not be in
+            # the owner's as well: the result goes back, and the parts go out again.
             for encoder, message in zip(encoders, result, strict=False):
                 apply(message, encoder["residual"])
             for part in sharded.accepted or ():

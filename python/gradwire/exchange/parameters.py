@@ -204,6 +204,8 @@ class SharedCopy:
         if not self._applies_residual or self.local_steps:
             return
         for param, shared, residual in self._parts(params):
+            # The sum was rounded when the parameters were written, so equal means equal within some roundings. Anything
+            # beyond is another node's residual, or none.
             expected = shared + residual
             bound = _ROUNDING * (np.abs(shared) + np.abs(residual))
             np.copyto(param, expected, where=~(np.abs(param - expected) <= bound))
@@ -236,6 +238,7 @@ class SharedCopy:
         def refresh(index: int) -> None:
             now = self.groups.select(targets, index)
             before = self.groups.select(self.shared, index)
+            # On the CPU the difference is written in the same pass that encodes, while the cache is warm.
             if device_of(now) >= 0:
                 put(self.groups.select(residuals, index), difference(now, before))
             else:
@@ -259,6 +262,7 @@ class SharedCopy:
             return
         for param, shared, residual in self._parts(params):
             moved = param - shared
+            # A value that is not finite would stay in the residual for ever.
             np.add(residual, moved, out=residual, where=np.isfinite(moved), casting="same_kind")
 
     def _set_residual(self, params: Any) -> None:

@@ -57,6 +57,8 @@ class NodeRun(NamedTuple):
 class Kind(enum.IntEnum):
     """The kind of a message."""
 
+    # The numbers are on the wire: a number is never used for another kind. A receiver ignores kinds that it does not
+    # know.
     UPDATE = 0  # number: step
     HELLO = 1  # phase and step of the sender; to every new connection, and to all after a change
     NOTE = 2  # number: step; goes before the update of that step
@@ -134,6 +136,7 @@ class PartUpdate(list[Message]):
 
     def pack(self) -> bytes:
         """Return the bytes to send."""
+        # The senders are named only where a part is missing, so the header of a usual step has eight bytes.
         header = _PART_HEADER.pack(self.parts, self.place, len(self.missing), self.is_last)
         senders = [_PART_SENDER.pack(*run) for run in sorted(self.missing)]
         return b"".join([header, *senders, *map(bytes, self)])
@@ -145,6 +148,7 @@ class PartUpdate(list[Message]):
             parts, place, count, is_last = _PART_HEADER.unpack_from(payload)
             first_message = _PART_HEADER.size + count * _PART_SENDER.size
             senders = list(_PART_SENDER.iter_unpack(payload[_PART_HEADER.size : first_message]))
+            # ``iter_unpack`` of a short payload yields fewer senders, or raises.
             if len(senders) < count or not parts or place > parts or is_last > 1:
                 raise ValueError(f"part {place} of {parts}, {count} senders")
         except (struct.error, ValueError) as error:
@@ -312,6 +316,7 @@ def difference_of(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     versions nothing else is compared. The parameters' dtypes and shapes are None before the caller passes them in; None
     matches any others.
     """
+    # Nodes of another version may describe everything differently, so only the versions would be news to the user.
     names = sorted({*ours, *theirs})
     if ours["versions"] != theirs.get("versions"):
         names = ["versions"]

@@ -134,6 +134,8 @@ class Replica(SharedCopy):
             accepted: of the member that gave the parameters.
         """
         self.step = step
+        # Members of another part of a split network may have chosen the other way. A node that joins them changes with
+        # them.
         if not is_sharded:
             self.sharding = None
             if self._owner_state is not None:
@@ -192,6 +194,9 @@ class Replica(SharedCopy):
             has_moved: whether the parameters held the update before the encode.
         """
         self.local_steps = 0
+        # With ``apply_residual`` the parameters that the caller has moved are already what they have to be: shared
+        # parameters, residual and update. Rewriting them would cost a pass and change their rounding, but encoders that
+        # drop something need it.
         if self.shared and not (self._applies_residual and has_moved and not self._is_lossy):
             self.write_params(params)
             if self._applies_residual:
@@ -211,6 +216,8 @@ class Replica(SharedCopy):
     def take_back(self, update: StepUpdate) -> None:
         """Return to the residuals a message that the transport has refused because of its size."""
         sharded = update.sharded
+        # The largest part goes first, so an unsent part means that no owner has got anything, and the whole step is
+        # undone. If all parts are out, owners may have added them, and only the result can be taken back.
         if sharded is not None and not sharded.unsent:
             # The result was refused: it goes back into the owner's residual, and the step is still open.
             if sharded.owner is not None:
@@ -316,6 +323,7 @@ class Replica(SharedCopy):
         Raises:
             MessageError: a node takes part in the other way; nothing was added.
         """
+        # Before anything is added: an error must leave the parameters unchanged.
         for payload in payloads:
             if isinstance(payload, PartUpdate) != (self.sharding is not None):
                 raise MessageError("a whole update in the sharded exchange, or a part in the mesh")
@@ -367,6 +375,7 @@ class Replica(SharedCopy):
 
     def finish_step(self, update: StepUpdate) -> None:
         """Keep a finished update a little longer, in host memory, and advance to the next step."""
+        # Kept for members that may miss it. Memory of a device is too precious for that.
         update.messages[:] = [
             message if isinstance(message, Message) else host_message(message)
             for message in update.messages
@@ -391,6 +400,8 @@ class Replica(SharedCopy):
             accepted: of the node that gives the parameters.
             step: number of the next step there.
         """
+        # The members have agreed on this node's first update that nobody applies. They do not know this node at all
+        # where it was never a member, or where they have begun anew: then none of its updates was applied.
         final = finals.get(self.run)
         unfinished = [*self.sent, *([] if self.pending is None else [self.pending])]
         self.pending = None
@@ -413,6 +424,8 @@ class Replica(SharedCopy):
         """Add a part to the residual, and later to the caller's parameters if these contain the residual."""
         residuals = [encoder.residual for encoder in self.groups.encoders]
         self._division.add_to_residuals(part, residuals, factor)
+        # The caller's parameters are not at hand here. Until the part is added to them, they lack what the residual
+        # has.
         if self._applies_residual:
             self._late.append((part, factor))
 

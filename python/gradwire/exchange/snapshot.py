@@ -123,6 +123,7 @@ class Snapshot:
         """
         if not self.missing or len(part) > len(self.missing[0]):
             raise MessageError("a part of a snapshot that does not fit")
+        # Parts arrive in order and may end anywhere in an array; the rest of its memory stays first in line.
         memory = self.missing.popleft()
         memory[: len(part)] = part
         if len(part) < len(memory):
@@ -206,11 +207,14 @@ class Donor:
             if run not in connected:
                 del self._requests[run]
                 continue
+            # The newcomer gets a member's updates from ``first_direct`` on by itself. A state that lacks an earlier one
+            # would leave a gap, so the donor waits until it has applied all of them.
             is_early = any(
                 positions.get(member, step) < step for member, step in first_direct.items()
             )
             if is_early or run in positions:
                 continue
+            # One copy serves all newcomers that wait at this step.
             snapshot = snapshot or make()
             del self._requests[run]
             self._outgoing += [(run, number, part) for part in snapshot.parts()]

@@ -88,6 +88,7 @@ class Start:
         membership = self._membership
         introductions = self._introductions
         members = introductions.compatible(Phase.IN)
+        # A member that names this node has begun with it. Members that do not name it have begun without it.
         naming = next(
             (hello for hello in members.values() if membership.run in hello.members), None
         )
@@ -95,8 +96,11 @@ class Start:
             self._start_with_named(naming)
         elif members:
             membership.enter(Phase.JOINING)
+        # As many nodes as were expected are here, and none of them trains the same: waiting would not help.
         elif not introductions.compatible() and len(introductions.incompatible) >= max(expected, 1):
             raise Mismatch(introductions.describe_incompatible())
+        # Only one node names the members, so all begin with the same set even if they see each other at different
+        # times.
         elif self._options.role != "observer" and not self._is_any_silent():
             initial = introductions.compatible(Phase.NEW)
             if len(initial) >= expected:
@@ -119,6 +123,8 @@ class Start:
         """Start with the members that the node with the lowest id has named, once all are connected."""
         compatible = self._introductions.compatible()
         others = [run for run in hello.members if run != self._membership.run]
+        # A step would wait for members that are not connected yet, and suspect them. So this node begins a little later
+        # than the others, whose first updates are kept meanwhile.
         if all(run in compatible for run in others):
             self._check_same_start({run: compatible[run] for run in others})
             self._start(others, hello.origin, is_sharded=bool(hello.is_sharded))
@@ -126,11 +132,13 @@ class Start:
     def _check_same_start(self, hellos: Mapping[NodeRun, Hello]) -> None:
         """Refuse nodes that begin at another step, with other parameters, or with one node's residual twice."""
         step = self._replica.step
+        # A residual belongs to one node. The same residual on two nodes would be added to the parameters twice.
         own_params, own_residual = self._introductions.start
         here = self._introductions.name_of(self._membership.run)
         for run, hello in hellos.items():
             there = self._introductions.name_of(run)
             params, residual = hello.start
+            # A node that has begun already has compared itself before.
             if hello.phase is not Phase.NEW:
                 continue
             if hello.step != step:
@@ -154,6 +162,7 @@ class Start:
         membership = self._membership
         replica = self._replica
         members = [membership.run, *others]
+        # In this order: a member that hears of this node's phase may send a part of its first update at once.
         membership.begin(members[1:], replica.step, origin, is_sharded=is_sharded)
         replica.begin(replica.step, len(members), is_sharded=is_sharded)
         replica.assign_owners(members, replica.step, self._introductions.workers)

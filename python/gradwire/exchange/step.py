@@ -67,6 +67,7 @@ class Step:
         """
         replica = self._replica
         codec = self._options.codec
+        # Space first: without space the update only accumulates, because an encoded message is never encoded again.
         room_s = self._wait_for_room(params, optimizer_state)
         begin_s = clock.now_s()
         refresh = None
@@ -76,6 +77,7 @@ class Step:
         pending.add_wait(room_s)
         replica.hold(pending, params, begin_s, has_moved=has_moved)
         if self._options.overlap:
+            # The message leaves now and the next call waits for the others', so they travel while the caller computes.
             begin_s = clock.now_s()
             self._publish(pending)
             self._join.poll(0.0)
@@ -88,6 +90,7 @@ class Step:
         """Send everything that is left as the last update, and say so."""
         replica = self._replica
         self._wait_for_room(params, optimizer_state)
+        # What the last local steps have moved is part of the last update.
         if replica.local_steps:
             replica.absorb_local_changes(params)
         begin_s = clock.now_s()
@@ -157,9 +160,12 @@ class Step:
             return "no space to send it: a peer does not take its messages"
         if self._is_sync:
             return None
+        # A node that runs ahead would make the others apply updates for parameters that they have long left.
         if self._staleness() > self._options.max_staleness:
             return f"this node is {self._staleness()} steps ahead of another"
         oldest = self._replica.oldest_sent
+        # An update may be forgotten only when all have it: members that miss it after a death get it from those that
+        # keep it.
         if oldest is not None and oldest.ticket is not None and not oldest.ticket.is_done:
             return f"a peer has not got step {oldest.step} yet"
         return None
@@ -183,10 +189,12 @@ class Step:
         if pending.ticket is not None:
             return frozenset()
         unaware = frozenset() if self._is_sync else self._membership.members_unaware_of_us
+        # Members that do not know this node yet would ignore its update, which others apply.
         if unaware:
             return unaware
         try:
             if pending.sharded is not None:
+                # Parts go before the result, so an owner has a node's part when it sees the node's result.
                 if not self._router.publish_parts(pending.step, pending.sharded.unsent):
                     return frozenset()
                 lost = self._router.lost | self._membership.departing.keys()
@@ -213,6 +221,8 @@ class Step:
         deadline_s = clock.now_s() + timeout_s
         may_drop = self._options.on_straggler == "drop"
         self._last_missing = frozenset()
+        # A member may be silent because it waits for a part of another member. It will suspect that member about now,
+        # so the first timeout of an owner's result suspects nobody.
         is_patient = pending.sharded is not None
         poll_s = 0.0
         while True:
@@ -220,6 +230,7 @@ class Step:
             self._join.poll(poll_s)
             if membership.phase is Phase.JOINING:
                 raise LeftBehind
+            # ``needed`` holds up this node's own message, ``missing`` the end of the step.
             missing = needed | membership.missing(pending.step) if self._is_sync else needed
             if pending.ticket is not None and not missing:
                 return
@@ -283,6 +294,7 @@ class Step:
     def _result(self, pending: StepUpdate, others: Updates, apply_s: float) -> StepResult:
         replica = self._replica
         peer_of = self._introductions.peer_of
+        # Events since the last result, whenever they happened: each is in exactly one result.
         lost, joined = self._membership.drain_events()
         encoded = pending.encoded
         sent_bytes = pending.nbytes
