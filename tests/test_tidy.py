@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from fnmatch import fnmatch
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -29,6 +31,31 @@ LINES_MAX = {
     "benchmarks/": 3_500,
 }
 DOCSTRING_LINES_MAX = 40
+
+# What makes a class too large to hold in the head. Dataclasses of results and limits list figures, and may be longer.
+ATTRIBUTES_MAX = 20
+FIGURES = {"EpochFigures", "ExchangeStats", "HookStats", "Limits", "Stats", "StepResult"}
+EXCHANGE_CLASS_LINES_MAX = 450
+PUBLIC_OPTIONS_MAX = 12
+
+# Assignments `a, b = x, y` are for values that belong together, and names say what a thing is.
+PACKED_MAX = 60
+EMPTY_NAMES = {"found", "one"}
+
+# What others may not do to a membership, besides assignments: methods that change a container.
+CHANGING_METHODS = {
+    "add",
+    "append",
+    "clear",
+    "discard",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "popleft",
+    "remove",
+}
+CHANGING_METHODS |= {"setdefault", "sort", "update"}
 
 # Private vocabulary, for which the field has words of its own.
 BANNED = re.compile(
@@ -171,6 +198,153 @@ def test_the_project_stays_small(place: str, texts: dict[str, str]) -> None:
     }
     assert lines
     assert sum(lines.values()) <= LINES_MAX[place]
+
+
+# ---- classes ---------------------------------------------------------------------------------------------------------
+
+
+def modules() -> list[Path]:
+    return sorted((ROOT / "python" / "gradwire").rglob("*.py"))
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def classes(path: Path) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)]
+
+
+def is_own(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def attributes_of(kind: ast.ClassDef) -> set[str]:
+    """Return the attributes that a class assigns to itself, and the fields that it declares."""
+    fields = {
+        node.target.id
+        for node in kind.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    return fields | {
+        node.attr
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node)
+    }
+
+
+def test_no_class_has_more_than_twenty_attributes() -> None:
+    sizes = {
+        f"{name(path)}: {kind.name}": len(attributes_of(kind))
+        for path in modules()
+        for kind in classes(path)
+        if kind.name not in FIGURES
+    }
+    assert len(sizes) > 100
+    assert {kind: size for kind, size in sizes.items() if size > ATTRIBUTES_MAX} == {}
+
+
+def test_the_classes_of_the_exchange_fit_on_a_few_pages() -> None:
+    sizes = {
+        kind.name: (kind.end_lineno or 0) - kind.lineno + 1
+        for path in modules()
+        if path.parent.name == "exchange"
+        for kind in classes(path)
+    }
+    assert {kind: size for kind, size in sizes.items() if size > EXCHANGE_CLASS_LINES_MAX} == {}
+
+
+def test_a_public_constructor_has_few_options_beside_the_declared_ones() -> None:
+    counts = {
+        f"{name(path)}: {kind.name}": len(init.args.args) + len(init.args.kwonlyargs) - 1
+        for path in modules()
+        for kind in classes(path)
+        for init in kind.body
+        if isinstance(init, ast.FunctionDef) and init.name == "__init__" and kind.name[0] != "_"
+    }
+    assert {kind: count for kind, count in counts.items() if count > PUBLIC_OPTIONS_MAX} == {}
+
+
+def test_no_module_assigns_to_attributes_that_another_module_declares() -> None:
+    """Objects change themselves. Counters are an exception: whoever sees an event counts it."""
+    declared = {
+        path: set[str]().union(*(attributes_of(kind) for kind in classes(path)))
+        for path in modules()
+    }
+    ours = set[str]().union(*declared.values())
+    foreign = []
+    for path in modules():
+        counted = {
+            node.target
+            for node in ast.walk(parsed(path))
+            if isinstance(node, ast.AugAssign)
+            and isinstance(node.target, ast.Attribute)
+            and ast.unparse(node.target.value).endswith("counters")
+        }
+        foreign += [
+            f"{name(path)}:{node.lineno}: {ast.unparse(node)}"
+            for node in ast.walk(parsed(path))
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, (ast.Store, ast.Del))
+            and not is_own(node)
+            and node not in counted
+            and node.attr in ours - declared[path]
+        ]
+    assert foreign == []
+
+
+def test_nobody_but_the_membership_changes_what_it_holds() -> None:
+    """Neither by assignment nor through a container; a method of the membership is the only way."""
+    changes = []
+    for path in modules():
+        if path.parent.name != "exchange" or path.name == "membership.py":
+            continue
+        for node in ast.walk(parsed(path)):
+            target: ast.expr | None = None
+            if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(
+                node.ctx, ast.Load
+            ):
+                target = node.value
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in CHANGING_METHODS
+                and isinstance(node.func.value, ast.Attribute)
+            ):
+                target = node.func.value
+            if target is not None and re.search(
+                r"\b_?(membership|introductions)\b", ast.unparse(target)
+            ):
+                changes.append(f"{name(path)}:{node.lineno}: {ast.unparse(node)}")
+    assert changes == []
+
+
+def test_assignments_pack_only_what_belongs_together() -> None:
+    packed = [
+        f"{name(path)}:{node.lineno}: {ast.unparse(node)}"
+        for path in modules()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Tuple)
+        and isinstance(node.targets[0], ast.Tuple)
+        and len(node.targets[0].elts) == len(node.value.elts)
+    ]
+    assert len(packed) <= PACKED_MAX, packed
+
+
+def test_names_say_what_a_thing_is() -> None:
+    empty = []
+    for path in modules():
+        for node in ast.walk(parsed(path)):
+            bound = ""
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                bound = node.id
+            elif isinstance(node, ast.arg):
+                bound = node.arg
+            if bound in EMPTY_NAMES:
+                empty.append(f"{name(path)}:{node.lineno}: {bound}")
+    assert empty == []
 
 
 def test_the_class_that_everybody_uses_is_explained_in_forty_lines() -> None:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from numpy.typing import NDArray
 
-from ..arrays import add, copies, layouts, views, writable_views
+from ..arrays import add, copies, views, writable_views
 from ..codec import Encoder
 from ..errors import NonFiniteUpdate, PeerLost
 from . import checkpoint
-from .consistency import Consistency, start_of
+from .consistency import Consistency
 from .departure import Departure
 from .groups import Group, Groups
 from .join import Join
@@ -143,7 +143,7 @@ class Exchange:
             on_load=consistency.reset,
             on_follow=consistency.add_notes,
         )
-        self._start = Start(checked, membership, router, replica, self._join.poll)
+        self._start = Start(checked, membership, router, self._departure, replica, self._join.poll)
         self._step = Step(checked, replica, membership, router, self._departure, self._join)
         self._stats = ExchangeStats(codec=checked.codec)
         self._residual_monitor = ResidualMonitor()
@@ -261,7 +261,7 @@ class Exchange:
         if self._membership.phase is Phase.NEW:
             self._replica.add_loaded_residual(params)
         self._start.expect_equalized(equalize)
-        self._announce_params(params, again=True)
+        self._start.announce_params(params)
         self.wait_for_peers()
         is_late = self._membership.phase is not Phase.IN
         if equalize and not is_late:
@@ -385,7 +385,8 @@ class Exchange:
             return 0 if finished is None else finished.received
         if self._options.is_sync:
             raise ValueError("synchronous replicas change only in a step")
-        self._announce_params(params)
+        if not self._start.has_announced:
+            self._start.announce_params(params)
         self.wait_for_peers()
         self._join.ensure_member(params, self._optimizer_state)
         self._join.poll(timeout_s)
@@ -417,7 +418,8 @@ class Exchange:
         """
         if self._options.role != "observer":
             raise ValueError(f'role="{self._options.role}" has updates to share: call step')
-        self._announce_params(params)
+        if not self._start.has_announced:
+            self._start.announce_params(params)
         self.wait_for_peers()
         return self._join.observe(params, optimizer_state, timeout_s)
 
@@ -425,7 +427,8 @@ class Exchange:
         """Prepare a step; return the result of an earlier one if that is finished now."""
         if self._options.role == "observer":
             raise ValueError('role="observer" has no updates of its own: call follow')
-        self._announce_params(params)
+        if not self._start.has_announced:
+            self._start.announce_params(params)
         members = len(self._membership.peers) + 1
         least = self._options.min_members
         if self._membership.phase is Phase.IN and members < least:
@@ -445,21 +448,6 @@ class Exchange:
         if self._replica.local_steps + 1 < self._options.overlap:
             return None
         return self._finish_earlier(params, optimizer_state)
-
-    def _announce_params(self, params: Any, *, again: bool = False) -> None:
-        """Check the parameters and tell the others their dtypes, shapes and initial values, once."""
-        introductions = self._membership.introductions
-        if introductions.signature["params"] is not None and not again:
-            return
-        self._groups.check_params(params)
-        # Digests of the initial parameters tell nodes apart that begin differently. They cost a pass over the
-        # parameters, so they are made once.
-        start = introductions.start
-        # Asynchronous replicas that go on from checkpoints are equal only within rounding.
-        is_new = self._membership.phase is Phase.NEW
-        if is_new and (self._options.is_sync or self.next_step == 0):
-            start = start_of(self._groups, self._replica.shared or params)
-        self._join.announce_params(layouts(params), start)
 
     def _local_step(
         self, params: Any, optimizer_state: Sequence[Any], finished: StepResult | None

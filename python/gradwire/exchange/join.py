@@ -13,7 +13,7 @@ from . import clock
 from .departure import Departure
 from .membership import Membership, Router
 from .options import Options
-from .protocol import Hello, Kind, NodeRun, Note, Phase, decode_steps, encode_steps
+from .protocol import Hello, Kind, NodeRun, Phase, decode_steps, encode_steps
 from .replica import Replica
 from .snapshot import Donor, Snapshot
 
@@ -114,19 +114,9 @@ class Join:
 
     # ---- introductions -----------------------------------------------------------------------------------------------
 
-    def announce_params(self, layout: list[list[object]], start: tuple[str, str]) -> None:
-        """Tell the others the dtypes and shapes of the parameters, and the digests of the initial values.
-
-        Raises:
-            Mismatch: no other member has such parameters.
-        """
-        if self._membership.set_params(layout, start):
-            self._router.introduce()
-        self._departure.suspect_incompatible()
-
     def _add_hello(self, run: NodeRun, _: int, payload: memoryview) -> None:
         membership = self._membership
-        hello, before = self._introductions.add(run, payload)
+        hello, before = self._introductions.read(run, payload)
         # Order matters below: a lost connection first, then misfits, then members, then nodes outside.
         if self._asked is not None and self._asked[0] == run and before is None:
             self._asked = None  # its connection is new: the rest of the snapshot will not arrive
@@ -223,7 +213,7 @@ class Join:
         next_step = self._replica.step + 1
         senders = list(contributors)
         membership.reach_step(next_step)
-        admitted = self._named_by_all(senders)
+        admitted = membership.named_by_all(senders, self._replica.step)
         if membership.phase is Phase.IN:
             senders.append(membership.run)
         for run in admitted:
@@ -247,28 +237,6 @@ class Join:
         ]
         if again:
             self._departure.suspect(again, "joins again")
-
-    def _named_by_all(self, senders: Iterable[NodeRun]) -> list[NodeRun]:
-        """Return the newcomers that the notes of all updates of this step name, sorted."""
-        membership = self._membership
-        step = self._replica.step
-        notes: list[Note] = []
-        if membership.phase is Phase.IN:
-            last_note = membership.last_note
-            if last_note is None or last_note[0] != step:
-                return []
-            notes.append(last_note[1])
-        for run in senders:
-            note = membership.members[run].notes.get(step) if run in membership.members else None
-            if note is not None:
-                notes.append(note)
-            elif run in membership.members:
-                return []
-        # A node that only follows may not be connected with every newcomer, so the notes say who owns nothing.
-        for note in notes:
-            self._introductions.add_workers(note.workers)
-        named = [set(note.admits) for note in notes]
-        return sorted(set.intersection(*named)) if named else []
 
     def serve(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Between two steps, give snapshots to the newcomers that have asked."""

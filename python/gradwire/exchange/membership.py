@@ -183,7 +183,7 @@ class Introductions:
 
     # ---- introductions -----------------------------------------------------------------------------------------------
 
-    def add(self, run: NodeRun, payload: memoryview) -> tuple[Hello, Hello | None]:
+    def read(self, run: NodeRun, payload: memoryview) -> tuple[Hello, Hello | None]:
         """Keep a node's introduction; return it and the one before, None if that was incompatible."""
         try:
             hello = Hello.decode(payload)
@@ -493,6 +493,31 @@ class Membership:
         self._next_note = _EMPTY
         self.last_note = (step, note)
         return note
+
+    def named_by_all(self, senders: Iterable[NodeRun], step: int) -> list[NodeRun]:
+        """Return the newcomers that the notes of all updates of a step name, sorted.
+
+        Args:
+            senders: of the other updates that were applied in the step.
+            step: number of the step.
+        """
+        notes: list[Note] = []
+        if self.phase is Phase.IN:
+            last_note = self.last_note
+            if last_note is None or last_note[0] != step:
+                return []
+            notes.append(last_note[1])
+        for run in senders:
+            note = self.members[run].notes.get(step) if run in self.members else None
+            if note is not None:
+                notes.append(note)
+            elif run in self.members:
+                return []
+        # A node that only follows may not be connected with every newcomer, so the notes say who owns nothing.
+        for note in notes:
+            self.introductions.add_workers(note.workers)
+        named = [set(note.admits) for note in notes]
+        return sorted(set.intersection(*named)) if named else []
 
     def is_known_to(self, run: NodeRun) -> bool:
         """Return whether a node named this node as a member when it last introduced itself."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from ..arrays import layouts
 from ..errors import Mismatch
 from . import clock
+from .consistency import start_of
+from .departure import Departure
 from .membership import Membership, Router
 from .options import Options
 from .protocol import Hello, NodeRun, Phase
@@ -24,8 +28,11 @@ class Start:
     """Begins the training together with the other first members.
 
     Args:
-        options, membership, router, replica: of this node.
+        options, membership, router, departure, replica: of this node.
         poll: sends and receives for up to so many seconds.
+
+    Attributes:
+        has_announced: whether the others know the parameters.
     """
 
     def __init__(
@@ -33,17 +40,40 @@ class Start:
         options: Options,
         membership: Membership,
         router: Router,
+        departure: Departure,
         replica: Replica,
         poll: Callable[[float], None],
     ) -> None:
+        self.has_announced = False
         self._options = options
         self._membership = membership
         self._introductions = membership.introductions
         self._router = router
+        self._departure = departure
         self._replica = replica
         self._poll = poll
         self._silent_until_s: float | None = None
         self._equalizes = False
+
+    def announce_params(self, params: Any) -> None:
+        """Check the parameters and tell the others their dtypes, shapes and initial values.
+
+        Raises:
+            Mismatch: no other member has such parameters.
+            TypeError, ValueError: the parameters do not fit the encoders.
+        """
+        groups = self._replica.groups
+        groups.check_params(params)
+        # Digests of the initial parameters tell nodes apart that begin differently. Asynchronous replicas that go on from
+        # checkpoints are equal only within rounding, and not compared.
+        start = self._introductions.start
+        is_comparable = self._options.is_sync or self._replica.step == 0
+        if self._membership.phase is Phase.NEW and is_comparable:
+            start = start_of(groups, self._replica.shared or params)
+        if self._membership.set_params(layouts(params), start):
+            self._router.introduce()
+        self._departure.suspect_incompatible()
+        self.has_announced = True
 
     def wait_for_peers(self) -> None:
         """Return when this node is a member from the start (phase IN), or has to join late (JOINING).
