@@ -64,8 +64,8 @@ class Start:
         """
         groups = self._replica.groups
         groups.check_params(params)
-        # Digests of the initial parameters tell nodes apart that begin differently. Asynchronous replicas that go on from
-        # checkpoints are equal only within rounding, and not compared.
+        # Digests of the initial parameters tell nodes apart that begin differently. Asynchronous replicas that go on
+        # from checkpoints are equal only within rounding, and not compared.
         start = self._introductions.start
         is_comparable = self._options.is_sync or self._replica.step == 0
         if self._membership.phase is Phase.NEW and is_comparable:
