@@ -35,7 +35,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "mesh": {"topology": "mesh"},
     "sharded": {"topology": "sharded"},
     "dense": {"topology": "mesh", "codec": "dense"},
-    "auto": {"topology": "auto"},
 }
 
 
@@ -115,8 +114,7 @@ def main() -> None:
         )
         what = f"{f'{mbit} Mbit/s' if mbit else 'loopback'}, {nodes} nodes, {elements / 1e6:g} M elements"
         for way in options.ways:
-            given = {"topology": cost.topology_of(job)} if way == "auto" else WAYS[way]
-            predicted_s = cost.exchange(job, **given).step_s
+            predicted_s = cost.exchange(job, **WAYS[way]).step_s
             steps = round(min(max(MEASURED_S / predicted_s, STEPS_MIN), STEPS_MAX))
             seconds, received = measured(nodes, mbit, elements, way, steps)
             step_s = statistics.median(seconds)  # other work on the machine delays single steps
