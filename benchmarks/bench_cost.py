@@ -6,7 +6,7 @@ the number of nodes over that of processors.
 
     python benchmarks/bench_cost.py --json cost.json        # a quarter of an hour
     python benchmarks/publish.py cost.json docs/scale.md
-    python benchmarks/bench_cost.py --nodes 8 --mbit 10 100 --elements 5000000 --ways mesh sharded auto
+    python benchmarks/bench_cost.py --nodes 8 --mbit 10 100 --elements 5000000 --ways mesh sharded
 """
 
 from __future__ import annotations
