@@ -93,6 +93,32 @@ def test_a_snapshot_has_one_version_while_the_host_writes() -> None:
     assert seen[-1] == versions
 
 
+def test_a_host_says_that_the_parameters_are_final() -> None:
+    host = HostedModel("model", arrays(1.0), version=7)
+    reader = HostedModel.attach("model")
+    assert (reader.version, reader.is_finished) == (7, False)
+    host.update(arrays(2.0))
+    with pytest.raises(gw.GradwireError, match="only the process that hosts"):
+        reader.finish()
+    host.finish()
+    host.close()
+    assert (reader.version, reader.is_finished, reader.is_live) == (8, True, False)
+
+
+def test_a_dead_host_s_file_is_not_taken_for_a_model_while_it_is_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = HostedModel("model", arrays())
+    (path,) = folder.iterdir()
+    leftover = path.read_bytes()
+    host.close()
+    path.write_bytes(leftover)
+    answers = [True]  # a new host holds the lock for a moment, before it removes the file
+    monkeypatch.setattr(shared_memory, "is_locked", lambda _: bool(answers and answers.pop()))
+    with pytest.raises(FileNotFoundError, match="no living process"):
+        HostedModel.attach("model")
+
+
 def test_a_snapshot_gives_up_when_the_host_does_not_finish_writing() -> None:
     with HostedModel("model", arrays()) as host, host.writing():
         reader = HostedModel.attach("model")

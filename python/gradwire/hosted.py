@@ -49,6 +49,7 @@ class HostedModel:
         name: letters, digits, ".", "_" and "-", at most 64.
         params: the initial parameters: one array or several, of numbers, in host memory, such as
             ``model.parameters()``. Copied.
+        version: the number of the initial parameters, for a host that goes on from a checkpoint.
 
     Attributes:
         name: as given.
@@ -69,7 +70,7 @@ class HostedModel:
     (1, [1.0, 2.0], 1)
     """
 
-    def __init__(self, name: str, params: Any) -> None:
+    def __init__(self, name: str, params: Any, *, version: int = 0) -> None:
         path, initial = path_of("model", name), _views(params)
         lock = create_locked(path, f"hosts a model {name!r}")
         self._finalizer: Any = weakref.finalize(self, release, lock, path, os.getpid())
@@ -78,6 +79,7 @@ class HostedModel:
         self._map(name, SharedFile.host(path, lock, layout, span(layout)))
         for target, source in zip(self.params, initial, strict=True):
             target[...] = source
+        self._sequence[0] = 2 * version
         self._file.publish()
 
     @classmethod
@@ -113,11 +115,17 @@ class HostedModel:
         self.name, self._file, self._layout = name, file, file.document
         self.params: _Arrays = arrays_at(file.data, 0, file.document)
         self._sequence = file.words[:1]
+        self._finished = file.words[1:2]
 
     @property
     def version(self) -> int:
-        """The number of times that the parameters were written since the model was made."""
+        """The number of times that the parameters were written since the model was made, plus the initial version."""
         return int(self._sequence[0]) // 2
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the host has said that the parameters are final; a host that dies does not say so."""
+        return bool(self._finished[0])
 
     @property
     def is_live(self) -> bool:
@@ -131,8 +139,7 @@ class HostedModel:
         Raises:
             GradwireError: this process does not host the model, or has closed it.
         """
-        if self._process != os.getpid() or not self._file.is_live:
-            raise GradwireError(f"only the process that hosts the model {self.name!r} writes to it")
+        self._check_hosting()
         self._sequence += 1
         fence()
         try:
@@ -140,6 +147,10 @@ class HostedModel:
         finally:
             fence()
             self._sequence += 1
+
+    def _check_hosting(self) -> None:
+        if self._process != os.getpid() or not self._file.is_live:
+            raise GradwireError(f"only the process that hosts the model {self.name!r} writes to it")
 
     def update(self, params: Any) -> int:
         """Replace the parameters by a copy of others, and return the new version.
@@ -186,6 +197,15 @@ class HostedModel:
                     f"no consistent copy of the model {self.name!r} within {timeout_s:g} s: the host wrote each time"
                 )
             time.sleep(_RETRY_S)
+
+    def finish(self) -> None:
+        """Tell the readers that the parameters are final.
+
+        Raises:
+            GradwireError: as ``writing``.
+        """
+        self._check_hosting()
+        self._finished[0] = 1
 
     def close(self) -> None:
         """End the hosting, or the reading; the arrays stay readable until they are released."""

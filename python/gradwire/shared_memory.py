@@ -222,7 +222,10 @@ class SharedFile:
         except FileNotFoundError:
             return None
         if is_locked(file) and os.pread(file.fileno(), len(_MAGIC), 0) == _MAGIC:
-            return cls(file, access)
+            shared = cls(file, access)
+            # A new host holds the lock of a dead one's file for the moment in which it removes the file.
+            if shared.is_live:
+                return shared
         file.close()
         return None
 
