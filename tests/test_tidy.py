@@ -26,11 +26,6 @@ LINES_MAX = {
     "python/gradwire/transport/": 4_000,
     "python/gradwire/cli/doctor": 600,
     "python/gradwire/reference.py": 450,
-    # What there was before, the sharded exchange, `share`, the cost model with all that reads it, Spark with feeds;
-    # Spark, its feeds and `share` needed more; descent at the owners, with the hand-over of its state; a new worker's
-    # state of the optimiser; rounding to the threshold; owners behind slow links, and back; densities
-    # that suit optimiser and size.
-    "python/gradwire/": 14_500 + 1_200 + 1_600 + 1_300 + 1_600 + 1_900,
     "benchmarks/": 3_500,
 }
 DOCSTRING_LINES_MAX = 40
