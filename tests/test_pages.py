@@ -38,7 +38,9 @@ FRAGMENTS = {
     "CONTRIBUTING.md": ".ci/run does the same",
 }
 
-BLOCK = re.compile(r"(?:^<!-- (.+) -->\n)?^```(\w+)(?: title=\"(.+)\")?\n(.*?)^```$", re.M | re.S)
+BLOCK = re.compile(
+    r"(?:^<!-- ([^\n]+) -->\n)?^```(\w+)(?: title=\"([^\"\n]+)\")?\n(.*?)^```$", re.M | re.S
+)
 
 
 class Block(NamedTuple):
