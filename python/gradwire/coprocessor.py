@@ -657,7 +657,7 @@ class Worker:
                 a worker that leaves.
 
         Returns:
-            Whether the training goes on; if not, the gradient was not used.
+            Whether the training goes on; if not, the gradient may not have been applied.
 
         Raises:
             NonFiniteUpdate: as ``Encoder.encode``; nothing was sent.
