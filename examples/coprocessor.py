@@ -1,10 +1,11 @@
-"""A parameter server on one machine: workers compute gradients, one process applies the descent, another evaluates.
+"""A parameter server: workers compute gradients, one process applies the descent, another evaluates.
 
     python examples/coprocessor.py
 
-Four workers read the parameters from shared memory, without a copy, and send their compressed gradients to the owner.
-The owner applies each when it comes (momentum, asynchronously) and writes the parameters. An evaluator takes consistent
-snapshots meanwhile. One worker is killed on the way, and replaced: neither the owner nor the others wait for it.
+Two of the four workers read the parameters in shared memory, without a copy. The other two play workers of another
+machine: they have replicas, which the host's messages change. The host applies every compressed gradient when it comes,
+with Nesterov momentum. An evaluator takes consistent snapshots meanwhile. One worker is killed on the way, and
+replaced: neither the host nor the others wait for it.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ import processes
 from numpy.typing import NDArray
 
 import gradwire as gw
+from gradwire.coprocessor import SGD, Host, Worker
 
 WORKERS, UPDATES, BATCH = 4, 3_000, 32
 LEARNING_RATE, MOMENTUM, DENSITY = 0.01, 0.9, 0.02
 LAYERS = 64, 128, 10
 PATIENCE_S = 30.0
-OWNER, EVALUATOR = 0, WORKERS + 1
+HOST, EVALUATOR = 0, WORKERS + 1
+REMOTE = {3, 4}
 
 Params = list[NDArray[np.float32]]
 
 
 def initial() -> Params:
     """Return the weights and biases of two layers."""
-    rng, params = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    params = []
     for inputs, outputs in pairwise(LAYERS):
         weights = rng.standard_normal((inputs, outputs)) * np.sqrt(2.0 / inputs)
         params += [np.float32(weights), np.zeros(outputs, np.float32)]
@@ -56,53 +60,47 @@ def gradients(params: Params, images: digits.Images) -> Params:
     return [images.pixels.T @ before, before.sum(0), hidden.T @ error, error.sum(0)]
 
 
-def own(name: str, addresses: list[str]) -> None:
-    """Be the owner: apply the descent to every gradient that comes."""
-    params = initial()
-    velocity, gradient = ([np.zeros_like(one) for one in params] for _ in range(2))
-    applied = 0
-    with gw.Node(addresses[OWNER]) as node, gw.HostedModel(name, params) as model:
-        while applied < UPDATES:
-            for _, _, payload in node.receive(timeout_s=PATIENCE_S):
-                gw.apply(gw.Message.parse(payload), gradient)
-                with model.writing() as hosted:
-                    for param, speed, one in zip(hosted, velocity, gradient, strict=True):
-                        speed *= MOMENTUM
-                        speed += one
-                        param -= np.float32(LEARNING_RATE) * speed
-                        one[...] = 0.0
-                applied += 1
+def host_model(name: str, addresses: list[str]) -> None:
+    """Be the host: apply the descent to every gradient that comes."""
+    descent = SGD(LEARNING_RATE, MOMENTUM, nesterov=True)
+    with (
+        gw.Node(addresses[HOST]) as node,
+        Host(node, initial(), descent, name=name, threshold=gw.TargetDensity(DENSITY)) as host,
+    ):
+        while host.version < UPDATES:
+            host.step(PATIENCE_S)
 
 
 def work(name: str, addresses: list[str], rank: int) -> None:
-    """Be a worker: send gradients until the model is gone."""
+    """Be a worker: send gradients until the training ends."""
     images = digits.training(rank - 1, WORKERS)
     rng = np.random.default_rng(os.getpid())
+    model = None if rank in REMOTE else name
+    density = gw.TargetDensity(DENSITY)
     with (
-        gw.Node(addresses[rank], [addresses[OWNER]]) as node,
-        gw.HostedModel.attach(name, initial(), timeout_s=PATIENCE_S) as model,
+        gw.Node(addresses[rank], [addresses[HOST]]) as node,
+        Worker(node, initial(), name=model, threshold=density, timeout_s=PATIENCE_S) as worker,
     ):
-        encoder = gw.Encoder(sum(one.size for one in model.params), gw.TargetDensity(DENSITY))
-        node.wait_for_peers(1, PATIENCE_S)
-        while model.is_live:
+        is_training = True
+        while is_training:
             chosen = rng.integers(len(images.labels), size=BATCH)
             batch = digits.Images(images.pixels[chosen], images.labels[chosen])
-            ticket = node.publish(encoder.encode(gradients(model.params, batch)))
-            while not ticket.is_done and model.is_live:
-                node.receive(timeout_s=0.001)  # one message at a time, so that none is out of date
+            is_training = worker.send(gradients(worker.params, batch))
 
 
 def evaluate(name: str) -> None:
     """Be the evaluator: print the accuracy of snapshots while the others train."""
-    images, seen = digits.held_out(), -1
+    images = digits.held_out()
+    version = -1
     with gw.HostedModel.attach(name, timeout_s=PATIENCE_S) as model:
-        while seen < UPDATES and (model.is_live or seen < model.version):
-            while model.is_live and model.version < min(seen + UPDATES // 10, UPDATES):
+        while version < UPDATES and (model.is_live or model.is_finished):
+            due = min(version + UPDATES // 10, UPDATES)
+            while model.is_live and model.version < due:
                 time.sleep(0.02)
-            seen, params = model.snapshot()
-            found = forward(params, images.pixels)[1].argmax(1)
-            accuracy = 100 * (found == images.labels).mean()
-            print(f"version {seen}: accuracy {accuracy:.1f}%", flush=True)
+            version, params = model.snapshot()
+            predicted = forward(params, images.pixels)[1].argmax(1)
+            accuracy = 100 * (predicted == images.labels).mean()
+            print(f"version {version}: accuracy {accuracy:.1f}%", flush=True)
 
 
 def main() -> None:
@@ -113,9 +111,9 @@ def main() -> None:
     if arguments.rank is None:
         launch()
         return
-    name = "coprocessor-" + arguments.addresses[OWNER].rpartition(":")[2]
-    if arguments.rank == OWNER:
-        own(name, arguments.addresses)
+    name = "coprocessor-" + arguments.addresses[HOST].rpartition(":")[2]
+    if arguments.rank == HOST:
+        host_model(name, arguments.addresses)
     elif arguments.rank == EVALUATOR:
         evaluate(name)
     else:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
-from gradwire import HostedModel, shared_memory
+from gradwire import HostedModel, hosted, shared_memory
 
 HOST = """
 import sys, numpy as np
@@ -93,6 +94,32 @@ def test_a_snapshot_has_one_version_while_the_host_writes() -> None:
     assert seen[-1] == versions
 
 
+def test_a_host_says_that_the_parameters_are_final() -> None:
+    host = HostedModel("model", arrays(1.0), version=7)
+    reader = HostedModel.attach("model")
+    assert (reader.version, reader.is_finished) == (7, False)
+    host.update(arrays(2.0))
+    with pytest.raises(gw.GradwireError, match="only the process that hosts"):
+        reader.finish()
+    host.finish()
+    host.close()
+    assert (reader.version, reader.is_finished, reader.is_live) == (8, True, False)
+
+
+def test_a_dead_host_s_file_is_not_taken_for_a_model_while_it_is_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = HostedModel("model", arrays())
+    (path,) = folder.iterdir()
+    leftover = path.read_bytes()
+    host.close()
+    path.write_bytes(leftover)
+    answers = [True]  # a new host holds the lock for a moment, before it removes the file
+    monkeypatch.setattr(shared_memory, "is_locked", lambda _: bool(answers and answers.pop()))
+    with pytest.raises(FileNotFoundError, match="no living process"):
+        HostedModel.attach("model")
+
+
 def test_a_snapshot_gives_up_when_the_host_does_not_finish_writing() -> None:
     with HostedModel("model", arrays()) as host, host.writing():
         reader = HostedModel.attach("model")
@@ -155,6 +182,65 @@ def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
 def test_only_numbers_are_hosted() -> None:
     with pytest.raises(TypeError, match="arrays of numbers"):
         HostedModel("model", [np.array(["text"])])
+
+
+READER = """
+import sys
+from gradwire.hosted import HostedModel
+reader = HostedModel.attach(sys.argv[1])
+if sys.argv[2] == "stopped":
+    waiting = reader._file.waiting()
+    waiting.__enter__()
+else:
+    version, params = reader.snapshot(timeout_s=30.0)
+    assert (params[0] == version).all()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_host_that_always_writes_lets_another_process_copy(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    with HostedModel(name, np.zeros(1 << 20, np.int64)) as host:
+        done = threading.Event()
+
+        def read() -> None:
+            monkeypatch.setattr(sys.modules[__name__], "HOST", READER)
+            start_host(name).communicate()
+            done.set()
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        for version in range(1, 1_000):
+            with host.writing() as (params,):
+                params[...] = version
+                time.sleep(0.01)  # much longer than the time between two versions
+            if done.is_set():
+                break
+        assert done.is_set()
+        thread.join(30.0)
+
+
+def test_a_reader_that_is_stopped_delays_the_host_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    waits: list[float] = []
+    monkeypatch.setattr(hosted, "_READERS_S", 0.02)
+    monkeypatch.setattr(hosted.time, "sleep", waits.append)
+    with HostedModel(name, arrays()) as host:
+        monkeypatch.setattr(sys.modules[__name__], "HOST", READER)
+        reader = start_host(name, "stopped")
+        host.update(arrays(1.0))
+        waited = len(waits)
+        assert waited
+        host.update(arrays(2.0))
+        assert len(waits) == waited
+        reader.communicate()
+        host.update(arrays(3.0))  # there is no reader
+        assert len(waits) == waited
 
 
 def test_another_process_reads_until_the_host_dies_and_the_name_is_free_again(

@@ -47,6 +47,7 @@ ALLOWED = {
     "dl4j": {"errors", "message", "policy"},
     "shared_memory": set(),
     "hosted": {"errors", "shared_memory"},
+    "coprocessor": CODEC | {"hosted", "shared_memory", "transport"},
     "cost": {"transport"},
     "calibration": CODEC | {"cost", "transport"},
     "transport": {"errors", "rendezvous", "transport"},
@@ -57,7 +58,7 @@ ALLOWED = {
     "jax": {"sharing", "transport"},
     "torch": CODEC | {"exchange", "sharing", "torch", "transport", INTERFACE},
     "spark": CODEC | {"exchange", "feed", "spark", "torch", "transport", INTERFACE},
-    "__init__": CODEC | {"cost", "exchange", "hosted", "sharing", "transport"},
+    "__init__": CODEC | {"coprocessor", "cost", "exchange", "hosted", "sharing", "transport"},
     "__main__": {"cli"},
 }
 FRAMEWORKS = {"cupy", "jax", "matplotlib", "pyspark", "sklearn", "torch"}
@@ -70,6 +71,7 @@ FRAMEWORK_PACKAGES = {
 WITH_SOCKETS = {"rendezvous.py", "transport/addressing.py", "transport/driver.py"}
 WITH_A_CLOCK = {
     "calibration.py",
+    "coprocessor.py",
     "exchange/clock.py",
     "feed/ring.py",
     "hosted.py",
@@ -197,7 +199,7 @@ def last_error(code: str, *options: str) -> str:
 
 
 def test_parts_are_imported_when_they_are_used() -> None:
-    lazy = ("cost", "dl4j", "exchange", "feed", "reference", "spark", "transport")
+    lazy = ("coprocessor", "cost", "dl4j", "exchange", "feed", "reference", "spark", "transport")
     code = "import gradwire as gw, sys; loaded = set(sys.modules)\n"
     code += "".join(f"print('gradwire.{part}' in loaded, gw.{part}.__name__)\n" for part in lazy)
     assert run_python(code).splitlines() == [f"False gradwire.{part}" for part in lazy]

@@ -55,7 +55,7 @@ from .policy import (
 )
 
 if TYPE_CHECKING:
-    from . import cost, dl4j
+    from . import coprocessor, cost, dl4j
     from .exchange import Exchange, ExchangeStats, Groups, Joined, LocalTeam, StepResult
     from .hosted import HostedModel
     from .sharing import SharedArrays, share
@@ -101,6 +101,7 @@ __all__ = [
     "apply",
     "apply_many",
     "backends",
+    "coprocessor",
     "cost",
     "cuda_message",
     "decode",
@@ -119,7 +120,18 @@ _LAZY = {
     **dict.fromkeys(("Node", "Peer"), "transport"),
     **dict.fromkeys(_EXCHANGE, "exchange"),
 }
-_MODULES = ("cost", "dl4j", "exchange", "feed", "jax", "reference", "spark", "torch", "transport")
+_MODULES = (
+    "coprocessor",
+    "cost",
+    "dl4j",
+    "exchange",
+    "feed",
+    "jax",
+    "reference",
+    "spark",
+    "torch",
+    "transport",
+)
 
 
 def __getattr__(name: str) -> Any:

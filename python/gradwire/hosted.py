@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,6 +29,8 @@ from .shared_memory import (
 __all__ = ["HostedModel", "Snapshot"]
 
 _RETRY_S = 0.001
+_PATIENCE_S = 0.5  # a reader that has no copy by then asks the host to wait
+_READERS_S = 5.0  # most that the host waits, so that a reader that was stopped does not stop it
 
 _Arrays: TypeAlias = list[NDArray[Any]]
 
@@ -49,6 +52,7 @@ class HostedModel:
         name: letters, digits, ".", "_" and "-", at most 64.
         params: the initial parameters: one array or several, of numbers, in host memory, such as
             ``model.parameters()``. Copied.
+        version: the number of the initial parameters, for a host that goes on from a checkpoint.
 
     Attributes:
         name: name of the model.
@@ -69,7 +73,7 @@ class HostedModel:
     (1, [1.0, 2.0], 1)
     """
 
-    def __init__(self, name: str, params: Any) -> None:
+    def __init__(self, name: str, params: Any, *, version: int = 0) -> None:
         path = path_of("model", name)
         initial = _views(params)
         lock = create_locked(path, f"hosts a model {name!r}")
@@ -79,6 +83,7 @@ class HostedModel:
         self._map(name, SharedFile.host(path, lock, layout, span(layout)))
         for target, source in zip(self.params, initial, strict=True):
             target[...] = source
+        self._sequence[0] = 2 * version
         self._file.publish()
 
     @classmethod
@@ -119,11 +124,18 @@ class HostedModel:
         self.params: _Arrays = arrays_at(file.data, 0, file.document)
         # Odd while the host writes. A reader whose copy began and ended at the same even number has one version.
         self._sequence = file.words[:1]
+        self._finished = file.words[1:2]
+        self._ignores_readers = False
 
     @property
     def version(self) -> int:
-        """The number of times that the parameters were written since the model was made."""
+        """The number of times that the parameters were written since the model was made, plus the initial version."""
         return int(self._sequence[0]) // 2
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the host has said that the parameters are final; a host that dies does not say so."""
+        return bool(self._finished[0])
 
     @property
     def is_live(self) -> bool:
@@ -134,11 +146,17 @@ class HostedModel:
     def writing(self) -> Iterator[_Arrays]:
         """Return a context in which the host changes ``params`` in place; snapshots wait until it ends.
 
+        It begins after the snapshots of other processes that have found no time to copy.
+
         Raises:
             GradwireError: this process does not host the model, or has closed it.
         """
-        if self._process != os.getpid() or not self._file.is_live:
-            raise GradwireError(f"only the process that hosts the model {self.name!r} writes to it")
+        self._check_hosting()
+        # A host that only writes leaves no time to copy between two versions.
+        end_s = time.monotonic() + (0.0 if self._ignores_readers else _READERS_S)
+        while (has_waiting := self._file.has_waiting) and time.monotonic() < end_s:
+            time.sleep(_RETRY_S)
+        self._ignores_readers = has_waiting
         self._sequence += 1
         fence()
         try:
@@ -146,6 +164,10 @@ class HostedModel:
         finally:
             fence()
             self._sequence += 1
+
+    def _check_hosting(self) -> None:
+        if self._process != os.getpid() or not self._file.is_live:
+            raise GradwireError(f"only the process that hosts the model {self.name!r} writes to it")
 
     def update(self, params: Any) -> int:
         """Replace the parameters by a copy of others, and return the new version.
@@ -173,25 +195,45 @@ class HostedModel:
             GradwireError: the host died while it wrote.
         """
         end_s = time.monotonic() + timeout_s
+        patient_until_s = time.monotonic() + _PATIENCE_S
         copies = [np.empty_like(array) for array in self.params]
-        while True:
-            before = int(self._sequence[0])
+        with ExitStack() as waiting:
+            while (version := self._copy(copies)) is None:
+                now_s = time.monotonic()
+                if now_s >= end_s:
+                    raise TimeoutError(
+                        f"no consistent copy of the model {self.name!r} within {timeout_s:g} s: "
+                        "the host wrote each time"
+                    )
+                if now_s >= patient_until_s and self._file.is_open:
+                    waiting.enter_context(self._file.waiting())
+                    patient_until_s = math.inf
+                time.sleep(_RETRY_S)
+        return Snapshot(version, copies)
+
+    def _copy(self, copies: _Arrays) -> int | None:
+        """Copy the parameters, and return their version, or None if the host wrote meanwhile."""
+        before = int(self._sequence[0])
+        fence()
+        if before % 2 == 0:
+            for target, source in zip(copies, self.params, strict=True):
+                target[...] = source
             fence()
-            if before % 2 == 0:
-                for target, source in zip(copies, self.params, strict=True):
-                    target[...] = source
-                fence()
-                if int(self._sequence[0]) == before:
-                    return Snapshot(before // 2, copies)
-            elif not self.is_live and int(self._sequence[0]) == before:
-                raise GradwireError(
-                    f"the host of the model {self.name!r} died while it wrote version {before // 2 + 1}"
-                )
-            if time.monotonic() >= end_s:
-                raise TimeoutError(
-                    f"no consistent copy of the model {self.name!r} within {timeout_s:g} s: the host wrote each time"
-                )
-            time.sleep(_RETRY_S)
+            return before // 2 if int(self._sequence[0]) == before else None
+        if not self.is_live and int(self._sequence[0]) == before:
+            raise GradwireError(
+                f"the host of the model {self.name!r} died while it wrote version {before // 2 + 1}"
+            )
+        return None
+
+    def finish(self) -> None:
+        """Tell the readers that the parameters are final.
+
+        Raises:
+            GradwireError: as ``writing``.
+        """
+        self._check_hosting()
+        self._finished[0] = 1
 
     def close(self) -> None:
         """End the hosting, or the reading; the arrays stay readable until they are released."""

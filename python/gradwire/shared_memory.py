@@ -12,8 +12,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any, Final
@@ -225,7 +225,10 @@ class SharedFile:
         except FileNotFoundError:
             return None
         if is_locked(file) and os.pread(file.fileno(), len(_MAGIC), 0) == _MAGIC:
-            return cls(file, access)
+            shared = cls(file, access)
+            # A new host holds the lock of a dead one's file for the moment in which it removes the file.
+            if shared.is_live:
+                return shared
         file.close()
         return None
 
@@ -237,7 +240,32 @@ class SharedFile:
     @property
     def is_live(self) -> bool:
         """Whether the host lives and has not released the file."""
-        return not self._file.closed and is_locked(self._file)
+        return self.is_open and is_locked(self._file)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Return a context in which ``has_waiting`` is true for the host, in another process."""
+        # The kernel releases the lock of a process that dies. It is apart from the host's, which is a flock.
+        fcntl.lockf(self._file, fcntl.LOCK_SH, 1)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether another process is in a context of ``waiting``."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        except (BlockingIOError, PermissionError):
+            return True
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1)
+        return False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process has not closed the file."""
+        return not self._file.closed
 
     def close(self) -> None:
         """Close the file; the mapped memory stays readable until it is released."""

@@ -1,0 +1,817 @@
+"""One process owns the parameters and applies the descent; workers lose and repeat nothing, whoever is killed.
+
+Gradients here are multiples of a power of two, and learning rates are powers of two, so that every sum is exact.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import gradwire as gw
+from gradwire import coprocessor, shared_memory
+from gradwire.coprocessor import SGD, Host, Worker
+from gradwire.transport import Limits, PeerLost
+
+SECRET = bytes(range(32))
+SHAPES = [(3, 5), (7,)]
+NUMEL = 22
+QUICK = Limits(heartbeat_s=0.1, down_s=1.0)
+
+Arrays = list[NDArray[Any]]
+
+
+def arrays(value: float = 0.0) -> Arrays:
+    return [np.full(shape, value, np.float32) for shape in SHAPES]
+
+
+def flat(params: Arrays) -> NDArray[Any]:
+    return np.concatenate(params, axis=None)
+
+
+def gradients(seed: int) -> Iterator[Arrays]:
+    """Yield gradients of multiples of 1/16 between -2 and 2."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield [np.float32(rng.integers(-32, 33, shape) / 16.0) for shape in SHAPES]
+
+
+class Cluster:
+    """Hosts and workers in this process; the hosts move only when a test says so."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._pool = stack.enter_context(ThreadPoolExecutor(1))
+
+    def node(self, *peers: str, bind: str = "127.0.0.1:0", **options: Any) -> gw.Node:
+        node = gw.Node(bind, peers, secret=SECRET, limits=QUICK, **options)
+        self._stack.callback(node.close, 0.0)
+        return node
+
+    def host(self, optimizer: Any = None, node: gw.Node | None = None, **options: Any) -> Host:
+        params = options.pop("params", None) or arrays()
+        host = Host(node or self.node(), params, optimizer or SGD(1.0), **options)
+        self._stack.callback(host.close)
+        return host
+
+    def worker(self, host: Host, params: Any = None, **options: Any) -> Worker:
+        options = {"threshold": 0.5, "in_flight": 100, "timeout_s": 20.0, **options}
+        node = self.node(host.node.address)
+        worker = self.run(host, lambda: Worker(node, params, **options))
+        self._stack.callback(worker.close)
+        return worker
+
+    def run(self, host: Host, call: Callable[[], Any]) -> Any:
+        """Return the result of a call that waits for the host."""
+        future = self._pool.submit(call)
+        while not future.done():
+            host.step(timeout_s=0.01)
+        return future.result()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path / "shm")
+    with ExitStack() as stack:
+        yield Cluster(stack)
+
+
+def reach(host: Host, version: int) -> None:
+    """Let a host make so many steps."""
+    for _ in range(1_000):
+        if host.version >= version:
+            return
+        host.step(timeout_s=0.05)
+    raise AssertionError(f"version {host.version} of {version}")
+
+
+def refresh(worker: Worker, is_done: Callable[[], bool]) -> None:
+    for _ in range(1_000):
+        if is_done():
+            return
+        worker.refresh(0.02)
+    raise AssertionError(f"{worker.version=} {worker.kept=}")
+
+
+def knows(worker: Worker, applied: int) -> bool:
+    """Return whether a worker has forgotten every gradient below a number."""
+    return min(worker._kept, default=applied) >= applied
+
+
+def everything_of(worker: Worker) -> NDArray[Any]:
+    """Return the sum of what a worker still has."""
+    residual = worker.encoder.residual.copy()
+    for message in worker.kept:
+        gw.apply(message, residual)
+    return residual
+
+
+# ---- nothing is lost -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [None, "model"], ids=["replica", "hosted"])
+def test_what_a_worker_puts_in_is_applied_or_kept_or_in_its_residual(
+    cluster: Cluster, name: str | None
+) -> None:
+    host = cluster.host(name=name)
+    worker = cluster.worker(host, arrays(), name=name)
+    total = np.zeros(NUMEL, np.float32)
+    for number, gradient in zip(range(12), gradients(0), strict=False):
+        assert worker.send(gradient)
+        total += flat(gradient)
+        if number == 7:
+            reach(host, 5)
+    refresh(worker, lambda: len(worker.kept) == 12 - host.version)
+    assert host.version >= 5
+    np.testing.assert_array_equal(everything_of(worker) - flat(host.params), total)
+    reach(host, 12)
+    refresh(worker, lambda: not worker.kept)
+    np.testing.assert_array_equal(worker.encoder.residual - flat(host.params), total)
+    assert np.abs(worker.encoder.residual).max() > 0.0
+
+
+def test_the_last_dense_gradient_of_a_worker_leaves_nothing_behind(cluster: Cluster) -> None:
+    host = cluster.host()
+    worker = cluster.worker(host)
+    gradient = next(gradients(1))
+    worker.send(gradient)
+    worker.send(dense=True)
+    reach(host, 2)
+    np.testing.assert_array_equal(-flat(host.params), flat(gradient))
+    assert not worker.encoder.residual.any()
+
+
+def test_a_gradient_that_is_too_old_is_refused_and_stays_in_the_residual(cluster: Cluster) -> None:
+    host = cluster.host(max_staleness=3)
+    fast, slow = cluster.worker(host), cluster.worker(host)
+    source = gradients(2)
+    total = np.zeros(NUMEL, np.float32)
+    for version in range(4):
+        gradient = next(source)
+        total += flat(gradient)
+        fast.send(gradient)
+        reach(host, version + 1)
+    gradient = next(source)  # for version 0
+    total += flat(gradient)
+    slow.send(gradient)
+    while not host.refused:
+        host.step(timeout_s=0.02)
+    refresh(slow, lambda: slow.refused == 1)
+    assert (host.version, slow.version, slow.kept) == (4, 4, [])
+    np.testing.assert_array_equal(slow.encoder.residual, flat(gradient))
+    slow.send()  # for version 4, which is known now
+    reach(host, 5)
+    residuals = fast.encoder.residual + slow.encoder.residual
+    np.testing.assert_array_equal(residuals - flat(host.params), total)
+
+
+# ---- killed processes ------------------------------------------------------------------------------------------------
+
+
+def kill(host: Host) -> str:
+    """End a host as a signal does, as far as others can see, and return its address."""
+    host.node.close(timeout_s=0.0)
+    host.close()
+    return host.node.address
+
+
+@pytest.mark.parametrize("name", [None, "model"], ids=["replica", "hosted"])
+def test_a_restarted_host_goes_on_from_its_checkpoint_and_applies_nothing_twice(
+    cluster: Cluster, name: str | None, tmp_path: Path
+) -> None:
+    # The changes are below this threshold, so that a replica stays as it was copied.
+    options: dict[str, Any] = {"name": name, "path": tmp_path / "checkpoint", "threshold": 64.0}
+    options["save_every"] = 4
+    host = cluster.host(SGD(1.0, 0.5), **options)
+    worker = cluster.worker(host, name=name)
+    source = gradients(3)
+    for _ in range(6):
+        worker.send(next(source))
+    reach(host, 6)
+    refresh(worker, lambda: len(worker.kept) == 2)  # the other four are in the checkpoint
+    messages = worker.kept
+    address = kill(host)
+    for _ in range(2):
+        worker.send(next(source))
+    messages = [*messages, *worker.kept[2:]]
+    host = cluster.host(SGD(1.0, 0.5), cluster.node(bind=address), **options)
+    assert host.version == 4
+    restored, once = ([param.copy() for param in host.params] for _ in range(2))
+    velocity = SGD(1.0, 0.5)
+    velocity.load_state_dict(host._optimizer.state_dict())
+    cluster.run(host, lambda: refresh(worker, lambda: worker.version >= 8))
+    for message in messages:
+        velocity.apply([message], once)
+    assert host.version == 8
+    np.testing.assert_array_equal(flat(host.params), flat(once))
+    np.testing.assert_array_equal(flat(worker.params), flat(host.params if name else restored))
+
+
+def test_a_refusal_that_was_saved_but_not_told_is_told_by_the_next_host(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"path": tmp_path / "checkpoint", "max_staleness": 0}
+    host = cluster.host(**options)
+    first, late = cluster.worker(host), cluster.worker(host)
+    gradient = next(gradients(4))
+    first.send(gradient)
+    reach(host, 1)
+    late.send(gradient)
+    while not host.refused:
+        host.step(timeout_s=0.02)
+    host.save()
+    late.node.receive(timeout_s=1.0)
+    address = kill(host)
+    late.node.receive()  # what the first host said is lost
+    host = cluster.host(None, cluster.node(bind=address), **options)
+    cluster.run(host, lambda: refresh(late, lambda: late.refused == 1))
+    np.testing.assert_array_equal(late.encoder.residual, flat(gradient))
+    assert (late.kept, host.version) == ([], 1)
+
+
+def test_a_connection_that_is_replaced_repeats_no_gradient(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = cluster.host()
+    worker = cluster.worker(host)
+    total = np.zeros(NUMEL, np.float32)
+    for _, gradient in zip(range(4), gradients(5), strict=False):
+        total += flat(gradient)
+        worker.send(gradient)
+    lost = [PeerLost(worker.node.peer, "timeout")]
+    monkeypatch.setattr(host.node, "events", lambda: [lost.pop()] if lost else [])
+    cluster.run(host, lambda: refresh(worker, lambda: not worker.kept))
+    worker.node.drain(5.0)
+    for _ in range(8):
+        host.step(timeout_s=0.01)
+    assert host.version == 4
+    np.testing.assert_array_equal(worker.encoder.residual - flat(host.params), total)
+
+
+@pytest.mark.parametrize(
+    ("seed", "restarts"),
+    [(seed, 0) for seed in range(6)]
+    + [pytest.param(seed, 4, marks=pytest.mark.slow) for seed in range(6, 9)],
+)
+def test_no_gradient_is_lost_or_repeated_whatever_fails_and_whenever(
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    seed: int,
+    restarts: int,
+) -> None:
+    chance = random.Random(seed)
+    options: dict[str, Any] = {"path": tmp_path / "checkpoint", "save_every": 3, "name": "model"}
+    options |= {"max_staleness": 0, "threshold": 0.25, "gradients_per_step": 1 + seed % 2}
+    host = cluster.host(**options)
+    workers = [cluster.worker(host, name=name) for name in (None, None, "model")]
+    for worker in workers:
+        worker.timeout_s = 0.0
+    source = gradients(seed)
+    total = np.zeros(NUMEL)
+    actions = ["send"] * 12 + ["step"] * 12 + ["read"] * 8 + ["save", "lose"]
+
+    def lose_connections() -> None:
+        host.node.receive()  # what has come is lost
+        lost = [PeerLost(worker.node.peer, "timeout") for worker in workers]
+        monkeypatch.setattr(host.node, "events", lambda: [lost.pop() for _ in lost[:]])
+        host.step(0.0)
+
+    def restart() -> None:
+        nonlocal host
+        address = kill(host)
+        host = cluster.host(None, cluster.node(bind=address), **options)
+        for worker in workers:
+            cluster.run(host, lambda: refresh(worker, lambda: worker._host == host.node.peer))  # noqa: B023
+
+    for _ in range(1 + restarts):
+        for action in chance.choices(actions, k=100):
+            worker = chance.choice(workers)
+            if action == "send":
+                gradient = next(source)
+                total += flat(gradient)
+                with suppress(
+                    TimeoutError
+                ):  # the gradient is kept while the replica is not complete
+                    worker.send(gradient)
+            elif action == "step":
+                host.step(chance.choice([0.0, 0.005]))
+            elif action == "read":
+                worker.refresh()
+            elif action == "save":
+                host.save()
+            else:
+                lose_connections()
+        if restarts:
+            restart()
+    host.save()
+    for worker in workers:
+        cluster.run(host, lambda: refresh(worker, lambda: worker._is_ready))  # noqa: B023
+    idle_turns = 0
+    while idle_turns < 10:  # until every worker knows what became of its gradients
+        moved = host.step(0.0)
+        for worker in workers:
+            worker.refresh(0.002)
+        is_idle = not moved and not any(worker._waiting for worker in workers)
+        idle_turns = idle_turns + 1 if is_idle else 0
+    host.save()
+    waiting = len(host._queue)
+    for worker in workers:
+        run = host._runs[worker.node.peer.id, worker.node.peer.incarnation]
+        knows_all = partial(knows, worker, run.applied)
+        cluster.run(host, partial(refresh, worker, knows_all))
+    assert sum(len(worker.kept) for worker in workers) == waiting < host.gradients_per_step
+    left = sum(everything_of(worker) for worker in workers)
+    scale = host.gradients_per_step
+    assert host.version >= 3
+    assert sum(worker.refused for worker in workers)
+    np.testing.assert_array_equal(left - scale * flat(host.params), total)
+
+
+WORKER = """
+import sys, numpy as np, gradwire as gw
+name, address = sys.argv[1:]
+with gw.Node("127.0.0.1:0", [address], secret=bytes(range(32))) as node:
+    with gw.coprocessor.Worker(node, name=name or None, threshold=0.5, timeout_s=60.0) as worker:
+        while worker.send(np.full(22, 0.5, np.float32)):
+            pass
+"""
+
+HOST = """
+import sys, numpy as np, gradwire as gw
+name, address, path, last = sys.argv[1:]
+params = [np.zeros((3, 5), np.float32), np.zeros(7, np.float32)]
+with gw.Node(address, secret=bytes(range(32))) as node:
+    sgd = gw.coprocessor.SGD(1.0)
+    with gw.coprocessor.Host(node, params, sgd, name=name, path=path, save_every=5) as host:
+        print("ready", flush=True)
+        while host.version < int(last):
+            host.step()
+"""
+
+
+def start(script: str, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill a process, which may have ended."""
+    process.kill()
+    with process:
+        pass
+
+
+@pytest.fixture
+def name(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A name for a model in the machine's own shared memory, which other processes see."""
+    monkeypatch.undo()
+    return f"test-coprocessor-{os.getpid()}"
+
+
+def test_a_killed_worker_is_replaced_and_training_goes_on(cluster: Cluster, name: str) -> None:
+    host = cluster.host(name=name)
+    workers = [start(WORKER, name, host.node.address), start(WORKER, "", host.node.address)]
+    try:
+        while len(host.node.peers) < 2:
+            host.step(timeout_s=0.05)
+        present = set(host.node.peers)
+        reach(host, host.version + 20)
+        end(workers[1])
+        reach(
+            host, host.version + 20
+        )  # with the hosted one, while the host still waits for the other
+        workers.append(start(WORKER, "", host.node.address))
+        while not set(host.node.peers) - present:
+            host.step(timeout_s=0.05)
+        end(workers[0])
+        reach(host, host.version + 20)
+        host.finish()
+        assert workers[2].wait(30.0) == 0
+    finally:
+        for worker in workers:
+            end(worker)
+    # Every gradient changes every element by one threshold.
+    np.testing.assert_array_equal(flat(host.params), -0.5 * host.version)
+
+
+def test_workers_wait_for_a_killed_host_which_applies_nothing_twice(
+    cluster: Cluster, name: str, tmp_path: Path
+) -> None:
+    first = cluster.node()
+    address = first.address
+    first.close(0.0)
+    arguments = (HOST, name, address, str(tmp_path / "checkpoint"), "60")
+    hosts = [start(*arguments)]
+    counts = dict.fromkeys(("hosted", "replica"), 0)
+
+    def work(kind: str, worker: Worker) -> None:
+        while worker.send(np.full(NUMEL, 0.5, np.float32)):
+            counts[kind] += 1
+
+    try:
+        assert hosts[0].stdout is not None
+        assert hosts[0].stdout.readline() == "ready\n"
+        options: dict[str, Any] = {"threshold": 0.5, "timeout_s": 60.0}
+        workers = [
+            Worker(cluster.node(address), name=name, **options),
+            Worker(cluster.node(address), **options),
+        ]
+        threads = [
+            threading.Thread(target=work, args=pair) for pair in zip(counts, workers, strict=True)
+        ]
+        reader = gw.HostedModel.attach(name)
+        for thread in threads:
+            thread.start()
+        while reader.version < 22:
+            reader.snapshot()
+        end(hosts[0])
+        assert not reader.is_live
+        assert not reader.is_finished
+        hosts.append(start(*arguments))
+        reader = gw.HostedModel.attach(name, timeout_s=30.0)
+        assert reader.is_live
+        for thread in threads:
+            thread.join(60.0)
+        assert hosts[1].wait(30.0) == 0
+    finally:
+        for host in hosts:
+            end(host)
+    assert reader.is_finished
+    assert reader.version == 60
+    np.testing.assert_array_equal(flat(reader.params), -0.5 * 60)
+    unapplied = sum(len(worker.kept) for worker in workers)
+    assert sum(counts.values()) + 2 >= 60
+    assert sum(worker.encoder.step for worker in workers) == 60 + unapplied
+
+
+# ---- readers, and the end --------------------------------------------------------------------------------------------
+
+
+def test_an_evaluator_reads_one_version_while_the_host_trains(cluster: Cluster) -> None:
+    host = cluster.host(name="model")
+    worker = cluster.worker(host, name="model", threshold=1.0)
+    reader = gw.HostedModel.attach("model")
+    versions: list[int] = []
+
+    def read() -> None:
+        while not reader.is_finished:
+            version, params = reader.snapshot()
+            assert (flat(params) == -version).all()
+            versions.append(version)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for version in range(1, 101):
+        worker.send(np.ones(NUMEL, np.float32))
+        reach(host, version)
+    host.finish()
+    thread.join(30.0)
+    assert not thread.is_alive()
+    assert versions == sorted(versions)
+
+
+def test_the_end_of_the_training_is_told_to_workers_and_readers(cluster: Cluster) -> None:
+    host = cluster.host(name="model")
+    remote, local = cluster.worker(host), cluster.worker(host, name="model")
+    reader = gw.HostedModel.attach("model")
+    assert not reader.is_finished
+    with host:
+        pass
+    for worker in (remote, local):
+        refresh(worker, lambda: worker.is_finished)  # noqa: B023
+        assert not worker.send(next(gradients(6)))
+        assert not worker.encoder.residual.any()
+    assert (reader.is_finished, reader.is_live) == (True, False)
+
+
+def test_a_host_that_fails_does_not_end_the_training(cluster: Cluster) -> None:
+    host = cluster.host(name="model")
+    worker = cluster.worker(host)
+    reader = gw.HostedModel.attach("model")
+    with pytest.raises(ZeroDivisionError), host:
+        raise ZeroDivisionError
+    worker.refresh(0.1)
+    assert (worker.is_finished, reader.is_finished, reader.is_live) == (False, False, False)
+
+
+# ---- workers on other machines ---------------------------------------------------------------------------------------
+
+
+def test_replicas_that_join_while_parameters_change_hold_the_same_bits(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coprocessor, "_PART", 4)
+    monkeypatch.setattr(coprocessor, "_PARTS_PER_TURN", 1)
+    host = cluster.host(SGD(0.25), threshold=0.125)
+    first = cluster.worker(host, in_flight=1_000_000)
+    source = gradients(7)
+    node = cluster.node(host.node.address)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(Worker, node, threshold=0.5, in_flight=100, timeout_s=20.0)
+        while not future.done():  # a part goes between two steps
+            first.send(next(source))
+            host.step(timeout_s=0.01)
+        late = future.result()
+    assert late.version > 0
+    reach(host, first.encoder.step)
+    for worker in (first, late):
+        refresh(worker, lambda: worker.version == host.version)  # noqa: B023
+    assert flat(first.params).tobytes() == flat(late.params).tobytes()
+    # The difference is the residual of the host's encoder, whose large elements leave first.
+    for _ in range(2_000):
+        first.send(np.zeros(NUMEL, np.float32))
+        reach(host, first.encoder.step)
+        refresh(late, lambda: late.version == host.version)
+        difference = np.abs(flat(late.params) - flat(host.params)).max()
+        if difference < 0.125:
+            break
+    assert difference < 0.125
+
+
+def test_changes_wait_for_space_and_nothing_is_missing_then(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = cluster.host(threshold=0.0625)
+    worker = cluster.worker(host, threshold=0.0625)
+    monkeypatch.setattr(host.node, "has_room", lambda nbytes: False)  # noqa: ARG005
+    worker.send(np.full(NUMEL, 0.0625, np.float32))
+    reach(host, 1)
+    worker.refresh(0.1)
+    assert (worker.version, flat(worker.params).any()) == (0, False)
+    monkeypatch.undo()
+    worker.send(np.zeros(NUMEL, np.float32))
+    reach(host, 2)
+    refresh(worker, lambda: worker.version == 2)
+    np.testing.assert_array_equal(flat(worker.params), flat(host.params))
+
+
+def test_several_gradients_make_a_step_of_their_mean(cluster: Cluster) -> None:
+    host = cluster.host(gradients_per_step=4)
+    worker = cluster.worker(host, in_flight=0, threshold=1.0)
+    cluster.run(host, lambda: [worker.send(np.full(NUMEL, 1.0, np.float32)) for _ in range(7)])
+    assert host.version == 1
+    np.testing.assert_array_equal(flat(host.params), -1.0)
+    cluster.run(host, lambda: worker.send(np.full(NUMEL, 3.0, np.float32)))
+    assert host.version == 2
+    np.testing.assert_array_equal(flat(host.params), -2.0)
+
+
+def test_parameters_of_float64_stay_float64(cluster: Cluster) -> None:
+    params = [np.zeros(()), np.zeros((2, 3))]
+    host = cluster.host(SGD(0.5, 0.5, nesterov=True), params=params, threshold=2.0**-40)
+    worker = cluster.worker(host, params, threshold=2.0**-40)
+    worker.send(np.full(7, 2.0**-40))
+    reach(host, 1)
+    refresh(worker, lambda: worker.version == 1)
+    assert flat(host.params).tolist() == [-0.75 * 2.0**-40] * 7
+    assert [param.dtype for param in worker.params] == [np.float64] * 2
+
+
+def test_a_model_larger_than_a_machine_has_several_hosts(cluster: Cluster) -> None:
+    encoder, decoder = cluster.host(name="encoder"), cluster.host(name="decoder")
+    both = [cluster.worker(encoder), cluster.worker(decoder, name="decoder")]
+    some = cluster.worker(decoder)
+    for worker in (*both, some):
+        worker.send(np.ones(NUMEL, np.float32))
+    reach(encoder, 1)
+    reach(decoder, 2)
+    assert (encoder.params[0][0, 0], decoder.params[0][0, 0]) == (-0.5, -1.0)
+    assert (both[0].encoder.numel, some.encoder.numel) == (NUMEL, NUMEL)
+
+
+# ---- descents --------------------------------------------------------------------------------------------------------
+
+
+def regression() -> tuple[NDArray[Any], NDArray[Any]]:
+    rng = np.random.default_rng(8)
+    inputs = np.float32(rng.standard_normal((64, 20)))
+    return inputs, np.float32(inputs @ rng.standard_normal((20, 3)))
+
+
+def train_alone(model: Any, optimizer: Any, steps: int) -> float:
+    torch = sys.modules["torch"]
+    inputs, targets = map(torch.from_numpy, regression())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach())
+
+
+OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
+    "sgd": lambda torch, params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "nesterov": lambda torch, params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
+    "adamw": lambda torch, params: torch.optim.AdamW(params, lr=0.02),
+}
+NUMPY = {"sgd": SGD(0.05, 0.9), "nesterov": SGD(0.05, 0.9, nesterov=True)}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, "numpy sgd", "numpy nesterov"])
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "threshold"])
+def test_descent_at_the_host_is_that_of_one_machine(
+    cluster: Cluster, kind: str, dense: bool
+) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    inputs, targets = map(torch.from_numpy, regression())
+    alone, hosted, local = (torch.nn.Linear(20, 3) for _ in range(3))
+    hosted.load_state_dict(alone.state_dict())
+    make = OPTIMIZERS[kind.removeprefix("numpy ")]
+    optimizer: Any = make(torch, hosted.parameters())
+    if kind.startswith("numpy"):
+        optimizer = SGD(0.05, 0.9, nesterov=kind.endswith("nesterov"))
+    host = cluster.host(optimizer, params=list(hosted.parameters()), name="model")
+    worker = cluster.worker(
+        host, local.parameters(), name="model", in_flight=0, threshold=gw.TargetDensity(0.2)
+    )
+    steps = 60 if dense else 300
+
+    def work() -> float:
+        for _ in range(steps):
+            local.zero_grad()
+            loss = torch.nn.functional.mse_loss(local(inputs), targets)
+            loss.backward()
+            worker.send([param.grad for param in local.parameters()], dense=dense)
+        return float(loss.detach())
+
+    loss = cluster.run(host, work)
+    best = train_alone(alone, make(torch, alone.parameters()), steps)
+    assert host.version == steps
+    if dense:
+        for ours, theirs in zip(hosted.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    first = float(torch.nn.functional.mse_loss(torch.zeros_like(targets), targets))
+    assert loss < best + 0.02 * first
+
+
+@pytest.mark.torch
+def test_an_optimizer_of_torch_goes_on_from_a_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+    def make(node: gw.Node | None = None) -> tuple[Host, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(20, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        params, path = list(model.parameters()), tmp_path / "checkpoint"
+        return cluster.host(optimizer, node, params=params, path=path), optimizer
+
+    host, optimizer = make()
+    worker = cluster.worker(host, in_flight=0)
+    for value in (1.0, 2.0, 3.0):
+        cluster.run(host, lambda: worker.send(np.full(63, value, np.float32)))  # noqa: B023
+    host.save()
+    address = kill(host)
+    resumed, other = make(cluster.node(bind=address))
+    assert resumed.version == 3
+    np.testing.assert_array_equal(flat(resumed.params), flat(host.params))
+    for index, state in optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            assert torch.equal(other.state_dict()["state"][index][key], value)
+    cluster.run(resumed, lambda: worker.send(np.ones(63, np.float32)))
+    assert resumed.version == 4
+
+
+# ---- unsuitable arguments --------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_is_not_finite_is_not_sent(cluster: Cluster) -> None:
+    host = cluster.host()
+    worker = cluster.worker(host)
+    gradient = np.ones(NUMEL, np.float32)
+    gradient[3] = np.nan
+    with pytest.raises(gw.NonFiniteUpdate, match="1 "):
+        worker.send(gradient)
+    assert worker.kept == []
+    assert worker.encoder.residual.sum() == NUMEL - 1
+
+
+def test_gradients_of_another_size_or_dtype_are_refused(cluster: Cluster) -> None:
+    worker = cluster.worker(cluster.host())
+    with pytest.raises(ValueError, match=r"21.* 22"):
+        worker.send(np.ones(21, np.float32))
+    with pytest.raises(TypeError, match="float64"):
+        worker.send(np.ones(NUMEL))
+    assert worker.kept == []
+
+
+def test_other_arrays_than_the_host_s_are_refused(cluster: Cluster) -> None:
+    host = cluster.host(name="model")
+    other = [np.zeros((5, 3), np.float32), np.zeros(7, np.float32)]
+    with pytest.raises(gw.Mismatch, match=r"array 0 of the host at .*\[3, 5\].*\[5, 3\]"):
+        cluster.worker(host, other)
+    with pytest.raises(gw.Mismatch, match="has 2 arrays, this process 1"):
+        cluster.worker(host, other[:1])
+    with pytest.raises(gw.Mismatch, match="has the model 'model', this worker 'other'"):
+        cluster.worker(host, name="other")
+
+
+def test_a_checkpoint_of_other_arrays_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.host(path=tmp_path / "checkpoint").save()
+    with pytest.raises(gw.Mismatch, match=r"the checkpoint .* has 2 arrays, this process 1"):
+        cluster.host(params=[np.zeros(22, np.float32)], path=tmp_path / "checkpoint")
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    for content in (b"", b"something else", pickle.dumps([1])):
+        (tmp_path / "file").write_bytes(content)
+        with pytest.raises(ValueError, match="file is no checkpoint of a host"):
+            cluster.host(path=tmp_path / "file")
+
+
+def test_two_workers_cannot_have_one_node(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = cluster.host()
+    worker = cluster.worker(host)
+    worker.send(np.ones(NUMEL, np.float32))
+    reach(host, 1)
+    lost = [PeerLost(worker.node.peer, "timeout")]
+    monkeypatch.setattr(host.node, "events", lambda: [lost.pop()] if lost else [])
+    with pytest.raises(gw.GradwireError, match="make a node for each worker"):
+        cluster.run(host, lambda: Worker(worker.node, timeout_s=20.0))
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "match"),
+    [
+        ([], ValueError, "0 arrays of no dtype"),
+        ([np.zeros(3, np.float16)], TypeError, "float16: .* give a copy"),
+        ([np.zeros(3, np.float32), np.zeros(3)], TypeError, "2 arrays of float32, float64"),
+    ],
+)
+def test_parameters_that_cannot_be_trained_are_refused(
+    cluster: Cluster, params: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        Host(cluster.node(), params, SGD(1.0))
+
+
+def test_options_out_of_range_are_refused(cluster: Cluster) -> None:
+    node = cluster.node()
+    with pytest.raises(TypeError, match=r"optimizer must be .* got 0\.1"):
+        Host(node, arrays(), 0.1)
+    with pytest.raises(TypeError, match="optimizer must be"):
+        Host(node, arrays(), SGD)
+    for options in ({"save_every": 0}, {"gradients_per_step": 0}, {"max_staleness": -1}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
+            Host(node, arrays(), SGD(1.0), **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="lr must be finite and above 0"):
+        SGD(0.0)
+    with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\)"):
+        SGD(0.1, 1.0)
+    with pytest.raises(ValueError, match="nesterov needs a momentum"):
+        SGD(0.1, nesterov=True)
+    node.close()
+    with pytest.raises(gw.Closed):
+        Host(node, arrays(), SGD(1.0))
+    with pytest.raises(gw.Closed):
+        Worker(node)
+
+
+@pytest.mark.torch
+def test_an_optimizer_of_other_tensors_is_refused(cluster: Cluster) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="2 of the optimizer's 2 tensors are not among the 2"):
+        cluster.host(torch.optim.SGD(other.parameters(), lr=0.1), params=list(model.parameters()))
+    with pytest.raises(ValueError, match="not among the 0 parameters"):
+        cluster.host(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_worker_without_a_host_says_how_long_it_waited(cluster: Cluster) -> None:
+    with pytest.raises(TimeoutError, match=r"no answer of the host within 0\.1 s"):
+        Worker(cluster.node(), timeout_s=0.1)
+
+
+def test_a_message_that_is_no_gradient_does_not_end_the_host(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = cluster.host()
+    worker = cluster.worker(host)
+    for payload in (b"", bytes(100), bytes(24) + bytes(gw.dense_message(np.ones(3, np.float32)))):
+        worker.node.publish(payload, tag=3 << 56, to=host.node.peer)
+    worker.node.drain(5.0)
+    host.step(timeout_s=0.1)
+    assert host.version == 0
+    assert len(caplog.records) == 3
+    assert "3 elements for parameters of 22" in caplog.text
+    cluster.worker(host).send(np.ones(NUMEL, np.float32))
+    reach(host, 1)
