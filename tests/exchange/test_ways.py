@@ -76,7 +76,8 @@ def test_the_way_stays_when_nodes_come_leave_and_die(seed: int, initial: int) ->
             return Trainer(world, node_id, 30, min_peers=peers, topology="auto")
 
         trainers = [trainer(10 * (1 + rank), initial - 1) for rank in range(initial)]
-        trainers[0].leaves_after = 20
+        if initial == 3:  # of two, the last could end before a newcomer has all of its parameters
+            trainers[0].leaves_after = 20
         for node_id in (5, 25):
             turn = world.random.randint(60, 250)
             world.plan(turn, lambda n=node_id: trainers.append(trainer(n, 1)))
