@@ -63,6 +63,8 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
     if isinstance(total, MomentumSum):
         total.load_velocity(state["outer_velocity"])
     replica.load_shared(state["shared"], state["local_steps"])
+    # Who owns which part is known only when the training begins, perhaps with other nodes: until then the owner's state
+    # is kept as it is.
     replica.load(state["step"], state["owner"])
 
 

@@ -106,6 +106,7 @@ class Departure:
 
     def rejoin(self, why: str) -> None:
         """Stop being a member, and join again with a snapshot."""
+        # Nothing is lost by it: the updates that nobody applied go back into the residual with the snapshot.
         _LOG.warning("%s: this node joins again", why)
         self._membership.forget_members()
         self._relayed.clear()
@@ -248,6 +249,8 @@ class Departure:
             )
             if not lacking or membership.departing.get(run, 0) < final or has_holder_before:
                 continue
+            # The same relay twice would only cost bytes; another set of voters means that the first may not have
+            # arrived.
             key = (run, min(lacking), final, voters)
             stream = membership.members.get(run) or membership.past.get(run)
             if key in self._relayed or stream is None:

@@ -441,6 +441,7 @@ class Exchange:
             self._groups.residuals(writable_views(params))
         if self._membership.phase is Phase.NEW:
             self.wait_for_peers()
+        # Newcomers may ask inside a later call that has no such argument, as ``catch_up``.
         self._optimizer_state = optimizer_state
         if self._membership.phase is not Phase.IN:
             self._join.ensure_member(params, optimizer_state)

@@ -155,6 +155,7 @@ class Groups:
                 or too few or too many arrays.
         """
         served = [group.tensors for group in self.groups if group.tensors is not None]
+        # One tensor too many would never be trained, and nothing else would say so.
         if served and isinstance(params, (list, tuple)):
             indices = {index for tensors in served for index in tensors}
             if indices != set(range(len(params))):

@@ -666,6 +666,7 @@ class Router:
         self._unsent: deque[tuple[int, bytes, NodeRun | None]] = deque()
         self._peers: tuple[Peer, ...] = ()
         self._runs: dict[Peer, NodeRun] = {}  # of the connected peers
+        # What was seen last, so that a step in which nobody comes or goes compares two tuples and nothing else.
         self._connected: frozenset[NodeRun] = frozenset()
         self._introduced: set[NodeRun] = set()
         self._ignored = 0  # updates of nodes that are no members
@@ -809,6 +810,7 @@ class Router:
         if kind == Kind.HELLO:
             handler(sender, number, payload)
             return
+        # Its updates would not parse, and an error must not stop the nodes that do fit.
         if sender in self._introductions.incompatible:
             self._ignored += kind == Kind.UPDATE
             return

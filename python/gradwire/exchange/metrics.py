@@ -293,6 +293,7 @@ class MetricsCollector:
 
     def collect(self) -> Iterator[Any]:
         """Yield the totals, the transport's counters and every peer's path; nothing after the exchange is gone."""
+        # The registry of ``prometheus_client`` lives as long as the process, and must not keep an exchange alive.
         exchange = self._exchange()
         if exchange is None:
             return

@@ -52,7 +52,9 @@ _LEAST = {
 # Options that have to be the same on all nodes.
 _SIGNED = ("reduction", "mode", "every", "outer_momentum", "topology", "owners_max")
 
-_KEPT_UPDATES = 3  # a synchronous member may be one step ahead of another
+# A synchronous member may be one step ahead of another, and so may lack the last update of a third that dies now. A node
+# that was left behind learns the fate of its updates of that time, too.
+_KEPT_UPDATES = 3
 
 
 class ExchangeOptions(TypedDict, total=False):

@@ -290,6 +290,8 @@ class Sharding:
             )
         # One pass over the residual encodes the messages for all owners.
         encoded = self._groups.encode(update, codec, refresh, self._division.partitions(count))
+        # The owner of now is kept with the update: another assignment may come before the update is known to be
+        # applied.
         sharded = ShardedUpdate(self._run, step, {}, self._owner, is_last=codec is None)
         for index, owner in enumerate(self.owners):
             messages = [encoded[group][index] for group, _ in self._division.part(count, index)]
@@ -395,6 +397,7 @@ class Sharding:
         for result in results:
             self._settle_result(result)
         contributors = {result.sender for result in results}
+        # A dead owner's residual is lost, but not what it has not accepted: every sender still has these parts.
         for owner, pending in self._ledger.items():
             for number, part in pending.items() if owner not in contributors else ():
                 if part.is_open and number <= step:

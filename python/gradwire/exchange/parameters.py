@@ -100,6 +100,7 @@ class MomentumSum(PlainSum):
 
     def ensure_velocity(self, params: Any) -> None:
         """Start with a velocity of zero, unless there is one already; keep it where the parameters are."""
+        # All nodes begin with zeros, a newcomer with the members' velocity.
         self.velocity = placed(self.velocity or zeros_like(writable_views(params)), params)
 
     def load_velocity(self, velocity: Sequence[NDArray[Any]]) -> None:

@@ -296,6 +296,7 @@ def _read_run(entry: Any) -> NodeRun:
 
 
 def _to_json(document: Any) -> bytes:
+    # JSON, because these messages are rare and small, and a log or a debugger shows what they say.
     return json.dumps(document, separators=(",", ":")).encode()
 
 

@@ -94,6 +94,7 @@ class Replica(SharedCopy):
         self.run = run_of(me)
         self.step = max(encoder.step for encoder in groups.encoders)
         self.pending: StepUpdate | None = None
+        # Kept after the step: if this node is cut off, the others say which of these updates they have applied.
         self.sent: deque[StepUpdate] = deque(maxlen=options.kept_updates)
         self.sharding: Sharding | None = None
         self._options = options
@@ -358,6 +359,7 @@ class Replica(SharedCopy):
                 # The parts that the parameters hold went to the owners, and come back in the results.
                 self._add_update_to_params(update, targets, -1.0)
             return
+        # Local steps that the caller has taken meanwhile (``overlap``) stay on top of what arrives.
         local = difference(targets, self.shared) if has_moved else []
         self._add(payloads, self.shared, divisor)
         put(targets, self.shared)

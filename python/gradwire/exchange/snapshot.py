@@ -23,6 +23,7 @@ __all__ = ["Donor", "Snapshot"]
 
 # Small enough to let updates pass in between, large enough to cost nothing.
 _PART_BYTES = 1 << 20
+# A header comes from another machine: it must not be able to claim any amount of memory.
 _ARRAYS_MAX = 1 << 20
 
 
@@ -170,6 +171,8 @@ class Donor:
         self._peer_of = peer_of
         # By newcomer: number of the request, and for every member the first update that the newcomer gets directly.
         self._requests: dict[NodeRun, tuple[int, dict[NodeRun, int]]] = {}
+        # All newcomers share one queue. Parts leave in order, so a slow newcomer delays those behind it, but never a
+        # step.
         self._outgoing: deque[tuple[NodeRun, int, memoryview]] = deque()
 
     @property

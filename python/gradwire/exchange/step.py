@@ -141,6 +141,7 @@ class Step:
         timeout_s = self._options.timeout_s
         begin_s = clock.now_s()
         while True:
+            # The others may have gone on without this node while it waited.
             if self._membership.phase is Phase.JOINING:
                 self._join.ensure_member(params, optimizer_state)
             obstacle = self._obstacle()
@@ -235,6 +236,7 @@ class Step:
             if pending.ticket is not None and not missing:
                 return
             self._last_missing = missing or self._last_missing
+            # Four answers to a silent member: log and wait, raise, give an owner a second chance, or go on without it.
             if clock.now_s() >= deadline_s:
                 deadline_s = clock.now_s() + timeout_s
                 if self._options.on_straggler == "wait" and (pending.ticket is not None or needed):
