@@ -15,15 +15,10 @@ from . import rendezvous
 from .arrays import device_of
 from .codec import Encoder
 from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
-from .exchange.groups import for_size
-from .policy import TargetDensity
+from .policy import TargetDensity, default_policy
 from .transport import Node
 
 __all__ = ["Density", "SharedArrays", "exchange_for", "share"]
-
-# Defaults for models of so many elements and more; messages of smaller ones are small anyway. Adaptive optimisers make
-# all elements' updates about as large: what is sent late is missed more.
-_DENSITY, _ADAPTIVE_DENSITY, _LARGE = 0.01, 0.05, 2_000_000
 
 Density = float | Mapping[str, float | Literal["dense"]]
 
@@ -139,14 +134,12 @@ def _groups_for(
             f"{', ...' if len(named) > 6 else ''}"
         )
     dtype = "float64" if any("float64" in str(array.dtype) for _, array in named) else "float32"
-    default = TargetDensity(_ADAPTIVE_DENSITY if is_adaptive else _DENSITY)
-    default_policy = for_size(default, sum(math.prod(one.shape) for _, one in named), _LARGE)
+    numel = sum(math.prod(array.shape) for _, array in named)
+    policy_of_model = default_policy(numel, is_adaptive=is_adaptive)
     groups = []
     for key, (value, indices) in enumerate(found.items()):
         numel = sum(math.prod(named[index][1].shape) for index in indices)
-        policy = default_policy
-        if value is not None:
-            policy = None if value == "dense" else _policy(value, numel)
+        policy = policy_of_model if value in (None, "dense") else _policy(value, numel)
         threads = max(1, min(processors, numel // _THREAD_NUMEL))
         encoder = Encoder(numel, policy, dtype=dtype, device=device, key=key, threads=threads)
         tensors = tuple(indices) if len(found) > 1 else None

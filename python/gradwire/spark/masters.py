@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
-
-from ..policy import TargetDensity
 
 __all__ = ["ParameterAveraging", "SharedTraining"]
 
@@ -16,7 +14,7 @@ class SharedTraining:
     """Every worker's optimiser steps are shared as threshold messages (Deeplearning4j's SharedTrainingMaster).
 
     Attributes:
-        threshold: a threshold policy, or a number.
+        threshold: a threshold policy, or a number; None: the default of `gradwire.torch.share`.
         topology: "mesh", "sharded" or "auto", as for `Exchange`.
         mode: "sync": a step waits for all workers' messages; "async": it takes those that have arrived.
         every: steps between exchanges.
@@ -30,7 +28,7 @@ class SharedTraining:
         ValueError: a value is out of range.
     """
 
-    threshold: Any = field(default_factory=lambda: TargetDensity(0.01))
+    threshold: Any = None
     topology: Literal["auto", "mesh", "sharded"] = "auto"
     mode: Literal["sync", "async"] = "sync"
     every: int = 1

@@ -22,7 +22,7 @@ from ..errors import GradwireError, PeerLost, TransportError
 from ..exchange import AnyExchange, Exchange, Groups, LocalTeam, StepResult
 from ..exchange.clock import now_s
 from ..torch import SharedOptimizer
-from ..torch.optimizer import parameters_of
+from ..torch.optimizer import is_adaptive, parameters_of
 from ..transport import Node
 from .checkpoints import Checkpoints, pack, unpack
 from .data import FEATURES, LABEL, WEIGHT, Spill, shuffled, spill
@@ -212,7 +212,11 @@ class Sharing:
         self.exchange: AnyExchange
         if node is not None:
             self.exchange = lead = Exchange(
-                Groups.of(parameters_of(optimizer), training.threshold),
+                Groups.of(
+                    parameters_of(optimizer),
+                    training.threshold,
+                    is_adaptive=is_adaptive(optimizer),
+                ),
                 node,
                 min_peers=machines - 1,
                 mode=training.mode,

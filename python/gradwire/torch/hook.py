@@ -15,9 +15,14 @@ import torch.distributed as dist
 
 from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
-from ..exchange.groups import for_size
 from ..message import Message, apply, apply_many, parse_many
-from ..policy import ResidualClip, ShakeUp, TargetDensity, ThresholdPolicy
+from ..policy import (
+    ResidualClip,
+    ShakeUp,
+    ThresholdPolicy,
+    default_policy,
+    policy_for_tensor,
+)
 from ..state import check_format
 from .gather import Gather, Gathered
 from .optimizer import is_adaptive
@@ -124,8 +129,9 @@ class ThresholdState:
         process_group: as given to DDP; None is the default group.
         parameters: ``model.named_parameters()``, so that checkpoints use the model's names. Without, parameters are
             counted from the last to the first.
-        threshold: policy of the thresholds, one per parameter; None: ``TargetDensity(0.01)``. Where it aims at a
-            density, a parameter k times as small as the largest gets sqrt(k) times that density, up to 0.08.
+        threshold: policy of the thresholds, one per parameter; None: density 0.01, or for a model of n < 2,000,000
+            elements sqrt(2e6 / n) times as much, up to 0.08. Where the policy aims at a density, a parameter k times as
+            small as the largest gets sqrt(k) times that density, up to 0.08.
         shakeup: periodic messages with a smaller threshold, or None.
         clip: periodic clipping of the residual, or None.
         momentum: of the local momentum correction, in [0, 1); 0.0: none. The optimiser then needs none.
@@ -163,8 +169,6 @@ class ThresholdState:
             raise ValueError(f"momentum is {self.momentum}, must be in [0, 1)")
         if self.backend not in _BACKENDS:
             raise ValueError(f"backend is {self.backend!r}, must be one of {_BACKENDS}")
-        if self.threshold is None:
-            self.threshold = TargetDensity(0.01)
         self._step, self._scale = 0, 1.0
         self._parameters = ParameterStates(parameters, self._make_encoder, self.momentum)
         self._gather: Gather | None = None
@@ -176,12 +180,14 @@ class ThresholdState:
         self._is_warmup_finite: list[bool] = []
         self._stats = HookStats()
         # Raises now what the first bucket's would raise later.
-        self._make_encoder(1, "float32", "cpu", 0, 1)
+        self._make_encoder(1, "float32", "cpu", 0)
 
-    def _make_encoder(self, numel: int, dtype: str, device: str, key: int, largest: int) -> Encoder:
+    def _make_encoder(self, numel: int, dtype: str, device: str, key: int) -> Encoder:
+        model = self._parameters
+        policy = default_policy(model.numel) if self.threshold is None else self.threshold
         encoder = Encoder(
             numel,
-            threshold=for_size(self.threshold, numel, largest),
+            threshold=policy_for_tensor(policy, numel, model.largest),
             shakeup=self.shakeup,
             clip=self.clip,
             dtype=dtype,
@@ -280,6 +286,7 @@ class ThresholdState:
     ) -> "torch.futures.Future[torch.Tensor]":
         """Average one bucket of the warm-up, with the momentum that later steps continue."""
         buffer = bucket.buffer()
+        self._parameters.add_bucket(bucket.parameters())
         if self.momentum == 0.0:
             return _all_reduce(self.process_group, buffer)
         if bucket.index() == 0:

@@ -96,23 +96,37 @@ class ParameterStates:
     Args:
         parameters: all parameters of the model with the names that checkpoints use; None: they are counted from the
             last to the first, the order in which DDP's first buckets bring them.
-        make_encoder: returns an encoder for (numel, dtype, device, key, numel of the largest parameter).
+        make_encoder: returns an encoder for (numel, dtype, device, key).
         momentum: of every parameter.
+
+    Attributes:
+        numel: elements of all trainable parameters that are known.
+        largest: elements of the largest of them.
     """
 
     def __init__(
         self,
         parameters: Iterable[tuple[str, torch.Tensor]] | None,
-        make_encoder: Callable[[int, str, str, int, int], Encoder],
+        make_encoder: Callable[[int, str, str, int], Encoder],
         momentum: float,
     ) -> None:
         self._is_named = parameters is not None
         self._names = {parameter: name for name, parameter in parameters or ()}
-        self._largest = max(map(torch.numel, self._names), default=1)
+        sizes = [parameter.numel() for parameter in self._names if parameter.requires_grad]
+        self.numel = sum(sizes)
+        self.largest = max(sizes, default=0)
         self._make_encoder = make_encoder
         self._momentum = momentum
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
+
+    def add_bucket(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Count and name the parameters of a bucket, unless names were given."""
+        for parameter in reversed(parameters):
+            if not self._is_named and parameter not in self._names:
+                self._names[parameter] = str(len(self._names))
+                self.numel += parameter.numel()
+                self.largest = max(self.largest, parameter.numel())
 
     def of_bucket(
         self, parameters: Sequence[torch.Tensor], dtype: torch.dtype
@@ -122,10 +136,7 @@ class ParameterStates:
         Raises:
             ValueError: the checkpoint has another size or dtype for a parameter, or momentum where there is none.
         """
-        if not self._is_named:
-            for parameter in reversed(parameters):
-                self._names.setdefault(parameter, str(len(self._names)))
-            self._largest = max(self._largest, *map(torch.numel, parameters))
+        self.add_bucket(parameters)
         for parameter in parameters:
             if parameter not in self._states:
                 self._states[parameter] = self._make_state(parameter, str(dtype).split(".")[1])
@@ -176,7 +187,7 @@ class ParameterStates:
     def _make_state(self, parameter: torch.Tensor, dtype: str) -> ParameterState:
         numel, name = parameter.numel(), self._names[parameter]
         device, key = str(parameter.device), len(self._states)
-        encoder = self._make_encoder(numel, dtype, device, key, self._largest)
+        encoder = self._make_encoder(numel, dtype, device, key)
         state = ParameterState(encoder, self._momentum)
         loaded = self._loaded.pop(name, None)
         if loaded is None:
