@@ -8,7 +8,6 @@ import random
 import struct
 from collections.abc import Callable
 from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -335,10 +334,9 @@ def of_spark(*, is_adaptive: bool) -> Any:
     from gradwire.spark import SharedTraining
     from gradwire.spark.train import Sharing
 
-    job: Any = SimpleNamespace(training=SharedTraining())
     _, optimizer = torch_model(is_adaptive=is_adaptive)
     with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
-        return encoder_of(Sharing(job, optimizer, node, ("", 0, 1), 1).exchange)
+        return encoder_of(Sharing(SharedTraining(), optimizer, node, ("", 0, 1), 1).exchange)
 
 
 def encoder_of(exchange: Any) -> Any:
@@ -355,7 +353,15 @@ def torch_model(*, is_adaptive: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    "encoder_for", [of_encoder, of_groups, of_share, of_torch_share, of_hook, of_spark]
+    "encoder_for",
+    [
+        of_encoder,
+        of_groups,
+        of_share,
+        pytest.param(of_torch_share, marks=pytest.mark.torch),
+        pytest.param(of_hook, marks=pytest.mark.torch),
+        pytest.param(of_spark, marks=[pytest.mark.spark, pytest.mark.torch]),
+    ],
 )
 def test_all_ways_to_train_have_the_same_default_density(encoder_for: Callable[..., Any]) -> None:
     takes_kind = "is_adaptive" in encoder_for.__annotations__

@@ -9,14 +9,18 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import rendezvous
 from .arrays import device_of
 from .codec import Encoder
 from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
+from .exchange.options import ExchangeOptions, Options
 from .policy import TargetDensity, default_policy
 from .transport import Node
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Density", "SharedArrays", "exchange_for", "share"]
 
@@ -68,9 +72,7 @@ def share(
     *,
     node: Node | None = None,
     density: float | None = None,
-    timeout_s: float = 60.0,
-    min_members: int = 1,
-    **options: Any,
+    **options: Unpack[ExchangeOptions],
 ) -> SharedArrays:
     """Share arrays with the other nodes of this run: one call, and then ``step`` with every update.
 
@@ -83,14 +85,15 @@ def share(
         node: a node to use and to close; None: one from the environment, closed when the process ends.
         density: share of the elements that a step sends; None: 0.01, for n < 2,000,000 elements sqrt(2e6 / n) times as
             many, up to 0.08.
-        timeout_s: longest wait for the others at the start; later on a log entry names the node that all wait for.
-        min_members: number of nodes below which a step raises `PeerLost`.
-        options: of `Exchange`.
+        options: see `ExchangeOptions`. Unlike those of `Exchange`, parameters hold this node's residual
+            (``apply_residual``), and a synchronous step waits for stragglers: after ``timeout_s`` a log entry names the
+            node that all wait for.
 
     Raises:
         TimeoutError: not all nodes of the run appeared; the message names the missing ones.
         Mismatch: another node shares arrays of other shapes or dtypes, or with other options.
         ValueError: an argument or environment variable that cannot be used.
+        TypeError: an unknown option.
 
     >>> import numpy as np, gradwire as gw
     >>> weights = np.zeros(3, np.float32)
@@ -100,11 +103,8 @@ def share(
     [0.5, 0.25, -0.5]
     """
     arrays = list(params) if isinstance(params, (list, tuple)) else [params]
-    named = [(str(index), one) for index, one in enumerate(arrays)]
-    exchange = exchange_for(
-        named, density, node=node, timeout_s=timeout_s, min_members=min_members, **options
-    )
-    return SharedArrays(params, exchange)
+    named = [(str(index), array) for index, array in enumerate(arrays)]
+    return SharedArrays(params, exchange_for(named, density, node=node, **options))
 
 
 def _groups_for(
@@ -168,9 +168,7 @@ def exchange_for(
     is_adaptive: bool = False,
     node: Node | None,
     team: tuple[int, int] | None = None,
-    timeout_s: float,
-    min_members: int,
-    **options: Any,
+    **options: Unpack[ExchangeOptions],
 ) -> Exchange | LocalExchange:
     """Return the exchange of this process: with a node of its own, or one worker's part of its machine's team.
 
@@ -183,12 +181,16 @@ def exchange_for(
         is_adaptive: whether the updates are an adaptive optimiser's, for the default.
         node: to use; None: one from the environment, closed at the end of the process.
         team: rank and size of the team on this machine; None: from the environment.
-        timeout_s: of `Exchange`.
-        min_members: of `Exchange`.
-        options: of `Exchange`.
+        options: see `ExchangeOptions`; with other defaults of ``apply_residual`` and ``on_straggler``.
     """
-    if timeout_s <= 0.0:
-        raise ValueError(f"timeout_s is {timeout_s}, must be positive")
+    chosen: ExchangeOptions = {
+        "apply_residual": True,
+        # An asynchronous step waits only for nodes that are far behind, and then not for ever.
+        "on_straggler": "raise" if options.get("mode") == "async" else "wait",
+        **options,
+    }
+    # Options that cannot be used are refused by every worker of a team, before there is a node.
+    timeout_s = Options.of(chosen).timeout_s
     place = rendezvous.placement()
     rank, size = team or (place.local_rank, place.local_size)
     is_team = size > 1 and (node is None or team is not None)
@@ -201,15 +203,12 @@ def exchange_for(
         # The workers of a team wait while their leader encodes.
         processors=_processors() // (1 if is_team else place.local_size),
     )
-    chosen: dict[str, Any] = {"apply_residual": True, "on_straggler": "wait", **options}
-    if chosen.get("mode") == "async" and "on_straggler" not in options:
-        chosen["on_straggler"] = "raise"
 
     def make() -> Exchange:
         own = node is None
         # Machines of one rank and of several may train together.
         made = node or Node.from_env(per_machine=is_team or place.local_size == 1)
-        exchange = Exchange(groups, made, timeout_s=timeout_s, min_members=min_members, **chosen)
+        exchange = Exchange(groups, made, **chosen)
         if own:
             atexit.register(_say_goodbye, weakref.ref(exchange), made)
         return exchange

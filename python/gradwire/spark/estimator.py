@@ -11,7 +11,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import pandas as pd
@@ -42,10 +42,37 @@ from .train import OUTPUT, Job, device_of, epoch_rows, rank_of_task, train
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from typing_extensions import Unpack
 
-__all__ = ["TorchEstimator", "TorchModel"]
+__all__ = ["EstimatorOptions", "TorchEstimator", "TorchModel"]
 
 _LOG = logging.getLogger("gradwire.spark")
+
+
+class EstimatorOptions(TypedDict, total=False):
+    """The options of a `TorchEstimator`, which explains them."""
+
+    model: Callable[[], torch.nn.Module] | None
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None
+    loss: Callable[[], Callable[..., torch.Tensor]] | None
+    features_col: str | list[str]
+    label_col: str
+    weight_col: str | None
+    validation_indicator_col: str | None
+    prediction_col: str
+    raw_prediction_col: str | None
+    probability_col: str | None
+    num_workers: int
+    batch_size: int
+    epochs: int
+    seed: int
+    device: str
+    training: SharedTraining | ParameterAveraging | None
+    patience: int
+    checkpoint: str | None
+    checkpoint_every: int
+    collect_stats: bool
+
 
 # Options that the model takes from its estimator, and their defaults.
 _BOTH: dict[str, Any] = {
@@ -160,7 +187,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         collect_stats: keep every worker's times and bytes in ``model.history``.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[EstimatorOptions]) -> None:
         super().__init__()
         unknown = options.keys() - _ESTIMATOR.keys()
         if unknown:

@@ -10,7 +10,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import pandas as pd
@@ -24,6 +24,8 @@ from .train import Job, Learner, Times, averaged_values, epoch_rows, put_values,
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+    from .masters import ParameterAveraging
 
 __all__ = ["fit"]
 
@@ -54,7 +56,7 @@ def fit(
         count = rows.filter(~is_held).count()
         if not count:
             raise ValueError("there are no rows to train on")
-        every = job.training.every
+        every = _averaging(job).every
         rounds = -(-count // (workers * job.batch_size * every))
         done, found = job.checkpoints.read(0, 1)
         state = pack(found) if found else _state(Learner(replace(job, device="cpu")))
@@ -103,8 +105,12 @@ def _train_round(
         return state
     learner = _load(replace(job, device="cpu"), pieces.pop(_STATE))
     flat = np.concatenate([np.frombuffer(pieces[chunk], np.float32) for chunk in sorted(pieces)])
-    put_values(learner.optimizer, job, flat)
+    put_values(learner.optimizer, _averaging(job), flat)
     return _state(learner)
+
+
+def _averaging(job: Job) -> ParameterAveraging:
+    return cast("ParameterAveraging", job.training)
 
 
 def _state(learner: Learner) -> bytes:
@@ -115,7 +121,7 @@ def _load(job: Job, state: bytes) -> Learner:
     learner = Learner(job)
     values = unpack(state)
     learner.model.load_state_dict(values["model"])
-    if job.training.average_optimizer:  # type: ignore[union-attr]
+    if _averaging(job).average_optimizer:
         learner.optimizer.load_state_dict(values["optimizer"])
     return learner
 
@@ -132,11 +138,11 @@ def _trainer(job: Job, state: bytes, epoch: int) -> _Task:
         learner = _load(job, state)
         torch.manual_seed(job.seed + rank)
         order = shuffled(rows.rows, job.batch_size, [job.seed, epoch, rank])
-        for _ in range(min(job.training.every, -(-rows.rows // job.batch_size))):
+        for _ in range(min(_averaging(job).every, -(-rows.rows // job.batch_size))):
             learner.learn(rows, order, times)
             learner.optimizer.step()
         times.compute_s = now_s() - start_s - times.data_s
-        flat = averaged_values(learner.optimizer, job)
+        flat = averaged_values(learner.optimizer, _averaging(job))
         times.sent_bytes = flat.nbytes
         yield _stats(rank, times)
         yield _batch(_STATE, _state(learner))

@@ -10,16 +10,17 @@ import os
 import secrets
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from dataclasses import asdict, dataclass
+from typing import Any, Final, cast
 
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 
 from ..codec import Encoder
 from ..errors import GradwireError, PeerLost, TransportError
-from ..exchange import AnyExchange, Exchange, Groups, LocalTeam, StepResult
+from ..exchange import AnyExchange, Exchange, ExchangeStats, Groups, LocalTeam
 from ..exchange.clock import now_s
 from ..torch import SharedOptimizer
 from ..torch.optimizer import is_adaptive, parameters_of
@@ -31,6 +32,7 @@ from .placement import teams_of
 from .tasks import connect, hosts_of, pieces_of
 
 OUTPUT: Final = "worker bigint, kind string, part bigint, data binary"
+CATCH_UP_S: Final = 0.2  # for the last messages of an asynchronous epoch
 CONNECT_S: Final = 40.0  # machines that do not reach each other are an error within a minute
 
 
@@ -73,11 +75,12 @@ class Times:
     held_loss: float = 0.0
     held_weight: float = 0.0
 
-    def add(self, result: StepResult | None) -> None:
-        """Count an exchange."""
-        if result is not None:
-            for name in ("encode_s", "wait_s", "apply_s", "sent_bytes", "received_bytes"):
-                setattr(self, name, getattr(self, name) + getattr(result, name))
+    def add(self, before: ExchangeStats, after: ExchangeStats, *, is_leader: bool) -> None:
+        """Count what an exchange did between two statements of its totals; only the leader of a team counts bytes."""
+        for name in ("encode_s", "wait_s", "apply_s", "sent_bytes", "received_bytes"):
+            if is_leader or not name.endswith("_bytes"):
+                amount = getattr(after, name) - getattr(before, name)
+                setattr(self, name, getattr(self, name) + amount)
 
 
 _OWN: Final = frozenset({"loss", "held_loss", "held_weight"})  # replaced by those of all workers
@@ -202,126 +205,176 @@ def gather(context: Any, value: Any = None, **error: str) -> list[Any]:
 
 
 class Sharing:
-    """Threshold messages after every step of the optimiser."""
+    """Threshold messages after every step of the optimiser.
+
+    Args:
+        training: how the workers train together.
+        optimizer: of this worker's model.
+        node: of this machine's team; None: another worker of the team has it.
+        team: the team's name, this worker's place in it, and its size.
+        machines: number of teams.
+    """
 
     def __init__(
-        self, job: Job, optimizer: Any, node: Any, team: tuple[str, int, int], machines: int
+        self,
+        training: SharedTraining,
+        optimizer: torch.optim.Optimizer,
+        node: Node | None,
+        team: tuple[str, int, int],
+        machines: int,
     ) -> None:
-        training: Any = job.training
         name, rank, size = team
         self.exchange: AnyExchange
         if node is not None:
-            self.exchange = lead = Exchange(
-                Groups.of(
-                    parameters_of(optimizer),
-                    training.threshold,
-                    is_adaptive=is_adaptive(optimizer),
-                ),
-                node,
-                min_peers=machines - 1,
-                mode=training.mode,
-                every=training.every,
-                topology=training.topology,
-                apply_residual=True,
+            groups = Groups.of(
+                parameters_of(optimizer), training.threshold, is_adaptive=is_adaptive(optimizer)
             )
+            options: dict[str, Any] = {**asdict(training.options), "min_peers": machines - 1}
+            self.exchange = lead = Exchange(groups, node, **options)
         self.team: LocalTeam | None = None
         if size > 1:
             self.team = LocalTeam(name, size=size, rank=rank, timeout_s=CONNECT_S)
             self.exchange = self.team.follow() if rank else self.team.lead(lead)
         self.optimizer = SharedOptimizer(optimizer, self.exchange, update_scale="auto")
-        self.is_async = training.mode == "async"
+        self.is_async = not training.options.is_sync
+        self._overlaps = training.options.overlap > 0
+        self._has_local_steps = False
         self._others = machines - 1
 
-    def step(self) -> StepResult | None:
-        """Take a step; return the result of its exchange."""
+    def step(self, times: Times) -> None:
+        """Take a step, and count its exchange.
+
+        Raises:
+            PeerLost: another worker is gone.
+        """
+        before = self.exchange.stats
         self.optimizer.step()
+        self._count(before, times)
         is_whole = self.exchange.present == self.exchange.workers
         if len(self.exchange.members) < self._others or not is_whole:
             raise PeerLost("another worker is gone")
-        result = self.optimizer.result
-        if result is not None and self.exchange.rank > 0:
-            # The leader counts the machine's bytes.
-            return replace(result, sent_bytes=0, received_bytes=0)
-        return result
 
-    def end_epoch(self) -> StepResult | None:
-        """Exchange the remaining local steps, and add the messages that have arrived."""
-        result = None
-        while self.exchange.has_local_steps or getattr(self.optimizer.result, "is_local", False):
+    def end_epoch(self, times: Times) -> None:
+        """Exchange the remaining local steps, and add the messages that are still to come.
+
+        Raises:
+            PeerLost: another worker is gone.
+        """
+        while self.exchange.has_local_steps or self._has_local_steps:
             self.optimizer.zero_grad()  # without gradients a step moves nothing
-            result = self.step()
-        if self.is_async:
-            self.optimizer.catch_up(0.2)
-        return result
+            self.step(times)
+        if self.is_async or self._overlaps:
+            before = self.exchange.stats
+            self.optimizer.catch_up(CATCH_UP_S)
+            self._count(before, times)
 
     def shared(self) -> contextlib.AbstractContextManager[None]:
         """Let the model hold the parameters that all workers share."""
         return self.optimizer.shared_parameters()
 
+    def _count(self, before: ExchangeStats, times: Times) -> None:
+        after = self.exchange.stats
+        # A team's members see local steps only in the totals, and a step that ends an overlapped exchange returns the
+        # result of that exchange.
+        self._has_local_steps = after.local_steps > before.local_steps
+        times.add(before, after, is_leader=self.exchange.rank == 0)
 
-class Averaging(Sharing):
-    """The mean of parameters, and of the optimiser's state, every few steps."""
+
+class Averaging:
+    """The mean of parameters, and of the optimiser's state, every few steps.
+
+    Args:
+        training: how often, and of what.
+        optimizer: of this worker's model.
+        node: of this worker.
+        workers: number of workers.
+    """
 
     team = None
     is_async = False
 
     def __init__(
-        self, job: Job, optimizer: Any, node: Any, _team: tuple[str, int, int], workers: int
+        self,
+        training: ParameterAveraging,
+        optimizer: torch.optim.Optimizer,
+        node: Node,
+        workers: int,
     ) -> None:
         self.optimizer = optimizer
-        self._job, self._node, self._others = job, node, workers - 1
-        self._steps = 0  # since the last average; the exchange is made at the first one
+        self._training = training
+        self._node = node
+        self._others = workers - 1
+        self._steps = 0  # since the last average
+        # Made at the first average: before its first step an optimiser may have no state to average.
+        self._exchange: Exchange | None = None
 
-    def step(self) -> StepResult | None:
-        """Take a step; return the result of its exchange, or None."""
+    def step(self, times: Times) -> None:
+        """Take a step, and average if it is time to.
+
+        Raises:
+            PeerLost: another worker is gone.
+        """
         self.optimizer.step()
         self._steps += 1
-        return self.end_epoch() if self._steps == self._job.training.every else None
+        if self._steps == self._training.every:
+            self.end_epoch(times)
 
-    def end_epoch(self) -> StepResult | None:
-        """Average if there were steps since the last average."""
+    def end_epoch(self, times: Times) -> None:
+        """Average if there were steps since the last average.
+
+        Raises:
+            PeerLost: another worker is gone.
+        """
         if not self._steps:
-            return None
+            return
         self._steps = 0
-        flat = averaged_values(self.optimizer, self._job)
-        if not hasattr(self, "exchange"):
+        flat = averaged_values(self.optimizer, self._training)
+        if self._exchange is None:
             encoder = Encoder(flat.size, threshold=1.0)
             options: Any = {"codec": "dense", "topology": "mesh", "min_peers": self._others}
-            self.exchange = Exchange(encoder, self._node, **options)
+            self._exchange = Exchange(encoder, self._node, **options)
         mean = np.zeros_like(flat)
-        result = self.exchange.step(flat, mean)
-        if len(self.exchange.members) < self._others:
+        before = self._exchange.stats
+        self._exchange.step(flat, mean)
+        times.add(before, self._exchange.stats, is_leader=True)
+        if len(self._exchange.members) < self._others:
             raise PeerLost("another worker is gone")
-        put_values(self.optimizer, self._job, mean)
-        return result
+        put_values(self.optimizer, self._training, mean)
 
     def shared(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: at the end of an epoch all parameters are the mean."""
         return contextlib.nullcontext()
 
 
-def _averaged(optimizer: torch.optim.Optimizer, job: Job) -> list[torch.Tensor]:
+def _averaged(optimizer: torch.optim.Optimizer, training: ParameterAveraging) -> list[torch.Tensor]:
     """Return the parameters and, if wanted, the tensors of the optimiser's state, in the same order everywhere."""
     params = parameters_of(optimizer)
-    found = [param.detach() for param in params]
-    if job.training.average_optimizer:  # type: ignore[union-attr]
+    averaged = [param.detach() for param in params]
+    if training.average_optimizer:
         states = [optimizer.state.get(param, {}) for param in params]
         values = [state[name] for state in states for name in sorted(state)]
-        found += [one for one in values if torch.is_tensor(one) and one.is_floating_point()]
-    return found
+        averaged += [
+            value for value in values if torch.is_tensor(value) and value.is_floating_point()
+        ]
+    return averaged
 
 
-def averaged_values(optimizer: Any, job: Job) -> np.ndarray[Any, np.dtype[np.float32]]:
+def averaged_values(
+    optimizer: torch.optim.Optimizer, training: ParameterAveraging
+) -> NDArray[np.float32]:
     """Return all values that are averaged, one after the other."""
-    return torch.cat([one.reshape(-1).float().cpu() for one in _averaged(optimizer, job)]).numpy()
+    flat = [tensor.reshape(-1).float().cpu() for tensor in _averaged(optimizer, training)]
+    return torch.cat(flat).numpy()
 
 
-def put_values(optimizer: Any, job: Job, flat: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+def put_values(
+    optimizer: torch.optim.Optimizer, training: ParameterAveraging, flat: NDArray[np.float32]
+) -> None:
     """Copy averaged values back."""
-    tensors = _averaged(optimizer, job)
-    pieces = torch.from_numpy(flat).split([one.numel() for one in tensors])
-    for one, piece in zip(tensors, pieces, strict=True):
-        one.copy_(piece.reshape(one.shape))
+    tensors = _averaged(optimizer, training)
+    pieces = torch.from_numpy(flat).split([tensor.numel() for tensor in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        tensor.copy_(piece.reshape(tensor.shape))
 
 
 class Worker(Learner):
@@ -333,6 +386,7 @@ class Worker(Learner):
         self.gather = functools.partial(gather, context)
         self.workers = len(context.getTaskInfos())
         torch.set_num_threads(max(1, context.cpus()))
+        self.sharing: Sharing | Averaging
         self.progress: Node | None = None
         self.history: list[dict[str, Any]] = []  # this worker's rows
         self.losses: list[float] = []  # with patience: the validation loss of every epoch
@@ -375,17 +429,22 @@ class Worker(Learner):
 
     def connect(self, stack: contextlib.ExitStack, names: list[str]) -> None:
         """Connect the nodes, one per team, and create the exchange over them."""
-        job, options = self.job, self.job.training
-        teams = teams_of(hosts_of(self.context), getattr(options, "workers_per_node", 1))
+        job = self.job
+        training = job.training
+        size = training.workers_per_node if isinstance(training, SharedTraining) else 1
+        teams = teams_of(hosts_of(self.context), size)
         leads = sorted(team[0] for team in teams)
-        mask = options.network_mask
-        node = connect(self.context, self.gather, leads, job.secret, mask, options.port, CONNECT_S)
+        mask = training.network_mask
+        node = connect(self.context, self.gather, leads, job.secret, mask, training.port, CONNECT_S)
         if node is not None:
             stack.callback(node.close, 1.0)
-        [own] = [team for team in teams if self.rank in team]
-        team = names[own[0]], own.index(self.rank), len(own)
-        kind = Sharing if isinstance(options, SharedTraining) else Averaging
-        self.sharing = kind(job, self.optimizer, node, team, len(leads))
+        if isinstance(training, SharedTraining):
+            [ranks] = [team for team in teams if self.rank in team]
+            place = names[ranks[0]], ranks.index(self.rank), len(ranks)
+            self.sharing = Sharing(training, self.optimizer, node, place, len(leads))
+        else:
+            # Without teams every worker has a node.
+            self.sharing = Averaging(training, self.optimizer, cast("Node", node), len(leads))
         if self.sharing.team is not None:
             stack.callback(self.sharing.team.close)
         if job.driver:
@@ -431,7 +490,7 @@ class Worker(Learner):
         else:
             for param in parameters_of(self.optimizer):
                 param.grad = torch.zeros_like(param)
-        times.add(self.sharing.step())
+        self.sharing.step(times)
 
     def end_steps(self, times: Times) -> None:
         """Exchange the remaining local steps, once all workers have taken all steps."""
@@ -439,7 +498,7 @@ class Worker(Learner):
         if self.sharing.is_async:
             self.gather()
             times.wait_s += now_s() - start_s
-        times.add(self.sharing.end_epoch())
+        self.sharing.end_epoch(times)
 
     def end_epoch(self, times: Times) -> int:
         """Add an epoch to the history; return the number of the next, or of the last where training stops early.

@@ -1,6 +1,7 @@
 """A communication hook for DistributedDataParallel: gradients as threshold messages, all-gathered and averaged."""
 
-# No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
+# No `from __future__ import annotations` here: DDP compares the annotations of `threshold_hook` with the classes
+# themselves. Annotations of others may be strings.
 
 import logging
 import time
@@ -8,7 +9,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -29,12 +30,35 @@ from .optimizer import is_adaptive
 from .parameter_state import ParameterState, ParameterStates
 from .staging import Staging
 
-__all__ = ["HookStats", "ThresholdState", "register_threshold_hook", "threshold_hook"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "HookOptions",
+    "HookStats",
+    "ThresholdState",
+    "register_threshold_hook",
+    "threshold_hook",
+]
 
 _LOG = logging.getLogger(__name__)
 
 _STATE_FORMAT = 1
 _BACKENDS = "gloo", "nccl"
+
+
+class HookOptions(TypedDict, total=False):
+    """The options of a `ThresholdState`, which explains them and has their defaults."""
+
+    threshold: ThresholdPolicy | float | None
+    shakeup: ShakeUp | None
+    clip: ResidualClip | None
+    momentum: float
+    factor_masking: bool
+    warmup_steps: int
+    scaler: torch.amp.GradScaler | None
+    threads: int
+    backend: Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True)
@@ -151,7 +175,7 @@ class ThresholdState:
     process_group: dist.ProcessGroup | None = None
     _: KW_ONLY
     parameters: InitVar[Iterable[tuple[str, torch.nn.Parameter]] | None] = None
-    threshold: ThresholdPolicy | None = None
+    threshold: ThresholdPolicy | float | None = None
     shakeup: ShakeUp | None = None
     clip: ResidualClip | None = None
     momentum: float = 0.0
@@ -451,7 +475,7 @@ def register_threshold_hook(
     model: torch.nn.parallel.DistributedDataParallel,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    **options: Any,
+    **options: "Unpack[HookOptions]",
 ) -> ThresholdState:
     """Register the hook with ``model``, and return the hook's state.
 
@@ -460,7 +484,7 @@ def register_threshold_hook(
     Args:
         model: wrapped in DDP, before its first backward pass.
         optimizer: of the model; refused if the hook cannot serve it.
-        options: of ``ThresholdState``.
+        options: see `HookOptions`.
 
     Raises:
         ValueError: an option is out of range, or another rank has another; or the optimiser is adaptive, or has

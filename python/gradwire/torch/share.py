@@ -14,6 +14,9 @@ from ..sharing import exchange_for
 from .optimizer import SharedOptimizer, is_adaptive, parameters_of
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..exchange import ExchangeOptions
     from ..sharing import Density
     from ..transport import Node
 
@@ -28,9 +31,7 @@ def share(
     density: Density | None = None,
     update_scale: float | Literal["auto"] = "auto",
     process_group: dist.ProcessGroup | None = None,
-    min_members: int = 1,
-    timeout_s: float = 60.0,
-    **options: Any,
+    **options: Unpack[ExchangeOptions],
 ) -> SharedOptimizer:
     """Return an optimiser that trains ``model`` together with the other nodes of this run.
 
@@ -48,12 +49,12 @@ def share(
             ``{"lm_head*": 0.02, "*.bias": "dense"}``, where "dense" sends whole updates and the rest has the default.
         update_scale: factor of every update, see `SharedOptimizer`.
         process_group: the ranks of this machine, whose gradients DistributedDataParallel averages already.
-        min_members: number of nodes below which a step raises `PeerLost`.
-        timeout_s: longest wait for the others at the start; later on a log entry names the node that all wait for.
-        options: of `Exchange`, such as ``mode="async"`` or ``every=4, overlap=1``.
+        options: see `ExchangeOptions`: such as ``mode="async"`` or ``every=4, overlap=1``. The model holds this node's
+            residual by default (``apply_residual``), and a synchronous step waits for stragglers: after ``timeout_s`` a
+            log entry names the node that all wait for.
 
     Raises:
-        TypeError: ``model`` or ``optimizer`` has the wrong type.
+        TypeError: ``model`` or ``optimizer`` has the wrong type, or an unknown option.
         ValueError: the optimiser has parameters that are not the model's, DistributedDataParallel averages gradients
             without ``process_group``, an option is out of range, or the environment cannot be used.
         TimeoutError: not all nodes of the run appeared; the message names the missing ones.
@@ -99,8 +100,6 @@ def share(
         is_adaptive=is_adaptive(optimizer),
         node=node,
         team=team,
-        timeout_s=timeout_s,
-        min_members=min_members,
         **options,
     )
     place_of = {param: place for place, param in enumerate(params)}
