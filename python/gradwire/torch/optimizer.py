@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 
 from ..arrays import copies, put, writable_views
 from ..errors import NonFiniteUpdate
+from ..exchange import Exchange, LocalExchange
 from .staging import Staging
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be one of torch's, got {optimizer!r}")
-        if not hasattr(exchange, "step_moved"):
+        if not isinstance(exchange, (Exchange, LocalExchange)):
             raise TypeError(f"exchange must be an Exchange, got {exchange!r}")
         # Not super().__init__: param_groups, state and defaults are the wrapped optimiser's (__getattr__).
         self.optimizer = optimizer
