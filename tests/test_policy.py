@@ -332,11 +332,11 @@ def of_spark(*, is_adaptive: bool) -> Any:
     for name in ("torch", "pyarrow", "fsspec"):
         pytest.importorskip(name, reason=f"{name} is not installed")
     from gradwire.spark import SharedTraining
-    from gradwire.spark.train import Sharing
+    from gradwire.spark.train import SharedTrainer
 
     _, optimizer = torch_model(is_adaptive=is_adaptive)
     with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
-        return encoder_of(Sharing(SharedTraining(), optimizer, node, ("", 0, 1), 1).exchange)
+        return encoder_of(SharedTrainer(SharedTraining(), optimizer, node, ("", 0, 1), 1).exchange)
 
 
 def encoder_of(exchange: Any) -> Any:

@@ -68,7 +68,7 @@ def accuracy(model: Any, data: Any) -> float:
     return float(evaluator.evaluate(model.transform(data)))
 
 
-MASTERS = [
+TRAININGS = [
     SharedTraining(),
     SharedTraining(mode="async"),
     SharedTraining(every=3, threshold=0.01),
@@ -80,7 +80,7 @@ MASTERS = [
 ]
 
 
-@pytest.mark.parametrize("training", MASTERS, ids=str)
+@pytest.mark.parametrize("training", TRAININGS, ids=str)
 def test_every_way_of_training_learns(
     rows: Any, training: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,7 +16,7 @@ torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pytest.importorskip("fsspec", reason="fsspec is not installed")
 
-from gradwire.spark.train import Sharing, Times  # noqa: E402
+from gradwire.spark.train import SharedTrainer, Times  # noqa: E402
 
 STEPS = 4
 RATE = 0.125
@@ -29,16 +29,16 @@ def train(training: SharedTraining, workers: int) -> list[tuple[Times, Any]]:
         param = torch.nn.Parameter(torch.zeros(40, 30))
         optimizer = torch.optim.SGD([param], lr=RATE)
         times = Times()
-        sharing = Sharing(training, optimizer, node, (name, rank, workers), machines=1)
-        sharing.optimizer.join()
+        trainer = SharedTrainer(training, optimizer, node, (name, rank, workers), machines=1)
+        trainer.optimizer.join()
         for _ in range(STEPS):
             param.grad = torch.ones_like(param)
-            sharing.step(times)
-        sharing.end_epoch(times)
-        with sharing.shared():
+            trainer.step(times)
+        trainer.end_epoch(times)
+        with trainer.shared():
             values = param.detach().clone()
-        if sharing.team is not None:
-            sharing.team.close()
+        if trainer.team is not None:
+            trainer.team.close()
         return times, values
 
     name = f"test-train-{os.getpid()}"

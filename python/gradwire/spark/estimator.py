@@ -35,10 +35,10 @@ from ..transport import Node, generate_secret, parse_secret
 from . import data, rounds
 from .checkpoints import Checkpoints, unpack
 from .history import History
-from .masters import ParameterAveraging, SharedTraining
 from .session import check_slots, driver_address, tagged
+from .strategies import ParameterAveraging, SharedTraining
 from .tasks import pieces_of
-from .train import OUTPUT, Job, device_of, epoch_rows, rank_of_task, train
+from .train import OUTPUT, TrainingJob, device_of, epoch_rows, rank_of_task, train
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -229,7 +229,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         model.rows = history if self.getOrDefault("collect_stats") else _without_workers(history)
         return model._resetUid(self.uid)
 
-    def _job(self) -> Job:
+    def _job(self) -> TrainingJob:
         values = {name: self.getOrDefault(name) for name in _ESTIMATOR}
         for name in ("model", "optimizer", "loss"):
             if not callable(values[name]) or isinstance(values[name], torch.nn.Module):
@@ -263,7 +263,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
             _LOG.info("checkpoints are in %s", checkpoint)
         resume = self._resume.rstrip("/") if self._resume else None
         names = ("model", "optimizer", "loss", "batch_size", "epochs", "seed", "device", "patience")
-        return Job(
+        return TrainingJob(
             **{name: values[name] for name in names},
             training=training,
             columns={role: values[name] for role, name in _ROLES.items()},
@@ -284,7 +284,9 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
             self.getOrDefault("num_workers"), F.rand(self.getOrDefault("seed"))
         )
 
-    def _run(self, spark: SparkSession, job: Job, rows: DataFrame) -> tuple[list[Any], bytes]:
+    def _run(
+        self, spark: SparkSession, job: TrainingJob, rows: DataFrame
+    ) -> tuple[list[Any], bytes]:
         """Train in a barrier stage; return the history and the model's state."""
         pieces: dict[str, dict[int, bytes]] = {}
         lost = ""

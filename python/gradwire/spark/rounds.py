@@ -20,12 +20,20 @@ import torch
 from ..exchange.clock import now_s
 from .checkpoints import pack, unpack
 from .data import VALIDATION, shuffled, spill
-from .train import Job, Learner, Times, averaged_values, epoch_rows, put_values, rank_of_task
+from .train import (
+    ModelReplica,
+    Times,
+    TrainingJob,
+    averaged_values,
+    epoch_rows,
+    put_values,
+    rank_of_task,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-    from .masters import ParameterAveraging
+    from .strategies import ParameterAveraging
 
 __all__ = ["fit"]
 
@@ -37,7 +45,7 @@ _Task = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 
 def fit(
-    job: Job, rows: DataFrame, workers: int, report: Callable[[list[dict[str, Any]]], None]
+    job: TrainingJob, rows: DataFrame, workers: int, report: Callable[[list[dict[str, Any]]], None]
 ) -> tuple[list[dict[str, Any]], bytes]:
     """Train; return the history and the model's state.
 
@@ -59,7 +67,7 @@ def fit(
         every = _averaging(job).every
         rounds = -(-count // (workers * job.batch_size * every))
         done, found = job.checkpoints.read(0, 1)
-        state = pack(found) if found else _state(Learner(replace(job, device="cpu")))
+        state = pack(found) if found else _state(ModelReplica(replace(job, device="cpu")))
         history: list[dict[str, Any]] = []
         best, losses = state, [np.inf]
         began_s = now_s()
@@ -91,7 +99,7 @@ def fit(
 
 
 def _train_round(
-    job: Job, rows: DataFrame, state: bytes, epoch: int, stats: list[dict[str, Any]]
+    job: TrainingJob, rows: DataFrame, state: bytes, epoch: int, stats: list[dict[str, Any]]
 ) -> bytes:
     """Train on the rows of a round; return the state with the mean of all workers' values."""
     pieces: dict[int, bytes] = {}
@@ -103,30 +111,30 @@ def _train_round(
             pieces[chunk] = bytes(data)
     if not pieces:  # no rows
         return state
-    learner = _load(replace(job, device="cpu"), pieces.pop(_STATE))
+    replica = _load(replace(job, device="cpu"), pieces.pop(_STATE))
     flat = np.concatenate([np.frombuffer(pieces[chunk], np.float32) for chunk in sorted(pieces)])
-    put_values(learner.optimizer, _averaging(job), flat)
-    return _state(learner)
+    put_values(replica.optimizer, _averaging(job), flat)
+    return _state(replica)
 
 
-def _averaging(job: Job) -> ParameterAveraging:
+def _averaging(job: TrainingJob) -> ParameterAveraging:
     return cast("ParameterAveraging", job.training)
 
 
-def _state(learner: Learner) -> bytes:
-    return pack({name: getattr(learner, name).state_dict() for name in ("model", "optimizer")})
+def _state(replica: ModelReplica) -> bytes:
+    return pack({name: getattr(replica, name).state_dict() for name in ("model", "optimizer")})
 
 
-def _load(job: Job, state: bytes) -> Learner:
-    learner = Learner(job)
+def _load(job: TrainingJob, state: bytes) -> ModelReplica:
+    replica = ModelReplica(job)
     values = unpack(state)
-    learner.model.load_state_dict(values["model"])
+    replica.model.load_state_dict(values["model"])
     if _averaging(job).average_optimizer:
-        learner.optimizer.load_state_dict(values["optimizer"])
-    return learner
+        replica.optimizer.load_state_dict(values["optimizer"])
+    return replica
 
 
-def _trainer(job: Job, state: bytes, epoch: int) -> _Task:
+def _trainer(job: TrainingJob, state: bytes, epoch: int) -> _Task:
     """Return the function that trains on one task's rows of a round."""
 
     def train(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -135,24 +143,24 @@ def _trainer(job: Job, state: bytes, epoch: int) -> _Task:
         if not rows.rows:
             return
         times, start_s = Times(), now_s()
-        learner = _load(job, state)
+        replica = _load(job, state)
         torch.manual_seed(job.seed + rank)
         order = shuffled(rows.rows, job.batch_size, [job.seed, epoch, rank])
         for _ in range(min(_averaging(job).every, -(-rows.rows // job.batch_size))):
-            learner.learn(rows, order, times)
-            learner.optimizer.step()
+            replica.compute_gradients(rows, order, times)
+            replica.optimizer.step()
         times.compute_s = now_s() - start_s - times.data_s
-        flat = averaged_values(learner.optimizer, _averaging(job))
+        flat = averaged_values(replica.optimizer, _averaging(job))
         times.sent_bytes = flat.nbytes
         yield _stats(rank, times)
-        yield _batch(_STATE, _state(learner))
+        yield _batch(_STATE, _state(replica))
         for number, first in enumerate(range(0, flat.size, _CHUNK)):
             yield _batch(number, flat[first : first + _CHUNK].tobytes())
 
     return train
 
 
-def _scorer(job: Job, state: bytes) -> _Task:
+def _scorer(job: TrainingJob, state: bytes) -> _Task:
     """Return the function that adds up the loss of rows for validation."""
 
     def score(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

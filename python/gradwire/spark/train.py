@@ -27,8 +27,8 @@ from ..torch.optimizer import is_adaptive, parameters_of
 from ..transport import Node
 from .checkpoints import Checkpoints, pack, unpack
 from .data import FEATURES, LABEL, WEIGHT, Spill, shuffled, spill
-from .masters import ParameterAveraging, SharedTraining
 from .placement import teams_of
+from .strategies import ParameterAveraging, SharedTraining
 from .tasks import connect, hosts_of, pieces_of
 
 OUTPUT: Final = "worker bigint, kind string, part bigint, data binary"
@@ -37,7 +37,7 @@ CONNECT_S: Final = 40.0  # machines that do not reach each other are an error wi
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """Everything that a worker needs for a training."""
 
     model: Callable[[], torch.nn.Module]
@@ -114,17 +114,17 @@ def rank_of_task() -> int:
     return int(context.partitionId())
 
 
-class Learner:
+class ModelReplica:
     """A copy of the model with its optimiser and its loss."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingJob) -> None:
         self.job, self.device = job, device_of(job.device)
         torch.manual_seed(job.seed)
         self.model = job.model().to(self.device)
         self.optimizer = job.optimizer(self.model.parameters())
         self.loss = job.loss()
 
-    def learn(self, rows: Spill, order: Iterator[Any], times: Times) -> None:
+    def compute_gradients(self, rows: Spill, order: Iterator[Any], times: Times) -> None:
         """Compute the gradients of the next batch, and count its loss and rows.
 
         Raises:
@@ -204,7 +204,7 @@ def gather(context: Any, value: Any = None, **error: str) -> list[Any]:
     return [one["value"] for one in found]
 
 
-class Sharing:
+class SharedTrainer:
     """Threshold messages after every step of the optimiser.
 
     Args:
@@ -280,7 +280,7 @@ class Sharing:
         times.add(before, after, is_leader=self.exchange.rank == 0)
 
 
-class Averaging:
+class AveragingTrainer:
     """The mean of parameters, and of the optimiser's state, every few steps.
 
     Args:
@@ -377,16 +377,16 @@ def put_values(
         tensor.copy_(piece.reshape(tensor.shape))
 
 
-class Worker(Learner):
+class Worker(ModelReplica):
     """The training of one task."""
 
-    def __init__(self, job: Job, context: Any) -> None:
+    def __init__(self, job: TrainingJob, context: Any) -> None:
         super().__init__(job)
         self.context, self.rank = context, context.partitionId()
         self.gather = functools.partial(gather, context)
         self.workers = len(context.getTaskInfos())
         torch.set_num_threads(max(1, context.cpus()))
-        self.sharing: Sharing | Averaging
+        self.trainer: SharedTrainer | AveragingTrainer
         self.progress: Node | None = None
         self.history: list[dict[str, Any]] = []  # this worker's rows
         self.losses: list[float] = []  # with patience: the validation loss of every epoch
@@ -401,8 +401,8 @@ class Worker(Learner):
             self.connect(stack, names)
             if state:
                 self.load(state)
-            if isinstance(self.sharing.optimizer, SharedOptimizer):
-                self.sharing.optimizer.join()
+            if isinstance(self.trainer.optimizer, SharedOptimizer):
+                self.trainer.optimizer.join()
             return self.train(training, held, steps, done)
 
     def agree(self, training: Spill, held: Spill) -> tuple[int, list[str]]:
@@ -441,12 +441,14 @@ class Worker(Learner):
         if isinstance(training, SharedTraining):
             [ranks] = [team for team in teams if self.rank in team]
             place = names[ranks[0]], ranks.index(self.rank), len(ranks)
-            self.sharing = Sharing(training, self.optimizer, node, place, len(leads))
+            self.trainer = SharedTrainer(training, self.optimizer, node, place, len(leads))
         else:
             # Without teams every worker has a node.
-            self.sharing = Averaging(training, self.optimizer, cast("Node", node), len(leads))
-        if self.sharing.team is not None:
-            stack.callback(self.sharing.team.close)
+            self.trainer = AveragingTrainer(
+                training, self.optimizer, cast("Node", node), len(leads)
+            )
+        if self.trainer.team is not None:
+            stack.callback(self.trainer.team.close)
         if job.driver:
             self.progress = Node("0.0.0.0:0", [job.driver], secret=job.secret)
             stack.callback(self.progress.close, 0.5)
@@ -468,7 +470,7 @@ class Worker(Learner):
                 if job.checkpoints.is_due(done - 1, done):
                     self.save(done)
             self.end_steps(times)
-            with self.sharing.shared():
+            with self.trainer.shared():
                 self.score(held, times)
                 times.seconds = now_s() - began_s - times.start_s
                 own_s = times.encode_s + times.wait_s + times.apply_s
@@ -479,26 +481,26 @@ class Worker(Learner):
         if self.rank != 0:
             return []
         history = [row for epoch in zip(*found, strict=True) for row in epoch_rows(epoch)]
-        with self.sharing.shared():
+        with self.trainer.shared():
             state = pack(self.best or self.model.state_dict())
         return [("history", json.dumps(history).encode()), ("model", state)]
 
     def step(self, training: Spill, order: Iterator[Any], times: Times) -> None:
         """Take one step together with the others."""
         if training.rows:
-            self.learn(training, order, times)
+            self.compute_gradients(training, order, times)
         else:
             for param in parameters_of(self.optimizer):
                 param.grad = torch.zeros_like(param)
-        self.sharing.step(times)
+        self.trainer.step(times)
 
     def end_steps(self, times: Times) -> None:
         """Exchange the remaining local steps, once all workers have taken all steps."""
         start_s = now_s()
-        if self.sharing.is_async:
+        if self.trainer.is_async:
             self.gather()
             times.wait_s += now_s() - start_s
-        self.sharing.end_epoch(times)
+        self.trainer.end_epoch(times)
 
     def end_epoch(self, times: Times) -> int:
         """Add an epoch to the history; return the number of the next, or of the last where training stops early.
@@ -523,10 +525,10 @@ class Worker(Learner):
 
     def save(self, done: int) -> None:
         """Write this worker's state; once all have, make the checkpoint the latest."""
-        with self.sharing.shared():
+        with self.trainer.shared():
             state = {
                 "model": self.model.state_dict(),
-                "optimizer": self.sharing.optimizer.state_dict(),
+                "optimizer": self.trainer.optimizer.state_dict(),
             }
             attempt = {name: getattr(self, name) for name in ("history", "losses", "best")}
             self.job.checkpoints.write(done, self.rank, pack({**state, "attempt": attempt}))
@@ -537,11 +539,11 @@ class Worker(Learner):
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
         self.model.load_state_dict(state["model"])
-        self.sharing.optimizer.load_state_dict(state["optimizer"])
+        self.trainer.optimizer.load_state_dict(state["optimizer"])
         vars(self).update(state.get("attempt", {}))
 
 
-def train(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def train(job: TrainingJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Run one worker; yield its results in pieces, or its error.
 
     An error is returned as a result: if it were raised, Spark would repeat the whole stage, which would fail again.
