@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import math
 import os
 import sys
@@ -119,13 +120,14 @@ def _groups_for(
 
     All of them share a threshold and a message: a group for every tensor costs small models several times the bytes.
     """
-    patterns, rest = (density, None) if isinstance(density, Mapping) else ({}, density)
-    found: dict[float | str | None, list[int]] = {}
+    patterns = density if isinstance(density, Mapping) else {}
+    rest = None if isinstance(density, Mapping) else density
+    by_density: dict[float | str | None, list[int]] = {}
     used = set()
     for index, (name, _) in enumerate(named):
-        pattern = next((one for one in patterns if fnmatchcase(name, one)), None)
+        pattern = next(filter(functools.partial(fnmatchcase, name), patterns), None)
         used.add(pattern)
-        found.setdefault(rest if pattern is None else patterns[pattern], []).append(index)
+        by_density.setdefault(rest if pattern is None else patterns[pattern], []).append(index)
     unused = [pattern for pattern in patterns if pattern not in used]
     if unused:
         names = ", ".join(name for name, _ in named[:6])
@@ -137,12 +139,12 @@ def _groups_for(
     numel = sum(math.prod(array.shape) for _, array in named)
     policy_of_model = default_policy(numel, is_adaptive=is_adaptive)
     groups = []
-    for key, (value, indices) in enumerate(found.items()):
+    for key, (value, indices) in enumerate(by_density.items()):
         numel = sum(math.prod(named[index][1].shape) for index in indices)
         policy = policy_of_model if value in (None, "dense") else _policy(value, numel)
         threads = max(1, min(processors, numel // _THREAD_NUMEL))
         encoder = Encoder(numel, policy, dtype=dtype, device=device, key=key, threads=threads)
-        tensors = tuple(indices) if len(found) > 1 else None
+        tensors = tuple(indices) if len(by_density) > 1 else None
         groups.append(Group(encoder, tensors, is_dense=value == "dense"))
     return Groups(groups)
 
@@ -194,7 +196,7 @@ def exchange_for(
     place = rendezvous.placement()
     rank, size = team or (place.local_rank, place.local_size)
     is_team = size > 1 and (node is None or team is not None)
-    number = -1 if is_team else device_of([one for _, one in named])
+    number = -1 if is_team else device_of([array for _, array in named])
     groups = _groups_for(
         named,
         density,
@@ -205,11 +207,10 @@ def exchange_for(
     )
 
     def make() -> Exchange:
-        own = node is None
         # Machines of one rank and of several may train together.
         made = node or Node.from_env(per_machine=is_team or place.local_size == 1)
         exchange = Exchange(groups, made, **chosen)
-        if own:
+        if node is None:
             atexit.register(_say_goodbye, weakref.ref(exchange), made)
         return exchange
 

@@ -130,10 +130,12 @@ class _Writer(MLWriter):
         self._instance = instance
 
     def saveImpl(self, path: str) -> None:  # noqa: N802  (Spark's name)
-        one, spark = self._instance, self.sparkSession
-        DefaultParamsWriter.saveMetadata(one, path, spark, paramMap={})
-        values = {param.name: value for param, value in one._paramMap.items()}
-        data = cloudpickle.dumps((values, {name: getattr(one, name) for name in one._state}))
+        instance = self._instance
+        spark = self.sparkSession
+        DefaultParamsWriter.saveMetadata(instance, path, spark, paramMap={})
+        values = {param.name: value for param, value in instance._paramMap.items()}
+        state = {name: getattr(instance, name) for name in instance._state}
+        data = cloudpickle.dumps((values, state))
         rows = list(enumerate(pieces_of(data)))
         spark.createDataFrame(rows, "part int, data binary").write.parquet(f"{path}/data")
 
@@ -144,14 +146,15 @@ class _Reader(MLReader[Any]):
         self._kind = kind
 
     def load(self, path: str) -> Any:
-        spark, one = self.sparkSession, self._kind()
+        spark = self.sparkSession
+        instance = self._kind()
         name = f"{self._kind.__module__}.{self._kind.__name__}"
-        one._resetUid(DefaultParamsReader.loadMetadata(path, spark, name)["uid"])
+        instance._resetUid(DefaultParamsReader.loadMetadata(path, spark, name)["uid"])
         rows = spark.read.parquet(f"{path}/data").orderBy("part").toLocalIterator()
         values, state = cloudpickle.loads(b"".join(bytes(row.data) for row in rows))
-        one._set(**values)
-        vars(one).update(state)
-        return one
+        instance._set(**values)
+        vars(instance).update(state)
+        return instance
 
 
 class TorchEstimator(Estimator["TorchModel"], _Stored):
@@ -215,8 +218,10 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         return super().fit(dataset, params)
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
-        spark, workers = dataset.sparkSession, self.getOrDefault("num_workers")
-        job, rows = self._job(), self._rows(dataset)
+        spark = dataset.sparkSession
+        workers = self.getOrDefault("num_workers")
+        job = self._job()
+        rows = self._rows(dataset)
         if isinstance(job.training, ParameterAveraging) and job.training.via == "spark":
             with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"):
                 history, state = rounds.fit(job, rows, workers, _report)
@@ -304,12 +309,12 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
                     pieces.setdefault(row.kind, {})[row.part] = bytes(row.data)
             if not pieces:  # Spark starts no tasks if there is nothing at all
                 raise GradwireError(lost or "there are no rows to train on")
-        found = {
+        results = {
             kind: b"".join(data for _, data in sorted(pieces[kind].items())) for kind in pieces
         }
-        history = json.loads(found["history"])
+        history = json.loads(results["history"])
         progress.report(history)  # what was not reported before
-        return history, found["model"]
+        return history, results["model"]
 
 
 class TorchModel(Model, _Stored):
@@ -348,7 +353,7 @@ class TorchModel(Model, _Stored):
 
         names = dataset.columns
         outputs = predict(data.column_for(data.FEATURES, dataset, values["features_col"]))
-        found = dataset.withColumn("gradwire_outputs", outputs)
+        predicted = dataset.withColumn("gradwire_outputs", outputs)
         outputs = F.col("gradwire_outputs")
         for name, column in (
             ("prediction_col", outputs["prediction"]),
@@ -356,9 +361,9 @@ class TorchModel(Model, _Stored):
             ("probability_col", array_to_vector(outputs["probability"])),
         ):
             if values[name]:
-                found = found.withColumn(values[name], column)
+                predicted = predicted.withColumn(values[name], column)
                 names = [*names, values[name]]
-        return found.select(*dict.fromkeys(names))
+        return predicted.select(*dict.fromkeys(names))
 
 
 for _kind, _options in ((TorchEstimator, _ESTIMATOR), (TorchModel, _BOTH)):
@@ -407,16 +412,17 @@ def _without_workers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _report(rows: list[dict[str, Any]]) -> None:
     """Log one epoch."""
-    first, seconds = rows[0], max(one["seconds"] for one in rows)
-    own = sum(one["encode_s"] + one["wait_s"] + one["apply_s"] for one in rows)
+    first = rows[0]
+    seconds = max(row["seconds"] for row in rows)
+    exchange_s = sum(row["encode_s"] + row["wait_s"] + row["apply_s"] for row in rows)
     held = first["validation_loss"]
     _LOG.info(
         "epoch %d: loss %.4g%s, %.0f rows/s, %.0f%% of the time in gradwire",
         first["epoch"],
         first["loss"],
         "" if math.isnan(held) else f", validation {held:.4g}",
-        sum(one["rows"] for one in rows) / max(seconds, 1e-9),
-        100 * own / max(sum(one["seconds"] for one in rows), 1e-9),
+        sum(row["rows"] for row in rows) / max(seconds, 1e-9),
+        100 * exchange_s / max(sum(row["seconds"] for row in rows), 1e-9),
     )
 
 
@@ -449,7 +455,7 @@ class _Progress:
 
     def report(self, history: list[dict[str, Any]]) -> None:
         """Report the epochs that were not reported yet."""
-        for epoch in sorted({one["epoch"] for one in history}):
+        for epoch in sorted({row["epoch"] for row in history}):
             if epoch > self._reported:
                 self._reported = epoch
-                _report([one for one in history if one["epoch"] == epoch])
+                _report([row for row in history if row["epoch"] == epoch])

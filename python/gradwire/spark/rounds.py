@@ -39,7 +39,9 @@ __all__ = ["fit"]
 
 _CHUNK: Final = 1 << 18  # elements
 _SCHEMA: Final = "chunk bigint, data binary"
-_STATS, _STATE = -1, -2  # chunks that are no parameters
+# Numbers of chunks that are no parameters.
+_STATS: Final = -1
+_STATE: Final = -2
 
 _Task = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
@@ -66,10 +68,11 @@ def fit(
             raise ValueError("there are no rows to train on")
         every = _averaging(job).every
         rounds = -(-count // (workers * job.batch_size * every))
-        done, found = job.checkpoints.read(0, 1)
-        state = pack(found) if found else _state(ModelReplica(replace(job, device="cpu")))
+        done, checkpoint = job.checkpoints.read(0, 1)
+        state = pack(checkpoint) if checkpoint else _state(ModelReplica(replace(job, device="cpu")))
         history: list[dict[str, Any]] = []
-        best, losses = state, [np.inf]
+        best = state
+        losses = [np.inf]
         began_s = now_s()
         for epoch in range(done // (rounds * every), job.epochs):
             start_s = now_s()
@@ -85,11 +88,11 @@ def fit(
                     job.checkpoints.finish(done, 1)
             if VALIDATION in rows.columns:
                 held = rows.filter(is_held).drop("round").mapInArrow(_scorer(job, state), _SCHEMA)
-                stats += [json.loads(one.data) for one in held.collect()]
+                stats += [json.loads(row.data) for row in held.collect()]
             same = {"epoch": epoch, "start_s": start_s - began_s, "seconds": now_s() - start_s}
             sums = pd.DataFrame(stats).groupby("worker", as_index=False).sum().to_dict("records")
-            history += epoch_rows([{**one, **same} for one in sums])
-            report([one for one in history if one["epoch"] == epoch])
+            history += epoch_rows([{**row, **same} for row in sums])
+            report([row for row in history if row["epoch"] == epoch])
             losses.append(history[-1]["validation_loss"])
             if not job.patience or losses[-1] < min(losses[:-1]):
                 best = state
@@ -142,7 +145,8 @@ def _trainer(job: TrainingJob, state: bytes, epoch: int) -> _Task:
         rows = spill(batches, f"worker {rank}", job.columns)[0]
         if not rows.rows:
             return
-        times, start_s = Times(), now_s()
+        times = Times()
+        start_s = now_s()
         replica = _load(job, state)
         torch.manual_seed(job.seed + rank)
         order = shuffled(rows.rows, job.batch_size, [job.seed, epoch, rank])
@@ -164,7 +168,8 @@ def _scorer(job: TrainingJob, state: bytes) -> _Task:
     """Return the function that adds up the loss of rows for validation."""
 
     def score(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        rank, times = rank_of_task(), Times()
+        rank = rank_of_task()
+        times = Times()
         held = spill(batches, f"worker {rank}", job.columns)[1]
         _load(job, state).score(held, times)
         yield _stats(rank, times)
@@ -187,6 +192,6 @@ def _sum(table: pa.Table) -> pa.Table:
         return table
     if chunk == _STATE:
         return table.slice(0, 1)
-    values = [np.frombuffer(one.as_buffer(), np.float32) for one in table["data"]]
+    values = [np.frombuffer(data.as_buffer(), np.float32) for data in table["data"]]
     mean = np.mean(values, axis=0, dtype=np.float64).astype(np.float32)
     return pa.table({"chunk": [chunk], "data": [mean.tobytes()]})

@@ -83,10 +83,10 @@ class SharedTraining:
 
     def __repr__(self) -> str:
         """Return the call with the arguments that are not the defaults."""
-        given = _values_of(self)
+        values = _values_of(self)
         defaults = _values_of(SharedTraining())
-        changed = [name for name in given if given[name] != defaults[name]]
-        return f"SharedTraining({', '.join(f'{name}={given[name]!r}' for name in changed)})"
+        changed = [name for name in values if values[name] != defaults[name]]
+        return f"SharedTraining({', '.join(f'{name}={values[name]!r}' for name in changed)})"
 
 
 def _values_of(training: SharedTraining) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Times:
                 setattr(self, name, getattr(self, name) + amount)
 
 
-_OWN: Final = frozenset({"loss", "held_loss", "held_weight"})  # replaced by those of all workers
+_LOSSES: Final = frozenset({"loss", "held_loss", "held_weight"})  # replaced by those of all workers
 
 
 class Stopped(GradwireError):
@@ -118,7 +118,8 @@ class ModelReplica:
     """A copy of the model with its optimiser and its loss."""
 
     def __init__(self, job: TrainingJob) -> None:
-        self.job, self.device = job, device_of(job.device)
+        self.job = job
+        self.device = device_of(job.device)
         torch.manual_seed(job.seed)
         self.model = job.model().to(self.device)
         self.optimizer = job.optimizer(self.model.parameters())
@@ -134,14 +135,14 @@ class ModelReplica:
         start_s = now_s()
         batch = self._tensors(rows, next(order))
         times.data_s += now_s() - start_s
-        found = self._batch_loss(batch)
-        value = found.item()
+        loss = self._batch_loss(batch)
+        value = loss.item()
         if not math.isfinite(value):
             raise ValueError(
                 f"the loss is {value} in step {times.steps} of epoch {times.epoch}: lower the learning rate, or check "
                 "the loss and the weights"
             )
-        found.backward()
+        loss.backward()
         times.loss += value
         times.steps += 1
         times.rows += len(batch[LABEL])
@@ -164,7 +165,8 @@ class ModelReplica:
 
     def _batch_loss(self, rows: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the mean loss of a batch, weighted if the rows have weights."""
-        labels, weights = rows[LABEL], rows.get(WEIGHT)
+        labels = rows[LABEL]
+        weights = rows.get(WEIGHT)
         try:
             outputs = self.model(rows[FEATURES])
             if outputs.dim() == labels.dim() + 1 and outputs.shape[-1] == 1:
@@ -173,9 +175,9 @@ class ModelReplica:
                 labels = labels.to(outputs.dtype)  # numbers, not classes
             values = self.loss(outputs, labels)
         except Exception as error:
-            found = [f"{name} {one.dtype} {tuple(one.shape)}" for name, one in rows.items()]
+            batch = [f"{name} {rows[name].dtype} {tuple(rows[name].shape)}" for name in rows]
             raise GradwireError(
-                f"{error}: model or loss failed with a batch of {', '.join(found)}"
+                f"{error}: model or loss failed with a batch of {', '.join(batch)}"
             ) from error
         if weights is None:
             return values.mean()
@@ -189,19 +191,20 @@ class ModelReplica:
 
 def epoch_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the history's rows of one epoch: every worker's `Times`, with the losses of all instead of its own."""
-    totals = {name: sum(one[name] for one in rows) for name in ("steps", *_OWN)}
+    totals = {name: sum(row[name] for row in rows) for name in ("steps", *_LOSSES)}
     mean = {"loss": totals["loss"] / totals["steps"], "validation_loss": math.nan}
     if totals["held_weight"]:
         mean["validation_loss"] = totals["held_loss"] / totals["held_weight"]
-    return [{**{name: one[name] for name in one if name not in _OWN}, **mean} for one in rows]
+    return [{**{name: row[name] for name in row if name not in _LOSSES}, **mean} for row in rows]
 
 
 def gather(context: Any, value: Any = None, **error: str) -> list[Any]:
     """Return every worker's value; raise `Stopped` if one sent an error."""
-    found = [json.loads(one) for one in context.allGather(json.dumps({"value": value, **error}))]
-    if any("error" in one for one in found):
+    texts = context.allGather(json.dumps({"value": value, **error}))
+    answers = [json.loads(text) for text in texts]
+    if any("error" in answer for answer in answers):
         raise Stopped("another worker failed")
-    return [one["value"] for one in found]
+    return [answer["value"] for answer in answers]
 
 
 class SharedTrainer:
@@ -382,7 +385,8 @@ class Worker(ModelReplica):
 
     def __init__(self, job: TrainingJob, context: Any) -> None:
         super().__init__(job)
-        self.context, self.rank = context, context.partitionId()
+        self.context = context
+        self.rank = context.partitionId()
         self.gather = functools.partial(gather, context)
         self.workers = len(context.getTaskInfos())
         torch.set_num_threads(max(1, context.cpus()))
@@ -412,20 +416,20 @@ class Worker(ModelReplica):
             sum(training.arrays[role].shape[1:]) for role in (FEATURES, LABEL) if training.rows
         ]
         # Another attempt of the stage may still hold the memory of a team, so every attempt has another name.
-        found = self.gather([training.rows, held.rows, secrets.token_hex(12), *widths])
-        rows = sum(one[0] for one in found)
+        answers = self.gather([training.rows, held.rows, secrets.token_hex(12), *widths])
+        rows = sum(answer[0] for answer in answers)
         if not rows:
             raise ValueError("there are no rows to train on")
         for index, role in ((3, FEATURES), (4, LABEL)):
-            different = sorted({one[index] for one in found if one[0]})
+            different = sorted({answer[index] for answer in answers if answer[0]})
             if len(different) > 1:
                 raise ValueError(
                     f"column {self.job.columns[role]!r} has rows of {different[0]} values and of {different[1]}"
                 )
-        if self.job.patience and not any(one[1] for one in found):
+        if self.job.patience and not any(answer[1] for answer in answers):
             raise ValueError("patience needs rows for validation, and there are none")
         steps = math.ceil(rows / (self.workers * self.job.batch_size))
-        return steps, [f"spark-{one[2]}" for one in found]
+        return steps, [f"spark-{answer[2]}" for answer in answers]
 
     def connect(self, stack: contextlib.ExitStack, names: list[str]) -> None:
         """Connect the nodes, one per team, and create the exchange over them."""
@@ -473,14 +477,14 @@ class Worker(ModelReplica):
             with self.trainer.shared():
                 self.score(held, times)
                 times.seconds = now_s() - began_s - times.start_s
-                own_s = times.encode_s + times.wait_s + times.apply_s
-                times.compute_s = times.seconds - times.data_s - own_s
+                exchange_s = times.encode_s + times.wait_s + times.apply_s
+                times.compute_s = times.seconds - times.data_s - exchange_s
                 epoch = self.end_epoch(times)
         self.end_steps(Times())  # of a checkpoint after the last step
-        found = self.gather(self.history)  # an error before this point reaches all workers
+        histories = self.gather(self.history)  # an error before this point reaches all workers
         if self.rank != 0:
             return []
-        history = [row for epoch in zip(*found, strict=True) for row in epoch_rows(epoch)]
+        history = [row for epoch in zip(*histories, strict=True) for row in epoch_rows(epoch)]
         with self.trainer.shared():
             state = pack(self.best or self.model.state_dict())
         return [("history", json.dumps(history).encode()), ("model", state)]

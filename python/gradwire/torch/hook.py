@@ -118,14 +118,14 @@ class _Job:
         Raises:
             MessageError: invalid bytes, or a rank has a model of another shape.
         """
-        own = [state.encoder.numel for state in self.states]
+        sizes = [state.encoder.numel for state in self.states]
         by_rank = [parse_many(gathered.payload) for gathered in self.gathered]
         for rank, messages in enumerate(by_rank):
             theirs = [message.numel for message in messages]
-            if theirs != own:
+            if theirs != sizes:
                 raise MessageError(
                     f"rank {rank} sent for bucket {self.index} messages of {theirs} elements, here its parameters "
-                    f"have {own}: begin with the same model on all ranks"
+                    f"have {sizes}: begin with the same model on all ranks"
                 )
         return by_rank
 
@@ -193,7 +193,8 @@ class ThresholdState:
             raise ValueError(f"momentum is {self.momentum}, must be in [0, 1)")
         if self.backend not in _BACKENDS:
             raise ValueError(f"backend is {self.backend!r}, must be one of {_BACKENDS}")
-        self._step, self._scale = 0, 1.0
+        self._step = 0
+        self._scale = 1.0
         self._parameters = ParameterStates(parameters, self._make_encoder, self.momentum)
         self._gather: Gather | None = None
         self._worker: ThreadPoolExecutor | None = None
@@ -281,7 +282,8 @@ class ThresholdState:
 
     def _start_bucket(self, bucket: dist.GradBucket) -> "torch.futures.Future[torch.Tensor]":
         """Start work on one bucket."""
-        buffer, step = bucket.buffer(), self._step
+        buffer = bucket.buffer()
+        step = self._step
         gather = self._gather = self._gather or self._make_gather(buffer.device)
         if bucket.is_last():
             self._step += 1
@@ -332,7 +334,8 @@ class ThresholdState:
         if not all(self._is_warmup_finite):
             for state in self._warmed:
                 state.revert_momentum()
-        self._warmed, self._is_warmup_finite = [], []
+        self._warmed = []
+        self._is_warmup_finite = []
 
     def _make_gather(self, device: torch.device) -> Gather:
         # A group of its own, so that SyncBatchNorm's collectives in the backward pass cannot get between.
@@ -400,16 +403,18 @@ class ThresholdState:
             except NonFiniteUpdate as error:
                 refused = refused or error
                 messages.append(None)
-        for at, message in enumerate(messages):
+        for index, message in enumerate(messages):
             if message is not None and not isinstance(message, Message):  # on a GPU
                 try:
                     message.check()  # waits
                 except NonFiniteUpdate as error:
                     refused = refused or error
-                    messages[at] = None
+                    messages[index] = None
         if refused is not None:
             _LOG.warning("step %d, bucket %d: %s", job.step, job.index, refused)
-        job.states, job.updates, job.messages = states, updates, messages
+        job.states = states
+        job.updates = updates
+        job.messages = messages
 
     def _finish_step(self) -> None:
         """Turn the gradients of all buckets into the average of the ranks' messages."""
@@ -448,7 +453,8 @@ class ThresholdState:
 
     def _fail(self, error: BaseException) -> None:
         """Fail all buckets of the step, and revert what was encoded."""
-        jobs, self._jobs = self._jobs, []
+        jobs = self._jobs
+        self._jobs = []
         for job in jobs:
             job.revert()
         for job in jobs:
@@ -522,19 +528,20 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, momentum: float) -> None:
 
 def _compare_options(state: ThresholdState) -> None:
     """Refuse other options on another rank, which would hang or fail in the middle of training."""
-    own = {
-        one.name: repr(getattr(state, one.name))
-        for one in fields(state)
-        if one.name not in ("process_group", "scaler", "threads")
+    options = {
+        option.name: repr(getattr(state, option.name))
+        for option in fields(state)
+        if option.name not in ("process_group", "scaler", "threads")
     }
-    found: list[Any] = [None] * dist.get_world_size(state.process_group)
-    dist.all_gather_object(found, own, group=state.process_group)
-    for rank, theirs in enumerate(found):
-        different = [name for name in own if theirs.get(name) != found[0].get(name)]
+    gathered: list[Any] = [None] * dist.get_world_size(state.process_group)
+    dist.all_gather_object(gathered, options, group=state.process_group)
+    first = gathered[0]
+    for rank, theirs in enumerate(gathered):
+        different = [name for name in options if theirs.get(name) != first.get(name)]
         if different:
             name = different[0]
             raise ValueError(
-                f"ranks 0 and {rank} registered the hook with other options: {name} is {found[0].get(name)} on rank 0, "
+                f"ranks 0 and {rank} registered the hook with other options: {name} is {first.get(name)} on rank 0, "
                 f"{theirs.get(name)} on rank {rank}"
             )
 

@@ -185,9 +185,9 @@ class ParameterStates:
             )
 
     def _make_state(self, parameter: torch.Tensor, dtype: str) -> ParameterState:
-        numel, name = parameter.numel(), self._names[parameter]
-        device, key = str(parameter.device), len(self._states)
-        encoder = self._make_encoder(numel, dtype, device, key)
+        numel = parameter.numel()
+        name = self._names[parameter]
+        encoder = self._make_encoder(numel, dtype, str(parameter.device), len(self._states))
         state = ParameterState(encoder, self._momentum)
         loaded = self._loaded.pop(name, None)
         if loaded is None:

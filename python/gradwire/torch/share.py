@@ -74,8 +74,8 @@ def share(
         raise TypeError(
             "L-BFGS assumes that only its own steps move the parameters: use it with DistributedDataParallel alone"
         )
-    ddps = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
-    is_averaged = any(one.process_group.size() > 1 for one in ddps)
+    ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    is_averaged = any(ddp.process_group.size() > 1 for ddp in ddps)
     if is_averaged and process_group is None and node is None:
         raise ValueError(
             "DistributedDataParallel averages whole gradients of all its ranks: share the model without it, or give "
@@ -103,7 +103,9 @@ def share(
         **options,
     )
     place_of = {param: place for place, param in enumerate(params)}
-    frozen = (one for one in inner.parameters() if not one.requires_grad and one not in place_of)
+    frozen = [
+        param for param in inner.parameters() if not param.requires_grad and param not in place_of
+    ]
     shared = SharedOptimizer(
         optimizer,
         exchange,
@@ -111,9 +113,9 @@ def share(
         update_scale=update_scale,
         equalize=True,
         buffers=[
-            one
-            for one in (*inner.buffers(), *frozen)
-            if one.dtype in (torch.float32, torch.float64)
+            tensor
+            for tensor in (*inner.buffers(), *frozen)
+            if tensor.dtype in (torch.float32, torch.float64)
         ],
     )
     shared.counts_workers = process_group is None
