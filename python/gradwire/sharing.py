@@ -128,6 +128,7 @@ def _groups_for(
         pattern = next(filter(functools.partial(fnmatchcase, name), patterns), None)
         used.add(pattern)
         by_density.setdefault(rest if pattern is None else patterns[pattern], []).append(index)
+    # A pattern without a parameter is a typing error, which would train with another density than intended.
     unused = [pattern for pattern in patterns if pattern not in used]
     if unused:
         names = ", ".join(name for name, _ in named[:6])

@@ -253,6 +253,8 @@ class SharedTrainer:
         before = self.exchange.stats
         self.optimizer.step()
         self._count(before, times)
+        # The exchange would go on with those that are left. Spark repeats the stage with all workers instead, from the
+        # last checkpoint, so that every row is trained on equally often.
         is_whole = self.exchange.present == self.exchange.workers
         if len(self.exchange.members) < self._others or not is_whole:
             raise PeerLost("another worker is gone")
@@ -277,8 +279,8 @@ class SharedTrainer:
 
     def _count(self, before: ExchangeStats, times: Times) -> None:
         after = self.exchange.stats
-        # A team's members see local steps only in the totals, and a step that ends an overlapped exchange returns the
-        # result of that exchange.
+        # Neither a team's ``has_local_steps`` nor the step's result tells that the step was a local one: a step that
+        # ends an overlapped exchange returns the result of that exchange. The totals do.
         self._has_local_steps = after.local_steps > before.local_steps
         times.add(before, after, is_leader=self.exchange.rank == 0)
 

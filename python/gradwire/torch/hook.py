@@ -455,6 +455,7 @@ class ThresholdState:
         """Fail all buckets of the step, and revert what was encoded."""
         jobs = self._jobs
         self._jobs = []
+        # All residuals are whole again before the first future lets DDP raise, and the caller save a checkpoint.
         for job in jobs:
             job.revert()
         for job in jobs:

@@ -40,6 +40,8 @@ class ParameterState:
         """Return the update to encode: the new velocity, or without momentum the gradient itself."""
         if self.velocity is None or self._velocity_before is None:
             return gradient
+        # The new velocity goes into the memory of the one before the last update. The last one stays as it is, so a
+        # step that turns out not to be finite on some rank can be reverted without a copy.
         torch.mul(self.velocity, self._momentum, out=self._velocity_before)
         self._velocity_before.add_(gradient)
         self.revert_momentum()
@@ -136,7 +138,7 @@ class ParameterStates:
         Raises:
             ValueError: the checkpoint has another size or dtype for a parameter, or momentum where there is none.
         """
-        self.add_bucket(parameters)
+        self.add_bucket(parameters)  # without a warm-up these buckets are the first
         for parameter in parameters:
             if parameter not in self._states:
                 self._states[parameter] = self._make_state(parameter, str(dtype).split(".")[1])
