@@ -75,9 +75,11 @@ def test_apply_many_equals_single_applies_in_order(dtype: str) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("own", [None, 0, 2])
+@pytest.mark.parametrize("held", [None, 0, 2])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_second_target_gets_the_same_but_for_its_own_message(dtype: str, own: int | None) -> None:
+def test_a_second_target_gets_the_same_but_for_its_own_message(
+    dtype: str, held: int | None
+) -> None:
     rng = np.random.default_rng(7)
     messages = [
         gw.Encoder(5000, threshold=threshold).encode(rng.standard_normal(5000).astype(np.float32))
@@ -88,9 +90,9 @@ def test_a_second_target_gets_the_same_but_for_its_own_message(dtype: str, own: 
     expected = target.copy(), second.copy()
     for number, message in enumerate(messages):
         gw.apply(message, expected[0], 0.25)
-        gw.apply(message, expected[1], -0.75 if number == own else 0.25)
+        gw.apply(message, expected[1], -0.75 if number == held else 0.25)
     halves = [[one[:2000], one[2000:]] for one in (target, second)]
-    apply_to_both(messages, *halves, own=own, scale=0.25)
+    apply_to_both(messages, *halves, held=held, scale=0.25)
     assert target.tobytes() == expected[0].tobytes()
     assert second.tobytes() == expected[1].tobytes()
 
@@ -111,7 +113,7 @@ def test_bits_are_the_same_at_every_number_of_threads(dtype: str, threads: int) 
         target, second, velocity = ([one[:9], one[9:].copy()] for one in (a.copy() for a in arrays))
         gw.apply(messages[3], target, 0.3, threads=threads)
         gw.apply_many(messages, target, 0.3, threads=threads)
-        apply_to_both(messages, target, second, own=1, scale=0.3, threads=threads)
+        apply_to_both(messages, target, second, held=1, scale=0.3, threads=threads)
         apply_with_momentum(
             messages,
             target,
@@ -119,7 +121,7 @@ def test_bits_are_the_same_at_every_number_of_threads(dtype: str, threads: int) 
             momentum=0.7,
             scale=0.3,
             second=second,
-            own=1,
+            held=1,
             threads=threads,
         )
         return [part.tobytes() for part in (*target, *second, *velocity)]
@@ -144,13 +146,13 @@ def test_two_targets_that_differ_or_overlap_are_refused() -> None:
         (target[2:6], "overlaps"),
     ):
         with pytest.raises(ValueError, match=complaint):
-            apply_to_both([message], target[:4], second, own=None, scale=1.0)
+            apply_to_both([message], target[:4], second, held=None, scale=1.0)
     assert not target.any()
 
 
-@pytest.mark.parametrize("own", [None, 0, 1, 3])
+@pytest.mark.parametrize("held", [None, 0, 1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_momentum_repeats_a_part_of_the_sum_of_messages(dtype: str, own: int | None) -> None:
+def test_momentum_repeats_a_part_of_the_sum_of_messages(dtype: str, held: int | None) -> None:
     """All values are multiples of 2^-12 and small, so every sum is exact whatever its order."""
     numel = 100_000  # several blocks
     rng = np.random.default_rng(11)
@@ -165,8 +167,8 @@ def test_momentum_repeats_a_part_of_the_sum_of_messages(dtype: str, own: int | N
     )
     added = 0.25 * sum(gw.decode(message).astype(np.float64) for message in messages)
     goes = 0.5 * (velocity + added)
-    own_sum = 0.0 if own is None else gw.decode(messages[own]).astype(np.float64)
-    expected = target + added + goes, second + added + goes - own_sum, goes
+    held_sum = 0.0 if held is None else gw.decode(messages[held]).astype(np.float64)
+    expected = target + added + goes, second + added + goes - held_sum, goes
     parts = [[one[:70_001], one[70_001:]] for one in (target, velocity, second)]
     apply_with_momentum(
         messages,
@@ -175,7 +177,7 @@ def test_momentum_repeats_a_part_of_the_sum_of_messages(dtype: str, own: int | N
         momentum=0.5,
         scale=0.25,
         second=parts[2],
-        own=own,
+        held=held,
     )
     for found, wanted in zip((target, second, velocity), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)

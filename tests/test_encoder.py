@@ -345,14 +345,16 @@ def test_a_target_density_follows_updates_that_become_a_hundred_times_as_small()
 
 
 def test_an_update_of_zeros_teaches_no_threshold() -> None:
-    encoder = gw.Encoder(10_000)
+    encoder = gw.Encoder(10_000, gw.TargetDensity(0.01))
     updates = updates_of("gauss", 10_000)
     assert encoder.encode(np.zeros(10_000, np.float32)).count == 0
     assert 0.005 <= encoder.encode(next(updates)).density <= 0.02
 
 
-def test_target_density_is_the_default() -> None:
-    assert gw.Encoder(10).policy == gw.TargetDensity() == gw.TargetDensity(0.01)
+def test_target_density_is_the_default_and_small_encoders_are_denser() -> None:
+    assert gw.Encoder(2_000_000).policy == gw.TargetDensity() == gw.TargetDensity(0.01)
+    assert gw.Encoder(500_000).policy == gw.TargetDensity(0.02)
+    assert gw.Encoder(10).policy == gw.Encoder(0, gw.TargetDensity(0.08)).policy
 
 
 @pytest.mark.parametrize("wrong_by", [0.01, 100.0])

@@ -55,7 +55,7 @@ ALLOWED = {
     "feed": {"errors", "feed", "shared_memory", "transport"},
     "cli": CODEC | {"calibration", "cli", "cost", "exchange", "transport", INTERFACE},
     "sharing": CODEC | {"exchange", "rendezvous", "transport"},
-    "jax": {"sharing", "transport"},
+    "jax": {"exchange", "sharing", "transport"},
     "torch": CODEC | {"exchange", "sharing", "torch", "transport", INTERFACE},
     "spark": CODEC | {"exchange", "feed", "spark", "torch", "transport", INTERFACE},
     "__init__": CODEC | {"coprocessor", "cost", "exchange", "hosted", "sharing", "transport"},

@@ -6,12 +6,16 @@ import dataclasses
 import math
 import random
 import struct
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import gradwire as gw
 from gradwire.policy import (
     AdaptiveThreshold,
     FixedThreshold,
@@ -23,8 +27,10 @@ from gradwire.policy import (
     TargetDensity,
     ThresholdPolicy,
     begin,
+    default_policy,
     follow,
     learned_threshold,
+    policy_for_tensor,
     round_threshold,
     sampled_density,
 )
@@ -284,3 +290,102 @@ def test_policies_are_frozen_comparable_and_hashable(policy: object) -> None:
     copy = dataclasses.replace(policy)
     assert copy == policy
     assert hash(copy) == hash(policy)
+
+
+# ---- the default densities -------------------------------------------------------------------------------------------
+
+ROWS = 1_000  # of the model of these tests, which has ROWS x 500 elements: half the root of two million
+
+
+def of_encoder() -> Any:
+    return gw.Encoder(ROWS * 500)
+
+
+def of_groups(*, is_adaptive: bool) -> Any:
+    [encoder] = gw.Groups.of([np.zeros((ROWS, 500))], is_adaptive=is_adaptive).encoders
+    return encoder
+
+
+def of_share() -> Any:
+    return encoder_of(gw.share(np.zeros((ROWS, 500), np.float32)).exchange)
+
+
+def of_torch_share(*, is_adaptive: bool) -> Any:
+    pytest.importorskip("torch", reason="torch is not installed")
+    import gradwire.torch
+
+    model, optimizer = torch_model(is_adaptive=is_adaptive)
+    return encoder_of(gradwire.torch.share(model, optimizer).exchange)
+
+
+def of_hook() -> Any:
+    pytest.importorskip("torch", reason="torch is not installed")
+    import gradwire.torch
+
+    model, _ = torch_model(is_adaptive=False)
+    state = gradwire.torch.ThresholdState(parameters=model.named_parameters())
+    [parameter] = state._parameters.of_bucket([model.weight], model.weight.dtype)
+    return parameter.encoder
+
+
+def of_spark(*, is_adaptive: bool) -> Any:
+    for name in ("torch", "pyarrow", "fsspec"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    from gradwire.spark import SharedTraining
+    from gradwire.spark.train import SharedTrainer
+
+    _, optimizer = torch_model(is_adaptive=is_adaptive)
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        return encoder_of(SharedTrainer(SharedTraining(), optimizer, node, ("", 0, 1), 1).exchange)
+
+
+def encoder_of(exchange: Any) -> Any:
+    [encoder] = exchange._groups.encoders
+    return encoder
+
+
+def torch_model(*, is_adaptive: bool) -> Any:
+    import torch
+
+    model = torch.nn.Linear(500, ROWS, bias=False)
+    kind = torch.optim.AdamW if is_adaptive else torch.optim.SGD
+    return model, kind(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "encoder_for",
+    [
+        of_encoder,
+        of_groups,
+        of_share,
+        pytest.param(of_torch_share, marks=pytest.mark.torch),
+        pytest.param(of_hook, marks=pytest.mark.torch),
+        pytest.param(of_spark, marks=[pytest.mark.spark, pytest.mark.torch]),
+    ],
+)
+def test_all_ways_to_train_have_the_same_default_density(encoder_for: Callable[..., Any]) -> None:
+    takes_kind = "is_adaptive" in encoder_for.__annotations__
+    encoder = encoder_for(is_adaptive=False) if takes_kind else encoder_for()
+    assert encoder.policy == default_policy(encoder.numel) == TargetDensity(0.02)
+    if takes_kind:
+        expected = default_policy(encoder.numel, is_adaptive=True)
+        assert encoder_for(is_adaptive=True).policy == expected == TargetDensity(0.08)
+
+
+def test_adaptive_optimisers_and_small_models_have_a_higher_default_density() -> None:
+    assert default_policy(2_000_000) == default_policy(10**9) == TargetDensity(0.01)
+    assert default_policy(10**9, is_adaptive=True) == TargetDensity(0.05)
+    assert default_policy(1_250_000, is_adaptive=True).density == pytest.approx(0.0632, abs=1e-4)
+    assert default_policy(1) == default_policy(1, is_adaptive=True) == TargetDensity(0.08)
+    assert default_policy(0) == TargetDensity(0.01)
+
+
+def test_small_tensors_of_a_model_are_denser_and_other_policies_stay_as_they_are() -> None:
+    policy = TargetDensity(0.01, initial=0.5, minimum=1e-3)
+    assert policy_for_tensor(policy, 900, 900) == policy
+    assert policy_for_tensor(policy, 100, 900) == dataclasses.replace(policy, density=0.03)
+    assert policy_for_tensor(policy, 1, 900) == dataclasses.replace(policy, density=0.08)
+    assert policy_for_tensor(policy, 0, 900) == policy
+    assert policy_for_tensor(TargetDensity(0.2), 1, 900) == TargetDensity(0.2)
+    for other in (0.5, FixedThreshold(0.5), AdaptiveThreshold()):
+        assert policy_for_tensor(other, 1, 900) is other

@@ -24,6 +24,7 @@ from .policy import (
     TargetDensity,
     ThresholdPolicy,
     begin,
+    default_policy,
     follow,
     learned_threshold,
     most_changed,
@@ -72,7 +73,8 @@ class Encoder:
 
     Args:
         numel: elements of the update, 0 to 2^48.
-        threshold: a threshold policy, or a number for a fixed threshold. The default is ``TargetDensity(0.01)``.
+        threshold: a threshold policy, or a number for a fixed threshold. The default aims at density 0.01, or for
+            fewer than 2,000,000 elements at sqrt(2,000,000 / numel) times as much, up to 0.08.
         shakeup: schedule of messages with a smaller threshold, or None.
         clip: schedule of clipping of the residual, or None.
         dtype: "float32" or "float64", of the residual.
@@ -127,8 +129,9 @@ class Encoder:
         on_nonfinite: Literal["raise", "skip"] = "raise",
         threads: int = 1,
     ) -> None:
+        check_range("numel", numel, 0, _MAX_NUMEL)
         if threshold is None:
-            threshold = TargetDensity(0.01)
+            threshold = default_policy(numel)
         elif isinstance(threshold, (bool, np.bool_)):
             raise TypeError(f"threshold is {threshold!r}, must be a threshold policy or a number")
         elif isinstance(threshold, (int, float, np.integer, np.floating)):
@@ -139,7 +142,6 @@ class Encoder:
             _check_kind("shakeup", shakeup, "divisor", "a ShakeUp")
         if clip is not None:
             _check_kind("clip", clip, "limit", "a ResidualClip")
-        check_range("numel", numel, 0, _MAX_NUMEL)
         check_range("key", key, 0, 2**32 - 1)
         check_range("threads", threads, 1, 1024)
         if on_nonfinite not in ("raise", "skip"):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from .sharing import exchange_for
 from .transport import Node
 
-__all__ = ["ShareState", "share"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from .exchange import AnyExchange, ExchangeOptions
+
+__all__ = ["ShareState", "share"]
 
 # Fields of optax's states that hold a running mean of squares: Adam and its like, RMSprop, Adagrad, Adafactor.
 _SQUARES = {"nu", "sum_of_squares", "v_row", "e_g"}
@@ -28,10 +32,8 @@ def share(
     *,
     node: Node | None = None,
     density: float | None = None,
-    update_scale: float | str = "auto",
-    timeout_s: float = 60.0,
-    min_members: int = 1,
-    **options: Any,
+    update_scale: float | Literal["auto"] = "auto",
+    **options: Unpack[ExchangeOptions],
 ) -> Any:
     """Return an optax transformation that shares the updates of ``optimizer`` with the other nodes of this run.
 
@@ -45,9 +47,7 @@ def share(
         density: share of the elements that a step sends; None: as in `gradwire.torch.share`.
         update_scale: factor of every update; "auto": the square root of the number of nodes where ``optimizer`` keeps a
             mean of squares, as Adam does, otherwise 1.0.
-        timeout_s: longest wait for the others at the start.
-        min_members: number of nodes below which an update raises `PeerLost`.
-        options: of `Exchange`.
+        options: see `ExchangeOptions`, with the defaults of `gradwire.torch.share`.
 
     Raises:
         ValueError: an option or environment variable that cannot be used.
@@ -60,7 +60,7 @@ def share(
         isinstance(update_scale, (int, float)) and 0.0 < update_scale < math.inf
     ):
         raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
-    exchange: Any = None
+    exchange: AnyExchange
     shared: list[Any] = []  # the parameters that all nodes share, as arrays in host memory
     is_adaptive = False
 
@@ -74,8 +74,6 @@ def share(
             density,
             is_adaptive=is_adaptive,
             node=node,
-            timeout_s=timeout_s,
-            min_members=min_members,
             **options,
         )
         exchange.join(leaves, equalize=True)
@@ -89,9 +87,8 @@ def share(
             )
         moved, inner = optimizer.update(updates, state.inner, params)
         leaves, tree = jax.tree.flatten(moved)
-        team = getattr(exchange, "team", None)
-        nodes = (len(exchange.members) + 1) * (1 if team is None else team.workers)
-        automatic = math.sqrt(nodes) if is_adaptive else 1.0
+        workers = (len(exchange.members) + 1) * exchange.workers
+        automatic = math.sqrt(workers) if is_adaptive else 1.0
         factor = np.float32(automatic if update_scale == "auto" else update_scale)
         exchange.step([np.asarray(leaf) * factor for leaf in leaves], shared)
         # The caller adds the result to its parameters, which thereby become those that all nodes share.

@@ -105,7 +105,7 @@ def apply_to_both(
     target: Any,
     second: Any,
     *,
-    own: int | None,
+    held: int | None,
     scale: float,
     threads: int = 1,
 ) -> None:
@@ -115,7 +115,7 @@ def apply_to_both(
         messages: the messages.
         target: as for ``apply``.
         second: arrays of the same sizes and dtypes, on the same device; modified in place too.
-        own: index of the message that ``second`` already contains, which is added to it with factor (scale - 1); or
+        held: index of the message that ``second`` already contains, which is added to it with factor (scale - 1); or
             None.
         scale: finite factor.
         threads: as for ``apply``.
@@ -123,7 +123,7 @@ def apply_to_both(
     Raises:
         MessageError, TypeError, ValueError: as for ``apply``.
     """
-    index = len(messages) if own is None else own
+    index = len(messages) if held is None else held
     if device_of(target) < 0:
         _core.apply_to_both(messages, target, second, index, scale, threads)
         return
@@ -143,7 +143,7 @@ def apply_with_momentum(
     momentum: float,
     scale: float,
     second: Any = (),
-    own: int | None = None,
+    held: int | None = None,
     threads: int = 1,
 ) -> None:
     """Add several messages with Nesterov momentum: on the CPU in one pass.
@@ -158,13 +158,13 @@ def apply_with_momentum(
         momentum: finite factor.
         scale: finite factor.
         second: more arrays like the target, modified in place too, or an empty sequence.
-        own: index of the message that ``second`` already contains, or None.
+        held: index of the message that ``second`` already contains, or None.
         threads: as for ``apply``.
 
     Raises:
         MessageError, TypeError, ValueError: as for ``apply``.
     """
-    index = len(messages) if own is None else own
+    index = len(messages) if held is None else held
     if device_of(target) < 0:
         _core.apply_with_momentum(
             messages, target, velocity, momentum, scale, second, index, threads

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -27,9 +27,11 @@ __all__ = [
     "TargetDensity",
     "ThresholdPolicy",
     "begin",
+    "default_policy",
     "follow",
     "learned_threshold",
     "most_changed",
+    "policy_for_tensor",
     "round_threshold",
     "rounding_point_of",
     "sampled_density",
@@ -56,6 +58,14 @@ FIRST_TREND = 0.5
 _LEARNS = -1.0
 # The threshold before the first is learned, for updates of nothing but zeros.
 _UNKNOWN = 1.0
+# The default densities, measured in docs/performance.md. Adaptive optimisers make the updates of all elements about as
+# large: what is sent late is missed more.
+_DENSITY = 0.01
+_ADAPTIVE_DENSITY = 0.05
+# Smaller models have a higher density, because their messages are small anyway.
+_LARGE_NUMEL = 2_000_000
+# A higher density makes the quantum of a small tensor so small that its largest elements cannot keep up.
+_SMALL_DENSITY_MAX = 0.08
 
 
 class SampledQuantiles(NamedTuple):
@@ -508,6 +518,51 @@ class ResidualClip:
     def is_due(self, step: int) -> bool:
         """Return whether the residual is clipped after the message of ``step``."""
         return (step + 1) % self.every == 0
+
+
+def default_policy(numel: int, *, is_adaptive: bool = False) -> TargetDensity:
+    """Return the policy of a model of ``numel`` elements for which none is given.
+
+    This is the one rule of default densities, for encoders, ``Groups.of``, ``share``, the hook for
+    DistributedDataParallel and Spark. Models of fewer than 2,000,000 elements get sqrt(2,000,000 / numel) times the
+    density, up to 0.08.
+
+    Args:
+        numel: elements of the whole model.
+        is_adaptive: whether the updates are an adaptive optimiser's: the density is then 0.05 instead of 0.01.
+
+    >>> default_policy(2_000_000).density, default_policy(500_000).density
+    (0.01, 0.02)
+    """
+    policy = TargetDensity(_ADAPTIVE_DENSITY if is_adaptive else _DENSITY)
+    return _denser(policy, numel, _LARGE_NUMEL)
+
+
+def policy_for_tensor(
+    policy: ThresholdPolicy | float, numel: int, largest: int
+) -> ThresholdPolicy | float:
+    """Return the policy of one tensor of a model whose tensors have an encoder each.
+
+    The largest tensor has ``policy`` itself. A tensor k times as small gets sqrt(k) times the density, up to 0.08;
+    policies that aim at no density stay as they are.
+
+    Args:
+        policy: of the model.
+        numel: elements of the tensor.
+        largest: elements of the largest tensor.
+
+    >>> policy_for_tensor(TargetDensity(0.01), 100, 400).density
+    0.02
+    """
+    return _denser(policy, numel, largest) if isinstance(policy, TargetDensity) else policy
+
+
+def _denser(policy: TargetDensity, numel: int, reference: int) -> TargetDensity:
+    """Return the policy of ``numel`` elements where so many as ``reference`` have ``policy`` itself."""
+    if numel == 0:
+        return policy
+    density = min(policy.density * math.sqrt(reference / numel), _SMALL_DENSITY_MAX)
+    return replace(policy, density=max(density, policy.density))
 
 
 def begin(policy: ThresholdPolicy) -> tuple[float, PolicyState]:

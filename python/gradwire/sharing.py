@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import math
 import os
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import rendezvous
 from .arrays import device_of
 from .codec import Encoder
 from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
-from .exchange.groups import for_size
-from .policy import TargetDensity
+from .exchange.options import ExchangeOptions, Options
+from .policy import TargetDensity, default_policy
 from .transport import Node
 
-__all__ = ["Density", "SharedArrays", "exchange_for", "share"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-# Defaults for models of so many elements and more; messages of smaller ones are small anyway. Adaptive optimisers make
-# all elements' updates about as large: what is sent late is missed more.
-_DENSITY, _ADAPTIVE_DENSITY, _LARGE = 0.01, 0.05, 2_000_000
+__all__ = ["Density", "SharedArrays", "exchange_for", "share"]
 
 Density = float | Mapping[str, float | Literal["dense"]]
 
@@ -73,9 +73,7 @@ def share(
     *,
     node: Node | None = None,
     density: float | None = None,
-    timeout_s: float = 60.0,
-    min_members: int = 1,
-    **options: Any,
+    **options: Unpack[ExchangeOptions],
 ) -> SharedArrays:
     """Share arrays with the other nodes of this run: one call, and then ``step`` with every update.
 
@@ -88,14 +86,15 @@ def share(
         node: a node to use and to close; None: one from the environment, closed when the process ends.
         density: share of the elements that a step sends; None: 0.01, for n < 2,000,000 elements sqrt(2e6 / n) times as
             many, up to 0.08.
-        timeout_s: longest wait for the others at the start; later on a log entry names the node that all wait for.
-        min_members: number of nodes below which a step raises `PeerLost`.
-        options: of `Exchange`.
+        options: see `ExchangeOptions`. Unlike those of `Exchange`, parameters hold this node's residual
+            (``apply_residual``), and a synchronous step waits for stragglers: after ``timeout_s`` a log entry names the
+            node that all wait for.
 
     Raises:
         TimeoutError: not all nodes of the run appeared; the message names the missing ones.
         Mismatch: another node shares arrays of other shapes or dtypes, or with other options.
         ValueError: an argument or environment variable that cannot be used.
+        TypeError: an unknown option.
 
     >>> import numpy as np, gradwire as gw
     >>> weights = np.zeros(3, np.float32)
@@ -105,11 +104,8 @@ def share(
     [0.5, 0.25, -0.5]
     """
     arrays = list(params) if isinstance(params, (list, tuple)) else [params]
-    named = [(str(index), one) for index, one in enumerate(arrays)]
-    exchange = exchange_for(
-        named, density, node=node, timeout_s=timeout_s, min_members=min_members, **options
-    )
-    return SharedArrays(params, exchange)
+    named = [(str(index), array) for index, array in enumerate(arrays)]
+    return SharedArrays(params, exchange_for(named, density, node=node, **options))
 
 
 def _groups_for(
@@ -124,13 +120,15 @@ def _groups_for(
 
     All of them share a threshold and a message: a group for every tensor costs small models several times the bytes.
     """
-    patterns, rest = (density, None) if isinstance(density, Mapping) else ({}, density)
-    found: dict[float | str | None, list[int]] = {}
+    patterns = density if isinstance(density, Mapping) else {}
+    rest = None if isinstance(density, Mapping) else density
+    by_density: dict[float | str | None, list[int]] = {}
     used = set()
     for index, (name, _) in enumerate(named):
-        pattern = next((one for one in patterns if fnmatchcase(name, one)), None)
+        pattern = next(filter(functools.partial(fnmatchcase, name), patterns), None)
         used.add(pattern)
-        found.setdefault(rest if pattern is None else patterns[pattern], []).append(index)
+        by_density.setdefault(rest if pattern is None else patterns[pattern], []).append(index)
+    # A pattern without a parameter is a typing error, which would train with another density than intended.
     unused = [pattern for pattern in patterns if pattern not in used]
     if unused:
         names = ", ".join(name for name, _ in named[:6])
@@ -139,17 +137,15 @@ def _groups_for(
             f"{', ...' if len(named) > 6 else ''}"
         )
     dtype = "float64" if any("float64" in str(array.dtype) for _, array in named) else "float32"
-    default = TargetDensity(_ADAPTIVE_DENSITY if is_adaptive else _DENSITY)
-    default_policy = for_size(default, sum(math.prod(one.shape) for _, one in named), _LARGE)
+    numel = sum(math.prod(array.shape) for _, array in named)
+    policy_of_model = default_policy(numel, is_adaptive=is_adaptive)
     groups = []
-    for key, (value, indices) in enumerate(found.items()):
+    for key, (value, indices) in enumerate(by_density.items()):
         numel = sum(math.prod(named[index][1].shape) for index in indices)
-        policy = default_policy
-        if value is not None:
-            policy = None if value == "dense" else _policy(value, numel)
+        policy = policy_of_model if value in (None, "dense") else _policy(value, numel)
         threads = max(1, min(processors, numel // _THREAD_NUMEL))
         encoder = Encoder(numel, policy, dtype=dtype, device=device, key=key, threads=threads)
-        tensors = tuple(indices) if len(found) > 1 else None
+        tensors = tuple(indices) if len(by_density) > 1 else None
         groups.append(Group(encoder, tensors, is_dense=value == "dense"))
     return Groups(groups)
 
@@ -175,9 +171,7 @@ def exchange_for(
     is_adaptive: bool = False,
     node: Node | None,
     team: tuple[int, int] | None = None,
-    timeout_s: float,
-    min_members: int,
-    **options: Any,
+    **options: Unpack[ExchangeOptions],
 ) -> Exchange | LocalExchange:
     """Return the exchange of this process: with a node of its own, or one worker's part of its machine's team.
 
@@ -190,16 +184,20 @@ def exchange_for(
         is_adaptive: whether the updates are an adaptive optimiser's, for the default.
         node: to use; None: one from the environment, closed at the end of the process.
         team: rank and size of the team on this machine; None: from the environment.
-        timeout_s: of `Exchange`.
-        min_members: of `Exchange`.
-        options: of `Exchange`.
+        options: see `ExchangeOptions`; with other defaults of ``apply_residual`` and ``on_straggler``.
     """
-    if timeout_s <= 0.0:
-        raise ValueError(f"timeout_s is {timeout_s}, must be positive")
+    chosen: ExchangeOptions = {
+        "apply_residual": True,
+        # An asynchronous step waits only for nodes that are far behind, and then not for ever.
+        "on_straggler": "raise" if options.get("mode") == "async" else "wait",
+        **options,
+    }
+    # Options that cannot be used are refused by every worker of a team, before there is a node.
+    timeout_s = Options.of(chosen).timeout_s
     place = rendezvous.placement()
     rank, size = team or (place.local_rank, place.local_size)
     is_team = size > 1 and (node is None or team is not None)
-    number = -1 if is_team else device_of([one for _, one in named])
+    number = -1 if is_team else device_of([array for _, array in named])
     groups = _groups_for(
         named,
         density,
@@ -208,16 +206,12 @@ def exchange_for(
         # The workers of a team wait while their leader encodes.
         processors=_processors() // (1 if is_team else place.local_size),
     )
-    chosen: dict[str, Any] = {"apply_residual": True, "on_straggler": "wait", **options}
-    if chosen.get("mode") == "async" and "on_straggler" not in options:
-        chosen["on_straggler"] = "raise"
 
     def make() -> Exchange:
-        own = node is None
         # Machines of one rank and of several may train together.
         made = node or Node.from_env(per_machine=is_team or place.local_size == 1)
-        exchange = Exchange(groups, made, timeout_s=timeout_s, min_members=min_members, **chosen)
-        if own:
+        exchange = Exchange(groups, made, **chosen)
+        if node is None:
             atexit.register(_say_goodbye, weakref.ref(exchange), made)
         return exchange
 

@@ -17,7 +17,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: E
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import gradwire as gw  # noqa: E402
-from gradwire.torch import ThresholdState, register_threshold_hook, threshold_hook  # noqa: E402
+from gradwire.torch import (  # noqa: E402
+    HookOptions,
+    ThresholdState,
+    register_threshold_hook,
+    threshold_hook,
+)
 from gradwire.torch.staging import Staging  # noqa: E402
 
 from .linear import BUCKET_CAP_MB, NUMEL, Linear, flat_inputs, inputs  # noqa: E402
@@ -496,6 +501,14 @@ def test_a_state_refuses_options_of_its_encoders_before_training(
 ) -> None:
     with pytest.raises(error, match=next(iter(options))):
         ThresholdState(parameters=(), **options)
+
+
+def test_the_options_of_the_hook_are_those_of_its_state() -> None:
+    own = ("process_group", "parameters", "_")
+    declared = {
+        name: kind for name, kind in ThresholdState.__annotations__.items() if name not in own
+    }
+    assert HookOptions.__annotations__ == declared
 
 
 def test_a_model_without_ddp_is_refused() -> None:

@@ -32,14 +32,14 @@ def refused(rank: int, kind: str, options: dict[str, Any]) -> str:
         state = register_threshold_hook(DistributedDataParallel(model), optimizer=optimizer, **own)
     except ValueError as error:
         return str(error)
-    return f"density {state.threshold.density}"
+    return f"threshold {state.threshold}"
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "match"),
     [
-        ("none", {}, "density 0.01"),
-        ("momentum", {}, "density 0.01"),
+        ("none", {}, "threshold None"),
+        ("momentum", {}, "threshold None"),
         ("none", {"warmup_steps": [1, 2]}, "warmup_steps is 1 on rank 0, 2 on rank 1"),
         ("momentum", {"momentum": 0.9}, "momentum 0.9 and the hook 0.9"),
         ("AdamW", {}, "use gradwire.torch.share"),

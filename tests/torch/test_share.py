@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
@@ -344,6 +345,41 @@ def test_adaptive_optimizers_and_small_models_have_a_higher_default_density(
 def test_a_density_that_sends_nothing_is_refused(density: Any) -> None:
     with pytest.raises(ValueError, match="density"):
         share(model(), density=density)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"evry": 4}, TypeError, "unknown options evry"),
+        ({"timeout_s": 0.0}, ValueError, "timeout_s is 0.0"),
+        ({"min_members": 0}, ValueError, "min_members is 0"),
+        ({"mode": "async", "overlap": 1}, ValueError, "overlap is for synchronous steps"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused_before_there_is_a_node(
+    options: dict[str, Any],
+    error: type[Exception],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gw.Node, "from_env", lambda **_: pytest.fail("made a node"))
+    net = model()
+    with pytest.raises(error, match=text):
+        gradwire.torch.share(net, torch.optim.SGD(net.parameters()), **options)
+    with pytest.raises(error, match=text):
+        gw.share(np.zeros(4, np.float32), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "straggler"),
+    [({}, "wait"), ({"mode": "async"}, "raise"), ({"on_straggler": "drop"}, "drop")],
+)
+def test_a_shared_model_holds_its_residual_and_waits_for_stragglers(
+    options: dict[str, Any], straggler: str
+) -> None:
+    shared = gw.share(np.zeros(4, np.float32), **options, timeout_s=7.0)
+    chosen = shared.exchange._options
+    assert (chosen.apply_residual, chosen.on_straggler, chosen.timeout_s) == (True, straggler, 7.0)
 
 
 def test_a_gradient_that_is_not_finite_is_found_beside_sparse_ones() -> None:

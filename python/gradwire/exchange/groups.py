@@ -1,4 +1,4 @@
-"""Groups of tensors with one encoder each, and the density of a group."""
+"""Groups of tensors with one encoder each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -17,9 +17,9 @@ from ..codec import Encoder
 from ..errors import NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes
 from ..partition import Partition
-from ..policy import TargetDensity, ThresholdPolicy
+from ..policy import ThresholdPolicy, default_policy, policy_for_tensor
 
-__all__ = ["Codec", "Group", "Groups", "for_size", "host_message"]
+__all__ = ["Codec", "Group", "Groups", "host_message"]
 
 Codec = Literal["threshold", "dense", "bfloat16"]
 
@@ -28,9 +28,6 @@ _DENSE: dict[str, bool | Literal["bfloat16"]] = {
     "dense": True,
     "bfloat16": "bfloat16",
 }
-
-# A higher density makes the quantum of a small tensor so small that its largest elements cannot keep up.
-_SMALL_DENSITY_MAX = 0.08
 
 
 @dataclass(frozen=True)
@@ -83,6 +80,7 @@ class Groups:
         params: Sequence[Any],
         threshold: ThresholdPolicy | float | None = None,
         *,
+        is_adaptive: bool = False,
         dense_below: int = 1024,
         dense_one_dimensional: bool = True,
         thresholds: Mapping[int, ThresholdPolicy | float] | None = None,
@@ -96,7 +94,9 @@ class Groups:
 
         Args:
             params: the tensors, or anything else with a ``shape``.
-            threshold: policy of every group that ``thresholds`` does not name; None stands for ``TargetDensity(0.01)``.
+            threshold: policy of every group that ``thresholds`` does not name; None: by the rule of
+                ``policy.default_policy`` for the whole model, as ``share`` has it.
+            is_adaptive: whether the updates are an adaptive optimiser's, for that rule.
             dense_below: tensors of fewer elements are sent as dense messages.
             dense_one_dimensional: so are tensors with fewer than two dimensions.
             thresholds: policies by number of the group; the tensors that are sent densely are not counted.
@@ -105,9 +105,10 @@ class Groups:
         Raises:
             ValueError: ``thresholds`` names no group.
         """
-        threshold = TargetDensity(0.01) if threshold is None else threshold
         shapes = [tuple(tensor.shape) for tensor in params]
         sizes = [math.prod(shape) for shape in shapes]
+        if threshold is None:
+            threshold = default_policy(sum(sizes), is_adaptive=is_adaptive)
         dense = [
             index
             for index, shape in enumerate(shapes)
@@ -124,7 +125,7 @@ class Groups:
         # The key is the group's number on the wire, so the order of the groups has to be the same on all nodes.
         for key, index in enumerate(coded):
             numel = sizes[index]
-            policy = policies.get(key, for_size(threshold, numel, largest))
+            policy = policies.get(key, policy_for_tensor(threshold, numel, largest))
             encoder = Encoder(numel, policy, key=key, **encoder_options)
             groups.append(Group(encoder, (index,)))
         if dense:
@@ -286,19 +287,3 @@ class Groups:
 def host_message(message: Any) -> Message:
     """Return a message in host memory, after waiting for the device; a copy, because the original's memory is large."""
     return message if isinstance(message, Message) else Message.parse(bytes(message))
-
-
-# ---- density of a tensor ---------------------------------------------------------------------------------------------
-
-
-def for_size(
-    policy: ThresholdPolicy | float | None, numel: int, largest: int
-) -> ThresholdPolicy | float | None:
-    """Return the policy of a tensor of ``numel`` elements, where the largest tensor has ``policy`` itself.
-
-    A tensor k times as small gets sqrt(k) times the density, up to a bound; other policies stay as they are.
-    """
-    if not isinstance(policy, TargetDensity) or numel == 0:
-        return policy
-    density = min(policy.density * math.sqrt(largest / numel), _SMALL_DENSITY_MAX)
-    return replace(policy, density=max(density, policy.density))

@@ -52,8 +52,8 @@ _LEAST = {
 # Options that have to be the same on all nodes.
 _SIGNED = ("reduction", "mode", "every", "outer_momentum", "topology", "owners_max")
 
-# A synchronous member may be one step ahead of another, and so may lack the last update of a third that dies now. A node
-# that was left behind learns the fate of its updates of that time, too.
+# A synchronous member may be one step ahead of another, and so may lack the last update of a third that dies now. A
+# node that was left behind learns the fate of its updates of that time, too.
 _KEPT_UPDATES = 3
 
 

@@ -67,7 +67,7 @@ class PlainSum:
                 messages,
                 target,
                 self._groups.select(second.params, index),
-                own=second.held,
+                held=second.held,
                 scale=1.0 / divisor,
                 threads=encoder.threads,
             )
@@ -136,7 +136,7 @@ class MomentumSum(PlainSum):
                 momentum=self._momentum,
                 scale=1.0 / divisor,
                 second=() if second is None else self._groups.select(second.params, index),
-                own=None if second is None else second.held,
+                held=None if second is None else second.held,
                 threads=encoder.threads,
             )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .masters import ParameterAveraging, SharedTraining
+from .strategies import ParameterAveraging, SharedTraining
 from .tasks import node, run
 
 if TYPE_CHECKING:

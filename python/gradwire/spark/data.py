@@ -28,7 +28,10 @@ __all__ = [
     "spill",
 ]
 
-FEATURES, LABEL, WEIGHT, VALIDATION = "features", "label", "weight", "is_validation"
+FEATURES = "features"
+LABEL = "label"
+WEIGHT = "weight"
+VALIDATION = "is_validation"
 
 _NUMBER: Final = re.compile("tinyint|smallint|int|bigint|float|double|decimal")
 _ALLOWED: Final = {
@@ -51,28 +54,30 @@ def column_for(role: str, data: DataFrame, name: str | list[str]) -> Column:
     from pyspark.sql import functions as F  # noqa: N812
 
     if not isinstance(name, str):
-        return F.array(*[column_for("one feature", data, one).cast("float") for one in name])
+        return F.array(*[column_for("one feature", data, part).cast("float") for part in name])
     try:
         kind = data.schema[name].dataType
     except KeyError:
         raise ValueError(
             f"there is no column {name!r} for {role}; the columns are {', '.join(data.columns)}"
         ) from None
-    text, column = kind.simpleString(), F.col(name)
+    text = kind.simpleString()
+    column = F.col(name)
     if "Vector" in type(kind).__name__:
-        found, column = "a vector", vector_to_array(column, "float32")
+        content = "a vector"
+        column = vector_to_array(column, "float32")
     elif text.startswith("array<"):
-        found = "an array of numbers" if _NUMBER.match(text[6:]) else ""
+        content = "an array of numbers" if _NUMBER.match(text[6:]) else ""
         column = column.cast("array<float>")
     elif text == "boolean":
-        found = text
+        content = text
         column = column if role == VALIDATION else column.cast("float")
     else:
-        found = "a number" if _NUMBER.match(text) else ""
+        content = "a number" if _NUMBER.match(text) else ""
         is_whole = role == LABEL and text.endswith("int")
         column = column.cast("bigint" if is_whole else "float")
     allowed = _ALLOWED.get(role, ("a number", "boolean"))
-    if found not in allowed:
+    if content not in allowed:
         way = " (StringIndexer gives each string a number)" if text == "string" else ""
         raise TypeError(
             f"column {name!r}, for {role}, has type {text}; it must be {' or '.join(allowed)}{way}"
@@ -119,7 +124,9 @@ def spill(
     Raises:
         ValueError: as `Checked`.
     """
-    training, validation, checked = Spill(), Spill(), Checked(place)
+    training = Spill()
+    validation = Spill()
+    checked = Checked(place)
     for batch in batches:
         arrays = {
             role: checked.values(batch.column(role), columns[role], is_weight=role == WEIGHT)
@@ -127,11 +134,11 @@ def spill(
         }
         checked.rows += batch.num_rows
         is_held = arrays.pop(VALIDATION, np.zeros(batch.num_rows, np.bool_)).astype(np.bool_)
-        for target, rows in ((training, ~is_held), (validation, is_held)):
-            if rows.any():
-                target.append({role: array[rows] for role, array in arrays.items()})
-    for one in (training, validation):
-        one.finish()
+        for target, is_chosen in ((training, ~is_held), (validation, is_held)):
+            if is_chosen.any():
+                target.append({role: array[is_chosen] for role, array in arrays.items()})
+    for rows in (training, validation):
+        rows.finish()
     return training, validation
 
 
@@ -159,9 +166,11 @@ class Checked:
                 )
 
         check(column.is_null().to_numpy(zero_copy_only=False), "null")
-        values, shape = column, [len(column)]
+        values = column
+        shape = [len(column)]
         if pa.types.is_list(column.type):
-            values, lengths = column.flatten(), pc.list_value_length(column).to_numpy(False)
+            values = column.flatten()
+            lengths = pc.list_value_length(column).to_numpy(False)
             shape.append(self._widths.setdefault(str(name), int(lengths[0])) if shape[0] else 0)
             check(lengths != shape[1], f"not {shape[1]} values, as in the first row,")
             check(values.is_null().to_numpy(False).reshape(shape).any(axis=1), "null")

@@ -11,7 +11,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import pandas as pd
@@ -35,17 +35,44 @@ from ..transport import Node, generate_secret, parse_secret
 from . import data, rounds
 from .checkpoints import Checkpoints, unpack
 from .history import History
-from .masters import ParameterAveraging, SharedTraining
 from .session import check_slots, driver_address, tagged
+from .strategies import ParameterAveraging, SharedTraining
 from .tasks import pieces_of
-from .train import OUTPUT, Job, device_of, epoch_rows, rank_of_task, train
+from .train import OUTPUT, TrainingJob, device_of, epoch_rows, rank_of_task, train
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from typing_extensions import Unpack
 
-__all__ = ["TorchEstimator", "TorchModel"]
+__all__ = ["EstimatorOptions", "TorchEstimator", "TorchModel"]
 
 _LOG = logging.getLogger("gradwire.spark")
+
+
+class EstimatorOptions(TypedDict, total=False):
+    """The options of a `TorchEstimator`, which explains them."""
+
+    model: Callable[[], torch.nn.Module] | None
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None
+    loss: Callable[[], Callable[..., torch.Tensor]] | None
+    features_col: str | list[str]
+    label_col: str
+    weight_col: str | None
+    validation_indicator_col: str | None
+    prediction_col: str
+    raw_prediction_col: str | None
+    probability_col: str | None
+    num_workers: int
+    batch_size: int
+    epochs: int
+    seed: int
+    device: str
+    training: SharedTraining | ParameterAveraging | None
+    patience: int
+    checkpoint: str | None
+    checkpoint_every: int
+    collect_stats: bool
+
 
 # Options that the model takes from its estimator, and their defaults.
 _BOTH: dict[str, Any] = {
@@ -103,10 +130,12 @@ class _Writer(MLWriter):
         self._instance = instance
 
     def saveImpl(self, path: str) -> None:  # noqa: N802  (Spark's name)
-        one, spark = self._instance, self.sparkSession
-        DefaultParamsWriter.saveMetadata(one, path, spark, paramMap={})
-        values = {param.name: value for param, value in one._paramMap.items()}
-        data = cloudpickle.dumps((values, {name: getattr(one, name) for name in one._state}))
+        instance = self._instance
+        spark = self.sparkSession
+        DefaultParamsWriter.saveMetadata(instance, path, spark, paramMap={})
+        values = {param.name: value for param, value in instance._paramMap.items()}
+        state = {name: getattr(instance, name) for name in instance._state}
+        data = cloudpickle.dumps((values, state))
         rows = list(enumerate(pieces_of(data)))
         spark.createDataFrame(rows, "part int, data binary").write.parquet(f"{path}/data")
 
@@ -117,14 +146,15 @@ class _Reader(MLReader[Any]):
         self._kind = kind
 
     def load(self, path: str) -> Any:
-        spark, one = self.sparkSession, self._kind()
+        spark = self.sparkSession
+        instance = self._kind()
         name = f"{self._kind.__module__}.{self._kind.__name__}"
-        one._resetUid(DefaultParamsReader.loadMetadata(path, spark, name)["uid"])
+        instance._resetUid(DefaultParamsReader.loadMetadata(path, spark, name)["uid"])
         rows = spark.read.parquet(f"{path}/data").orderBy("part").toLocalIterator()
         values, state = cloudpickle.loads(b"".join(bytes(row.data) for row in rows))
-        one._set(**values)
-        vars(one).update(state)
-        return one
+        instance._set(**values)
+        vars(instance).update(state)
+        return instance
 
 
 class TorchEstimator(Estimator["TorchModel"], _Stored):
@@ -160,7 +190,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         collect_stats: keep every worker's times and bytes in ``model.history``.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[EstimatorOptions]) -> None:
         super().__init__()
         unknown = options.keys() - _ESTIMATOR.keys()
         if unknown:
@@ -188,8 +218,10 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         return super().fit(dataset, params)
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
-        spark, workers = dataset.sparkSession, self.getOrDefault("num_workers")
-        job, rows = self._job(), self._rows(dataset)
+        spark = dataset.sparkSession
+        workers = self.getOrDefault("num_workers")
+        job = self._job()
+        rows = self._rows(dataset)
         if isinstance(job.training, ParameterAveraging) and job.training.via == "spark":
             with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"):
                 history, state = rounds.fit(job, rows, workers, _report)
@@ -202,7 +234,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         model.rows = history if self.getOrDefault("collect_stats") else _without_workers(history)
         return model._resetUid(self.uid)
 
-    def _job(self) -> Job:
+    def _job(self) -> TrainingJob:
         values = {name: self.getOrDefault(name) for name in _ESTIMATOR}
         for name in ("model", "optimizer", "loss"):
             if not callable(values[name]) or isinstance(values[name], torch.nn.Module):
@@ -236,7 +268,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
             _LOG.info("checkpoints are in %s", checkpoint)
         resume = self._resume.rstrip("/") if self._resume else None
         names = ("model", "optimizer", "loss", "batch_size", "epochs", "seed", "device", "patience")
-        return Job(
+        return TrainingJob(
             **{name: values[name] for name in names},
             training=training,
             columns={role: values[name] for role, name in _ROLES.items()},
@@ -257,7 +289,9 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
             self.getOrDefault("num_workers"), F.rand(self.getOrDefault("seed"))
         )
 
-    def _run(self, spark: SparkSession, job: Job, rows: DataFrame) -> tuple[list[Any], bytes]:
+    def _run(
+        self, spark: SparkSession, job: TrainingJob, rows: DataFrame
+    ) -> tuple[list[Any], bytes]:
         """Train in a barrier stage; return the history and the model's state."""
         pieces: dict[str, dict[int, bytes]] = {}
         lost = ""
@@ -275,12 +309,12 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
                     pieces.setdefault(row.kind, {})[row.part] = bytes(row.data)
             if not pieces:  # Spark starts no tasks if there is nothing at all
                 raise GradwireError(lost or "there are no rows to train on")
-        found = {
+        results = {
             kind: b"".join(data for _, data in sorted(pieces[kind].items())) for kind in pieces
         }
-        history = json.loads(found["history"])
+        history = json.loads(results["history"])
         progress.report(history)  # what was not reported before
-        return history, found["model"]
+        return history, results["model"]
 
 
 class TorchModel(Model, _Stored):
@@ -319,7 +353,7 @@ class TorchModel(Model, _Stored):
 
         names = dataset.columns
         outputs = predict(data.column_for(data.FEATURES, dataset, values["features_col"]))
-        found = dataset.withColumn("gradwire_outputs", outputs)
+        predicted = dataset.withColumn("gradwire_outputs", outputs)
         outputs = F.col("gradwire_outputs")
         for name, column in (
             ("prediction_col", outputs["prediction"]),
@@ -327,9 +361,9 @@ class TorchModel(Model, _Stored):
             ("probability_col", array_to_vector(outputs["probability"])),
         ):
             if values[name]:
-                found = found.withColumn(values[name], column)
+                predicted = predicted.withColumn(values[name], column)
                 names = [*names, values[name]]
-        return found.select(*dict.fromkeys(names))
+        return predicted.select(*dict.fromkeys(names))
 
 
 for _kind, _options in ((TorchEstimator, _ESTIMATOR), (TorchModel, _BOTH)):
@@ -378,16 +412,17 @@ def _without_workers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _report(rows: list[dict[str, Any]]) -> None:
     """Log one epoch."""
-    first, seconds = rows[0], max(one["seconds"] for one in rows)
-    own = sum(one["encode_s"] + one["wait_s"] + one["apply_s"] for one in rows)
+    first = rows[0]
+    seconds = max(row["seconds"] for row in rows)
+    exchange_s = sum(row["encode_s"] + row["wait_s"] + row["apply_s"] for row in rows)
     held = first["validation_loss"]
     _LOG.info(
         "epoch %d: loss %.4g%s, %.0f rows/s, %.0f%% of the time in gradwire",
         first["epoch"],
         first["loss"],
         "" if math.isnan(held) else f", validation {held:.4g}",
-        sum(one["rows"] for one in rows) / max(seconds, 1e-9),
-        100 * own / max(sum(one["seconds"] for one in rows), 1e-9),
+        sum(row["rows"] for row in rows) / max(seconds, 1e-9),
+        100 * exchange_s / max(sum(row["seconds"] for row in rows), 1e-9),
     )
 
 
@@ -420,7 +455,7 @@ class _Progress:
 
     def report(self, history: list[dict[str, Any]]) -> None:
         """Report the epochs that were not reported yet."""
-        for epoch in sorted({one["epoch"] for one in history}):
+        for epoch in sorted({row["epoch"] for row in history}):
             if epoch > self._reported:
                 self._reported = epoch
-                _report([one for one in history if one["epoch"] == epoch])
+                _report([row for row in history if row["epoch"] == epoch])

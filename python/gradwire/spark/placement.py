@@ -18,11 +18,11 @@ def host_of(address: str) -> str:
 
 def teams_of(hosts: Sequence[str], size: int) -> list[list[int]]:
     """Return the workers, whose hosts are given, in teams of at most ``size`` on the same machine."""
-    found = []
+    teams = []
     for host in dict.fromkeys(hosts):
-        ranks = [rank for rank, one in enumerate(hosts) if one == host]
-        found += [ranks[first : first + size] for first in range(0, len(ranks), size)]
-    return found
+        ranks = [rank for rank, other in enumerate(hosts) if other == host]
+        teams += [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    return teams
 
 
 def where_to_bind(
@@ -39,17 +39,17 @@ def where_to_bind(
     Raises:
         ValueError: the machine's tasks need ports above 65,535, or no route leads to the other executors.
     """
-    own = hosts[rank]
-    last = port + hosts.count(own) - 1 if port else 0
+    host = hosts[rank]
+    last = port + hosts.count(host) - 1 if port else 0
     if not 0 <= port <= last <= PORT_MAX:
         raise ValueError(
-            f"port is {port}, and {hosts.count(own)} tasks on {own} use ports up to {last}; port must be 0, or all "
+            f"port is {port}, and {hosts.count(host)} tasks on {host} use ports up to {last}; port must be 0, or all "
             f"ports between 1 and {PORT_MAX}"
         )
-    chosen = port + hosts[:rank].count(own) if port else 0
+    chosen = port + hosts[:rank].count(host) if port else 0
     if deciding_rule((WILDCARD, chosen), network_mask) != "route":
         return f"{WILDCARD}:{chosen}"  # the mask or GRADWIRE_IP names the address
-    return format_address((_address_towards([host for host in hosts if host != own]), chosen))
+    return format_address((_address_towards([other for other in hosts if other != host]), chosen))
 
 
 def _address_towards(others: Sequence[str]) -> str:

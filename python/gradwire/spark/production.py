@@ -57,12 +57,12 @@ def stream(
         ...     for batch in feed:
         ...         train(batch)
     """
-    given = [feeds] if isinstance(feeds, (Feed, str)) else list(feeds)
-    if not given:
+    targets = [feeds] if isinstance(feeds, (Feed, str)) else list(feeds)
+    if not targets:
         raise ValueError("there is no feed to put batches into")
-    if secret is None and any(isinstance(one, str) for one in given):
+    if secret is None and any(isinstance(target, str) for target in targets):
         raise ValueError("the feeds at other addresses need their nodes' secret")
-    return Production(rows, given, make_batch, secret or generate_secret())
+    return Production(rows, targets, make_batch, secret or generate_secret())
 
 
 class Production:
@@ -86,15 +86,15 @@ class Production:
         self._feeds: list[Feed] = []
         places: list[tuple[str, str]] = []
         with contextlib.ExitStack() as stack:
-            for one in feeds:
-                if isinstance(one, Feed):
+            for target in feeds:
+                if isinstance(target, Feed):
                     node = stack.enter_context(Node("0.0.0.0:0", secret=secret))
-                    one.serve(node)
-                    self._feeds.append(one)
-                    places.append((one.name, driver_address(self._session, node)))
+                    target.serve(node)
+                    self._feeds.append(target)
+                    places.append((target.name, driver_address(self._session, node)))
                 else:
-                    self._feeds.append(_open("", one, secret, stack))
-                    places.append(("", one))
+                    self._feeds.append(_open("", target, secret, stack))
+                    places.append(("", target))
             self._nodes = stack.pop_all()
         job = rows.mapInArrow(
             lambda batches: _produce(places, secret, make_batch, batches), "batches long"

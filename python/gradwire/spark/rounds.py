@@ -10,7 +10,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import pandas as pd
@@ -20,22 +20,34 @@ import torch
 from ..exchange.clock import now_s
 from .checkpoints import pack, unpack
 from .data import VALIDATION, shuffled, spill
-from .train import Job, Learner, Times, averaged_values, epoch_rows, put_values, rank_of_task
+from .train import (
+    ModelReplica,
+    Times,
+    TrainingJob,
+    averaged_values,
+    epoch_rows,
+    put_values,
+    rank_of_task,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+    from .strategies import ParameterAveraging
 
 __all__ = ["fit"]
 
 _CHUNK: Final = 1 << 18  # elements
 _SCHEMA: Final = "chunk bigint, data binary"
-_STATS, _STATE = -1, -2  # chunks that are no parameters
+# Numbers of chunks that are no parameters.
+_STATS: Final = -1
+_STATE: Final = -2
 
 _Task = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 
 def fit(
-    job: Job, rows: DataFrame, workers: int, report: Callable[[list[dict[str, Any]]], None]
+    job: TrainingJob, rows: DataFrame, workers: int, report: Callable[[list[dict[str, Any]]], None]
 ) -> tuple[list[dict[str, Any]], bytes]:
     """Train; return the history and the model's state.
 
@@ -54,12 +66,13 @@ def fit(
         count = rows.filter(~is_held).count()
         if not count:
             raise ValueError("there are no rows to train on")
-        every = job.training.every
+        every = _averaging(job).every
         rounds = -(-count // (workers * job.batch_size * every))
-        done, found = job.checkpoints.read(0, 1)
-        state = pack(found) if found else _state(Learner(replace(job, device="cpu")))
+        done, checkpoint = job.checkpoints.read(0, 1)
+        state = pack(checkpoint) if checkpoint else _state(ModelReplica(replace(job, device="cpu")))
         history: list[dict[str, Any]] = []
-        best, losses = state, [np.inf]
+        best = state
+        losses = [np.inf]
         began_s = now_s()
         for epoch in range(done // (rounds * every), job.epochs):
             start_s = now_s()
@@ -75,11 +88,11 @@ def fit(
                     job.checkpoints.finish(done, 1)
             if VALIDATION in rows.columns:
                 held = rows.filter(is_held).drop("round").mapInArrow(_scorer(job, state), _SCHEMA)
-                stats += [json.loads(one.data) for one in held.collect()]
+                stats += [json.loads(row.data) for row in held.collect()]
             same = {"epoch": epoch, "start_s": start_s - began_s, "seconds": now_s() - start_s}
             sums = pd.DataFrame(stats).groupby("worker", as_index=False).sum().to_dict("records")
-            history += epoch_rows([{**one, **same} for one in sums])
-            report([one for one in history if one["epoch"] == epoch])
+            history += epoch_rows([{**row, **same} for row in sums])
+            report([row for row in history if row["epoch"] == epoch])
             losses.append(history[-1]["validation_loss"])
             if not job.patience or losses[-1] < min(losses[:-1]):
                 best = state
@@ -89,7 +102,7 @@ def fit(
 
 
 def _train_round(
-    job: Job, rows: DataFrame, state: bytes, epoch: int, stats: list[dict[str, Any]]
+    job: TrainingJob, rows: DataFrame, state: bytes, epoch: int, stats: list[dict[str, Any]]
 ) -> bytes:
     """Train on the rows of a round; return the state with the mean of all workers' values."""
     pieces: dict[int, bytes] = {}
@@ -101,26 +114,30 @@ def _train_round(
             pieces[chunk] = bytes(data)
     if not pieces:  # no rows
         return state
-    learner = _load(replace(job, device="cpu"), pieces.pop(_STATE))
+    replica = _load(replace(job, device="cpu"), pieces.pop(_STATE))
     flat = np.concatenate([np.frombuffer(pieces[chunk], np.float32) for chunk in sorted(pieces)])
-    put_values(learner.optimizer, job, flat)
-    return _state(learner)
+    put_values(replica.optimizer, _averaging(job), flat)
+    return _state(replica)
 
 
-def _state(learner: Learner) -> bytes:
-    return pack({name: getattr(learner, name).state_dict() for name in ("model", "optimizer")})
+def _averaging(job: TrainingJob) -> ParameterAveraging:
+    return cast("ParameterAveraging", job.training)
 
 
-def _load(job: Job, state: bytes) -> Learner:
-    learner = Learner(job)
+def _state(replica: ModelReplica) -> bytes:
+    return pack({name: getattr(replica, name).state_dict() for name in ("model", "optimizer")})
+
+
+def _load(job: TrainingJob, state: bytes) -> ModelReplica:
+    replica = ModelReplica(job)
     values = unpack(state)
-    learner.model.load_state_dict(values["model"])
-    if job.training.average_optimizer:  # type: ignore[union-attr]
-        learner.optimizer.load_state_dict(values["optimizer"])
-    return learner
+    replica.model.load_state_dict(values["model"])
+    if _averaging(job).average_optimizer:
+        replica.optimizer.load_state_dict(values["optimizer"])
+    return replica
 
 
-def _trainer(job: Job, state: bytes, epoch: int) -> _Task:
+def _trainer(job: TrainingJob, state: bytes, epoch: int) -> _Task:
     """Return the function that trains on one task's rows of a round."""
 
     def train(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -128,29 +145,31 @@ def _trainer(job: Job, state: bytes, epoch: int) -> _Task:
         rows = spill(batches, f"worker {rank}", job.columns)[0]
         if not rows.rows:
             return
-        times, start_s = Times(), now_s()
-        learner = _load(job, state)
+        times = Times()
+        start_s = now_s()
+        replica = _load(job, state)
         torch.manual_seed(job.seed + rank)
         order = shuffled(rows.rows, job.batch_size, [job.seed, epoch, rank])
-        for _ in range(min(job.training.every, -(-rows.rows // job.batch_size))):
-            learner.learn(rows, order, times)
-            learner.optimizer.step()
+        for _ in range(min(_averaging(job).every, -(-rows.rows // job.batch_size))):
+            replica.compute_gradients(rows, order, times)
+            replica.optimizer.step()
         times.compute_s = now_s() - start_s - times.data_s
-        flat = averaged_values(learner.optimizer, job)
+        flat = averaged_values(replica.optimizer, _averaging(job))
         times.sent_bytes = flat.nbytes
         yield _stats(rank, times)
-        yield _batch(_STATE, _state(learner))
+        yield _batch(_STATE, _state(replica))
         for number, first in enumerate(range(0, flat.size, _CHUNK)):
             yield _batch(number, flat[first : first + _CHUNK].tobytes())
 
     return train
 
 
-def _scorer(job: Job, state: bytes) -> _Task:
+def _scorer(job: TrainingJob, state: bytes) -> _Task:
     """Return the function that adds up the loss of rows for validation."""
 
     def score(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        rank, times = rank_of_task(), Times()
+        rank = rank_of_task()
+        times = Times()
         held = spill(batches, f"worker {rank}", job.columns)[1]
         _load(job, state).score(held, times)
         yield _stats(rank, times)
@@ -173,6 +192,6 @@ def _sum(table: pa.Table) -> pa.Table:
         return table
     if chunk == _STATE:
         return table.slice(0, 1)
-    values = [np.frombuffer(one.as_buffer(), np.float32) for one in table["data"]]
+    values = [np.frombuffer(data.as_buffer(), np.float32) for data in table["data"]]
     mean = np.mean(values, axis=0, dtype=np.float64).astype(np.float32)
     return pa.table({"chunk": [chunk], "data": [mean.tobytes()]})

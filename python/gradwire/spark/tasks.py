@@ -81,10 +81,10 @@ def run(
     # Spark repeats a failed barrier stage only if another stage follows, so the results pass through a shuffle. They
     # come to the driver in parts: together they may be larger than spark.driver.maxResultSize.
     trained = data.barrier().mapPartitions(task)
-    found: dict[int, list[bytes]] = {}
+    results: dict[int, list[bytes]] = {}
     for (rank, _), piece in sorted(trained.partitionBy(_PARTS, sum).toLocalIterator()):
-        found.setdefault(rank, []).append(piece)
-    return [CPickleSerializer().loads(b"".join(pieces)) for pieces in found.values()]
+        results.setdefault(rank, []).append(piece)
+    return [CPickleSerializer().loads(b"".join(pieces)) for pieces in results.values()]
 
 
 def node(
@@ -148,11 +148,13 @@ def connect(
 
     ``gather`` gives every task's text to all tasks; the other arguments are those of `node`.
     """
-    rank, hosts, made = context.partitionId(), hosts_of(context), None
+    rank = context.partitionId()
+    hosts = hosts_of(context)
+    made = None
     try:
         if rank in chosen:
             bind = where_to_bind(
-                [hosts[one] for one in chosen], chosen.index(rank), port, network_mask
+                [hosts[task] for task in chosen], chosen.index(rank), port, network_mask
             )
             made = Node(bind, secret=secret, network_mask=network_mask, node_id=rank, **options)
         addresses = gather(made.address if made else "")

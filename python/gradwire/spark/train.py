@@ -10,32 +10,34 @@ import os
 import secrets
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from dataclasses import asdict, dataclass
+from typing import Any, Final, cast
 
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 
 from ..codec import Encoder
 from ..errors import GradwireError, PeerLost, TransportError
-from ..exchange import AnyExchange, Exchange, Groups, LocalTeam, StepResult
+from ..exchange import AnyExchange, Exchange, ExchangeStats, Groups, LocalTeam
 from ..exchange.clock import now_s
 from ..torch import SharedOptimizer
-from ..torch.optimizer import parameters_of
+from ..torch.optimizer import is_adaptive, parameters_of
 from ..transport import Node
 from .checkpoints import Checkpoints, pack, unpack
 from .data import FEATURES, LABEL, WEIGHT, Spill, shuffled, spill
-from .masters import ParameterAveraging, SharedTraining
 from .placement import teams_of
+from .strategies import ParameterAveraging, SharedTraining
 from .tasks import connect, hosts_of, pieces_of
 
 OUTPUT: Final = "worker bigint, kind string, part bigint, data binary"
+CATCH_UP_S: Final = 0.2  # for the last messages of an asynchronous epoch
 CONNECT_S: Final = 40.0  # machines that do not reach each other are an error within a minute
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """Everything that a worker needs for a training."""
 
     model: Callable[[], torch.nn.Module]
@@ -73,14 +75,15 @@ class Times:
     held_loss: float = 0.0
     held_weight: float = 0.0
 
-    def add(self, result: StepResult | None) -> None:
-        """Count an exchange."""
-        if result is not None:
-            for name in ("encode_s", "wait_s", "apply_s", "sent_bytes", "received_bytes"):
-                setattr(self, name, getattr(self, name) + getattr(result, name))
+    def add(self, before: ExchangeStats, after: ExchangeStats, *, is_leader: bool) -> None:
+        """Count what an exchange did between two statements of its totals; only the leader of a team counts bytes."""
+        for name in ("encode_s", "wait_s", "apply_s", "sent_bytes", "received_bytes"):
+            if is_leader or not name.endswith("_bytes"):
+                amount = getattr(after, name) - getattr(before, name)
+                setattr(self, name, getattr(self, name) + amount)
 
 
-_OWN: Final = frozenset({"loss", "held_loss", "held_weight"})  # replaced by those of all workers
+_LOSSES: Final = frozenset({"loss", "held_loss", "held_weight"})  # replaced by those of all workers
 
 
 class Stopped(GradwireError):
@@ -111,17 +114,18 @@ def rank_of_task() -> int:
     return int(context.partitionId())
 
 
-class Learner:
+class ModelReplica:
     """A copy of the model with its optimiser and its loss."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.device = job, device_of(job.device)
+    def __init__(self, job: TrainingJob) -> None:
+        self.job = job
+        self.device = device_of(job.device)
         torch.manual_seed(job.seed)
         self.model = job.model().to(self.device)
         self.optimizer = job.optimizer(self.model.parameters())
         self.loss = job.loss()
 
-    def learn(self, rows: Spill, order: Iterator[Any], times: Times) -> None:
+    def compute_gradients(self, rows: Spill, order: Iterator[Any], times: Times) -> None:
         """Compute the gradients of the next batch, and count its loss and rows.
 
         Raises:
@@ -131,14 +135,14 @@ class Learner:
         start_s = now_s()
         batch = self._tensors(rows, next(order))
         times.data_s += now_s() - start_s
-        found = self._batch_loss(batch)
-        value = found.item()
+        loss = self._batch_loss(batch)
+        value = loss.item()
         if not math.isfinite(value):
             raise ValueError(
                 f"the loss is {value} in step {times.steps} of epoch {times.epoch}: lower the learning rate, or check "
                 "the loss and the weights"
             )
-        found.backward()
+        loss.backward()
         times.loss += value
         times.steps += 1
         times.rows += len(batch[LABEL])
@@ -161,7 +165,8 @@ class Learner:
 
     def _batch_loss(self, rows: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the mean loss of a batch, weighted if the rows have weights."""
-        labels, weights = rows[LABEL], rows.get(WEIGHT)
+        labels = rows[LABEL]
+        weights = rows.get(WEIGHT)
         try:
             outputs = self.model(rows[FEATURES])
             if outputs.dim() == labels.dim() + 1 and outputs.shape[-1] == 1:
@@ -170,9 +175,9 @@ class Learner:
                 labels = labels.to(outputs.dtype)  # numbers, not classes
             values = self.loss(outputs, labels)
         except Exception as error:
-            found = [f"{name} {one.dtype} {tuple(one.shape)}" for name, one in rows.items()]
+            batch = [f"{name} {rows[name].dtype} {tuple(rows[name].shape)}" for name in rows]
             raise GradwireError(
-                f"{error}: model or loss failed with a batch of {', '.join(found)}"
+                f"{error}: model or loss failed with a batch of {', '.join(batch)}"
             ) from error
         if weights is None:
             return values.mean()
@@ -186,149 +191,208 @@ class Learner:
 
 def epoch_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the history's rows of one epoch: every worker's `Times`, with the losses of all instead of its own."""
-    totals = {name: sum(one[name] for one in rows) for name in ("steps", *_OWN)}
+    totals = {name: sum(row[name] for row in rows) for name in ("steps", *_LOSSES)}
     mean = {"loss": totals["loss"] / totals["steps"], "validation_loss": math.nan}
     if totals["held_weight"]:
         mean["validation_loss"] = totals["held_loss"] / totals["held_weight"]
-    return [{**{name: one[name] for name in one if name not in _OWN}, **mean} for one in rows]
+    return [{**{name: row[name] for name in row if name not in _LOSSES}, **mean} for row in rows]
 
 
 def gather(context: Any, value: Any = None, **error: str) -> list[Any]:
     """Return every worker's value; raise `Stopped` if one sent an error."""
-    found = [json.loads(one) for one in context.allGather(json.dumps({"value": value, **error}))]
-    if any("error" in one for one in found):
+    texts = context.allGather(json.dumps({"value": value, **error}))
+    answers = [json.loads(text) for text in texts]
+    if any("error" in answer for answer in answers):
         raise Stopped("another worker failed")
-    return [one["value"] for one in found]
+    return [answer["value"] for answer in answers]
 
 
-class Sharing:
-    """Threshold messages after every step of the optimiser."""
+class SharedTrainer:
+    """Threshold messages after every step of the optimiser.
+
+    Args:
+        training: how the workers train together.
+        optimizer: of this worker's model.
+        node: of this machine's team; None: another worker of the team has it.
+        team: the team's name, this worker's place in it, and its size.
+        machines: number of teams.
+    """
 
     def __init__(
-        self, job: Job, optimizer: Any, node: Any, team: tuple[str, int, int], machines: int
+        self,
+        training: SharedTraining,
+        optimizer: torch.optim.Optimizer,
+        node: Node | None,
+        team: tuple[str, int, int],
+        machines: int,
     ) -> None:
-        training: Any = job.training
         name, rank, size = team
         self.exchange: AnyExchange
         if node is not None:
-            self.exchange = lead = Exchange(
-                Groups.of(parameters_of(optimizer), training.threshold),
-                node,
-                min_peers=machines - 1,
-                mode=training.mode,
-                every=training.every,
-                topology=training.topology,
-                apply_residual=True,
+            groups = Groups.of(
+                parameters_of(optimizer), training.threshold, is_adaptive=is_adaptive(optimizer)
             )
+            options: dict[str, Any] = {**asdict(training.options), "min_peers": machines - 1}
+            self.exchange = lead = Exchange(groups, node, **options)
         self.team: LocalTeam | None = None
         if size > 1:
             self.team = LocalTeam(name, size=size, rank=rank, timeout_s=CONNECT_S)
             self.exchange = self.team.follow() if rank else self.team.lead(lead)
         self.optimizer = SharedOptimizer(optimizer, self.exchange, update_scale="auto")
-        self.is_async = training.mode == "async"
+        self.is_async = not training.options.is_sync
+        self._overlaps = training.options.overlap > 0
+        self._has_local_steps = False
         self._others = machines - 1
 
-    def step(self) -> StepResult | None:
-        """Take a step; return the result of its exchange."""
+    def step(self, times: Times) -> None:
+        """Take a step, and count its exchange.
+
+        Raises:
+            PeerLost: another worker is gone.
+        """
+        before = self.exchange.stats
         self.optimizer.step()
+        self._count(before, times)
+        # The exchange would go on with those that are left. Spark repeats the stage with all workers instead, from the
+        # last checkpoint, so that every row is trained on equally often.
         is_whole = self.exchange.present == self.exchange.workers
         if len(self.exchange.members) < self._others or not is_whole:
             raise PeerLost("another worker is gone")
-        result = self.optimizer.result
-        if result is not None and self.exchange.rank > 0:
-            # The leader counts the machine's bytes.
-            return replace(result, sent_bytes=0, received_bytes=0)
-        return result
 
-    def end_epoch(self) -> StepResult | None:
-        """Exchange the remaining local steps, and add the messages that have arrived."""
-        result = None
-        while self.exchange.has_local_steps or getattr(self.optimizer.result, "is_local", False):
+    def end_epoch(self, times: Times) -> None:
+        """Exchange the remaining local steps, and add the messages that are still to come.
+
+        Raises:
+            PeerLost: another worker is gone.
+        """
+        while self.exchange.has_local_steps or self._has_local_steps:
             self.optimizer.zero_grad()  # without gradients a step moves nothing
-            result = self.step()
-        if self.is_async:
-            self.optimizer.catch_up(0.2)
-        return result
+            self.step(times)
+        if self.is_async or self._overlaps:
+            before = self.exchange.stats
+            self.optimizer.catch_up(CATCH_UP_S)
+            self._count(before, times)
 
     def shared(self) -> contextlib.AbstractContextManager[None]:
         """Let the model hold the parameters that all workers share."""
         return self.optimizer.shared_parameters()
 
+    def _count(self, before: ExchangeStats, times: Times) -> None:
+        after = self.exchange.stats
+        # Neither a team's ``has_local_steps`` nor the step's result tells that the step was a local one: a step that
+        # ends an overlapped exchange returns the result of that exchange. The totals do.
+        self._has_local_steps = after.local_steps > before.local_steps
+        times.add(before, after, is_leader=self.exchange.rank == 0)
 
-class Averaging(Sharing):
-    """The mean of parameters, and of the optimiser's state, every few steps."""
+
+class AveragingTrainer:
+    """The mean of parameters, and of the optimiser's state, every few steps.
+
+    Args:
+        training: how often, and of what.
+        optimizer: of this worker's model.
+        node: of this worker.
+        workers: number of workers.
+    """
 
     team = None
     is_async = False
 
     def __init__(
-        self, job: Job, optimizer: Any, node: Any, _team: tuple[str, int, int], workers: int
+        self,
+        training: ParameterAveraging,
+        optimizer: torch.optim.Optimizer,
+        node: Node,
+        workers: int,
     ) -> None:
         self.optimizer = optimizer
-        self._job, self._node, self._others = job, node, workers - 1
-        self._steps = 0  # since the last average; the exchange is made at the first one
+        self._training = training
+        self._node = node
+        self._others = workers - 1
+        self._steps = 0  # since the last average
+        # Made at the first average: before its first step an optimiser may have no state to average.
+        self._exchange: Exchange | None = None
 
-    def step(self) -> StepResult | None:
-        """Take a step; return the result of its exchange, or None."""
+    def step(self, times: Times) -> None:
+        """Take a step, and average if it is time to.
+
+        Raises:
+            PeerLost: another worker is gone.
+        """
         self.optimizer.step()
         self._steps += 1
-        return self.end_epoch() if self._steps == self._job.training.every else None
+        if self._steps == self._training.every:
+            self.end_epoch(times)
 
-    def end_epoch(self) -> StepResult | None:
-        """Average if there were steps since the last average."""
+    def end_epoch(self, times: Times) -> None:
+        """Average if there were steps since the last average.
+
+        Raises:
+            PeerLost: another worker is gone.
+        """
         if not self._steps:
-            return None
+            return
         self._steps = 0
-        flat = averaged_values(self.optimizer, self._job)
-        if not hasattr(self, "exchange"):
+        flat = averaged_values(self.optimizer, self._training)
+        if self._exchange is None:
             encoder = Encoder(flat.size, threshold=1.0)
             options: Any = {"codec": "dense", "topology": "mesh", "min_peers": self._others}
-            self.exchange = Exchange(encoder, self._node, **options)
+            self._exchange = Exchange(encoder, self._node, **options)
         mean = np.zeros_like(flat)
-        result = self.exchange.step(flat, mean)
-        if len(self.exchange.members) < self._others:
+        before = self._exchange.stats
+        self._exchange.step(flat, mean)
+        times.add(before, self._exchange.stats, is_leader=True)
+        if len(self._exchange.members) < self._others:
             raise PeerLost("another worker is gone")
-        put_values(self.optimizer, self._job, mean)
-        return result
+        put_values(self.optimizer, self._training, mean)
 
     def shared(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: at the end of an epoch all parameters are the mean."""
         return contextlib.nullcontext()
 
 
-def _averaged(optimizer: torch.optim.Optimizer, job: Job) -> list[torch.Tensor]:
+def _averaged(optimizer: torch.optim.Optimizer, training: ParameterAveraging) -> list[torch.Tensor]:
     """Return the parameters and, if wanted, the tensors of the optimiser's state, in the same order everywhere."""
     params = parameters_of(optimizer)
-    found = [param.detach() for param in params]
-    if job.training.average_optimizer:  # type: ignore[union-attr]
+    averaged = [param.detach() for param in params]
+    if training.average_optimizer:
         states = [optimizer.state.get(param, {}) for param in params]
         values = [state[name] for state in states for name in sorted(state)]
-        found += [one for one in values if torch.is_tensor(one) and one.is_floating_point()]
-    return found
+        averaged += [
+            value for value in values if torch.is_tensor(value) and value.is_floating_point()
+        ]
+    return averaged
 
 
-def averaged_values(optimizer: Any, job: Job) -> np.ndarray[Any, np.dtype[np.float32]]:
+def averaged_values(
+    optimizer: torch.optim.Optimizer, training: ParameterAveraging
+) -> NDArray[np.float32]:
     """Return all values that are averaged, one after the other."""
-    return torch.cat([one.reshape(-1).float().cpu() for one in _averaged(optimizer, job)]).numpy()
+    flat = [tensor.reshape(-1).float().cpu() for tensor in _averaged(optimizer, training)]
+    return torch.cat(flat).numpy()
 
 
-def put_values(optimizer: Any, job: Job, flat: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+def put_values(
+    optimizer: torch.optim.Optimizer, training: ParameterAveraging, flat: NDArray[np.float32]
+) -> None:
     """Copy averaged values back."""
-    tensors = _averaged(optimizer, job)
-    pieces = torch.from_numpy(flat).split([one.numel() for one in tensors])
-    for one, piece in zip(tensors, pieces, strict=True):
-        one.copy_(piece.reshape(one.shape))
+    tensors = _averaged(optimizer, training)
+    pieces = torch.from_numpy(flat).split([tensor.numel() for tensor in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        tensor.copy_(piece.reshape(tensor.shape))
 
 
-class Worker(Learner):
+class Worker(ModelReplica):
     """The training of one task."""
 
-    def __init__(self, job: Job, context: Any) -> None:
+    def __init__(self, job: TrainingJob, context: Any) -> None:
         super().__init__(job)
-        self.context, self.rank = context, context.partitionId()
+        self.context = context
+        self.rank = context.partitionId()
         self.gather = functools.partial(gather, context)
         self.workers = len(context.getTaskInfos())
         torch.set_num_threads(max(1, context.cpus()))
+        self.trainer: SharedTrainer | AveragingTrainer
         self.progress: Node | None = None
         self.history: list[dict[str, Any]] = []  # this worker's rows
         self.losses: list[float] = []  # with patience: the validation loss of every epoch
@@ -343,8 +407,8 @@ class Worker(Learner):
             self.connect(stack, names)
             if state:
                 self.load(state)
-            if isinstance(self.sharing.optimizer, SharedOptimizer):
-                self.sharing.optimizer.join()
+            if isinstance(self.trainer.optimizer, SharedOptimizer):
+                self.trainer.optimizer.join()
             return self.train(training, held, steps, done)
 
     def agree(self, training: Spill, held: Spill) -> tuple[int, list[str]]:
@@ -354,36 +418,43 @@ class Worker(Learner):
             sum(training.arrays[role].shape[1:]) for role in (FEATURES, LABEL) if training.rows
         ]
         # Another attempt of the stage may still hold the memory of a team, so every attempt has another name.
-        found = self.gather([training.rows, held.rows, secrets.token_hex(12), *widths])
-        rows = sum(one[0] for one in found)
+        answers = self.gather([training.rows, held.rows, secrets.token_hex(12), *widths])
+        rows = sum(answer[0] for answer in answers)
         if not rows:
             raise ValueError("there are no rows to train on")
         for index, role in ((3, FEATURES), (4, LABEL)):
-            different = sorted({one[index] for one in found if one[0]})
+            different = sorted({answer[index] for answer in answers if answer[0]})
             if len(different) > 1:
                 raise ValueError(
                     f"column {self.job.columns[role]!r} has rows of {different[0]} values and of {different[1]}"
                 )
-        if self.job.patience and not any(one[1] for one in found):
+        if self.job.patience and not any(answer[1] for answer in answers):
             raise ValueError("patience needs rows for validation, and there are none")
         steps = math.ceil(rows / (self.workers * self.job.batch_size))
-        return steps, [f"spark-{one[2]}" for one in found]
+        return steps, [f"spark-{answer[2]}" for answer in answers]
 
     def connect(self, stack: contextlib.ExitStack, names: list[str]) -> None:
         """Connect the nodes, one per team, and create the exchange over them."""
-        job, options = self.job, self.job.training
-        teams = teams_of(hosts_of(self.context), getattr(options, "workers_per_node", 1))
+        job = self.job
+        training = job.training
+        size = training.workers_per_node if isinstance(training, SharedTraining) else 1
+        teams = teams_of(hosts_of(self.context), size)
         leads = sorted(team[0] for team in teams)
-        mask = options.network_mask
-        node = connect(self.context, self.gather, leads, job.secret, mask, options.port, CONNECT_S)
+        mask = training.network_mask
+        node = connect(self.context, self.gather, leads, job.secret, mask, training.port, CONNECT_S)
         if node is not None:
             stack.callback(node.close, 1.0)
-        [own] = [team for team in teams if self.rank in team]
-        team = names[own[0]], own.index(self.rank), len(own)
-        kind = Sharing if isinstance(options, SharedTraining) else Averaging
-        self.sharing = kind(job, self.optimizer, node, team, len(leads))
-        if self.sharing.team is not None:
-            stack.callback(self.sharing.team.close)
+        if isinstance(training, SharedTraining):
+            [ranks] = [team for team in teams if self.rank in team]
+            place = names[ranks[0]], ranks.index(self.rank), len(ranks)
+            self.trainer = SharedTrainer(training, self.optimizer, node, place, len(leads))
+        else:
+            # Without teams every worker has a node.
+            self.trainer = AveragingTrainer(
+                training, self.optimizer, cast("Node", node), len(leads)
+            )
+        if self.trainer.team is not None:
+            stack.callback(self.trainer.team.close)
         if job.driver:
             self.progress = Node("0.0.0.0:0", [job.driver], secret=job.secret)
             stack.callback(self.progress.close, 0.5)
@@ -405,37 +476,37 @@ class Worker(Learner):
                 if job.checkpoints.is_due(done - 1, done):
                     self.save(done)
             self.end_steps(times)
-            with self.sharing.shared():
+            with self.trainer.shared():
                 self.score(held, times)
                 times.seconds = now_s() - began_s - times.start_s
-                own_s = times.encode_s + times.wait_s + times.apply_s
-                times.compute_s = times.seconds - times.data_s - own_s
+                exchange_s = times.encode_s + times.wait_s + times.apply_s
+                times.compute_s = times.seconds - times.data_s - exchange_s
                 epoch = self.end_epoch(times)
         self.end_steps(Times())  # of a checkpoint after the last step
-        found = self.gather(self.history)  # an error before this point reaches all workers
+        histories = self.gather(self.history)  # an error before this point reaches all workers
         if self.rank != 0:
             return []
-        history = [row for epoch in zip(*found, strict=True) for row in epoch_rows(epoch)]
-        with self.sharing.shared():
+        history = [row for epoch in zip(*histories, strict=True) for row in epoch_rows(epoch)]
+        with self.trainer.shared():
             state = pack(self.best or self.model.state_dict())
         return [("history", json.dumps(history).encode()), ("model", state)]
 
     def step(self, training: Spill, order: Iterator[Any], times: Times) -> None:
         """Take one step together with the others."""
         if training.rows:
-            self.learn(training, order, times)
+            self.compute_gradients(training, order, times)
         else:
             for param in parameters_of(self.optimizer):
                 param.grad = torch.zeros_like(param)
-        times.add(self.sharing.step())
+        self.trainer.step(times)
 
     def end_steps(self, times: Times) -> None:
         """Exchange the remaining local steps, once all workers have taken all steps."""
         start_s = now_s()
-        if self.sharing.is_async:
+        if self.trainer.is_async:
             self.gather()
             times.wait_s += now_s() - start_s
-        times.add(self.sharing.end_epoch())
+        self.trainer.end_epoch(times)
 
     def end_epoch(self, times: Times) -> int:
         """Add an epoch to the history; return the number of the next, or of the last where training stops early.
@@ -460,10 +531,10 @@ class Worker(Learner):
 
     def save(self, done: int) -> None:
         """Write this worker's state; once all have, make the checkpoint the latest."""
-        with self.sharing.shared():
+        with self.trainer.shared():
             state = {
                 "model": self.model.state_dict(),
-                "optimizer": self.sharing.optimizer.state_dict(),
+                "optimizer": self.trainer.optimizer.state_dict(),
             }
             attempt = {name: getattr(self, name) for name in ("history", "losses", "best")}
             self.job.checkpoints.write(done, self.rank, pack({**state, "attempt": attempt}))
@@ -474,11 +545,11 @@ class Worker(Learner):
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
         self.model.load_state_dict(state["model"])
-        self.sharing.optimizer.load_state_dict(state["optimizer"])
+        self.trainer.optimizer.load_state_dict(state["optimizer"])
         vars(self).update(state.get("attempt", {}))
 
 
-def train(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def train(job: TrainingJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Run one worker; yield its results in pieces, or its error.
 
     An error is returned as a result: if it were raised, Spark would repeat the whole stage, which would fail again.

@@ -8,11 +8,12 @@ if importlib.util.find_spec("torch") is None:
     )
 
 from . import ops
-from .hook import HookStats, ThresholdState, register_threshold_hook, threshold_hook
+from .hook import HookOptions, HookStats, ThresholdState, register_threshold_hook, threshold_hook
 from .optimizer import SharedOptimizer
 from .share import share
 
 __all__ = [
+    "HookOptions",
     "HookStats",
     "SharedOptimizer",
     "ThresholdState",

@@ -85,11 +85,11 @@ class Gather:
 
     def _all_gather(self, slot_bytes: int, content: bytes) -> list[memoryview]:
         """Gather one slot from every rank; the views are of host memory."""
-        own = torch.zeros(slot_bytes, dtype=torch.uint8)
-        memoryview(own.numpy())[: len(content)] = content
+        slot = torch.zeros(slot_bytes, dtype=torch.uint8)
+        memoryview(slot.numpy())[: len(content)] = content
         slots = torch.empty((self._world_size, slot_bytes), dtype=torch.uint8, device=self._device)
-        dist.all_gather(list(slots), own.to(self._device), group=self._group)
-        return [memoryview(slot.numpy()) for slot in slots.cpu()]
+        dist.all_gather(list(slots), slot.to(self._device), group=self._group)
+        return [memoryview(gathered.numpy()) for gathered in slots.cpu()]
 
 
 def _parse_header(rank: int, slot: memoryview, step: int, index: int) -> tuple[int, bool]:

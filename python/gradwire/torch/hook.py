@@ -1,6 +1,7 @@
 """A communication hook for DistributedDataParallel: gradients as threshold messages, all-gathered and averaged."""
 
-# No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
+# No `from __future__ import annotations` here: DDP compares the annotations of `threshold_hook` with the classes
+# themselves. Annotations of others may be strings.
 
 import logging
 import time
@@ -8,28 +9,56 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
 
 from ..codec import Encoder
 from ..errors import MessageError, NonFiniteUpdate
-from ..exchange.groups import for_size
 from ..message import Message, apply, apply_many, parse_many
-from ..policy import ResidualClip, ShakeUp, TargetDensity, ThresholdPolicy
+from ..policy import (
+    ResidualClip,
+    ShakeUp,
+    ThresholdPolicy,
+    default_policy,
+    policy_for_tensor,
+)
 from ..state import check_format
 from .gather import Gather, Gathered
 from .optimizer import is_adaptive
 from .parameter_state import ParameterState, ParameterStates
 from .staging import Staging
 
-__all__ = ["HookStats", "ThresholdState", "register_threshold_hook", "threshold_hook"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "HookOptions",
+    "HookStats",
+    "ThresholdState",
+    "register_threshold_hook",
+    "threshold_hook",
+]
 
 _LOG = logging.getLogger(__name__)
 
 _STATE_FORMAT = 1
 _BACKENDS = "gloo", "nccl"
+
+
+class HookOptions(TypedDict, total=False):
+    """The options of a `ThresholdState`, which explains them and has their defaults."""
+
+    threshold: ThresholdPolicy | float | None
+    shakeup: ShakeUp | None
+    clip: ResidualClip | None
+    momentum: float
+    factor_masking: bool
+    warmup_steps: int
+    scaler: torch.amp.GradScaler | None
+    threads: int
+    backend: Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True)
@@ -89,14 +118,14 @@ class _Job:
         Raises:
             MessageError: invalid bytes, or a rank has a model of another shape.
         """
-        own = [state.encoder.numel for state in self.states]
+        sizes = [state.encoder.numel for state in self.states]
         by_rank = [parse_many(gathered.payload) for gathered in self.gathered]
         for rank, messages in enumerate(by_rank):
             theirs = [message.numel for message in messages]
-            if theirs != own:
+            if theirs != sizes:
                 raise MessageError(
                     f"rank {rank} sent for bucket {self.index} messages of {theirs} elements, here its parameters "
-                    f"have {own}: begin with the same model on all ranks"
+                    f"have {sizes}: begin with the same model on all ranks"
                 )
         return by_rank
 
@@ -124,8 +153,9 @@ class ThresholdState:
         process_group: as given to DDP; None is the default group.
         parameters: ``model.named_parameters()``, so that checkpoints use the model's names. Without, parameters are
             counted from the last to the first.
-        threshold: policy of the thresholds, one per parameter; None: ``TargetDensity(0.01)``. Where it aims at a
-            density, a parameter k times as small as the largest gets sqrt(k) times that density, up to 0.08.
+        threshold: policy of the thresholds, one per parameter; None: density 0.01, or for a model of n < 2,000,000
+            elements sqrt(2e6 / n) times as much, up to 0.08. Where the policy aims at a density, a parameter k times as
+            small as the largest gets sqrt(k) times that density, up to 0.08.
         shakeup: periodic messages with a smaller threshold, or None.
         clip: periodic clipping of the residual, or None.
         momentum: of the local momentum correction, in [0, 1); 0.0: none. The optimiser then needs none.
@@ -145,7 +175,7 @@ class ThresholdState:
     process_group: dist.ProcessGroup | None = None
     _: KW_ONLY
     parameters: InitVar[Iterable[tuple[str, torch.nn.Parameter]] | None] = None
-    threshold: ThresholdPolicy | None = None
+    threshold: ThresholdPolicy | float | None = None
     shakeup: ShakeUp | None = None
     clip: ResidualClip | None = None
     momentum: float = 0.0
@@ -163,9 +193,8 @@ class ThresholdState:
             raise ValueError(f"momentum is {self.momentum}, must be in [0, 1)")
         if self.backend not in _BACKENDS:
             raise ValueError(f"backend is {self.backend!r}, must be one of {_BACKENDS}")
-        if self.threshold is None:
-            self.threshold = TargetDensity(0.01)
-        self._step, self._scale = 0, 1.0
+        self._step = 0
+        self._scale = 1.0
         self._parameters = ParameterStates(parameters, self._make_encoder, self.momentum)
         self._gather: Gather | None = None
         self._worker: ThreadPoolExecutor | None = None
@@ -176,12 +205,14 @@ class ThresholdState:
         self._is_warmup_finite: list[bool] = []
         self._stats = HookStats()
         # Raises now what the first bucket's would raise later.
-        self._make_encoder(1, "float32", "cpu", 0, 1)
+        self._make_encoder(1, "float32", "cpu", 0)
 
-    def _make_encoder(self, numel: int, dtype: str, device: str, key: int, largest: int) -> Encoder:
+    def _make_encoder(self, numel: int, dtype: str, device: str, key: int) -> Encoder:
+        model = self._parameters
+        policy = default_policy(model.numel) if self.threshold is None else self.threshold
         encoder = Encoder(
             numel,
-            threshold=for_size(self.threshold, numel, largest),
+            threshold=policy_for_tensor(policy, numel, model.largest),
             shakeup=self.shakeup,
             clip=self.clip,
             dtype=dtype,
@@ -251,7 +282,8 @@ class ThresholdState:
 
     def _start_bucket(self, bucket: dist.GradBucket) -> "torch.futures.Future[torch.Tensor]":
         """Start work on one bucket."""
-        buffer, step = bucket.buffer(), self._step
+        buffer = bucket.buffer()
+        step = self._step
         gather = self._gather = self._gather or self._make_gather(buffer.device)
         if bucket.is_last():
             self._step += 1
@@ -280,6 +312,7 @@ class ThresholdState:
     ) -> "torch.futures.Future[torch.Tensor]":
         """Average one bucket of the warm-up, with the momentum that later steps continue."""
         buffer = bucket.buffer()
+        self._parameters.add_bucket(bucket.parameters())
         if self.momentum == 0.0:
             return _all_reduce(self.process_group, buffer)
         if bucket.index() == 0:
@@ -301,7 +334,8 @@ class ThresholdState:
         if not all(self._is_warmup_finite):
             for state in self._warmed:
                 state.revert_momentum()
-        self._warmed, self._is_warmup_finite = [], []
+        self._warmed = []
+        self._is_warmup_finite = []
 
     def _make_gather(self, device: torch.device) -> Gather:
         # A group of its own, so that SyncBatchNorm's collectives in the backward pass cannot get between.
@@ -369,16 +403,18 @@ class ThresholdState:
             except NonFiniteUpdate as error:
                 refused = refused or error
                 messages.append(None)
-        for at, message in enumerate(messages):
+        for index, message in enumerate(messages):
             if message is not None and not isinstance(message, Message):  # on a GPU
                 try:
                     message.check()  # waits
                 except NonFiniteUpdate as error:
                     refused = refused or error
-                    messages[at] = None
+                    messages[index] = None
         if refused is not None:
             _LOG.warning("step %d, bucket %d: %s", job.step, job.index, refused)
-        job.states, job.updates, job.messages = states, updates, messages
+        job.states = states
+        job.updates = updates
+        job.messages = messages
 
     def _finish_step(self) -> None:
         """Turn the gradients of all buckets into the average of the ranks' messages."""
@@ -417,7 +453,9 @@ class ThresholdState:
 
     def _fail(self, error: BaseException) -> None:
         """Fail all buckets of the step, and revert what was encoded."""
-        jobs, self._jobs = self._jobs, []
+        jobs = self._jobs
+        self._jobs = []
+        # All residuals are whole again before the first future lets DDP raise, and the caller save a checkpoint.
         for job in jobs:
             job.revert()
         for job in jobs:
@@ -444,7 +482,7 @@ def register_threshold_hook(
     model: torch.nn.parallel.DistributedDataParallel,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    **options: Any,
+    **options: "Unpack[HookOptions]",
 ) -> ThresholdState:
     """Register the hook with ``model``, and return the hook's state.
 
@@ -453,7 +491,7 @@ def register_threshold_hook(
     Args:
         model: wrapped in DDP, before its first backward pass.
         optimizer: of the model; refused if the hook cannot serve it.
-        options: of ``ThresholdState``.
+        options: see `HookOptions`.
 
     Raises:
         ValueError: an option is out of range, or another rank has another; or the optimiser is adaptive, or has
@@ -491,19 +529,20 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, momentum: float) -> None:
 
 def _compare_options(state: ThresholdState) -> None:
     """Refuse other options on another rank, which would hang or fail in the middle of training."""
-    own = {
-        one.name: repr(getattr(state, one.name))
-        for one in fields(state)
-        if one.name not in ("process_group", "scaler", "threads")
+    options = {
+        option.name: repr(getattr(state, option.name))
+        for option in fields(state)
+        if option.name not in ("process_group", "scaler", "threads")
     }
-    found: list[Any] = [None] * dist.get_world_size(state.process_group)
-    dist.all_gather_object(found, own, group=state.process_group)
-    for rank, theirs in enumerate(found):
-        different = [name for name in own if theirs.get(name) != found[0].get(name)]
+    gathered: list[Any] = [None] * dist.get_world_size(state.process_group)
+    dist.all_gather_object(gathered, options, group=state.process_group)
+    first = gathered[0]
+    for rank, theirs in enumerate(gathered):
+        different = [name for name in options if theirs.get(name) != first.get(name)]
         if different:
             name = different[0]
             raise ValueError(
-                f"ranks 0 and {rank} registered the hook with other options: {name} is {found[0].get(name)} on rank 0, "
+                f"ranks 0 and {rank} registered the hook with other options: {name} is {first.get(name)} on rank 0, "
                 f"{theirs.get(name)} on rank {rank}"
             )
 

@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 
 from ..arrays import copies, put, writable_views
 from ..errors import NonFiniteUpdate
+from ..exchange import Exchange, LocalExchange
 from .staging import Staging
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be one of torch's, got {optimizer!r}")
-        if not hasattr(exchange, "step_moved"):
+        if not isinstance(exchange, (Exchange, LocalExchange)):
             raise TypeError(f"exchange must be an Exchange, got {exchange!r}")
         # Not super().__init__: param_groups, state and defaults are the wrapped optimiser's (__getattr__).
         self.optimizer = optimizer
@@ -107,7 +108,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._equalizes = equalize
         self._buffers = [Staging(buffer) for buffer in buffers]
         # While the model holds the shared parameters.
-        self._own: _Values | None = None
+        self._set_aside: _Values | None = None
         self.result: StepResult | None = None
         on_host = not exchange.takes_devices
         self._params = [Staging(param, on_host=on_host) for param in parameters_of(optimizer)]
@@ -180,7 +181,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             RuntimeError: inside ``shared_parameters``.
             WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.step_moved``.
         """
-        if self._own is not None:
+        if self._set_aside is not None:
             raise RuntimeError(
                 "a step inside shared_parameters() would be lost: train outside, where the model has this node's "
                 "own parameters"
@@ -232,24 +233,25 @@ class SharedOptimizer(torch.optim.Optimizer):
         >>> model.bias.item() == before - 0.25
         True
         """
-        if self._own is not None:
+        if self._set_aside is not None:
             raise RuntimeError("shared_parameters() inside shared_parameters()")
-        self._own = own = self._values()
+        values = self._values()
+        self._set_aside = values
         try:
             shared = self.exchange.shared(writable_views(self._memory[0]))
             self._set_values((shared, []))
             yield
         finally:
-            self._own = None
-            self._set_values(own)
+            self._set_aside = None
+            self._set_values(values)
 
     def shared_tensors(self) -> list[torch.Tensor]:
         """Return copies of the shared parameters, in host memory, in the order of the optimiser's parameters."""
         arrays = writable_views(self._memory[0])
         params = [param.detach() for param in parameters_of(self.optimizer)]
-        if not self._has_joined or self._own is not None or not self._is_as_left():
+        if not self._has_joined or self._set_aside is not None or not self._is_as_left():
             return [param.cpu().clone() for param in params]
-        return [torch.from_numpy(one) for one in self.exchange.shared(arrays)]
+        return [torch.from_numpy(array) for array in self.exchange.shared(arrays)]
 
     def _is_as_left(self) -> bool:
         """Return whether no other weights were copied into the model since the last step; True after local steps."""
@@ -281,7 +283,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         """Return the wrapped optimiser's state; under "gradwire" the exchange's, and this node's own parameters."""
         state: dict[str, Any] = {**self.optimizer.state_dict()}
         shared = self.exchange.state_dict()
-        shared["local"], shared["rounded"] = self._own or self._values()
+        shared["local"], shared["rounded"] = self._set_aside or self._values()
         state[_STATE_KEY] = _map_leaves(shared, np.ndarray, torch.from_numpy)
         return state
 
@@ -295,7 +297,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         shared = {**state.pop(_STATE_KEY, {})}
         self.optimizer.load_state_dict(state)
         if shared:
-            local = [one.numpy() for one in shared.pop("local", [])]
+            local = [tensor.numpy() for tensor in shared.pop("local", [])]
             self._local = local, shared.pop("rounded", [])
             self.exchange.load_state_dict(_map_leaves(shared, torch.Tensor, torch.Tensor.numpy))
             self.restore()
@@ -324,7 +326,8 @@ class SharedOptimizer(torch.optim.Optimizer):
             return inner.step()
         scale = self.__dict__.get("grad_scale")
         if getattr(inner, "_step_supports_amp_scaling", False):
-            inner.found_inf, inner.grad_scale = found_inf, scale
+            inner.found_inf = found_inf
+            inner.grad_scale = scale
             try:
                 return inner.step()
             finally:
@@ -345,18 +348,19 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _check_gradients(self) -> None:
         """Refuse gradients that are not finite, before they spoil the optimiser's state."""
-        found = [param.grad for param in parameters_of(self.optimizer) if param.grad is not None]
-        grads = [grad._values() if grad.is_sparse else grad.detach() for grad in found]
+        params = parameters_of(self.optimizer)
+        param_grads = [param.grad for param in params if param.grad is not None]
+        grads = [grad._values() if grad.is_sparse else grad.detach() for grad in param_grads]
         # Infinity minus infinity is NaN, and both spread through a sum: one pass, and one number per tensor.
         sums = [grad.sum(dtype=torch.float64) for grad in grads]
-        if not sums or torch.stack([one.to(sums[0].device) for one in sums]).isfinite().all():
+        if not sums or torch.stack([total.to(sums[0].device) for total in sums]).isfinite().all():
             return
         counts = [int((~grad.isfinite()).sum()) for grad in grads]
         if sum(counts):
             index = next(index for index, count in enumerate(counts) if count)
             raise NonFiniteUpdate(
                 f"{sum(counts)} elements of the gradient are NaN or infinite, the first in parameter {index} of shape "
-                f"{tuple(found[index].shape)}: nothing was sent, and the optimiser's state is unchanged; clip "
+                f"{tuple(param_grads[index].shape)}: nothing was sent, and the optimiser's state is unchanged; clip "
                 "gradients, lower the learning rate, or use GradScaler",
                 sum(counts),
             )
@@ -373,7 +377,8 @@ class SharedOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _scaled_rates(self) -> Iterator[None]:
         """Let the learning rates carry ``update_scale``."""
-        groups, factor = self.optimizer.param_groups, self.update_scale
+        groups = self.optimizer.param_groups
+        factor = self.update_scale
         rates = [group["lr"] for group in groups] if factor != 1.0 else []
         try:
             for group, rate in zip(groups, rates, strict=False):
@@ -386,14 +391,16 @@ class SharedOptimizer(torch.optim.Optimizer):
     @property
     def _memory(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The codec's memory of the parameters and of the shared state."""
-        return [one.memory for one in self._params], [one.memory for one in self._state]
+        params = [staging.memory for staging in self._params]
+        return params, [staging.memory for staging in self._state]
 
     def _values(self) -> _Values:
         """Return copies of the codec's memory, and of parameters in half precision: local steps move only those."""
         for staging in self._params:
             if not (self._has_joined and staging.is_rounded):
                 staging.fetch()
-        rounded = [one.tensor.cpu().clone() for one in self._params if one.is_rounded]
+        halves = [staging.tensor for staging in self._params if staging.is_rounded]
+        rounded = [tensor.cpu().clone() for tensor in halves]
         return copies(writable_views(self._memory[0])), rounded
 
     def _set_values(self, values: _Values) -> None:
@@ -404,7 +411,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         put(writable_views(self._memory[0]), memory)
         for staging in self._params:
             staging.store()
-        halves = [one.tensor for one in self._params if one.is_rounded]
+        halves = [staging.tensor for staging in self._params if staging.is_rounded]
         for half, value in zip(halves, rounded, strict=False):
             half.copy_(value)
 
@@ -440,8 +447,10 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
     """
     if optimizer.state:
         return
-    groups, params = optimizer.param_groups, parameters_of(optimizer)
-    grads, values = [param.grad for param in params], [param.detach().clone() for param in params]
+    groups = optimizer.param_groups
+    params = parameters_of(optimizer)
+    grads = [param.grad for param in params]
+    values = [param.detach().clone() for param in params]
     decays = [group.get("weight_decay") for group in groups]
     is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
     for param in params:

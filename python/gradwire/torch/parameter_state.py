@@ -40,6 +40,8 @@ class ParameterState:
         """Return the update to encode: the new velocity, or without momentum the gradient itself."""
         if self.velocity is None or self._velocity_before is None:
             return gradient
+        # The new velocity goes into the memory of the one before the last update. The last one stays as it is, so a
+        # step that turns out not to be finite on some rank can be reverted without a copy.
         torch.mul(self.velocity, self._momentum, out=self._velocity_before)
         self._velocity_before.add_(gradient)
         self.revert_momentum()
@@ -96,23 +98,37 @@ class ParameterStates:
     Args:
         parameters: all parameters of the model with the names that checkpoints use; None: they are counted from the
             last to the first, the order in which DDP's first buckets bring them.
-        make_encoder: returns an encoder for (numel, dtype, device, key, numel of the largest parameter).
+        make_encoder: returns an encoder for (numel, dtype, device, key).
         momentum: of every parameter.
+
+    Attributes:
+        numel: elements of all trainable parameters that are known.
+        largest: elements of the largest of them.
     """
 
     def __init__(
         self,
         parameters: Iterable[tuple[str, torch.Tensor]] | None,
-        make_encoder: Callable[[int, str, str, int, int], Encoder],
+        make_encoder: Callable[[int, str, str, int], Encoder],
         momentum: float,
     ) -> None:
         self._is_named = parameters is not None
         self._names = {parameter: name for name, parameter in parameters or ()}
-        self._largest = max(map(torch.numel, self._names), default=1)
+        sizes = [parameter.numel() for parameter in self._names if parameter.requires_grad]
+        self.numel = sum(sizes)
+        self.largest = max(sizes, default=0)
         self._make_encoder = make_encoder
         self._momentum = momentum
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
+
+    def add_bucket(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Count and name the parameters of a bucket, unless names were given."""
+        for parameter in reversed(parameters):
+            if not self._is_named and parameter not in self._names:
+                self._names[parameter] = str(len(self._names))
+                self.numel += parameter.numel()
+                self.largest = max(self.largest, parameter.numel())
 
     def of_bucket(
         self, parameters: Sequence[torch.Tensor], dtype: torch.dtype
@@ -122,10 +138,7 @@ class ParameterStates:
         Raises:
             ValueError: the checkpoint has another size or dtype for a parameter, or momentum where there is none.
         """
-        if not self._is_named:
-            for parameter in reversed(parameters):
-                self._names.setdefault(parameter, str(len(self._names)))
-            self._largest = max(self._largest, *map(torch.numel, parameters))
+        self.add_bucket(parameters)  # without a warm-up these buckets are the first
         for parameter in parameters:
             if parameter not in self._states:
                 self._states[parameter] = self._make_state(parameter, str(dtype).split(".")[1])
@@ -174,9 +187,9 @@ class ParameterStates:
             )
 
     def _make_state(self, parameter: torch.Tensor, dtype: str) -> ParameterState:
-        numel, name = parameter.numel(), self._names[parameter]
-        device, key = str(parameter.device), len(self._states)
-        encoder = self._make_encoder(numel, dtype, device, key, self._largest)
+        numel = parameter.numel()
+        name = self._names[parameter]
+        encoder = self._make_encoder(numel, dtype, str(parameter.device), len(self._states))
         state = ParameterState(encoder, self._momentum)
         loaded = self._loaded.pop(name, None)
         if loaded is None:

@@ -14,6 +14,9 @@ from ..sharing import exchange_for
 from .optimizer import SharedOptimizer, is_adaptive, parameters_of
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..exchange import ExchangeOptions
     from ..sharing import Density
     from ..transport import Node
 
@@ -28,9 +31,7 @@ def share(
     density: Density | None = None,
     update_scale: float | Literal["auto"] = "auto",
     process_group: dist.ProcessGroup | None = None,
-    min_members: int = 1,
-    timeout_s: float = 60.0,
-    **options: Any,
+    **options: Unpack[ExchangeOptions],
 ) -> SharedOptimizer:
     """Return an optimiser that trains ``model`` together with the other nodes of this run.
 
@@ -48,12 +49,12 @@ def share(
             ``{"lm_head*": 0.02, "*.bias": "dense"}``, where "dense" sends whole updates and the rest has the default.
         update_scale: factor of every update, see `SharedOptimizer`.
         process_group: the ranks of this machine, whose gradients DistributedDataParallel averages already.
-        min_members: number of nodes below which a step raises `PeerLost`.
-        timeout_s: longest wait for the others at the start; later on a log entry names the node that all wait for.
-        options: of `Exchange`, such as ``mode="async"`` or ``every=4, overlap=1``.
+        options: see `ExchangeOptions`: such as ``mode="async"`` or ``every=4, overlap=1``. The model holds this node's
+            residual by default (``apply_residual``), and a synchronous step waits for stragglers: after ``timeout_s`` a
+            log entry names the node that all wait for.
 
     Raises:
-        TypeError: ``model`` or ``optimizer`` has the wrong type.
+        TypeError: ``model`` or ``optimizer`` has the wrong type, or an unknown option.
         ValueError: the optimiser has parameters that are not the model's, DistributedDataParallel averages gradients
             without ``process_group``, an option is out of range, or the environment cannot be used.
         TimeoutError: not all nodes of the run appeared; the message names the missing ones.
@@ -73,8 +74,8 @@ def share(
         raise TypeError(
             "L-BFGS assumes that only its own steps move the parameters: use it with DistributedDataParallel alone"
         )
-    ddps = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
-    is_averaged = any(one.process_group.size() > 1 for one in ddps)
+    ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    is_averaged = any(ddp.process_group.size() > 1 for ddp in ddps)
     if is_averaged and process_group is None and node is None:
         raise ValueError(
             "DistributedDataParallel averages whole gradients of all its ranks: share the model without it, or give "
@@ -99,12 +100,12 @@ def share(
         is_adaptive=is_adaptive(optimizer),
         node=node,
         team=team,
-        timeout_s=timeout_s,
-        min_members=min_members,
         **options,
     )
     place_of = {param: place for place, param in enumerate(params)}
-    frozen = (one for one in inner.parameters() if not one.requires_grad and one not in place_of)
+    frozen = [
+        param for param in inner.parameters() if not param.requires_grad and param not in place_of
+    ]
     shared = SharedOptimizer(
         optimizer,
         exchange,
@@ -112,9 +113,9 @@ def share(
         update_scale=update_scale,
         equalize=True,
         buffers=[
-            one
-            for one in (*inner.buffers(), *frozen)
-            if one.dtype in (torch.float32, torch.float64)
+            tensor
+            for tensor in (*inner.buffers(), *frozen)
+            if tensor.dtype in (torch.float32, torch.float64)
         ],
     )
     shared.counts_workers = process_group is None

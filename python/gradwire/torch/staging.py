@@ -32,12 +32,12 @@ class Staging:
             )
         self._source = tensor
         self._copy: torch.Tensor | None = None
-        own = self.tensor
-        moves = on_host and own.is_cuda
-        if moves or own.dtype not in _CODED or not own.is_contiguous():
-            dtype = own.dtype if own.dtype in _CODED else torch.float32
-            place = "cpu" if moves else own.device
-            self._copy = own.new_empty(own.shape, dtype=dtype, device=place, pin_memory=moves)
+        shard = self.tensor
+        moves = on_host and shard.is_cuda
+        if moves or shard.dtype not in _CODED or not shard.is_contiguous():
+            dtype = shard.dtype if shard.dtype in _CODED else torch.float32
+            place = "cpu" if moves else shard.device
+            self._copy = shard.new_empty(shard.shape, dtype=dtype, device=place, pin_memory=moves)
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -118,7 +118,7 @@ def work(recipe: Recipe, rank: int, secret: bytes, link: Link, pipe: Connection)
     with threadpool_limits(1), gw.Node(f"{link.host}:0", pipe.recv(), secret=secret) as node:
         pipe.send(node.address)
         share = gw.Exchange(
-            gw.Encoder(trainer.network.numel),
+            gw.Encoder(trainer.network.numel, gw.TargetDensity(0.01)),
             node,
             min_peers=recipe.workers - 1,
             codec="dense" if recipe.dense else "threshold",

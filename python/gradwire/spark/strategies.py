@@ -1,0 +1,137 @@
+"""The two ways in which the workers of an estimator train together."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ..exchange.options import ExchangeOptions, Options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..policy import ThresholdPolicy
+
+__all__ = ["ParameterAveraging", "SharedTraining"]
+
+
+# Options of an exchange that the estimator sets itself, and why.
+_SET: Final = {
+    "min_peers": "the first step waits for all workers",
+    "min_members": "a training stops when a worker is gone, and Spark repeats the stage",
+    "on_straggler": "a training stops when a worker sends nothing for timeout_s",
+    "role": "every worker has rows to train on",
+}
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class SharedTraining:
+    """Every worker's optimiser steps are shared as threshold messages (Deeplearning4j's SharedTrainingMaster).
+
+    Args:
+        exchange: see `ExchangeOptions`: such as ``mode="async"``, or ``every=4, overlap=1, outer_momentum=0.5``. The
+            workers' models hold their residuals by default (``apply_residual``). The estimator itself sets
+            ``min_peers``, ``min_members``, ``on_straggler`` and ``role``.
+
+    Attributes:
+        threshold: a threshold policy, or a number; None: the default of `gradwire.torch.share`.
+        port: the first UDP port of the workers of each machine; 0: the system chooses.
+        network_mask: a network such as "10.1.1.0/24", in which every machine has one address.
+        workers_per_node: workers of a machine that share one residual and send one message per step, through shared
+            memory; 1: each worker sends its own. Every message counts the same in the mean, so let all machines have
+            equally many workers.
+        options: those of the exchange, with the defaults.
+
+    Raises:
+        ValueError: a value is out of range, two options contradict each other, or the estimator sets the option itself.
+        TypeError: an unknown option, or one of the wrong kind.
+
+    >>> SharedTraining(every=4, overlap=1)
+    SharedTraining(every=4, overlap=1)
+    """
+
+    threshold: ThresholdPolicy | float | None
+    port: int
+    network_mask: str | None
+    workers_per_node: int
+    options: Options
+
+    def __init__(
+        self,
+        *,
+        threshold: ThresholdPolicy | float | None = None,
+        port: int = 0,
+        network_mask: str | None = None,
+        workers_per_node: int = 1,
+        **exchange: Unpack[ExchangeOptions],
+    ) -> None:
+        for name in exchange:
+            if name in _SET:
+                raise ValueError(f"{name} is set by the estimator: {_SET[name]}")
+        _check_count("workers_per_node", workers_per_node)
+        _check_network(port, network_mask)
+        values = {
+            "threshold": threshold,
+            "port": port,
+            "network_mask": network_mask,
+            "workers_per_node": workers_per_node,
+            "options": Options.of({"apply_residual": True, **exchange}),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # the class is frozen
+
+    def __repr__(self) -> str:
+        """Return the call with the arguments that are not the defaults."""
+        values = _values_of(self)
+        defaults = _values_of(SharedTraining())
+        changed = [name for name in values if values[name] != defaults[name]]
+        return f"SharedTraining({', '.join(f'{name}={values[name]!r}' for name in changed)})"
+
+
+def _values_of(training: SharedTraining) -> dict[str, Any]:
+    """Return all arguments of a `SharedTraining` by name."""
+    values = {**vars(training), **vars(training.options)}
+    del values["options"]
+    return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterAveraging:
+    """Workers train on their own and average their parameters (Deeplearning4j's ParameterAveragingTrainingMaster).
+
+    Attributes:
+        every: steps between averages.
+        average_optimizer: average the optimiser's state too.
+        via: "udp": between the workers; "spark": through Spark's own connections, one job per average, where firewalls
+            allow nothing else.
+        port: as `SharedTraining.port`.
+        network_mask: as `SharedTraining.network_mask`.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    every: int = 5
+    average_optimizer: bool = True
+    via: Literal["udp", "spark"] = "udp"
+    port: int = 0
+    network_mask: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.via not in ("udp", "spark"):
+            raise ValueError(f"via is {self.via!r}, must be one of udp, spark")
+        _check_count("every", self.every)
+        _check_network(self.port, self.network_mask)
+
+
+def _check_count(name: str, count: Any) -> None:
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name} is {count!r}, must be 1 or more")
+
+
+def _check_network(port: int, network_mask: str | None) -> None:
+    if not 0 <= port <= 65_535:
+        raise ValueError(f"port is {port}, must be 0 to 65535")
+    if network_mask is not None:
+        ipaddress.ip_network(network_mask, strict=False)

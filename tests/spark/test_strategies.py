@@ -1,0 +1,76 @@
+"""How the workers of an estimator train together: what can be chosen, and what is refused when it is chosen."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+import gradwire as gw
+from gradwire.exchange import ExchangeOptions
+from gradwire.exchange.options import Options
+from gradwire.spark import ParameterAveraging, SharedTraining
+
+VALUES: ExchangeOptions = {
+    "reduction": "sum",
+    "mode": "async",
+    "max_staleness": 3,
+    "codec": "bfloat16",
+    "every": 4,
+    "overlap": 0,
+    "topology": "mesh",
+    "owners_max": 5,
+    "outer_momentum": 0.0,
+    "apply_residual": False,
+    "timeout_s": 7.0,
+    "digest_s": 0.0,
+}
+SET = ("min_peers", "min_members", "on_straggler", "role")
+
+
+def test_shared_training_takes_every_option_of_an_exchange_that_it_does_not_set_itself() -> None:
+    assert sorted((*VALUES, *SET)) == sorted(ExchangeOptions.__annotations__)
+    assert SharedTraining(**VALUES).options == Options(**VALUES)
+    assert SharedTraining().options == Options(apply_residual=True)
+
+
+@pytest.mark.parametrize("name", SET)
+def test_options_that_the_estimator_sets_are_refused_with_the_reason(name: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} is set by the estimator: .*"):
+        SharedTraining(**{name: 1})
+
+
+def test_a_shared_training_can_be_pickled_compared_hashed_and_read() -> None:
+    policy = gw.TargetDensity(0.02)
+    training = SharedTraining(threshold=policy, every=3, overlap=1, workers_per_node=2)
+    assert pickle.loads(pickle.dumps(training)) == training
+    assert training != SharedTraining(threshold=policy, every=3, workers_per_node=2)
+    assert SharedTraining(mode="sync", port=0) == SharedTraining()
+    assert len({training, SharedTraining(), SharedTraining()}) == 2
+    assert eval(repr(training), {"SharedTraining": SharedTraining, **vars(gw)}) == training
+    assert repr(SharedTraining()) == "SharedTraining()"
+    with pytest.raises(AttributeError):
+        training.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error", "text"),
+    [
+        (SharedTraining, {"mode": "fast"}, ValueError, "must be one of sync, async"),
+        (SharedTraining, {"topology": "ring"}, ValueError, "must be one of auto, mesh, sharded"),
+        (SharedTraining, {"every": 0}, ValueError, "every is 0"),
+        (SharedTraining, {"mode": "async", "overlap": 1}, ValueError, "overlap is for synchronous"),
+        (SharedTraining, {"port": 70_000}, ValueError, "port is 70000"),
+        (SharedTraining, {"workers_per_node": 0}, ValueError, "workers_per_node is 0"),
+        (SharedTraining, {"evry": 2}, TypeError, "unknown options evry"),
+        (ParameterAveraging, {"via": "pigeon"}, ValueError, "must be one of udp, spark"),
+        (ParameterAveraging, {"every": 0}, ValueError, "every is 0"),
+        (ParameterAveraging, {"network_mask": "x"}, ValueError, "'x' does not appear to be"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(
+    kind: Any, options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        kind(**options)
