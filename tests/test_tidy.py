@@ -223,9 +223,11 @@ def is_own(node: ast.Attribute) -> bool:
 def attributes_of(kind: ast.ClassDef) -> set[str]:
     """Return the attributes that a class assigns to itself, and the fields that it declares."""
     fields = {
-        node.target.id
+        target.id
         for node in kind.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(node, (ast.AnnAssign, ast.Assign))
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name) and not target.id.isupper()
     }
     return fields | {
         node.attr

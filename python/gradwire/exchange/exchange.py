@@ -21,7 +21,7 @@ from .departure import Departure
 from .groups import Group, Groups
 from .join import Join
 from .membership import Introductions, Membership, Router
-from .metrics import Listener, Meter, ResidualMonitor, metrics_snapshot, serve_snapshot
+from .metrics import Listener, Meter, metrics_snapshot, serve_snapshot
 from .options import Options
 from .parameters import MomentumSum, PlainSum
 from .protocol import Kind, Phase
@@ -146,12 +146,11 @@ class Exchange:
         self._start = Start(checked, membership, router, self._departure, replica, self._join.poll)
         self._step = Step(checked, replica, membership, router, self._departure, self._join)
         self._stats = ExchangeStats(codec=checked.codec)
-        self._residual_monitor = ResidualMonitor()
         self._is_loaded = False
         # Reentrant, because ``resync`` calls ``join``.
         self._use = threading.RLock()
         self._optimizer_state: Sequence[Any] = ()  # of the last step, for newcomers
-        self._meter = Meter(checked)
+        self._meter = Meter(checked, groups)
         self.listeners: list[Listener] = self._meter.listeners
         if os.environ.get("GRADWIRE_TOP"):
             snapshot = weakref.WeakMethod(self.metrics_snapshot)
@@ -486,8 +485,6 @@ class Exchange:
 
     def _count(self, result: StepResult) -> None:
         self._stats = self._stats.plus(result, update_bytes=4 * self._groups.numel)
-        if self._options.codec == "threshold" and not result.is_local:
-            self._residual_monitor.add(result, self._groups)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

@@ -69,10 +69,11 @@ _PER_PEER = ("srtt_s", "rate_bytes_per_s", "loss_rate", "backlog_records")
 
 
 class Meter:
-    """Measures whole steps, the caller's time between them included, and calls the listeners.
+    """Measures whole steps, the caller's time between them included, watches the residual, and calls the listeners.
 
     Args:
         options: of the exchange; a warning proposes those that it does not have.
+        groups: of the exchange.
 
     Attributes:
         listeners: called after every step with its result and the totals.
@@ -81,12 +82,14 @@ class Meter:
         slowest: the peer whose message came last in the last step.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, groups: Groups) -> None:
         self.listeners: list[Listener] = []
         self.step_s = 0.0
         self.compute_s = 0.0
         self.slowest: Peer | None = None
         self._options = options
+        self._groups = groups
+        self._residual_monitor = ResidualMonitor()
         self._returned_s: float | None = None
         self._results = 0
         self._warm: ExchangeStats  # after the first steps
@@ -107,6 +110,8 @@ class Meter:
     def notify_listeners(self, result: StepResult, stats: ExchangeStats) -> None:
         """Call the listeners, and warn once if the exchange takes a large share of the time."""
         self.slowest = result.slowest
+        if self._options.codec == "threshold" and not result.is_local:
+            self._residual_monitor.add(result, self._groups)
         self._results += 1
         if self._results == _WARMUP_STEPS:
             self._warm = stats

@@ -153,10 +153,9 @@ def _trainer(job: TrainingJob, state: bytes, epoch: int) -> _Task:
         for _ in range(min(_averaging(job).every, -(-rows.rows // job.batch_size))):
             replica.compute_gradients(rows, order, times)
             replica.optimizer.step()
-        times.compute_s = now_s() - start_s - times.data_s
+        compute_s = now_s() - start_s - times.data_s
         flat = averaged_values(replica.optimizer, _averaging(job))
-        times.sent_bytes = flat.nbytes
-        yield _stats(rank, times)
+        yield _stats(rank, replace(times, compute_s=compute_s, sent_bytes=flat.nbytes))
         yield _batch(_STATE, _state(replica))
         for number, first in enumerate(range(0, flat.size, _CHUNK)):
             yield _batch(number, flat[first : first + _CHUNK].tobytes())

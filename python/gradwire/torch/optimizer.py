@@ -62,6 +62,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         equalize: begin with the parameters of the node with the lowest id, on all nodes; without, nodes that begin with
             other parameters are refused.
         buffers: further float32 or float64 tensors that late nodes take over, such as a model's buffers.
+        counts_workers: whether the workers of a team have gradients of their own, which count for ``update_scale``, or
+            gradients that DistributedDataParallel has averaged already.
 
     Raises:
         ValueError: ``update_scale`` is not "auto", nor positive and finite.
@@ -79,8 +81,6 @@ class SharedOptimizer(torch.optim.Optimizer):
         1
     """
 
-    counts_workers = True  # whether the workers of a team have gradients of their own
-
     # Without this, GradScaler would not call ``step`` on overflow, and the other nodes would wait.
     _step_supports_amp_scaling = True
 
@@ -93,6 +93,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         update_scale: float | Literal["auto"] = 1.0,
         equalize: bool = False,
         buffers: Sequence[torch.Tensor] = (),
+        counts_workers: bool = True,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be one of torch's, got {optimizer!r}")
@@ -106,6 +107,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
         self._scale = update_scale
         self._equalizes = equalize
+        self._counts_workers = counts_workers
         self._buffers = [Staging(buffer) for buffer in buffers]
         # While the model holds the shared parameters.
         self._set_aside: _Values | None = None
@@ -370,7 +372,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         """The factor of the next update, see ``update_scale``."""
         if self._scale != "auto":
             return self._scale
-        workers = self.exchange.workers if self.counts_workers else 1
+        workers = self.exchange.workers if self._counts_workers else 1
         nodes = (len(self.exchange.members) + 1) * workers
         return math.sqrt(nodes) if is_adaptive(self.optimizer) else 1.0
 

@@ -112,13 +112,13 @@ def share(
         share_state=type(optimizer).__module__.startswith("torch.optim"),
         update_scale=update_scale,
         equalize=True,
+        counts_workers=process_group is None,
         buffers=[
             tensor
             for tensor in (*inner.buffers(), *frozen)
             if tensor.dtype in (torch.float32, torch.float64)
         ],
     )
-    shared.counts_workers = process_group is None
     places = {
         name: place_of[param]
         for name, param in inner.named_parameters(remove_duplicate=False)
