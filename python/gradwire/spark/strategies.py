@@ -30,7 +30,7 @@ class SharedTraining:
     """Every worker's optimiser steps are shared as threshold messages (Deeplearning4j's SharedTrainingMaster).
 
     Args:
-        exchange: see `ExchangeOptions`: such as ``mode="async"``, or ``every=4, overlap=1, outer_momentum=0.5``. The
+        exchange: see `ExchangeOptions`: such as ``mode="async"``, or ``every=4, overlap=1``. The
             workers' models hold their residuals by default (``apply_residual``). The estimator itself sets
             ``min_peers``, ``min_members``, ``on_straggler`` and ``role``.
 
