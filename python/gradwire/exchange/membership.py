@@ -579,8 +579,8 @@ class Membership:
         runs = [run for run, stream in self.members.items() if stream.first_direct < step]
         if self.first_step < step:
             runs.append(self.run)
-        # A checksum tells sets apart well enough: a collision would only let a comparison go ahead that finds a difference
-        # in a step in which members change.
+        # A checksum tells sets apart well enough: a collision would only let a comparison go ahead that finds a
+        # difference in a step in which members change.
         return f"{zlib.crc32(repr(sorted(map(tuple, runs))).encode()):08x}"
 
     # ---- updates -----------------------------------------------------------------------------------------------------
