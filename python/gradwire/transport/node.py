@@ -253,7 +253,7 @@ class Node:
         """Return a snapshot of the counters; a closed node has no `Stats.socket`."""
         self._check_process()
         with self._lock:
-            stats = self._endpoint.stats()
+            stats = replace(self._endpoint.stats(), kernel_drops=self._driver.kernel_drops)
             return stats if self._is_closed else replace(stats, socket=self._driver.stats())
 
     def publish(self, buffer: object, tag: int = 0, to: Peer | None = None) -> Ticket:
