@@ -15,7 +15,8 @@ import pytest
 
 from gradwire.transport.driver import MTU_DISCOVER, PMTUDISC_DONT, UDP_GRO, Driver, Waker, now_s
 from gradwire.transport.endpoint import Endpoint
-from gradwire.transport.types import Address, Transmit
+from gradwire.transport.handshake import LocalNode
+from gradwire.transport.types import Address, Limits, Transmit
 
 from .ruled_socket import Rule, RuledSocket
 
@@ -30,7 +31,7 @@ class Batches(Endpoint):
     """An endpoint that keeps the batches it receives, and sends what it is given."""
 
     def __init__(self) -> None:
-        super().__init__(bytes(32), 0.0, node_id=1, incarnation=1)
+        super().__init__(LocalNode(bytes(32), 0.0, node_id=1, incarnation=1), Limits())
         self.taken: list[tuple[bytes, int, Address]] = []
         self.to_send: list[Transmit] = []
 

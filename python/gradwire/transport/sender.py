@@ -6,12 +6,13 @@ overdue. When no acknowledgement arrives at all, a PING asks for one, and its PO
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from .congestion import NEVER_S, PTO_MAX_S, RateController, RttEstimator, Sent
 from .records import Record, SendLog, lowest_bits
-from .types import Address, Stats, Transmit
+from .types import Address, Peer, Stats, Ticket, Transmit
 from .wire import Ack, Skip
 
 # When many nodes send to one, a datagram is often lost several times; backing off early would waste the time after.
@@ -43,9 +44,8 @@ class Flight:
 class Sender:
     """Sends the records of the log to one peer, reliably, within its credit and the path's rate."""
 
-    def __init__(
-        self, log: SendLog, session: int, start: int, rtt: RttEstimator, counters: Stats
-    ) -> None:
+    def __init__(self, log: SendLog, session: int, rtt: RttEstimator, counters: Stats) -> None:
+        start = log.head
         self._log = log
         self._counters = counters
         self._session = session
@@ -56,17 +56,43 @@ class Sender:
         self.limit = start  # the first record number for which the peer has given no credit
         self._flights: dict[int, Flight] = {}
         self._waiting: dict[int, Flight] = {}
+        self.pending: deque[tuple[int, Ticket]] = deque()  # (last record of a message, its ticket)
         self.transmissions = 0
         self._newest = (-1, 0)  # order and highest fragment of the newest transmission that arrived
         self._described_end = start
         self._loss_due_at_s = NEVER_S
         self._progress_at_s = 0.0
+        self._acknowledged_at_s = 0.0  # when the peer last acknowledged a complete record
         self._timeouts = 0
 
     @property
     def is_idle(self) -> bool:
         """Whether the peer has acknowledged everything in the log."""
         return not self._flights and self.cursor == self._log.head
+
+    def note_published(self, last_record: int, ticket: Ticket, now_s: float) -> None:
+        """Follow a message of the log, up to its last record."""
+        if not self.pending:
+            self._acknowledged_at_s = now_s
+        if self.is_idle:
+            self.rate.on_app_limited()
+        self.pending.append((last_record, ticket))
+
+    def settle_messages(self, peer: Peer, below: float, *, delivered: bool) -> tuple[Ticket, ...]:
+        """Settle and forget the messages that end before this record, and return their tickets."""
+        tickets = []
+        while self.pending and self.pending[0][0] < below:
+            tickets.append(self.pending.popleft()[1])
+            tickets[-1].settle(peer, delivered=delivered)
+        return tuple(tickets)
+
+    def is_late(self, lag_s: float, now_s: float) -> bool:
+        """Return whether the peer has acknowledged nothing for so long, though messages wait for it."""
+        return bool(self.pending) and now_s - self._acknowledged_at_s > lag_s
+
+    def excuse_silence(self, pause_s: float, now_s: float) -> None:
+        """Do not count a pause of this process as silence of the peer."""
+        self._acknowledged_at_s = min(now_s, self._acknowledged_at_s + pause_s)
 
     def next_item(self, now_s: float, address: Address) -> Sending | None:
         """Return what to send now, or None when nothing may or need be sent."""
@@ -151,7 +177,10 @@ class Sender:
                 self._rtt.add_sample(max(elapsed_s - delay_s, elapsed_s / 8), now_s)
             self.rate.on_delivered(delivered_bytes, newest, now_s)
         # A peer has nothing that was not sent. Of the records beyond a truncated report nothing is known: not lost yet.
-        self.cumulative = max(self.cumulative, min(ack.cumulative, self.cursor))
+        cumulative = min(ack.cumulative, self.cursor)
+        if cumulative > self.cumulative:
+            self.cumulative = cumulative
+            self._acknowledged_at_s = now_s
         self._described_end = ack.partials[-1][0] + 1 if ack.truncated else self.cursor
         self._find_losses(now_s)
 
