@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from .congestion import NEVER_S, PTO_MAX_S, RateController, RttEstimator, Sent
+from .congestion import NEVER_S, PTO_MAX_S, RateController, RttEstimator, SendState
 from .records import Record, SendLog, lowest_bits
 from .types import Address, Peer, Stats, Ticket, Transmit
 from .wire import Ack, Skip
@@ -24,6 +24,17 @@ PLAUSIBLE: Final = 0.75
 SKIPPED: Final = Record(-1, memoryview(b""), 0, 1, 1, 0, frozenset())
 
 Sending: TypeAlias = Transmit | Skip  # the datagrams leave with one system call
+
+
+@dataclass(slots=True)
+class Sent:
+    """One transmission of fragments of a record."""
+
+    order: int  # place in the sequence of all transmissions to the peer
+    mask: int  # the fragments that are neither acknowledged nor declared lost
+    state: SendState
+    has_single_copy: bool = True  # it brought a fragment that was sent only once: a round trip
+    is_probe: bool = False  # an earlier copy may still be on its way
 
 
 @dataclass(slots=True)
@@ -133,7 +144,7 @@ class Sender:
             self._counters.retransmitted_fragments += again.bit_count()
         flight.ever |= mask
         self._set_to_send(flight, flight.to_send & ~mask)
-        flight.sent.append(self.rate.on_sent(nbytes, now_s, self.transmissions, mask))
+        flight.sent.append(Sent(self.transmissions, mask, self.rate.on_sent(nbytes, now_s)))
         self.transmissions += 1
         self._progress_at_s = now_s
         if record is SKIPPED:
@@ -173,9 +184,9 @@ class Sender:
             self._timeouts = 0
             self._progress_at_s = now_s
             if newest.order > newest_before and newest.has_single_copy:
-                elapsed_s = now_s - newest.sent_at_s
+                elapsed_s = now_s - newest.state.sent_at_s
                 self._rtt.add_sample(max(elapsed_s - delay_s, elapsed_s / 8), now_s)
-            self.rate.on_delivered(delivered_bytes, newest, now_s)
+            self.rate.on_delivered(delivered_bytes, newest.state, now_s)
         # A peer has nothing that was not sent. Of the records beyond a truncated report nothing is known: not lost yet.
         cumulative = min(ack.cumulative, self.cursor)
         if cumulative > self.cumulative:
@@ -221,7 +232,7 @@ class Sender:
             nbytes += flight.record.bytes_of(arrived)
             if arrived & flight.again:
                 usual_s = min(self._rtt.smoothed_s, self._rtt.latest_s)
-                if sent.is_probe or arrived_s - sent.sent_at_s < PLAUSIBLE * usual_s:
+                if sent.is_probe or arrived_s - sent.state.sent_at_s < PLAUSIBLE * usual_s:
                     # The first copy of a fragment may have arrived, which tells nothing about the second.
                     arrived &= ~flight.again
                     if not arrived:
@@ -248,14 +259,14 @@ class Sender:
                 overdue = sent.mask
                 if sent.order == newest_order:
                     overdue &= (1 << newest_bit) - 1
-                if overdue and now_s - sent.sent_at_s >= delay_s:
+                if overdue and now_s - sent.state.sent_at_s >= delay_s:
                     sent.mask &= ~overdue
                     lost_bytes = flight.record.bytes_of(overdue)
                     self._counters.lost_bytes += lost_bytes
                     self.rate.on_lost(lost_bytes)
                     self._set_to_send(flight, flight.to_send | overdue)
                 elif overdue:
-                    due_at_s = min(due_at_s, sent.sent_at_s + delay_s)
+                    due_at_s = min(due_at_s, sent.state.sent_at_s + delay_s)
             flight.sent = [sent for sent in flight.sent if sent.mask]
         self._loss_due_at_s = due_at_s
 
