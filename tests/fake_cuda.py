@@ -112,7 +112,10 @@ class Encoder:
     ) -> None:
         assert device == 0
         self._cpu = gw.Encoder(numel, policy_of(policy), dtype="float64" if float64 else "float32")
-        assert (self._cpu.threshold, self._cpu._policy_state) == (threshold, (trend, deviation))
+        assert (self._cpu.threshold, self._cpu._memory.policy_state) == (
+            threshold,
+            (trend, deviation),
+        )
 
     def encode(
         self,
@@ -134,7 +137,8 @@ class Encoder:
         kind: Any = {"": False, "own": True}.get(dense, dense)
 
         def work() -> None:
-            self._cpu.key, self._cpu._skip = key, skip_nonfinite
+            self._cpu.key = key
+            self._cpu.on_nonfinite = "skip" if skip_nonfinite else "raise"
             try:
                 made = self._cpu.encode(memory, dense=kind, parts=partition or 1)
             except gw.NonFiniteUpdate as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
@@ -60,6 +60,128 @@ class EncoderStats:
     nonfinite_count: int = 0
     clipped_count: int = 0
     clipped_sum: float = 0.0
+
+
+@dataclass(slots=True)
+class _Totals:
+    """The totals of an encoder, which count up; ``EncoderStats`` is frozen and created on request only."""
+
+    messages: int = 0
+    message_bytes: int = 0
+    sent_count: int = 0
+    nonfinite_count: int = 0
+    clipped_count: int = 0
+    clipped_sum: float = 0.0
+
+    def add(self, messages: list[Message], skipped: int) -> None:
+        """Count the messages of a step, and the elements that were left out of it."""
+        self.messages += len(messages)
+        self.message_bytes += sum(message.nbytes for message in messages)
+        self.sent_count += sum(message.count for message in messages)
+        self.nonfinite_count += skipped
+
+    def add_clipped(self, count: int, removed: float) -> None:
+        """Count the elements that clipping changed, and what clipping removed."""
+        self.clipped_count += count
+        self.clipped_sum += removed
+
+
+@dataclass(frozen=True)
+class ThresholdRule:
+    """The rule that thresholds follow: a policy, or the policy that a budget of bytes makes for ``numel`` elements.
+
+    Attributes:
+        policy: the policy that chooses the thresholds.
+        rounding_point: an element is sent if its magnitude reaches this share of the threshold.
+        max_bytes: the most bytes of a step, or None.
+    """
+
+    policy: ThresholdPolicy
+    rounding_point: float
+    max_bytes: int | None = None
+
+    @staticmethod
+    def of(policy: ThresholdPolicy | TargetBytes, numel: int) -> ThresholdRule:
+        """Return the rule of a policy for ``numel`` elements."""
+        if not isinstance(policy, TargetBytes):
+            return ThresholdRule(policy, rounding_point_of(policy))
+        density = policy.density_of(numel)
+        return ThresholdRule(density, rounding_point_of(density), policy.max_bytes_per_step)
+
+    def budget(
+        self, max_bytes: int | None, dense: bool | str, numel: int, partition: Partition | None
+    ) -> tuple[int, int]:
+        """Return the most bytes of a step, and the most changed elements of a step that needs more; 0: no limit.
+
+        Raises:
+            ValueError: ``max_bytes`` with ``dense``, or for less than one element.
+        """
+        if dense and max_bytes is not None:
+            raise ValueError("max_bytes is for messages of a threshold, not for dense ones")
+        limits = [limit for limit in (max_bytes, self.max_bytes) if limit is not None]
+        if dense or not limits:
+            return 0, numel
+        parts = 1 if partition is None else partition.parts
+        return min(limits), most_changed(min(limits), numel, parts)
+
+
+class ThresholdMemory:
+    """The threshold in use, and what its rule remembers from step to step."""
+
+    def __init__(self, rule: ThresholdRule) -> None:
+        threshold, self.policy_state = begin(rule.policy)
+        self.changed_at = (
+            0  # step at which the threshold last changed, or at which the policy began
+        )
+        self.set_threshold(threshold)
+
+    def set_threshold(self, threshold: float) -> None:
+        """Use another threshold.
+
+        Raises:
+            ValueError: not a threshold; nothing has changed.
+        """
+        self.rounded = round_threshold(threshold)
+        self.threshold = threshold
+
+    def begin(self, rule: ThresholdRule, step: int) -> None:
+        """Follow another rule from this step on, with the threshold in use."""
+        # The threshold in use is better than one learned from a single update.
+        self.policy_state = begin(rule.policy)[1]._replace(trend=FIRST_TREND)
+        self.changed_at = step
+
+    def restore(self, state: EncoderState) -> None:
+        """Continue from a checkpoint."""
+        self.set_threshold(state.threshold)
+        self.changed_at = state.changed_at
+        self.policy_state = state.policy_state
+
+    def sample(
+        self, rule: ThresholdRule, core: _core.Encoder, update: Any, step: int, *, is_shakeup: bool
+    ) -> SampledQuantiles | None:
+        """Sample the quantiles that the policy wants in this step, and learn the first threshold from them."""
+        learns = self.policy_state.trend < 0.0
+        density = sampled_density(rule.policy, step - self.changed_at, self.policy_state)
+        if not density or (is_shakeup and not learns):
+            return None
+        sampled = core.sample(update, self.rounded, rule.rounding_point, density)
+        quantiles = SampledQuantiles(*sampled)
+        if learns:
+            self.set_threshold(learned_threshold(rule.policy, self.threshold, quantiles))
+        return quantiles
+
+    def follow(
+        self, rule: ThresholdRule, density: float, step: int, quantiles: SampledQuantiles | None
+    ) -> None:
+        """Choose the threshold of the next step, after a message with this density."""
+        age = step - self.changed_at
+        after, self.policy_state = follow(
+            rule.policy, self.threshold, density, age, quantiles, self.policy_state
+        )
+        if after != self.threshold:
+            self.set_threshold(after)
+            if not isinstance(rule.policy, TargetDensity):
+                self.changed_at = step + 1
 
 
 class Encoder:
@@ -161,7 +283,7 @@ class Encoder:
         self.clip = clip
         self.on_nonfinite = on_nonfinite
         self.threads = threads
-        self._skip = on_nonfinite == "skip"
+        self._rule = ThresholdRule.of(threshold, numel)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -173,14 +295,8 @@ class Encoder:
             raise MemoryError(f"a residual of {nbytes} bytes does not fit into memory") from None
         self._residual: NDArray[Any] = self._core.residual
         self._step = 0
-        self._changed_at = 0
-        self._set_rule(self.policy)
-        threshold, self._policy_state = begin(self._rule)
-        self._set_threshold(threshold)
-        # Totals of EncoderStats, which is frozen and created on request only.
-        self._messages = self._message_bytes = self._sent_count = 0
-        self._nonfinite_count = self._clipped_count = 0
-        self._clipped_sum = 0.0
+        self._memory = ThresholdMemory(self._rule)
+        self._totals = _Totals()
 
     @property
     def residual(self) -> NDArray[Any]:
@@ -190,7 +306,7 @@ class Encoder:
     @property
     def threshold(self) -> float:
         """The policy's threshold for the next step, not yet rounded to bfloat16."""
-        return self._threshold
+        return self._memory.threshold
 
     @property
     def step(self) -> int:
@@ -200,14 +316,7 @@ class Encoder:
     @property
     def stats(self) -> EncoderStats:
         """The totals so far."""
-        return EncoderStats(
-            self._messages,
-            self._message_bytes,
-            self._sent_count,
-            self._nonfinite_count,
-            self._clipped_count,
-            self._clipped_sum,
-        )
+        return EncoderStats(*astuple(self._totals))
 
     @overload
     def encode(
@@ -264,25 +373,28 @@ class Encoder:
         step = self._step
         number = step & _STEP_MASK
         partition = None if parts is None else self._partition(parts)
-        budget, most = self._budget(max_bytes, dense, partition)
+        budget, most = self._rule.budget(max_bytes, dense, self.numel, partition)
+        skip = self.on_nonfinite == "skip"
         if dense:
             messages, skipped = self._core.encode_dense(
-                update, dense_dtype(dense), self.key, number, self._skip, partition
+                update, dense_dtype(dense), self.key, number, skip, partition
             )
             self._finish(messages, skipped)
             return messages[0] if partition is None else messages
         shakeup = self.shakeup if self.shakeup is not None and self.shakeup.is_due(step) else None
+        memory, rule = self._memory, self._rule
+        is_shakeup = shakeup is not None
         # Sampled before the core adds the update to the residual, because the quantiles need the two apart.
-        quantiles = self._sample(update, shakeup is not None)
-        rounded = self._rounded
+        quantiles = memory.sample(rule, self._core, update, step, is_shakeup=is_shakeup)
+        rounded = memory.rounded
         messages, skipped, reached = self._core.encode(
             update,
-            round_threshold(self._threshold / shakeup.divisor) if shakeup else rounded,
-            self._rounding_point,
+            round_threshold(memory.threshold / shakeup.divisor) if shakeup else rounded,
+            rule.rounding_point,
             _FLAG_SHAKEUP if shakeup else 0,
             self.key,
             number,
-            self._skip,
+            skip,
             partition,
             budget,
             most,
@@ -290,7 +402,7 @@ class Encoder:
         # A shake-up sends more elements than the policy's threshold would: its density says nothing about the policy.
         if shakeup is None and self.numel > 0:
             try:
-                self._follow_policy(reached / self.numel, quantiles)
+                memory.follow(rule, reached / self.numel, step, quantiles)
             except BaseException:
                 # An error of the policy must not lose the update: put the messages back into the residual.
                 owners = [None] if partition is None else list(partition)
@@ -298,9 +410,7 @@ class Encoder:
                     apply(message, self._residual, part=part)
                 raise
         if self.clip is not None and self.clip.is_due(step):
-            count, removed = self._core.clip(self.clip.limit * rounded)
-            self._clipped_count += count
-            self._clipped_sum += removed
+            self._totals.add_clipped(*self._core.clip(self.clip.limit * rounded))
         self._finish(messages, skipped)
         return messages[0] if partition is None else messages
 
@@ -331,12 +441,10 @@ class Encoder:
         if not isinstance(policy, TargetBytes):
             _check_kind("policy", policy, "next_threshold", "a threshold policy")
         if threshold is not None:
-            self._set_threshold(threshold)
-        self._set_rule(policy)
+            self._memory.set_threshold(threshold)
         self.policy = policy
-        # The threshold in use is better than one learned from a single update.
-        self._policy_state = begin(self._rule)[1]._replace(trend=FIRST_TREND)
-        self._changed_at = self._step
+        self._rule = ThresholdRule.of(policy, self.numel)
+        self._memory.begin(self._rule, self._step)
 
     @overload
     def flush(self, dtype: Literal["bfloat16"] | None = None, *, parts: None = None) -> Message: ...
@@ -363,8 +471,13 @@ class Encoder:
 
         The policies are not part of the state, because they are immutable.
         """
+        memory = self._memory
         return EncoderState(
-            self._residual.copy(), self._threshold, self._step, self._changed_at, self._policy_state
+            self._residual.copy(),
+            memory.threshold,
+            self._step,
+            memory.changed_at,
+            memory.policy_state,
         ).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -375,64 +488,14 @@ class Encoder:
         """
         checked = EncoderState.of(state, self.numel, self.dtype)
         self._residual[...] = checked.residual
-        self._set_threshold(checked.threshold)
+        self._memory.restore(checked)
         self._step = checked.step
-        self._changed_at = checked.changed_at
-        self._policy_state = checked.policy_state
 
     def __repr__(self) -> str:
         return (
             f"<gradwire.{type(self).__name__} {self.dtype}[{self.numel}] key={self.key} step={self._step} "
-            f"threshold={self._threshold:.4g}>"
+            f"threshold={self.threshold:.4g}>"
         )
-
-    def _set_threshold(self, threshold: float) -> None:
-        self._rounded = round_threshold(threshold)  # raises before anything changes
-        self._threshold = threshold
-
-    def _set_rule(self, policy: ThresholdPolicy | TargetBytes) -> None:
-        """Set the rule that thresholds follow: the policy, or the one that a budget of bytes makes for ``numel``."""
-        self._max_bytes: int | None = None
-        if isinstance(policy, TargetBytes):
-            self._max_bytes = policy.max_bytes_per_step
-            policy = policy.density_of(self.numel)
-        self._rule: ThresholdPolicy = policy
-        self._rounding_point = rounding_point_of(policy)
-
-    def _budget(
-        self, max_bytes: int | None, dense: bool | str, partition: Partition | None
-    ) -> tuple[int, int]:
-        """Return the most bytes of a step, and the most changed elements of a step that needs more; 0: no limit."""
-        if dense and max_bytes is not None:
-            raise ValueError("max_bytes is for messages of a threshold, not for dense ones")
-        limits = [limit for limit in (max_bytes, self._max_bytes) if limit is not None]
-        if dense or not limits:
-            return 0, self.numel
-        parts = 1 if partition is None else partition.parts
-        return min(limits), most_changed(min(limits), self.numel, parts)
-
-    def _sample(self, update: Any, is_shakeup: bool) -> SampledQuantiles | None:
-        """Sample the quantiles that the policy wants in this step, and learn the first threshold from them."""
-        learns = self._policy_state.trend < 0.0
-        density = sampled_density(self._rule, self._step - self._changed_at, self._policy_state)
-        if not density or (is_shakeup and not learns):
-            return None
-        quantiles = SampledQuantiles(
-            *self._core.sample(update, self._rounded, self._rounding_point, density)
-        )
-        if learns:
-            self._set_threshold(learned_threshold(self._rule, self._threshold, quantiles))
-        return quantiles
-
-    def _follow_policy(self, density: float, quantiles: SampledQuantiles | None) -> None:
-        age = self._step - self._changed_at
-        after, self._policy_state = follow(
-            self._rule, self._threshold, density, age, quantiles, self._policy_state
-        )
-        if after != self._threshold:
-            self._set_threshold(after)
-            if not isinstance(self._rule, TargetDensity):
-                self._changed_at = self._step + 1
 
     def _partition(self, parts: Partition | int) -> Partition:
         partition = parts if isinstance(parts, Partition) else Partition(self.numel, parts)
@@ -444,10 +507,7 @@ class Encoder:
 
     def _finish(self, messages: list[Message], skipped: int) -> None:
         self._step += 1
-        self._messages += len(messages)
-        self._message_bytes += sum(message.nbytes for message in messages)
-        self._sent_count += sum(message.count for message in messages)
-        self._nonfinite_count += skipped
+        self._totals.add(messages, skipped)
 
 
 def _signature_of(encoder: type[Encoder]) -> inspect.Signature:

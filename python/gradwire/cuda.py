@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from .arrays import cuda_core, stream_of
-from .codec import Encoder, EncoderStats, dense_dtype
+from .codec import Encoder, EncoderStats, ThresholdRule, dense_dtype
 from .partition import Partition
 from .policy import (
     FIRST_TREND,
@@ -52,9 +52,8 @@ class CudaEncoder(Encoder, device="cuda"):
 
     def _allocate(self) -> None:
         self._number = int(str(self.device).partition(":")[2] or 0)
-        self._set_rule(self.policy)
-        words = _policy_words(self._rule, self.shakeup, self.clip)
-        threshold, policy_state = begin(self._rule)
+        words = _policy_words(self._rule.policy, self.shakeup, self.clip)
+        threshold, policy_state = begin(self._rule.policy)
         self._device_core = cuda_core().Encoder(
             self._number,
             self.numel,
@@ -137,11 +136,11 @@ class CudaEncoder(Encoder, device="cuda"):
         outs = [out] if out is not None and partition is None else out
         if partition is not None and outs is not None and len(outs) != len(partition):
             raise ValueError(f"out has {len(outs)} arrays for {len(partition)} parts")
-        budget, most = self._budget(max_bytes, dense, partition)
+        budget, most = self._rule.budget(max_bytes, dense, self.numel, partition)
         messages: list[CudaMessage] = self._device_core.encode(
             update,
             self.key,
-            self._skip,
+            self.on_nonfinite == "skip",
             (dense_dtype(dense) or "own") if dense else "",
             partition,
             budget,
@@ -159,8 +158,8 @@ class CudaEncoder(Encoder, device="cuda"):
         Raises:
             ValueError: ``threshold`` is not a threshold, or the policy is not one of gradwire's.
         """
-        rule = policy.density_of(self.numel) if isinstance(policy, TargetBytes) else policy
-        words = _policy_words(rule, self.shakeup, self.clip)
+        rule = ThresholdRule.of(policy, self.numel)
+        words = _policy_words(rule.policy, self.shakeup, self.clip)
         if threshold is not None:
             round_threshold(threshold)
         state = self._state()
@@ -168,8 +167,8 @@ class CudaEncoder(Encoder, device="cuda"):
         self.policy = policy
         if threshold is None:
             threshold = state["threshold"]
-        self._set_rule(policy)
-        policy_state = begin(self._rule)[1]._replace(trend=FIRST_TREND)
+        self._rule = rule
+        policy_state = begin(rule.policy)[1]._replace(trend=FIRST_TREND)
         self._device_core.set_state(threshold, state["step"], state["step"], *policy_state)
 
     def state_dict(self) -> dict[str, Any]:

@@ -159,8 +159,8 @@ class Storm:
 
     def _session(self) -> Session | None:
         """Return the misbehaving node's end of its session, if the session has keys."""
-        for session in self.bad.endpoint.sessions.values():
-            if session.address == self.target.address and session._channel is not None:
+        for session in self.bad.endpoint.sessions:
+            if session.address == self.target.address and session.control.channel is not None:
                 return session
         return None
 
@@ -186,7 +186,7 @@ class Storm:
 
     def _control(self) -> None:
         session = self._session()
-        if session is None or session._channel is None:
+        if session is None or session.control.channel is None:
             return
         script = self.script
         if script.below(4) == 0:
@@ -194,12 +194,12 @@ class Storm:
         else:
             frames = [self._frame() for _ in range(1 + script.below(3))]
             plaintext = b"".join(map(encode_frame, frames))
-        counter = session._channel.next_counter()
+        counter = session.control.channel.next_counter()
         if script.below(16) == 0:
             counter = script.near(counter, 63)
-        header = HEADER.pack(CONTROL, 0, 0, 0, session._remote_index, counter)
+        header = HEADER.pack(CONTROL, 0, 0, 0, session.control.remote_index, counter)
         self._deliver(
-            session._channel.seal(counter, header, plaintext), source=script.below(8) // 7
+            session.control.channel.seal(counter, header, plaintext), source=script.below(8) // 7
         )
 
     def _frame(self) -> Frame:
@@ -215,7 +215,7 @@ class Storm:
             case 5:
                 key, iv = self.bad.endpoint.sealer.keys.key_of(self.bad.endpoint.log.head)
                 return Key(
-                    script.near(self.bad.endpoint.stream, 32),
+                    script.near(self.bad.endpoint.sealer.stream, 32),
                     script.near(log.head, 48),
                     key if script.below(2) else script.take(16).ljust(16),
                     iv if script.below(2) else script.take(12).ljust(12),
@@ -265,7 +265,7 @@ class Storm:
         fragments = min(255, -(-(len(plain) + TAG_BYTES) // size))
         if script.below(8) == 0:
             fragments = script.below(256)
-        fields = (fragments, endpoint.stream, size << 48 | number)
+        fields = (fragments, endpoint.sealer.stream, size << 48 | number)
         header = HEADER.pack(DATA, 0, 0, *fields)
         sealed = bytearray(len(plain) + TAG_BYTES)
         head = endpoint.log.head
@@ -284,12 +284,16 @@ class Storm:
         index = script.number(32)
         header = HEADER.pack(INIT, 0, 0, 0, index, script.near(1_000))
         handshake = Handshake(SECRET, PROLOGUE + header, self.simulator.random.randbytes)
-        nodes = (self.bad.endpoint.node_id, self.target.endpoint.node_id, 1 + script.number(16))
+        nodes = (
+            self.bad.endpoint.local.node_id,
+            self.target.endpoint.local.node_id,
+            1 + script.number(16),
+        )
         introduction = Introduction(nodes[script.below(3)], script.near(2), index, "10.0.0.9:9")
         plaintext = introduction.encode(INTRODUCTION_BYTES)
         if script.below(4) == 0:
             plaintext = script.blob(INTRODUCTION_BYTES).ljust(INTRODUCTION_BYTES, b"\xff")
-        datagram = self.target.endpoint.mac1.sign(header + handshake.write_init(plaintext))
+        datagram = self.target.endpoint.local.mac1.sign(header + handshake.write_init(plaintext))
         self._deliver(datagram, source=script.below(2))
 
     def _traffic(self) -> None:
@@ -309,9 +313,9 @@ class Storm:
         simulator, target = self.simulator, self.target
 
         def are_connected() -> bool:
-            return any(peer.id == target.endpoint.node_id for peer in host.endpoint.peers) and any(
-                peer.id == host.endpoint.node_id for peer in target.endpoint.peers
-            )
+            return any(
+                peer.id == target.endpoint.local.node_id for peer in host.endpoint.peers
+            ) and any(peer.id == host.endpoint.local.node_id for peer in target.endpoint.peers)
 
         simulator.run_until(are_connected, SERVICE_S)
         simulator.publish(host, text)
@@ -321,7 +325,7 @@ class Storm:
     def _restart(self) -> None:
         self.simulator.crash(self.bad)
         again = self.simulator.add(
-            "h0", limits=LIMITS, node_id=self.bad.endpoint.node_id, incarnation=2**63
+            "h0", limits=LIMITS, node_id=self.bad.endpoint.local.node_id, incarnation=2**63
         )
         again.endpoint.connect(self.target.address)
         self._check_service(again, b"again")

@@ -18,19 +18,19 @@ def check(endpoint: Endpoint) -> None:
     assert stats.send_log_bytes <= endpoint.limits.send_log_bytes
     # Complete messages of peers that are gone do not wait for their share: at most what had been granted as credit.
     assert 0 <= stats.receive_queue_bytes <= 2 * endpoint.limits.receive_bytes
-    sessions = set(endpoint.sessions.values())
-    assert len(endpoint.half_open) <= HALF_OPEN_MAX
-    assert len(list(endpoint.discovery)) <= SEEDS_MAX
+    sessions = set(endpoint.sessions)
+    assert len(endpoint.sessions.half_open) <= HALF_OPEN_MAX
+    assert len(endpoint.discovery.by_address) <= SEEDS_MAX
     assert len(sessions) <= HALF_OPEN_MAX + SEEDS_MAX
-    assert set(endpoint.by_stream.values()) <= sessions
-    assert set(endpoint.by_node.values()) <= sessions
-    assert set(endpoint.half_open.values()) <= sessions
+    assert set(endpoint.sessions.by_stream.values()) <= sessions
+    assert set(endpoint.sessions.by_node.values()) <= sessions
+    assert set(endpoint.sessions.half_open.values()) <= sessions
     queued = sum(max(len(message.payload), SMALL_BYTES) for message in endpoint.messages)
     for session in sessions:
-        assert len(session._frames) <= FRAMES_MAX
+        assert len(session.control.frames) <= FRAMES_MAX
         if session.receiver is not None:
             queued += check_receiver(session.receiver)
-        if session.sender is not None and session.state is not State.CLOSING:
+        if session.is_established and session.state is not State.CLOSING:
             check_sender(session.sender)
             assert session.sender.cursor <= endpoint.log.head
     assert stats.receive_queue_bytes == queued, "the budget is what assembly and queue hold"

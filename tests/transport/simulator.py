@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gradwire.transport.endpoint import Endpoint
+from gradwire.transport.handshake import LocalNode
 from gradwire.transport.types import Address, Limits, Peer, PeerLost, Ticket, Transmit
 
 SECRET = bytes(range(32))
@@ -123,15 +124,15 @@ class Simulator:
         before = self.hosts.get(address)
         incarnation: int = options.pop("incarnation", before.incarnation + 1 if before else 1)  # type: ignore[assignment]
         entropy = random.Random(self.random.getrandbits(64))
-        endpoint = Endpoint(
+        local = LocalNode(
             secret,
             self.now_s,
             node_id=options.pop("node_id", None) or self.random.getrandbits(63) | 1,  # type: ignore[arg-type]
             incarnation=incarnation,
-            limits=limits,
+            advertise=options.pop("advertise", ""),  # type: ignore[arg-type]
             entropy=entropy.randbytes,
-            **options,  # type: ignore[arg-type]
         )
+        endpoint = Endpoint(local, limits or Limits(), **options)  # type: ignore[arg-type]
         host = Host(name, address, endpoint, incarnation=incarnation)
         self.hosts[address] = host
         return host

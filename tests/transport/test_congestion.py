@@ -15,7 +15,7 @@ from gradwire.transport.congestion import (
     RateController,
     RoundTrip,
     RttEstimator,
-    Sent,
+    SendState,
 )
 
 # ---- round trips ------------------------------------------------------------------------------------------------
@@ -97,13 +97,13 @@ def run_link(
     rtt = RttEstimator()
     control = RateController(rtt)
     now_s = free_s = 0.0
-    in_flight: list[tuple[float, int, Sent, bool]] = []
+    in_flight: list[tuple[float, int, SendState, bool]] = []
     delivered = count = 0
     while now_s < seconds:
         allowed_s = control.send_allowed_at_s()
         while allowed_s <= now_s:
             nbytes = min(control.burst_bytes, 60_000)
-            mark = control.on_sent(nbytes, now_s, 0, 0)
+            mark = control.on_sent(nbytes, now_s)
             free_s = max(free_s, now_s) + nbytes / rate
             count += 1
             in_flight.append(
@@ -169,7 +169,7 @@ def test_probes_that_ignore_the_pace_delay_the_next_burst_by_one_of_them() -> No
     control, _ = run_link(1.25e6, 0.02, 0, 2.0)
     control.on_abandoned(control.bytes_in_flight)
     for _ in range(100):
-        control.on_sent(1_200, 3.0, 0, 0)
+        control.on_sent(1_200, 3.0)
     allowed_s = control.send_allowed_at_s()
     assert 3.0 < allowed_s < 3.005
 
@@ -183,7 +183,7 @@ def test_nothing_more_may_be_sent_when_the_window_is_full() -> None:
     control = RateController(RttEstimator())
     assert control.send_allowed_at_s() < NEVER_S
     assert control.room_bytes(1.0) == WINDOW_INITIAL_BYTES
-    mark = control.on_sent(WINDOW_INITIAL_BYTES, 1.0, 0, 0)
+    mark = control.on_sent(WINDOW_INITIAL_BYTES, 1.0)
     assert control.send_allowed_at_s() == NEVER_S
     assert control.room_bytes(1.0) == 0
     control.on_delivered(1_000, mark, 1.1)
@@ -210,7 +210,7 @@ def test_an_idle_sender_does_not_lower_the_estimate() -> None:
     now_s = 2.0
     for _ in range(200):
         control.on_app_limited()
-        mark = control.on_sent(100, now_s, 0, 0)
+        mark = control.on_sent(100, now_s)
         control.on_app_limited()
         control.on_delivered(100, mark, now_s + 0.004)
         now_s += 0.1

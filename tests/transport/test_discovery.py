@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.transport.discovery import OWN_S, RETRY_MAX_S, SEEDS_MAX, Discovery
+from gradwire.transport.types import Address
 
 SEED = ("10.0.0.1", 5)
 NEVER = float("inf")
@@ -17,19 +18,25 @@ def discovery() -> Discovery:
     return found
 
 
+def due(
+    discovery: Discovery, now_s: float, connected: set[Address], node_ids: set[int]
+) -> tuple[list[Address], float]:
+    return discovery.due(now_s, connected, node_ids), discovery.due_at_s
+
+
 def test_a_seed_is_due_until_it_is_connected(discovery: Discovery) -> None:
-    assert discovery.due(1.0, set(), set()) == ([SEED], 1.1)
-    assert discovery.due(1.0, set(), set()) == ([], 1.1)
-    assert discovery.due(2.0, {SEED}, set()) == ([], NEVER)
+    assert due(discovery, 1.0, set(), set()) == ([SEED], 1.1)
+    assert due(discovery, 1.0, set(), set()) == ([], 1.1)
+    assert due(discovery, 2.0, {SEED}, set()) == ([], NEVER)
     discovery.on_ended(SEED, 3.0, is_answered=True)
-    assert discovery.due(3.0, set(), set()) == ([], 3.1)
-    assert discovery.due(3.2, set(), set()) == ([SEED], 3.2 + 0.1)
+    assert due(discovery, 3.0, set(), set()) == ([], 3.1)
+    assert due(discovery, 3.2, set(), set()) == ([SEED], 3.2 + 0.1)
 
 
 def test_a_node_connected_at_another_address_is_not_tried_again(discovery: Discovery) -> None:
     discovery.on_identified(SEED, 77)
-    assert discovery.due(1.0, set(), {77}) == ([], NEVER)
-    assert discovery.due(1.0, set(), set())[0] == [SEED]
+    assert due(discovery, 1.0, set(), {77}) == ([], NEVER)
+    assert discovery.due(1.0, set(), set()) == [SEED]
 
 
 def test_the_own_address_is_tried_again_once_a_minute_in_case_it_was_an_echo(
@@ -38,8 +45,8 @@ def test_the_own_address_is_tried_again_once_a_minute_in_case_it_was_an_echo(
     assert discovery.seeds() == [SEED]
     discovery.on_own(SEED, 1.0)
     assert discovery.seeds() == []
-    assert discovery.due(1.0 + OWN_S - 0.1, set(), set()) == ([], 1.0 + OWN_S)
-    assert discovery.due(1.0 + OWN_S + 0.1, set(), set())[0] == [SEED]
+    assert due(discovery, 1.0 + OWN_S - 0.1, set(), set()) == ([], 1.0 + OWN_S)
+    assert discovery.due(1.0 + OWN_S + 0.1, set(), set()) == [SEED]
     discovery.on_identified(SEED, 77)
     assert discovery.seeds() == [SEED]
 
@@ -48,10 +55,10 @@ def test_a_learned_address_is_dropped_after_one_failed_attempt_and_a_seed_is_not
     discovery: Discovery,
 ) -> None:
     discovery.add(("10.0.0.2", 5), is_learned=True)
-    for address in list(discovery):
+    for address in list(discovery.by_address):
         discovery.on_ended(address, 1.0, is_answered=False)
-    assert list(discovery) == [SEED]
-    assert discovery.due(1.0, set(), set()) == ([], 1.0 + RETRY_MAX_S)
+    assert list(discovery.by_address) == [SEED]
+    assert due(discovery, 1.0, set(), set()) == ([], 1.0 + RETRY_MAX_S)
 
 
 def test_only_seeds_without_a_connection_count_as_unanswered(discovery: Discovery) -> None:
@@ -67,4 +74,4 @@ def test_the_number_of_addresses_is_bounded() -> None:
     discovery = Discovery()
     for port in range(10 * SEEDS_MAX):
         discovery.add(("10.0.0.1", port), is_learned=True)
-    assert len(list(discovery)) == SEEDS_MAX
+    assert len(list(discovery.by_address)) == SEEDS_MAX

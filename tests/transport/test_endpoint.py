@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradwire.transport.session import Session
 from gradwire.transport.types import Limits, Transmit
 from gradwire.transport.wire import CONTROL, DATA, HEADER, RECORD_NUMBER_MAX
 
@@ -104,10 +105,24 @@ def test_an_older_datagram_from_a_former_address_does_not_move_the_peer_back() -
     simulator.hosts[two.address] = two
     simulator.run_for(0.5)
     one.endpoint.receive(memoryview(held[0]), len(held[0]), former, simulator.now_s)
-    session = next(iter(one.endpoint.sessions.values()))
+    session = next(iter(one.endpoint.sessions))
     assert session.address == two.address
     ticket = simulator.publish(one, b"to the new address")
     simulator.run_until(lambda: ticket.is_done, 0.1)
+
+
+def test_data_is_routed_to_a_session_only_once_its_peer_has_told_its_stream() -> None:
+    """A peer that changes its address before that must not leave a route behind."""
+    simulator = Simulator(18)
+    endpoint = simulator.add("h0").endpoint
+    session = Session(endpoint, 7, ("h1", 1), simulator.now_s)
+    endpoint.sessions.route(session)
+    assert endpoint.sessions.by_stream == {}
+    session.stream = 5
+    endpoint.sessions.route(session)
+    assert endpoint.sessions.by_stream == {(("h1", 1), 5): session}
+    endpoint.sessions.unroute(session)
+    assert endpoint.sessions.by_stream == {}
 
 
 def test_a_message_that_will_never_be_complete_gives_its_budget_back() -> None:
@@ -202,7 +217,7 @@ def test_no_round_trip_is_measured_shorter_than_the_path_is_long(seed: int) -> N
         simulator.run_for(0.01)
     simulator.run_until(lambda: all(ticket.is_done for ticket in tickets), 30.0)
     assert one.endpoint.stats().retransmitted_fragments > 20
-    assert next(iter(one.endpoint.sessions.values())).rtt.minimum_s > 0.0399
+    assert next(iter(one.endpoint.sessions)).rtt.minimum_s > 0.0399
 
 
 def test_a_late_acknowledgement_takes_nothing_back() -> None:

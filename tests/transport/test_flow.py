@@ -100,7 +100,9 @@ def test_many_to_one_share_the_link_fairly(senders: int) -> None:
 
 
 def sink_peer(host: Host, sink: Host) -> object:
-    return next((peer for peer in host.endpoint.peers if peer.id == sink.endpoint.node_id), None)
+    return next(
+        (peer for peer in host.endpoint.peers if peer.id == sink.endpoint.local.node_id), None
+    )
 
 
 # ---- slow consumers ---------------------------------------------------------------------------------------------
@@ -147,6 +149,6 @@ def test_a_slow_consumer_takes_as_much_from_each_sender() -> None:
                 simulator.publish(sender, bytes(90_000))
         simulator.run_for(0.05)
         taken.update(each.peer.id for each in slow.endpoint.take_messages(simulator.now_s))
-    shares = [taken[sender.endpoint.node_id] for sender in senders]
+    shares = [taken[sender.endpoint.local.node_id] for sender in senders]
     assert sum(shares) > 100
     assert min(shares) > 0.9 * max(shares)

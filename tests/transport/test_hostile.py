@@ -43,7 +43,7 @@ def test_replayed_inits_get_no_answers_and_take_no_memory() -> None:
     assert two.endpoint.poll(simulator.now_s + 0.1) == []
     assert two.endpoint.stats().datagrams_sent == sent
     assert two.endpoint.stats().handshakes_refused == 10_000
-    assert len(two.endpoint.sessions) == 0
+    assert len(two.endpoint.sessions.by_index) == 0
 
 
 def test_fresh_inits_are_limited_in_number_and_the_answers_are_no_larger() -> None:
@@ -59,7 +59,7 @@ def test_fresh_inits_are_limited_in_number_and_the_answers_are_no_larger() -> No
             target.endpoint.receive(memoryview(data), len(data), (f"h{index}", 1), simulator.now_s)
         for _ in range(2):
             target.endpoint.poll(simulator.now_s)
-    assert len(target.endpoint.sessions) <= 256
+    assert len(target.endpoint.sessions.by_index) <= 256
     assert target.endpoint.stats().udp_bytes_sent <= received
     assert target.endpoint.stats().handshakes_refused > 700
 
@@ -90,11 +90,11 @@ def test_a_member_that_seals_nonsense_stops_only_itself(plaintext: bytes, seed: 
     """Decrypted bytes are checked like any others: a broken peer ends its own session."""
     simulator = Simulator(seed)
     one, two, three = simulator.mesh(3)
-    session = next(s for s in one.endpoint.sessions.values() if s.address == two.address)
-    channel = session._channel
+    session = next(s for s in one.endpoint.sessions if s.address == two.address)
+    channel = session.control.channel
     assert channel is not None
     counter = channel.next_counter()
-    header = HEADER.pack(CONTROL, 0, 0, 0, session._remote_index, counter)
+    header = HEADER.pack(CONTROL, 0, 0, 0, session.control.remote_index, counter)
     datagram = channel.seal(counter, header, plaintext)
     two.endpoint.receive(memoryview(datagram), len(datagram), one.address, simulator.now_s)
     simulator.run_for(0.1)
@@ -109,7 +109,7 @@ def test_a_member_that_seals_nonsense_into_a_record_stops_only_itself(plaintext:
     one, two, three = simulator.mesh(3)
     endpoint = one.endpoint
     number = endpoint.log.head
-    header = HEADER.pack(DATA, 0, 0, 1, endpoint.stream, 1_184 << 48 | number)
+    header = HEADER.pack(DATA, 0, 0, 1, endpoint.sealer.stream, 1_184 << 48 | number)
     sealed = bytearray(len(plaintext) + 16)
     endpoint.sealer.keys.seal_into(number, memoryview(plaintext), header, memoryview(sealed))
     datagram = header + sealed

@@ -30,7 +30,7 @@ def test_visitors_under_full_load_disturb_nobody(count: int) -> None:
             simulator.run_for(0.005)
             keep_busy(simulator, one, 200_000)
         visits += bool(visitor.endpoint.peers)
-        tags = [tag for peer, tag, _ in visitor.received if peer.id == one.endpoint.node_id]
+        tags = [tag for peer, tag, _ in visitor.received if peer.id == one.endpoint.local.node_id]
         # A visitor gets every message published after it joined, without a gap.
         assert tags == list(range(tags[0], tags[0] + len(tags))) if tags else not visitor.received
         assert not tags or tags[0] >= before - 1
@@ -77,7 +77,7 @@ def test_a_node_that_crashes_in_a_handshake_is_forgotten_and_connects_after_its_
     simulator.run_until(lambda: ticket.is_done, 1.0)
     assert two.payloads == [b"after all"]
     simulator.run_for(20.0)
-    assert len(survivor.endpoint.sessions) == 1
+    assert len(survivor.endpoint.sessions.by_index) == 1
     assert len(survivor.endpoint.peers) == 1
 
 
@@ -95,8 +95,8 @@ def test_a_node_that_leaves_with_fragments_in_flight_disturbs_nobody() -> None:
     assert own.is_done
     for host in (one, two):
         (event,) = host.lost
-        assert (event.peer.id, event.reason) == (leaver.endpoint.node_id, "left")
-    assert [tag for peer, tag, _ in two.received if peer.id == one.endpoint.node_id] == list(
+        assert (event.peer.id, event.reason) == (leaver.endpoint.local.node_id, "left")
+    assert [tag for peer, tag, _ in two.received if peer.id == one.endpoint.local.node_id] == list(
         range(6)
     )
     assert two.endpoint.stats().receive_queue_bytes == 0
@@ -120,6 +120,6 @@ def test_joining_while_the_key_changes_at_full_load_loses_nothing(seed: int) -> 
     assert one.endpoint.log.head > EPOCH_RECORDS + 50
     assert [tag for _, tag, _ in two.received] == list(range(len(one.tickets)))
     for visitor in visitors:
-        tags = [tag for peer, tag, _ in visitor.received if peer.id == one.endpoint.node_id]
+        tags = [tag for peer, tag, _ in visitor.received if peer.id == one.endpoint.local.node_id]
         assert tags == list(range(tags[0], len(one.tickets)))
         assert visitor.lost == []

@@ -50,7 +50,7 @@ def test_the_lost_end_of_a_message_comes_again_within_three_probe_timeouts(lost:
     simulator = Simulator(1)
     one, two = simulator.mesh(2)
     measure_round_trips(simulator, one)
-    session = next(iter(one.endpoint.sessions.values()))
+    session = next(iter(one.endpoint.sessions))
     probe_timeout_s = session.rtt.probe_timeout_s
     assert probe_timeout_s < 0.01
     link = simulator.link(one, two)
@@ -72,7 +72,7 @@ def test_probes_lost_one_after_the_other_do_not_make_a_tail_wait_long() -> None:
     simulator = Simulator(1)
     one, two = simulator.mesh(2)
     measure_round_trips(simulator, one)
-    session = next(iter(one.endpoint.sessions.values()))
+    session = next(iter(one.endpoint.sessions))
     probe_timeout_s = session.rtt.probe_timeout_s
     link = simulator.link(one, two)
     lost_until = link.count + 4  # the message itself, and three probes after it
@@ -89,7 +89,7 @@ def test_a_tail_lost_in_a_queue_that_has_emptied_comes_again_at_once() -> None:
     simulator = Simulator(1, Link(delay_s=0.05))
     one, two = simulator.mesh(2)
     measure_round_trips(simulator, one, pause_s=0.12)
-    session = next(iter(one.endpoint.sessions.values()))
+    session = next(iter(one.endpoint.sessions))
     probe_timeout_s = session.rtt.probe_timeout_s
     head = one.endpoint.log.head
     for link in (simulator.link(one, two), simulator.link(two, one)):

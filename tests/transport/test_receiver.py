@@ -18,6 +18,7 @@ from gradwire.transport.wire import (
     HEADER,
     RECORD_META,
     DataHeader,
+    Key,
     encode_frame,
 )
 
@@ -39,14 +40,12 @@ class Feed:
     def __init__(
         self, budget_bytes: int = 1 << 20, start: int = 0, message_bytes_max: int = 1 << 20
     ) -> None:
-        self.budget = ReceiveBudget(budget_bytes)
+        self.budget = ReceiveBudget(budget_bytes, message_bytes_max)
         self.got: list[tuple[int, bytes]] = []
         self.receiver = Receiver(
-            start,
-            keys(),
+            Key(STREAM, start, *keys().key_of(start)),
             self.budget,
             lambda tag, view: self.got.append((tag, bytes(view))),
-            message_bytes_max,
             Stats(),
         )
         self.receiver.grant_credit(64, NOW_S)

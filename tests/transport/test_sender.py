@@ -12,7 +12,7 @@ from gradwire.transport.receiver import ReceiveBudget, Receiver
 from gradwire.transport.records import Record, Sealer, SendLog
 from gradwire.transport.sender import Sender
 from gradwire.transport.types import Stats, Transmit
-from gradwire.transport.wire import Ack, DataHeader, Skip
+from gradwire.transport.wire import Ack, DataHeader, Key, Skip
 
 from .invariants import check_receiver, check_sender
 
@@ -70,7 +70,7 @@ def datagrams(items: list[Transmit | Skip]) -> list[bytes]:
 
 def test_nothing_leaves_without_credit() -> None:
     log = Log()
-    sender = Sender(log, SESSION, 0, RttEstimator(), Stats())
+    sender = Sender(log, SESSION, RttEstimator(), Stats())
     for _ in range(3):
         log.publish(b"x")
     assert all_items(sender, 1.0) == []
@@ -87,7 +87,7 @@ def test_nothing_leaves_without_credit() -> None:
 
 def test_records_of_other_peers_are_skipped_in_one_frame_and_need_no_credit() -> None:
     log = Log()
-    sender = Sender(log, SESSION, 0, RttEstimator(), Stats())
+    sender = Sender(log, SESSION, RttEstimator(), Stats())
     log.publish(bytes(100_000), OTHER)
     log.publish(b"x", OTHER)
     log.publish(b"mine", SESSION, OTHER)
@@ -100,7 +100,7 @@ def test_records_of_other_peers_are_skipped_in_one_frame_and_need_no_credit() ->
 def two_records() -> tuple[Sender, list[Record]]:
     """Return a sender that had one record acknowledged and has sent two more."""
     log = Log()
-    sender = Sender(log, SESSION, 0, RttEstimator(), Stats())
+    sender = Sender(log, SESSION, RttEstimator(), Stats())
     sender.on_ack(Ack(0, 16), 1.0)
     log.publish(bytes(9_000))
     all_items(sender, 1.0)
@@ -187,14 +187,12 @@ def test_a_closing_session_waits_for_nothing() -> None:
 def test_sender_and_receiver_deliver_everything_once_in_order_whatever_is_lost(seed: int) -> None:
     generator = random.Random(seed)
     log = Log()
-    sender = Sender(log, SESSION, 0, RttEstimator(), Stats())
+    sender = Sender(log, SESSION, RttEstimator(), Stats())
     got: list[int] = []
     receiver = Receiver(
-        0,
-        keys(),
-        ReceiveBudget(1 << 30),
+        Key(STREAM, 0, *keys().key_of(0)),
+        ReceiveBudget(1 << 30, 1 << 22),
         lambda tag, _: got.append(tag),
-        1 << 22,
         Stats(),
     )
     receiver.grant_credit(generator.choice((10, 200)), 0.0)

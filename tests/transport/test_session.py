@@ -37,7 +37,7 @@ def test_a_seed_on_one_side_connects_both() -> None:
     one.endpoint.connect(two.address)
     simulator.run_until(lambda: bool(one.endpoint.peers and two.endpoint.peers), 1.0)
     assert [type(event) for event in one.events + two.events] == [PeerJoined, PeerJoined]
-    assert one.endpoint.peers[0].id == two.endpoint.node_id
+    assert one.endpoint.peers[0].id == two.endpoint.local.node_id
     assert two.endpoint.peers[0].address == "one:1"
 
 
@@ -124,7 +124,7 @@ def test_a_peer_that_gets_nothing_for_several_key_epochs_reads_the_next_message(
     monkeypatch.setattr(crypto, "EPOCH_BITS", 3)
     simulator = Simulator(10)
     one, two, three = simulator.mesh(3)
-    recipient = next(peer for peer in one.endpoint.peers if peer.id == two.endpoint.node_id)
+    recipient = next(peer for peer in one.endpoint.peers if peer.id == two.endpoint.local.node_id)
     for index in range(40):
         simulator.publish(one, b"for two", index, to=recipient)
         simulator.run_until(lambda: is_done(one), 1.0)
@@ -138,10 +138,10 @@ def test_a_learned_address_that_does_not_answer_is_dropped() -> None:
     simulator, one, two = pair(9)
     two.endpoint.on_members(("nowhere:1", "nonsense"))
     simulator.run_for(1.0)
-    assert ("nowhere", 1) in two.endpoint.discovery
+    assert ("nowhere", 1) in two.endpoint.discovery.by_address
     simulator.run_for(15.0)
-    assert ("nowhere", 1) not in two.endpoint.discovery
-    assert one.address in two.endpoint.discovery
+    assert ("nowhere", 1) not in two.endpoint.discovery.by_address
+    assert one.address in two.endpoint.discovery.by_address
 
 
 # ---- messages ---------------------------------------------------------------------------------------------------
@@ -164,12 +164,12 @@ def test_a_message_of_any_size_arrives_complete(nbytes: int) -> None:
 def test_ten_percent_loss_each_way_loses_no_message(seed: int) -> None:
     simulator = Simulator(seed, Link(loss=0.1, duplicate=0.02, reorder=0.05))
     hosts = simulator.mesh(3)
-    sent = {host.endpoint.node_id: [] for host in hosts}
+    sent = {host.endpoint.local.node_id: [] for host in hosts}
     for index in range(25):
         for host in hosts:
             payload = simulator.random.randbytes(simulator.random.choice((0, 300, 5_000, 90_000)))
             simulator.publish(host, payload, index)
-            sent[host.endpoint.node_id].append(payload)
+            sent[host.endpoint.local.node_id].append(payload)
         simulator.run_for(0.003)
     simulator.run_until(lambda: all(is_done(host) for host in hosts), 30.0)
     for host in hosts:
@@ -183,7 +183,7 @@ def test_ten_percent_loss_each_way_loses_no_message(seed: int) -> None:
 def test_a_message_to_one_peer_reaches_only_that_peer_and_keeps_the_order() -> None:
     simulator = Simulator(9, Link(loss=0.1))
     one, two, three = simulator.mesh(3)
-    only = next(peer for peer in one.endpoint.peers if peer.id == two.endpoint.node_id)
+    only = next(peer for peer in one.endpoint.peers if peer.id == two.endpoint.local.node_id)
     sent_two, sent_three = [], []
     for index in range(60):
         payload = simulator.random.randbytes(simulator.random.choice((10, 130_000)))
@@ -265,7 +265,7 @@ def test_a_slow_peer_does_not_slow_the_others_until_the_log_is_full() -> None:
     for index in range(40):
         ticket = simulator.publish(one, bytes(30_000), index)
         simulator.run_for(0.02)
-        assert {peer.id for peer in ticket.delivered} >= {two.endpoint.node_id}
+        assert {peer.id for peer in ticket.delivered} >= {two.endpoint.local.node_id}
 
 
 def test_a_lagging_peer_is_evicted_if_asked_for_and_the_others_go_on() -> None:
@@ -282,7 +282,7 @@ def test_a_lagging_peer_is_evicted_if_asked_for_and_the_others_go_on() -> None:
         simulator.run_for(0.1)
         assert simulator.now_s < 1_060
     assert one.lost[0].reason == "lagging"
-    assert one.lost[0].peer.id == slow.endpoint.node_id
+    assert one.lost[0].peer.id == slow.endpoint.local.node_id
     assert one.lost[0].undelivered
     simulator.run_until(lambda: all(ticket.is_done for ticket in one.tickets), 5.0)
     assert len(two.received) == index
@@ -317,7 +317,7 @@ def test_unacknowledged_messages_are_reported_at_close() -> None:
     assert one.endpoint.undelivered() == [(one.endpoint.peers[0], ticket)]
     one.endpoint.close(simulator.now_s)
     simulator.run_until(lambda: one.endpoint.is_closed, 10.0)
-    assert {peer.id for peer in ticket.failed} == {two.endpoint.node_id}
+    assert {peer.id for peer in ticket.failed} == {two.endpoint.local.node_id}
 
 
 def test_a_silent_peer_is_lost_after_ten_seconds_with_the_exact_list() -> None:
@@ -350,7 +350,7 @@ def test_a_restart_under_the_same_address_is_another_incarnation() -> None:
     simulator.publish(one, b"to the first")
     simulator.run_for(0.1)
     simulator.crash(two)
-    again = simulator.add("h1", node_id=two.endpoint.node_id)
+    again = simulator.add("h1", node_id=two.endpoint.local.node_id)
     again.endpoint.connect(one.address)
     simulator.run_until(lambda: any(peer != before for peer in one.endpoint.peers), 5.0)
     after = one.endpoint.peers[0]
@@ -369,7 +369,7 @@ def test_a_restart_with_another_identity_under_the_same_address_replaces_the_old
     simulator.run_until(lambda: bool(one.lost), 5.0)
     assert one.lost[0].reason == "restarted"
     simulator.run_until(
-        lambda: [peer.id for peer in one.endpoint.peers] == [again.endpoint.node_id], 1.0
+        lambda: [peer.id for peer in one.endpoint.peers] == [again.endpoint.local.node_id], 1.0
     )
 
 

@@ -91,7 +91,7 @@ class History:
             host.endpoint.connect((other, 1))
 
     def _own(self, host: Host) -> Peer:
-        return Peer(host.endpoint.node_id, host.endpoint.incarnation, "")
+        return Peer(host.endpoint.local.node_id, host.endpoint.local.incarnation, "")
 
     def hosts(self) -> list[Host]:
         """Return the hosts that run."""

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
+
+Window: TypeAlias = deque[tuple[float, float]]  # (time, value), without values before a higher one
 
 NEVER_S: Final = float("inf")
 RTT_VARIATION_FLOOR_S: Final = 0.001  # the timers of a busy machine are no better
@@ -38,6 +40,16 @@ QUEUE_S: Final = 0.004  # wait that shows a queue: a busy receiver or a late tim
 LOSS_COMPENSATION_MAX: Final = 0.3
 
 
+def windowed_maximum(window: Window, now: float, value: float, span: float) -> float:
+    """Add a value to a window, and return the highest of those no older than ``span``."""
+    while window and window[-1][1] <= value:
+        window.pop()
+    window.append((now, value))
+    while now - window[0][0] > span:
+        window.popleft()
+    return window[0][1]
+
+
 class RttEstimator:
     """Smoothed round-trip time, its variation, and the minimum of the last ten seconds; 0 while unknown."""
 
@@ -48,8 +60,7 @@ class RttEstimator:
         self.first_probe_timeout_s = 0.2
         # Time after its sending at which a fragment counts as lost, once a later fragment has arrived.
         self.loss_delay_s = 0.0005
-        # (time, sample) of the last ten seconds, without those followed by a smaller one.
-        self._smallest: deque[tuple[float, float]] = deque()
+        self._negated: Window = deque()  # samples of the last ten seconds
 
     def set_guess(self, sample_s: float) -> None:
         """Use an estimate until the first sample: too long if the answer was to a repeated datagram."""
@@ -65,13 +76,7 @@ class RttEstimator:
         else:
             self.variation_s += (abs(self.smoothed_s - sample_s) - self.variation_s) / 4
             self.smoothed_s += (sample_s - self.smoothed_s) / 8
-        smallest = self._smallest
-        while smallest and smallest[-1][1] >= sample_s:
-            smallest.pop()
-        smallest.append((now_s, sample_s))
-        while now_s - smallest[0][0] > 10.0:
-            smallest.popleft()
-        self.minimum_s = smallest[0][1]
+        self.minimum_s = -windowed_maximum(self._negated, now_s, -sample_s, span=10.0)
         self._update_timeouts()
 
     def _update_timeouts(self) -> None:
@@ -95,6 +100,10 @@ class RoundTrip:
     longest_s: float = 0.0  # the longest sample
     rate_bytes_per_s: float = 0.0  # the highest delivery rate
     in_flight_bytes: int = 0  # the most at the sending of any burst that has arrived
+    number: int = 0
+    ends_at_bytes: int = (
+        0  # ends when a burst arrives before whose sending so much had been delivered
+    )
 
     @property
     def lost_share(self) -> float:
@@ -147,20 +156,15 @@ class InFlightLimit:
         return False
 
 
-@dataclass(slots=True)
-class Sent:
-    """A transmission, and the state of delivery when it left; its acknowledgement yields a rate sample."""
+class SendState(NamedTuple):
+    """The state of delivery when a burst left; the acknowledgement of the burst yields a rate sample."""
 
-    order: int  # place in the sequence of all transmissions to the peer
-    mask: int  # the fragments of the record that are neither acknowledged nor declared lost
     sent_at_s: float
     delivered_bytes: int
     delivered_at_s: float
     first_sent_at_s: float
     app_limited: bool
     in_flight_bytes: int
-    has_single_copy: bool = True  # it brought a fragment that was sent only once: a round trip
-    is_probe: bool = False  # an earlier copy may still be on its way
 
 
 class RateController:
@@ -179,9 +183,7 @@ class RateController:
         self._delivered_at_s = 0.0
         self._first_sent_at_s = 0.0
         self._app_limited_until_bytes = 0
-        self._round = 0
-        self._round_ends_at_bytes = 0
-        self._rates: deque[tuple[int, float]] = deque()  # (round, rate) as in RttEstimator
+        self._rates: Window = deque()  # of this and the nine rounds before
         self._gain_index = 0  # the next gain drains the queue of the start
         self._gain_since_s = 0.0
         self._full_rate = 0.0
@@ -213,8 +215,8 @@ class RateController:
                 return 0.0
         return self._next_send_at_s
 
-    def on_sent(self, sent_bytes: int, now_s: float, order: int, mask: int) -> Sent:
-        """Account for a burst of the fragments in ``mask`` that leaves now."""
+    def on_sent(self, sent_bytes: int, now_s: float) -> SendState:
+        """Account for a burst that leaves now."""
         if self.bytes_in_flight == 0:
             # The pause before this burst belongs to no rate sample.
             self._first_sent_at_s = self._delivered_at_s = now_s
@@ -223,9 +225,7 @@ class RateController:
             # A burst that leaves before its time does not postpone the next one.
             earliest_s = min(max(self._next_send_at_s, now_s - PACING_SLACK_S), now_s)
             self._next_send_at_s = earliest_s + sent_bytes / self._pace
-        return Sent(
-            order=order,
-            mask=mask,
+        return SendState(
             sent_at_s=now_s,
             delivered_bytes=self._delivered_bytes,
             delivered_at_s=self._delivered_at_s,
@@ -256,18 +256,16 @@ class RateController:
         if not self._delivered_bytes and not self.bytes_in_flight:
             self.limit.nbytes = self.window_bytes = self.burst_bytes = share_bytes
 
-    def on_delivered(self, delivered_bytes: int, mark: Sent, now_s: float) -> None:
+    def on_delivered(self, delivered_bytes: int, mark: SendState, now_s: float) -> None:
         """Account for bytes acknowledged now, of which ``mark`` was sent most recently."""
         self.bytes_in_flight -= delivered_bytes
         self._delivered_bytes += delivered_bytes
         self._delivered_at_s = now_s
         self._first_sent_at_s = mark.sent_at_s
         self.loss_rate -= min(1.0, delivered_bytes / BURST_MAX_BYTES) * self.loss_rate / 16
-        new_round = mark.delivered_bytes >= self._round_ends_at_bytes
-        if new_round:
-            self._round += 1
-            self._round_ends_at_bytes = self._delivered_bytes
         seen = self._seen
+        new_round = mark.delivered_bytes >= seen.ends_at_bytes
+        number = seen.number + new_round
         seen.delivered_bytes += delivered_bytes
         seen.longest_s = max(seen.longest_s, self._rtt.latest_s)
         seen.in_flight_bytes = max(seen.in_flight_bytes, mark.in_flight_bytes)
@@ -277,7 +275,7 @@ class RateController:
             rate = (self._delivered_bytes - mark.delivered_bytes) / interval_s
             seen.rate_bytes_per_s = max(seen.rate_bytes_per_s, rate)
             if rate >= self.rate_bytes_per_s or not mark.app_limited:
-                self._add_rate(rate)
+                self.rate_bytes_per_s = windowed_maximum(self._rates, number, rate, span=9)
         if not self.is_starting:
             if now_s - self._gain_since_s > max(self._rtt.minimum_s, PACING_SLACK_S):
                 self._gain_index = (self._gain_index + 1) % len(PROBE_GAINS)
@@ -285,19 +283,12 @@ class RateController:
         elif new_round and not mark.app_limited:
             self._notice_full_pipe()
         if new_round:
-            self._seen = RoundTrip(now_s)
-            if self.limit.on_round_trip(seen, self._rtt.minimum_s, now_s) and self._rates:
+            self._seen = RoundTrip(now_s, number=number, ends_at_bytes=self._delivered_bytes)
+            has_overflowed = self.limit.on_round_trip(seen, self._rtt.minimum_s, now_s)
+            if has_overflowed and self.rate_bytes_per_s:
                 self.is_starting = False
         self._update_window()
         self._update_pace()
-
-    def _add_rate(self, rate: float) -> None:
-        while self._rates and self._rates[-1][1] <= rate:
-            self._rates.pop()
-        self._rates.append((self._round, rate))
-        while self._rates[0][0] <= self._round - 10:
-            self._rates.popleft()
-        self.rate_bytes_per_s = self._rates[0][1]
 
     def _notice_full_pipe(self) -> None:
         """End the start after three rounds without growth, or one with much loss: a queue overflows already."""

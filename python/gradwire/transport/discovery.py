@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,15 +31,18 @@ class Discovery:
     """The addresses that this node tries to be connected to."""
 
     def __init__(self) -> None:
-        self._seeds: dict[Address, Seed] = {}
-
-    def __iter__(self) -> Iterator[Address]:
-        return iter(self._seeds)
+        self.due_at_s = 0.0  # when to call `due`
+        self.by_address: dict[Address, Seed] = {}
 
     def add(self, address: Address, *, is_learned: bool = False) -> None:
         """Add an address to connect to; ignored when there are too many already."""
-        if len(self._seeds) < SEEDS_MAX:
-            self._seeds.setdefault(address, Seed(address, is_learned))
+        if len(self.by_address) < SEEDS_MAX:
+            self.by_address.setdefault(address, Seed(address, is_learned))
+        self.reconsider()
+
+    def reconsider(self) -> None:
+        """Have `due` called at once, because an address or a connection is new or gone."""
+        self.due_at_s = 0.0
 
     def seeds(
         self, connected: Set[Address] = frozenset(), node_ids: Set[int] = frozenset()
@@ -48,38 +51,37 @@ class Discovery:
         missing = self._unconnected(connected, node_ids)
         return [seed.address for seed in missing if not (seed.is_learned or seed.is_own)]
 
-    def due(
-        self, now_s: float, connected: Set[Address], node_ids: Set[int]
-    ) -> tuple[list[Address], float]:
-        """Return the addresses to start a handshake with now, and when to ask again; infinity if never."""
+    def due(self, now_s: float, connected: Set[Address], node_ids: Set[int]) -> list[Address]:
+        """Return the addresses to start a handshake with now, and set ``due_at_s``; infinity if never."""
         missing = self._unconnected(connected, node_ids)
         due_seeds = [seed for seed in missing if now_s >= seed.next_at_s]
         for seed in due_seeds:
             seed.next_at_s = now_s + RETRY_FIRST_S
-        next_at_s = min((seed.next_at_s for seed in missing), default=float("inf"))
-        return [seed.address for seed in due_seeds], next_at_s
+        self.due_at_s = min((seed.next_at_s for seed in missing), default=float("inf"))
+        return [seed.address for seed in due_seeds]
 
     def _unconnected(self, connected: Set[Address], node_ids: Set[int]) -> list[Seed]:
-        others = (seed for seed in self._seeds.values() if seed.address not in connected)
+        others = (seed for seed in self.by_address.values() if seed.address not in connected)
         return [seed for seed in others if seed.node_id not in node_ids]
 
     def on_identified(self, address: Address, node_id: int) -> None:
         """Note which node answers at this address."""
-        if seed := self._seeds.get(address):
+        if seed := self.by_address.get(address):
             seed.node_id = node_id
             seed.is_own = False
 
     def on_own(self, address: Address, now_s: float) -> None:
         """Note that datagrams to this address come back: the address is probably this node's own."""
-        if seed := self._seeds.get(address):
+        if seed := self.by_address.get(address):
             seed.is_own = True
             seed.next_at_s = now_s + OWN_S
 
     def on_ended(self, address: Address, now_s: float, *, is_answered: bool) -> None:
         """Note that a connection ended, or an attempt failed: try again later, or drop an address that a peer named."""
-        if seed := self._seeds.get(address):
+        self.reconsider()
+        if seed := self.by_address.get(address):
             wait_s = RETRY_FIRST_S if is_answered else RETRY_MAX_S
             seed.node_id = None
             seed.next_at_s = max(seed.next_at_s, now_s + wait_s)
             if seed.is_learned and not is_answered:
-                del self._seeds[address]
+                del self.by_address[address]

@@ -20,7 +20,7 @@ from collections import deque
 from typing import Final, Protocol
 
 from .addressing import format_address, local_addresses
-from .types import Address, SocketStats, Stats, Transmit
+from .types import Address, SocketStats, Transmit
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,6 @@ now_s = time.monotonic
 
 class _Endpoint(Protocol):
     """The protocol of a node as the driver uses it."""
-
-    counters: Stats
 
     def receive(self, data: memoryview, size: int, source: Address, now_s: float, /) -> None: ...
     def poll(self, now_s: float) -> list[Transmit]: ...
@@ -91,6 +89,7 @@ class Driver:
         self.address: Address = (host, port)
         self.has_gso = offload and sys.platform == "linux"
         self.has_gro = False
+        self.kernel_drops = 0  # datagrams that did not fit into the socket's receive buffer
         self._errors = 0
         self._configure(family, offload)
         self._buffer = bytearray(RECEIVE_BUFFER_BYTES)
@@ -142,7 +141,7 @@ class Driver:
                 if level == socket.IPPROTO_UDP and kind == UDP_GRO:
                     segment_bytes = struct.unpack_from("=i", data)[0]
                 elif level == socket.SOL_SOCKET and kind == SO_RXQ_OVFL:
-                    endpoint.counters.kernel_drops = struct.unpack_from("=I", data)[0]
+                    self.kernel_drops = struct.unpack_from("=I", data)[0]
             endpoint.receive(self._view[:nbytes], segment_bytes, source[:2], time_s)
         return True
 

@@ -7,7 +7,6 @@ returns when to call `poll` again. Time is always an argument.
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from dataclasses import replace
 from typing import Final
@@ -16,24 +15,13 @@ from ..errors import Closed, NotConnected, TooLarge, WouldBlock
 from . import wire
 from .addressing import format_address, parse_address
 from .congestion import NEVER_S
-from .crypto import IV_BYTES, KEY_BYTES, AuthenticationError, Entropy, KeyChain, Mac1
+from .crypto import IV_BYTES, KEY_BYTES, AuthenticationError, KeyChain
 from .discovery import GOSSIP_S, Discovery
-from .handshake import IncomingHandshakes
+from .handshake import LocalNode
 from .receiver import ReceiveBudget
 from .records import Sealer, SendLog
-from .session import Session, State
-from .types import (
-    Address,
-    Event,
-    Limits,
-    Peer,
-    PeerJoined,
-    PeerLost,
-    Received,
-    Stats,
-    Ticket,
-    Transmit,
-)
+from .session import Session, SessionTable, State
+from .types import Address, Limits, Peer, PeerJoined, PeerLost, Received, Stats, Ticket, Transmit
 from .wire import HEADER, HEADER_BYTES, WireError
 
 logger = logging.getLogger(__name__)
@@ -51,64 +39,35 @@ DUPLICATE: Final = "its node_id, {}, is that of {}: give every node its own"
 
 
 class Endpoint:
-    """The protocol of one node; arguments that `Node` has as well are documented there.
-
-    Args:
-        now_s: current time, monotonic.
-        incarnation: start of the process in milliseconds; larger than that of any earlier run of the node.
-        entropy: source of random bytes; a simulator passes a seeded one.
-        name: name of the node in log entries.
-        first_record: number of the first record; only tests change it.
-    """
+    """The protocol of one node; the arguments are those of `Node`, and ``first_record``, which only tests change."""
 
     def __init__(
         self,
-        secret: bytes,
-        now_s: float,
+        local: LocalNode,
+        limits: Limits,
         *,
-        node_id: int,
-        incarnation: int,
-        limits: Limits | None = None,
-        advertise: str = "",
-        entropy: Entropy = os.urandom,
         on_lag: str = "block",
-        name: str = "this node",
         first_record: int = 0,
     ) -> None:
-        self.limits = limits or Limits()
-        self.secret = secret
-        self.mac1 = Mac1(secret)
-        self.node_id = node_id
-        self.incarnation = incarnation
-        self.advertise = advertise
-        self.entropy = entropy
+        self.local = local
+        self.limits = limits
         self.counters = Stats()
-        self.budget = ReceiveBudget(self.limits.receive_bytes)
-        self.stream = int.from_bytes(entropy(4), "little")
-        self.keys = KeyChain(entropy(KEY_BYTES), entropy(IV_BYTES), first_record)
-        self.log = SendLog(self.limits.send_log_bytes, first_record)
-        self.sealer = Sealer(self.keys, self.stream, self.limits.datagram_bytes)
+        self.budget = ReceiveBudget(limits.receive_bytes, limits.message_bytes_max)
+        stream = int.from_bytes(local.entropy(4), "little")
+        keys = KeyChain(local.entropy(KEY_BYTES), local.entropy(IV_BYTES), first_record)
+        self.sealer = Sealer(keys, stream, limits.datagram_bytes)
+        self.log = SendLog(limits.send_log_bytes, first_record)
         self.discovery = Discovery()
-        self.handshakes = IncomingHandshakes(secret, self.mac1, entropy, name)
-        self.sessions: dict[int, Session] = {}  # by index
-        self.by_node: dict[int, Session] = {}  # established ones, by the peer's node id
-        self.by_stream: dict[tuple[Address, int], Session] = {}  # by source and stream
-        # By mac1: the sessions whose peer has not yet proved that its INIT is no recording.
-        self.half_open: dict[bytes, Session] = {}
+        self.sessions = SessionTable()
         self.is_closing = False  # refuse new messages and new peers; queued messages are still sent
         self._evicts = on_lag == "evict"
         self.messages: deque[Received] = deque()  # received, and not taken yet
-        self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
+        self._events: deque[PeerJoined | PeerLost] = deque(maxlen=EVENTS_MAX)
         self.final_datagrams: list[Transmit] = []  # of sessions that have ended
-        self._next_message = 0
-        self._started_at_s = now_s
-        self._polled_at_s = self._expected_at_s = now_s
-        self._housekeeping_at_s = now_s
-        self._gossip_at_s = now_s + GOSSIP_S
-        self._connect_at_s = 0.0
+        self._polled_at_s = self._expected_at_s = local.started_at_s
+        self._housekeeping_at_s = local.started_at_s
+        self._gossip_at_s = local.started_at_s + GOSSIP_S
         self._polls = 0
-
-    # ---- the caller's side --------------------------------------------------------------------------------------
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -118,12 +77,11 @@ class Endpoint:
     def connect(self, address: Address) -> None:
         """Connect to this address, and reconnect whenever the connection is lost."""
         self.discovery.add(address)
-        self._connect_at_s = 0.0
 
     def unanswered(self) -> list[Address]:
         """Return the addresses given to `connect` from which no peer is connected."""
         connected = {each.address for each in self._up_sessions()}
-        return self.discovery.seeds(connected, set(self.by_node))
+        return self.discovery.seeds(connected, set(self.sessions.by_node))
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether `publish` would take a message of this size now."""
@@ -149,15 +107,15 @@ class Endpoint:
         first = self.log.head
         last = first + self.sealer.records_of(len(payload)) - 1
         for session in recipients:
-            session.note_published(last, ticket, now_s)
+            session.sender.note_published(last, ticket, now_s)
         indices = frozenset(session.index for session in recipients)
-        for record in self.sealer.seal_message(first, indices, self._next_message, tag, payload):
+        number = self.counters.messages_sent
+        for record in self.sealer.seal_message(first, indices, number, tag, payload):
             self.log.append(record)
-        self._next_message += 1
         # The other peers have to skip the records, which would otherwise stay in the log for them. They skip a little
         # later: a message to each of n peers then costs each peer a single SKIP of all the others' messages.
         for session in self._up_sessions():
-            session.wake_by(now_s if session.index in indices else now_s + SKIP_S)
+            session.wake(now_s if session.index in indices else now_s + SKIP_S)
         self.counters.messages_sent += 1
         self.counters.payload_bytes_sent += len(payload) * len(recipients)
         return ticket
@@ -176,14 +134,13 @@ class Endpoint:
         messages = list(self.messages)
         self.messages.clear()
         self.budget.give_back(*(len(message.payload) for message in messages))
-        if self.budget.has_waiting and messages:
-            self.budget.has_waiting = False
+        if messages and self.budget.forget_waiting():
             # The session that has waited longest comes first: a busy peer must not keep the others from the budget.
-            for session in sorted(self.sessions.values(), key=lambda each: each.last_message):
+            for session in sorted(self.sessions, key=lambda each: each.last_message):
                 session.resume(now_s)
         return messages
 
-    def take_events(self) -> list[Event]:
+    def take_events(self) -> list[PeerJoined | PeerLost]:
         """Return and forget the events of peers, oldest first."""
         events, self._events = list(self._events), deque(maxlen=EVENTS_MAX)
         return events
@@ -191,41 +148,41 @@ class Endpoint:
     @property
     def is_drained(self) -> bool:
         """Whether every connected peer has acknowledged everything."""
-        return all(each.sender is None or each.sender.is_idle for each in self._up_sessions())
+        return all(each.sender.is_idle for each in self._up_sessions())
 
     @property
     def is_closed(self) -> bool:
         """Whether every session has ended after `close`."""
-        return self.is_closing and not any(each.is_established for each in self.sessions.values())
+        return self.is_closing and not any(each.is_established for each in self.sessions)
+
+    def refuse_messages(self) -> None:
+        """Take no new messages and no new peers; the queued messages are still sent."""
+        self.is_closing = True
 
     def close(self, now_s: float) -> None:
         """Send a CLOSE to every peer; messages that a peer has not acknowledged fail."""
-        self.is_closing = True
-        for session in list(self.sessions.values()):
+        self.refuse_messages()
+        for session in self.sessions:
             session.close(now_s)
 
     def finish(self, now_s: float) -> None:
         """Stop waiting for the answers to CLOSE."""
-        for session in list(self.sessions.values()):
+        for session in self.sessions:
             session.end("closed", now_s)
 
     def undelivered(self) -> list[tuple[Peer, Ticket]]:
         """Return the messages that are published and not acknowledged, per peer."""
-        return [
-            (each.identity, ticket) for each in self._up_sessions() for _, ticket in each.pending
-        ]
+        sessions = self._up_sessions()
+        return [(each.identity, ticket) for each in sessions for _, ticket in each.sender.pending]
 
     def stats(self) -> Stats:
         """Return a snapshot of the counters and of each path."""
-        paths = [each.path_stats(each.sender) for each in self._up_sessions() if each.sender]
         return replace(
             self.counters,
             send_log_bytes=self.log.used_bytes,
             receive_queue_bytes=self.budget.used_bytes,
-            peers=tuple(paths),
+            peers=tuple(each.path_stats() for each in self._up_sessions()),
         )
-
-    # ---- datagrams in -------------------------------------------------------------------------------------------
 
     def receive(self, data: memoryview, segment_bytes: int, address: Address, now_s: float) -> None:
         """Process datagrams from one address, back to back, all but the last of ``segment_bytes``.
@@ -252,7 +209,7 @@ class Endpoint:
     ) -> int:
         """Process the neighbouring fragments of one record that begin here; return where they end."""
         header = wire.DataHeader.decode(data, position)
-        session = self.by_stream.get((address, header.stream))
+        session = self.sessions.by_stream.get((address, header.stream))
         if session is None:
             self.counters.stray_datagrams += 1
             return min(position + segment_bytes, len(data))
@@ -273,7 +230,7 @@ class Endpoint:
             elif kind == wire.INIT:
                 self._receive_init(bytes(datagram), address, now_s)
             else:
-                self.handshakes.rejected.note_version(kind, address, now_s)
+                self.local.rejected.note_version(kind, address, now_s)
                 self.counters.malformed_datagrams += 1
         except WireError:
             self.counters.malformed_datagrams += 1
@@ -285,7 +242,7 @@ class Endpoint:
             raise WireError("a datagram without a tag")
         header = bytes(datagram[:HEADER_BYTES])
         kind, _, _, _, index, counter = HEADER.unpack(header)
-        session = self.sessions.get(index)
+        session = self.sessions.by_index.get(index)
         if session is None or (kind == wire.RESPONSE and session.address != address):
             self.counters.stray_datagrams += 1
         elif kind == wire.RESPONSE:
@@ -297,62 +254,61 @@ class Endpoint:
     def _receive_init(self, datagram: bytes, address: Address, now_s: float) -> None:
         if len(datagram) != wire.INIT_BYTES:
             raise WireError(f"an INIT of {len(datagram)} bytes")
-        repeated = self.half_open.get(datagram[-wire.MAC1_BYTES :])
-        if repeated is not None and repeated.init == datagram:
+        repeated = self.sessions.half_open.get(datagram)
+        if repeated is not None:
             self.counters.handshakes_refused += not repeated.answer_again(address, now_s)
             return
         self.counters.handshakes_refused += 1  # unless it turns out to be acceptable
         if self.is_closing:
             return
-        admitted = self.handshakes.read_init(datagram, address, self.wall_ms(now_s), now_s)
+        admitted = self.local.read_init(datagram, address, now_s)
         if admitted is None or not self._is_acceptable(admitted[1], address, now_s):
             return
         self.counters.handshakes_refused -= 1
-        while len(self.half_open) >= HALF_OPEN_MAX:
-            self._drop(next(iter(self.half_open.values())))
-        session = self._new_session(address, now_s)
-        session.start_responder(datagram, *admitted)
-        self.half_open[datagram[-wire.MAC1_BYTES :]] = session
+        half_open = self.sessions.half_open
+        while len(half_open) >= HALF_OPEN_MAX:
+            next(iter(half_open.values())).discard()
+        session = half_open[datagram] = self._new_session(address, now_s)
+        session.start_responder(datagram, *admitted, now_s)
 
     def _is_acceptable(self, remote: wire.Introduction, address: Address, now_s: float) -> bool:
-        if remote.node_id == self.node_id:
-            if remote.incarnation != self.incarnation:
-                reason = DUPLICATE.format(self.node_id, "this node")
-                self.handshakes.rejected.note(address, reason, now_s)
-            sender = self.sessions.get(remote.session)
+        if remote.node_id == self.local.node_id:
+            if remote.incarnation != self.local.incarnation:
+                reason = DUPLICATE.format(remote.node_id, "this node")
+                self.local.rejected.note(address, reason, now_s)
+            sender = self.sessions.by_index.get(remote.session)
             if sender is not None and sender.state is State.INIT_SENT and sender.target is not None:
                 self.discovery.on_own(sender.target, now_s)
-                self._drop(sender)
+                sender.discard()
             return False
-        known = self.by_node.get(remote.node_id)
+        known = self.sessions.by_node.get(remote.node_id)
         if known is not None and not self._is_replaced(known, remote.incarnation, now_s):
             if remote.incarnation < known.identity.incarnation:
                 other = f"a node that started later, at {known.identity.address}"
                 reason = DUPLICATE.format(remote.node_id, other)
-                self.handshakes.rejected.note(address, reason, now_s)
+                self.local.rejected.note(address, reason, now_s)
             return False
         # When both nodes have sent an INIT, that of the larger node id wins. The other handshake continues until its
         # peer has proved its presence: the INIT may be a recording.
-        targets = [each.address for each in self.sessions.values() if each.state is State.INIT_SENT]
-        return address not in targets or self.node_id < remote.node_id
+        targets = [each.address for each in self.sessions if each.state is State.INIT_SENT]
+        return address not in targets or self.local.node_id < remote.node_id
 
     def _is_replaced(self, known: Session, incarnation: int, now_s: float) -> bool:
         """Return whether a run of the peer's node takes the session's place: a newer run, or the same after silence."""
-        if now_s - known.heard_at_s < self.limits.suspect_s:
-            return incarnation > known.identity.incarnation
-        return incarnation >= known.identity.incarnation
-
-    # ---- datagrams out ------------------------------------------------------------------------------------------
+        is_silent = now_s - known.control.heard_at_s >= self.limits.suspect_s
+        before = known.identity.incarnation
+        return incarnation > before or (incarnation == before and is_silent)
 
     def poll(self, now_s: float) -> list[Transmit]:
         """Return the datagrams to send now; call again at once while it returns any."""
         self._notice_sleep(now_s)
-        if now_s >= self._connect_at_s:
-            self._start_handshakes(now_s)
+        if now_s >= self.discovery.due_at_s and not self.is_closing:
+            for address in self.discovery.due(now_s, *self.sessions.connected()):
+                self._new_session(address, now_s).start_initiator(now_s)
         if now_s >= self._housekeeping_at_s:
             self._housekeeping_at_s = now_s + HOUSEKEEPING_S
             self._check_peers(now_s)
-        due = [session for session in self.sessions.values() if session.wake_at_s <= now_s]
+        due = [each for each in self.sessions.by_index.values() if each.wake_at_s <= now_s]
         # Start with another session each time, so that no session is always last in the socket's queue.
         self._polls += 1
         out: list[Transmit] = []
@@ -366,8 +322,9 @@ class Endpoint:
         """Return the time at which to call `poll` next; None when only a datagram or the caller can change things."""
         if self.final_datagrams:
             return now_s
-        wakes_s = [session.wake_at_s for session in self.sessions.values()]
-        self._expected_at_s = at_s = min(self._connect_at_s, *wakes_s, NEVER_S)
+        connect_at_s = NEVER_S if self.is_closing else self.discovery.due_at_s
+        wakes_s = [session.wake_at_s for session in self.sessions.by_index.values()]
+        self._expected_at_s = at_s = min(connect_at_s, *wakes_s, NEVER_S)
         return None if at_s == NEVER_S else max(at_s, 0.0)
 
     def _notice_sleep(self, now_s: float) -> None:
@@ -375,33 +332,15 @@ class Endpoint:
         slept_s = now_s - max(self._polled_at_s, self._expected_at_s)
         self._polled_at_s = self._expected_at_s = now_s
         if slept_s > SLEEP_S:
-            for session in self.sessions.values():
-                session.heard_at_s = min(now_s, session.heard_at_s + slept_s)
-                session.progress_at_s = min(now_s, session.progress_at_s + slept_s)
-
-    def _start_handshakes(self, now_s: float) -> None:
-        self._connect_at_s = NEVER_S
-        if self.is_closing:
-            return
-        addresses, self._connect_at_s = self.discovery.due(now_s, *self._connected())
-        for address in addresses:
-            self._new_session(address, now_s).start_initiator(now_s)
-
-    def _connected(self) -> tuple[set[Address], set[int]]:
-        """Return the addresses and node ids that need no INIT."""
-        sessions = self.sessions.values()
-        # A session in state RESPONDED does not count: its INIT may be a recording, played from the peer's address.
-        addresses = {each.address for each in sessions if each.state is not State.RESPONDED}
-        addresses |= {each.target for each in sessions if each.target is not None}
-        return addresses, set(self.by_node)
+            for session in self.sessions:
+                session.excuse_silence(slept_s, now_s)
 
     def _check_peers(self, now_s: float) -> None:
         """Renew every peer's credit, evict lagging peers if asked to, and tell one peer the others' addresses again."""
         sessions = self._up_sessions()
         for session in sessions:
             session.resume(now_s)
-            is_late = now_s - session.progress_at_s > self.limits.lag_s
-            if self._evicts and session.pending and is_late:
+            if self._evicts and session.sender.is_late(self.limits.lag_s, now_s):
                 session.give_up("lagging", now_s)
         if now_s >= self._gossip_at_s and sessions:
             self._gossip_at_s = now_s + GOSSIP_S
@@ -413,24 +352,19 @@ class Endpoint:
         for start in range(0, len(addresses), MEMBERS_PER_FRAME):
             session.send_frame(wire.Members(tuple(addresses[start : start + MEMBERS_PER_FRAME])))
 
-    # ---- called by the sessions --------------------------------------------------------------------------------------
-
-    def wall_ms(self, now_s: float) -> int:
-        """Return the time since the epoch in ms; a jump of the clock after the start goes unnoticed."""
-        return (self.incarnation + int((now_s - self._started_at_s) * 1e3)) & (2**64 - 1)
-
     def window_records(self) -> int:
         """Return how many records each peer may send beyond the consumed ones."""
         cutoff_s = self._polled_at_s - ACTIVE_S
-        active = sum(session.data_heard_at_s > cutoff_s for session in self.sessions.values())
+        sessions = self.sessions.by_index.values()
+        receivers = [each.receiver for each in sessions if each.receiver is not None]
+        active = sum(receiver.last_arrival_s > cutoff_s for receiver in receivers)
         window = self.limits.window_bytes // wire.RECORD_BYTES_MAX // max(1, active)
         return max(CREDIT_FLOOR_RECORDS, window)
 
     def on_identified(self, session: Session, now_s: float) -> bool:
         """Put a session in the place of its node's earlier one; return False if the session has to end instead."""
         peer = session.identity
-        self.half_open.pop(session.init[-wire.MAC1_BYTES :], None)
-        if peer.id == self.node_id:
+        if peer.id == self.local.node_id:
             if session.target is not None:
                 self.discovery.on_own(session.target, now_s)
             return False
@@ -438,19 +372,20 @@ class Endpoint:
             self.discovery.on_identified(session.target, peer.id)
         if self.is_closing:
             return False
-        known = self.by_node.get(peer.id)
+        known = self.sessions.by_node.get(peer.id)
         if known is not None:
             if not self._is_replaced(known, peer.incarnation, now_s):
                 return False
             known.give_up("restarted" if known.peer != peer else "timeout", now_s)
-        for other in list(self.sessions.values()):
+        for other in self.sessions:
             if other is session or other.address != session.address:
                 continue
             if other.is_established:
                 other.give_up("restarted", now_s)
             elif other.state is State.INIT_SENT:
-                self._drop(other)
-        self.by_node[peer.id] = session
+                other.discard()
+        self.sessions.half_open.pop(session.init, None)
+        self.sessions.by_node[peer.id] = session
         return True
 
     def on_up(self, session: Session) -> None:
@@ -459,69 +394,41 @@ class Endpoint:
         self._events.append(PeerJoined(session.identity))
         sessions = self._up_sessions()
         for each in sessions:
-            if each.sender is not None:
-                each.sender.rate.share_link(len(sessions))
+            each.sender.rate.share_link(len(sessions))
         self._introduce_others(session)
-
-    def on_routed(self, session: Session, address: Address) -> None:
-        """Route the peer's records, which come from this address now, to its session."""
-        self._forget_stream(session)
-        session.address = address
-        self.by_stream[address, session.stream or 0] = session
 
     def on_members(self, addresses: tuple[str, ...]) -> None:
         """Connect to addresses that a peer has named."""
         for text in addresses:
             try:
                 self.discovery.add(parse_address(text), is_learned=True)
-                self._connect_at_s = 0.0
             except ValueError:
                 self.counters.malformed_datagrams += 1
 
-    def on_message(self, session: Session, tag: int, payload: memoryview) -> None:
-        """Queue a received message for the caller."""
-        self.counters.messages_received += 1
-        session.last_message = self.counters.messages_received
-        self.counters.payload_bytes_received += len(payload)
-        self.messages.append(Received(session.identity, tag, payload))
-
     def on_down(self, session: Session, reason: str, now_s: float) -> None:
         """Forget a session that has ended, and report its undelivered messages."""
-        self._drop(session)
+        self.sessions.remove(session)
         for address in {session.address, session.target or session.address}:
             is_answered = session.peer is not None or address != session.target
             self.discovery.on_ended(address, now_s, is_answered=is_answered)
         if session.was_up:
-            undelivered = session.fail_pending()
+            undelivered = session.sender.settle_messages(session.identity, NEVER_S, delivered=False)
             count = len(undelivered)
             logger.info("%s is gone (%s), %d messages undelivered", session.peer, reason, count)
             self._events.append(PeerLost(session.identity, reason, undelivered))
         self._release_log()
 
     def _new_session(self, address: Address, now_s: float) -> Session:
-        index = int.from_bytes(self.entropy(4), "little")  # which nobody can guess
-        while index in self.sessions:
-            index = int.from_bytes(self.entropy(4), "little")
-        session = self.sessions[index] = Session(self, index, address, now_s)
+        index = int.from_bytes(self.local.entropy(4), "little")  # which nobody can guess
+        while index in self.sessions.by_index:
+            index = int.from_bytes(self.local.entropy(4), "little")
+        session = self.sessions.by_index[index] = Session(self, index, address, now_s)
         return session
 
-    def _drop(self, session: Session) -> None:
-        session.state = State.DOWN
-        self._connect_at_s = 0.0
-        self.sessions.pop(session.index, None)
-        self.half_open.pop(session.init[-wire.MAC1_BYTES :], None)
-        if session.peer is not None and self.by_node.get(session.peer.id) is session:
-            del self.by_node[session.peer.id]
-        self._forget_stream(session)
-
-    def _forget_stream(self, session: Session) -> None:
-        if self.by_stream.get((session.address, session.stream or 0)) is session:
-            del self.by_stream[session.address, session.stream or 0]
-
     def _up_sessions(self) -> list[Session]:
-        return [session for session in self.sessions.values() if session.state is State.UP]
+        return [each for each in self.sessions.by_index.values() if each.state is State.UP]
 
     def _release_log(self) -> None:
         """Drop the records that every peer has acknowledged."""
-        senders = [each.sender for each in self.sessions.values() if each.sender is not None]
-        self.log.release_below(min([each.cumulative for each in senders], default=self.log.head))
+        acknowledged = [each.sender.cumulative for each in self.sessions.by_node.values()]
+        self.log.release_below(min(acknowledged, default=self.log.head))

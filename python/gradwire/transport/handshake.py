@@ -1,15 +1,17 @@
-"""Incoming handshakes: checks of INIT datagrams in order of cost, and the log of rejected peers."""
+"""The datagrams of handshakes: written, checked in order of cost, and the log of rejected peers."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Final
 
+from . import wire
 from .addressing import format_address
 from .crypto import PROLOGUE, AuthenticationError, Entropy, Handshake, Mac1
 from .types import Address
-from .wire import HEADER, HEADER_BYTES, INIT, MAC1_BYTES, VERSION, Introduction, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +46,10 @@ class RejectedPeers:
 
     def note_version(self, kind: int, address: Address, now_s: float) -> None:
         """Count a datagram of an unknown kind if it is an INIT of another version."""
-        if kind & 0x0F == INIT & 0x0F:  # the other bits are the version
-            reason = f"it speaks version {kind >> 4} of the transport, this node version {VERSION}"
+        if kind & 0x0F == wire.INIT & 0x0F:  # the other bits are the version
+            reason = (
+                f"it speaks version {kind >> 4} of the transport, this node version {wire.VERSION}"
+            )
             self.note(address, reason, now_s)
 
 
@@ -79,38 +83,77 @@ class InitGate:
         return False
 
 
-class IncomingHandshakes:
-    """Reads the INIT datagrams of other nodes, and refuses each at the least cost."""
+@dataclass(eq=False)
+class LocalNode:
+    """This node in handshakes: what it says about itself, and its proof that it knows the secret of the cluster."""
 
-    def __init__(self, secret: bytes, mac1: Mac1, entropy: Entropy, name: str) -> None:
-        self._secret = secret
-        self._entropy = entropy
-        self._mac1 = mac1
+    secret: bytes = field(repr=False)
+    started_at_s: float  # monotonic time at which the node knew its incarnation
+    node_id: int
+    incarnation: (
+        int  # start of the process in milliseconds; larger than that of any earlier run of the node
+    )
+    advertise: str = ""
+    entropy: Entropy = os.urandom  # a simulator has a seeded one
+    name: str = "this node"  # in log entries
+
+    def __post_init__(self) -> None:
+        """Derive the key of mac1."""
+        self.mac1 = Mac1(self.secret)
+        self.rejected = RejectedPeers(self.name)
         self._gate = InitGate()
-        self.rejected = RejectedPeers(name)
+
+    def wall_ms(self, now_s: float) -> int:
+        """Return the time since the epoch in ms; a jump of the clock after the start goes unnoticed."""
+        return (self.incarnation + int((now_s - self.started_at_s) * 1e3)) & (2**64 - 1)
+
+    def write_init(self, session: int, now_s: float) -> tuple[Handshake, bytes]:
+        """Return a handshake of the session with this index, and its INIT."""
+        header = wire.HEADER.pack(wire.INIT, 0, 0, 0, session, self.wall_ms(now_s))
+        handshake = Handshake(self.secret, PROLOGUE + header, self.entropy)
+        message = handshake.write_init(self._introduction(session).encode(wire.INTRODUCTION_BYTES))
+        return handshake, self.mac1.sign(header + message)
+
+    def write_response(self, handshake: Handshake, session: int, remote_session: int) -> bytes:
+        """Return the RESPONSE to an INIT, for the session with this index."""
+        header = wire.HEADER.pack(wire.RESPONSE, 0, 0, 0, remote_session, 0)
+        message = handshake.write_response(self._introduction(session).encode())
+        return self.mac1.sign(header + message)
+
+    def _introduction(self, session: int) -> wire.Introduction:
+        return wire.Introduction(self.node_id, self.incarnation, session, self.advertise)
+
+    def read_response(self, handshake: Handshake, datagram: bytes) -> wire.Introduction:
+        """Return the peer's introduction in a RESPONSE; raise `AuthenticationError` or `WireError` for another."""
+        if not self.mac1.verify(datagram):
+            raise AuthenticationError("a RESPONSE without a valid mac1")
+        message = datagram[wire.HEADER_BYTES : -wire.MAC1_BYTES]
+        return wire.Introduction.decode(handshake.read_response(message))
 
     def read_init(
-        self, datagram: bytes, address: Address, wall_ms: int, now_s: float
-    ) -> tuple[Handshake, Introduction] | None:
+        self, datagram: bytes, address: Address, now_s: float
+    ) -> tuple[Handshake, wire.Introduction] | None:
         """Return the handshake and the sender's introduction; None for a recording, or if there are too many.
 
         Raises:
             WireError: the datagram is no INIT.
             AuthenticationError: the datagram was made with another secret.
         """
-        mac1 = datagram[-MAC1_BYTES:]
+        mac1 = datagram[-wire.MAC1_BYTES :]
         # In order of cost: duplicate, mac1, rate limit, Noise decryption.
         if self._gate.has_seen(mac1):
             return None
-        if not self._mac1.verify(datagram):
+        if not self.mac1.verify(datagram):
             self.rejected.note(address, "it has another secret", now_s)
             raise AuthenticationError("an INIT without a valid mac1")
-        header = datagram[:HEADER_BYTES]
-        _, _, _, _, index, sent_ms = HEADER.unpack(header)
-        if not self._gate.admit(mac1, (wall_ms - sent_ms) * 1e-3, now_s):
+        header = datagram[: wire.HEADER_BYTES]
+        _, _, _, _, index, sent_ms = wire.HEADER.unpack(header)
+        if not self._gate.admit(mac1, (self.wall_ms(now_s) - sent_ms) * 1e-3, now_s):
             return None
-        handshake = Handshake(self._secret, PROLOGUE + header, self._entropy)
-        remote = Introduction.decode(handshake.read_init(datagram[HEADER_BYTES:-MAC1_BYTES]))
+        handshake = Handshake(self.secret, PROLOGUE + header, self.entropy)
+        remote = wire.Introduction.decode(
+            handshake.read_init(datagram[wire.HEADER_BYTES : -wire.MAC1_BYTES])
+        )
         if remote.session != index:
-            raise WireError("an INIT whose header contradicts its introduction")
+            raise wire.WireError("an INIT whose header contradicts its introduction")
         return handshake, remote

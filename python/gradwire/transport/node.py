@@ -18,6 +18,7 @@ from ..errors import Closed, TransportError
 from .addressing import choose_address, format_address, local_address, parse_address, resolve
 from .driver import Driver, Waker, now_s
 from .endpoint import Endpoint
+from .handshake import LocalNode
 from .secret import fingerprint, parse_secret
 from .types import Address, Event, Limits, Peer, Received, Stats, Ticket, flat_view
 
@@ -102,20 +103,19 @@ class Node:
         self._driver = Driver(chosen, offload=offload)
         shown = local_address(self._driver.address, [*map(format_address, seeds)])
         self.address = advertised or format_address(shown)
-        self._endpoint = Endpoint(
+        local = LocalNode(
             key,
             now_s(),
             node_id=secrets.randbits(64) if node_id is None else node_id,
             incarnation=time.time_ns() // 1_000_000,
-            limits=limits,
             advertise=advertised,
-            on_lag=on_lag,
             name=f"{self.address} (with {self._secret_name})",
         )
-        self.id = self._endpoint.node_id
+        self._endpoint = Endpoint(local, limits or Limits(), on_lag=on_lag)
+        self.id = local.node_id
         self.names: dict[int, str] = {}
         self.expected_peers: int | None = None
-        self.peer = Peer(self.id, self._endpoint.incarnation, self.address)
+        self.peer = Peer(self.id, local.incarnation, self.address)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._awaited: list[Callable[[], bool]] = []
@@ -203,7 +203,7 @@ class Node:
                 peers. From the third second on, a node with another secret, version or the same id is an error at once.
             Closed: the node has been closed.
         """
-        rejected = self._endpoint.handshakes.rejected
+        rejected = self._endpoint.local.rejected
         rejected_before = rejected.count
         started_s = now_s()
 
@@ -235,7 +235,7 @@ class Node:
             names = ", ".join(map(format_address, unanswered))
             text += f"; no answer from {names}: is a node running there, of this version, with {self._secret_name}, "
             text += "and does the firewall pass UDP?"
-        rejected = self._endpoint.handshakes.rejected
+        rejected = self._endpoint.local.rejected
         if rejected.last is not None:
             text += (
                 f"; {rejected.count} INIT datagrams were not answered, the last from {format_address(rejected.last)}: "
@@ -253,7 +253,7 @@ class Node:
         """Return a snapshot of the counters; a closed node has no `Stats.socket`."""
         self._check_process()
         with self._lock:
-            stats = self._endpoint.stats()
+            stats = replace(self._endpoint.stats(), kernel_drops=self._driver.kernel_drops)
             return stats if self._is_closed else replace(stats, socket=self._driver.stats())
 
     def publish(self, buffer: object, tag: int = 0, to: Peer | None = None) -> Ticket:
@@ -340,7 +340,7 @@ class Node:
     def _close(self, timeout_s: float) -> list[tuple[Peer, Ticket]]:
         end_s = now_s() + timeout_s
         with self._lock:
-            self._endpoint.is_closing = True
+            self._endpoint.refuse_messages()
             self._wait_for(lambda: self._endpoint.is_drained, timeout_s)
             undelivered = self._endpoint.undelivered()
             self._endpoint.close(now_s())

@@ -16,7 +16,7 @@ from . import wire
 from .congestion import NEVER_S
 from .crypto import AuthenticationError, KeyChain
 from .types import Stats
-from .wire import ACK_WINDOW_RECORDS, FRAGMENTS_MAX, HEADER_BYTES, Ack, DataHeader
+from .wire import ACK_WINDOW_RECORDS, FRAGMENTS_MAX, HEADER_BYTES, Ack, DataHeader, Key
 
 SMALL_BYTES: Final = 1_000  # what a smaller message counts for: its Python objects take 650 bytes
 ACK_DELAY_S: Final = 0.0005
@@ -30,6 +30,7 @@ class ReceiveBudget:
     """Bytes of messages that are in assembly or wait for the caller, over all peers."""
 
     limit_bytes: int
+    message_bytes_max: int  # a peer that sends a larger message breaks the protocol
     used_bytes: int = 0
     has_waiting: bool = False  # some message waits for memory
 
@@ -41,6 +42,11 @@ class ReceiveBudget:
             return False
         self.used_bytes = used_bytes
         return True
+
+    def forget_waiting(self) -> bool:
+        """Return whether a message waits for memory, and count it as not waiting: it is going to ask again."""
+        has_waiting, self.has_waiting = self.has_waiting, False
+        return has_waiting
 
     def give_back(self, *message_bytes: int) -> None:
         """Release the memory of messages that were handed over or given up."""
@@ -90,19 +96,11 @@ class _Assembly:
 class Receiver:
     """Reassembles one peer's messages and delivers them complete, once and in order."""
 
-    def __init__(
-        self,
-        start: int,
-        keys: KeyChain,
-        budget: ReceiveBudget,
-        deliver: Deliver,
-        message_bytes_max: int,
-        counters: Stats,
-    ) -> None:
-        self._keys = keys
+    def __init__(self, key: Key, budget: ReceiveBudget, deliver: Deliver, counters: Stats) -> None:
+        start = key.first_record
+        self._keys = KeyChain(key.key, key.iv, start)
         self._budget = budget
         self._deliver = deliver
-        self._message_bytes_max = message_bytes_max
         self._counters = counters
         self.cumulative = start  # every record below this number is complete
         self.limit = start  # the first record number for which no credit has been granted
@@ -116,7 +114,7 @@ class Receiver:
         self._complete: dict[int, memoryview | int] = {}
         self._assembly: _Assembly | None = None
         self._unacknowledged_bytes = 0
-        self._last_arrival_s = 0.0
+        self.last_arrival_s = 0.0  # when the latest data datagram came
         self._frontier = start * FRAGMENTS_MAX  # position of the fragment after the newest one
 
     def grant_credit(self, window_records: int, now_s: float) -> None:
@@ -151,7 +149,7 @@ class Receiver:
         )
         if not is_valid:
             return False
-        self._last_arrival_s = now_s
+        self.last_arrival_s = now_s
         if not self.cumulative <= record < self.limit or record in self._complete:
             # The acknowledgement of an earlier copy was lost, or the sender has no credit: tell the sender at once.
             self._counters.duplicate_fragments += count
@@ -232,8 +230,11 @@ class Receiver:
         assembly = self._assembly
         end = offset + len(chunk)
         if offset == 0 and (assembly is None or assembly.number != number):
-            if message_bytes > self._message_bytes_max or end > message_bytes:
-                self.error = f"message {number} of {message_bytes} bytes is larger than {self._message_bytes_max}"
+            most_bytes = self._budget.message_bytes_max
+            if message_bytes > most_bytes or end > message_bytes:
+                self.error = (
+                    f"message {number} of {message_bytes} bytes is larger than {most_bytes}"
+                )
                 return False
             self._drop_assembly()
             if not self._budget.take(message_bytes, may_wait=not self._is_ended):
@@ -283,7 +284,7 @@ class Receiver:
         return Ack(
             cumulative=base,
             limit=self.limit,
-            delay_us=min(int(max(0.0, now_s - self._last_arrival_s) * 1e6), 1_000_000),
+            delay_us=min(int(max(0.0, now_s - self.last_arrival_s) * 1e6), 1_000_000),
             complete=sum(1 << (record - base) for record in self._complete if record > base),
             partials=tuple(partials),
             truncated=len(partials) < len(self._partials),

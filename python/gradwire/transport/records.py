@@ -94,7 +94,7 @@ class Sealer:
 
     def __init__(self, keys: KeyChain, stream: int, datagram_bytes: int) -> None:
         self.keys = keys
-        self._stream = stream
+        self.stream = stream
         self._segment_bytes = datagram_bytes
         self._fragment_bytes = datagram_bytes - HEADER_BYTES
         fragments = wire.fragments_per_record(datagram_bytes)
@@ -131,7 +131,7 @@ class Sealer:
         fragments = -(-sealed_bytes // self._fragment_bytes)
         nbytes = sealed_bytes + fragments * HEADER_BYTES
         field = self._fragment_bytes << wire.RECORD_NUMBER_BITS | number
-        header = wire.HEADER.pack(wire.DATA, 0, 0, fragments, self._stream, field)
+        header = wire.HEADER.pack(wire.DATA, 0, 0, fragments, self.stream, field)
         self.keys.seal_into(number, plain, header, self._sealed_view[:sealed_bytes])
         # Strided copies put a header before each fragment. Some bytes after a short last one are allocated and unused.
         width = min(sealed_bytes, self._fragment_bytes)

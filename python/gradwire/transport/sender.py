@@ -6,12 +6,13 @@ overdue. When no acknowledgement arrives at all, a PING asks for one, and its PO
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from .congestion import NEVER_S, PTO_MAX_S, RateController, RttEstimator, Sent
+from .congestion import NEVER_S, PTO_MAX_S, RateController, RttEstimator, SendState
 from .records import Record, SendLog, lowest_bits
-from .types import Address, Stats, Transmit
+from .types import Address, Peer, Stats, Ticket, Transmit
 from .wire import Ack, Skip
 
 # When many nodes send to one, a datagram is often lost several times; backing off early would waste the time after.
@@ -23,6 +24,17 @@ PLAUSIBLE: Final = 0.75
 SKIPPED: Final = Record(-1, memoryview(b""), 0, 1, 1, 0, frozenset())
 
 Sending: TypeAlias = Transmit | Skip  # the datagrams leave with one system call
+
+
+@dataclass(slots=True)
+class Sent:
+    """One transmission of fragments of a record."""
+
+    order: int  # place in the sequence of all transmissions to the peer
+    mask: int  # the fragments that are neither acknowledged nor declared lost
+    state: SendState
+    has_single_copy: bool = True  # it brought a fragment that was sent only once: a round trip
+    is_probe: bool = False  # an earlier copy may still be on its way
 
 
 @dataclass(slots=True)
@@ -43,9 +55,8 @@ class Flight:
 class Sender:
     """Sends the records of the log to one peer, reliably, within its credit and the path's rate."""
 
-    def __init__(
-        self, log: SendLog, session: int, start: int, rtt: RttEstimator, counters: Stats
-    ) -> None:
+    def __init__(self, log: SendLog, session: int, rtt: RttEstimator, counters: Stats) -> None:
+        start = log.head
         self._log = log
         self._counters = counters
         self._session = session
@@ -56,17 +67,43 @@ class Sender:
         self.limit = start  # the first record number for which the peer has given no credit
         self._flights: dict[int, Flight] = {}
         self._waiting: dict[int, Flight] = {}
+        self.pending: deque[tuple[int, Ticket]] = deque()  # (last record of a message, its ticket)
         self.transmissions = 0
         self._newest = (-1, 0)  # order and highest fragment of the newest transmission that arrived
         self._described_end = start
         self._loss_due_at_s = NEVER_S
         self._progress_at_s = 0.0
+        self._acknowledged_at_s = 0.0  # when the peer last acknowledged a complete record
         self._timeouts = 0
 
     @property
     def is_idle(self) -> bool:
         """Whether the peer has acknowledged everything in the log."""
         return not self._flights and self.cursor == self._log.head
+
+    def note_published(self, last_record: int, ticket: Ticket, now_s: float) -> None:
+        """Follow a message of the log, up to its last record."""
+        if not self.pending:
+            self._acknowledged_at_s = now_s
+        if self.is_idle:
+            self.rate.on_app_limited()
+        self.pending.append((last_record, ticket))
+
+    def settle_messages(self, peer: Peer, below: float, *, delivered: bool) -> tuple[Ticket, ...]:
+        """Settle and forget the messages that end before this record, and return their tickets."""
+        tickets = []
+        while self.pending and self.pending[0][0] < below:
+            tickets.append(self.pending.popleft()[1])
+            tickets[-1].settle(peer, delivered=delivered)
+        return tuple(tickets)
+
+    def is_late(self, lag_s: float, now_s: float) -> bool:
+        """Return whether the peer has acknowledged nothing for so long, though messages wait for it."""
+        return bool(self.pending) and now_s - self._acknowledged_at_s > lag_s
+
+    def excuse_silence(self, pause_s: float, now_s: float) -> None:
+        """Do not count a pause of this process as silence of the peer."""
+        self._acknowledged_at_s = min(now_s, self._acknowledged_at_s + pause_s)
 
     def next_item(self, now_s: float, address: Address) -> Sending | None:
         """Return what to send now, or None when nothing may or need be sent."""
@@ -107,7 +144,7 @@ class Sender:
             self._counters.retransmitted_fragments += again.bit_count()
         flight.ever |= mask
         self._set_to_send(flight, flight.to_send & ~mask)
-        flight.sent.append(self.rate.on_sent(nbytes, now_s, self.transmissions, mask))
+        flight.sent.append(Sent(self.transmissions, mask, self.rate.on_sent(nbytes, now_s)))
         self.transmissions += 1
         self._progress_at_s = now_s
         if record is SKIPPED:
@@ -147,11 +184,14 @@ class Sender:
             self._timeouts = 0
             self._progress_at_s = now_s
             if newest.order > newest_before and newest.has_single_copy:
-                elapsed_s = now_s - newest.sent_at_s
+                elapsed_s = now_s - newest.state.sent_at_s
                 self._rtt.add_sample(max(elapsed_s - delay_s, elapsed_s / 8), now_s)
-            self.rate.on_delivered(delivered_bytes, newest, now_s)
+            self.rate.on_delivered(delivered_bytes, newest.state, now_s)
         # A peer has nothing that was not sent. Of the records beyond a truncated report nothing is known: not lost yet.
-        self.cumulative = max(self.cumulative, min(ack.cumulative, self.cursor))
+        cumulative = min(ack.cumulative, self.cursor)
+        if cumulative > self.cumulative:
+            self.cumulative = cumulative
+            self._acknowledged_at_s = now_s
         self._described_end = ack.partials[-1][0] + 1 if ack.truncated else self.cursor
         self._find_losses(now_s)
 
@@ -192,7 +232,7 @@ class Sender:
             nbytes += flight.record.bytes_of(arrived)
             if arrived & flight.again:
                 usual_s = min(self._rtt.smoothed_s, self._rtt.latest_s)
-                if sent.is_probe or arrived_s - sent.sent_at_s < PLAUSIBLE * usual_s:
+                if sent.is_probe or arrived_s - sent.state.sent_at_s < PLAUSIBLE * usual_s:
                     # The first copy of a fragment may have arrived, which tells nothing about the second.
                     arrived &= ~flight.again
                     if not arrived:
@@ -219,14 +259,14 @@ class Sender:
                 overdue = sent.mask
                 if sent.order == newest_order:
                     overdue &= (1 << newest_bit) - 1
-                if overdue and now_s - sent.sent_at_s >= delay_s:
+                if overdue and now_s - sent.state.sent_at_s >= delay_s:
                     sent.mask &= ~overdue
                     lost_bytes = flight.record.bytes_of(overdue)
                     self._counters.lost_bytes += lost_bytes
                     self.rate.on_lost(lost_bytes)
                     self._set_to_send(flight, flight.to_send | overdue)
                 elif overdue:
-                    due_at_s = min(due_at_s, sent.sent_at_s + delay_s)
+                    due_at_s = min(due_at_s, sent.state.sent_at_s + delay_s)
             flight.sent = [sent for sent in flight.sent if sent.mask]
         self._loss_due_at_s = due_at_s
 
