@@ -447,6 +447,45 @@ def test_a_checkpoint_goes_on_with_other_owners(how: Any) -> None:
     assert_nothing_lost(after)
 
 
+def test_an_owner_s_residual_counts_for_every_member_of_a_mesh_that_is_joined_late() -> None:
+    """The mean of the nodes' messages divides by their number, so the residual of a mean is multiplied by it."""
+
+    def alone(node: FakeNode) -> dict[str, Any]:
+        share = gw.Exchange(gw.Encoder(2, 1.0), node, min_peers=0, topology="sharded")
+        share.step(np.array([1.75, 0.25], np.float32), np.zeros(2, np.float32))
+        share._replica.sharding._owner.groups.encoders[0].residual[:] = (0.5, 0.0)  # type: ignore[union-attr]
+        return share.state_dict()
+
+    def member(node: FakeNode) -> None:
+        share, params = gw.Exchange(gw.Encoder(2, 1.0), node, min_peers=1), np.zeros(2, np.float32)
+        share.join(params)
+        while share.next_step < 12:
+            node.cluster.compute(node, 0.1)
+            share.step(np.zeros(2, np.float32), params)
+        node.cluster.close(node)
+
+    def late(node: FakeNode, state: dict[str, Any]) -> list[float]:
+        encoder = gw.Encoder(2, 1.0)
+        share = gw.Exchange(encoder, node, min_peers=2)
+        share.load_state_dict(state)
+        assert share.join(np.zeros(2, np.float32)).is_late
+        residual: list[float] = encoder.residual.tolist()
+        node.cluster.close(node)
+        return residual
+
+    with cluster(1) as world:
+        state = alone(world.node(1))
+    with cluster(2) as world:
+        for node_id in (10, 20):
+            node = world.node(node_id)
+            world.start(node, lambda n=node: member(n))
+        world.run(until=lambda: len(world.nodes[0].updates) > 3)
+        newcomer = world.node(30)
+        worker = world.start(newcomer, lambda: late(newcomer, state))
+        world.run()
+    assert worker.result == [0.75 + 2 * 0.5, 0.25]
+
+
 class Refused(Trainer):
     """A node of which one message is too large; it goes on with an update of zeros."""
 

@@ -453,7 +453,7 @@ class Join:
         put(writable_views(optimizer_state), snapshot.arrays[snapshot.params :])
         replica.begin(
             snapshot.step,
-            len(snapshot.senders),
+            len(snapshot.positions),
             is_sharded=snapshot.is_sharded,
             accepted=snapshot.accepted,
         )
