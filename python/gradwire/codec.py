@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
@@ -60,30 +60,6 @@ class EncoderStats:
     nonfinite_count: int = 0
     clipped_count: int = 0
     clipped_sum: float = 0.0
-
-
-@dataclass(slots=True)
-class _Totals:
-    """The totals of an encoder, which count up; ``EncoderStats`` is frozen and created on request only."""
-
-    messages: int = 0
-    message_bytes: int = 0
-    sent_count: int = 0
-    nonfinite_count: int = 0
-    clipped_count: int = 0
-    clipped_sum: float = 0.0
-
-    def add(self, messages: list[Message], skipped: int) -> None:
-        """Count the messages of a step, and the elements that were left out of it."""
-        self.messages += len(messages)
-        self.message_bytes += sum(message.nbytes for message in messages)
-        self.sent_count += sum(message.count for message in messages)
-        self.nonfinite_count += skipped
-
-    def add_clipped(self, count: int, removed: float) -> None:
-        """Count the elements that clipping changed, and what clipping removed."""
-        self.clipped_count += count
-        self.clipped_sum += removed
 
 
 @dataclass(frozen=True)
@@ -296,7 +272,8 @@ class Encoder:
         self._residual: NDArray[Any] = self._core.residual
         self._step = 0
         self._memory = ThresholdMemory(self._rule)
-        self._totals = _Totals()
+        # Counted in place: a frozen ``EncoderStats`` is made on request only.
+        self._totals: dict[str, Any] = asdict(EncoderStats())
 
     @property
     def residual(self) -> NDArray[Any]:
@@ -316,7 +293,7 @@ class Encoder:
     @property
     def stats(self) -> EncoderStats:
         """The totals so far."""
-        return EncoderStats(*astuple(self._totals))
+        return EncoderStats(**self._totals)
 
     @overload
     def encode(
@@ -410,7 +387,9 @@ class Encoder:
                     apply(message, self._residual, part=part)
                 raise
         if self.clip is not None and self.clip.is_due(step):
-            self._totals.add_clipped(*self._core.clip(self.clip.limit * rounded))
+            count, removed = self._core.clip(self.clip.limit * rounded)
+            self._totals["clipped_count"] += count
+            self._totals["clipped_sum"] += removed
         self._finish(messages, skipped)
         return messages[0] if partition is None else messages
 
@@ -507,7 +486,11 @@ class Encoder:
 
     def _finish(self, messages: list[Message], skipped: int) -> None:
         self._step += 1
-        self._totals.add(messages, skipped)
+        totals = self._totals
+        totals["messages"] += len(messages)
+        totals["message_bytes"] += sum(message.nbytes for message in messages)
+        totals["sent_count"] += sum(message.count for message in messages)
+        totals["nonfinite_count"] += skipped
 
 
 def _signature_of(encoder: type[Encoder]) -> inspect.Signature:

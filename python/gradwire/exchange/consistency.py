@@ -102,7 +102,7 @@ class Consistency:
         self.add_notes(params)
         # The note before may not have been sent yet, as an overlapped step is finished first.
         if not membership.has_news:
-            is_due = membership.is_first and self._is_due()
+            is_due = self._is_due() and membership.is_first
             if is_due:
                 self._due_s = clock.now_s() + self._interval_s
                 self._comparison = self._replica.step + _LEAD_STEPS

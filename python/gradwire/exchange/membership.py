@@ -188,8 +188,8 @@ class Introductions:
         try:
             hello = Hello.decode(payload)
         except MessageError:
+            # An introduction that cannot be read still has a version, which tells the user what is wrong.
             hello = Hello.of_another_version(payload)
-        # An introduction that cannot be read still has a version, which tells the user what is wrong.
         before = None if run in self.incompatible else self.hellos.get(run)
         self.hellos[run] = hello
         if hello.role == "worker":
@@ -294,10 +294,8 @@ class Membership:
         self._keeps = keeps
         self._is_late = False  # has joined with a snapshot
         self._next_note = _EMPTY  # comparison and digest
-        self._events: tuple[list[NodeRun], list[NodeRun]] = (
-            [],
-            [],
-        )  # lost and joined, for the next step's result
+        # Lost and joined members, for the next step's result.
+        self._events: tuple[list[NodeRun], list[NodeRun]] = ([], [])
 
     # ---- members -----------------------------------------------------------------------------------------------------
 
@@ -341,7 +339,7 @@ class Membership:
             origin: the node that began the training.
             is_sharded: the way of the training.
         """
-        self.finals = finals
+        self.finals = dict(finals)
         self._is_late = True
         self.next_step = step
         self.begin((), step, origin, is_sharded=is_sharded)

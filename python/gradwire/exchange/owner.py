@@ -408,9 +408,9 @@ class Sharding:
             if owner in gone:
                 parts = self._division.part(len(self.owners), index)
                 self._lost_elements += sum(part.numel for _, part in parts)
+        self._last_contributors = contributors
         # A node that was away learns from this table, in a snapshot, which of its parts the owners had accepted. Only
         # the exceptions are in it: usually an owner has accepted everything before the step.
-        self._last_contributors = contributors
         for owner in set(self.owners) - contributors:
             by_sender = self.accepted.setdefault(owner, {})
             for sender in self.senders:
@@ -539,7 +539,6 @@ class Sharding:
         return {
             "parts": owner.parts,
             "place": owner.place,
-            "nodes": len(self.senders),
             "groups": groups,
             "encoders": encoders,
         }

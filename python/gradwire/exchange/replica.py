@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from ..arrays import Arrays, add, device_of, difference, put, writable_views
 from ..errors import MessageError
@@ -334,8 +334,7 @@ class Replica(SharedCopy):
         else:
             self._add(payloads, params, divisor)
         if self.sharding is not None:
-            results = [payload for payload in payloads if isinstance(payload, PartUpdate)]
-            self.sharding.settle(results, self.step)
+            self.sharding.settle(cast("Sequence[PartUpdate]", payloads), self.step)
             self._add_late(params)
 
     def _add_to_shared(
@@ -372,16 +371,13 @@ class Replica(SharedCopy):
         if self.sharding is None:
             self.total.add_payloads(payloads, params, divisor, second)
             return
-        results = [payload for payload in payloads if isinstance(payload, PartUpdate)]
+        results = cast("Sequence[PartUpdate]", payloads)
         self.total.add_results(partial(self.sharding.add_results, results), params, second)
 
     def finish_step(self, update: StepUpdate) -> None:
         """Keep a finished update a little longer, in host memory, and advance to the next step."""
         # Kept for members that may miss it. Memory of a device is too precious for that.
-        update.messages[:] = [
-            message if isinstance(message, Message) else host_message(message)
-            for message in update.messages
-        ]
+        update.messages[:] = map(host_message, update.messages)
         self.pending = None
         self.sent.append(update)
         if self.sharding is not None:
