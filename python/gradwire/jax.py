@@ -45,7 +45,7 @@ def share(
         optimizer: an optax ``GradientTransformation``.
         node: a node to use and to close; None: one from the environment.
         density: share of the elements that a step sends; None: as in `gradwire.torch.share`.
-        update_scale: factor of every update; "auto": the square root of the number of nodes where ``optimizer`` keeps a
+        update_scale: factor of every update; "auto": measured, as `SharedOptimizer` says, where ``optimizer`` keeps a
             mean of squares, as Adam does, otherwise 1.0.
         options: see `ExchangeOptions`, with the defaults of `gradwire.torch.share`.
 
@@ -62,20 +62,20 @@ def share(
         raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
     exchange: AnyExchange
     shared: list[Any] = []  # the parameters that all nodes share, as arrays in host memory
-    is_adaptive = False
 
     def init(params: Any) -> ShareState:
-        nonlocal exchange, is_adaptive
+        nonlocal exchange
         leaves = [np.array(leaf) for leaf in jax.tree.leaves(params)]
         inner = optimizer.init(params)
-        is_adaptive = _has_squares(inner)
         exchange = exchange_for(
             [(str(index), leaf) for index, leaf in enumerate(leaves)],
             density,
-            is_adaptive=is_adaptive,
+            is_adaptive=_has_squares(inner),
             node=node,
             **options,
         )
+        if update_scale == "auto" and _has_squares(inner):
+            exchange.agreement.start()
         exchange.join(leaves, equalize=True)
         shared[:] = leaves
         return ShareState(inner)
@@ -87,9 +87,7 @@ def share(
             )
         moved, inner = optimizer.update(updates, state.inner, params)
         leaves, tree = jax.tree.flatten(moved)
-        workers = (len(exchange.members) + 1) * exchange.workers
-        automatic = math.sqrt(workers) if is_adaptive else 1.0
-        factor = np.float32(automatic if update_scale == "auto" else update_scale)
+        factor = np.float32(exchange.agreement.factor if update_scale == "auto" else update_scale)
         exchange.step([np.asarray(leaf) * factor for leaf in leaves], shared)
         # The caller adds the result to its parameters, which thereby become those that all nodes share.
         before = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]

@@ -16,9 +16,9 @@ from .replica import Replica
 
 __all__ = ["load_state", "redistribute", "state_of"]
 
-_FORMAT = 3
+_FORMAT = 4
 _WHAT = "state of an exchange"
-_KEYS = {"step", "encoders", "shared", "local_steps", "outer_velocity", "owner"}
+_KEYS = {"step", "encoders", "shared", "local_steps", "outer_velocity", "owner", "agreement"}
 
 
 def state_of(replica: Replica) -> dict[str, Any]:
@@ -35,6 +35,7 @@ def state_of(replica: Replica) -> dict[str, Any]:
         "local_steps": replica.local_steps,
         "outer_velocity": copies(total.velocity) if isinstance(total, MomentumSum) else [],
         "owner": replica.owner_state(),
+        "agreement": replica.agreement.state(),
     }
 
 
@@ -62,6 +63,7 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
         encoder.load_state_dict(saved)
     if isinstance(total, MomentumSum):
         total.load_velocity(state["outer_velocity"])
+    replica.agreement.load(state["agreement"])
     replica.load_shared(state["shared"], state["local_steps"])
     # Who owns which part is known only when the training begins, perhaps with other nodes: until then the owner's state
     # is kept as it is.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from numpy.typing import NDArray
 
+from ..agreement import Agreement
 from ..arrays import add, copies, views, writable_views
 from ..codec import Encoder
 from ..errors import NonFiniteUpdate, PeerLost
@@ -130,9 +131,8 @@ class Exchange:
         router = Router(node, membership, replica.parse)
         router.handle(Kind.PART, replica.add_part)
         self._departure = Departure(membership, router, is_sync=checked.is_sync)
-        every_s = (
-            checked.digest_s if checked.is_sync else 0.0
-        )  # asynchronous replicas are never in the same state
+        # Asynchronous replicas are never in the same state.
+        every_s = checked.digest_s if checked.is_sync else 0.0
         self._consistency = consistency = Consistency(membership, replica, every_s)
         self._join = Join(
             checked,
@@ -167,6 +167,11 @@ class Exchange:
     def next_step(self) -> int:
         """Number of the next exchange, counted from 0: with ``every``, that of the steps that send."""
         return self._replica.step
+
+    @property
+    def agreement(self) -> Agreement:
+        """How far the nodes' updates agree, once it is started; it has the factor of an adaptive optimiser."""
+        return self._replica.agreement
 
     @property
     def is_next_local(self) -> bool:

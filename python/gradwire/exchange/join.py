@@ -213,6 +213,9 @@ class Join:
         next_step = self._replica.step + 1
         senders = list(contributors)
         membership.reach_step(next_step)
+        agreement = self._replica.agreement
+        if agreement.is_on and agreement.takes(self._replica.step):
+            agreement.add(membership.sketches(self._replica.step))
         admitted = membership.named_by_all(senders, self._replica.step)
         if membership.phase is Phase.IN:
             senders.append(membership.run)
@@ -275,6 +278,7 @@ class Join:
             {} if sharding is None else sharding.accepted,
             senders,
             [run for run in senders if run in self._introductions.workers],
+            replica.agreement.state(),
         )
 
     def _add_request(self, run: NodeRun, number: int, payload: memoryview) -> None:
@@ -457,6 +461,7 @@ class Join:
             is_sharded=snapshot.is_sharded,
             accepted=snapshot.accepted,
         )
+        replica.agreement.load(snapshot.agreement)
         self._introductions.add_workers(snapshot.workers)
         replica.assign_owners(snapshot.senders, snapshot.step, self._introductions.workers)
         self._on_load()

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from ..agreement import Agreement, sample_of
 from ..arrays import Arrays, copies, difference, layouts, on_host, put, views, writable_views
 from ..errors import GradwireError, Mismatch, PeerLost
 from ..shared_memory import (
@@ -78,6 +79,7 @@ class _Outcome:
     stats: ExchangeStats
     has_shared: bool
     has_state: bool
+    agreement: list[float]
 
 
 class LocalTeam:
@@ -309,6 +311,12 @@ class LocalTeam:
         fence()
 
     @property
+    def updates(self) -> list[Arrays]:
+        """The updates of the workers that take part in this call, by rank; valid until the call ends."""
+        is_sender = self._rows[_TAKES_PART] * self._rows[_WEIGHT]
+        return [self._slots[rank] for rank in np.flatnonzero(is_sender)]
+
+    @property
     def has_newcomers(self) -> bool:
         """Whether workers take part in this call for the first time, and the leader does not."""
         newcomers = self._rows[_TAKES_PART] & self._rows[_IS_NEW]
@@ -469,6 +477,7 @@ class LocalExchange:
         self._call: int | None = None
         self._outcome: _Outcome | None = None  # of the last call
         self._equalizes = False
+        self.agreement = Agreement() if exchange is None else exchange.agreement
 
     @property
     def rank(self) -> int:
@@ -544,7 +553,7 @@ class LocalExchange:
             optimizer_state: of this worker; the leader's is given to those that come late.
         """
         return self._call_together(
-            lambda lead: lead.step(self.team.total, self.team.params, optimizer_state),
+            lambda lead: self._lead_step(lead, optimizer_state),
             params,
             views(update),
             optimizer_state,
@@ -555,11 +564,17 @@ class LocalExchange:
         self.team.attach(params)
         update = difference(views(params), self.team.params)
         return self._call_together(
-            lambda lead: lead.step(self.team.total, self.team.params, optimizer_state),
+            lambda lead: self._lead_step(lead, optimizer_state),
             params,
             update,
             optimizer_state,
         )
+
+    def _lead_step(self, lead: Exchange, optimizer_state: Sequence[Any]) -> StepResult:
+        # Workers have gradients of their own, so their updates count one by one.
+        if lead.agreement.is_due(lead.next_step):
+            lead.agreement.measure(map(sample_of, self.team.updates))
+        return lead.step(self.team.total, self.team.params, optimizer_state)
 
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
         """See `Exchange.catch_up`."""
@@ -619,6 +634,7 @@ class LocalExchange:
             self._act(self.exchange, action, state)
         team.end_call(call, leads=leads)
         self._outcome = outcome = team.read_outcome()
+        self.agreement.load(outcome.agreement)
         # Only a worker that has no state of its own takes the leader's: a new one, or all of them where the machine
         # joined late.
         if outcome.has_state and not leads and (self._call is None or _is_late(outcome.result)):
@@ -662,6 +678,7 @@ class LocalExchange:
                 exchange.stats,
                 has_shared,
                 has_state,
+                exchange.agreement.state(),
             )
         )
 

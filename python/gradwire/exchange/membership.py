@@ -13,10 +13,21 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ..agreement import Sketch
 from ..errors import MessageError, NotConnected, WouldBlock
 from ..message import Message
 from ..transport import Peer, PeerLost
-from .protocol import TAG_NUMBERS, Hello, Kind, NodeRun, Note, Phase, difference_of, run_of, tag_of
+from .protocol import (
+    TAG_NUMBERS,
+    Hello,
+    Kind,
+    NodeRun,
+    Note,
+    Phase,
+    difference_of,
+    run_of,
+    tag_of,
+)
 
 if TYPE_CHECKING:
     from ..transport import Node, Ticket
@@ -257,7 +268,7 @@ class Membership:
     Attributes:
         run: this node.
         introductions: as given.
-        last_note: step and note of this node's last update that had a note.
+        own_notes: notes of this node's latest updates, by step.
         phase: of this node.
         origin: the node that began the training.
         is_sharded: the way that the first members have chosen; None before the training begins.
@@ -277,7 +288,7 @@ class Membership:
     ) -> None:
         self.run = run_of(me)
         self.introductions = introductions
-        self.last_note: tuple[int, Note] | None = None
+        self.own_notes: dict[int, Note] = {}
         self.phase = Phase.NEW
         self.origin = self.run
         self.is_sharded: bool | None = None
@@ -471,11 +482,35 @@ class Membership:
     @property
     def has_news(self) -> bool:
         """Whether this node's next note has something about a comparison."""
-        return self._next_note is not _EMPTY
+        return self._next_note.comparison is not None or self._next_note.digest is not None
 
     def announce(self, comparison: int | None, digest: tuple[int, str] | None) -> None:
         """Let this node's next note announce a comparison of replicas, and give its digest."""
-        self._next_note = Note(comparison=comparison, digest=digest)
+        self._next_note = replace(self._next_note, comparison=comparison, digest=digest)
+
+    def add_sketch(self, sketch: Sketch) -> None:
+        """Let this node's next note have the sketch of its update."""
+        self._next_note = replace(self._next_note, sketch=sketch)
+
+    def sketches(self, step: int) -> list[Sketch]:
+        """Return the sketches of all updates of a step, this node's own included."""
+        notes = self._notes_by_node()
+        # By node, because the order of a sum decides about its bits.
+        of_step = [notes[run].get(step) for run in sorted(notes)]
+        return [note.sketch for note in of_step if note is not None and note.sketch is not None]
+
+    @property
+    def last_sketched(self) -> int | None:
+        """The latest step of which every member's sketch is here; None: there is none."""
+        steps = [
+            {step for step, note in notes.items() if note.sketch is not None}
+            for notes in self._notes_by_node().values()
+        ]
+        return max(set.intersection(*steps), default=None)
+
+    def _notes_by_node(self) -> dict[NodeRun, dict[int, Note]]:
+        notes = {run: stream.notes for run, stream in self.members.items()}
+        return notes | ({self.run: self.own_notes} if self.phase is Phase.IN else {})
 
     def make_note(self, step: int) -> Note | None:
         """Return the note for this node's update of ``step``, None if the note would be empty."""
@@ -489,7 +524,9 @@ class Membership:
         if note is _EMPTY:
             return None
         self._next_note = _EMPTY
-        self.last_note = (step, note)
+        self.own_notes[step] = note
+        for old in [old for old in self.own_notes if old < step - self._keeps]:
+            del self.own_notes[old]
         return note
 
     def named_by_all(self, senders: Iterable[NodeRun], step: int) -> list[NodeRun]:
@@ -501,10 +538,10 @@ class Membership:
         """
         notes: list[Note] = []
         if self.phase is Phase.IN:
-            last_note = self.last_note
-            if last_note is None or last_note[0] != step:
+            own_note = self.own_notes.get(step)
+            if own_note is None:
                 return []
-            notes.append(last_note[1])
+            notes.append(own_note)
         for run in senders:
             note = self.members[run].notes.get(step) if run in self.members else None
             if note is not None:

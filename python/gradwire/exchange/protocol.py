@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from ..agreement import Sketch
 from ..errors import MessageError
 from ..message import Message, parse_many
 from ..transport import Peer
@@ -231,16 +232,21 @@ class Note:
         workers: those of them that own no parameters.
         comparison: number of the step before which all replicas are compared; or None.
         digest: (comparison, digest of the sender's replica then), or None.
+        sketch: of the update; or None.
     """
 
     admits: tuple[NodeRun, ...] = ()
     workers: tuple[NodeRun, ...] = ()
     comparison: int | None = None
     digest: tuple[int, str] | None = None
+    sketch: Sketch | None = None
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
-        return _to_json(asdict(self))
+        document = vars(self)
+        if self.sketch is not None:
+            document = {**document, "sketch": self.sketch.encode()}
+        return _to_json(document)
 
     @staticmethod
     def decode(payload: memoryview) -> Note:
@@ -254,6 +260,7 @@ class Note:
                 (int(document["digest"][0]), str(document["digest"][1]))
                 if document["digest"]
                 else None,
+                None if document["sketch"] is None else Sketch.decode(document["sketch"]),
             ),
         )
 

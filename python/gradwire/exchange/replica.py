@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from ..arrays import Arrays, add, device_of, difference, put, writable_views
+import numpy as np
+from numpy.typing import NDArray
+
+from ..agreement import Agreement, sample_of
+from ..arrays import Arrays, add, device_of, difference, put, views, writable_views
 from ..errors import MessageError
 from ..message import Message, apply, parse_many
 from ..transport import Peer, Ticket
@@ -87,6 +91,7 @@ class Replica(SharedCopy):
         pending: the update of an unfinished step.
         sent: the updates of the last finished steps, which peers may not have yet.
         sharding: of the sharded exchange; None in the mesh, and until the training begins.
+        agreement: of the nodes' updates.
     """
 
     def __init__(self, groups: Groups, total: PlainSum, me: Peer, options: Options) -> None:
@@ -97,6 +102,8 @@ class Replica(SharedCopy):
         # Kept after the step: if this node is cut off, the others say which of these updates they have applied.
         self.sent: deque[StepUpdate] = deque(maxlen=options.kept_updates)
         self.sharding: Sharding | None = None
+        # Local steps are averaged as they are: a factor harms them, in the inner learning rate and after it.
+        self.agreement = Agreement(is_needed=options.every == 1)
         self._options = options
         self._division = Division(groups)
         self._sizes = [(encoder.key, encoder.numel) for encoder in groups.encoders]
@@ -182,6 +189,19 @@ class Replica(SharedCopy):
         messages = self.groups.encode(update, codec, refresh)
         payload = messages[0] if len(messages) == 1 else b"".join(map(bytes, messages))
         return StepUpdate(self.step, messages, payload)
+
+    def sample(self, update: Any, params: Any) -> NDArray[np.float64]:
+        """Return a sample of this node's update of the next step, before it is encoded.
+
+        Args:
+            update: None: what the caller's parameters have moved by.
+            params: the caller's.
+        """
+        if update is not None:
+            return sample_of(views(update))
+        sample = sample_of(writable_views(params)) - sample_of(self.shared)
+        sample -= sample_of(self.groups.residuals(self.shared))
+        return sample
 
     def hold(self, update: StepUpdate, params: Any, begin_s: float, *, has_moved: bool) -> None:
         """Hold an update until its step is finished.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ class Snapshot:
         accepted: see `Sharding`.
         senders: as there.
         workers: those of them that own no parameters.
+        agreement: of the updates, see `Agreement`.
         missing: the arrays' bytes that have not arrived, for a snapshot in transit.
     """
 
@@ -55,6 +56,7 @@ class Snapshot:
     accepted: Accepted = field(default_factory=dict)
     senders: Collection[NodeRun] = ()
     workers: Collection[NodeRun] = ()
+    agreement: Sequence[float] = (0.0, 0.0, 1)
     missing: deque[memoryview] = field(default_factory=deque)
 
     def header(self) -> bytes:
@@ -70,6 +72,7 @@ class Snapshot:
                 "is_sharded": self.is_sharded,
                 "senders": list(self.senders),
                 "workers": list(self.workers),
+                "agreement": list(self.agreement),
                 "accepted": [
                     [*owner, *sender, step]
                     for owner, by_sender in self.accepted.items()
@@ -107,6 +110,7 @@ class Snapshot:
                 accepted,
                 _read_runs(header["senders"]),
                 _read_runs(header["workers"]),
+                [float(number) for number in header["agreement"]],
                 deque(_bytes_of(array) for array in arrays if array.nbytes),
             )
         except (ValueError, TypeError, LookupError, MemoryError) as error:

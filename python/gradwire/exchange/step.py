@@ -73,6 +73,8 @@ class Step:
         refresh = None
         if has_moved:
             update, refresh = replica.local_delta(params)
+        if replica.agreement.is_on:
+            self._add_sketch(update, params)
         pending = replica.encode(update, codec, refresh)
         pending.add_wait(room_s)
         replica.hold(pending, params, begin_s, has_moved=has_moved)
@@ -85,6 +87,16 @@ class Step:
             return None
         again = partial(replica.encode, None, codec)
         return self._finish_or_repeat(pending, again, params, optimizer_state)
+
+    def _add_sketch(self, update: Any, params: Any) -> None:
+        """Let the note of this step's update say how it agrees with the others', where that is measured."""
+        replica = self._replica
+        knows_update = update is not None or replica.shared
+        if knows_update and replica.agreement.is_due(replica.step):
+            replica.agreement.measure([replica.sample(update, params)])
+        sketch = replica.agreement.take_own()
+        if sketch is not None:
+            self._membership.add_sketch(sketch)
 
     def leave(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
         """Send everything that is left as the last update, and say so."""
@@ -289,6 +301,9 @@ class Step:
             self._join.finish_step([run for run, _ in others])
         else:
             self._departure.remove_departed()
+            if replica.agreement.is_on and replica.agreement.takes(pending.step):
+                step = membership.last_sketched
+                replica.agreement.add([] if step is None else membership.sketches(step))
         result = self._result(pending, others, clock.now_s() - arrived_s)
         replica.finish_step(pending)
         return result

@@ -55,15 +55,14 @@ class SharedOptimizer(torch.optim.Optimizer):
             optimiser's parameter groups; or one worker's part of a `LocalTeam`.
         share_state: also pass the optimiser's state to the exchange, so that late nodes begin with that state. The
             state is then created, as zeros, before the first step.
-        update_scale: factor of every update: a number, or "auto": the square root of the number of nodes for an
-            adaptive optimiser, 1.0 for SGD and its like. An adaptive optimiser divides by the size of its own
-            gradients, noise included, so the mean of n nodes' updates is shorter than the update of their mean
-            gradient by up to sqrt(n). The optimiser's learning rates carry the factor during its step.
+        update_scale: factor of every update: a number, or "auto": 1.0 for SGD and its like and for local steps, and for
+            an adaptive optimiser a factor that is measured all the time. Such an optimiser divides by the size of its
+            own gradients, noise included, so the mean of n nodes' updates is shorter than the update of their mean
+            gradient: by up to sqrt(n) where the nodes' gradients are noise, not at all where they agree. The
+            optimiser's learning rates carry the factor during its step, without weight decay.
         equalize: begin with the parameters of the node with the lowest id, on all nodes; without, nodes that begin with
             other parameters are refused.
         buffers: further float32 or float64 tensors that late nodes take over, such as a model's buffers.
-        counts_workers: whether the workers of a team have gradients of their own, which count for ``update_scale``, or
-            gradients that DistributedDataParallel has averaged already.
 
     Raises:
         ValueError: ``update_scale`` is not "auto", nor positive and finite.
@@ -93,7 +92,6 @@ class SharedOptimizer(torch.optim.Optimizer):
         update_scale: float | Literal["auto"] = 1.0,
         equalize: bool = False,
         buffers: Sequence[torch.Tensor] = (),
-        counts_workers: bool = True,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be one of torch's, got {optimizer!r}")
@@ -107,7 +105,6 @@ class SharedOptimizer(torch.optim.Optimizer):
             raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
         self._scale = update_scale
         self._equalizes = equalize
-        self._counts_workers = counts_workers
         self._buffers = [Staging(buffer) for buffer in buffers]
         # While the model holds the shared parameters.
         self._set_aside: _Values | None = None
@@ -143,6 +140,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         for staging in (*self._params, *self._state):
             staging.fetch()
         self._set_values(self._local)
+        if self._scale == "auto" and is_adaptive(self.optimizer):
+            self.exchange.agreement.start()
         joined = self.exchange.join(*self._memory, equalize=self._equalizes)
         if joined.is_late or not self.exchange.has_local_steps:
             self._store()
@@ -370,11 +369,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     @property
     def update_scale(self) -> float:
         """The factor of the next update, see ``update_scale``."""
-        if self._scale != "auto":
-            return self._scale
-        workers = self.exchange.workers if self._counts_workers else 1
-        nodes = (len(self.exchange.members) + 1) * workers
-        return math.sqrt(nodes) if is_adaptive(self.optimizer) else 1.0
+        return self.exchange.agreement.factor if self._scale == "auto" else self._scale
 
     @contextmanager
     def _scaled_rates(self) -> Iterator[None]:

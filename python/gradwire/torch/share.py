@@ -112,7 +112,6 @@ def share(
         share_state=type(optimizer).__module__.startswith("torch.optim"),
         update_scale=update_scale,
         equalize=True,
-        counts_workers=process_group is None,
         buffers=[
             tensor
             for tensor in (*inner.buffers(), *frozen)

@@ -1,0 +1,177 @@
+"""How far the nodes' updates agree, and the factor that an adaptive optimiser's updates need because of it.
+
+An adaptive optimiser divides by the size of its own gradients, noise included. Where the nodes' gradients agree, the
+mean of the nodes' updates is as long as the update of their mean gradient would be; where they are independent noise,
+it is shorter by the square root of the number of nodes. The factor k = sqrt(mean of |u|^2 / |mean of u|^2) is right at
+both ends. |mean of u|^2 would take an exchange of whole updates, so every node sends a linear sketch of a sample of its
+update: the sketches of all nodes add up to the sketch of the sum, whose norm is that of the sum but for some per cent,
+and a mean over steps takes care of these.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arrays import on_host
+
+__all__ = ["Agreement", "Sketch", "sample_of"]
+
+_SAMPLE_NUMEL = 1 << 16
+_BUCKETS = 512
+_LARGEST = 1e100  # squares of it are finite
+
+# Gradients agree most, and change their agreement fastest, when a training begins.
+_DENSE_STEPS = 32
+_EVERY = 4
+_DECAY = 0.9
+
+# Odd constants of the splitmix64 generator: all nodes need the same signs, whatever their version of NumPy.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIXER = np.uint64(0xBF58476D1CE4E5B9)
+
+
+class Sketch(NamedTuple):
+    """What a node tells of its update of one step, or of its workers' updates.
+
+    Attributes:
+        updates: number of the updates.
+        squares: sum of their squared norms.
+        buckets: linear sketch of their sum.
+    """
+
+    updates: int
+    squares: float
+    buckets: NDArray[np.float64]
+
+    def encode(self) -> list[Any]:
+        """Return the sketch as JSON values."""
+        # A byte for every sum: its rounding is far below what the sketch itself does not know.
+        scale = float(np.abs(self.buckets).max(initial=0.0)) / 127.0
+        quantized = np.rint(self.buckets / scale if scale else self.buckets).astype(np.int8)
+        text = base64.b64encode(quantized.tobytes()).decode()
+        return [self.updates, self.squares, scale, text]
+
+    @staticmethod
+    def decode(document: Any) -> Sketch:
+        """Return the sketch; raise `ValueError` if the values are none."""
+        updates, squares, scale, text = document
+        quantized = np.frombuffer(base64.b64decode(text, validate=True), np.int8)
+        sketch = Sketch(int(updates), float(squares), quantized.astype(np.float64) * float(scale))
+        are_sane = 0.0 <= sketch.squares < _LARGEST and 0.0 <= float(scale) < _LARGEST
+        if quantized.size != _BUCKETS or not 0 < sketch.updates < _LARGEST or not are_sane:
+            raise ValueError(f"a sketch of {quantized.size} sums and {updates} updates")
+        return sketch
+
+
+def sample_of(arrays: Sequence[Any]) -> NDArray[np.float64]:
+    """Return about 65,536 elements at regular distances, or all of fewer; the same places for equal shapes."""
+    sizes = [math.prod(array.shape) for array in arrays]
+    # An odd distance does not stay in the same columns of a matrix.
+    distance = (sum(sizes) // _SAMPLE_NUMEL) | 1
+    samples = []
+    start = 0
+    for array, size in zip(arrays, sizes, strict=True):
+        samples.append(np.asarray(on_host(array.reshape(-1)[start::distance]), np.float64))
+        start = (start - size) % distance
+    return np.concatenate(samples) if samples else np.zeros(0)
+
+
+class Agreement:
+    """Measures the agreement of the members' updates, by their sketches.
+
+    Args:
+        is_needed: False: ``start`` does nothing, and the factor stays 1.
+
+    Attributes:
+        is_on: whether updates are measured.
+    """
+
+    def __init__(self, *, is_needed: bool = True) -> None:
+        self.is_on = False
+        self._is_needed = is_needed
+        self._own: Sketch | None = None
+        # Means over steps, both multiplied by the same number: of the updates' squared norms, and of the squared norm
+        # of their mean.
+        self._squares = 0.0
+        self._mean_squares = 0.0
+        self._updates = 1
+
+    def start(self) -> None:
+        """Measure from now on; on all nodes."""
+        self.is_on = self._is_needed
+
+    @property
+    def factor(self) -> float:
+        """The factor of the next update: from 1, where all agree, to sqrt(updates); 1 before anything is known."""
+        if not self._mean_squares > 0.0:
+            return 1.0
+        factor = math.sqrt(self._squares / self._mean_squares)
+        return min(max(factor, 1.0), math.sqrt(self._updates))
+
+    def takes(self, step: int) -> bool:
+        """Return whether the updates of ``step`` are measured."""
+        return self.is_on and (step < _DENSE_STEPS or step % _EVERY == 0)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether this node's update of ``step`` is still to be measured."""
+        return self._own is None and self.takes(step)
+
+    def measure(self, samples: Iterable[NDArray[np.float64]]) -> None:
+        """Sketch this node's update of the next step, or its workers' updates, from a sample of each."""
+        listed = list(samples)
+        squares = float(sum(np.square(sample).sum() for sample in listed))
+        # An update that is not finite is refused, or sent without these elements: it says nothing about agreement.
+        if listed and squares < _LARGEST:
+            sketch = Sketch(len(listed), squares, _sums_of(sum(listed[1:], start=listed[0])))
+            # As the others get it: all nodes have to compute the same factor.
+            self._own = Sketch.decode(sketch.encode())
+
+    def take_own(self) -> Sketch | None:
+        """Return this node's sketch, for the note of its update; it is given once."""
+        own = self._own
+        self._own = None
+        return own
+
+    def add(self, sketches: Sequence[Sketch]) -> None:
+        """Add the sketches of all members' updates of a step."""
+        updates = sum(sketch.updates for sketch in sketches)
+        if not updates:
+            return
+        squares = sum(sketch.squares for sketch in sketches) / updates
+        total = sum((sketch.buckets for sketch in sketches), start=np.zeros(_BUCKETS))
+        mean_squares = float(np.square(total).sum()) / updates**2
+        self._squares = _DECAY * self._squares + squares
+        self._mean_squares = _DECAY * self._mean_squares + mean_squares
+        self._updates = updates
+
+    def state(self) -> list[float]:
+        """Return what the factor is made of, for checkpoints and newcomers."""
+        return [self._squares, self._mean_squares, self._updates]
+
+    def load(self, state: Sequence[float]) -> None:
+        """Continue from ``state``."""
+        self._squares, self._mean_squares = float(state[0]), float(state[1])
+        self._updates = int(state[2])
+
+
+def _sums_of(sample: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return sums of every 512th element, with the signs that all nodes use."""
+    signed = np.zeros(-(-sample.size // _BUCKETS) * _BUCKETS)
+    np.multiply(sample, _signs(sample.size), out=signed[: sample.size])
+    sums: NDArray[np.float64] = signed.reshape(-1, _BUCKETS).sum(axis=0)
+    return sums
+
+
+@lru_cache(maxsize=4)
+def _signs(count: int) -> NDArray[np.float64]:
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIXER
+    signs: NDArray[np.float64] = 1.0 - 2.0 * (mixed >> np.uint64(63)).astype(np.float64)
+    return signs

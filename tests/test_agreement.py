@@ -1,0 +1,153 @@
+"""The factor of an adaptive optimiser's updates, from sketches that the nodes exchange."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.agreement import Agreement, Sketch, sample_of
+
+from .exchange.cluster import FakeNode, run_cluster
+
+STEPS = 60
+
+
+def updates(agreement: float, nodes: int, numel: int, step: int) -> list[np.ndarray]:
+    """Return updates of length 1 of which the given part is common, and the rest each node's own noise."""
+    # As with momentum, what is common changes slowly: asynchronous nodes are at different steps.
+    common = np.random.default_rng(step // 10).standard_normal(numel)
+    own = np.random.default_rng([step, numel]).standard_normal((nodes, numel))
+    mixed = math.sqrt(agreement) * common + math.sqrt(1.0 - agreement) * own
+    return [np.float32(update / math.sqrt(numel)) for update in mixed]
+
+
+def factor_of(agreement: float, nodes: int) -> float:
+    return math.sqrt(1.0 / (agreement + (1.0 - agreement) / nodes))
+
+
+@pytest.mark.parametrize("numel", [1_000, 300_000])
+@pytest.mark.parametrize("agreement", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("nodes", [2, 8])
+def test_sketches_give_the_factor_of_whole_updates(
+    nodes: int, agreement: float, numel: int
+) -> None:
+    measured = Agreement()
+    measured.start()
+    for step in range(STEPS):
+        sketches = []
+        for update in updates(agreement, nodes, numel, step):
+            if measured.is_due(step):
+                measured.measure([sample_of([update[: numel // 3], update[numel // 3 :]])])
+                own = measured.take_own()
+                assert own is not None
+                sketches.append(Sketch.decode(json.loads(json.dumps(own.encode()))))
+        measured.add(sketches)
+    assert measured.factor == pytest.approx(factor_of(agreement, nodes), rel=0.04)
+
+
+def test_a_sketch_is_small_and_nothing_else_is_taken_for_one() -> None:
+    measured = Agreement()
+    measured.start()
+    measured.measure([np.random.default_rng(0).standard_normal(1_000)])
+    sketch = measured.take_own()
+    assert sketch is not None
+    document = sketch.encode()
+    assert len(json.dumps(document)) < 800
+    count, squares, scale, text = document
+    for bad in (
+        [0, squares, scale, text],
+        [count, math.inf, scale, text],
+        [count, squares, math.nan, text],
+        [count, squares, 1e300, text],
+        [count, squares, scale, text[:-4]],
+    ):
+        with pytest.raises(ValueError, match="a sketch of"):
+            Sketch.decode(bad)
+    with pytest.raises(ValueError, match="[Bb]ase64|padding"):
+        Sketch.decode([count, squares, scale, "?"])
+
+
+def test_an_update_that_is_not_finite_is_not_measured() -> None:
+    measured = Agreement()
+    measured.start()
+    measured.measure([np.array([1.0, math.nan])])
+    assert measured.take_own() is None
+
+
+@pytest.mark.parametrize("apply_residual", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"topology": "sharded"}, {"overlap": 1}, {"mode": "async"}], ids=str
+)
+def test_all_nodes_have_the_same_factor(options: Any, apply_residual: bool) -> None:
+    numel, nodes = 4_000, 3
+
+    def work(node: FakeNode, rank: int) -> list[float]:
+        share = gw.Exchange(
+            gw.Encoder(numel, gw.TargetDensity(0.05)),
+            node,
+            min_peers=nodes - 1,
+            apply_residual=apply_residual,
+            **options,
+        )
+        share.agreement.start()
+        params = np.zeros(numel, np.float32)
+        share.join(params)
+        factors = []
+        for step in range(STEPS):
+            params += updates(0.25, nodes, numel, step)[rank]
+            share.step_moved(params)
+            factors.append(share.agreement.factor)
+        return factors
+
+    factors = run_cluster(work, count=nodes, seed=3)
+    if options.get("mode") != "async":
+        assert factors[0] == factors[1] == factors[2]
+    for of_node in factors:
+        assert of_node[-1] == pytest.approx(factor_of(0.25, nodes), rel=0.1)
+
+
+@pytest.mark.parametrize("apply_residual", [False, True])
+def test_a_checkpoint_and_a_late_node_have_the_factor(apply_residual: bool) -> None:
+    def share_of(node: FakeNode, peers: int) -> gw.Exchange:
+        encoder = gw.Encoder(1_000, gw.TargetDensity(0.05))
+        share = gw.Exchange(encoder, node, min_peers=peers, apply_residual=apply_residual)
+        share.agreement.start()
+        return share
+
+    def work(node: FakeNode, rank: int) -> tuple[list[float], list[float]]:
+        share = share_of(node, 1 if rank < 2 else 0)
+        params = np.zeros(1_000, np.float32)
+        while rank == 2 and len(node.peers) < 2:
+            node.receive(0.01)
+        joined = share.join(params)
+        first = share.agreement.state()
+        while share.next_step < 40:
+            params += updates(0.5, 3, 1_000, share.next_step)[rank]
+            share.step_moved(params)
+        restored = share_of(node, 0)
+        restored.load_state_dict(share.state_dict())
+        assert restored.agreement.state() == share.agreement.state()
+        return (first if joined.is_late else []), share.agreement.state()
+
+    states = run_cluster(work, count=3, seed=5)
+    assert states[0][1] == states[1][1] == states[2][1]
+    assert states[2][0] == [] or states[2][0][0] > 0.0
+
+
+def test_local_steps_have_no_factor() -> None:
+    def work(node: FakeNode, rank: int) -> float:
+        share = gw.Exchange(gw.Encoder(100, 0.01), node, min_peers=1, every=2)
+        share.agreement.start()
+        params = np.zeros(100, np.float32)
+        share.join(params)
+        for step in range(20):
+            params += updates(0.0, 2, 100, step)[rank]
+            share.step_moved(params)
+        return share.agreement.factor
+
+    assert run_cluster(work, count=2, seed=1) == [1.0, 1.0]
