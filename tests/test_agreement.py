@@ -68,7 +68,7 @@ def test_a_sketch_is_small_and_nothing_else_is_taken_for_one() -> None:
     ):
         with pytest.raises(ValueError, match="a sketch of"):
             Sketch.decode(bad)
-    with pytest.raises(ValueError, match="[Bb]ase64|padding"):
+    with pytest.raises(ValueError, match=r"[Bb]ase64|padding"):
         Sketch.decode([count, squares, scale, "?"])
 
 
