@@ -334,9 +334,7 @@ def test_a_node_that_is_left_behind_comes_in_again_with_all_its_updates(
     ]
 
 
-@histories
-@modes
-def test_a_broken_connection_loses_nothing(seed: int, how: Any) -> None:
+def broken_connection(seed: int, how: dict[str, Any]) -> None:
     with cluster(seed) as world:
         trainers = [Trainer(world, node_id, 40, min_peers=2, **how) for node_id in (10, 20, 30, 40)]
         one, other = world.random.sample(trainers, 2)
@@ -349,6 +347,20 @@ def test_a_broken_connection_loses_nothing(seed: int, how: Any) -> None:
     assert_identical(trainers)
     if "outer_momentum" not in how:
         assert_nothing_lost(trainers)
+
+
+@histories
+@modes
+def test_a_broken_connection_loses_nothing(seed: int, how: Any) -> None:
+    broken_connection(seed, how)
+
+
+@pytest.mark.parametrize("name", ["overlapped", "overlapped, moved, residual"])
+def test_a_node_that_has_come_back_still_knows_what_it_had_not_accepted_of_another(
+    name: str,
+) -> None:
+    """Two owners are away at once, and the one that comes back first gives its parameters to the other."""
+    broken_connection(158, MODES[name])
 
 
 @histories

@@ -241,8 +241,11 @@ class Sharding:
         # A node that has left may come back later under the same identity; only then is its last result forgotten.
         self._left &= present
         self.senders = tuple(sorted(present - self._left))
-        # A newcomer sends its first part now. What is known of the node is of an earlier time as a member.
-        for newcomer in set(self.senders) - self._last_contributors:
+        # A newcomer sends its first part now. What is known of the node is of an earlier time as a member. Without
+        # results of an earlier step the table is the donor's, which has forgotten the newcomers of this step already:
+        # what is left there, members that are away still need.
+        newcomers = set(self.senders) - self._last_contributors if self._last_contributors else ()
+        for newcomer in newcomers:
             for by_sender in self.accepted.values():
                 by_sender.pop(newcomer, None)
             for sender in self.accepted.get(newcomer, {}).keys() & set(self.senders):
