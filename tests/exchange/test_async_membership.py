@@ -141,7 +141,8 @@ def test_after_a_broken_connection_all_hold_the_same(seed: int) -> None:
     np.testing.assert_array_equal(trainers[0].params + kept, START + put_in)
 
 
-@pytest.mark.parametrize("seed", [18, 21, 22, 24, *seeds(2)])
+# With seeds 160 and 286 a node that has come in with the other part is still a departing member of this part.
+@pytest.mark.parametrize("seed", [18, 21, 22, 24, 160, 286, *seeds(2)])
 def test_a_restart_while_the_network_is_split_ends_with_one_training(seed: int) -> None:
     trainers: list[Trainer] = []
     with cluster(seed) as world:

@@ -129,10 +129,10 @@ class Join:
             if (
                 membership.phase is Phase.IN
                 and run in membership.peers
-                and self._is_elsewhere(hello)
+                and self._departure.is_elsewhere(hello)
             ):
                 self._departure.suspect([run], "came in with another part of a split network")
-                self._rejoin_if_smaller(hello)
+                self._departure.rejoin_if_smaller(hello)
             return
         # What came on an earlier connection has a gap before what comes now.
         if before is None or starts_anew:
@@ -149,47 +149,8 @@ class Join:
             stream = membership.expect_updates(run)
             if stream.first_received is None:
                 stream.start_at(hello.first_direct)
-            if membership.phase in (Phase.IN, None if self._options.is_sync else self._destination):
-                was_outside = before is not None and before.phase is not Phase.IN
-                self._add_unknown_member(run, hello, was_outside=was_outside)
-
-    def _add_unknown_member(self, run: NodeRun, hello: Hello, *, was_outside: bool) -> None:
-        """Handle a member that this node does not know: a newcomer, or a member of a group that had split off."""
-        membership = self._membership
-        names_this_node = membership.run in hello.members
-        # Four cases, by what the sender says and by whether it was outside when it last said something: it counts this
-        # node in and has not heard that it was left behind; it was admitted by this node's group (asynchronous nodes
-        # admit by introduction); it belongs to the other part of a split network; or both.
-        own_group = {membership.run, *membership.peers}
-        if names_this_node and not was_outside:
-            # The others have gone on without the sender, which does not know it yet.
-            self._departure.report(run)
-            return
-        if was_outside and not self._options.is_sync and not own_group.isdisjoint(hello.members):
-            if not self._departure.has_gone(run, hello.first_step):
-                membership.admit(run, hello.first_step)
-                self._router.introduce(run)  # a newcomer waits for this
-            return
-        if not names_this_node:  # synchronous newcomers are admitted at the end of a step
-            self._rejoin_if_smaller(hello)
-            if was_outside:
-                self._router.introduce(run)  # its part may be the one that has to join
-
-    def _is_elsewhere(self, hello: Hello) -> bool:
-        """Return whether a node that this one has admitted came in with other members: both parts of a split have."""
-        names_this_node = self._membership.run in hello.members
-        return self._options.is_sync and hello.phase is Phase.IN and not names_this_node
-
-    def _rejoin_if_smaller(self, hello: Hello) -> None:
-        """Join again if the sender's part of a split network is the one that goes on."""
-        # The training that began earlier goes on, of equally old ones the larger: an incarnation is a start time.
-        membership = self._membership
-        members = (membership.run, *membership.peers)
-        ours = (*reversed(membership.origin), -len(members), min(members).id)
-        first = min((run.id for run in hello.members), default=0)
-        theirs = (*reversed(hello.origin), -len(hello.members), first)
-        if theirs < ours:
-            self._departure.rejoin(f"this node had split off from {len(hello.members)} others")
+            was_outside = before is not None and before.phase is not Phase.IN
+            self._departure.handle_unknown(run, hello, was_outside=was_outside)
 
     def say_goodbye(self) -> None:
         """Tell the members, while there is time, that this node's last update was sent."""
@@ -233,7 +194,8 @@ class Join:
         again = [
             run
             for run, hello in self._introductions.compatible().items()
-            if run in admitted and (hello.phase is Phase.JOINING or self._is_elsewhere(hello))
+            if run in admitted
+            and (hello.phase is Phase.JOINING or self._departure.is_elsewhere(hello))
         ]
         if again:
             self._departure.suspect(again, "joins again")
@@ -283,11 +245,6 @@ class Join:
 
     # ---- joining late ------------------------------------------------------------------------------------------------
 
-    @property
-    def _destination(self) -> Phase:
-        """The phase in which this node takes part."""
-        return Phase.READY if self._options.role == "observer" else Phase.IN
-
     def ensure_member(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Become a member where training has begun: load a snapshot, follow the members, be admitted.
 
@@ -301,7 +258,7 @@ class Join:
         if membership.phase is Phase.LEAVING:
             raise RuntimeError("this exchange has left")
         deadline_s = clock.now_s() + self._options.timeout_s
-        while membership.phase is not self._destination:
+        while membership.phase is not membership.destination:
             if membership.phase is Phase.JOINING:
                 if not introductions.compatible() and any(
                     introductions.hellos[run].phase is Phase.IN

@@ -433,6 +433,11 @@ class Membership:
         self.reported.clear()
         self._next_note = _EMPTY
 
+    @property
+    def destination(self) -> Phase:
+        """The phase in which this node takes part."""
+        return Phase.READY if self._role == "observer" else Phase.IN
+
     # ---- introductions -----------------------------------------------------------------------------------------------
 
     def own_hello(self) -> Hello:
