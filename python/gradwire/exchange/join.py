@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -94,7 +95,9 @@ class Join:
             others = {run for run, hello in hellos.items() if hello.start[0] != own_digest}
             if first == membership.run:
                 served |= self._donor.requesters
-                self._donor.serve(here, lambda: self._snapshot(here, params, optimizer_state))
+                self._donor.serve(
+                    here, lambda: self._snapshot(here, membership.finals, params, optimizer_state)
+                )
                 if others <= served and self._donor.is_idle:
                     return
             elif first not in others:
@@ -211,7 +214,8 @@ class Join:
             positions = {**membership.positions, membership.run: self._replica.step}
             try:
                 self._donor.serve(
-                    positions, lambda: self._snapshot(positions, params, optimizer_state)
+                    positions,
+                    lambda: self._snapshot(positions, membership.finals, params, optimizer_state),
                 )
             except (TypeError, ValueError) as error:
                 _LOG.error("no snapshot for newcomers: %s", error)
@@ -220,7 +224,11 @@ class Join:
         self._has_requests = not self._donor.is_idle
 
     def _snapshot(
-        self, positions: dict[NodeRun, int], params: Any, optimizer_state: Sequence[Any]
+        self,
+        positions: dict[NodeRun, int],
+        finals: dict[NodeRun, int],
+        params: Any,
+        optimizer_state: Sequence[Any],
     ) -> Snapshot:
         replica = self._replica
         shared = replica.export_state(params)
@@ -229,7 +237,7 @@ class Join:
         return Snapshot(
             replica.step,
             positions,
-            self._membership.finals,
+            finals,
             copies([*shared, *writable_views(optimizer_state)]),
             len(shared),
             self._membership.origin,
@@ -312,7 +320,9 @@ class Join:
         """Ask for a snapshot, or load the one that has arrived."""
         snapshot = self._incoming
         members = self._introductions.compatible(Phase.IN)
-        if self._asked is None or self._asked[0] not in members:
+        if not members and self._is_nobody_left():
+            self._resume(params, optimizer_state)
+        elif self._asked is None or self._asked[0] not in members:
             self._ask(members)
         elif snapshot is not None and not snapshot.missing:
             self._asked = None
@@ -325,6 +335,44 @@ class Join:
                 self._replica.absorb_local_changes(params)
                 self._replica.take_back_unapplied(snapshot.finals, snapshot.accepted, snapshot.step)
                 self._load(snapshot, params, optimizer_state)
+
+    def _is_nobody_left(self) -> bool:
+        """Return whether no member is left, and this node has to go on with its parameters."""
+        # The word of every connected node counts. With ``min_members`` no step is taken alone.
+        connected = set(map(self._introductions.register, self._router.node.peers))
+        has_all = self._introductions.hellos.keys() >= connected
+        return has_all and self._options.min_members == 1 and self._membership.has_to_resume
+
+    def _resume(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+        """Go on alone, for the others to join: load this node's own state as if it had come in a snapshot.
+
+        The parts of a split network may stop in favour of each other, because what they know of each other is old; and
+        users may call ``resync`` on all nodes.
+        """
+        membership = self._membership
+        replica = self._replica
+        step = replica.step
+        _LOG.warning(
+            "step %d: no member is left, and this node goes on for the others to join", step
+        )
+        self._asked = None
+        # Nobody applies an update of the unfinished step, and no owner accepts a part of it: the senders take all back.
+        finals = {**membership.finals, membership.run: step}
+        if replica.sharding is not None:
+            replica.sharding.reject_parts(step)
+        snapshot = replace(
+            self._snapshot({}, finals, params, optimizer_state),
+            step=step + 2,  # later than any update with which a node may have gone
+            senders=[membership.run],
+        )
+        replica.absorb_local_changes(params)
+        replica.take_back_unapplied(finals, snapshot.accepted, snapshot.step)
+        self._load(snapshot, params, optimizer_state)
+        membership.follow_snapshot(
+            {}, finals, snapshot.step, snapshot.origin, is_sharded=snapshot.is_sharded
+        )
+        membership.enter_at(snapshot.step)
+        self._router.introduce()
 
     def _ask(self, members: Mapping[NodeRun, Hello]) -> None:
         """Ask a member for a snapshot, another one each time, if all members that it names are connected."""

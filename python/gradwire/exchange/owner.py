@@ -414,7 +414,11 @@ class Sharding:
         self._last_contributors = contributors
         # A node that was away learns from this table, in a snapshot, which of its parts the owners had accepted. Only
         # the exceptions are in it: usually an owner has accepted everything before the step.
-        for owner in set(self.owners) - contributors:
+        self.reject_parts(step, contributors)
+
+    def reject_parts(self, step: int, contributors: Collection[NodeRun] = ()) -> None:
+        """Note that the owners, except these, accept no part from ``step`` on."""
+        for owner in set(self.owners).difference(contributors):
             by_sender = self.accepted.setdefault(owner, {})
             for sender in self.senders:
                 by_sender.setdefault(sender, step)
