@@ -141,7 +141,9 @@ def test_after_a_broken_connection_all_hold_the_same(seed: int) -> None:
     np.testing.assert_array_equal(trainers[0].params + kept, START + put_in)
 
 
-@pytest.mark.parametrize("seed", [18, 21, 22, 24, *seeds(2)])
+# With seeds 160 and 286 a node that has come in with the other part is still a departing member of this part; with seed
+# 298 both parts stop to join each other.
+@pytest.mark.parametrize("seed", [18, 21, 22, 24, 160, 286, 298, *seeds(2)])
 def test_a_restart_while_the_network_is_split_ends_with_one_training(seed: int) -> None:
     trainers: list[Trainer] = []
     with cluster(seed) as world:
@@ -162,6 +164,43 @@ def test_a_restart_while_the_network_is_split_ends_with_one_training(seed: int) 
     alive = [each for each in trainers if not each.node.is_dead]
     assert all(len(each.share.members) == 3 for each in alive)
     assert len({each.params.tobytes() for each in alive}) == 1
+
+
+@pytest.mark.parametrize("seed", [70, 142, 151, *seeds(2)])
+def test_a_newcomer_that_sees_both_parts_of_a_split_network_brings_them_together(seed: int) -> None:
+    trainers: list[Trainer] = []
+    with cluster(seed) as world:
+        for node_id in (10, 20, 40):
+            Trainer(world, trainers, node_id, min_peers=2)
+        one, two, alone = world.random.sample(trainers, 3)
+        turn = world.random.randint(60, 300)
+        newcomer = world.random.choice([5, 30, 50])
+        world.plan(turn, lambda: Trainer(world, trainers, newcomer, min_peers=1) and None)
+        split = turn + world.random.randint(-40, 60)
+        whole = max(split, turn) + world.random.randint(20, 160)
+        for each in (one, two):
+            world.plan(split, lambda o=each: world.cut(o.node, alone.node))
+            world.plan(whole, lambda o=each: world.connect(o.node, alone.node))
+        world.run()
+    assert all(len(each.share.members) == 3 for each in trainers)
+    assert len({each.params.tobytes() for each in trainers}) == 1
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_newcomers_whose_members_all_die_do_not_begin_with_their_own_parameters(seed: int) -> None:
+    trainers: list[Trainer] = []
+    with cluster(seed) as world:
+        for node_id in (10, 20):
+            Trainer(world, trainers, node_id, min_peers=1)
+        world.run(until=lambda: len(trainers[0].node.updates) > 3)
+        for node_id in (5, 30):
+            Trainer(world, trainers, node_id, min_peers=2)
+        newcomers = trainers[2:]
+        world.run(until=lambda: all(one.share._membership.phase == "joining" for one in newcomers))
+        for one in trainers[:2]:
+            world.kill(one.node)
+        with pytest.raises(TimeoutError, match="from 0 members"):
+            world.run()
 
 
 @pytest.mark.parametrize("seed", seeds(3))

@@ -204,6 +204,8 @@ def test_steps_lose_nothing_and_replicas_are_identical(seed: int, count: int) ->
     assert not math.isclose(trainers[0].shared.sum(), flat(start()).sum())
 
 
+ASYNC_MESH: dict[str, Any] = {"mode": "async", "topology": "mesh"}
+
 MODES: dict[str, dict[str, Any]] = {
     "waiting": {},
     "overlapped": {"overlap": 1},
@@ -334,9 +336,7 @@ def test_a_node_that_is_left_behind_comes_in_again_with_all_its_updates(
     ]
 
 
-@histories
-@modes
-def test_a_broken_connection_loses_nothing(seed: int, how: Any) -> None:
+def broken_connection(seed: int, how: dict[str, Any]) -> None:
     with cluster(seed) as world:
         trainers = [Trainer(world, node_id, 40, min_peers=2, **how) for node_id in (10, 20, 30, 40)]
         one, other = world.random.sample(trainers, 2)
@@ -353,6 +353,20 @@ def test_a_broken_connection_loses_nothing(seed: int, how: Any) -> None:
 
 @histories
 @modes
+def test_a_broken_connection_loses_nothing(seed: int, how: Any) -> None:
+    broken_connection(seed, how)
+
+
+@pytest.mark.parametrize("name", ["overlapped", "overlapped, moved, residual"])
+def test_a_node_that_has_come_back_still_knows_what_it_had_not_accepted_of_another(
+    name: str,
+) -> None:
+    """Two owners are away at once, and the one that comes back first gives its parameters to the other."""
+    broken_connection(158, MODES[name])
+
+
+@histories
+@modes
 def test_a_resync_loses_nothing(seed: int, how: Any) -> None:
     with cluster(seed) as world:
         trainers = [Trainer(world, node_id, 40, min_peers=2, **how) for node_id in (10, 20, 30)]
@@ -362,6 +376,56 @@ def test_a_resync_loses_nothing(seed: int, how: Any) -> None:
     assert_identical(trainers)
     if "outer_momentum" not in how:
         assert_nothing_lost(trainers)
+
+
+def resync_all(seed: int, how: dict[str, Any]) -> list[Trainer]:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 40, min_peers=2, **how) for node_id in (20, 10, 30)]
+        for one in trainers:
+            one.cohort = trainers
+            one.resyncs_at = 9
+        world.run()
+    assert all(one.resyncs_at is None for one in trainers)
+    return trainers
+
+
+@histories
+@modes
+@pytest.mark.parametrize("topology", ["sharded", "mesh"])
+def test_if_all_resync_at_once_the_first_node_goes_on_and_nothing_is_lost(
+    seed: int, how: dict[str, Any], topology: str
+) -> None:
+    trainers = resync_all(seed, {**how, "topology": topology})
+    assert_identical(trainers)
+    if "outer_momentum" not in how:
+        assert_nothing_lost(trainers)
+
+
+@histories
+@pytest.mark.parametrize("how", [{}, {"topology": "mesh"}, ASYNC_MESH], ids=str)
+def test_a_node_that_resyncs_while_all_other_members_die_goes_on_for_newcomers(
+    seed: int, how: dict[str, Any]
+) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 30, min_peers=1, **how) for node_id in (10, 20)]
+        back, dies = trainers
+        back.resyncs_at = 9
+        world.run(until=lambda: back.share._membership.phase == "joining")
+        trainers.append(Trainer(world, 5, 30, min_peers=1, **how))
+        kill(dies)
+        for one in trainers:
+            one.cohort = trainers
+        world.run()
+    assert_identical(trainers)
+    assert [one.share.members for one in trainers if one.remains] == [
+        (trainers[2].node.peer,),
+        (back.node.peer,),
+    ]
+
+
+def test_if_all_resync_at_once_no_node_goes_on_with_fewer_than_min_members() -> None:
+    with pytest.raises(TimeoutError, match="from 0 members"):
+        resync_all(0, {"min_members": 2})
 
 
 @histories
@@ -524,10 +588,10 @@ def test_a_message_that_is_too_large_goes_back_into_its_residual(
 # --- asynchronous -----------------------------------------------------------------------------------------------------
 
 ASYNC: dict[str, dict[str, Any]] = {
-    "plain": {"mode": "async", "topology": "mesh"},
-    "moved": {"mode": "async", "topology": "mesh", "moves": True},
-    "every": {"mode": "async", "topology": "mesh", "every": 2},
-    "residual": {"mode": "async", "topology": "mesh", "apply_residual": True, "moves": True},
+    "plain": ASYNC_MESH,
+    "moved": {**ASYNC_MESH, "moves": True},
+    "every": {**ASYNC_MESH, "every": 2},
+    "residual": {**ASYNC_MESH, "apply_residual": True, "moves": True},
 }
 
 
@@ -569,6 +633,16 @@ def asynchronous(seed: int, how: dict[str, Any], *events: str) -> None:
 @pytest.mark.parametrize("event", ["", "death", "leave", "join", "cut"])
 def test_asynchronous_nodes_lose_nothing(seed: int, how: Any, event: str) -> None:
     asynchronous(seed, how, event)
+
+
+@histories
+@asynchronous_modes
+def test_if_all_asynchronous_nodes_resync_at_once_nothing_is_lost(
+    seed: int, how: dict[str, Any]
+) -> None:
+    trainers = resync_all(seed, how)
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
 
 
 @pytest.mark.parametrize("seed", [37, 44])
@@ -710,7 +784,7 @@ class Watcher(Follower):
 
 @histories
 def test_an_observer_follows_asynchronous_members(seed: int) -> None:
-    how: dict[str, Any] = {"mode": "async", "topology": "mesh"}
+    how = ASYNC_MESH
     with cluster(seed) as world:
         trainers = [Trainer(world, 10 * (1 + at), 25, min_peers=2, **how) for at in range(3)]
 

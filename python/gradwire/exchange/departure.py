@@ -1,4 +1,4 @@
-"""Departures: which members are gone, and which of their last updates everybody applies.
+"""Departures: which members are gone, which of their last updates everybody applies, and where parts of a split meet.
 
 A member that dies may have reached only some of the others with its last updates. Each remaining member reports how
 many of the updates it has; everybody applies as many as the member with the most, and one member that has them relays
@@ -16,6 +16,7 @@ from ..errors import Mismatch
 from .membership import Membership, Router
 from .protocol import (
     TAG_NUMBERS,
+    Hello,
     Kind,
     NodeRun,
     Note,
@@ -112,6 +113,50 @@ class Departure:
         self._relayed.clear()
         self._router.announce(Phase.JOINING)
 
+    # ---- other parts of a split network ------------------------------------------------------------------------------
+
+    def handle_unknown(self, run: NodeRun, hello: Hello, *, was_outside: bool) -> None:
+        """Handle a member that this node does not know: a newcomer, or a member of a group that had split off."""
+        membership = self._membership
+        if membership.phase not in (Phase.IN, None if self._is_sync else membership.destination):
+            return
+        names_this_node = membership.run in hello.members
+        # Four cases, by what the sender says and by whether it was outside when it last said something: it counts this
+        # node in and has not heard that it was left behind; it was admitted by this node's group (asynchronous nodes
+        # admit by introduction); it belongs to the other part of a split network; or both.
+        own_group = {membership.run, *membership.peers}
+        if names_this_node and not was_outside:
+            # The others have gone on without the sender, which does not know it yet.
+            self.report(run)
+            return
+        if was_outside and not self._is_sync and not own_group.isdisjoint(hello.members):
+            if not self.has_gone(run, hello.first_step):
+                membership.admit(run, hello.first_step)
+                self._router.introduce(run)  # a newcomer waits for this
+            return
+        if not names_this_node:  # synchronous newcomers are admitted at the end of a step
+            self.rejoin_if_smaller(hello)
+            if was_outside:
+                self._router.introduce(run)  # its part may be the one that has to join
+
+    def is_elsewhere(self, hello: Hello) -> bool:
+        """Return whether a node that this one has admitted came in with other members: both parts of a split have."""
+        names_this_node = self._membership.run in hello.members
+        return self._is_sync and hello.phase is Phase.IN and not names_this_node
+
+    def rejoin_if_smaller(self, hello: Hello) -> None:
+        """Join again if the sender's part of a split network is the one that goes on."""
+        # The training that began earlier goes on, of equally old ones the larger: an incarnation is a start time.
+        membership = self._membership
+        members = (membership.run, *membership.peers)
+        ours = (*reversed(membership.origin), -len(members), min(members).id)
+        first = min((run.id for run in hello.members), default=0)
+        theirs = (*reversed(hello.origin), -len(hello.members), first)
+        if theirs < ours:
+            self.rejoin(f"this node had split off from {len(hello.members)} others")
+
+    # ---- the departed ------------------------------------------------------------------------------------------------
+
     def remove_departed(self) -> None:
         """Remove departed members once all their updates have been applied."""
         membership = self._membership
@@ -127,13 +172,14 @@ class Departure:
         if gone:
             count = len(membership.members) + 1
             _LOG.warning("%s: %d nodes go on", self._introductions.describe_departed(gone), count)
-        for run in gone if not self._is_sync else ():
-            # It may have come in again before the others agreed that it had gone.
-            hello = self._introductions.compatible(Phase.IN).get(run)
-            if hello and run in membership.others and not self.has_gone(run, hello.first_step):
-                membership.admit(run, hello.first_step)
         if gone and membership.phase is Phase.IN:
             self._router.announce(Phase.IN)
+        for run in gone if not self._is_sync else ():
+            # The node may have come in again before the others agreed that it had gone: here, or in another part of a
+            # split network. Its introduction counts from now on.
+            hello = self._introductions.compatible(Phase.IN).get(run)
+            if hello and run in membership.others and not self.has_gone(run, hello.first_step):
+                self.handle_unknown(run, hello, was_outside=True)
 
     def has_gone(self, run: NodeRun, first_step: int) -> bool:
         """Return whether a node that came in with its update ``first_step`` is reported as gone since then."""

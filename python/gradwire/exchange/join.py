@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -94,7 +95,9 @@ class Join:
             others = {run for run, hello in hellos.items() if hello.start[0] != own_digest}
             if first == membership.run:
                 served |= self._donor.requesters
-                self._donor.serve(here, lambda: self._snapshot(here, params, optimizer_state))
+                self._donor.serve(
+                    here, lambda: self._snapshot(here, membership.finals, params, optimizer_state)
+                )
                 if others <= served and self._donor.is_idle:
                     return
             elif first not in others:
@@ -129,10 +132,10 @@ class Join:
             if (
                 membership.phase is Phase.IN
                 and run in membership.peers
-                and self._is_elsewhere(hello)
+                and self._departure.is_elsewhere(hello)
             ):
                 self._departure.suspect([run], "came in with another part of a split network")
-                self._rejoin_if_smaller(hello)
+                self._departure.rejoin_if_smaller(hello)
             return
         # What came on an earlier connection has a gap before what comes now.
         if before is None or starts_anew:
@@ -149,47 +152,8 @@ class Join:
             stream = membership.expect_updates(run)
             if stream.first_received is None:
                 stream.start_at(hello.first_direct)
-            if membership.phase in (Phase.IN, None if self._options.is_sync else self._destination):
-                was_outside = before is not None and before.phase is not Phase.IN
-                self._add_unknown_member(run, hello, was_outside=was_outside)
-
-    def _add_unknown_member(self, run: NodeRun, hello: Hello, *, was_outside: bool) -> None:
-        """Handle a member that this node does not know: a newcomer, or a member of a group that had split off."""
-        membership = self._membership
-        names_this_node = membership.run in hello.members
-        # Four cases, by what the sender says and by whether it was outside when it last said something: it counts this
-        # node in and has not heard that it was left behind; it was admitted by this node's group (asynchronous nodes
-        # admit by introduction); it belongs to the other part of a split network; or both.
-        own_group = {membership.run, *membership.peers}
-        if names_this_node and not was_outside:
-            # The others have gone on without the sender, which does not know it yet.
-            self._departure.report(run)
-            return
-        if was_outside and not self._options.is_sync and not own_group.isdisjoint(hello.members):
-            if not self._departure.has_gone(run, hello.first_step):
-                membership.admit(run, hello.first_step)
-                self._router.introduce(run)  # a newcomer waits for this
-            return
-        if not names_this_node:  # synchronous newcomers are admitted at the end of a step
-            self._rejoin_if_smaller(hello)
-            if was_outside:
-                self._router.introduce(run)  # its part may be the one that has to join
-
-    def _is_elsewhere(self, hello: Hello) -> bool:
-        """Return whether a node that this one has admitted came in with other members: both parts of a split have."""
-        names_this_node = self._membership.run in hello.members
-        return self._options.is_sync and hello.phase is Phase.IN and not names_this_node
-
-    def _rejoin_if_smaller(self, hello: Hello) -> None:
-        """Join again if the sender's part of a split network is the one that goes on."""
-        # The training that began earlier goes on, of equally old ones the larger: an incarnation is a start time.
-        membership = self._membership
-        members = (membership.run, *membership.peers)
-        ours = (*reversed(membership.origin), -len(members), min(members).id)
-        first = min((run.id for run in hello.members), default=0)
-        theirs = (*reversed(hello.origin), -len(hello.members), first)
-        if theirs < ours:
-            self._departure.rejoin(f"this node had split off from {len(hello.members)} others")
+            was_outside = before is not None and before.phase is not Phase.IN
+            self._departure.handle_unknown(run, hello, was_outside=was_outside)
 
     def say_goodbye(self) -> None:
         """Tell the members, while there is time, that this node's last update was sent."""
@@ -236,7 +200,8 @@ class Join:
         again = [
             run
             for run, hello in self._introductions.compatible().items()
-            if run in admitted and (hello.phase is Phase.JOINING or self._is_elsewhere(hello))
+            if run in admitted
+            and (hello.phase is Phase.JOINING or self._departure.is_elsewhere(hello))
         ]
         if again:
             self._departure.suspect(again, "joins again")
@@ -252,7 +217,8 @@ class Join:
             positions = {**membership.positions, membership.run: self._replica.step}
             try:
                 self._donor.serve(
-                    positions, lambda: self._snapshot(positions, params, optimizer_state)
+                    positions,
+                    lambda: self._snapshot(positions, membership.finals, params, optimizer_state),
                 )
             except (TypeError, ValueError) as error:
                 _LOG.error("no snapshot for newcomers: %s", error)
@@ -261,7 +227,11 @@ class Join:
         self._has_requests = not self._donor.is_idle
 
     def _snapshot(
-        self, positions: dict[NodeRun, int], params: Any, optimizer_state: Sequence[Any]
+        self,
+        positions: dict[NodeRun, int],
+        finals: dict[NodeRun, int],
+        params: Any,
+        optimizer_state: Sequence[Any],
     ) -> Snapshot:
         replica = self._replica
         shared = replica.export_state(params)
@@ -270,7 +240,7 @@ class Join:
         return Snapshot(
             replica.step,
             positions,
-            self._membership.finals,
+            finals,
             copies([*shared, *writable_views(optimizer_state)]),
             len(shared),
             self._membership.origin,
@@ -287,11 +257,6 @@ class Join:
 
     # ---- joining late ------------------------------------------------------------------------------------------------
 
-    @property
-    def _destination(self) -> Phase:
-        """The phase in which this node takes part."""
-        return Phase.READY if self._options.role == "observer" else Phase.IN
-
     def ensure_member(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Become a member where training has begun: load a snapshot, follow the members, be admitted.
 
@@ -305,7 +270,7 @@ class Join:
         if membership.phase is Phase.LEAVING:
             raise RuntimeError("this exchange has left")
         deadline_s = clock.now_s() + self._options.timeout_s
-        while membership.phase is not self._destination:
+        while membership.phase is not membership.destination:
             if membership.phase is Phase.JOINING:
                 if not introductions.compatible() and any(
                     introductions.hellos[run].phase is Phase.IN
@@ -359,7 +324,9 @@ class Join:
         """Ask for a snapshot, or load the one that has arrived."""
         snapshot = self._incoming
         members = self._introductions.compatible(Phase.IN)
-        if self._asked is None or self._asked[0] not in members:
+        if not members and self._is_nobody_left():
+            self._resume(params, optimizer_state)
+        elif self._asked is None or self._asked[0] not in members:
             self._ask(members)
         elif snapshot is not None and not snapshot.missing:
             self._asked = None
@@ -372,6 +339,44 @@ class Join:
                 self._replica.absorb_local_changes(params)
                 self._replica.take_back_unapplied(snapshot.finals, snapshot.accepted, snapshot.step)
                 self._load(snapshot, params, optimizer_state)
+
+    def _is_nobody_left(self) -> bool:
+        """Return whether no member is left, and this node has to go on with its parameters."""
+        # The word of every connected node counts. With ``min_members`` no step is taken alone.
+        connected = set(map(self._introductions.register, self._router.node.peers))
+        has_all = self._introductions.hellos.keys() >= connected
+        return has_all and self._options.min_members == 1 and self._membership.has_to_resume
+
+    def _resume(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+        """Go on alone, for the others to join: load this node's own state as if it had come in a snapshot.
+
+        The parts of a split network may stop in favour of each other, because what they know of each other is old; and
+        users may call ``resync`` on all nodes.
+        """
+        membership = self._membership
+        replica = self._replica
+        step = replica.step
+        _LOG.warning(
+            "step %d: no member is left, and this node goes on for the others to join", step
+        )
+        self._asked = None
+        # Nobody applies an update of the unfinished step, and no owner accepts a part of it: the senders take all back.
+        finals = {**membership.finals, membership.run: step}
+        if replica.sharding is not None:
+            replica.sharding.reject_parts(step)
+        snapshot = replace(
+            self._snapshot({}, finals, params, optimizer_state),
+            step=step + 2,  # later than any update with which a node may have gone
+            senders=[membership.run],
+        )
+        replica.absorb_local_changes(params)
+        replica.take_back_unapplied(finals, snapshot.accepted, snapshot.step)
+        self._load(snapshot, params, optimizer_state)
+        membership.follow_snapshot(
+            {}, finals, snapshot.step, snapshot.origin, is_sharded=snapshot.is_sharded
+        )
+        membership.enter_at(snapshot.step)
+        self._router.introduce()
 
     def _ask(self, members: Mapping[NodeRun, Hello]) -> None:
         """Ask a member for a snapshot, another one each time, if all members that it names are connected."""

@@ -437,12 +437,36 @@ class Membership:
 
     def forget_members(self) -> None:
         """Stop being a member; updates count again from where the others introduce themselves to a newcomer."""
+        # What this node has applied is still true of its parameters, should it have to go on with them.
+        self.finals.update(self.positions)
         self.members.clear()
         self.broken.clear()
         self.departing.clear()
-        self.finals.clear()
         self.reported.clear()
         self._next_note = _EMPTY
+
+    @property
+    def destination(self) -> Phase:
+        """The phase in which this node takes part."""
+        return Phase.READY if self._role == "observer" else Phase.IN
+
+    @property
+    def has_to_resume(self) -> bool:
+        """Whether this node is the first of those that wait for a member and have the training's parameters."""
+        joining = self.introductions.compatible(Phase.JOINING)
+        waiting = joining.keys() | self.introductions.compatible(Phase.NEW).keys()
+        if self.is_sharded is None or self._role == "observer" or not waiting:
+            return False
+        # A node that was never a member has only its own initial parameters.
+        origins = {
+            run: hello.origin for run, hello in joining.items() if hello.is_sharded is not None
+        }
+        origins[self.run] = self.origin
+        # The training that began earlier goes on. Workers come last, because they own no parameters.
+        workers = self.introductions.workers
+        return self.run == min(
+            origins, key=lambda run: (run in workers, *reversed(origins[run]), run)
+        )
 
     # ---- introductions -----------------------------------------------------------------------------------------------
 
@@ -460,7 +484,7 @@ class Membership:
             self.origin,
             self._role,
             self.introductions.start,
-            self.is_sharded if is_member else None,
+            self.is_sharded,
         )
 
     def set_params(self, layout: list[list[object]], start: tuple[str, str]) -> bool:

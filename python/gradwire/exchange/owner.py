@@ -241,8 +241,11 @@ class Sharding:
         # A node that has left may come back later under the same identity; only then is its last result forgotten.
         self._left &= present
         self.senders = tuple(sorted(present - self._left))
-        # A newcomer sends its first part now. What is known of the node is of an earlier time as a member.
-        for newcomer in set(self.senders) - self._last_contributors:
+        # A newcomer sends its first part now. What is known of the node is of an earlier time as a member. Without
+        # results of an earlier step the table is the donor's, which has forgotten the newcomers of this step already:
+        # what is left there, members that are away still need.
+        newcomers = set(self.senders) - self._last_contributors if self._last_contributors else ()
+        for newcomer in newcomers:
             for by_sender in self.accepted.values():
                 by_sender.pop(newcomer, None)
             for sender in self.accepted.get(newcomer, {}).keys() & set(self.senders):
@@ -411,7 +414,11 @@ class Sharding:
         self._last_contributors = contributors
         # A node that was away learns from this table, in a snapshot, which of its parts the owners had accepted. Only
         # the exceptions are in it: usually an owner has accepted everything before the step.
-        for owner in set(self.owners) - contributors:
+        self.reject_parts(step, contributors)
+
+    def reject_parts(self, step: int, contributors: Collection[NodeRun] = ()) -> None:
+        """Note that the owners, except these, accept no part from ``step`` on."""
+        for owner in set(self.owners).difference(contributors):
             by_sender = self.accepted.setdefault(owner, {})
             for sender in self.senders:
                 by_sender.setdefault(sender, step)

@@ -176,7 +176,7 @@ class Hello:
         origin: the node that began the training.
         role: of the sender.
         start: digests of the sender's initial parameters and of its initial residual; empty: unknown, or none.
-        is_sharded: whether the members' exchange is the sharded one; None unless the sender is a member.
+        is_sharded: whether the training is sharded; None if the sender has not been a member.
     """
 
     signature: dict[str, Any]
