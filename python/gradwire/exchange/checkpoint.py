@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import copies
+from ..arrays import copies, views, zeros_like
 from ..state import check_format
+from .groups import Groups
 from .options import Reduction
 from .owner import add_owner_state
 from .parameters import MomentumSum
 from .replica import Replica
 
-__all__ = ["load_state", "redistribute", "state_of"]
+__all__ = ["extend_state", "load_state", "redistribute", "state_of"]
 
 _FORMAT = 4
 _WHAT = "state of an exchange"
@@ -151,3 +152,38 @@ def _merged(
         for saved, total in zip(like["encoders"], totals, strict=True)
     ]
     return {**like, "encoders": encoders, "owner": None}
+
+
+def extend_state(
+    state: dict[str, Any], groups: Groups, added: Sequence[Any], weight: int
+) -> dict[str, Any]:
+    """Return the state of a node for an exchange of more parameters, whose residual is zero.
+
+    Args:
+        state: of the node; not modified.
+        groups: of the new exchange: first those of the state, perhaps with more tensors, then others.
+        added: the parameters that come after the others.
+        weight: of a sum that this node keeps as an owner; it goes into the residual, because parts have new sizes.
+    """
+    totals = [np.array(saved["residual"]) for saved in state["encoders"]]
+    add_owner_state(state["owner"], totals, weight)
+    encoders = []
+    for index, group in enumerate(groups.groups):
+        saved = group.encoder.state_dict()
+        residual = saved["residual"]
+        step = {"step": state["step"], "changed_at": state["step"]}
+        if index < len(totals):
+            # Parameters are added at the end of the model, and so at the end of their group.
+            residual[: totals[index].size] = totals[index]
+            step = {**state["encoders"][index], "dtype": saved["dtype"], "numel": saved["numel"]}
+        encoders.append({**saved, **step, "residual": residual})
+    new = copies(views(list(added)))
+    return {
+        **state,
+        "encoders": encoders,
+        "shared": [*state["shared"], *new] if state["shared"] else [],
+        "outer_velocity": [*state["outer_velocity"], *zeros_like(new)]
+        if state["outer_velocity"]
+        else [],
+        "owner": None,
+    }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from ..arrays import copies, layouts, put, writable_views
+from ..arrays import copies, layouts
 from ..errors import Mismatch
 from . import clock
 from .departure import Departure
@@ -16,7 +16,7 @@ from .membership import Membership, Router
 from .options import Options
 from .protocol import Hello, Kind, NodeRun, Phase, decode_steps, encode_steps
 from .replica import Replica
-from .snapshot import Donor, Snapshot
+from .snapshot import Donor, NodeState, Snapshot
 
 __all__ = ["Join"]
 
@@ -71,7 +71,7 @@ class Join:
 
     # ---- equal initial parameters ------------------------------------------------------------------------------------
 
-    def equalize(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+    def equalize(self, params: Any, optimizer_state: NodeState) -> None:
         """Give all first members the parameters, and the optimiser's state, of the one with the lowest id.
 
         Raises:
@@ -206,7 +206,7 @@ class Join:
         if again:
             self._departure.suspect(again, "joins again")
 
-    def serve(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+    def serve(self, params: Any, optimizer_state: NodeState) -> None:
         """Between two steps, give snapshots to the newcomers that have asked."""
         if not self._has_requests:
             return
@@ -231,7 +231,7 @@ class Join:
         positions: dict[NodeRun, int],
         finals: dict[NodeRun, int],
         params: Any,
-        optimizer_state: Sequence[Any],
+        optimizer_state: NodeState,
     ) -> Snapshot:
         replica = self._replica
         shared = replica.export_state(params)
@@ -241,7 +241,7 @@ class Join:
             replica.step,
             positions,
             finals,
-            copies([*shared, *writable_views(optimizer_state)]),
+            copies([*shared, *optimizer_state.export()]),
             len(shared),
             self._membership.origin,
             replica.is_sharded,
@@ -257,7 +257,7 @@ class Join:
 
     # ---- joining late ------------------------------------------------------------------------------------------------
 
-    def ensure_member(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+    def ensure_member(self, params: Any, optimizer_state: NodeState) -> None:
         """Become a member where training has begun: load a snapshot, follow the members, be admitted.
 
         Raises:
@@ -289,7 +289,7 @@ class Join:
                     f"from {len(introductions.compatible(Phase.IN))} members that it sees"
                 )
 
-    def observe(self, params: Any, optimizer_state: Sequence[Any], timeout_s: float) -> int:
+    def observe(self, params: Any, optimizer_state: NodeState, timeout_s: float) -> int:
         """Apply the members' updates without being one; see ``Exchange.follow``."""
         membership = self._membership
         deadline_s = clock.now_s() + timeout_s
@@ -320,7 +320,7 @@ class Join:
         self._replica.advance()
         self._on_follow(params)
 
-    def _join_with_snapshot(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+    def _join_with_snapshot(self, params: Any, optimizer_state: NodeState) -> None:
         """Ask for a snapshot, or load the one that has arrived."""
         snapshot = self._incoming
         members = self._introductions.compatible(Phase.IN)
@@ -347,7 +347,7 @@ class Join:
         has_all = self._introductions.hellos.keys() >= connected
         return has_all and self._options.min_members == 1 and self._membership.has_to_resume
 
-    def _resume(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+    def _resume(self, params: Any, optimizer_state: NodeState) -> None:
         """Go on alone, for the others to join: load this node's own state as if it had come in a snapshot.
 
         The parts of a split network may stop in favour of each other, because what they know of each other is old; and
@@ -408,16 +408,13 @@ class Join:
         else:
             self._incoming.add_part(payload)
 
-    def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
+    def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: NodeState) -> None:
         here = self._replica.state_layout(params)
-        own_state = layouts(writable_views(optimizer_state))
-        there = layouts(snapshot.arrays)
-        if here != there[: snapshot.params] or own_state != there[snapshot.params :]:
+        there = layouts(snapshot.arrays[: snapshot.params])
+        if here != there:
             address = self._introductions.peer_of(self._membership.run).address
-            raise Mismatch(
-                f"this node ({address}) has parameters {here} and an optimiser's state {own_state}, the members have "
-                f"{there[: snapshot.params]} and {there[snapshot.params :]}"
-            )
+            raise Mismatch(f"this node ({address}) has parameters {here}, the members have {there}")
+        optimizer_state.check(snapshot.arrays[snapshot.params :])
 
     def _follow(self, snapshot: Snapshot) -> bool:
         """Adopt the members of a snapshot; return False if not all their later updates arrive here."""
@@ -456,10 +453,10 @@ class Join:
             self._router.introduce()
         return True
 
-    def _load(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
+    def _load(self, snapshot: Snapshot, params: Any, optimizer_state: NodeState) -> None:
         replica = self._replica
         replica.import_state(snapshot.arrays[: snapshot.params], params)
-        put(writable_views(optimizer_state), snapshot.arrays[snapshot.params :])
+        optimizer_state.load(snapshot.arrays[snapshot.params :])
         replica.begin(
             snapshot.step,
             len(snapshot.positions),

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from ..agreement import Agreement, sample_of
-from ..arrays import Arrays, copies, difference, layouts, on_host, put, views, writable_views
+from ..arrays import Arrays, copies, difference, on_host, put, views, writable_views
 from ..errors import GradwireError, Mismatch, PeerLost
 from ..shared_memory import (
     SharedFile,
@@ -37,9 +37,10 @@ from ..shared_memory import (
 )
 from ..transport import Peer
 from . import clock
-from .exchange import Exchange
+from .exchange import Exchange, hand_over, take_over
 from .options import Reduction
 from .results import ExchangeStats, Joined, StepResult
+from .snapshot import NodeState, OptimizerState, as_state
 
 __all__ = ["AnyExchange", "LocalExchange", "LocalTeam"]
 
@@ -426,7 +427,7 @@ class LocalTeam:
             what = f"no shared memory for the optimiser's state: {error.strerror}"
             raise OSError(error.errno, what, str(self.state_path)) from None
 
-    def take_state(self, state: Arrays) -> None:
+    def take_state(self, state: NodeState) -> None:
         """Overwrite a worker's optimiser state with the leader's.
 
         Raises:
@@ -434,12 +435,14 @@ class LocalTeam:
         """
         with np.load(self.state_path) as file:
             leaders = [file[name] for name in file.files]
-        if layouts(leaders) != layouts(state):
+        try:
+            state.check(leaders)
+        except Mismatch as error:
             raise Mismatch(
-                f"worker {self.rank} of team {self.name!r} has an optimiser's state of {layouts(state)}, rank 0 of "
-                f"{layouts(leaders)}: give all workers the same optimiser"
-            )
-        put(state, leaders)
+                f"worker {self.rank} of team {self.name!r} cannot take over the state of rank 0: {error}; give all "
+                "workers the same optimiser"
+            ) from error
+        state.load(leaders)
 
     def publish_outcome(self, outcome: _Outcome) -> None:
         """Publish the leader's outcome for the other workers."""
@@ -522,7 +525,7 @@ class LocalExchange:
         return self._call_together(lambda lead: lead.wait_for_peers())
 
     def join(
-        self, params: Any, optimizer_state: Sequence[Any] = (), *, equalize: bool = False
+        self, params: Any, optimizer_state: OptimizerState = (), *, equalize: bool = False
     ) -> Joined:
         """See `Exchange.join`; all workers then have the leader's ``params``, with ``equalize`` also its state."""
         self._equalizes = equalize
@@ -536,7 +539,7 @@ class LocalExchange:
         # This worker has taken the place of a dead one, while the others did something else.
         return Joined(step=self.next_step, is_late=True, members=self.members)
 
-    def resync(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
+    def resync(self, params: Any, optimizer_state: OptimizerState = ()) -> Joined:
         """See `Exchange.resync`."""
         return self._call_together(
             lambda lead: lead.resync(self.team.params, optimizer_state),
@@ -544,7 +547,7 @@ class LocalExchange:
             state=optimizer_state,
         )
 
-    def step(self, update: Any, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
+    def step(self, update: Any, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """See `Exchange.step`: the machine's update is the mean, or the sum, of all workers' updates.
 
         Args:
@@ -559,7 +562,7 @@ class LocalExchange:
             optimizer_state,
         )
 
-    def step_moved(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
+    def step_moved(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """See `Exchange.step_moved`: the difference to the team's parameters is this worker's update."""
         self.team.attach(params)
         update = difference(views(params), self.team.params)
@@ -570,7 +573,7 @@ class LocalExchange:
             optimizer_state,
         )
 
-    def _lead_step(self, lead: Exchange, optimizer_state: Sequence[Any]) -> StepResult:
+    def _lead_step(self, lead: Exchange, optimizer_state: OptimizerState) -> StepResult:
         # Workers have gradients of their own, so their updates count one by one.
         if lead.agreement.is_due(lead.next_step):
             lead.agreement.measure(map(sample_of, self.team.updates))
@@ -580,11 +583,29 @@ class LocalExchange:
         """See `Exchange.catch_up`."""
         return self._call_together(lambda lead: lead.catch_up(self.team.params, timeout_s), params)
 
-    def leave(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
+    def leave(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """See `Exchange.leave`."""
         return self._call_together(
             lambda lead: lead.leave(self.team.params, optimizer_state), params
         )
+
+    def hand_over(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
+        """See `hand_over`: of all workers together."""
+        self.team.attach(params)
+        update = difference(views(params), self.team.params)
+        return self._call_together(
+            lambda lead: hand_over(lead, self.team.params, optimizer_state, self.team.total),
+            params,
+            update,
+            optimizer_state,
+        )
+
+    def take_over(self, before: LocalExchange, added: Sequence[Any]) -> None:
+        """See `take_over`; the memory of the workers so far is released."""
+        if self.exchange is not None and before.exchange is not None:
+            take_over(self.exchange, before.exchange, added)
+        if before.team is not self.team:
+            before.team.close()
 
     def shared(self, params: Any) -> Arrays:  # noqa: ARG002  (as Exchange.shared)
         """See `Exchange.shared`; of the team's parameters, which every worker's are."""
@@ -609,7 +630,7 @@ class LocalExchange:
         action: Callable[[Exchange], _Result],
         params: Any = None,
         update: Arrays | None = None,
-        state: Sequence[Any] = (),
+        state: OptimizerState = (),
     ) -> _Result:
         """Add this worker's update, let the leader act, and copy the resulting parameters.
 
@@ -638,7 +659,7 @@ class LocalExchange:
         # Only a worker that has no state of its own takes the leader's: a new one, or all of them where the machine
         # joined late.
         if outcome.has_state and not leads and (self._call is None or _is_late(outcome.result)):
-            team.take_state(writable_views(state))
+            team.take_state(as_state(state))
         self._call = call
         targets = team.params if params is None else writable_views(params)
         # A caller may train on the team's memory itself, which needs no copy.
@@ -651,7 +672,7 @@ class LocalExchange:
         return result
 
     def _act(
-        self, exchange: Exchange, action: Callable[[Exchange], Any], state: Sequence[Any]
+        self, exchange: Exchange, action: Callable[[Exchange], Any], state: OptimizerState
     ) -> None:
         team = self.team
         result = None
@@ -663,9 +684,11 @@ class LocalExchange:
             result = action(exchange)
             # Workers that go on from checkpoints have their own.
             begins = self._equalizes and not (exchange.next_step or exchange.has_local_steps)
-            if state and (team.has_newcomers or begins or _is_late(result)):
-                team.publish_state(writable_views(state))
-                has_state = True
+            if team.has_newcomers or begins or _is_late(result):
+                arrays = as_state(state).export()
+                has_state = bool(arrays)
+                if has_state:
+                    team.publish_state(arrays)
         except Exception as caught:
             error = caught
         has_shared = exchange.place_shared(team.shared)
