@@ -266,6 +266,8 @@ class Exchange:
         if equalize and not is_late:
             self._join.equalize(params, optimizer_state)
         self._join.ensure_member(params, optimizer_state)
+        # Of a checkpoint's owner: its residual goes to the node where another node owns the part now.
+        self._replica.add_late_parts(params)
         return Joined(step=self.next_step, is_late=is_late, members=self.members)
 
     @_by_one_thread

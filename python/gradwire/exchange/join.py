@@ -348,6 +348,7 @@ class Join:
         payloads = [messages for _, messages in updates]
         self._replica.apply(payloads, params, nodes=len(payloads))
         self.finish_step([run for run, _ in updates])
+        self._replica.add_late_parts(params)
         self._replica.advance()
         self._on_follow(params)
 
@@ -459,4 +460,5 @@ class Join:
         )
         self._introductions.add_workers(snapshot.workers)
         replica.assign_owners(snapshot.senders, snapshot.step, self._introductions.workers)
+        replica.add_late_parts(params)
         self._on_load()

@@ -28,6 +28,8 @@ __all__ = ["MomentumSum", "PlainSum", "SecondTarget", "SharedCopy"]
 
 # Bound on the difference between parameters and shared copy + residual, relative to both: eight roundings of float32.
 _ROUNDING = 2.0**-20
+# The same for a whole tensor after a step, which rounds once for every node's message, relative to its largest values.
+_STEP_ROUNDING = 2.0**-18
 
 Payloads: TypeAlias = Sequence[Sequence[Message]]
 
@@ -218,11 +220,14 @@ class SharedCopy:
         if not self._applies_residual:
             arrays = map(on_host, writable_views(params))
             return all(map(np.array_equal, arrays, map(on_host, self.shared)))
-        # Where a large quantum was added and taken away again, rounding is relative to the quantum.
+        # Where a large quantum was added and taken away again, rounding is relative to the quantum; where the residual
+        # is larger than the shared parameters, relative to the residual.
         quantum = max((encoder.threshold for encoder in self.groups.encoders), default=0.0)
         for param, shared, residual in self._parts(params):
             largest = quantum + float(np.abs(shared).max(initial=0.0))
-            if float(np.abs(param - shared - residual).max(initial=0.0)) > _ROUNDING * largest:
+            largest += float(np.abs(residual).max(initial=0.0))
+            difference_max = float(np.abs(param - shared - residual).max(initial=0.0))
+            if difference_max > _STEP_ROUNDING * largest:
                 return False
         return True
 

@@ -289,6 +289,8 @@ class Step:
             self._join.finish_step([run for run, _ in others])
         else:
             self._departure.remove_departed()
+        # Members may have gone or come with this step, and owners changed with them.
+        replica.add_late_parts(params)
         result = self._result(pending, others, clock.now_s() - arrived_s)
         replica.finish_step(pending)
         return result
