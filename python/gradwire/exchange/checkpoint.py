@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import copies
+from ..arrays import Arrays, add, copies, on_host
 from ..state import check_format
 from .options import Reduction
 from .owner import add_owner_state
@@ -16,26 +16,48 @@ from .replica import Replica
 
 __all__ = ["load_state", "redistribute", "state_of"]
 
-_FORMAT = 3
+_FORMAT = 4
 _WHAT = "state of an exchange"
-_KEYS = {"step", "encoders", "shared", "local_steps", "outer_velocity", "owner"}
+_KEYS = {"step", "apply_residual", "encoders", "shared", "local_steps", "outer_velocity", "owner"}
 
 
-def state_of(replica: Replica) -> dict[str, Any]:
-    """Return a copy of everything that the next step depends on; the messages of an unfinished step are put back."""
+def state_of(replica: Replica, params: Any = None) -> dict[str, Any]:
+    """Return a copy of everything that the next step depends on; the messages of an unfinished step are put back.
+
+    Args:
+        replica: whose state.
+        params: as in ``Exchange.state_dict``.
+    """
     total = replica.total
     encoders = [encoder.state_dict() for encoder in replica.groups.encoders]
+    residuals = [encoder["residual"] for encoder in encoders]
     # The others will not wait for this message after a restart, so its content has to be in the residual.
-    replica.put_back_into([encoder["residual"] for encoder in encoders])
+    replica.put_back_into(residuals)
+    if params is not None and replica.applies_residual and replica.shared:
+        # As the next encode does; up to then rounding separates the residual from this difference.
+        parts = replica.groups.split(residuals, params)
+        for part, param, shared in zip(parts, params, map(on_host, replica.shared), strict=True):
+            moved = param - shared
+            np.copyto(part, moved, where=np.isfinite(moved), casting="same_kind")
     return {
         "format": _FORMAT,
         "step": replica.step,
+        "apply_residual": replica.applies_residual,
         "encoders": encoders,
         "shared": copies(replica.shared),
         "local_steps": replica.local_steps,
         "outer_velocity": copies(total.velocity) if isinstance(total, MomentumSum) else [],
         "owner": replica.owner_state(),
     }
+
+
+def params_of(state: dict[str, Any], replica: Replica) -> Arrays:
+    """Return a copy of the caller's parameters in a state; see ``Exchange.params_of``."""
+    params = copies(state["shared"])
+    if state["apply_residual"]:
+        residuals = [encoder["residual"] for encoder in state["encoders"]]
+        add(params, replica.groups.split(residuals, params))
+    return params
 
 
 def load_state(state: dict[str, Any], replica: Replica) -> None:
@@ -50,6 +72,12 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
         raise ValueError(f"{_WHAT} lacks {', '.join(sorted(missing))}")
     encoders = replica.groups.encoders
     total = replica.total
+    if bool(state["apply_residual"]) != replica.applies_residual:
+        raise ValueError(
+            f"the state is of an exchange with apply_residual={state['apply_residual']}, this one has "
+            f"{replica.applies_residual}: its parameters {'' if state['apply_residual'] else 'do not '}hold the "
+            "residual; give the option that it had"
+        )
     if len(state["encoders"]) != len(encoders):
         raise ValueError(
             f"state has {len(state['encoders'])} groups, this exchange {len(encoders)}"
@@ -78,7 +106,8 @@ def redistribute(
     worker i's.
 
     Args:
-        states: of all old workers, by rank, taken after the same step; not modified.
+        states: of all old workers, by rank, taken after the same step; not modified. Those of shared optimisers are
+            under "gradwire" in ``SharedOptimizer.state_dict``.
         world_size: of the new world, 1 or more.
         reduction: of the exchange. The mean over another number of nodes weighs every node differently; with "mean" the
             residuals are multiplied by new / old number, so that they add the same to the parameters as before.
@@ -142,10 +171,10 @@ def _merged(
     totals = [np.zeros(saved["residual"].shape, np.float64) for saved in like["encoders"]]
     for state in states:
         for total, saved in zip(totals, state["encoders"], strict=True):
-            total += saved["residual"]
+            total += np.asarray(saved["residual"])
         add_owner_state(state["owner"], totals, weight)
     encoders = [
-        {**saved, "residual": (total * factor).astype(saved["residual"].dtype)}
+        {**saved, "residual": (total * factor).astype(saved["dtype"])}
         for saved, total in zip(like["encoders"], totals, strict=True)
     ]
     return {**like, "encoders": encoders, "owner": None}

@@ -195,17 +195,26 @@ class Exchange:
         """Return the totals, the transport's counters and every peer's path, as JSON values; from any thread."""
         return metrics_snapshot(self._node, self._groups.encoders, self.stats, self._meter.slowest)
 
-    def shared(self, params: Any) -> list[NDArray[Any]]:
-        """Return a copy of the parameters that all nodes share: without local steps, without the residual.
+    def shared(self, params: Any, *, copy: bool = True) -> list[NDArray[Any]]:
+        """Return the parameters that all nodes share: without local steps, without the residual.
 
         Args:
             params: as in ``step``; not modified.
+            copy: whether to return copies in host memory, rather than views of the exchange's memory, which the next
+                step changes.
         """
-        return copies(self._replica.shared or writable_views(params))
+        shared = self._replica.shared or writable_views(params)
+        return copies(shared) if copy else shared
 
     def holds(self, params: Any) -> bool:
         """Return whether ``params`` are as the last step left them, rather than overwritten since."""
-        return self._replica.pending is not None or self._replica.holds(params)
+        return all(self.held(params))
+
+    def held(self, params: Any) -> list[bool]:
+        """Return for each of ``params`` whether it is as the last step left it, rather than overwritten since."""
+        if self._replica.pending is not None:
+            return [True] * len(writable_views(params))
+        return self._replica.held(params)
 
     def end(self) -> None:
         """Tell the others that this node has finished, without sending the residual; the node may be closed then."""
@@ -499,13 +508,21 @@ class Exchange:
             f"{len(self.members)} other members, step {self.next_step}>"
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, params: Any = None) -> dict[str, Any]:
         """Return a copy of everything that the next step depends on but the parameters and the other nodes.
 
         Every worker keeps its own. Resumed by nodes with the same ids (``Node(node_id=...)``), synchronous training
         goes on bit for bit. The message of an unfinished step is put back into the residual, so nothing is lost.
+
+        Args:
+            params: the caller's, in host memory, where ``step_moved`` takes the steps. With ``apply_residual`` the
+                residual of the state is then their difference to the shared parameters, as the next step takes it.
         """
-        return checkpoint.state_of(self._replica)
+        return checkpoint.state_of(self._replica, params)
+
+    def params_of(self, state: dict[str, Any]) -> list[NDArray[Any]]:
+        """Return a copy of the caller's parameters in a state: its shared ones, with ``apply_residual`` + residual."""
+        return checkpoint.params_of(state, self._replica)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, before the first step.

@@ -191,10 +191,9 @@ class Groups:
         Raises:
             ValueError: the arrays are not those of the groups, or a residual is on another device.
         """
-        by_tensor: dict[int, NDArray[Any]] = {}
+        residuals = []
         device = device_of(list(arrays))
-        for group in self.groups:
-            encoder = group.encoder
+        for encoder in self.encoders:
             residual = encoder.residual
             if device_of(residual) != device:
                 raise ValueError(
@@ -203,6 +202,18 @@ class Groups:
                 )
             if device >= 0:
                 residual = sys.modules["torch"].as_tensor(residual, device=f"cuda:{device}")
+            residuals.append(residual)
+        return self.split(residuals, arrays)
+
+    def split(self, residuals: Sequence[NDArray[Any]], arrays: Sequence[Any]) -> list[NDArray[Any]]:
+        """Return the part of the groups' residuals that belongs to each of the model's arrays: a view in its shape.
+
+        Raises:
+            ValueError: the arrays are not those of the groups.
+        """
+        by_tensor: dict[int, NDArray[Any]] = {}
+        for group, residual in zip(self.groups, residuals, strict=True):
+            encoder = group.encoder
             start = 0
             for tensor in range(len(arrays)) if group.tensors is None else group.tensors:
                 shape = arrays[tensor].shape

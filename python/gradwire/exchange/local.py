@@ -571,18 +571,35 @@ class LocalExchange:
             lambda lead: lead.leave(self.team.params, optimizer_state), params
         )
 
-    def shared(self, params: Any) -> Arrays:  # noqa: ARG002  (as Exchange.shared)
+    def shared(self, params: Any, *, copy: bool = True) -> Arrays:
         """See `Exchange.shared`; of the team's parameters, which every worker's are."""
-        has_shared = self._outcome is not None and self._outcome.has_shared
-        return copies(self.team.shared if has_shared else self.team.params)
+        if self._outcome is None:
+            return self.exchange.shared(params, copy=copy) if self.exchange else copies(params)
+        shared = self.team.shared if self._outcome.has_shared else self.team.params
+        return copies(shared) if copy else shared
 
     def holds(self, params: Any) -> bool:
         """See `Exchange.holds`."""
-        return all(map(np.array_equal, writable_views(params), self.team.params))
+        return all(self.held(params))
 
-    def state_dict(self) -> dict[str, Any]:
+    def held(self, params: Any) -> list[bool]:
+        """See `Exchange.held`."""
+        return list(map(np.array_equal, writable_views(params), self.team.params))
+
+    def state_dict(self, params: Any = None) -> dict[str, Any]:  # noqa: ARG002  (as Exchange.state_dict)
         """See `Exchange.state_dict`: the leader's; empty for the others."""
+        # The machine's updates go to the residual and not through the parameters, so the residual is kept bit for bit.
         return {} if self.exchange is None else self.exchange.state_dict()
+
+    def params_of(self, state: dict[str, Any]) -> Arrays:
+        """See `Exchange.params_of`: for the leader, whose state it is.
+
+        Raises:
+            RuntimeError: for another worker.
+        """
+        if self.exchange is None:
+            raise RuntimeError("the state is the leader's")
+        return self.exchange.params_of(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Exchange.load_state_dict`: for the leader; the others have nothing to load."""

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch._compile import _disable_dynamo
 
 from ..arrays import copies, put, writable_views
 from ..errors import NonFiniteUpdate
 from ..exchange import Exchange, LocalExchange
+from .checkpoint import LoadedState, Values, dcp_caller, put_into, state_of, take_from
 from .staging import Staging
 
 if TYPE_CHECKING:
@@ -22,13 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedOptimizer", "is_adaptive", "parameters_of"]
 
-_STATE_KEY = "gradwire"
-
 # Of an optimiser's state: what does not begin as a step without gradients leaves it, and how it begins.
 _COUNTERS = {"step": 0, "mu_product": 1}
-
-# Of a node's own parameters: the codec's memory, and the parameters that have less precision than that.
-_Values = tuple[list[np.ndarray[Any, Any]], list[torch.Tensor]]
 
 # Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, Adafactor, RMSprop, and others that normalise in the same way.
 _ADAPTIVE = re.compile(r"ada(?!pter)|rmsprop|lamb|lion|muon|novograd|sophia|shampoo", re.IGNORECASE)
@@ -110,12 +105,13 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._counts_workers = counts_workers
         self._buffers = [Staging(buffer) for buffer in buffers]
         # While the model holds the shared parameters.
-        self._set_aside: _Values | None = None
+        self._set_aside: Values | None = None
         self.result: StepResult | None = None
         on_host = not exchange.takes_devices
         self._params = [Staging(param, on_host=on_host) for param in parameters_of(optimizer)]
         self._state: list[Staging] = []
-        self._local: _Values = [], []
+        self._loaded: LoadedState | None = None  # until the first step
+        self._is_in_model = False
         self._has_joined = False
 
     def __getattr__(self, name: str) -> Any:
@@ -135,20 +131,24 @@ class SharedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TimeoutError, Mismatch: as ``Exchange.join``.
+            ValueError: a checkpoint was loaded, and the model has not the parameters that belong to it.
         """
+        if self._loaded is not None and not self._restore(self._loaded):
+            raise ValueError(
+                "the optimiser's checkpoint is of other parameters than the model now has: load the model's "
+                "state_dict() that was saved with it, on this node and before the first step"
+            )
         if self.share_state:
             _create_state(self.optimizer)
             self._state = [Staging(tensor) for tensor in _state_tensors(self.optimizer)]
         self._state += self._buffers
-        for staging in (*self._params, *self._state):
+        # A restored parameter in half precision has lost bits that the memory holds.
+        for staging in (*(self._params if self._loaded is None else ()), *self._state):
             staging.fetch()
-        self._set_values(self._local)
         joined = self.exchange.join(*self._memory, equalize=self._equalizes)
         if joined.is_late or not self.exchange.has_local_steps:
             self._store()
-        if not joined.is_late:
-            self._set_values(self._local)
-        self._local = [], []
+        self._loaded = None
         self._has_joined = True
         return joined
 
@@ -188,6 +188,9 @@ class SharedOptimizer(torch.optim.Optimizer):
                 "a step inside shared_parameters() would be lost: train outside, where the model has this node's "
                 "own parameters"
             )
+        if self._has_no_rate() and dcp_caller("_init_optim_state") is not None:
+            _create_state(self.optimizer)
+            return None
         loss = None
         if self._has_joined or not self._join_moves() or closure is not None:
             with self._scaled_rates():
@@ -249,22 +252,45 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def shared_tensors(self) -> list[torch.Tensor]:
         """Return copies of the shared parameters, in host memory, in the order of the optimiser's parameters."""
-        arrays = writable_views(self._memory[0])
-        params = [param.detach() for param in parameters_of(self.optimizer)]
-        if not self._has_joined or self._set_aside is not None or not self._is_as_left():
-            return [param.cpu().clone() for param in params]
-        return [torch.from_numpy(array) for array in self.exchange.shared(arrays)]
+        views = self.shared_views()
+        own = [staging.tensor for staging in self._params]
+        return [
+            (tensor if view is None else view).to("cpu", copy=True)
+            for tensor, view in zip(own, views, strict=True)
+        ]
 
-    def _is_as_left(self) -> bool:
-        """Return whether no other weights were copied into the model since the last step; True after local steps."""
+    def shared_views(self) -> list[torch.Tensor | None]:
+        """Return the shared parameters where the exchange has them, in the order of the optimiser's parameters.
+
+        They change with the next step. None stands for a parameter that the model has as it is to be saved: before the
+        first step, and where other weights were copied into it since the last one.
+        """
+        arrays = writable_views(self._memory[0])
+        is_restored = self._loaded is not None and self._loaded.is_restored
+        if self._set_aside is not None:
+            shared = arrays  # as the model has them now
+            is_left = [True] * len(arrays)
+        elif self._has_joined or is_restored:
+            shared = self.exchange.shared(arrays, copy=False)
+            is_left = self._are_as_left(arrays)
+        else:
+            return [None] * len(arrays)
+        return [
+            torch.as_tensor(array) if flag else None
+            for array, flag in zip(shared, is_left, strict=True)
+        ]
+
+    def _are_as_left(self, arrays: list[Any]) -> list[bool]:
+        """Return for each parameter whether no other weights were copied into it since the last step."""
+        is_left = self.exchange.held(arrays)
         if self.exchange.has_local_steps:
-            return True
-        for staging in self._params:
+            return is_left  # they move the tensors alone
+        for index, staging in enumerate(self._params):
             tensor = staging.tensor
             left = staging.memory.to(tensor.device, tensor.dtype)
             if left.data_ptr() != tensor.data_ptr() and not torch.equal(left, tensor):
-                return False
-        return self.exchange.holds(writable_views(self._memory[0]))
+                is_left[index] = False
+        return is_left
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimiser does."""
@@ -282,32 +308,64 @@ class SharedOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimiser's state; under "gradwire" the exchange's, and this node's own parameters."""
-        state: dict[str, Any] = {**self.optimizer.state_dict()}
-        shared = self.exchange.state_dict()
-        shared["local"], shared["rounded"] = self._set_aside or self._values()
-        state[_STATE_KEY] = _map_leaves(shared, np.ndarray, torch.from_numpy)
-        return state
+        """Return the wrapped optimiser's state; under "gradwire" the exchange's, and this node's own parameters.
+
+        Raises:
+            ValueError: called by torch's functions for distributed checkpoints with ``flatten_optimizer_state_dict``.
+        """
+        state = self.optimizer.state_dict()
+        if self._loaded is not None:
+            return put_into(state, self._loaded.stored)
+        own = self._set_aside or self._values()
+        shared = self.exchange.shared(writable_views(self._memory[0]))
+        is_rounded = [staging.is_rounded for staging in self._params]
+        stored = state_of(self.exchange, own, shared, is_rounded, in_model=self._is_in_model)
+        return put_into(state, stored)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict``, before the first step; a plain optimiser's state has no residual.
 
+        The state of a shared optimiser made by ``share`` needs the model's ``state_dict`` of the same moment, which has
+        the shared parameters. They may be loaded in either order.
+
         Raises:
             ValueError, RuntimeError: as ``Exchange.load_state_dict``.
         """
-        state = dict(state_dict)
-        shared = {**state.pop(_STATE_KEY, {})}
+        state, stored = take_from(state_dict)
         self.optimizer.load_state_dict(state)
-        if shared:
-            local = [tensor.numpy() for tensor in shared.pop("local", [])]
-            self._local = local, shared.pop("rounded", [])
-            self.exchange.load_state_dict(_map_leaves(shared, torch.Tensor, torch.Tensor.numpy))
+        if stored:
+            self._loaded = LoadedState(stored)
             self.restore()
 
     def restore(self) -> None:
-        """Let the model hold this node's parameters of a loaded state, until the first step; share() sees to it."""
-        if not self._has_joined:
-            self._set_values(self._local)
+        """Let the model, just loaded, hold this node's parameters of a loaded state; share() sees to it."""
+        if self._loaded is not None:
+            self._restore(self._loaded, is_anew=True)
+
+    def expect_shared_in_model(self) -> None:
+        """Leave the shared parameters out of ``state_dict``, because the model's ``state_dict`` has them."""
+        self._is_in_model = True
+
+    def _restore(self, loaded: LoadedState, *, is_anew: bool = False) -> bool:
+        """Give the model this node's parameters of a loaded state; return False if it lacks the shared ones.
+
+        Args:
+            loaded: the state.
+            is_anew: whether the model has just been loaded, rather than left as it was restored.
+        """
+        for staging in self._params:
+            staging.fetch()
+        arrays = writable_views(self._memory[0])
+        if loaded.is_restored and not is_anew:
+            arrays = self.exchange.shared(arrays)
+        half_dtypes = [
+            staging.tensor.dtype if staging.is_rounded else None for staging in self._params
+        ]
+        values = loaded.restore(self.exchange, arrays, half_dtypes)
+        if values is None:
+            return False
+        self._set_values(values)
+        return True
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -376,6 +434,10 @@ class SharedOptimizer(torch.optim.Optimizer):
         nodes = (len(self.exchange.members) + 1) * workers
         return math.sqrt(nodes) if is_adaptive(self.optimizer) else 1.0
 
+    def _has_no_rate(self) -> bool:
+        """Return whether no parameter group has a learning rate other than zero."""
+        return not any(group.get("lr") for group in self.optimizer.param_groups)
+
     @contextmanager
     def _scaled_rates(self) -> Iterator[None]:
         """Let the learning rates carry ``update_scale``."""
@@ -396,7 +458,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         params = [staging.memory for staging in self._params]
         return params, [staging.memory for staging in self._state]
 
-    def _values(self) -> _Values:
+    def _values(self) -> Values:
         """Return copies of the codec's memory, and of parameters in half precision: local steps move only those."""
         for staging in self._params:
             if not (self._has_joined and staging.is_rounded):
@@ -405,11 +467,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         rounded = [tensor.cpu().clone() for tensor in halves]
         return copies(writable_views(self._memory[0])), rounded
 
-    def _set_values(self, values: _Values) -> None:
-        """Go on with what ``_values`` returned; nothing without values."""
+    def _set_values(self, values: Values) -> None:
+        """Go on with what ``_values`` returned."""
         memory, rounded = values
-        if not memory:
-            return
         put(writable_views(self._memory[0]), memory)
         for staging in self._params:
             staging.store()
@@ -482,12 +542,3 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for param in parameters_of(optimizer):
         state = optimizer.state.get(param, {})
         yield from (state[key] for key in sorted(state) if torch.is_tensor(state[key]))
-
-
-def _map_leaves(tree: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Return nested dicts and lists with ``function`` applied to every leaf of ``kind``."""
-    if isinstance(tree, dict):
-        return {key: _map_leaves(value, kind, function) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_map_leaves(value, kind, function) for value in tree]
-    return function(tree) if isinstance(tree, kind) else tree

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,6 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..sharing import exchange_for
+from .model_state import ModelState
 from .optimizer import SharedOptimizer, is_adaptive, parameters_of
 
 if TYPE_CHECKING:
@@ -119,52 +118,9 @@ def share(
             if tensor.dtype in (torch.float32, torch.float64)
         ],
     )
-    places = {
-        name: place_of[param]
-        for name, param in inner.named_parameters(remove_duplicate=False)
-        if param in place_of
-    }
-    hooks = _ModelHooks(shared, places)
-    inner._register_state_dict_hook(hooks.save_shared)
-    inner.register_load_state_dict_post_hook(hooks.restore)
+    shared.expect_shared_in_model()
+    ModelState(shared, place_of).register(inner)
     return shared
-
-
-class _ModelHooks:
-    """What a shared model's ``state_dict`` and ``load_state_dict`` do beside their own; nothing in copies of the model.
-
-    Args:
-        optimizer: None: of a copy.
-        places: the parameters' places in the optimiser by name; tied ones have several names.
-    """
-
-    def __init__(
-        self, optimizer: SharedOptimizer | None = None, places: Mapping[str, int] | None = None
-    ) -> None:
-        self._find = (lambda: None) if optimizer is None else weakref.ref(optimizer)
-        self._places = places or {}
-
-    def __reduce__(self) -> Any:
-        return _ModelHooks, ()
-
-    def save_shared(
-        self, _module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
-    ) -> None:
-        """Put the shared parameters into a model's state."""
-        optimizer = self._find()
-        if optimizer is None:
-            return
-        shared = optimizer.shared_tensors()
-        for name, place in self._places.items():
-            saved = state.get(prefix + name)
-            if saved is not None:
-                shared[place] = state[prefix + name] = shared[place].to(saved.device, saved.dtype)
-
-    def restore(self, *_: object) -> None:
-        """Let the model hold this node's parameters after a checkpoint of both was loaded in whatever order."""
-        optimizer = self._find()
-        if optimizer is not None:
-            optimizer.restore()
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
