@@ -23,7 +23,7 @@ from .transport import Node
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Density", "SharedArrays", "exchange_for", "share"]
+__all__ = ["Density", "ExchangeMaker", "SharedArrays", "exchange_for", "share"]
 
 Density = float | Mapping[str, float | Literal["dense"]]
 
@@ -164,61 +164,107 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def exchange_for(
-    named: Sequence[tuple[str, Any]],
-    density: Density | None,
-    *,
-    is_adaptive: bool = False,
-    node: Node | None,
-    team: tuple[int, int] | None = None,
-    **options: Unpack[ExchangeOptions],
-) -> Exchange | LocalExchange:
-    """Return the exchange of this process: with a node of its own, or one worker's part of its machine's team.
+class ExchangeMaker:
+    """Makes the exchange of this process, with its place in the run; and again for more parameters.
 
     Encoders are where the parameters are, a team's in host memory.
 
     Args:
-        named: the parameters and their names, in order.
         density: for all; or by pattern of the names (the first that fits), where "dense" sends whole updates and the
             rest has the default; None: the default for all.
         is_adaptive: whether the updates are an adaptive optimiser's, for the default.
         node: to use; None: one from the environment, closed at the end of the process.
         team: rank and size of the team on this machine; None: from the environment.
         options: see `ExchangeOptions`; with other defaults of ``apply_residual`` and ``on_straggler``.
-    """
-    chosen: ExchangeOptions = {
-        "apply_residual": True,
-        # An asynchronous step waits only for nodes that are far behind, and then not for ever.
-        "on_straggler": "raise" if options.get("mode") == "async" else "wait",
-        **options,
-    }
-    # Options that cannot be used are refused by every worker of a team, before there is a node.
-    timeout_s = Options.of(chosen).timeout_s
-    place = rendezvous.placement()
-    rank, size = team or (place.local_rank, place.local_size)
-    is_team = size > 1 and (node is None or team is not None)
-    number = -1 if is_team else device_of([array for _, array in named])
-    groups = _groups_for(
-        named,
-        density,
-        is_adaptive=is_adaptive,
-        device="cpu" if number < 0 else f"cuda:{number}",
-        # The workers of a team wait while their leader encodes.
-        processors=_processors() // (1 if is_team else place.local_size),
-    )
 
-    def make() -> Exchange:
-        # Machines of one rank and of several may train together.
-        made = node or Node.from_env(per_machine=is_team or place.local_size == 1)
-        exchange = Exchange(groups, made, **chosen)
-        if node is None:
-            atexit.register(_say_goodbye, weakref.ref(exchange), made)
+    Raises:
+        TypeError, ValueError: the options cannot be used.
+    """
+
+    def __init__(
+        self,
+        density: Density | None,
+        *,
+        is_adaptive: bool = False,
+        node: Node | None,
+        team: tuple[int, int] | None = None,
+        **options: Unpack[ExchangeOptions],
+    ) -> None:
+        self._density = density
+        self._is_adaptive = is_adaptive
+        self._node = node
+        self._options: ExchangeOptions = {
+            "apply_residual": True,
+            # An asynchronous step waits only for nodes that are far behind, and then not for ever.
+            "on_straggler": "raise" if options.get("mode") == "async" else "wait",
+            **options,
+        }
+        # Options that cannot be used are refused by every worker of a team, before there is a node.
+        self._timeout_s = Options.of(self._options).timeout_s
+        self._place = place = rendezvous.placement()
+        self._rank, self._size = team or (place.local_rank, place.local_size)
+        self._is_team = self._size > 1 and (node is None or team is not None)
+        self._teams = 0
+
+    def make(self, named: Sequence[tuple[str, Any]]) -> Exchange | LocalExchange:
+        """Return the exchange of the parameters, which are given with their names, in order."""
+        groups = self._groups(named)
+        if not self._is_team:
+            return self._exchange(groups)
+        team = self._team()
+        return team.lead(self._exchange(groups)) if self._rank == 0 else team.follow()
+
+    def make_again(
+        self, named: Sequence[tuple[str, Any]], before: Exchange | LocalExchange
+    ) -> Exchange | LocalExchange:
+        """Return an exchange of more parameters, in the place of another one that this object has made."""
+        groups = self._groups(named)
+        if isinstance(before, Exchange):
+            return self._exchange(groups)
+        # The memory of a team that has begun has the size of the earlier parameters.
+        team = self._team() if before.team.is_attached else before.team
+        return team.lead(self._exchange(groups)) if self._rank == 0 else team.follow()
+
+    def _groups(self, named: Sequence[tuple[str, Any]]) -> Groups:
+        number = -1 if self._is_team else device_of([array for _, array in named])
+        return _groups_for(
+            named,
+            self._density,
+            is_adaptive=self._is_adaptive,
+            device="cpu" if number < 0 else f"cuda:{number}",
+            # The workers of a team wait while their leader encodes.
+            processors=_processors() // (1 if self._is_team else self._place.local_size),
+        )
+
+    def _team(self) -> LocalTeam:
+        name = rendezvous.name_of(self._place)
+        if self._teams:
+            name = f"{name}.{self._teams}"
+        self._teams += 1
+        return LocalTeam(name, size=self._size, rank=self._rank, timeout_s=self._timeout_s)
+
+    def _exchange(self, groups: Groups) -> Exchange:
+        is_given = self._node is not None
+        if self._node is None:
+            # Machines of one rank and of several may train together.
+            is_alone = self._place.local_size == 1
+            self._node = Node.from_env(per_machine=self._is_team or is_alone)
+        exchange = Exchange(groups, self._node, **self._options)
+        if not is_given:
+            atexit.register(_say_goodbye, weakref.ref(exchange), self._node)
         return exchange
 
-    if not is_team:
-        return make()
-    local = LocalTeam(rendezvous.name_of(place), size=size, rank=rank, timeout_s=timeout_s)
-    return local.lead(make()) if rank == 0 else local.follow()
+
+def exchange_for(
+    named: Sequence[tuple[str, Any]],
+    density: Density | None,
+    *,
+    is_adaptive: bool = False,
+    node: Node | None,
+    **options: Unpack[ExchangeOptions],
+) -> Exchange | LocalExchange:
+    """Return the exchange of this process, see `ExchangeMaker`."""
+    return ExchangeMaker(density, is_adaptive=is_adaptive, node=node, **options).make(named)
 
 
 def _say_goodbye(exchange: weakref.ref[Exchange], node: Node) -> None:

@@ -9,7 +9,7 @@ messages, the shared copy), `owner` (the sharded exchange), `replica` (a node's 
 from __future__ import annotations
 
 from .checkpoint import redistribute
-from .exchange import Exchange
+from .exchange import Exchange, hand_over, take_over
 from .groups import Group, Groups
 from .local import AnyExchange, LocalExchange, LocalTeam
 from .metrics import MetricsCollector, log_every
@@ -28,6 +28,8 @@ __all__ = [
     "LocalTeam",
     "MetricsCollector",
     "StepResult",
+    "hand_over",
     "log_every",
     "redistribute",
+    "take_over",
 ]

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Arrays, add, copies, on_host
+from ..arrays import Arrays, add, copies, on_host, views, zeros_like
 from ..state import check_format
+from .groups import Groups, split_by_tensor
 from .options import Reduction
 from .owner import add_owner_state
 from .parameters import MomentumSum
 from .replica import Replica
 
-__all__ = ["load_state", "redistribute", "state_of"]
+__all__ = ["extend_state", "load_state", "params_of", "redistribute", "state_of"]
 
 _FORMAT = 4
 _WHAT = "state of an exchange"
@@ -35,7 +36,7 @@ def state_of(replica: Replica, params: Any = None) -> dict[str, Any]:
     replica.put_back_into(residuals)
     if params is not None and replica.applies_residual and replica.shared:
         # As the next encode does; up to then rounding separates the residual from this difference.
-        parts = replica.groups.split(residuals, params)
+        parts = split_by_tensor(residuals, replica.groups.tensors, params)
         for part, param, shared in zip(parts, params, map(on_host, replica.shared), strict=True):
             moved = param - shared
             np.copyto(part, moved, where=np.isfinite(moved), casting="same_kind")
@@ -44,6 +45,7 @@ def state_of(replica: Replica, params: Any = None) -> dict[str, Any]:
         "step": replica.step,
         "apply_residual": replica.applies_residual,
         "encoders": encoders,
+        "tensors": replica.groups.tensors,
         "shared": copies(replica.shared),
         "local_steps": replica.local_steps,
         "outer_velocity": copies(total.velocity) if isinstance(total, MomentumSum) else [],
@@ -51,12 +53,12 @@ def state_of(replica: Replica, params: Any = None) -> dict[str, Any]:
     }
 
 
-def params_of(state: dict[str, Any], replica: Replica) -> Arrays:
-    """Return a copy of the caller's parameters in a state; see ``Exchange.params_of``."""
+def params_of(state: dict[str, Any]) -> Arrays:
+    """Return a copy of the caller's parameters in a state: the shared ones, with ``apply_residual`` and the residual."""
     params = copies(state["shared"])
     if state["apply_residual"]:
         residuals = [encoder["residual"] for encoder in state["encoders"]]
-        add(params, replica.groups.split(residuals, params))
+        add(params, split_by_tensor(residuals, state["tensors"], params))
     return params
 
 
@@ -150,6 +152,9 @@ def redistribute(
     # A worker's own parameters, which ``gradwire.torch`` adds, hold its old residual.
     own_parameters = {"local", "rounded"}
     states = [{name: state[name] for name in state.keys() - own_parameters} for state in states]
+    for state in states:
+        if isinstance(state["owner"], tuple):  # of ``gradwire.torch``
+            [state["owner"]] = state["owner"]
     # The mean over another number of nodes weighs each residual differently. This keeps what they add to the
     # parameters.
     factor = world_size / len(states) if reduction == "mean" else 1.0
@@ -178,3 +183,39 @@ def _merged(
         for saved, total in zip(like["encoders"], totals, strict=True)
     ]
     return {**like, "encoders": encoders, "owner": None}
+
+
+def extend_state(
+    state: dict[str, Any], groups: Groups, added: Sequence[Any], weight: int
+) -> dict[str, Any]:
+    """Return the state of a node for an exchange of more parameters, whose residual is zero.
+
+    Args:
+        state: of the node; not modified.
+        groups: of the new exchange: first those of the state, perhaps with more tensors, then others.
+        added: the parameters that come after the others.
+        weight: of a sum that this node keeps as an owner; it goes into the residual, because parts have new sizes.
+    """
+    totals = [np.array(saved["residual"]) for saved in state["encoders"]]
+    add_owner_state(state["owner"], totals, weight)
+    encoders = []
+    for index, group in enumerate(groups.groups):
+        saved = group.encoder.state_dict()
+        residual = saved["residual"]
+        step = {"step": state["step"], "changed_at": state["step"]}
+        if index < len(totals):
+            # Parameters are added at the end of the model, and so at the end of their group.
+            residual[: totals[index].size] = totals[index]
+            step = {**state["encoders"][index], "dtype": saved["dtype"], "numel": saved["numel"]}
+        encoders.append({**saved, **step, "residual": residual})
+    new = copies(views(list(added)))
+    return {
+        **state,
+        "encoders": encoders,
+        "tensors": groups.tensors,
+        "shared": [*state["shared"], *new] if state["shared"] else [],
+        "outer_velocity": [*state["outer_velocity"], *zeros_like(new)]
+        if state["outer_velocity"]
+        else [],
+        "owner": None,
+    }

@@ -47,12 +47,13 @@ def digest_of(arrays: Sequence[NDArray[Any]]) -> str:
     return state.hexdigest()
 
 
-def start_of(groups: Groups, params: Any) -> tuple[str, str]:
+def start_of(groups: Groups, params: Any, state: Sequence[Any] = ()) -> tuple[str, str]:
     """Return digests of the parameters and of the residual before the first step.
 
     Args:
         groups: the encoders.
         params: the shared parameters.
+        state: arrays that begin equal with them.
 
     Returns:
         Empty texts for arrays that NumPy and torch cannot see, and for a residual of zeros.
@@ -66,7 +67,7 @@ def start_of(groups: Groups, params: Any) -> tuple[str, str]:
         for encoder in groups.encoders
     ]
     has_residual = any(residual.any() for residual in residuals)
-    return digest_of(arrays), digest_of(residuals) if has_residual else ""
+    return digest_of([*arrays, *state]), digest_of(residuals) if has_residual else ""
 
 
 class Consistency:

@@ -27,6 +27,7 @@ from .parameters import MomentumSum, PlainSum
 from .protocol import Kind, Phase
 from .replica import Replica
 from .results import ExchangeStats, Joined, StepResult
+from .snapshot import FixedState, NodeState, OptimizerState, as_state
 from .start import Start
 from .step import Step
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from ..transport import Node, Peer
     from .options import ExchangeOptions
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "hand_over", "take_over"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -149,7 +150,7 @@ class Exchange:
         self._is_loaded = False
         # Reentrant, because ``resync`` calls ``join``.
         self._use = threading.RLock()
-        self._optimizer_state: Sequence[Any] = ()  # of the last step, for newcomers
+        self._optimizer_state: NodeState = FixedState(())  # of the last step, for newcomers
         self._meter = Meter(checked, groups)
         self.listeners: list[Listener] = self._meter.listeners
         if os.environ.get("GRADWIRE_TOP"):
@@ -195,16 +196,9 @@ class Exchange:
         """Return the totals, the transport's counters and every peer's path, as JSON values; from any thread."""
         return metrics_snapshot(self._node, self._groups.encoders, self.stats, self._meter.slowest)
 
-    def shared(self, params: Any, *, copy: bool = True) -> list[NDArray[Any]]:
-        """Return the parameters that all nodes share: without local steps, without the residual.
-
-        Args:
-            params: as in ``step``; not modified.
-            copy: whether to return copies in host memory, rather than views of the exchange's memory, which the next
-                step changes.
-        """
-        shared = self._replica.shared or writable_views(params)
-        return copies(shared) if copy else shared
+    def shared(self, params: Any) -> list[NDArray[Any]]:
+        """Return a copy of the parameters that all nodes share: without local steps, without the residual."""
+        return copies(self._replica.shared or writable_views(params))
 
     def holds(self, params: Any) -> bool:
         """Return whether ``params`` are as the last step left them, rather than overwritten since."""
@@ -212,8 +206,6 @@ class Exchange:
 
     def held(self, params: Any) -> list[bool]:
         """Return for each of ``params`` whether it is as the last step left it, rather than overwritten since."""
-        if self._replica.pending is not None:
-            return [True] * len(writable_views(params))
         return self._replica.held(params)
 
     def end(self) -> None:
@@ -242,7 +234,7 @@ class Exchange:
 
     @_by_one_thread
     def join(
-        self, params: Any, optimizer_state: Sequence[Any] = (), *, equalize: bool = False
+        self, params: Any, optimizer_state: OptimizerState = (), *, equalize: bool = False
     ) -> Joined:
         """Join before training: afterwards the members are known, and local steps may begin.
 
@@ -251,9 +243,9 @@ class Exchange:
 
         Args:
             params: as in ``step``; overwritten where training has begun. The exchange keeps a copy for ``step_moved``.
-            optimizer_state: float32 or float64 arrays; overwritten like ``params``.
-            equalize: give all nodes the initial parameters of the one with the lowest id; on all nodes. Without, other
-                initial parameters are a `Mismatch`.
+            optimizer_state: float32 or float64 arrays, overwritten like ``params``; or a `NodeState`.
+            equalize: give all nodes the initial parameters, and before the first step the state, of the one with the
+                lowest id; on all nodes. Without, other initial parameters are a `Mismatch`.
 
         Raises:
             TimeoutError: as ``wait_for_peers``, or no member gave a snapshot within ``timeout_s``.
@@ -261,26 +253,29 @@ class Exchange:
             TypeError, ValueError: as ``step``.
         """
         self._groups.check_params(params)
-        writable_views(optimizer_state)  # refuses now rather than in the middle of training
+        state = as_state(optimizer_state)
+        if isinstance(state, FixedState):
+            state.export()  # refuses now rather than in the middle of training
         # Parameters of a call that was refused, or that timed out, may have been replaced since then.
         if self._membership.phase is Phase.NEW and not self._is_loaded:
             self._replica.drop_shared()  # of an earlier call, which was refused
         self._replica.copy_shared(params)
         if self._membership.phase is Phase.NEW:
             self._replica.add_loaded_residual(params)
+        # A checkpoint's state is the node's own.
+        begins = not (self._replica.step or self._replica.local_steps)
+        shared_state = state if equalize and begins else FixedState(())
         self._start.expect_equalized(equalize)
-        self._start.announce_params(params)
+        self._start.announce_params(params, shared_state)
         self.wait_for_peers()
         is_late = self._membership.phase is not Phase.IN
         if equalize and not is_late:
-            self._join.equalize(params, optimizer_state)
-        self._join.ensure_member(params, optimizer_state)
-        # Of a checkpoint's owner: its residual goes to the node where another node owns the part now.
-        self._replica.add_late_parts(params)
+            self._join.equalize(params, shared_state)
+        self._join.ensure_member(params, state)
         return Joined(step=self.next_step, is_late=is_late, members=self.members)
 
     @_by_one_thread
-    def resync(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
+    def resync(self, params: Any, optimizer_state: OptimizerState = ()) -> Joined:
         """Take parameters, step and optimiser's state from a member again: after `Diverged`, or after a long pause.
 
         Unsent updates stay in the residual. The others go on meanwhile.
@@ -292,7 +287,7 @@ class Exchange:
         return self.join(params, optimizer_state)
 
     @_by_one_thread
-    def leave(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
+    def leave(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """Send residual and local steps as this node's last update; the others go on without this node.
 
         Close the node afterwards; another exchange on the node may join again.
@@ -300,8 +295,8 @@ class Exchange:
         Args, Raises: as ``step``.
         """
         self._begin(params, optimizer_state)
-        self._finish_earlier(params, optimizer_state)
-        result = self._step.leave(params, optimizer_state)
+        self._finish_earlier(params)
+        result = self._step.leave(params, self._optimizer_state)
         self._count(result)
         return result
 
@@ -309,7 +304,7 @@ class Exchange:
 
     @_by_one_thread
     @_metered
-    def step(self, update: Any, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
+    def step(self, update: Any, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """Send this node's update and add all members' to the parameters.
 
         With ``overlap`` return the result of the earlier step that this call finishes.
@@ -318,7 +313,7 @@ class Exchange:
             update: addition to the parameters, as ``Encoder.encode`` takes it; not modified. With groups a list of
                 arrays, one for each tensor. None: the residuals hold the update already.
             params: float32 or float64, as ``apply`` takes it; modified in place. Without the update.
-            optimizer_state: float32 or float64 arrays, given to nodes that join late.
+            optimizer_state: as in ``join``, given to nodes that join late.
 
         Raises:
             NonFiniteUpdate: as ``Encoder.encode``; the step has not begun, the others wait for it.
@@ -340,18 +335,18 @@ class Exchange:
                 raise ValueError("local steps need the update; it cannot be in the residual")
             self._replica.copy_shared(params)
             add(writable_views(params), views(update))
-            return self._local_step(params, optimizer_state, finished)
+            return self._local_step(params, finished)
         if self._options.apply_residual:
             self._replica.copy_shared(params)
         elif self._replica.shared:
             self._replica.drop_shared()
-        result = self._step.take_step(update, params, optimizer_state)
-        self._end_step(result, params, optimizer_state)
+        result = self._step.take_step(update, params, self._optimizer_state)
+        self._end_step(result, params)
         return result or finished or StepResult(step=self.next_step)
 
     @_by_one_thread
     @_metered
-    def step_moved(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
+    def step_moved(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """Like ``step``, after the caller's optimiser has moved ``params``: the movement is the update.
 
         Args:
@@ -369,7 +364,7 @@ class Exchange:
                 "nothing is known of the parameters before they were moved: call join(params) first"
             )
         finished = self._begin(params, optimizer_state)
-        return self._local_step(params, optimizer_state, finished)
+        return self._local_step(params, finished)
 
     @_by_one_thread
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
@@ -391,7 +386,7 @@ class Exchange:
         """
         if self._options.overlap:
             self._begin(params, self._optimizer_state)
-            finished = self._finish_earlier(params, self._optimizer_state)
+            finished = self._finish_earlier(params)
             return 0 if finished is None else finished.received
         if self._options.is_sync:
             raise ValueError("synchronous replicas change only in a step")
@@ -409,7 +404,7 @@ class Exchange:
 
     @_by_one_thread
     def follow(
-        self, params: Any, optimizer_state: Sequence[Any] = (), *, timeout_s: float = 0.0
+        self, params: Any, optimizer_state: OptimizerState = (), *, timeout_s: float = 0.0
     ) -> int:
         """Follow the members' steps without an update, as an observer: for an evaluation, or for live weights.
 
@@ -429,9 +424,9 @@ class Exchange:
             raise ValueError(f'role="{self._options.role}" has updates to share: call step')
         self._ensure_announced(params)
         self.wait_for_peers()
-        return self._join.observe(params, optimizer_state, timeout_s)
+        return self._join.observe(params, as_state(optimizer_state), timeout_s)
 
-    def _begin(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult | None:
+    def _begin(self, params: Any, optimizer_state: OptimizerState) -> StepResult | None:
         """Prepare a step; return the result of an earlier one if that is finished now."""
         if self._options.role == "observer":
             raise ValueError('role="observer" has no updates of its own: call follow')
@@ -449,13 +444,13 @@ class Exchange:
         if self._membership.phase is Phase.NEW:
             self.wait_for_peers()
         # Newcomers may ask inside a later call that has no such argument, as ``catch_up``.
-        self._optimizer_state = optimizer_state
+        self._optimizer_state = as_state(optimizer_state)
         if self._membership.phase is not Phase.IN:
-            self._join.ensure_member(params, optimizer_state)
+            self._join.ensure_member(params, self._optimizer_state)
         # An overlapped step is finished as late as allowed, so that its messages have the longest time to arrive.
         if self._replica.local_steps + 1 < self._options.overlap:
             return None
-        return self._finish_earlier(params, optimizer_state)
+        return self._finish_earlier(params)
 
     def _ensure_announced(self, params: Any) -> None:
         """Tell the others the parameters' dtypes, shapes and initial values, once."""
@@ -463,37 +458,35 @@ class Exchange:
             self._start.announce_params(params)
 
     def _local_step(
-        self, params: Any, optimizer_state: Sequence[Any], finished: StepResult | None
+        self, params: Any, finished: StepResult | None, *, sends: bool = False
     ) -> StepResult:
         """Take a local step, or the one that sends; return the result of the step that is finished by now."""
         replica = self._replica
-        if replica.count_local_step() < self._options.every:
+        if replica.count_local_step() < self._options.every and not sends:
             local = StepResult(step=replica.step, is_local=True)
             self._count(local)
             return finished or local
         try:
-            result = self._step.take_step(None, params, optimizer_state, has_moved=True)
+            result = self._step.take_step(None, params, self._optimizer_state, has_moved=True)
         except NonFiniteUpdate:
             # The caller's optimiser has moved the parameters already; they must not stay NaN.
             replica.reject(params)
             raise
-        self._end_step(result, params, optimizer_state)
+        self._end_step(result, params)
         return result or finished or StepResult(step=self.next_step)
 
-    def _finish_earlier(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult | None:
+    def _finish_earlier(self, params: Any) -> StepResult | None:
         if self._replica.pending is None:
             return None
-        finished = self._step.finish_earlier(params, optimizer_state)
-        self._end_step(finished, params, optimizer_state)
+        finished = self._step.finish_earlier(params, self._optimizer_state)
+        self._end_step(finished, params)
         return finished
 
-    def _end_step(
-        self, result: StepResult | None, params: Any, optimizer_state: Sequence[Any]
-    ) -> None:
+    def _end_step(self, result: StepResult | None, params: Any) -> None:
         """Count a finished step, serve newcomers, and take part in the comparison of replicas."""
         if result is not None:
             self._count(result)
-            self._join.serve(params, optimizer_state)
+            self._join.serve(params, self._optimizer_state)
             self._consistency.compare(params)
 
     def _count(self, result: StepResult) -> None:
@@ -512,17 +505,10 @@ class Exchange:
         """Return a copy of everything that the next step depends on but the parameters and the other nodes.
 
         Every worker keeps its own. Resumed by nodes with the same ids (``Node(node_id=...)``), synchronous training
-        goes on bit for bit. The message of an unfinished step is put back into the residual, so nothing is lost.
-
-        Args:
-            params: the caller's, in host memory, where ``step_moved`` takes the steps. With ``apply_residual`` the
-                residual of the state is then their difference to the shared parameters, as the next step takes it.
+        goes on bit for bit. The message of an unfinished step is put back into the residual, so nothing is lost. With
+        the ``params`` of ``step_moved``, ``apply_residual`` makes the residual their difference to the shared ones.
         """
         return checkpoint.state_of(self._replica, params)
-
-    def params_of(self, state: dict[str, Any]) -> list[NDArray[Any]]:
-        """Return a copy of the caller's parameters in a state: its shared ones, with ``apply_residual`` + residual."""
-        return checkpoint.params_of(state, self._replica)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, before the first step.
@@ -536,3 +522,57 @@ class Exchange:
         checkpoint.load_state(state, self._replica)
         self._membership.restart_at(self._replica.step)  # introductions name it
         self._is_loaded = True
+
+
+# ---- one exchange after another --------------------------------------------------------------------------------------
+
+
+@_by_one_thread
+@_metered
+def hand_over(
+    exchange: Exchange, params: Any, optimizer_state: OptimizerState = (), update: Any = None
+) -> StepResult:
+    """Take the last step of an exchange, after which all members go on with another one on the same nodes.
+
+    When it is done, all have finished the step before, and nobody waits for this exchange any more.
+
+    Args:
+        exchange: of this node, synchronous.
+        params: as in ``Exchange.step_moved``, local changes included.
+        optimizer_state: as in ``Exchange.join``.
+        update: further local changes, which ``params`` do not hold; None: none.
+
+    Raises:
+        ValueError: the exchange is asynchronous.
+        Mismatch: a member has done so after an earlier step.
+        NonFiniteUpdate, WouldBlock, TimeoutError, MessageError, TooLarge, Closed, Diverged: as ``Exchange.step_moved``.
+    """
+    options = exchange._options
+    if not options.is_sync:
+        raise ValueError(
+            "asynchronous nodes are never at the same step, at which all could go on with other parameters: add them "
+            "before the first step"
+        )
+    finished = exchange._begin(params, optimizer_state)
+    exchange._start.hold_introductions(exchange._replica.step)
+    if update is not None:
+        exchange._replica.copy_shared(params)
+        add(writable_views(params), views(update))
+    result = exchange._local_step(params, finished, sends=True)
+    return exchange._finish_earlier(params) or result
+
+
+def take_over(exchange: Exchange, before: Exchange, added: Sequence[Any]) -> None:
+    """Let a new exchange go on where another one has ended, with more parameters; ``join`` follows.
+
+    Args:
+        exchange: has taken no step.
+        before: after ``hand_over``, on the same node.
+        added: the parameters that it did not have, the last ones of the new exchange.
+    """
+    nodes = len(before.members) + 1
+    weight = nodes if before._options.reduction == "mean" else 1
+    state = checkpoint.extend_state(before.state_dict(), exchange._groups, added, weight)
+    exchange.load_state_dict(state)
+    exchange._start.follow(before._start, nodes - 1)
+    before._membership.enter(Phase.LEAVING)  # nothing is left to say for it

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import Any
 
-from ..arrays import copies, layouts, put, writable_views
+from ..arrays import copies, layouts
 from ..errors import Mismatch
 from . import clock
 from .departure import Departure
@@ -15,7 +15,7 @@ from .membership import Membership, Router
 from .options import Options
 from .protocol import Hello, Kind, NodeRun, Phase, decode_steps, encode_steps
 from .replica import Replica
-from .snapshot import Donor, Snapshot
+from .snapshot import Donor, NodeState, Snapshot
 
 __all__ = ["Join"]
 
@@ -70,7 +70,7 @@ class Join:
 
     # ---- equal initial parameters ------------------------------------------------------------------------------------
 
-    def equalize(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+    def equalize(self, params: Any, optimizer_state: NodeState) -> None:
         """Give all first members the parameters, and the optimiser's state, of the one with the lowest id.
 
         Raises:
@@ -238,7 +238,7 @@ class Join:
         if again:
             self._departure.suspect(again, "joins again")
 
-    def serve(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+    def serve(self, params: Any, optimizer_state: NodeState) -> None:
         """Between two steps, give snapshots to the newcomers that have asked."""
         if not self._has_requests:
             return
@@ -258,7 +258,7 @@ class Join:
         self._has_requests = not self._donor.is_idle
 
     def _snapshot(
-        self, positions: dict[NodeRun, int], params: Any, optimizer_state: Sequence[Any]
+        self, positions: dict[NodeRun, int], params: Any, optimizer_state: NodeState
     ) -> Snapshot:
         replica = self._replica
         shared = replica.export_state(params)
@@ -268,7 +268,7 @@ class Join:
             replica.step,
             positions,
             self._membership.finals,
-            copies([*shared, *writable_views(optimizer_state)]),
+            copies([*shared, *optimizer_state.export()]),
             len(shared),
             self._membership.origin,
             replica.is_sharded,
@@ -288,7 +288,7 @@ class Join:
         """The phase in which this node takes part."""
         return Phase.READY if self._options.role == "observer" else Phase.IN
 
-    def ensure_member(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+    def ensure_member(self, params: Any, optimizer_state: NodeState) -> None:
         """Become a member where training has begun: load a snapshot, follow the members, be admitted.
 
         Raises:
@@ -319,8 +319,10 @@ class Join:
                     f"this node did not come in within {self._options.timeout_s:g} s, "
                     f"from {len(introductions.compatible(Phase.IN))} members that it sees"
                 )
+        # Of a checkpoint: what this node kept as an owner is its residual where another node owns the part now.
+        self._replica.add_late_parts(params)
 
-    def observe(self, params: Any, optimizer_state: Sequence[Any], timeout_s: float) -> int:
+    def observe(self, params: Any, optimizer_state: NodeState, timeout_s: float) -> int:
         """Apply the members' updates without being one; see ``Exchange.follow``."""
         membership = self._membership
         deadline_s = clock.now_s() + timeout_s
@@ -352,7 +354,7 @@ class Join:
         self._replica.advance()
         self._on_follow(params)
 
-    def _join_with_snapshot(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+    def _join_with_snapshot(self, params: Any, optimizer_state: NodeState) -> None:
         """Ask for a snapshot, or load the one that has arrived."""
         snapshot = self._incoming
         members = self._introductions.compatible(Phase.IN)
@@ -400,16 +402,13 @@ class Join:
         else:
             self._incoming.add_part(payload)
 
-    def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
+    def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: NodeState) -> None:
         here = self._replica.state_layout(params)
-        own_state = layouts(writable_views(optimizer_state))
-        there = layouts(snapshot.arrays)
-        if here != there[: snapshot.params] or own_state != there[snapshot.params :]:
+        there = layouts(snapshot.arrays[: snapshot.params])
+        if here != there:
             address = self._introductions.peer_of(self._membership.run).address
-            raise Mismatch(
-                f"this node ({address}) has parameters {here} and an optimiser's state {own_state}, the members have "
-                f"{there[: snapshot.params]} and {there[snapshot.params :]}"
-            )
+            raise Mismatch(f"this node ({address}) has parameters {here}, the members have {there}")
+        optimizer_state.check(snapshot.arrays[snapshot.params :])
 
     def _follow(self, snapshot: Snapshot) -> bool:
         """Adopt the members of a snapshot; return False if not all their later updates arrive here."""
@@ -448,10 +447,10 @@ class Join:
             self._router.introduce()
         return True
 
-    def _load(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
+    def _load(self, snapshot: Snapshot, params: Any, optimizer_state: NodeState) -> None:
         replica = self._replica
         replica.import_state(snapshot.arrays[: snapshot.params], params)
-        put(writable_views(optimizer_state), snapshot.arrays[snapshot.params :])
+        optimizer_state.load(snapshot.arrays[snapshot.params :])
         replica.begin(
             snapshot.step,
             len(snapshot.positions),

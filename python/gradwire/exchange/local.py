@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from ..arrays import Arrays, copies, difference, layouts, on_host, put, views, writable_views
+from ..arrays import Arrays, copies, difference, on_host, put, views, writable_views
 from ..errors import GradwireError, Mismatch, PeerLost
 from ..shared_memory import (
     SharedFile,
@@ -36,9 +36,10 @@ from ..shared_memory import (
 )
 from ..transport import Peer
 from . import clock
-from .exchange import Exchange
+from .exchange import Exchange, hand_over, take_over
 from .options import Reduction
 from .results import ExchangeStats, Joined, StepResult
+from .snapshot import NodeState, OptimizerState, as_state
 
 __all__ = ["AnyExchange", "LocalExchange", "LocalTeam"]
 
@@ -418,7 +419,7 @@ class LocalTeam:
             what = f"no shared memory for the optimiser's state: {error.strerror}"
             raise OSError(error.errno, what, str(self.state_path)) from None
 
-    def take_state(self, state: Arrays) -> None:
+    def take_state(self, state: NodeState) -> None:
         """Overwrite a worker's optimiser state with the leader's.
 
         Raises:
@@ -426,12 +427,14 @@ class LocalTeam:
         """
         with np.load(self.state_path) as file:
             leaders = [file[name] for name in file.files]
-        if layouts(leaders) != layouts(state):
+        try:
+            state.check(leaders)
+        except Mismatch as error:
             raise Mismatch(
-                f"worker {self.rank} of team {self.name!r} has an optimiser's state of {layouts(state)}, rank 0 of "
-                f"{layouts(leaders)}: give all workers the same optimiser"
-            )
-        put(state, leaders)
+                f"worker {self.rank} of team {self.name!r} cannot take over the state of rank 0: {error}; give all "
+                "workers the same optimiser"
+            ) from error
+        state.load(leaders)
 
     def publish_outcome(self, outcome: _Outcome) -> None:
         """Publish the leader's outcome for the other workers."""
@@ -513,7 +516,7 @@ class LocalExchange:
         return self._call_together(lambda lead: lead.wait_for_peers())
 
     def join(
-        self, params: Any, optimizer_state: Sequence[Any] = (), *, equalize: bool = False
+        self, params: Any, optimizer_state: OptimizerState = (), *, equalize: bool = False
     ) -> Joined:
         """See `Exchange.join`; all workers then have the leader's ``params``, with ``equalize`` also its state."""
         self._equalizes = equalize
@@ -527,7 +530,7 @@ class LocalExchange:
         # This worker has taken the place of a dead one, while the others did something else.
         return Joined(step=self.next_step, is_late=True, members=self.members)
 
-    def resync(self, params: Any, optimizer_state: Sequence[Any] = ()) -> Joined:
+    def resync(self, params: Any, optimizer_state: OptimizerState = ()) -> Joined:
         """See `Exchange.resync`."""
         return self._call_together(
             lambda lead: lead.resync(self.team.params, optimizer_state),
@@ -535,7 +538,7 @@ class LocalExchange:
             state=optimizer_state,
         )
 
-    def step(self, update: Any, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
+    def step(self, update: Any, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """See `Exchange.step`: the machine's update is the mean, or the sum, of all workers' updates.
 
         Args:
@@ -550,7 +553,7 @@ class LocalExchange:
             optimizer_state,
         )
 
-    def step_moved(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
+    def step_moved(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """See `Exchange.step_moved`: the difference to the team's parameters is this worker's update."""
         self.team.attach(params)
         update = difference(views(params), self.team.params)
@@ -565,18 +568,35 @@ class LocalExchange:
         """See `Exchange.catch_up`."""
         return self._call_together(lambda lead: lead.catch_up(self.team.params, timeout_s), params)
 
-    def leave(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
+    def leave(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """See `Exchange.leave`."""
         return self._call_together(
             lambda lead: lead.leave(self.team.params, optimizer_state), params
         )
 
-    def shared(self, params: Any, *, copy: bool = True) -> Arrays:
+    def hand_over(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
+        """See `hand_over`: of all workers together."""
+        self.team.attach(params)
+        update = difference(views(params), self.team.params)
+        return self._call_together(
+            lambda lead: hand_over(lead, self.team.params, optimizer_state, self.team.total),
+            params,
+            update,
+            optimizer_state,
+        )
+
+    def take_over(self, before: LocalExchange, added: Sequence[Any]) -> None:
+        """See `take_over`; the memory of the workers so far is released."""
+        if self.exchange is not None and before.exchange is not None:
+            take_over(self.exchange, before.exchange, added)
+        if before.team is not self.team:
+            before.team.close()
+
+    def shared(self, params: Any) -> Arrays:
         """See `Exchange.shared`; of the team's parameters, which every worker's are."""
         if self._outcome is None:
-            return self.exchange.shared(params, copy=copy) if self.exchange else copies(params)
-        shared = self.team.shared if self._outcome.has_shared else self.team.params
-        return copies(shared) if copy else shared
+            return copies(views(params)) if self.exchange is None else self.exchange.shared(params)
+        return copies(self.team.shared if self._outcome.has_shared else self.team.params)
 
     def holds(self, params: Any) -> bool:
         """See `Exchange.holds`."""
@@ -591,16 +611,6 @@ class LocalExchange:
         # The machine's updates go to the residual and not through the parameters, so the residual is kept bit for bit.
         return {} if self.exchange is None else self.exchange.state_dict()
 
-    def params_of(self, state: dict[str, Any]) -> Arrays:
-        """See `Exchange.params_of`: for the leader, whose state it is.
-
-        Raises:
-            RuntimeError: for another worker.
-        """
-        if self.exchange is None:
-            raise RuntimeError("the state is the leader's")
-        return self.exchange.params_of(state)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Exchange.load_state_dict`: for the leader; the others have nothing to load."""
         if self.exchange is not None:
@@ -611,7 +621,7 @@ class LocalExchange:
         action: Callable[[Exchange], _Result],
         params: Any = None,
         update: Arrays | None = None,
-        state: Sequence[Any] = (),
+        state: OptimizerState = (),
     ) -> _Result:
         """Add this worker's update, let the leader act, and copy the resulting parameters.
 
@@ -639,7 +649,7 @@ class LocalExchange:
         # Only a worker that has no state of its own takes the leader's: a new one, or all of them where the machine
         # joined late.
         if outcome.has_state and not leads and (self._call is None or _is_late(outcome.result)):
-            team.take_state(writable_views(state))
+            team.take_state(as_state(state))
         self._call = call
         targets = team.params if params is None else writable_views(params)
         # A caller may train on the team's memory itself, which needs no copy.
@@ -652,7 +662,7 @@ class LocalExchange:
         return result
 
     def _act(
-        self, exchange: Exchange, action: Callable[[Exchange], Any], state: Sequence[Any]
+        self, exchange: Exchange, action: Callable[[Exchange], Any], state: OptimizerState
     ) -> None:
         team = self.team
         result = None
@@ -664,9 +674,11 @@ class LocalExchange:
             result = action(exchange)
             # Workers that go on from checkpoints have their own.
             begins = self._equalizes and not (exchange.next_step or exchange.has_local_steps)
-            if state and (team.has_newcomers or begins or _is_late(result)):
-                team.publish_state(writable_views(state))
-                has_state = True
+            if team.has_newcomers or begins or _is_late(result):
+                arrays = as_state(state).export()
+                has_state = bool(arrays)
+                if has_state:
+                    team.publish_state(arrays)
         except Exception as caught:
             error = caught
         has_shared = exchange.place_shared(team.shared)

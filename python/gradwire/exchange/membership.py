@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MessageError, NotConnected, WouldBlock
+from ..errors import MessageError, Mismatch, NotConnected, WouldBlock
 from ..message import Message
 from ..transport import Peer, PeerLost
 from .protocol import TAG_NUMBERS, Hello, Kind, NodeRun, Note, Phase, difference_of, run_of, tag_of
@@ -670,6 +670,8 @@ class Router:
         self._connected: frozenset[NodeRun] = frozenset()
         self._introduced: set[NodeRun] = set()
         self._ignored = 0  # updates of nodes that are no members
+        self._held: list[tuple[NodeRun, memoryview]] | None = None
+        self._held_step = 0
 
     def handle(self, kind: Kind, handler: Handler) -> None:
         """Pass messages of a kind to a handler: it is called with sender, number and payload."""
@@ -753,6 +755,40 @@ class Router:
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
+    def hold_introductions(self, step: int) -> None:
+        """From now on keep introductions of members that have gone on to another exchange, after ``step``."""
+        self._held = []
+        self._held_step = step
+
+    @property
+    def held(self) -> list[tuple[NodeRun, memoryview]]:
+        """Senders and introductions that were kept."""
+        return self._held or []
+
+    def replay(self, introductions: Iterable[tuple[NodeRun, memoryview]]) -> None:
+        """Handle introductions that an earlier exchange has kept."""
+        self._greet(self.node.peers)
+        for sender, payload in introductions:
+            self._handle(sender, Kind.HELLO, 0, payload)
+
+    def _hold(self, sender: NodeRun, payload: memoryview) -> bool:
+        """Keep an introduction to a member's next exchange; return whether it is one.
+
+        Raises:
+            Mismatch: the member has gone on a step before this node.
+        """
+        if self._held is None or not Hello.begins_anew(payload):
+            return False
+        stream = self._membership.members.get(sender)
+        # Messages of a node arrive in order: what it has not sent before the introduction does not come any more.
+        if stream is not None and stream.next_missing <= self._held_step:
+            there = self._introductions.name_of(sender)
+            raise Mismatch(
+                f"{there} has added parameters after an earlier step: add them after the same step on all nodes"
+            )
+        self._held.append((sender, payload))
+        return True
+
     def receive(self, timeout_s: float) -> set[NodeRun]:
         """Send queued messages, handle messages and events for up to ``timeout_s``, and return the lost members.
 
@@ -808,7 +844,8 @@ class Router:
         if handler is None:  # of a later version
             return
         if kind == Kind.HELLO:
-            handler(sender, number, payload)
+            if not self._hold(sender, payload):
+                handler(sender, number, payload)
             return
         # Its updates would not parse, and an error must not stop the nodes that do fit.
         if sender in self._introductions.incompatible:

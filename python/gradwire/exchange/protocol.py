@@ -213,6 +213,14 @@ class Hello:
         )
 
     @staticmethod
+    def begins_anew(payload: memoryview) -> bool:
+        """Return whether the sender of an introduction has not begun to train with the exchange that sent it."""
+        try:
+            return Hello.decode(payload).phase is Phase.NEW
+        except MessageError:
+            return False
+
+    @staticmethod
     def of_another_version(payload: memoryview) -> Hello:
         """Return as much of an unreadable introduction as possible: the sender's versions."""
         try:

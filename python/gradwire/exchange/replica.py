@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from ..arrays import Arrays, add, device_of, difference, put, writable_views
+from ..arrays import Arrays, add, device_of, difference, put, views, writable_views
 from ..errors import MessageError
 from ..message import Message, apply, parse_many
 from ..transport import Peer, Ticket
@@ -448,6 +448,10 @@ class Replica(SharedCopy):
     def _set_residual(self, params: Any) -> None:
         self.add_late_parts(params)
         super()._set_residual(params)
+
+    def held(self, params: Any) -> list[bool]:
+        """Return for each array whether it is as the last step left it; always in an unfinished step."""
+        return super().held(params) if self.pending is None else [True] * len(views(params))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

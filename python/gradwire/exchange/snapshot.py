@@ -4,27 +4,84 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import Arrays
-from ..errors import MessageError, NotConnected, WouldBlock
+from ..arrays import Arrays, layouts, put, writable_views
+from ..errors import MessageError, Mismatch, NotConnected, WouldBlock
 from .owner import Accepted
 from .protocol import Kind, NodeRun, run_of, tag_of
 
 if TYPE_CHECKING:
     from ..transport import Node, Peer
 
-__all__ = ["Donor", "Snapshot"]
+__all__ = ["Donor", "FixedState", "NodeState", "OptimizerState", "Snapshot", "as_state"]
 
 # Small enough to let updates pass in between, large enough to cost nothing.
 _PART_BYTES = 1 << 20
 # A header comes from another machine: it must not be able to claim any amount of memory.
 _ARRAYS_MAX = 1 << 20
+
+
+class NodeState(Protocol):
+    """What nodes that join late take over besides the parameters, such as an optimiser's state.
+
+    It is exported only when another node needs it, so it may take another form from step to step.
+    """
+
+    def export(self) -> Arrays:
+        """Return float32, float64 or uint8 arrays, which may be views; in this form `load` of another node has them."""
+
+    def check(self, arrays: Arrays) -> None:
+        """Raise `Mismatch` if `load` could not take over these arrays of another node."""
+
+    def load(self, arrays: Arrays) -> None:
+        """Take over the arrays of another node."""
+
+
+#: What callers give as a node's state: arrays that are overwritten in place, or an object of their own.
+OptimizerState: TypeAlias = Sequence[Any] | NodeState
+
+
+class FixedState:
+    """A state that always consists of the same float32 or float64 arrays, overwritten in place.
+
+    Args:
+        arrays: of the caller.
+    """
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self._arrays = arrays
+
+    def export(self) -> Arrays:
+        """Return views of the arrays.
+
+        Raises:
+            TypeError, ValueError: arrays that cannot be used in place.
+        """
+        return writable_views(self._arrays)
+
+    def check(self, arrays: Arrays) -> None:
+        """Raise `Mismatch` unless the arrays have the dtypes and shapes of these."""
+        here = layouts(self.export())
+        there = layouts(arrays)
+        if here != there:
+            raise Mismatch(f"this node has an optimiser's state of {here}, the members of {there}")
+
+    def load(self, arrays: Arrays) -> None:
+        """Overwrite the arrays."""
+        put(self.export(), arrays)
+
+
+def as_state(optimizer_state: OptimizerState) -> NodeState:
+    """Return a caller's state as an object."""
+    if isinstance(optimizer_state, Sequence):
+        return FixedState(optimizer_state)
+    return optimizer_state
 
 
 @dataclass
@@ -35,7 +92,7 @@ class Snapshot:
         step: number of the donor's next step.
         positions: for every member, the donor included, the first update that is not in the snapshot.
         finals: for departed members, the first update that nobody applied.
-        arrays: of ``Replica.export_state``, then of the optimiser's state.
+        arrays: of ``Replica.export_state``, then of the `NodeState`.
         params: number of the former.
         origin: the node that began the training.
         is_sharded: whether parameters have owners.
@@ -153,7 +210,7 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
 
 
 def _empty(dtype: str, shape: list[int]) -> NDArray[Any]:
-    if dtype not in ("<f4", "<f8"):
+    if dtype not in ("<f4", "<f8", "|u1"):
         raise ValueError(f"an array of {dtype}")
     return np.empty([int(size) for size in shape], dtype)
 

@@ -15,6 +15,7 @@ from .membership import Membership, Router
 from .options import Options
 from .protocol import Hello, NodeRun, Phase
 from .replica import Replica
+from .snapshot import NodeState
 
 __all__ = ["Start"]
 
@@ -54,9 +55,14 @@ class Start:
         self._poll = poll
         self._silent_until_s: float | None = None
         self._equalizes = False
+        self._former_members: int | None = None
 
-    def announce_params(self, params: Any) -> None:
+    def announce_params(self, params: Any, state: NodeState | None = None) -> None:
         """Check the parameters and tell the others their dtypes, shapes and initial values.
+
+        Args:
+            params: of the caller.
+            state: also equal on all nodes when the training begins; None: only the parameters are.
 
         Raises:
             Mismatch: no other member has such parameters.
@@ -69,7 +75,12 @@ class Start:
         start = self._introductions.start
         is_comparable = self._options.is_sync or self._replica.step == 0
         if self._membership.phase is Phase.NEW and is_comparable:
-            start = start_of(groups, self._replica.shared or params)
+            arrays = self._replica.shared or params
+            params_digest, residual = start_of(
+                groups, arrays, [] if state is None else state.export()
+            )
+            # Nodes that go on from an earlier exchange have their own residuals, which may be equal.
+            start = params_digest, residual if self._former_members is None else ""
         if self._membership.set_params(layouts(params), start):
             self._router.introduce()
         self._departure.suspect_incompatible()
@@ -105,6 +116,8 @@ class Start:
     def _expected_peers(self) -> int:
         """Return the number of other nodes to wait for."""
         node = self._router.node
+        if self._former_members is not None:
+            return self._former_members
         expected = 1 if self._options.role == "observer" else self._options.min_peers
         if expected is None:
             expected = node.expected_peers
@@ -203,6 +216,15 @@ class Start:
             len(members),
             replica.step,
         )
+
+    def hold_introductions(self, step: int) -> None:
+        """Keep what members say about the exchange with which they go on after ``step``, for `follow`."""
+        self._router.hold_introductions(step)
+
+    def follow(self, before: Start, others: int) -> None:
+        """Begin after another exchange on the same node, with so many other nodes, its members."""
+        self._former_members = others
+        self._router.replay(before._router.held)
 
     def expect_equalized(self, equalize: bool) -> None:
         """Accept nodes that begin with other parameters, because `equalize` follows, or refuse them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -18,6 +18,7 @@ from .options import Options
 from .protocol import NodeRun, Phase
 from .replica import Replica, StepUpdate
 from .results import StepResult
+from .snapshot import NodeState
 
 __all__ = ["Step"]
 
@@ -56,7 +57,7 @@ class Step:
         self._last_missing: frozenset[NodeRun] = frozenset()
 
     def take_step(
-        self, update: Any, params: Any, optimizer_state: Sequence[Any], *, has_moved: bool = False
+        self, update: Any, params: Any, optimizer_state: NodeState, *, has_moved: bool = False
     ) -> StepResult | None:
         """Send an update and add all members' to the parameters; the arguments are those of ``Exchange.step``.
 
@@ -86,7 +87,7 @@ class Step:
         again = partial(replica.encode, None, codec)
         return self._finish_or_repeat(pending, again, params, optimizer_state)
 
-    def leave(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
+    def leave(self, params: Any, optimizer_state: NodeState) -> StepResult:
         """Send everything that is left as the last update, and say so."""
         replica = self._replica
         self._wait_for_room(params, optimizer_state)
@@ -101,7 +102,7 @@ class Step:
         self._join.say_goodbye()
         return result
 
-    def finish_earlier(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult | None:
+    def finish_earlier(self, params: Any, optimizer_state: NodeState) -> StepResult | None:
         """Finish a step that was interrupted after encoding, or left open on purpose (``overlap``), if there is one."""
         pending = self._replica.pending
         if pending is None:
@@ -117,7 +118,7 @@ class Step:
         pending: StepUpdate,
         encode_again: Callable[[], StepUpdate],
         params: Any,
-        optimizer_state: Sequence[Any],
+        optimizer_state: NodeState,
     ) -> StepResult:
         """Finish the pending step, or a later one where the others have gone on without this node."""
         while True:
@@ -132,7 +133,7 @@ class Step:
 
     # ---- space -------------------------------------------------------------------------------------------------------
 
-    def _wait_for_room(self, params: Any, optimizer_state: Sequence[Any]) -> float:
+    def _wait_for_room(self, params: Any, optimizer_state: NodeState) -> float:
         """Receive until the node has space for one more message and no member is too far behind; return the seconds.
 
         Raises:

@@ -23,7 +23,7 @@ from ..errors import GradwireError, PeerLost, TransportError
 from ..exchange import AnyExchange, Exchange, ExchangeStats, Groups, LocalTeam
 from ..exchange.clock import now_s
 from ..torch import SharedOptimizer
-from ..torch.optimizer import is_adaptive, parameters_of
+from ..torch.judge import is_adaptive, parameters_of
 from ..transport import Node
 from .checkpoints import Checkpoints, pack, unpack
 from .data import FEATURES, LABEL, WEIGHT, Spill, shuffled, spill

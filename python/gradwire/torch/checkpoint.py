@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..arrays import copies
+from ..exchange.checkpoint import params_of
 from ..exchange.consistency import digest_of
 
 if TYPE_CHECKING:
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 
     from ..exchange import AnyExchange
 
-__all__ = ["LoadedState", "Values", "dcp_caller", "put_into", "state_of", "take_from"]
+__all__ = ["KEY", "LoadedState", "Values", "dcp_caller", "put_into", "state_of", "take_from"]
 
 #: A node's own parameters: the codec's memory, and the tensors that have less precision than that memory.
 Values = tuple[list[np.ndarray[Any, Any]], list[torch.Tensor]]
 
-_KEY = "gradwire"
+# Where it is in an optimiser's state.
+KEY = "gradwire"
 
 # Integers as wide as a tensor's elements, to compare bits.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -63,7 +65,7 @@ def state_of(
     bases: list[Any] = [None] * len(params)
     if state:  # of a team only the leader has one
         state["shared"] = shared
-        bases = list(map(torch.from_numpy, exchange.params_of(state)))
+        bases = list(map(torch.from_numpy, params_of(state)))
         if in_model:
             # In half precision the model's state lacks bits.
             state["shared"] = [
@@ -127,12 +129,14 @@ class LoadedState:
                 array if kept is None else kept
                 for array, kept in zip(bases, state["shared"] or nothing, strict=True)
             ]
-            [state["owner"]] = state["owner"]
-            state["shared"] = shared
-            exchange.load_state_dict(state)
+            if isinstance(state["owner"], tuple):
+                [state["owner"]] = state["owner"]
+            # Infinite elements are no part of any sum.
+            finite = [np.where(np.isinf(array), array.dtype.type(0), array) for array in shared]
+            exchange.load_state_dict({**state, "shared": finite})
             if "digest" in state and digest_of(shared) != state["digest"]:
                 return None
-            bases = exchange.params_of(state)
+            bases = params_of({**state, "shared": shared})
         own = [_unpack(*pair) for pair in zip(local, map(torch.from_numpy, bases), strict=True)]
         rounded = [
             tensor.to(dtype)
@@ -162,10 +166,11 @@ def _pack(values: torch.Tensor, base: torch.Tensor | None) -> Any:
     count = int(differs.sum())
     if not count:
         return None
-    if count * (8 + values.element_size()) >= values.nbytes:
+    if count * (4 + values.element_size()) >= values.nbytes:
         return values
     indices = differs.nonzero().reshape(-1)
-    return indices, values.reshape(-1)[indices]
+    chosen = values.reshape(-1)[indices]
+    return indices.to(torch.int32) if values.numel() < 2**31 else indices, chosen
 
 
 def _unpack(packed: Any, base: torch.Tensor) -> torch.Tensor:
@@ -176,7 +181,7 @@ def _unpack(packed: Any, base: torch.Tensor) -> torch.Tensor:
         whole: torch.Tensor = packed.cpu()
         return whole
     indices, values = packed
-    base.view(-1)[indices.cpu()] = values.cpu()
+    base.view(-1)[indices.cpu().long()] = values.cpu()
     return base
 
 
@@ -204,7 +209,7 @@ def put_into(state: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
     """
     caller = dcp_caller("_get_optim_state_dict")
     if caller is None:
-        return {**state, _KEY: stored}
+        return {**state, KEY: stored}
     if getattr(caller.f_locals.get("info"), "flatten_optimizer_state_dict", False):
         raise ValueError(
             "flatten_optimizer_state_dict=True has no place for the residual and the other state of the exchange: save "
@@ -212,17 +217,17 @@ def put_into(state: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
         )
     first, *others = state["param_groups"]
     # A tuple, which distributed checkpoints store as a whole.
-    return {**state, "param_groups": [{**first, _KEY: (stored,)}, *others]}
+    return {**state, "param_groups": [{**first, KEY: (stored,)}, *others]}
 
 
 def take_from(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an optimiser's state without the exchange's, and that of the exchange, empty if there is none."""
     rest = dict(state)
-    stored: dict[str, Any] = rest.pop(_KEY, {})
+    stored: dict[str, Any] = rest.pop(KEY, {})
     groups = []
     for group in rest.get("param_groups", ()):
         plain = dict(group)
-        for held in plain.pop(_KEY, ()):
+        for held in plain.pop(KEY, ()):
             stored = held
         groups.append(plain)
     return {**rest, "param_groups": groups} if groups else rest, stored

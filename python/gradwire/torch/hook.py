@@ -26,7 +26,7 @@ from ..policy import (
 )
 from ..state import check_format
 from .gather import Gather, Gathered
-from .optimizer import is_adaptive
+from .judge import is_adaptive
 from .parameter_state import ParameterState, ParameterStates
 from .staging import Staging
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,22 +21,21 @@ class ModelState:
 
     Args:
         optimizer: None: of a copy.
-        places: the parameters' places in the optimiser.
     """
 
-    def __init__(
-        self,
-        optimizer: SharedOptimizer | None = None,
-        places: Mapping[torch.Tensor, int] | None = None,
-    ) -> None:
+    def __init__(self, optimizer: SharedOptimizer | None = None) -> None:
         self._find = (lambda: None) if optimizer is None else weakref.ref(optimizer)
-        self._places = places or {}
-        # Of the call of ``state_dict`` that has not returned yet: modules and their prefixes, from the outermost one,
-        # whether it wants the parameters themselves, the exchange's views, and what is saved for tied parameters.
+        # Of the call of ``state_dict`` that has not returned yet: the modules and their prefixes, from the outermost
+        # one; whether it wants the parameters themselves; and by place, what is saved for tied parameters.
         self._calls: list[tuple[torch.nn.Module, str]] = []
         self._keeps_vars = False
-        self._views: list[torch.Tensor | None] | None = None
-        self._saved: dict[int, torch.Tensor] = {}
+        self._shared: dict[torch.Tensor, torch.Tensor] | None = None
+        self._saved: dict[torch.Tensor, torch.Tensor] = {}
+
+    @property
+    def optimizer(self) -> SharedOptimizer | None:
+        """The optimiser, while it lives."""
+        return self._find()
 
     def __reduce__(self) -> Any:
         return ModelState, ()
@@ -62,8 +60,7 @@ class ModelState:
                 self._calls.clear()  # of a call that has raised
         if not self._calls:
             self._keeps_vars = keep_vars
-            self._views = None
-            self._saved = {}
+            self._forget()
         self._calls.append((module, prefix))
 
     def save_shared(
@@ -73,23 +70,29 @@ class ModelState:
         optimizer = self._find()
         if optimizer is not None and not self._keeps_vars:
             for name, param in module._parameters.items():
-                place = None if param is None else self._places.get(param)
                 saved = state.get(prefix + name)
-                if place is None or not torch.is_tensor(saved):
+                shared = None if param is None else self._shared_of(optimizer, param)
+                if shared is None or not torch.is_tensor(saved):
                     continue
-                if self._views is None:
-                    self._views = optimizer.shared_views()
-                view = self._views[place]
-                if view is None or view.shape != _local(saved).shape:
-                    continue
-                if place not in self._saved:
-                    self._saved[place] = _copied(view, saved)
-                state[prefix + name] = self._saved[place]
+                if shared.shape == _local(saved).shape:
+                    if param not in self._saved:
+                        self._saved[param] = _copied(shared, saved)
+                    state[prefix + name] = self._saved[param]
         if self._calls and self._calls[-1][0] is module:
             self._calls.pop()
         if not self._calls:
-            self._views = None
-            self._saved = {}
+            self._forget()
+
+    def _shared_of(self, optimizer: SharedOptimizer, param: torch.Tensor) -> torch.Tensor | None:
+        """Return a shared parameter where the exchange has it; None if the model has it as it is to be saved."""
+        if self._shared is None:
+            pairs = zip(optimizer.shared_params(), optimizer.shared_or_none(), strict=True)
+            self._shared = {param: values for param, values in pairs if values is not None}
+        return self._shared.get(param)
+
+    def _forget(self) -> None:
+        self._shared = None
+        self._saved = {}
 
     # ---- load_state_dict ---------------------------------------------------------------------------------------------
 
@@ -101,11 +104,12 @@ class ModelState:
         Raises:
             RuntimeError: ``load_state_dict(assign=True)``; nothing was loaded.
         """
-        if self._find() is None or not metadata.get("assign_to_params_buffers"):
+        optimizer = self._find()
+        if optimizer is None or not metadata.get("assign_to_params_buffers"):
             return
         if torch.__future__.get_swap_module_params_on_conversion():
             return  # then the parameters stay the same objects
-        if any(param in self._places for param in module.parameters()):
+        if not set(optimizer.shared_params()).isdisjoint(module.parameters()):
             raise RuntimeError(
                 "load_state_dict(assign=True) would replace the parameters that the shared optimiser trains: load "
                 "without assign, or make model, optimiser and share(model, optimizer) after the load"
@@ -125,7 +129,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of values in a tensor of another one's kind, dtype, device and strides."""
+    """Return values of their own memory in a tensor of another one's kind, dtype, device and strides."""
+    is_alike = type(like) is torch.Tensor and (values.dtype, values.device) == (
+        like.dtype,
+        like.device,
+    )
+    if is_alike and values.stride() == like.stride():
+        return values
     copy = torch.empty_like(like, requires_grad=False)
     with torch.no_grad():
         _local(copy).copy_(values)

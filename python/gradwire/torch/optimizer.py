@@ -2,31 +2,65 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
+import numpy as np
 import torch
 from torch._compile import _disable_dynamo
 
-from ..arrays import copies, put, writable_views
+from ..arrays import copies, writable_views
 from ..errors import NonFiniteUpdate
-from ..exchange import Exchange, LocalExchange
-from .checkpoint import LoadedState, Values, dcp_caller, put_into, state_of, take_from
+from ..exchange import Exchange, LocalExchange, hand_over, take_over
+from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, state_of, take_from
+from .judge import Judgement, judge, parameters_of
+from .optimizer_state import SharedState
 from .staging import Staging
 
 if TYPE_CHECKING:
     from ..exchange import AnyExchange, Joined, StepResult
 
-__all__ = ["SharedOptimizer", "is_adaptive", "parameters_of"]
+__all__ = ["SharedOptimizer"]
 
-# Of an optimiser's state: what does not begin as a step without gradients leaves it, and how it begins.
-_COUNTERS = {"step": 0, "mu_product": 1}
+# Where torch keeps an optimiser's hooks.
+_HOOKS = ("step", "state_dict", "load_state_dict")
 
-# Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, Adafactor, RMSprop, and others that normalise in the same way.
-_ADAPTIVE = re.compile(r"ada(?!pter)|rmsprop|lamb|lion|muon|novograd|sophia|shampoo", re.IGNORECASE)
+# Returns a model's tensors that the optimiser does not train, by name; second those that may be missing elsewhere.
+Others: TypeAlias = Callable[[], tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]]
+
+# Returns the exchange of more parameters than before: all of them, and the exchange so far.
+Extend: TypeAlias = "Callable[[Sequence[torch.Tensor], AnyExchange], AnyExchange]"
+
+
+def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Call the hooks that were registered for a shared optimiser's steps, as torch does for others.
+
+    Hooks of all optimisers are called once, by the wrapped optimiser's step.
+    """
+
+    @functools.wraps(step)
+    def hooked(self: SharedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        given: tuple[Any, ...] = (self, *args)
+        for hook in list(self._optimizer_step_pre_hooks.values()):
+            changed: Any = hook(self, given, kwargs)
+            if changed is not None:
+                if not isinstance(changed, tuple) or len(changed) != 2:
+                    raise RuntimeError(
+                        f"{hook!r} must return None or a tuple of new arguments and keywords, got {changed!r}"
+                    )
+                given, kwargs = changed
+        result = step(*given, **kwargs)
+        for after in list(self._optimizer_step_post_hooks.values()):
+            after(self, given, kwargs)
+        return result
+
+    hooked.hooked = True  # type: ignore[attr-defined]  # or torch would add its own calls of the hooks
+    return hooked
 
 
 class SharedOptimizer(torch.optim.Optimizer):
@@ -48,17 +82,20 @@ class SharedOptimizer(torch.optim.Optimizer):
         optimizer: the optimiser, all of whose parameters are shared.
         exchange: with an encoder, or groups, for as many elements as there are parameters, in the order of the
             optimiser's parameter groups; or one worker's part of a `LocalTeam`.
-        share_state: also pass the optimiser's state to the exchange, so that late nodes begin with that state. The
-            state is then created, as zeros, before the first step.
+        share_state: late nodes begin with the optimiser's state of another node, and all with that of the first node.
         update_scale: factor of every update: a number, or "auto": the square root of the number of nodes for an
             adaptive optimiser, 1.0 for SGD and its like. An adaptive optimiser divides by the size of its own
             gradients, noise included, so the mean of n nodes' updates is shorter than the update of their mean
-            gradient by up to sqrt(n). The optimiser's learning rates carry the factor during its step.
+            gradient by up to sqrt(n). The optimiser's learning rates carry the factor during its step; where an update
+            does not follow them, the update itself is multiplied.
         equalize: begin with the parameters of the node with the lowest id, on all nodes; without, nodes that begin with
             other parameters are refused.
-        buffers: further float32 or float64 tensors that late nodes take over, such as a model's buffers.
+        buffers: further tensors that late nodes take over, such as a model's buffers; or a function that returns them.
         counts_workers: whether the workers of a team have gradients of their own, which count for ``update_scale``, or
             gradients that DistributedDataParallel has averaged already.
+        names: of the parameters, for error messages.
+        judgement: of the optimiser; None: made here if ``update_scale`` needs it.
+        extend: makes the exchange for more parameters, for `add_param_group`; None: groups cannot be added.
 
     Raises:
         ValueError: ``update_scale`` is not "auto", nor positive and finite.
@@ -87,38 +124,105 @@ class SharedOptimizer(torch.optim.Optimizer):
         share_state: bool = False,
         update_scale: float | Literal["auto"] = 1.0,
         equalize: bool = False,
-        buffers: Sequence[torch.Tensor] = (),
+        buffers: Sequence[torch.Tensor] | Others = (),
         counts_workers: bool = True,
+        names: Sequence[str] = (),
+        judgement: Judgement | None = None,
+        extend: Extend | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be one of torch's, got {optimizer!r}")
         if not isinstance(exchange, (Exchange, LocalExchange)):
             raise TypeError(f"exchange must be an Exchange, got {exchange!r}")
-        # Not super().__init__: param_groups, state and defaults are the wrapped optimiser's (__getattr__).
-        self.optimizer = optimizer
-        self.exchange = exchange
-        self.share_state = share_state
         if update_scale != "auto" and not 0.0 < update_scale < math.inf:
             raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
+        # Not super().__init__: param_groups, state and defaults are the wrapped optimiser's (__getattr__, __setattr__).
+        for kind in _HOOKS:
+            for time in ("pre", "post"):
+                setattr(self, f"_optimizer_{kind}_{time}_hooks", OrderedDict())
+        self.exchange = exchange
+        self.share_state = share_state
         self._scale = update_scale
+        if update_scale != 1.0 and judgement is None:
+            judgement = judge(optimizer)
+        self._judgement = judgement
         self._equalizes = equalize
         self._counts_workers = counts_workers
-        self._buffers = [Staging(buffer) for buffer in buffers]
+        self._extend = extend
         # While the model holds the shared parameters.
         self._set_aside: Values | None = None
         self.result: StepResult | None = None
-        on_host = not exchange.takes_devices
-        self._params = [Staging(param, on_host=on_host) for param in parameters_of(optimizer)]
-        self._state: list[Staging] = []
-        self._loaded: LoadedState | None = None  # until the first step
+        params = parameters_of(optimizer)
+        named = zip(params, [*names, *[""] * (len(params) - len(names))], strict=True)
+        self._params = [self._staged_param(param, name) for param, name in named]
+        others = buffers if callable(buffers) else functools.partial(_numbered, tuple(buffers))
+        self._state = SharedState(optimizer if share_state else None, self._params, others)
+        # Of a checkpoint, until this node takes part: the state, and this node's own parameters.
+        self._loaded: LoadedState | None = None
+        self._local: Values = [], []
         self._is_in_model = False
         self._has_joined = False
+        # Last: from now on other attributes are the wrapped optimiser's.
+        self.optimizer = optimizer
+
+    def _staged_param(self, param: torch.Tensor, name: str) -> Staging:
+        return Staging(param, name, on_host=not self.exchange.takes_devices)
+
+    # ---- an optimiser of torch -----------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped optimiser."""
-        if name == "optimizer":
+        """Return an attribute of the wrapped optimiser.
+
+        Its methods are returned as functions that refuse: a step of its own would bypass the exchange.
+        """
+        if name == "optimizer" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
-        return getattr(self.optimizer, name)
+        value = getattr(self.optimizer, name)
+        way_out = (
+            f"if it leaves the parameters alone, or changes them only for the next step to share, use it as "
+            f"optimizer.optimizer.{name}"
+        )
+        if inspect.isroutine(value):
+
+            def refuse(*_args: Any, **_options: Any) -> NoReturn:
+                raise RuntimeError(
+                    f"{name}() of {type(self.optimizer).__name__} is not called through a shared optimiser, because "
+                    f"what it does to the parameters would not be exchanged; {way_out}"
+                )
+
+            return refuse
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(part, torch.optim.Optimizer) for part in parts):
+            raise AttributeError(
+                f"{name} of {type(self.optimizer).__name__} would take steps that are not exchanged; {way_out}"
+            )
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; one that the wrapped optimiser has, such as ``param_groups``, is set there."""
+        # Frameworks derive proxies from this class, which keep this optimiser as "_optimizer" (Lightning).
+        inner = vars(self).get("optimizer") or vars(self).get("_optimizer")
+        is_own = inner is None or name in vars(self) or name in vars(SharedOptimizer)
+        if is_own or not (name in vars(inner) or hasattr(type(inner), name)):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(inner, name, value)
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        """Refuse copies and pickles.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a shared optimiser cannot be copied or pickled, because it has this node's connections: save "
+            "optimizer.state_dict(), and load it into what share() returns; copy.deepcopy(optimizer.optimizer) copies "
+            "the wrapped optimiser"
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> NoReturn:
+        """Refuse the state of a pickle, see ``__reduce_ex__``."""
+        self.__reduce_ex__(state)
 
     def __repr__(self) -> str:
         return f"SharedOptimizer({self.optimizer!r})"
@@ -133,22 +237,20 @@ class SharedOptimizer(torch.optim.Optimizer):
             TimeoutError, Mismatch: as ``Exchange.join``.
             ValueError: a checkpoint was loaded, and the model has not the parameters that belong to it.
         """
-        if self._loaded is not None and not self._restore(self._loaded):
+        self._check_parameters()
+        if self._loaded is not None and not self._loaded.is_restored:
             raise ValueError(
-                "the optimiser's checkpoint is of other parameters than the model now has: load the model's "
-                "state_dict() that was saved with it, on this node and before the first step"
+                "the optimiser's checkpoint is of other parameters than the model has: load the model's state_dict() "
+                "that was saved with it, too, before the first step"
             )
-        if self.share_state:
-            _create_state(self.optimizer)
-            self._state = [Staging(tensor) for tensor in _state_tensors(self.optimizer)]
-        self._state += self._buffers
-        # A restored parameter in half precision has lost bits that the memory holds.
-        for staging in (*(self._params if self._loaded is None else ()), *self._state):
-            staging.fetch()
+        for staging in self._params:
+            staging.mark_constants()
+        self._set_values(self._local)
         joined = self.exchange.join(*self._memory, equalize=self._equalizes)
         if joined.is_late or not self.exchange.has_local_steps:
             self._store()
         self._loaded = None
+        self._local = [], []
         self._has_joined = True
         return joined
 
@@ -171,6 +273,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             return self.exchange.leave(*memory)
 
     @_disable_dynamo  # type: ignore[untyped-decorator]
+    @_hooked
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of the wrapped optimiser and share it.
 
@@ -181,6 +284,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             NonFiniteUpdate: a gradient is NaN or infinite, found before the optimiser's state has changed; or the
                 optimiser made parameters NaN or infinite, and its update is reverted.
             RuntimeError: inside ``shared_parameters``.
+            ValueError: a parameter was added past ``add_param_group``, or is of another kind than when it was shared.
             WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.step_moved``.
         """
         if self._set_aside is not None:
@@ -189,11 +293,11 @@ class SharedOptimizer(torch.optim.Optimizer):
                 "own parameters"
             )
         if self._has_no_rate() and dcp_caller("_init_optim_state") is not None:
-            _create_state(self.optimizer)
-            return None
+            return self.optimizer.step()
+        self._check_parameters()
         loss = None
         if self._has_joined or not self._join_moves() or closure is not None:
-            with self._scaled_rates():
+            with self._scaled():
                 loss = self._local_step(closure)
         if self.exchange.is_next_local:
             self.result = self.exchange.step_moved(*self._memory)
@@ -243,42 +347,55 @@ class SharedOptimizer(torch.optim.Optimizer):
         values = self._values()
         self._set_aside = values
         try:
-            shared = self.exchange.shared(writable_views(self._memory[0]))
-            self._set_values((shared, []))
+            self._set_values((self._shared_arrays(), []))
             yield
         finally:
             self._set_aside = None
             self._set_values(values)
 
+    def shared_params(self) -> list[torch.Tensor]:
+        """Return the parameters that are shared, in the order of ``shared_tensors``."""
+        return [staging.source for staging in self._params]
+
     def shared_tensors(self) -> list[torch.Tensor]:
-        """Return copies of the shared parameters, in host memory, in the order of the optimiser's parameters."""
-        views = self.shared_views()
+        """Return copies of the shared parameters, in host memory, in the order in which they were shared."""
+        shared = self.shared_or_none()
         own = [staging.tensor for staging in self._params]
         return [
-            (tensor if view is None else view).to("cpu", copy=True)
-            for tensor, view in zip(own, views, strict=True)
+            tensor.to("cpu", copy=True) if values is None else values
+            for tensor, values in zip(own, shared, strict=True)
         ]
 
-    def shared_views(self) -> list[torch.Tensor | None]:
-        """Return the shared parameters where the exchange has them, in the order of the optimiser's parameters.
+    def shared_or_none(self) -> list[torch.Tensor | None]:
+        """Return copies of the shared parameters as ``shared_tensors`` does, but None for those that the model has.
 
-        They change with the next step. None stands for a parameter that the model has as it is to be saved: before the
-        first step, and where other weights were copied into it since the last one.
+        It has a parameter as it is to be saved before the first step, and where other weights were copied into it since
+        the last one.
         """
         arrays = writable_views(self._memory[0])
         is_restored = self._loaded is not None and self._loaded.is_restored
         if self._set_aside is not None:
-            shared = arrays  # as the model has them now
+            shared = copies(arrays)  # as the model has them now
             is_left = [True] * len(arrays)
         elif self._has_joined or is_restored:
-            shared = self.exchange.shared(arrays, copy=False)
+            shared = self.exchange.shared(arrays)
             is_left = self._are_as_left(arrays)
         else:
             return [None] * len(arrays)
         return [
-            torch.as_tensor(array) if flag else None
-            for array, flag in zip(shared, is_left, strict=True)
+            staging.complete(torch.from_numpy(array)) if flag else None
+            for staging, array, flag in zip(self._params, shared, is_left, strict=True)
         ]
+
+    def _shared_arrays(self) -> list[np.ndarray[Any, Any]]:
+        return self._complete(self.exchange.shared(writable_views(self._memory[0])))
+
+    def _complete(self, arrays: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+        """Put the parameters' infinite elements, which no sum contains, into arrays like the codec's memory."""
+        for staging, array in zip(self._params, arrays, strict=True):
+            if staging.constants is not None:
+                staging.complete(torch.from_numpy(array))
+        return arrays
 
     def _are_as_left(self, arrays: list[Any]) -> list[bool]:
         """Return for each parameter whether no other weights were copied into it since the last step."""
@@ -288,6 +405,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         for index, staging in enumerate(self._params):
             tensor = staging.tensor
             left = staging.memory.to(tensor.device, tensor.dtype)
+            if staging.constants is not None:
+                left = staging.complete(left.clone())
             if left.data_ptr() != tensor.data_ptr() and not torch.equal(left, tensor):
                 is_left[index] = False
         return is_left
@@ -297,75 +416,137 @@ class SharedOptimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the size of the exchange's encoder is fixed.
+        """Train further parameters of the model from now on, as gradual unfreezing does; on all nodes alike.
+
+        In the middle of training all nodes call this after the same step. It takes one exchange more, and waits for all
+        members.
 
         Raises:
-            ValueError: always.
+            ValueError: the parameters are not the model's, this optimiser was not made by ``gradwire.torch.share``, or
+                the training is asynchronous.
+            Mismatch, TimeoutError: the others have not added the same parameters after the same step.
         """
-        raise ValueError(
-            f"{len(param_group)} entries cannot become a new group: give all parameters to the optimiser "
-            "before it is shared"
-        )
+        if self._extend is None:
+            raise ValueError(
+                f"{len(param_group)} entries cannot become a new group: give all parameters to the optimiser before it "
+                "is shared, or let gradwire.torch.share make the exchange"
+            )
+        if self._set_aside is not None:
+            raise RuntimeError("add_param_group() inside shared_parameters()")
+        inner = self.optimizer
+        inner.add_param_group(param_group)
+        count = len(self._params)
+        try:
+            self._extend_exchange(self._extend)
+        except BaseException:
+            inner.param_groups.pop()
+            del self._params[count:]
+            raise
+
+    def _extend_exchange(self, extend: Extend) -> None:
+        """Let the exchange have the parameters that were added to the wrapped optimiser."""
+        known = {id(staging.source) for staging in self._params}
+        params = parameters_of(self.optimizer)
+        added = [self._staged_param(param, "") for param in params if id(param) not in known]
+        every = [staging.source for staging in (*self._params, *added)]
+        if not self._has_joined:
+            self.exchange = extend(every, self.exchange)
+            self._params += added
+            return
+        before = self.exchange
+        with self._staged() as memory:
+            if isinstance(before, LocalExchange):
+                self.result = before.hand_over(*memory)
+            else:
+                self.result = hand_over(before, *memory)
+        own = self._values()
+        extended = extend(every, before)
+        memory_added = [staging.mark_constants() for staging in added]
+        if isinstance(before, LocalExchange) and isinstance(extended, LocalExchange):
+            extended.take_over(before, memory_added)
+        elif isinstance(before, Exchange) and isinstance(extended, Exchange):
+            take_over(extended, before, memory_added)
+        self._params += added
+        self.exchange = extended
+        self._local = own
+        self._has_joined = False
+        self.join()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimiser's state; under "gradwire" the exchange's, and this node's own parameters.
 
         Raises:
-            ValueError: called by torch's functions for distributed checkpoints with ``flatten_optimizer_state_dict``.
+            ValueError: torch's functions for distributed checkpoints call this with ``flatten_optimizer_state_dict``.
         """
-        state = self.optimizer.state_dict()
+        for prepare in list(self._optimizer_state_dict_pre_hooks.values()):
+            prepare(self)
         if self._loaded is not None:
-            return put_into(state, self._loaded.stored)
-        own = self._set_aside or self._values()
-        shared = self.exchange.shared(writable_views(self._memory[0]))
-        is_rounded = [staging.is_rounded for staging in self._params]
-        stored = state_of(self.exchange, own, shared, is_rounded, in_model=self._is_in_model)
-        return put_into(state, stored)
+            stored = self._loaded.stored
+        else:
+            own = self._set_aside or self._values()
+            is_rounded = [staging.is_rounded for staging in self._params]
+            stored = state_of(
+                self.exchange, own, self._shared_arrays(), is_rounded, in_model=self._is_in_model
+            )
+        state = put_into(self.optimizer.state_dict(), stored)
+        for change in list(self._optimizer_state_dict_post_hooks.values()):
+            state = change(self, state) or state
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict``, before the first step; a plain optimiser's state has no residual.
+        """Continue from ``state_dict``, before the first step; a plain optimiser's state, at any time, has no residual.
 
-        The state of a shared optimiser made by ``share`` needs the model's ``state_dict`` of the same moment, which has
-        the shared parameters. They may be loaded in either order.
+        Where ``share`` made this optimiser, load the model's ``state_dict`` of the same moment, too, before or after:
+        it has the shared parameters.
 
         Raises:
-            ValueError, RuntimeError: as ``Exchange.load_state_dict``.
+            ValueError: as ``Exchange.load_state_dict``; nothing was loaded.
+            RuntimeError: training has begun, and the state has a residual; nothing was loaded.
         """
-        state, stored = take_from(state_dict)
+        state = dict(state_dict)
+        for prepare in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            state = prepare(self, state) or state
+        state, stored = take_from(state)
+        if stored and self._has_joined:
+            raise RuntimeError(
+                "this training has begun, so a state with a residual cannot be loaded any more, and nothing was: "
+                "load it into a new gradwire.torch.share(model, optimizer) before the first step, that is, start the "
+                f'processes again. To go on here with the optimiser\'s own state alone, remove the key "{KEY}" '
+                "from the state on all nodes"
+            )
+        before = self.optimizer.state_dict()
         self.optimizer.load_state_dict(state)
         if stored:
-            self._loaded = LoadedState(stored)
-            self.restore()
+            loaded = LoadedState(stored)
+            try:
+                self._restore(loaded)
+            except BaseException:
+                self.optimizer.load_state_dict(before)
+                raise
+            self._loaded = loaded
+        for finish in list(self._optimizer_load_state_dict_post_hooks.values()):
+            finish(self)
 
     def restore(self) -> None:
         """Let the model, just loaded, hold this node's parameters of a loaded state; share() sees to it."""
         if self._loaded is not None:
-            self._restore(self._loaded, is_anew=True)
+            self._restore(self._loaded)
 
     def expect_shared_in_model(self) -> None:
         """Leave the shared parameters out of ``state_dict``, because the model's ``state_dict`` has them."""
         self._is_in_model = True
 
-    def _restore(self, loaded: LoadedState, *, is_anew: bool = False) -> bool:
-        """Give the model this node's parameters of a loaded state; return False if it lacks the shared ones.
-
-        Args:
-            loaded: the state.
-            is_anew: whether the model has just been loaded, rather than left as it was restored.
-        """
+    def _restore(self, loaded: LoadedState) -> None:
+        """Give the model this node's parameters of a loaded state, unless it lacks the shared ones."""
         for staging in self._params:
-            staging.fetch()
-        arrays = writable_views(self._memory[0])
-        if loaded.is_restored and not is_anew:
-            arrays = self.exchange.shared(arrays)
+            staging.mark_constants()
+        params = self._complete(copies(writable_views(self._memory[0])))
         half_dtypes = [
             staging.tensor.dtype if staging.is_rounded else None for staging in self._params
         ]
-        values = loaded.restore(self.exchange, arrays, half_dtypes)
-        if values is None:
-            return False
-        self._set_values(values)
-        return True
+        values = loaded.restore(self.exchange, params, half_dtypes)
+        self._local = values or ([], [])
+        self._set_values(self._local)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -432,31 +613,65 @@ class SharedOptimizer(torch.optim.Optimizer):
             return self._scale
         workers = self.exchange.workers if self._counts_workers else 1
         nodes = (len(self.exchange.members) + 1) * workers
-        return math.sqrt(nodes) if is_adaptive(self.optimizer) else 1.0
+        judgement = self._judgement
+        return math.sqrt(nodes) if judgement is not None and judgement.is_adaptive else 1.0
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters that the exchange does not know, or whose kind has changed."""
+        known = {id(staging.source) for staging in self._params}
+        unknown = [
+            tuple(param.shape) for param in parameters_of(self.optimizer) if id(param) not in known
+        ]
+        if unknown:
+            raise ValueError(
+                f"{len(unknown)} parameters of the optimiser are not shared, the first of shape {unknown[0]}: they "
+                "came after share(); use optimizer.add_param_group(...) on all nodes"
+            )
+        for staging in self._params:
+            staging.check_kind()
 
     def _has_no_rate(self) -> bool:
         """Return whether no parameter group has a learning rate other than zero."""
         return not any(group.get("lr") for group in self.optimizer.param_groups)
 
     @contextmanager
-    def _scaled_rates(self) -> Iterator[None]:
-        """Let the learning rates carry ``update_scale``."""
-        groups = self.optimizer.param_groups
+    def _scaled(self) -> Iterator[None]:
+        """Multiply the update that the optimiser makes by ``update_scale``."""
         factor = self.update_scale
-        rates = [group["lr"] for group in groups] if factor != 1.0 else []
+        judgement = self._judgement
+        if factor == 1.0 or judgement is None:
+            yield
+        elif judgement.follows_rate:
+            with self._scaled_rates(factor):
+                yield
+        else:
+            params = [staging.tensor for staging in self._params]
+            before = [param.clone() for param in params]
+            yield
+            for staging, start in zip(self._params, before, strict=True):
+                param = staging.tensor
+                # Infinite elements have no difference.
+                param.copy_(torch.where(param == start, param, start + (param - start) * factor))
+
+    @contextmanager
+    def _scaled_rates(self, factor: float) -> Iterator[None]:
+        """Let the learning rates carry a factor, which costs nothing."""
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        scaled = [rate * factor for rate in rates]
         try:
-            for group, rate in zip(groups, rates, strict=False):
-                group["lr"] = rate * factor
+            for group, rate in zip(groups, scaled, strict=True):
+                group["lr"] = rate
             yield
         finally:
-            for group, rate in zip(groups, rates, strict=False):
-                group["lr"] = rate
+            for group, before, during in zip(groups, rates, scaled, strict=False):
+                # An optimiser may lower its rates in a step.
+                group["lr"] = before if group["lr"] is during else group["lr"] / factor
 
     @property
-    def _memory(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The codec's memory of the parameters and of the shared state."""
-        params = [staging.memory for staging in self._params]
-        return params, [staging.memory for staging in self._state]
+    def _memory(self) -> tuple[list[torch.Tensor], SharedState]:
+        """The codec's memory of the parameters, and what other nodes may need besides."""
+        return [staging.memory for staging in self._params], self._state
 
     def _values(self) -> Values:
         """Return copies of the codec's memory, and of parameters in half precision: local steps move only those."""
@@ -465,22 +680,24 @@ class SharedOptimizer(torch.optim.Optimizer):
                 staging.fetch()
         halves = [staging.tensor for staging in self._params if staging.is_rounded]
         rounded = [tensor.cpu().clone() for tensor in halves]
-        return copies(writable_views(self._memory[0])), rounded
+        return self._complete(copies(writable_views(self._memory[0]))), rounded
 
     def _set_values(self, values: Values) -> None:
-        """Go on with what ``_values`` returned."""
+        """Go on with what ``_values`` returned; nothing without values."""
         memory, rounded = values
-        put(writable_views(self._memory[0]), memory)
-        for staging in self._params:
-            staging.store()
+        if not memory:
+            return
+        # Parameters that were added since then stay as they are.
+        for staging, array in zip(self._params, memory, strict=False):
+            staging.assign(torch.from_numpy(array))
         halves = [staging.tensor for staging in self._params if staging.is_rounded]
         for half, value in zip(halves, rounded, strict=False):
             half.copy_(value)
 
     @contextmanager
-    def _staged(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    def _staged(self) -> Iterator[tuple[list[torch.Tensor], SharedState]]:
         """Copy what the optimiser has moved to the codec's memory, and the result back, also after an error."""
-        for staging in (*self._params, *self._state):
+        for staging in self._params:
             staging.fetch_moved()
         try:
             yield self._memory
@@ -488,57 +705,13 @@ class SharedOptimizer(torch.optim.Optimizer):
             self._store()
 
     def _store(self) -> None:
-        for staging in (*self._params, *self._state):
+        self._state.settle()
+        for staging in self._params:
             staging.store()
 
 
-def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimiser divides its updates by the size of its own gradients, as its name says."""
-    return bool(_ADAPTIVE.search(type(optimizer).__name__))
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of all groups, in order."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimiser create its state, as its first step would begin with it; the parameters stay unchanged.
-
-    A step without gradients and weight decay leaves all but counters as they begin.
-    """
-    if optimizer.state:
-        return
-    groups = optimizer.param_groups
-    params = parameters_of(optimizer)
-    grads = [param.grad for param in params]
-    values = [param.detach().clone() for param in params]
-    decays = [group.get("weight_decay") for group in groups]
-    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
-    for param in params:
-        zeros = torch.zeros_like(param)
-        param.grad = zeros.to_sparse(1) if is_sparse else zeros
-    for group, decay in zip(groups, decays, strict=True):
-        if decay is not None:
-            group["weight_decay"] = 0.0
-    optimizer.step()
-    with torch.no_grad():
-        for param, grad, value in zip(params, grads, values, strict=True):
-            param.grad = grad
-            param.copy_(value)
-            state = optimizer.state[param]
-            for name, initial in _COUNTERS.items():
-                if torch.is_tensor(state.get(name)):
-                    state[name].fill_(initial)
-                elif name in state:
-                    state[name] = initial
-    for group, decay in zip(groups, decays, strict=True):
-        if decay is not None:
-            group["weight_decay"] = decay
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the tensors of the optimiser's state in an order that is the same on every node."""
-    for param in parameters_of(optimizer):
-        state = optimizer.state.get(param, {})
-        yield from (state[key] for key in sorted(state) if torch.is_tensor(state[key]))
+def _numbered(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+    """Return tensors by their numbers, and none whose shapes may differ."""
+    return {str(index): tensor for index, tensor in enumerate(tensors)}, {}

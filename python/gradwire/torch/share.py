@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..sharing import exchange_for
+from ..sharing import ExchangeMaker
+from .judge import judge, parameters_of
 from .model_state import ModelState
-from .optimizer import SharedOptimizer, is_adaptive, parameters_of
+from .optimizer import SharedOptimizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..exchange import ExchangeOptions
+    from ..exchange import AnyExchange, ExchangeOptions
     from ..sharing import Density
     from ..transport import Node
 
 __all__ = ["share"]
+
+_LOG = logging.getLogger(__name__)
+_NAMED_MAX = 8
 
 
 def share(
@@ -35,9 +42,10 @@ def share(
     """Return an optimiser that trains ``model`` together with the other nodes of this run.
 
     Use the result in the place of ``optimizer``: the loop, schedules, GradScaler, accumulation and checkpoints stay as
-    they are. All nodes begin with the parameters of rank 0; ``model.state_dict()`` has the parameters that all nodes
-    share. The place in the run comes from the environment (torchrun, SLURM, MPI, Kubernetes, `gradwire run`, or
-    ``GRADWIRE_PEERS``, see `Node.from_env`); several ranks of one machine send one message together.
+    they are. All nodes begin with rank 0's parameters and buffers, also with those that ``optimizer`` does not train,
+    which a log entry names; ``model.state_dict()`` has the parameters that all nodes share. The place in the run comes
+    from the environment (torchrun, SLURM, MPI, Kubernetes, `gradwire run`, or ``GRADWIRE_PEERS``, see `Node.from_env`);
+    several ranks of one machine send one message together.
 
     Args:
         model: the model; DistributedDataParallel and ``torch.compile`` may wrap it.
@@ -81,46 +89,134 @@ def share(
             "both the process group of this machine's ranks"
         )
     inner: Any = _unwrapped(model)
-    names = {param: name for name, param in inner.named_parameters()}
     params: list[Any] = parameters_of(optimizer)
+    named = _named(inner, params)
+    team = None
+    if process_group is not None:
+        team = dist.get_rank(process_group), dist.get_world_size(process_group)
+    judgement = judge(optimizer)
+    maker = ExchangeMaker(
+        density, is_adaptive=judgement.is_adaptive, node=node, team=team, **options
+    )
+
+    def extend(more: Sequence[torch.Tensor], before: AnyExchange) -> AnyExchange:
+        return maker.make_again(_named(inner, more), before)
+
+    tensors = _Untrained(inner, params)
+    shared = SharedOptimizer(
+        optimizer,
+        maker.make(named),
+        share_state=True,
+        update_scale=update_scale,
+        equalize=True,
+        counts_workers=process_group is None,
+        buffers=tensors,
+        names=[name for name, _ in named],
+        judgement=judgement,
+        extend=extend,
+    )
+    tensors.follow(shared)
+    tensors.log()
+    shared.expect_shared_in_model()
+    ModelState(shared).register(inner)
+    return shared
+
+
+def _named(
+    model: torch.nn.Module, params: Sequence[torch.Tensor]
+) -> list[tuple[str, torch.Tensor]]:
+    """Return an optimiser's parameters with their names in the model.
+
+    Raises:
+        ValueError: some are not the model's.
+    """
+    names = {param: name for name, param in model.named_parameters()}
     strange = [tuple(param.shape) for param in params if param not in names]
     if strange:
         raise ValueError(
             f"{len(strange)} of the optimiser's parameters are not the model's, the first of shape {strange[0]}: "
             "make the optimiser from model.parameters()"
         )
-    named = [(names[param], param) for param in params]
-    team = None
-    if process_group is not None:
-        team = dist.get_rank(process_group), dist.get_world_size(process_group)
-    exchange = exchange_for(
-        named,
-        density,
-        is_adaptive=is_adaptive(optimizer),
-        node=node,
-        team=team,
-        **options,
-    )
-    place_of = {param: place for place, param in enumerate(params)}
-    frozen = [
-        param for param in inner.parameters() if not param.requires_grad and param not in place_of
-    ]
-    shared = SharedOptimizer(
-        optimizer,
-        exchange,
-        share_state=type(optimizer).__module__.startswith("torch.optim"),
-        update_scale=update_scale,
-        equalize=True,
-        counts_workers=process_group is None,
-        buffers=[
-            tensor
-            for tensor in (*inner.buffers(), *frozen)
-            if tensor.dtype in (torch.float32, torch.float64)
-        ],
-    )
-    shared.expect_shared_in_model()
-    ModelState(shared, place_of).register(inner)
-    return shared
+    return [(names[param], param) for param in params]
+
+
+class _Untrained:
+    """The tensors of a model that its shared optimisers do not train, as they are when they are asked for.
+
+    Args:
+        model: whose buffers may be replaced by others.
+        params: of the optimiser, until `follow`.
+    """
+
+    def __init__(self, model: torch.nn.Module, params: Sequence[torch.Tensor]) -> None:
+        self._model = model
+        self._names = {name for name, _ in _named(model, params)}
+        self._find: Any = lambda: None
+
+    def follow(self, optimizer: SharedOptimizer) -> None:
+        """Leave out all parameters that an optimiser trains, also those that are added to it later."""
+        self._find = weakref.ref(optimizer)
+
+    def __call__(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+        """Return all of them by name; the buffers that no checkpoint contains, which may have any shape, second.
+
+        Raises:
+            ValueError: a parameter of the optimiser was replaced in the model.
+        """
+        untrained = dict(self._parameters())
+        replaced = sorted(self._names & untrained.keys())
+        if replaced:
+            raise ValueError(
+                f"{', '.join(replaced[:_NAMED_MAX])} of the model was replaced after the optimiser was made, which "
+                "trains the tensors from before: move and convert the model, then make the optimiser, then call share()"
+            )
+        passing = {
+            f"{prefix}.{name}".lstrip(".")
+            for prefix, module in self._model.named_modules()
+            for name in module._non_persistent_buffers_set
+        }
+        buffers = dict(self._model.named_buffers())
+        varying = {name: buffer for name, buffer in buffers.items() if name in passing}
+        kept = {name: buffer for name, buffer in buffers.items() if name not in passing}
+        return {**untrained, **kept}, varying
+
+    def log(self) -> None:
+        """Name the parameters once: at rank 0's values, but from then on nobody keeps them equal."""
+        untrained = dict(self._parameters())
+        if not untrained:
+            return
+        names = [name for name, param in untrained.items() if param.requires_grad]
+        text = f"{', '.join((names or list(untrained))[:_NAMED_MAX])}"
+        if len(names or untrained) > _NAMED_MAX:
+            text += f" and {len(names or untrained) - _NAMED_MAX} more"
+        if names:
+            _LOG.warning(
+                "share() does not train %d parameters of the model that require gradients, because they are not the "
+                "optimiser's: %s. They begin as rank 0's; if this process trains them otherwise, each rank has its own",
+                len(names),
+                text,
+            )
+        else:
+            _LOG.info("share() does not train %d frozen parameters: %s", len(untrained), text)
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters that no shared optimiser trains."""
+        trained = {param for params in _shared_params(self._model) for param in params}
+        own = self._find()
+        trained.update(() if own is None else own.shared_params())
+        for name, param in self._model.named_parameters():
+            if param not in trained and not (own is None and name in self._names):
+                yield name, param
+
+
+def _shared_params(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Yield the parameters of every shared optimiser of a model, so far."""
+    for hook in model._state_dict_hooks.values():
+        hooks = getattr(hook, "__self__", None)
+        if isinstance(hooks, ModelState):
+            optimizer = hooks.optimizer
+            if optimizer is not None:
+                yield optimizer.shared_params()
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 __all__ = ["Staging"]
 
 _CODED = (torch.float32, torch.float64)
+_KIND = ("dtype", "device", "shape")
 
 
 class Staging:
@@ -15,49 +18,146 @@ class Staging:
     A contiguous float32 or float64 tensor is its own staging, without a copy. Any other tensor is copied to float32
     (float64 stays) on the same device and back.
 
+    Elements that are infinite by design, as in a mask, cannot be part of a sum. They are constants: the codec works in
+    a copy that has zeros in their places, and they stay what they are; a step that changes them is refused.
+
     Args:
         tensor: of a ``DTensor`` only this rank's shard.
+        name: of the tensor, for error messages.
         on_host: whether the codec works in host memory, as the workers of one machine do: a tensor on a GPU is then
             copied there and back.
+
+    Attributes:
+        source: the tensor as given.
 
     Raises:
         TypeError: the tensor's elements are not real floating-point numbers.
     """
 
-    def __init__(self, tensor: torch.Tensor, *, on_host: bool = False) -> None:
+    def __init__(self, tensor: torch.Tensor, name: str = "", *, on_host: bool = False) -> None:
         if not tensor.is_floating_point():
             raise TypeError(
                 f"a tensor of {tensor.dtype} cannot be shared: only floating-point ones can; "
                 "torch.view_as_real views complex ones so"
             )
-        self._source = tensor
-        self._copy: torch.Tensor | None = None
+        self.source = tensor
+        self._name = name or f"a parameter of shape {tuple(tensor.shape)}"
+        self._kind = _kind_of(tensor)
         shard = self.tensor
-        moves = on_host and shard.is_cuda
-        if moves or shard.dtype not in _CODED or not shard.is_contiguous():
-            dtype = shard.dtype if shard.dtype in _CODED else torch.float32
-            place = "cpu" if moves else shard.device
-            self._copy = shard.new_empty(shard.shape, dtype=dtype, device=place, pin_memory=moves)
+        self._moves = on_host and shard.is_cuda
+        self._constants: torch.Tensor | None = None
+        self._copy: torch.Tensor | None = None
+        if self._moves or shard.dtype not in _CODED:
+            self._make_copy()
+
+    def _make_copy(self) -> None:
+        shard = self.tensor
+        dtype = shard.dtype if shard.dtype in _CODED else torch.float32
+        place = "cpu" if self._moves else shard.device
+        empty = shard.new_empty(shard.shape, dtype=dtype, device=place, pin_memory=self._moves)
+        self._copy = empty.contiguous()
 
     @property
     def tensor(self) -> torch.Tensor:
         """The tensor as it is now: ``Module.to`` and others give a parameter other memory."""
-        tensor = self._source.detach()
-        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        tensor: Any = self.source.detach()
+        local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return local
 
     @property
     def memory(self) -> torch.Tensor:
         """Holds the tensor's values after ``fetch``."""
-        return self.tensor if self._copy is None else self._copy
+        tensor = self.tensor
+        # The layout may change in the middle of training: ``model.to(memory_format=torch.channels_last)``.
+        if self._copy is None and not tensor.is_contiguous():
+            self._make_copy()
+            self.fetch()
+        return tensor if self._copy is None else self._copy
 
     @property
     def is_rounded(self) -> bool:
         """Whether the tensor has less precision than the memory."""
-        return self._copy is not None and self._copy.dtype != self._source.dtype
+        return self._copy is not None and self._copy.dtype != self.source.dtype
+
+    @property
+    def constants(self) -> torch.Tensor | None:
+        """The infinite elements, with zeros elsewhere; None without any."""
+        return self._constants
+
+    def check_kind(self) -> None:
+        """Refuse a tensor that is not what it was when it was shared.
+
+        Raises:
+            ValueError: the tensor's dtype, device or shape has changed.
+        """
+        now = _kind_of(self.source)
+        if now == self._kind:
+            return
+        changes = [
+            f"its {what} was {before} and is {after} now"
+            for what, before, after in zip(_KIND, self._kind, now, strict=True)
+            if before != after
+        ]
+        raise ValueError(
+            f"{self._name} has changed since it was shared: {', '.join(changes)}. Nothing was sent. Move and convert "
+            "the model (model.to, .half, .cuda) before gradwire.torch.share(model, optimizer)"
+        )
+
+    # ---- infinite elements ---------------------------------------------------------------------------------------
+
+    def mark_constants(self) -> torch.Tensor:
+        """Mark the tensor's infinite elements; return the memory with the other values."""
+        self._set_constants(self.tensor)
+        return self.fetch()
+
+    def replace_constants(self, constants: torch.Tensor | None) -> None:
+        """Mark the infinite elements of another node's tensor, of which the memory has the finite ones; then store."""
+        values = self.memory.clone()
+        if constants is None:
+            self._constants = None
+        else:
+            self._set_constants(constants)
+        self.memory.copy_(values)
+        self.store()
+
+    def assign(self, values: torch.Tensor) -> None:
+        """Set the tensor and the memory to values whose infinite elements are constants."""
+        self._set_constants(values)
+        self.memory.copy_(values)
+        if self._constants is not None:
+            self.memory.masked_fill_(self._constants.isinf().to(self.memory.device), 0.0)
+        self.store()
+
+    def complete(self, values: torch.Tensor) -> torch.Tensor:
+        """Put the constants into values like the memory's; return the values."""
+        if self._constants is not None:
+            constants = self._constants.to(values)
+            infinite = constants.isinf()
+            values[infinite] = constants[infinite]
+        return values
+
+    def _set_constants(self, values: torch.Tensor) -> None:
+        infinite = values.isinf()
+        self._constants = None
+        if bool(infinite.any()):
+            self._constants = torch.where(infinite, values, 0.0).to(self.tensor)
+            if self._copy is None:
+                self._make_copy()
+
+    # ---- values --------------------------------------------------------------------------------------------------
 
     def fetch(self) -> torch.Tensor:
         """Return the memory with the tensor's values."""
-        return self.tensor if self._copy is None else self._copy.copy_(self.tensor)
+        if self._copy is None:
+            return self.memory
+        self._copy.copy_(self.tensor)
+        if self._constants is not None:
+            # A constant that was changed cannot be shared: as NaN it is refused by the encoder.
+            is_constant = self._constants.isinf()
+            is_kept = is_constant & (self.tensor == self._constants)
+            self._copy.masked_fill_(is_constant.to(self._copy.device), torch.nan)
+            self._copy.masked_fill_(is_kept.to(self._copy.device), 0.0)
+        return self._copy
 
     def fetch_moved(self) -> torch.Tensor:
         """Return the tensor's values, after the memory held them once and the tensor has changed since.
@@ -67,9 +167,15 @@ class Staging:
         if not self.is_rounded:
             return self.fetch()
         before = self.memory.clone()
-        rounded = before.to(self._source.dtype).to(before.dtype)
+        rounded = before.to(self.source.dtype).to(before.dtype)
         return self.fetch().sub_(rounded).add_(before)
 
     def store(self) -> torch.Tensor:
         """Return the tensor with the values of the memory."""
-        return self.tensor if self._copy is None else self.tensor.copy_(self._copy)
+        if self._copy is None:
+            return self.tensor
+        return self.complete(self.tensor.copy_(self._copy))
+
+
+def _kind_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.device, tuple(tensor.shape)

@@ -1,0 +1,276 @@
+"""What an optimiser does: whether it divides gradients by their size, and whether its updates follow its rate."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Judgement", "is_adaptive", "judge", "parameters_of"]
+
+_LOG = logging.getLogger(__name__)
+
+# torch's own optimisers that divide updates by the size of the gradients, or take only their signs or directions.
+_ADAPTIVE = (
+    torch.optim.Adadelta,
+    torch.optim.Adafactor,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SparseAdam,
+    *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []),
+)
+_PROPORTIONAL = (torch.optim.SGD, torch.optim.ASGD, torch.optim.LBFGS)
+
+# Those whose updates are not proportional to "lr": a minimum with another rate, or only the first step's size.
+_BOUNDED_RATE = (torch.optim.Adafactor, torch.optim.Rprop, torch.optim.ASGD)
+
+# A trial takes so many steps, because some optimisers normalise only after the first few (RAdam after five).
+_STEPS = 12
+# Gradients of this size, and others this many times as large. An update that grows by less than the square root of that
+# is normalised.
+_GRADIENT = 2.0**-7
+_FACTOR = 1024.0
+# The learning rate of a trial, and of its last step, where a bound on the rate shows.
+_RATE = 2.0**-7
+_LAST_RATE = 8.0
+# Models of more elements are tried with tensors of at most so many elements in each dimension.
+_WHOLE_NUMEL = 1 << 16
+_CROPPED = 4
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """How the updates of an optimiser follow its gradients and its learning rate.
+
+    Attributes:
+        is_adaptive: whether larger gradients do not make its updates larger: the mean of several nodes' updates is then
+            shorter than the update of their mean gradient.
+        follows_rate: whether every group has a learning rate to which the update is proportional.
+        reason: how that is known.
+    """
+
+    is_adaptive: bool
+    follows_rate: bool
+    reason: str
+
+
+def judge(optimizer: torch.optim.Optimizer) -> Judgement:
+    """Judge an optimiser by its base classes, or by what copies of it do to small tensors; it is not modified."""
+    name = type(optimizer).__name__
+    judgement = _judge_class(optimizer)
+    if judgement is None:
+        try:
+            judgement = _try_out(optimizer)
+        except Exception as error:
+            judgement = _judge_inner(optimizer) or Judgement(
+                False, False, f"it could not be tried out ({type(error).__name__}: {error})"
+            )
+            _LOG.warning(
+                "%s could not be tried out (%s: %s) and is taken for an optimiser %s: give share() update_scale= and "
+                "density= if that is wrong",
+                name,
+                type(error).__name__,
+                error,
+                _describe(judgement),
+            )
+    _LOG.info("%s is an optimiser %s: %s", name, _describe(judgement), judgement.reason)
+    return judgement
+
+
+def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimiser divides its updates by the size of its own gradients, see `judge`."""
+    return judge(optimizer).is_adaptive
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups, in order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _describe(judgement: Judgement) -> str:
+    if judgement.is_adaptive:
+        return "that normalises its updates, like Adam"
+    return "whose updates grow with its gradients, like SGD"
+
+
+def _judge_class(optimizer: torch.optim.Optimizer) -> Judgement | None:
+    """Judge an optimiser of torch, or one derived from it; None: another one, or it has a step of its own."""
+    bases = _ADAPTIVE + _PROPORTIONAL
+    base: Any = next((base for base in type(optimizer).__mro__ if base in bases), None)
+    if base is None:
+        return None
+    # What derives from Adam normalises, whatever it adds. What derives from SGD may normalise gradients first.
+    is_own_step = inspect.unwrap(type(optimizer).step) is not inspect.unwrap(base.step)
+    if base in _PROPORTIONAL and is_own_step:
+        return None
+    follows = _has_rates(optimizer) and base not in _BOUNDED_RATE
+    return Judgement(base in _ADAPTIVE, follows, f"it is torch.optim.{base.__name__}")
+
+
+def _judge_inner(optimizer: torch.optim.Optimizer) -> Judgement | None:
+    """Judge the optimiser that another one wraps."""
+    for inner in vars(optimizer).values():
+        if isinstance(inner, torch.optim.Optimizer):
+            judgement = judge(inner)
+            return Judgement(
+                judgement.is_adaptive, False, f"it wraps another one, of which {judgement.reason}"
+            )
+    return None
+
+
+def _has_rates(optimizer: torch.optim.Optimizer) -> bool:
+    return all(_is_rate(group.get("lr")) for group in optimizer.param_groups)
+
+
+def _is_rate(rate: Any) -> bool:
+    return isinstance(rate, (int, float, torch.Tensor)) and not isinstance(rate, bool)
+
+
+# ---- trials ----------------------------------------------------------------------------------------------------------
+
+
+def _try_out(optimizer: torch.optim.Optimizer) -> Judgement:
+    """Judge by the updates that copies of an optimiser make, from small and from large gradients."""
+    devices = {param.device for param in parameters_of(optimizer) if param.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        errors: list[Exception] = []
+        for take_step in (_step, _step_with_closure, _step_sparsely):
+            try:
+                update = _last_update(optimizer, take_step, 1.0, _LAST_RATE)
+                large = _last_update(optimizer, take_step, _FACTOR, _LAST_RATE)
+                twice = _last_update(optimizer, take_step, 1.0, 2.0 * _LAST_RATE)
+                break
+            except Exception as error:
+                errors.append(error)
+        else:
+            raise errors[0]
+    growth = float(large.norm() / update.norm())
+    # Written so that NaN is refused, too.
+    if not 0.0 <= growth <= 2.0 * _FACTOR:
+        raise ValueError(f"its update became {growth:g} times as large")
+    follows = _has_rates(optimizer) and torch.allclose(twice, 2.0 * update, rtol=1e-3, atol=1e-6)
+    return Judgement(
+        growth < _FACTOR**0.5,
+        follows,
+        f"gradients {_FACTOR:g} times as large made its update {growth:.3g} times as large",
+    )
+
+
+def _last_update(
+    optimizer: torch.optim.Optimizer,
+    take_step: Callable[[Any, list[torch.Tensor]], None],
+    factor: float,
+    rate: float,
+) -> torch.Tensor:
+    """Return the last update of a trial, as one vector."""
+    trial = _copy(optimizer, {})
+    params = parameters_of(trial)
+    generator = torch.Generator().manual_seed(1)
+    _set_rates(trial, _RATE)
+    before: list[torch.Tensor] = []
+    for step in range(_STEPS):
+        if step == _STEPS - 1:
+            _set_rates(trial, rate)
+            before = [param.detach().clone() for param in params]
+        grads = [
+            torch.randn(param.shape, generator=generator).to(param).mul_(_GRADIENT * factor)
+            for param in params
+        ]
+        take_step(trial, grads)
+    pairs = zip(params, before, strict=True)
+    return torch.cat([(param.detach() - start).flatten().cpu().double() for param, start in pairs])
+
+
+def _step(trial: Any, grads: list[torch.Tensor]) -> None:
+    for param, grad in zip(parameters_of(trial), grads, strict=True):
+        param.grad = grad
+    trial.step()
+
+
+def _step_with_closure(trial: Any, grads: list[torch.Tensor]) -> None:
+    def closure() -> torch.Tensor:
+        for param, grad in zip(parameters_of(trial), grads, strict=True):
+            param.grad = grad.clone()
+        return torch.zeros(())
+
+    trial.step(closure)
+
+
+def _step_sparsely(trial: Any, grads: list[torch.Tensor]) -> None:
+    _step(trial, [grad.to_sparse(1) if grad.dim() else grad for grad in grads])
+
+
+def _set_rates(trial: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rates of all groups that have one; a decay of the weights would hide the gradients' part."""
+    for group in trial.param_groups:
+        if _is_rate(group.get("lr")):
+            is_tensor = torch.is_tensor(group["lr"])
+            group["lr"] = torch.full_like(group["lr"], rate) if is_tensor else rate
+        if _is_rate(group.get("weight_decay")):
+            group["weight_decay"] = 0.0
+
+
+def _copy(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> Any:
+    """Return a copy of an optimiser of small parameters, without hooks and without what a scheduler has put on it.
+
+    Args:
+        optimizer: not modified.
+        memo: as of ``copy.deepcopy``.
+    """
+    params = parameters_of(optimizer)
+    is_whole = sum(param.numel() for param in params) <= _WHOLE_NUMEL
+    generator = torch.Generator().manual_seed(0)
+    for param in params:
+        if id(param) in memo:
+            continue
+        shape = [size if is_whole else min(size, _CROPPED) for size in param.shape]
+        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+        values = torch.randn(shape, generator=generator).mul_(2.0**-6)
+        memo[id(param)] = torch.nn.Parameter(values.to(param.device, dtype))
+        for tensor in _tensors(optimizer.state.get(param)):
+            whole = tensor.detach()
+            part = whole if is_whole else whole[tuple([slice(_CROPPED)] * whole.dim())]
+            memo[id(tensor)] = part.clone()
+    fields = dict(vars(optimizer))
+    for name, value in vars(optimizer).items():
+        # A scheduler puts a bound step on the optimiser. The copy takes its class's.
+        if callable(value) and hasattr(type(optimizer), name):
+            del fields[name]
+        elif name.startswith("_optimizer_") and name.endswith("_hooks"):
+            fields[name] = OrderedDict()
+        elif isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
+            memo[id(value)] = _copy(value, memo)
+    trial = object.__new__(type(optimizer))
+    vars(trial).update(copy.deepcopy(fields, memo))
+    # Without the hooks of all optimisers, which torch has added to the class's step.
+    step: Any = type(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    vars(trial)["step"] = types.MethodType(step, trial)
+    return trial
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a parameter's state."""
+    if torch.is_tensor(tree):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _tensors(value)

@@ -1,0 +1,215 @@
+"""What a node that joins takes over besides the trained parameters: the optimiser's state, and other tensors."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..arrays import Arrays
+from ..errors import Mismatch
+from .judge import parameters_of
+from .staging import Staging
+
+__all__ = ["SharedState"]
+
+_LOG = logging.getLogger(__name__)
+
+_TENSOR = "tensor"
+
+
+class SharedState:
+    """Exports an optimiser's state and a model's other tensors as bytes, whatever they are, and takes them over.
+
+    Nothing is created in advance: an optimiser makes its state in its first step, and what is exported is the state at
+    that time. A parameter of which the state holds other things than tensors and numbers is left out.
+
+    Args:
+        optimizer: its state is exported; None: none is.
+        stagings: of the trained parameters, whose infinite elements are exported.
+        others: returns the model's tensors that the optimiser does not train, by name; those whose size may differ from
+            node to node come second.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        stagings: Sequence[Staging],
+        others: Callable[[], tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]],
+    ) -> None:
+        self._optimizer = optimizer
+        self._stagings = stagings
+        self._others = others
+        self._has_warned = False
+        # The infinite elements of another node's parameters, until `settle`.
+        self._constants: list[torch.Tensor | None] | None = None
+
+    def export(self) -> Arrays:
+        """Return a description as bytes, and the bytes of each tensor in it."""
+        arrays: Arrays = []
+        params: list[Any] = []
+        if self._optimizer is not None:
+            for param in parameters_of(self._optimizer):
+                params.append(self._exported(self._optimizer.state.get(param, {}), param, arrays))
+        fixed, varying = self._others()
+        document = {
+            "params": params,
+            "constants": [
+                None if staging.constants is None else _put(staging.constants, None, arrays)
+                for staging in self._stagings
+            ],
+            "fixed": {name: _put(tensor, None, arrays) for name, tensor in fixed.items()},
+            "varying": {name: _put(tensor, None, arrays) for name, tensor in varying.items()},
+        }
+        # A model whose optimiser has no state yet, and which has nothing else, has nothing to say.
+        if not arrays and not any(params):
+            return []
+        return [np.frombuffer(json.dumps(document).encode(), np.uint8), *arrays]
+
+    def check(self, arrays: Arrays) -> None:
+        """Refuse the state of another model or optimiser.
+
+        Raises:
+            Mismatch: the text names the difference.
+        """
+        document = _read(arrays)
+        if document is None:
+            return
+        here = 0 if self._optimizer is None else len(parameters_of(self._optimizer))
+        there = len(document["params"])
+        if there not in (0, here):
+            raise Mismatch(f"this node's optimiser has {here} parameters, the members' has {there}")
+        fixed, _ = self._others()
+        names = sorted(fixed.keys() ^ document["fixed"].keys())
+        if names:
+            raise Mismatch(
+                f"tensors that are not trained are not in both models: {', '.join(names[:6])}"
+            )
+        for name, saved in document["fixed"].items():
+            own = [str(fixed[name].dtype), list(_local(fixed[name]).shape)]
+            if own != saved[1:3]:
+                raise Mismatch(f"{name} is {own} on this node, {saved[1:3]} on the members")
+
+    def load(self, arrays: Arrays) -> None:
+        """Take over another node's state; parameters of which it has none lose theirs."""
+        document = _read(arrays)
+        if document is None:
+            return
+        if self._optimizer is not None:
+            state = self._optimizer.state
+            for param, saved in zip(
+                parameters_of(self._optimizer), document["params"], strict=False
+            ):
+                state.pop(param, None)
+                if saved:
+                    state[param] = {
+                        key: _loaded(value, param, arrays) for key, value in saved.items()
+                    }
+        self._constants = [
+            None if saved is None else _get(saved, arrays) for saved in document["constants"]
+        ]
+        fixed, varying = self._others()
+        for name, saved in document["fixed"].items():
+            _local(fixed[name]).copy_(_get(saved, arrays))
+        for name, saved in document["varying"].items():
+            own = varying.get(name)
+            if own is not None and list(_local(own).shape) == saved[2]:
+                _local(own).copy_(_get(saved, arrays))
+
+    def settle(self) -> None:
+        """Let the parameters have the infinite elements that `load` has brought, once their memory has the others."""
+        pending = self._constants
+        self._constants = None
+        for staging, constants in zip(self._stagings, pending or (), strict=False):
+            if constants is not None or staging.constants is not None:
+                staging.replace_constants(constants)
+
+    def _exported(self, state: Any, param: torch.Tensor, arrays: Arrays) -> Any:
+        """Return one parameter's state with its tensors in ``arrays``; an empty one where that is not possible."""
+        count = len(arrays)
+        try:
+            return {key: _tree(value, param, arrays) for key, value in state.items()}
+        except TypeError as error:
+            del arrays[count:]
+            if not self._has_warned:
+                _LOG.warning("nodes that join late begin without the optimiser's state: %s", error)
+            self._has_warned = True
+            return {}
+
+
+def _tree(value: Any, param: torch.Tensor, arrays: Arrays) -> Any:
+    """Return JSON values for a value of an optimiser's state, and put its tensors into ``arrays``."""
+    if torch.is_tensor(value):
+        return {_TENSOR: _put(value, param, arrays)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_tree(item, param, arrays) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _tree(item, param, arrays) for key, item in value.items()}
+    raise TypeError(f"it has a {type(value).__name__}, which is no tensor, number or text")
+
+
+def _loaded(value: Any, param: torch.Tensor, arrays: Arrays) -> Any:
+    """Return what `_tree` was given, its tensors where they belong."""
+    if isinstance(value, list):
+        return [_loaded(item, param, arrays) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() != {_TENSOR}:
+        return {key: _loaded(item, param, arrays) for key, item in value.items()}
+    _, _, _, is_with_param, is_sharded = saved = value[_TENSOR]
+    tensor = _get(saved, arrays)
+    # Counters may be in host memory while parameters are on a device.
+    if is_with_param:
+        tensor = tensor.to(param.device)
+    if is_sharded and hasattr(param, "to_local"):
+        from torch.distributed.tensor import DTensor
+
+        sharded: Any = param
+        return DTensor.from_local(tensor, sharded.device_mesh, sharded.placements)
+    return tensor
+
+
+def _put(tensor: torch.Tensor, param: torch.Tensor | None, arrays: Arrays) -> list[Any]:
+    """Append a tensor's bytes; return their place, the dtype, the shape, and how the tensor follows its parameter."""
+    local = _local(tensor)
+    # The momentum of sparse gradients is sparse at first; torch adds to a dense one as well.
+    local = local if local.layout is torch.strided else local.to_dense()
+    arrays.append(local.contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+    is_with_param = param is not None and local.device == param.device
+    return [
+        len(arrays),
+        str(local.dtype),
+        list(local.shape),
+        is_with_param,
+        hasattr(tensor, "to_local"),
+    ]
+
+
+def _get(saved: Sequence[Any], arrays: Arrays) -> torch.Tensor:
+    """Return a tensor of its own memory from its bytes."""
+    place, dtype, shape, *_ = saved
+    data = torch.from_numpy(np.array(arrays[place], np.uint8))
+    return data.view(getattr(torch, dtype.removeprefix("torch."))).reshape(shape)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without gradients; of a ``DTensor`` this rank's shard."""
+    detached: Any = tensor.detach()
+    local: torch.Tensor = detached.to_local() if hasattr(detached, "to_local") else detached
+    return local
+
+
+def _read(arrays: Arrays) -> Any:
+    """Return the description of an exported state; None for nothing."""
+    if not arrays:
+        return None
+    try:
+        return json.loads(bytes(arrays[0]))
+    except ValueError as error:
+        raise Mismatch(f"the members' state cannot be read: {error}") from error
