@@ -54,7 +54,7 @@ def state_of(replica: Replica, params: Any = None) -> dict[str, Any]:
 
 
 def params_of(state: dict[str, Any]) -> Arrays:
-    """Return a copy of the caller's parameters in a state: the shared ones, with ``apply_residual`` and the residual."""
+    """Return a copy of the caller's parameters in a state: the shared ones, and the residual if applied."""
     params = copies(state["shared"])
     if state["apply_residual"]:
         residuals = [encoder["residual"] for encoder in state["encoders"]]
