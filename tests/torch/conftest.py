@@ -1,12 +1,15 @@
-"""Processes shared by the tests of the hook."""
+"""Processes shared by the tests of the hook, and places where optimisers are shared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+
+from gradwire import rendezvous
 
 from .ranks import Ranks
 
@@ -18,3 +21,18 @@ def two_ranks() -> Iterator[Ranks]:
         ranks = Ranks(2, Path(folder))
         yield ranks
         ranks.close()
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the environment say nothing about a run."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", rendezvous.PEERS, rendezvous.MIN_PEERS):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
+    """Yield a function that runs work(rank, share) alone, on two machines, or as a team of two workers."""
+    from .places import run_everywhere
+
+    yield from run_everywhere(monkeypatch)

@@ -15,7 +15,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from ..arrays import copies, writable_views
-from ..errors import NonFiniteUpdate
+from ..errors import Mismatch, NonFiniteUpdate
 from ..exchange import Exchange, LocalExchange, hand_over, take_over
 from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, state_of, take_from
 from .judge import Judgement, judge, parameters_of
@@ -203,7 +203,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         # Frameworks derive proxies from this class, which keep this optimiser as "_optimizer" (Lightning).
         inner = vars(self).get("optimizer") or vars(self).get("_optimizer")
         is_own = inner is None or name in vars(self) or name in vars(SharedOptimizer)
-        if is_own or not (name in vars(inner) or hasattr(type(inner), name)):
+        if is_own or not hasattr(inner, name):
             object.__setattr__(self, name, value)
         else:
             setattr(inner, name, value)
@@ -438,9 +438,14 @@ class SharedOptimizer(torch.optim.Optimizer):
         count = len(self._params)
         try:
             self._extend_exchange(self._extend)
-        except BaseException:
+        except BaseException as error:
             inner.param_groups.pop()
             del self._params[count:]
+            if isinstance(error, (Mismatch, TimeoutError)):
+                raise type(error)(
+                    "the other nodes have not added the same parameters after the same step: call add_param_group() "
+                    f"alike on all nodes, and start again ({error})"
+                ) from error
             raise
 
     def _extend_exchange(self, extend: Extend) -> None:

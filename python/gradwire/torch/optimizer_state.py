@@ -194,8 +194,10 @@ def _put(tensor: torch.Tensor, param: torch.Tensor | None, arrays: Arrays) -> li
 def _get(saved: Sequence[Any], arrays: Arrays) -> torch.Tensor:
     """Return a tensor of its own memory from its bytes."""
     place, dtype, shape, *_ = saved
-    data = torch.from_numpy(np.array(arrays[place], np.uint8))
-    return data.view(getattr(torch, dtype.removeprefix("torch."))).reshape(shape)
+    kind = getattr(torch, dtype.removeprefix("torch."))
+    if not arrays[place].size:
+        return torch.empty(shape, dtype=kind)
+    return torch.from_numpy(np.array(arrays[place], np.uint8)).view(kind).reshape(shape)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,177 @@
+"""Groups that are added to a shared optimiser, before the first step and in the middle of training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+
+import gradwire as gw  # noqa: E402
+
+from .places import (  # noqa: E402
+    AS_PLAIN,
+    OPTIMIZERS,
+    PLACES,
+    Share,
+    assert_as,
+    share,
+    shared,
+    steps,
+)
+from .test_optimizer import flat, model, run_together, same_bits, train  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_launcher")]
+
+
+def unfreeze(net: Any, optimizer: Any, before: int, after: int = 4) -> None:
+    """Train the last layer, and from a step on the first one too, at another rate."""
+    steps(net, optimizer, before)
+    optimizer.add_param_group({"params": net[0].parameters(), "lr": 0.01})
+    steps(net, optimizer, after, before)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("before", [0, 3], ids=["before the first step", "later"])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_group_that_is_added_trains_as_with_the_plain_optimiser(
+    everywhere: Any, place: str, before: int, make: Callable[[Any], Any]
+) -> None:
+    def work(_: int, share: Share) -> Any:
+        net = model()
+        optimizer = share(net, make(net[2].parameters()), **AS_PLAIN)
+        unfreeze(net, optimizer, before)
+        return net, net.state_dict(), [group["lr"] for group in optimizer.param_groups]
+
+    plain = model()
+    each = make(plain[2].parameters())
+    unfreeze(plain, each, before)
+    for net, saved, rates in everywhere(place, work):
+        assert_as(net, plain)
+        torch.testing.assert_close(saved, plain.state_dict(), rtol=1e-4, atol=1e-6)
+        assert rates == [group["lr"] for group in each.param_groups]
+
+
+@pytest.mark.parametrize("place", ["machines", "team"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"apply_residual": False},
+        {"every": 3},
+        {"overlap": 1},
+        {"topology": "sharded"},
+        {"every": 2, "overlap": 1, "outer_momentum": 0.5},
+        {"density": {"*.bias": "dense", "2.*": 0.2}},
+    ],
+    ids=lambda options: " ".join(options) or "default",
+)
+def test_groups_are_added_in_every_way_of_the_exchange(
+    everywhere: Any, place: str, options: dict[str, Any]
+) -> None:
+    def work(rank: int, share: Share) -> Any:
+        net = model()
+        given = {**options}
+        optimizer = share(net, OPTIMIZERS["AdamW"](net[2].parameters()), **given)
+        losses = train(net, optimizer, rank, range(10))
+        optimizer.add_param_group({"params": net[0].parameters()})
+        losses += train(net, optimizer, rank, range(10, 40))
+        if "overlap" in options:
+            optimizer.catch_up()
+        return net.state_dict(), losses, optimizer.exchange.next_step
+
+    (first, losses, step), *others = everywhere(place, work)
+    for other, _, other_step in others:
+        assert step == other_step
+        for name, tensor in first.items():
+            assert torch.equal(tensor, other[name])
+    assert sum(losses[-10:]) < 0.6 * sum(losses[:10])
+
+
+def test_groups_are_added_twice_on_three_nodes_and_nothing_is_lost(nodes: list[gw.Node]) -> None:
+    for node in nodes:
+        node.expected_peers = 2
+
+    def work(rank: int) -> Any:
+        net = torch.nn.ParameterList(torch.zeros(30) for _ in range(3))
+        inner = torch.optim.SGD([net[0]], lr=1.0)
+        optimizer = shared(net, inner, nodes[rank], reduction="sum", density=0.1)
+        total = torch.zeros(3, 30)
+        generator = torch.Generator().manual_seed(rank)
+        for step in range(18):
+            if step in (6, 12):
+                optimizer.add_param_group({"params": [net[step // 6]]})
+            for row in range(1 + step // 6):
+                net[row].grad = torch.randint(-512, 513, (30,), generator=generator) / 1024.0
+                total[row] -= net[row].grad
+            optimizer.step()
+        left = optimizer.exchange._groups.encoders[0].residual.copy()
+        return torch.stack(optimizer.shared_tensors()), torch.from_numpy(left), total
+
+    results = run_together(work)
+    params = results[0][0]
+    assert all(torch.equal(params, other) for other, _, _ in results)
+    residuals = sum(left for _, left, _ in results)
+    sums = sum(total for _, _, total in results)
+    torch.testing.assert_close(params.flatten() + residuals, sums.flatten(), rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["never", "a step later"])
+def test_a_group_that_not_all_ranks_add_is_an_error_on_all(everywhere: Any, late: bool) -> None:
+    def work(rank: int, share: Share) -> Any:
+        net = model()
+        optimizer = share(net, OPTIMIZERS["AdamW"](net[2].parameters()), timeout_s=5.0)
+        steps(net, optimizer, 2)
+
+        def go_on() -> None:
+            if rank:
+                steps(net, optimizer, 1 if late else 3, 2)
+            optimizer.add_param_group({"params": net[0].parameters()})
+
+        with pytest.raises((gw.Mismatch, TimeoutError)) as caught:
+            go_on()
+        return str(caught.value), len(optimizer.param_groups)
+
+    for text, count in everywhere("machines", work):
+        assert "call add_param_group() alike on all nodes" in text or "do not fit: groups" in text
+        assert count == 1
+
+
+def test_groups_that_cannot_be_added_are_refused() -> None:
+    net = model()
+    optimizer = share(net, OPTIMIZERS["AdamW"](net[2].parameters()))
+    steps(net, optimizer, 2)
+    for params, error, text in (
+        ([torch.nn.Parameter(torch.zeros(3))], ValueError, "not the model's"),
+        (list(net[2].parameters()), ValueError, "more than one parameter group"),
+    ):
+        with pytest.raises(error, match=text):
+            optimizer.add_param_group({"params": params})
+        assert len(optimizer.param_groups) == 1
+        steps(net, optimizer, 1)
+    net = model()
+    late = share(net, OPTIMIZERS["AdamW"](net[2].parameters()), mode="async")
+    steps(net, late, 1)
+    with pytest.raises(ValueError, match="before the first step"):
+        late.add_param_group({"params": net[0].parameters()})
+    steps(net, late, 1)
+
+
+def test_a_checkpoint_after_groups_were_added_goes_on_bit_for_bit() -> None:
+    def begin() -> Any:
+        net = model()
+        return net, share(net, OPTIMIZERS["AdamW"](net[2].parameters()))
+
+    straight, optimizer = begin()
+    unfreeze(straight, optimizer, 3)
+    weights, state = copy.deepcopy((straight.state_dict(), optimizer.state_dict()))
+    steps(straight, optimizer, 5, 7)
+    net, again = begin()
+    again.add_param_group({"params": net[0].parameters()})
+    net.load_state_dict(weights)
+    again.load_state_dict(state)
+    steps(net, again, 5, 7)
+    assert same_bits(flat(net), flat(straight))

@@ -1,0 +1,182 @@
+"""What an optimiser is, judged by what it does."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+
+from gradwire.policy import default_policy  # noqa: E402
+from gradwire.torch.judge import judge  # noqa: E402
+
+from .places import (  # noqa: E402
+    Share,
+    share,
+)
+from .test_contract import Relative  # noqa: E402
+from .test_optimizer import model, train  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_launcher")]
+
+
+class Plain(torch.optim.AdamW):  # type: ignore[misc]
+    """Another name."""
+
+
+class AdamNamed(torch.optim.SGD):  # type: ignore[misc]
+    """A name that says the contrary."""
+
+
+class SignSGD(torch.optim.SGD):  # type: ignore[misc]
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.sign_()
+        return super().step(closure)
+
+
+class Logged(torch.optim.SGD):  # type: ignore[misc]
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Scratch(torch.optim.Optimizer):  # type: ignore[misc]
+    """Adam without torch's: a state made at once, an integer as counter."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {
+                    "n": 0,
+                    "mean": torch.zeros_like(param),
+                    "spread": [torch.zeros_like(param)],
+                }
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["n"] += 1
+                state["mean"].lerp_(param.grad, 0.1)
+                state["spread"][0].lerp_(param.grad.square(), 0.01)
+                mean = state["mean"] / (1 - 0.9 ** state["n"])
+                spread = state["spread"][0] / (1 - 0.99 ** state["n"])
+                param.sub_(group["lr"] * mean / (spread.sqrt() + 1e-8))
+        return loss
+
+
+class Momentum(torch.optim.Optimizer):  # type: ignore[misc]
+    """SGD without torch's."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.1})
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, _closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                velocity = state.setdefault("exp_avg_sq", torch.zeros_like(param))
+                velocity.mul_(0.9).add_(param.grad + group["weight_decay"] * param)
+                param.sub_(velocity, alpha=group["lr"])
+
+
+class Lookahead(torch.optim.Optimizer):  # type: ignore[misc]
+    """Another project's wrapper."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return self.inner.step(closure)
+
+
+class NeedsClosure(torch.optim.SGD):  # type: ignore[misc]
+    """Takes two steps for each, as sharpness-aware minimisation does."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
+KINDS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "AdamW of another name": (Plain, True),
+    "SGD of Adam's name": (lambda params: AdamNamed(params, lr=0.1), False),
+    "sign SGD": (lambda params: SignSGD(params, lr=0.1), True),
+    "SGD with a step of its own": (lambda params: Logged(params, lr=0.1, momentum=0.9), False),
+    "Adam from scratch": (Scratch, True),
+    "SGD from scratch": (Momentum, False),
+    "relative steps": (Relative, True),
+    "a wrapped Adam": (lambda params: Lookahead(torch.optim.Adam(params)), True),
+    "a wrapped SGD": (lambda params: Lookahead(torch.optim.SGD(params, lr=0.1)), False),
+    "a closure is needed": (lambda params: NeedsClosure(params, lr=0.1), False),
+    **{
+        name: (getattr(torch.optim, name), True)
+        for name in ("Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop")
+    },
+    "ASGD": (torch.optim.ASGD, False),
+}
+
+
+@pytest.mark.parametrize("size", [20, 2000], ids=["a small model", "a large one"])
+@pytest.mark.parametrize(("make", "is_adaptive"), KINDS.values(), ids=KINDS)
+def test_an_optimiser_is_judged_by_what_it_does(
+    make: Callable[[Any], Any], is_adaptive: bool, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    net = torch.nn.Linear(size, 100)
+    before = [param.detach().clone() for param in net.parameters()]
+    inner = make(net.parameters())
+    state = copy.deepcopy(inner.state_dict())
+    random = torch.get_rng_state()
+    assert judge(inner).is_adaptive == is_adaptive
+    assert str(state) == str(inner.state_dict()), "nothing is changed by it"
+    assert all(map(torch.equal, before, net.parameters()))
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(param.grad is None for param in net.parameters())
+    kind = "normalises its updates" if is_adaptive else "updates grow with its gradients"
+    assert f"{type(inner).__name__} is an optimiser " in caplog.text
+    assert kind in caplog.text
+    encoder = share(net, inner, density=None).exchange._groups.encoders[0]
+    assert encoder.policy == default_policy(encoder.numel, is_adaptive=is_adaptive)
+    assert is_adaptive == (encoder.policy != default_policy(encoder.numel)) or size == 20
+
+
+def test_an_optimiser_that_cannot_be_tried_out_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Strange(torch.optim.Optimizer):  # type: ignore[misc]
+        def step(self, _closure: Any = None) -> Any:
+            raise LookupError("no such thing")
+
+    net = model()
+    assert not judge(Strange(net.parameters(), {})).is_adaptive
+    assert "Strange could not be tried out (LookupError: no such thing)" in caplog.text
+    assert "update_scale=" in caplog.text
+
+
+@pytest.mark.parametrize("make", [Plain, Scratch], ids=["derived", "from scratch"])
+def test_others_adaptive_optimisers_have_the_factor_too(everywhere: Any, make: Any) -> None:
+    def work(rank: int, share: Share) -> Any:
+        net = model()
+        optimizer = share(net, make(net.parameters()))
+        train(net, optimizer, rank, range(3))
+        return optimizer.update_scale
+
+    assert everywhere("machines", work)[0] == pytest.approx(2.0**0.5)

@@ -1,0 +1,167 @@
+"""What begins as on rank 0 besides the trained parameters, and what a late node takes over."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+
+import gradwire as gw  # noqa: E402
+
+from .places import (  # noqa: E402
+    OPTIMIZERS,
+    SECRET,
+    Share,
+    shared,
+)
+from .test_judge import Scratch  # noqa: E402
+from .test_optimizer import flat, model, run_together, same_bits, train  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_launcher")]
+
+
+class Everything(torch.nn.Module):  # type: ignore[misc]
+    """Tensors of every dtype that the optimiser does not train, with other values on every rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+        self.body = torch.nn.Linear(20, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.head = torch.nn.Linear(8, 3)
+        with torch.no_grad():
+            for param in (*self.body.parameters(), *self.norm.parameters()):
+                param.copy_(torch.randn(param.shape, generator=generator))
+            for param in self.head.parameters():
+                param.zero_()  # the same everywhere
+        self.small = torch.nn.Parameter(torch.randn(3, generator=generator).half())
+        self.phase = torch.nn.Parameter(torch.randn(2, dtype=torch.complex64, generator=generator))
+        for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
+            values = torch.randint(0, 2 if dtype == torch.bool else 99, (4, 3), generator=generator)
+            self.register_buffer(f"of_{str(dtype)[6:]}", values.to(dtype))
+        self.register_buffer("strided", torch.randn(4, 6, generator=generator).t())
+        self.register_buffer("scalar", torch.tensor(rank))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("passing", torch.randn(5, generator=generator), persistent=False)
+        self.register_buffer("cache", torch.zeros(3 + rank), persistent=False)
+
+    def forward(self, inputs: Any) -> Any:
+        return self.head(self.norm(torch.tanh(self.body(inputs))))
+
+
+@pytest.mark.parametrize("place", ["machines", "team"])
+def test_all_tensors_begin_as_on_rank_0_and_the_untrained_are_named(
+    everywhere: Any, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(rank: int, share: Share) -> Any:
+        net = Everything(rank)
+        net.small.requires_grad_(False)
+        optimizer = share(net, OPTIMIZERS["AdamW"](net.head.parameters()))
+        optimizer.join()
+        return {**dict(net.named_parameters()), **dict(net.named_buffers())}, optimizer
+
+    expected = Everything(0)
+    for tensors, _ in everywhere(place, work):
+        for name, tensor in (*expected.named_parameters(), *expected.named_buffers()):
+            if name != "cache":
+                assert torch.equal(tensors[name], tensor), name
+    [record] = {
+        entry.getMessage() for entry in caplog.records if "does not train" in entry.getMessage()
+    }
+    assert "body.weight" in record
+    assert "small" not in record
+    assert "head" not in record
+    assert len([entry for entry in caplog.records if "does not train" in entry.getMessage()]) == 2
+
+
+def test_two_optimisers_of_one_model_leave_each_other_s_parameters_alone() -> None:
+    pairs: list[list[gw.Node]] = []
+    with ExitStack() as stack:
+        for _ in range(2):
+            first = stack.enter_context(gw.Node("127.0.0.1:0", secret=SECRET, node_id=1))
+            second = stack.enter_context(
+                gw.Node("127.0.0.1:0", [first.address], secret=SECRET, node_id=2)
+            )
+            first.expected_peers = second.expected_peers = 1
+            pairs.append([first, second])
+
+        def work(rank: int) -> Any:
+            net = model()
+            optimizers = [
+                shared(net, OPTIMIZERS["AdamW"](net[index].parameters()), pairs[place][rank])
+                for place, index in enumerate((0, 2))
+            ]
+            for step in range(8):
+                for optimizer in optimizers if step > 3 else optimizers[:1]:
+                    train(net, optimizer, rank, [step])
+            return net.state_dict(), flat(net)
+
+        (first_state, own), (second_state, other) = run_together(work, 2)
+    assert all(torch.equal(first_state[name], second_state[name]) for name in first_state)
+    assert not same_bits(own, other), "each has its own residual"
+
+
+def test_a_second_optimiser_that_is_not_shared_trains_from_rank_0_s_parameters(
+    everywhere: Any,
+) -> None:
+    def work(rank: int, share: Share) -> Any:
+        net = Everything(rank)
+        plain = torch.optim.SGD(net.body.parameters(), lr=0.1)
+        optimizer = share(net, OPTIMIZERS["AdamW"](net.head.parameters()))
+        optimizer.join()
+        begun = net.body.weight.detach().clone()
+        for step in range(3):
+            train(net, optimizer, rank, [step])
+            plain.step()
+        return begun, net.body.weight.detach()
+
+    (first, _), (second, moved) = everywhere("machines", work)
+    assert torch.equal(first, second)
+    assert not torch.equal(second, moved)
+
+
+def test_a_late_node_takes_over_whatever_state_there_is() -> None:
+    has_begun = threading.Event()
+    is_done = threading.Event()
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET) as first,
+        gw.Node("127.0.0.1:0", [first.address], secret=SECRET) as second,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first.expected_peers = 0
+
+        def train_first() -> None:
+            net = Everything(0)
+            optimizer = shared(net, Scratch(net.head.parameters()), first)
+            for step in itertools.count():
+                train(net, optimizer, 0, [step])
+                if step == 3:
+                    has_begun.set()
+                if is_done.is_set():
+                    break
+
+        founder = pool.submit(train_first)
+        try:
+            assert has_begun.wait(30.0)
+            net = Everything(1)
+            optimizer = shared(net, Scratch(net.head.parameters()), second)
+            joined = optimizer.join()
+            state = copy.deepcopy(optimizer.state[net.head.weight])
+            tensors = copy.deepcopy(dict(net.named_buffers()))
+            optimizer.leave()
+        finally:
+            is_done.set()
+        founder.result(30.0)
+    assert joined.is_late
+    assert isinstance(state["n"], int)
+    assert state["n"] > 3
+    assert state["spread"][0].any()
+    assert tensors["norm.num_batches_tracked"] > 3
+    assert torch.equal(tensors["of_bool"], Everything(0).of_bool)

@@ -1,0 +1,154 @@
+"""Parameters that are infinite, and parameters that change after they were shared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+
+import gradwire as gw  # noqa: E402
+
+from .places import (  # noqa: E402
+    AS_PLAIN,
+    OPTIMIZERS,
+    PLACES,
+    Share,
+    assert_as,
+    share,
+    steps,
+)
+from .test_optimizer import flat, model, same_bits, train  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_launcher")]
+
+
+class Masked(torch.nn.Module):  # type: ignore[misc]
+    """A layer with a mask of minus infinity among its parameters."""
+
+    def __init__(self, rank: int = 0, dtype: Any = torch.float32) -> None:
+        super().__init__()
+        self.layer = model(dtype)
+        mask = torch.zeros(3, dtype=dtype)
+        if rank == 0:
+            mask[1] = -torch.inf
+        self.mask = torch.nn.Parameter(mask)
+
+    def forward(self, inputs: Any) -> Any:
+        return torch.softmax(self.layer(inputs) + self.mask, dim=1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("same", [True, False], ids=["everywhere", "on rank 0"])
+def test_infinite_parameters_stay_what_they_are(
+    everywhere: Any, place: str, dtype: Any, same: bool
+) -> None:
+    def work(rank: int, share: Share) -> Any:
+        net = Masked(0 if same else rank, dtype)
+        optimizer = share(net, OPTIMIZERS["SGD"](net.parameters()))
+        train(net, optimizer, rank, range(5), dtype)
+        with optimizer.shared_parameters():
+            common = net.mask.detach().clone()
+        after = net.mask.detach().clone()
+        saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+        again = Masked(1, dtype)
+        return common, after, saved, again
+
+    results = everywhere(place, work)
+    for common, after, (weights, _), _ in results:
+        for mask in (common, after, weights["mask"]):
+            assert mask.isinf().tolist() == [False, True, False]
+        assert weights["mask"][0] != 0.0, "the others are trained"
+        assert torch.equal(weights["mask"], results[0][2][0]["mask"])
+        assert all(tensor.isfinite().all() for name, tensor in weights.items() if name != "mask")
+
+
+def test_infinite_parameters_are_in_checkpoints() -> None:
+    straight = Masked()
+    optimizer = share(straight)
+    steps(straight, optimizer, 4)
+    weights, state = copy.deepcopy((straight.state_dict(), optimizer.state_dict()))
+    steps(straight, optimizer, 4, 4)
+    net = Masked(1)
+    again = share(net)
+    again.load_state_dict(state)
+    net.load_state_dict(weights)
+    steps(net, again, 4, 4)
+    assert same_bits(flat(net), flat(straight))
+    assert net.mask[1] == -torch.inf
+
+
+@pytest.mark.parametrize("value", [0.0, torch.inf, torch.nan])
+def test_infinite_parameters_that_are_changed_are_refused(value: float) -> None:
+    net = Masked()
+    optimizer = share(net)
+    steps(net, optimizer, 2)
+    with torch.no_grad():
+        net.mask[1] = value
+    for param in net.parameters():
+        param.grad = torch.zeros_like(param)
+    with pytest.raises(gw.NonFiniteUpdate):
+        optimizer.step()
+    assert net.mask[1] == -torch.inf
+    steps(net, optimizer, 1)
+
+
+def other_shape(net: Any) -> None:
+    net[2].bias.data = torch.zeros(5)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "bfloat16": (lambda net: net.to(torch.bfloat16), "dtype was torch.float32"),
+    "double": (lambda net: net.double(), "dtype was torch.float32 and is torch.float64"),
+    "half of a layer": (lambda net: net[2].half(), r"2\.weight has changed.*torch.float16"),
+    "another shape": (other_shape, r"2\.bias has changed.*shape was \(3,\) and is \(5,\)"),
+}
+
+
+@pytest.mark.parametrize("count", [0, 2], ids=["before the first step", "later"])
+@pytest.mark.parametrize(("change", "text"), CHANGES.values(), ids=CHANGES)
+def test_parameters_that_change_in_kind_are_named_with_the_remedy(
+    change: Callable[[Any], Any], text: str, count: int
+) -> None:
+    net = model()
+    optimizer = share(net)
+    steps(net, optimizer, count)
+    change(net)
+    for param in net.parameters():
+        param.grad = torch.zeros_like(param)
+    with pytest.raises(ValueError, match=f"{text}.*before gradwire.torch.share"):
+        optimizer.step()
+
+
+def test_a_parameter_that_is_replaced_in_the_model_is_named() -> None:
+    net = model()
+    optimizer = share(net)
+    net[2].bias = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"2\.bias of the model was replaced"):
+        steps(net, optimizer, 1)
+
+
+@pytest.mark.parametrize("count", [0, 2], ids=["before the first step", "later"])
+def test_parameters_may_have_another_layout_after_they_were_shared(count: int) -> None:
+    def net() -> Any:
+        torch.manual_seed(1)
+        return torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.Flatten())
+
+    def run(net: Any, optimizer: Any) -> None:
+        for step in range(5):
+            if step == count:
+                net.to(memory_format=torch.channels_last)
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            net(torch.randn(2, 2, 5, 5, generator=generator)).square().mean().backward()
+            optimizer.step()
+
+    nets = [net(), net()]
+    run(nets[0], share(nets[0], **AS_PLAIN))
+    run(nets[1], OPTIMIZERS["AdamW"](nets[1].parameters()))
+    assert nets[0][0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert_as(*nets)
