@@ -222,3 +222,32 @@ def test_rounding_of_a_large_quantum_is_no_foreign_change_of_the_parameters() ->
         assert share.holds(params)
         params[1] = 0.01
         assert not share.holds(params)
+
+
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+@pytest.mark.parametrize(
+    "policy",
+    [gw.FixedThreshold(1e-4), gw.AdaptiveThreshold(), gw.TargetDensity(0.01)],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_a_residual_larger_than_the_parameters_is_no_foreign_change(
+    policy: Any, topology: str
+) -> None:
+    """A step's rounding is relative to the largest value in it, which may be the residual's."""
+
+    def work(node: FakeNode, rank: int) -> int:
+        rng = np.random.default_rng([rank, 5])
+        share = gw.Exchange(
+            gw.Encoder(2000, policy), node, min_peers=2, apply_residual=True, topology=topology
+        )
+        params = np.zeros(2000, np.float32)
+        share.join(params)
+        unknown = 0
+        for step in range(20):
+            scale = 1.0 if step == 3 else 1e-3
+            params += (rng.standard_t(1.5, 2000) * scale).astype(np.float32)
+            share.step_moved(params)
+            unknown += not share.holds(params)
+        return unknown
+
+    assert run_cluster(work, seed=3) == [0, 0, 0]

@@ -83,6 +83,7 @@ class Trainer:
         self.params = start() if params is None else params
         self.put_in = np.zeros(sum(SIZES))
         self.results: list[gw.StepResult] = []
+        self.shared_at: dict[int, bytes] = {}  # by number of the next step
         self.joined: gw.Joined | None = None
         self.leaves_after: int | None = None
         self.resyncs_at: int | None = None
@@ -106,6 +107,8 @@ class Trainer:
             finally:  # a node may be killed before it takes the update
                 if self.groups.encoders[0].step > encoded or self.options.get("every"):
                     self.put_in += flat(one)
+            assert self.share.holds(self.params), "what a step leaves is no change by the caller"
+            self.shared_at[self.share.next_step] = self.shared.tobytes()
             if self.leaves_after is not None and len(self.results) >= self.leaves_after:
                 self.results.append(self.share.leave(self.params))
                 break
@@ -168,6 +171,11 @@ def assert_identical(trainers: list[Trainer]) -> None:
     if remaining[0].options.get("mode") != "async":
         assert len({one.share.next_step for one in remaining}) == 1
     assert len({one.shared.tobytes() for one in remaining}) == 1
+    if remaining[0].options.get("mode") != "async":
+        # A node that died may have had an update in its last step that no other had.
+        for step in set().union(*(one.shared_at for one in remaining)):
+            at_step = {one.shared_at[step] for one in remaining if step in one.shared_at}
+            assert len(at_step) == 1, f"the shared parameters differ before step {step}"
     if remaining[0].options["digest_s"] and "mode" not in remaining[0].options:
         assert all(
             one.share.stats.digests
@@ -283,6 +291,29 @@ def come_and_leave(seed: int, how: Any) -> None:
     gone = next(one for one in trainers if one.leaves_after is not None)
     assert not gone.kept().any()
     assert all(one.share.stats.lost_elements == 0 for one in trainers)
+
+
+@histories
+@pytest.mark.parametrize(
+    "how",
+    [{"moves": True}, {"moves": True, "every": 2}, {"moves": True, "topology": "mesh"}],
+    ids=str,
+)
+def test_what_is_shared_is_known_after_every_step_in_which_a_member_comes_or_goes(
+    seed: int, how: Any
+) -> None:
+    with cluster(seed) as world:
+        options = {"apply_residual": True, **how}
+        trainers = [Trainer(world, node, 30, min_peers=3, **options) for node in (10, 20, 30, 40)]
+        world.plan(world.random.randint(150, 400), lambda: kill(trainers[1]))
+        for node in (5, 25):
+            turn = world.random.randint(200, 600)
+            world.plan(
+                turn,
+                lambda n=node: trainers.append(Trainer(world, n, 30, min_peers=1, **options)),
+            )
+        world.run()
+    assert_identical(trainers)  # every trainer looks after every step
 
 
 @histories

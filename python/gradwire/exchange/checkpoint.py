@@ -7,37 +7,69 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import copies, views, zeros_like
+from ..arrays import Arrays, add, copies, on_host, views, zeros_like
 from ..state import check_format
-from .groups import Groups
+from .groups import Groups, split_by_tensor
 from .options import Reduction
 from .owner import add_owner_state
 from .parameters import MomentumSum
 from .replica import Replica
 
-__all__ = ["extend_state", "load_state", "redistribute", "state_of"]
+__all__ = ["extend_state", "load_state", "params_of", "redistribute", "state_of"]
 
 _FORMAT = 4
 _WHAT = "state of an exchange"
-_KEYS = {"step", "encoders", "shared", "local_steps", "outer_velocity", "owner", "agreement"}
+_KEYS = {
+    "step",
+    "apply_residual",
+    "encoders",
+    "shared",
+    "local_steps",
+    "outer_velocity",
+    "owner",
+    "agreement",
+}
 
 
-def state_of(replica: Replica) -> dict[str, Any]:
-    """Return a copy of everything that the next step depends on; the messages of an unfinished step are put back."""
+def state_of(replica: Replica, params: Any = None) -> dict[str, Any]:
+    """Return a copy of everything that the next step depends on; the messages of an unfinished step are put back.
+
+    Args:
+        replica: whose state.
+        params: as in ``Exchange.state_dict``.
+    """
     total = replica.total
     encoders = [encoder.state_dict() for encoder in replica.groups.encoders]
+    residuals = [encoder["residual"] for encoder in encoders]
     # The others will not wait for this message after a restart, so its content has to be in the residual.
-    replica.put_back_into([encoder["residual"] for encoder in encoders])
+    replica.put_back_into(residuals)
+    if params is not None and replica.applies_residual and replica.shared:
+        # As the next encode does; up to then rounding separates the residual from this difference.
+        parts = split_by_tensor(residuals, replica.groups.tensors, params)
+        for part, param, shared in zip(parts, params, map(on_host, replica.shared), strict=True):
+            moved = param - shared
+            np.copyto(part, moved, where=np.isfinite(moved), casting="same_kind")
     return {
         "format": _FORMAT,
         "step": replica.step,
+        "apply_residual": replica.applies_residual,
         "encoders": encoders,
+        "tensors": replica.groups.tensors,
         "shared": copies(replica.shared),
         "local_steps": replica.local_steps,
         "outer_velocity": copies(total.velocity) if isinstance(total, MomentumSum) else [],
         "owner": replica.owner_state(),
         "agreement": replica.agreement.state(),
     }
+
+
+def params_of(state: dict[str, Any]) -> Arrays:
+    """Return a copy of the caller's parameters in a state: the shared ones, and the residual if applied."""
+    params = copies(state["shared"])
+    if state["apply_residual"]:
+        residuals = [encoder["residual"] for encoder in state["encoders"]]
+        add(params, split_by_tensor(residuals, state["tensors"], params))
+    return params
 
 
 def load_state(state: dict[str, Any], replica: Replica) -> None:
@@ -52,6 +84,12 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
         raise ValueError(f"{_WHAT} lacks {', '.join(sorted(missing))}")
     encoders = replica.groups.encoders
     total = replica.total
+    if bool(state["apply_residual"]) != replica.applies_residual:
+        raise ValueError(
+            f"the state is of an exchange with apply_residual={state['apply_residual']}, this one has "
+            f"{replica.applies_residual}: its parameters {'' if state['apply_residual'] else 'do not '}hold the "
+            "residual; give the option that it had"
+        )
     if len(state["encoders"]) != len(encoders):
         raise ValueError(
             f"state has {len(state['encoders'])} groups, this exchange {len(encoders)}"
@@ -81,7 +119,8 @@ def redistribute(
     worker i's.
 
     Args:
-        states: of all old workers, by rank, taken after the same step; not modified.
+        states: of all old workers, by rank, taken after the same step; not modified. Those of shared optimisers are
+            under "gradwire" in ``SharedOptimizer.state_dict``.
         world_size: of the new world, 1 or more.
         reduction: of the exchange. The mean over another number of nodes weighs every node differently; with "mean" the
             residuals are multiplied by new / old number, so that they add the same to the parameters as before.
@@ -124,6 +163,9 @@ def redistribute(
     # A worker's own parameters, which ``gradwire.torch`` adds, hold its old residual.
     own_parameters = {"local", "rounded"}
     states = [{name: state[name] for name in state.keys() - own_parameters} for state in states]
+    for state in states:
+        if isinstance(state["owner"], tuple):  # of ``gradwire.torch``
+            [state["owner"]] = state["owner"]
     # The mean over another number of nodes weighs each residual differently. This keeps what they add to the
     # parameters.
     factor = world_size / len(states) if reduction == "mean" else 1.0
@@ -145,10 +187,10 @@ def _merged(
     totals = [np.zeros(saved["residual"].shape, np.float64) for saved in like["encoders"]]
     for state in states:
         for total, saved in zip(totals, state["encoders"], strict=True):
-            total += saved["residual"]
+            total += np.asarray(saved["residual"])
         add_owner_state(state["owner"], totals, weight)
     encoders = [
-        {**saved, "residual": (total * factor).astype(saved["residual"].dtype)}
+        {**saved, "residual": (total * factor).astype(saved["dtype"])}
         for saved, total in zip(like["encoders"], totals, strict=True)
     ]
     return {**like, "encoders": encoders, "owner": None}
@@ -181,6 +223,7 @@ def extend_state(
     return {
         **state,
         "encoders": encoders,
+        "tensors": groups.tensors,
         "shared": [*state["shared"], *new] if state["shared"] else [],
         "outer_velocity": [*state["outer_velocity"], *zeros_like(new)]
         if state["outer_velocity"]

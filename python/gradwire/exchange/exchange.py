@@ -202,16 +202,16 @@ class Exchange:
         return metrics_snapshot(self._node, self._groups.encoders, self.stats, self._meter.slowest)
 
     def shared(self, params: Any) -> list[NDArray[Any]]:
-        """Return a copy of the parameters that all nodes share: without local steps, without the residual.
-
-        Args:
-            params: as in ``step``; not modified.
-        """
+        """Return a copy of the parameters that all nodes share: without local steps, without the residual."""
         return copies(self._replica.shared or writable_views(params))
 
     def holds(self, params: Any) -> bool:
         """Return whether ``params`` are as the last step left them, rather than overwritten since."""
-        return self._replica.pending is not None or self._replica.holds(params)
+        return all(self.held(params))
+
+    def held(self, params: Any) -> list[bool]:
+        """Return for each of ``params`` whether it is as the last step left it, rather than overwritten since."""
+        return self._replica.held(params)
 
     def end(self) -> None:
         """Tell the others that this node has finished, without sending the residual; the node may be closed then."""
@@ -506,13 +506,14 @@ class Exchange:
             f"{len(self.members)} other members, step {self.next_step}>"
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, params: Any = None) -> dict[str, Any]:
         """Return a copy of everything that the next step depends on but the parameters and the other nodes.
 
         Every worker keeps its own. Resumed by nodes with the same ids (``Node(node_id=...)``), synchronous training
-        goes on bit for bit. The message of an unfinished step is put back into the residual, so nothing is lost.
+        goes on bit for bit. The message of an unfinished step is put back into the residual, so nothing is lost. With
+        the ``params`` of ``step_moved``, ``apply_residual`` makes the residual their difference to the shared ones.
         """
-        return checkpoint.state_of(self._replica)
+        return checkpoint.state_of(self._replica, params)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, before the first step.

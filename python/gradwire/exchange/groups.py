@@ -134,6 +134,11 @@ class Groups:
             groups.append(Group(encoder, tuple(dense), is_dense=True))
         return Groups(groups)
 
+    @property
+    def tensors(self) -> list[list[int] | None]:
+        """Indices of every group's tensors; None: all of the model's."""
+        return [None if group.tensors is None else list(group.tensors) for group in self.groups]
+
     def __len__(self) -> int:
         return len(self.groups)
 
@@ -191,10 +196,9 @@ class Groups:
         Raises:
             ValueError: the arrays are not those of the groups, or a residual is on another device.
         """
-        by_tensor: dict[int, NDArray[Any]] = {}
+        residuals = []
         device = device_of(list(arrays))
-        for group in self.groups:
-            encoder = group.encoder
+        for encoder in self.encoders:
             residual = encoder.residual
             if device_of(residual) != device:
                 raise ValueError(
@@ -203,15 +207,8 @@ class Groups:
                 )
             if device >= 0:
                 residual = sys.modules["torch"].as_tensor(residual, device=f"cuda:{device}")
-            start = 0
-            for tensor in range(len(arrays)) if group.tensors is None else group.tensors:
-                shape = arrays[tensor].shape
-                stop = start + math.prod(shape)
-                by_tensor[tensor] = residual[start:stop].reshape(shape)
-                start = stop
-            if start != encoder.numel:
-                raise ValueError(f"{start} elements for group {encoder.key} of {encoder.numel}")
-        return [by_tensor[tensor] for tensor in range(len(arrays))]
+            residuals.append(residual)
+        return split_by_tensor(residuals, self.tensors, arrays)
 
     def max_payload_bytes(self, codec: Codec) -> int:
         """Return the largest possible size of one step's messages."""
@@ -282,6 +279,34 @@ class Groups:
         """Add unsent messages, times a factor, to their residuals."""
         for encoder, message in zip(self.encoders, messages, strict=False):
             apply(message, encoder.residual, factor)
+
+
+def split_by_tensor(
+    residuals: Sequence[NDArray[Any]],
+    tensors: Sequence[Sequence[int] | None],
+    arrays: Sequence[Any],
+) -> list[NDArray[Any]]:
+    """Return the part of the groups' residuals that belongs to each of the model's arrays: a view in its shape.
+
+    Args:
+        residuals: of each group.
+        tensors: as ``Groups.tensors``.
+        arrays: with the shapes.
+
+    Raises:
+        ValueError: the arrays are not those of the groups.
+    """
+    by_tensor: dict[int, NDArray[Any]] = {}
+    for residual, indices in zip(residuals, tensors, strict=True):
+        start = 0
+        for tensor in range(len(arrays)) if indices is None else indices:
+            shape = arrays[tensor].shape
+            stop = start + math.prod(shape)
+            by_tensor[tensor] = residual[start:stop].reshape(shape)
+            start = stop
+        if start != math.prod(residual.shape):
+            raise ValueError(f"{start} elements for a group of {math.prod(residual.shape)}")
+    return [by_tensor[tensor] for tensor in range(len(arrays))]
 
 
 def host_message(message: Any) -> Message:

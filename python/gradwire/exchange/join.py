@@ -288,6 +288,8 @@ class Join:
                     f"this node did not come in within {self._options.timeout_s:g} s, "
                     f"from {len(introductions.compatible(Phase.IN))} members that it sees"
                 )
+        # Of a checkpoint: what this node kept as an owner is its residual where another node owns the part now.
+        self._replica.add_late_parts(params)
 
     def observe(self, params: Any, optimizer_state: NodeState, timeout_s: float) -> int:
         """Apply the members' updates without being one; see ``Exchange.follow``."""
@@ -317,6 +319,7 @@ class Join:
         payloads = [messages for _, messages in updates]
         self._replica.apply(payloads, params, nodes=len(payloads))
         self.finish_step([run for run, _ in updates])
+        self._replica.add_late_parts(params)
         self._replica.advance()
         self._on_follow(params)
 
@@ -466,4 +469,5 @@ class Join:
         replica.agreement.load(snapshot.agreement)
         self._introductions.add_workers(snapshot.workers)
         replica.assign_owners(snapshot.senders, snapshot.step, self._introductions.workers)
+        replica.add_late_parts(params)
         self._on_load()

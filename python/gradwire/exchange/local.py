@@ -607,17 +607,23 @@ class LocalExchange:
         if before.team is not self.team:
             before.team.close()
 
-    def shared(self, params: Any) -> Arrays:  # noqa: ARG002  (as Exchange.shared)
+    def shared(self, params: Any) -> Arrays:
         """See `Exchange.shared`; of the team's parameters, which every worker's are."""
-        has_shared = self._outcome is not None and self._outcome.has_shared
-        return copies(self.team.shared if has_shared else self.team.params)
+        if self._outcome is None:
+            return copies(views(params)) if self.exchange is None else self.exchange.shared(params)
+        return copies(self.team.shared if self._outcome.has_shared else self.team.params)
 
     def holds(self, params: Any) -> bool:
         """See `Exchange.holds`."""
-        return all(map(np.array_equal, writable_views(params), self.team.params))
+        return all(self.held(params))
 
-    def state_dict(self) -> dict[str, Any]:
+    def held(self, params: Any) -> list[bool]:
+        """See `Exchange.held`."""
+        return list(map(np.array_equal, writable_views(params), self.team.params))
+
+    def state_dict(self, params: Any = None) -> dict[str, Any]:  # noqa: ARG002  (as Exchange.state_dict)
         """See `Exchange.state_dict`: the leader's; empty for the others."""
+        # The machine's updates go to the residual and not through the parameters, so the residual is kept bit for bit.
         return {} if self.exchange is None else self.exchange.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -583,4 +583,5 @@ def add_owner_state(
         residual = residuals[group]
         partition = Partition(residual.size, state["parts"], first=group % state["parts"])
         for in_whole, in_part in partition[state["place"]].slices():
-            np.add(residual[in_whole], factor * saved["residual"][in_part], out=residual[in_whole])
+            part = np.asarray(saved["residual"])[in_part]
+            np.add(residual[in_whole], factor * part, out=residual[in_whole])

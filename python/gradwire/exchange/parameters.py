@@ -28,6 +28,8 @@ __all__ = ["MomentumSum", "PlainSum", "SecondTarget", "SharedCopy"]
 
 # Bound on the difference between parameters and shared copy + residual, relative to both: eight roundings of float32.
 _ROUNDING = 2.0**-20
+# The same for a whole tensor after a step, which rounds once for every node's message, relative to its largest values.
+_STEP_ROUNDING = 2.0**-18
 
 Payloads: TypeAlias = Sequence[Sequence[Message]]
 
@@ -211,20 +213,28 @@ class SharedCopy:
             bound = _ROUNDING * (np.abs(shared) + np.abs(residual))
             np.copyto(param, expected, where=~(np.abs(param - expected) <= bound))
 
-    def holds(self, params: Any) -> bool:
-        """Return whether ``params`` are as the last step left them, but for rounding; after local steps always True."""
+    @property
+    def applies_residual(self) -> bool:
+        """Whether the caller's parameters hold the residual."""
+        return self._applies_residual
+
+    def held(self, params: Any) -> list[bool]:
+        """Return for each array whether it is as the last step left it, but for rounding; always after local steps."""
+        arrays = writable_views(params)
         if not self.shared or self.local_steps:
-            return True
+            return [True] * len(arrays)
         if not self._applies_residual:
-            arrays = map(on_host, writable_views(params))
-            return all(map(np.array_equal, arrays, map(on_host, self.shared)))
-        # Where a large quantum was added and taken away again, rounding is relative to the quantum.
+            return list(map(np.array_equal, map(on_host, arrays), map(on_host, self.shared)))
+        # Where a large quantum was added and taken away again, rounding is relative to the quantum; where the residual
+        # is larger than the shared parameters, relative to the residual.
         quantum = max((encoder.threshold for encoder in self.groups.encoders), default=0.0)
+        held = []
         for param, shared, residual in self._parts(params):
             largest = quantum + float(np.abs(shared).max(initial=0.0))
-            if float(np.abs(param - shared - residual).max(initial=0.0)) > _ROUNDING * largest:
-                return False
-        return True
+            largest += float(np.abs(residual).max(initial=0.0))
+            difference_max = float(np.abs(param - shared - residual).max(initial=0.0))
+            held.append(not difference_max > _STEP_ROUNDING * largest)
+        return held
 
     def local_delta(self, params: Any) -> tuple[Arrays | None, Callable[[int], None] | None]:
         """Return the sum of the local steps since the last exchange.

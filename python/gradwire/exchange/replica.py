@@ -355,7 +355,6 @@ class Replica(SharedCopy):
             self._add(payloads, params, divisor)
         if self.sharding is not None:
             self.sharding.settle(cast("Sequence[PartUpdate]", payloads), self.step)
-            self._add_late(params)
 
     def _add_to_shared(
         self,
@@ -447,14 +446,18 @@ class Replica(SharedCopy):
         if self._applies_residual:
             self._late.append((part, factor))
 
-    def _add_late(self, params: Any) -> None:
+    def add_late_parts(self, params: Any) -> None:
+        """Add the parts that came back to the residual to the caller's parameters, if these contain the residual.
+
+        Called at the end of every step: between two steps the parameters are the shared ones and the residual.
+        """
         for part, factor in self._late if self.shared else ():
             self._division.add_to_params(part, writable_views(params), factor)
         self._late.clear()
 
     def local_delta(self, params: Any) -> tuple[Arrays | None, Callable[[int], None] | None]:
         """Return the sum of the local steps since the last exchange; see `SharedCopy`."""
-        self._add_late(params)
+        self.add_late_parts(params)
         return super().local_delta(params)
 
     def write_params(self, params: Any) -> None:
@@ -463,8 +466,12 @@ class Replica(SharedCopy):
         super().write_params(params)
 
     def _set_residual(self, params: Any) -> None:
-        self._add_late(params)
+        self.add_late_parts(params)
         super()._set_residual(params)
+
+    def held(self, params: Any) -> list[bool]:
+        """Return for each array whether it is as the last step left it; always in an unfinished step."""
+        return super().held(params) if self.pending is None else [True] * len(views(params))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -305,6 +305,8 @@ class Step:
             if replica.agreement.is_on and replica.agreement.takes(pending.step):
                 step = membership.last_sketched
                 replica.agreement.add([] if step is None else membership.sketches(step))
+        # Members may have gone or come with this step, and owners changed with them.
+        replica.add_late_parts(params)
         result = self._result(pending, others, clock.now_s() - arrived_s)
         replica.finish_step(pending)
         return result

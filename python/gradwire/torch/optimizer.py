@@ -17,6 +17,7 @@ from torch._compile import _disable_dynamo
 from ..arrays import copies, writable_views
 from ..errors import Mismatch, NonFiniteUpdate
 from ..exchange import Exchange, LocalExchange, hand_over, take_over
+from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, state_of, take_from
 from .judge import Judgement, judge, parameters_of
 from .optimizer_state import SharedState
 from .staging import Staging
@@ -26,13 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedOptimizer"]
 
-_STATE_KEY = "gradwire"
-
 # Where torch keeps an optimiser's hooks.
 _HOOKS = ("step", "state_dict", "load_state_dict")
-
-# Of a node's own parameters: the codec's memory, and the parameters that have less precision than that.
-_Values = tuple[list[np.ndarray[Any, Any]], list[torch.Tensor]]
 
 # Returns a model's tensors that the optimiser does not train, by name; second those that may be missing elsewhere.
 Others: TypeAlias = Callable[[], tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]]
@@ -151,14 +147,17 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._equalizes = equalize
         self._extend = extend
         # While the model holds the shared parameters.
-        self._set_aside: _Values | None = None
+        self._set_aside: Values | None = None
         self.result: StepResult | None = None
         params = parameters_of(optimizer)
         named = zip(params, [*names, *[""] * (len(params) - len(names))], strict=True)
         self._params = [self._staged_param(param, name) for param, name in named]
         others = buffers if callable(buffers) else functools.partial(_numbered, tuple(buffers))
         self._state = SharedState(optimizer if share_state else None, self._params, others)
-        self._local: _Values = [], []
+        # Of a checkpoint, until this node takes part: the state, and this node's own parameters.
+        self._loaded: LoadedState | None = None
+        self._local: Values = [], []
+        self._is_in_model = False
         self._has_joined = False
         # Last: from now on other attributes are the wrapped optimiser's.
         self.optimizer = optimizer
@@ -233,8 +232,14 @@ class SharedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TimeoutError, Mismatch: as ``Exchange.join``.
+            ValueError: a checkpoint was loaded, and the model has not the parameters that belong to it.
         """
         self._check_parameters()
+        if self._loaded is not None and not self._loaded.is_restored:
+            raise ValueError(
+                "the optimiser's checkpoint is of other parameters than the model has: load the model's state_dict() "
+                "that was saved with it, too, before the first step"
+            )
         for staging in self._params:
             staging.mark_constants()
         self._set_values(self._local)
@@ -243,8 +248,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         joined = self.exchange.join(*self._memory, equalize=self._equalizes)
         if joined.is_late or not self.exchange.has_local_steps:
             self._store()
-        if not joined.is_late:
-            self._set_values(self._local)
+        self._loaded = None
         self._local = [], []
         self._has_joined = True
         return joined
@@ -287,6 +291,8 @@ class SharedOptimizer(torch.optim.Optimizer):
                 "a step inside shared_parameters() would be lost: train outside, where the model has this node's "
                 "own parameters"
             )
+        if self._has_no_rate() and dcp_caller("_init_optim_state") is not None:
+            return self.optimizer.step()
         self._check_parameters()
         loss = None
         if self._has_joined or not self._join_moves() or closure is not None:
@@ -352,9 +358,33 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def shared_tensors(self) -> list[torch.Tensor]:
         """Return copies of the shared parameters, in host memory, in the order in which they were shared."""
-        if not self._has_joined or self._set_aside is not None or not self._is_as_left():
-            return [staging.tensor.cpu().clone() for staging in self._params]
-        return [torch.from_numpy(array) for array in self._shared_arrays()]
+        shared = self.shared_or_none()
+        own = [staging.tensor for staging in self._params]
+        return [
+            tensor.to("cpu", copy=True) if values is None else values
+            for tensor, values in zip(own, shared, strict=True)
+        ]
+
+    def shared_or_none(self) -> list[torch.Tensor | None]:
+        """Return copies of the shared parameters as ``shared_tensors`` does, but None for those that the model has.
+
+        It has a parameter as it is to be saved before the first step, and where other weights were copied into it since
+        the last one.
+        """
+        arrays = writable_views(self._memory[0])
+        is_restored = self._loaded is not None and self._loaded.is_restored
+        if self._set_aside is not None:
+            shared = copies(arrays)  # as the model has them now
+            is_left = [True] * len(arrays)
+        elif self._has_joined or is_restored:
+            shared = self.exchange.shared(arrays)
+            is_left = self._are_as_left(arrays)
+        else:
+            return [None] * len(arrays)
+        return [
+            staging.complete(torch.from_numpy(array)) if flag else None
+            for staging, array, flag in zip(self._params, shared, is_left, strict=True)
+        ]
 
     def _shared_arrays(self) -> list[np.ndarray[Any, Any]]:
         return self._complete(self.exchange.shared(writable_views(self._memory[0])))
@@ -366,18 +396,19 @@ class SharedOptimizer(torch.optim.Optimizer):
                 staging.complete(torch.from_numpy(array))
         return arrays
 
-    def _is_as_left(self) -> bool:
-        """Return whether no other weights were copied into the model since the last step; True after local steps."""
+    def _are_as_left(self, arrays: list[Any]) -> list[bool]:
+        """Return for each parameter whether no other weights were copied into it since the last step."""
+        is_left = self.exchange.held(arrays)
         if self.exchange.has_local_steps:
-            return True
-        for staging in self._params:
+            return is_left  # they move the tensors alone
+        for index, staging in enumerate(self._params):
             tensor = staging.tensor
             left = staging.memory.to(tensor.device, tensor.dtype)
             if staging.constants is not None:
                 left = staging.complete(left.clone())
             if left.data_ptr() != tensor.data_ptr() and not torch.equal(left, tensor):
-                return False
-        return self.exchange.holds(writable_views(self._memory[0]))
+                is_left[index] = False
+        return is_left
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimiser does."""
@@ -446,19 +477,31 @@ class SharedOptimizer(torch.optim.Optimizer):
         self.join()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimiser's state; under "gradwire" the exchange's, and this node's own parameters."""
+        """Return the wrapped optimiser's state; under "gradwire" the exchange's, and this node's own parameters.
+
+        Raises:
+            ValueError: torch's functions for distributed checkpoints call this with ``flatten_optimizer_state_dict``.
+        """
         for prepare in list(self._optimizer_state_dict_pre_hooks.values()):
             prepare(self)
-        state: dict[str, Any] = {**self.optimizer.state_dict()}
-        shared = self.exchange.state_dict()
-        shared["local"], shared["rounded"] = self._set_aside or self._values()
-        state[_STATE_KEY] = _map_leaves(shared, np.ndarray, torch.from_numpy)
+        if self._loaded is not None:
+            stored = self._loaded.stored
+        else:
+            own = self._set_aside or self._values()
+            is_rounded = [staging.is_rounded for staging in self._params]
+            stored = state_of(
+                self.exchange, own, self._shared_arrays(), is_rounded, in_model=self._is_in_model
+            )
+        state = put_into(self.optimizer.state_dict(), stored)
         for change in list(self._optimizer_state_dict_post_hooks.values()):
             state = change(self, state) or state
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict``, before the first step; a plain optimiser's state, at any time, has no residual.
+
+        Where ``share`` made this optimiser, load the model's ``state_dict`` of the same moment, too, before or after:
+        it has the shared parameters.
 
         Raises:
             ValueError: as ``Exchange.load_state_dict``; nothing was loaded.
@@ -467,34 +510,47 @@ class SharedOptimizer(torch.optim.Optimizer):
         state = dict(state_dict)
         for prepare in list(self._optimizer_load_state_dict_pre_hooks.values()):
             state = prepare(self, state) or state
-        state = dict(state)
-        shared = {**state.pop(_STATE_KEY, {})}
-        if shared and self._has_joined:
+        state, stored = take_from(state)
+        if stored and self._has_joined:
             raise RuntimeError(
                 "this training has begun, so a state with a residual cannot be loaded any more, and nothing was: "
                 "load it into a new gradwire.torch.share(model, optimizer) before the first step, that is, start the "
-                f'processes again. To go on here with the optimiser\'s own state alone, remove the key "{_STATE_KEY}" '
+                f'processes again. To go on here with the optimiser\'s own state alone, remove the key "{KEY}" '
                 "from the state on all nodes"
             )
         before = self.optimizer.state_dict()
         self.optimizer.load_state_dict(state)
-        if shared:
-            local = [tensor.numpy() for tensor in shared.pop("local", [])]
-            rounded = shared.pop("rounded", [])
+        if stored:
+            loaded = LoadedState(stored)
             try:
-                self.exchange.load_state_dict(_map_leaves(shared, torch.Tensor, torch.Tensor.numpy))
+                self._restore(loaded)
             except BaseException:
                 self.optimizer.load_state_dict(before)
                 raise
-            self._local = local, rounded
-            self.restore()
+            self._loaded = loaded
         for finish in list(self._optimizer_load_state_dict_post_hooks.values()):
             finish(self)
 
     def restore(self) -> None:
-        """Let the model hold this node's parameters of a loaded state, until the first step; share() sees to it."""
-        if not self._has_joined:
-            self._set_values(self._local)
+        """Let the model, just loaded, hold this node's parameters of a loaded state; share() sees to it."""
+        if self._loaded is not None:
+            self._restore(self._loaded)
+
+    def expect_shared_in_model(self) -> None:
+        """Leave the shared parameters out of ``state_dict``, because the model's ``state_dict`` has them."""
+        self._is_in_model = True
+
+    def _restore(self, loaded: LoadedState) -> None:
+        """Give the model this node's parameters of a loaded state, unless it lacks the shared ones."""
+        for staging in self._params:
+            staging.mark_constants()
+        params = self._complete(copies(writable_views(self._memory[0])))
+        half_dtypes = [
+            staging.tensor.dtype if staging.is_rounded else None for staging in self._params
+        ]
+        values = loaded.restore(self.exchange, params, half_dtypes)
+        self._local = values or ([], [])
+        self._set_values(self._local)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -573,6 +629,10 @@ class SharedOptimizer(torch.optim.Optimizer):
         for staging in self._params:
             staging.check_kind()
 
+    def _has_no_rate(self) -> bool:
+        """Return whether no parameter group has a learning rate other than zero."""
+        return not any(group.get("lr") for group in self.optimizer.param_groups)
+
     @contextmanager
     def _scaled(self) -> Iterator[None]:
         """Multiply the update that the optimiser makes by ``update_scale``."""
@@ -612,7 +672,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         """The codec's memory of the parameters, and what other nodes may need besides."""
         return [staging.memory for staging in self._params], self._state
 
-    def _values(self) -> _Values:
+    def _values(self) -> Values:
         """Return copies of the codec's memory, and of parameters in half precision: local steps move only those."""
         for staging in self._params:
             if not (self._has_joined and staging.is_rounded):
@@ -621,7 +681,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         rounded = [tensor.cpu().clone() for tensor in halves]
         return self._complete(copies(writable_views(self._memory[0]))), rounded
 
-    def _set_values(self, values: _Values) -> None:
+    def _set_values(self, values: Values) -> None:
         """Go on with what ``_values`` returned; nothing without values."""
         memory, rounded = values
         if not memory:
@@ -654,12 +714,3 @@ def _numbered(
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
     """Return tensors by their numbers, and none whose shapes may differ."""
     return {str(index): tensor for index, tensor in enumerate(tensors)}, {}
-
-
-def _map_leaves(tree: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Return nested dicts and lists with ``function`` applied to every leaf of ``kind``."""
-    if isinstance(tree, dict):
-        return {key: _map_leaves(value, kind, function) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_map_leaves(value, kind, function) for value in tree]
-    return function(tree) if isinstance(tree, kind) else tree

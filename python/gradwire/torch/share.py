@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..sharing import ExchangeMaker
 from .judge import judge, parameters_of
+from .model_state import ModelState
 from .optimizer import SharedOptimizer
 
 if TYPE_CHECKING:
@@ -115,9 +116,8 @@ def share(
     )
     tensors.follow(shared)
     tensors.log()
-    hooks = _ModelHooks(shared, inner)
-    inner._register_state_dict_hook(hooks.save_shared)
-    inner.register_load_state_dict_post_hook(hooks.restore)
+    shared.expect_shared_in_model()
+    ModelState(shared).register(inner)
     return shared
 
 
@@ -212,65 +212,10 @@ def _shared_params(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     """Yield the parameters of every shared optimiser of a model, so far."""
     for hook in model._state_dict_hooks.values():
         hooks = getattr(hook, "__self__", None)
-        if isinstance(hooks, _ModelHooks):
+        if isinstance(hooks, ModelState):
             optimizer = hooks.optimizer
             if optimizer is not None:
                 yield optimizer.shared_params()
-
-
-class _ModelHooks:
-    """What a shared model's ``state_dict`` and ``load_state_dict`` do beside their own; nothing in copies of the model.
-
-    Args:
-        optimizer: None: of a copy.
-        model: whose parameters it trains, under one name or several.
-    """
-
-    def __init__(
-        self, optimizer: SharedOptimizer | None = None, model: torch.nn.Module | None = None
-    ) -> None:
-        self._find = (lambda: None) if optimizer is None else weakref.ref(optimizer)
-        self._find_model = (lambda: None) if model is None else weakref.ref(model)
-
-    @property
-    def optimizer(self) -> SharedOptimizer | None:
-        """The optimiser, while it lives."""
-        return self._find()
-
-    def _places(self) -> dict[str, int]:
-        """Return the parameters' places in the optimiser by name; tied ones have several names."""
-        model = self._find_model()
-        optimizer = self._find()
-        if model is None or optimizer is None:
-            return {}
-        places = {param: place for place, param in enumerate(optimizer.shared_params())}
-        return {
-            name: places[param]
-            for name, param in model.named_parameters(remove_duplicate=False)
-            if param in places
-        }
-
-    def __reduce__(self) -> Any:
-        return _ModelHooks, ()
-
-    def save_shared(
-        self, _module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
-    ) -> None:
-        """Put the shared parameters into a model's state."""
-        optimizer = self._find()
-        if optimizer is None:
-            return
-        shared = optimizer.shared_tensors()
-        for name, place in self._places().items():
-            saved = state.get(prefix + name)
-            if saved is not None:
-                shared[place] = state[prefix + name] = shared[place].to(saved.device, saved.dtype)
-
-    def restore(self, *_: object) -> None:
-        """Let the model hold this node's parameters after a checkpoint of both was loaded in whatever order."""
-        optimizer = self._find()
-        if optimizer is not None:
-            optimizer.restore()
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:

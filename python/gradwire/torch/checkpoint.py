@@ -1,0 +1,250 @@
+"""What a shared optimiser adds to a checkpoint, and how torch's functions for distributed checkpoints carry it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..arrays import copies
+from ..exchange.checkpoint import params_of
+from ..exchange.consistency import digest_of
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from numpy.typing import NDArray
+
+    from ..exchange import AnyExchange
+
+__all__ = ["KEY", "LoadedState", "Values", "dcp_caller", "put_into", "state_of", "take_from"]
+
+#: A node's own parameters: the codec's memory, and the tensors that have less precision than that memory.
+Values = tuple[list[np.ndarray[Any, Any]], list[torch.Tensor]]
+
+# Where it is in an optimiser's state.
+KEY = "gradwire"
+
+# Integers as wide as a tensor's elements, to compare bits.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# Torch's functions for distributed checkpoints. Hooks, schedulers and profilers may stand between them and the
+# optimiser's methods, though not many.
+_DCP = "torch.distributed.checkpoint.state_dict"
+_FRAMES_MAX = 16
+
+
+# ---- an exchange's state and a node's own parameters -----------------------------------------------------------------
+
+
+def state_of(
+    exchange: AnyExchange,
+    own: Values,
+    shared: list[NDArray[Any]],
+    is_rounded: Sequence[bool],
+    *,
+    in_model: bool,
+) -> dict[str, Any]:
+    """Return the state of an exchange and of a node's own parameters, as tensors and plain values.
+
+    A parameter is what all nodes share plus this node's residual, but for rounding in few elements. Where the model's
+    own state has the shared parameters, the residual is therefore nearly all that is stored.
+
+    Args:
+        exchange: of this node, or of one worker of its team.
+        own: this node's parameters, in host memory.
+        shared: those that all nodes share, in host memory.
+        is_rounded: for every parameter whether its tensor has less precision than the codec's memory.
+        in_model: whether the model's own state has the shared parameters.
+    """
+    params, halves = own
+    state = exchange.state_dict(params)
+    bases: list[Any] = [None] * len(params)
+    if state:  # of a team only the leader has one
+        state["shared"] = shared
+        bases = list(map(torch.from_numpy, params_of(state)))
+        if in_model:
+            # In half precision the model's state lacks bits.
+            state["shared"] = [
+                array if flag else None for array, flag in zip(shared, is_rounded, strict=True)
+            ]
+            state["digest"] = digest_of(shared)
+        # Tuples, because a distributed checkpoint stores and loads a tuple as a whole: the state before the first step,
+        # into which it is loaded, has no velocity and owns nothing.
+        state["outer_velocity"] = tuple(state["outer_velocity"])
+        state["owner"] = (state["owner"],)
+    tensors = list(map(torch.from_numpy, params))
+    state["local"] = tuple(map(_pack, tensors, bases))
+    rounded = [tensor for tensor, flag in zip(tensors, is_rounded, strict=True) if flag]
+    state["rounded"] = tuple(
+        _pack(half, tensor.to(half.dtype)) for half, tensor in zip(halves, rounded, strict=True)
+    )
+    tree: dict[str, Any] = _map_leaves(state, np.ndarray, torch.from_numpy)
+    return tree
+
+
+class LoadedState:
+    """The state of a checkpoint, from its load to the first step.
+
+    Args:
+        stored: as ``state_of`` returned it.
+
+    Attributes:
+        stored: as given.
+        is_restored: whether the model has this node's parameters of the checkpoint.
+    """
+
+    def __init__(self, stored: dict[str, Any]) -> None:
+        self.stored = stored
+        self.is_restored = False
+
+    def restore(
+        self,
+        exchange: AnyExchange,
+        params: Sequence[NDArray[Any]],
+        half_dtypes: Sequence[torch.dtype | None],
+    ) -> Values | None:
+        """Load the exchange's state, and return this node's own parameters; None if the model lacks the shared ones.
+
+        Args:
+            exchange: of this node.
+            params: of the model, as they were loaded.
+            half_dtypes: for every parameter the dtype of its tensor if that is ``is_rounded``.
+
+        Raises:
+            ValueError, RuntimeError: as ``Exchange.load_state_dict``.
+        """
+        self.is_restored = False
+        stored = dict(self.stored)
+        nothing = (None,) * len(params)
+        local = stored.pop("local", nothing)  # ``redistribute`` removes what is one node's
+        halves = stored.pop("rounded", nothing)
+        state = _map_leaves(stored, torch.Tensor, lambda tensor: tensor.cpu().numpy())
+        bases = copies(params)
+        if state:
+            shared = [
+                array if kept is None else kept
+                for array, kept in zip(bases, state["shared"] or nothing, strict=True)
+            ]
+            if isinstance(state["owner"], tuple):
+                [state["owner"]] = state["owner"]
+            # Infinite elements are no part of any sum.
+            finite = [np.where(np.isinf(array), array.dtype.type(0), array) for array in shared]
+            exchange.load_state_dict({**state, "shared": finite})
+            if "digest" in state and digest_of(shared) != state["digest"]:
+                return None
+            bases = params_of({**state, "shared": shared})
+        own = [_unpack(*pair) for pair in zip(local, map(torch.from_numpy, bases), strict=True)]
+        rounded = [
+            tensor.to(dtype)
+            for tensor, dtype in zip(own, half_dtypes, strict=True)
+            if dtype is not None
+        ]
+        self.is_restored = True
+        return (
+            [tensor.numpy() for tensor in own],
+            [_unpack(*pair) for pair in zip(halves, rounded, strict=False)],
+        )
+
+
+# ---- bits that differ ------------------------------------------------------------------------------------------------
+
+
+def _pack(values: torch.Tensor, base: torch.Tensor | None) -> Any:
+    """Return what turns ``base`` into ``values``, bit for bit.
+
+    Returns:
+        None where they are equal, the indices and values of a few elements, or else all values.
+    """
+    if base is None:
+        return values
+    bits = _BITS[values.element_size()]
+    differs = values.reshape(-1).view(bits) != base.reshape(-1).view(bits)
+    count = int(differs.sum())
+    if not count:
+        return None
+    if count * (4 + values.element_size()) >= values.nbytes:
+        return values
+    indices = differs.nonzero().reshape(-1)
+    chosen = values.reshape(-1)[indices]
+    return indices.to(torch.int32) if values.numel() < 2**31 else indices, chosen
+
+
+def _unpack(packed: Any, base: torch.Tensor) -> torch.Tensor:
+    """Return the values that ``_pack`` was given; ``base`` is as there, and may be modified."""
+    if packed is None:
+        return base
+    if torch.is_tensor(packed):
+        whole: torch.Tensor = packed.cpu()
+        return whole
+    indices, values = packed
+    base.view(-1)[indices.cpu().long()] = values.cpu()
+    return base
+
+
+def _map_leaves(tree: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Return nested dicts, lists and tuples with ``function`` applied to every leaf of ``kind``."""
+    if isinstance(tree, dict):
+        return {key: _map_leaves(value, kind, function) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([_map_leaves(value, kind, function) for value in tree])
+    return function(tree) if isinstance(tree, kind) else tree
+
+
+# ---- in an optimiser's state -----------------------------------------------------------------------------------------
+
+
+def put_into(state: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimiser's state with that of the exchange under "gradwire".
+
+    For ``get_optimizer_state_dict`` and ``get_state_dict`` it is in the first parameter group: they keep the state of
+    the parameters and the groups, and drop everything else without a word.
+
+    Raises:
+        ValueError: these functions are called with ``flatten_optimizer_state_dict``, which has one value for each
+            parameter only.
+    """
+    caller = dcp_caller("_get_optim_state_dict")
+    if caller is None:
+        return {**state, KEY: stored}
+    if getattr(caller.f_locals.get("info"), "flatten_optimizer_state_dict", False):
+        raise ValueError(
+            "flatten_optimizer_state_dict=True has no place for the residual and the other state of the exchange: save "
+            "without this option"
+        )
+    first, *others = state["param_groups"]
+    # A tuple, which distributed checkpoints store as a whole.
+    return {**state, "param_groups": [{**first, KEY: (stored,)}, *others]}
+
+
+def take_from(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return an optimiser's state without the exchange's, and that of the exchange, empty if there is none."""
+    rest = dict(state)
+    stored: dict[str, Any] = rest.pop(KEY, {})
+    groups = []
+    for group in rest.get("param_groups", ()):
+        plain = dict(group)
+        for held in plain.pop(KEY, ()):
+            stored = held
+        groups.append(plain)
+    return {**rest, "param_groups": groups} if groups else rest, stored
+
+
+def dcp_caller(name: str) -> FrameType | None:
+    """Return the frame of one of torch's functions for distributed checkpoints if the caller was called from there.
+
+    Torch has no other way to tell them from the user. ``_init_optim_state`` takes a step without gradients to make the
+    optimiser's state: shared, it would be a step that the other nodes do not take. ``_get_optim_state_dict`` drops what
+    is neither the state of a parameter nor in a parameter group.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_MAX):
+        if frame is None:
+            return None
+        if frame.f_code.co_name == name and frame.f_globals.get("__name__") == _DCP:
+            return frame
+        frame = frame.f_back
+    return None

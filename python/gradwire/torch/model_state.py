@@ -1,0 +1,142 @@
+"""What a shared model's ``state_dict`` and ``load_state_dict`` do beside their own."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .optimizer import SharedOptimizer
+
+__all__ = ["ModelState"]
+
+
+class ModelState:
+    """Hooks that put the shared parameters into a model's state, and back into the model; nothing in copies of it.
+
+    Every module below the model has the hooks, so a part's ``state_dict`` has the shared parameters, too. A module's
+    hook comes before those that the user has registered with it: they see what is saved.
+
+    Args:
+        optimizer: None: of a copy.
+    """
+
+    def __init__(self, optimizer: SharedOptimizer | None = None) -> None:
+        self._find = (lambda: None) if optimizer is None else weakref.ref(optimizer)
+        # Of the call of ``state_dict`` that has not returned yet: the modules and their prefixes, from the outermost
+        # one; whether it wants the parameters themselves; and by place, what is saved for tied parameters.
+        self._calls: list[tuple[torch.nn.Module, str]] = []
+        self._keeps_vars = False
+        self._shared: dict[torch.Tensor, torch.Tensor] | None = None
+        self._saved: dict[torch.Tensor, torch.Tensor] = {}
+
+    @property
+    def optimizer(self) -> SharedOptimizer | None:
+        """The optimiser, while it lives."""
+        return self._find()
+
+    def __reduce__(self) -> Any:
+        return ModelState, ()
+
+    def register(self, model: torch.nn.Module) -> None:
+        """Register the hooks with a model and all its modules."""
+        for module in model.modules():
+            module.register_state_dict_pre_hook(self.begin)
+            handle = module._register_state_dict_hook(self.save_shared)
+            module._state_dict_hooks.move_to_end(handle.id, last=False)
+            module.register_load_state_dict_pre_hook(self.check_load)
+        model.register_load_state_dict_post_hook(self.restore)
+
+    # ---- state_dict --------------------------------------------------------------------------------------------------
+
+    def begin(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Note that a module's ``state_dict`` begins."""
+        if self._calls:
+            outer_prefix = self._calls[-1][1]
+            is_inside = prefix.startswith(outer_prefix) and len(prefix) > len(outer_prefix)
+            if not is_inside or any(module is outer for outer, _ in self._calls):
+                self._calls.clear()  # of a call that has raised
+        if not self._calls:
+            self._keeps_vars = keep_vars
+            self._forget()
+        self._calls.append((module, prefix))
+
+    def save_shared(
+        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+    ) -> None:
+        """Put the shared parameters of one module into its state; with ``keep_vars`` the module's own stay there."""
+        optimizer = self._find()
+        if optimizer is not None and not self._keeps_vars:
+            for name, param in module._parameters.items():
+                saved = state.get(prefix + name)
+                shared = None if param is None else self._shared_of(optimizer, param)
+                if shared is None or not torch.is_tensor(saved):
+                    continue
+                if shared.shape == _local(saved).shape:
+                    if param not in self._saved:
+                        self._saved[param] = _copied(shared, saved)
+                    state[prefix + name] = self._saved[param]
+        if self._calls and self._calls[-1][0] is module:
+            self._calls.pop()
+        if not self._calls:
+            self._forget()
+
+    def _shared_of(self, optimizer: SharedOptimizer, param: torch.Tensor) -> torch.Tensor | None:
+        """Return a shared parameter where the exchange has it; None if the model has it as it is to be saved."""
+        if self._shared is None:
+            pairs = zip(optimizer.shared_params(), optimizer.shared_or_none(), strict=True)
+            self._shared = {param: values for param, values in pairs if values is not None}
+        return self._shared.get(param)
+
+    def _forget(self) -> None:
+        self._shared = None
+        self._saved = {}
+
+    # ---- load_state_dict ---------------------------------------------------------------------------------------------
+
+    def check_load(
+        self, module: torch.nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        """Refuse to replace the parameters that the optimiser trains by other ones.
+
+        Raises:
+            RuntimeError: ``load_state_dict(assign=True)``; nothing was loaded.
+        """
+        optimizer = self._find()
+        if optimizer is None or not metadata.get("assign_to_params_buffers"):
+            return
+        if torch.__future__.get_swap_module_params_on_conversion():
+            return  # then the parameters stay the same objects
+        if not set(optimizer.shared_params()).isdisjoint(module.parameters()):
+            raise RuntimeError(
+                "load_state_dict(assign=True) would replace the parameters that the shared optimiser trains: load "
+                "without assign, or make model, optimiser and share(model, optimizer) after the load"
+            )
+
+    def restore(self, *_: object) -> None:
+        """Let the model hold this node's parameters after a checkpoint of both was loaded in whatever order."""
+        optimizer = self._find()
+        if optimizer is not None:
+            optimizer.restore()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a distributed tensor, or the tensor itself."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _copied(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return values of their own memory in a tensor of another one's kind, dtype, device and strides."""
+    is_alike = type(like) is torch.Tensor and (values.dtype, values.device) == (
+        like.dtype,
+        like.device,
+    )
+    if is_alike and values.stride() == like.stride():
+        return values
+    copy = torch.empty_like(like, requires_grad=False)
+    with torch.no_grad():
+        _local(copy).copy_(values)
+    return copy
