@@ -395,7 +395,7 @@ class Exchange:
             return 0 if finished is None else finished.received
         if self._options.is_sync:
             raise ValueError("synchronous replicas change only in a step")
-        self._ensure_announced(params)
+        self._start.ensure_announced(params)
         self.wait_for_peers()
         self._join.ensure_member(params, self._optimizer_state)
         self._join.poll(timeout_s)
@@ -427,7 +427,7 @@ class Exchange:
         """
         if self._options.role != "observer":
             raise ValueError(f'role="{self._options.role}" has updates to share: call step')
-        self._ensure_announced(params)
+        self._start.ensure_announced(params)
         self.wait_for_peers()
         return self._join.observe(params, as_state(optimizer_state), timeout_s)
 
@@ -435,7 +435,7 @@ class Exchange:
         """Prepare a step; return the result of an earlier one if that is finished now."""
         if self._options.role == "observer":
             raise ValueError('role="observer" has no updates of its own: call follow')
-        self._ensure_announced(params)
+        self._start.ensure_announced(params)
         members = len(self._membership.peers) + 1
         least = self._options.min_members
         if self._membership.phase is Phase.IN and members < least:
@@ -456,11 +456,6 @@ class Exchange:
         if self._replica.local_steps + 1 < self._options.overlap:
             return None
         return self._finish_earlier(params)
-
-    def _ensure_announced(self, params: Any) -> None:
-        """Tell the others the parameters' dtypes, shapes and initial values, once."""
-        if not self._start.has_announced:
-            self._start.announce_params(params)
 
     def _local_step(
         self, params: Any, finished: StepResult | None, *, sends: bool = False

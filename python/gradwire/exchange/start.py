@@ -86,6 +86,11 @@ class Start:
         self._departure.suspect_incompatible()
         self.has_announced = True
 
+    def ensure_announced(self, params: Any) -> None:
+        """Tell the others the parameters' dtypes, shapes and initial values, once; see `announce_params`."""
+        if not self.has_announced:
+            self.announce_params(params)
+
     def wait_for_peers(self) -> None:
         """Return when this node is a member from the start (phase IN), or has to join late (JOINING).
 
