@@ -296,11 +296,11 @@ Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOp
 }
 
 SampledQuantiles Encoder::sample(const std::vector<ConstArray>* update, uint16_t threshold, double rounding_point,
-                                 double density) const {
+                                 double density, uint64_t turn) const {
     return with_value_of(dtype_, [&](auto zero) {
         using Residual = decltype(zero);
         return sample_quantiles(static_cast<const Residual*>(residual_), numel_, update,
-                                levels_of<Residual>(threshold, rounding_point), density);
+                                levels_of<Residual>(threshold, rounding_point), density, turn);
     });
 }
 

@@ -56,7 +56,7 @@ class Encoder {
 
     // Sample the quantiles of a density before a step with this update, threshold (bfloat16 bits) and rounding point.
     SampledQuantiles sample(const std::vector<ConstArray>* update, uint16_t threshold, double rounding_point,
-                            double density) const;
+                            double density, uint64_t turn = 0) const;
 
     // residual = now - before: arrays of the same sizes and dtypes, float32 or float64.
     void hold_difference(const std::vector<ConstArray>& now, const std::vector<ConstArray>& before);

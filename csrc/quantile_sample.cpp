@@ -16,12 +16,13 @@ template <class Residual>
 class SampledGroups {
   public:
     SampledGroups(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update,
-                  Levels<Residual> levels, double density)
+                  Levels<Residual> levels, double density, uint64_t turn)
         : residual_(residual),
           numel_(numel),
           update_(update),
           levels_(levels),
-          stride_(sample_stride(numel, density)) {}
+          stride_(sample_stride(numel, density)),
+          first_(first_sampled(stride_, turn)) {}
 
     // Return the number of quantiles that differ: without an update all four are the same.
     size_t quantiles() const { return update_ ? kSampleQuantiles : 1; }
@@ -31,9 +32,9 @@ class SampledGroups {
     void for_each(uint64_t every, const uint32_t (&cuts)[kSampleQuantiles], Visit visit) const {
         const ValueKernels<Residual>& kernels = value_kernels<Residual>();
         const uint64_t stride = stride_ * every;
-        ArrayCursor updates(update_, 0);
+        ArrayCursor updates(update_, first_);
         SampleGroup group{};
-        for (uint64_t first = 0; first < numel_; first += stride) {
+        for (uint64_t first = first_; first < numel_; first += stride) {
             const uint64_t count = std::min(kSampleGroup, numel_ - first);
             const Residual* before = residual_ + first;
             Residual copies[2][kSampleGroup];
@@ -68,6 +69,7 @@ class SampledGroups {
     const std::vector<ConstArray>* update_;
     Levels<Residual> levels_;
     uint64_t stride_;
+    uint64_t first_;
 };
 
 // Counts magnitudes by the upper part of their bits, in a window of bins. Zero and non-finite magnitudes are not
@@ -101,6 +103,26 @@ class Histogram {
         for (unsigned bin = lowest_; bin <= highest_; ++bin)
             if (inside(bin) > 0) return bin;
         return 0;
+    }
+    // Return the floor of `now`, or 0: `_floor` in python/gradwire/reference.py.
+    double floor(double want) const {
+        uint64_t above = 0, weight = 0;
+        unsigned top = 0;
+        double floor = 0;
+        for (unsigned bin = highest_ + 1; bin-- > lowest_;) {
+            const uint64_t here = inside(bin);
+            if (here == 0) continue;
+            if (above == 0) top = bin;
+            above += here;
+            weight += here * bin_weight(bin, top);
+            const bool is_reached = static_cast<double>(above) >= want;
+            if (is_even(above, weight, bin, top)) {
+                if (is_reached) return 0;
+                floor = floor_of(above, weight, top);
+            }
+            if (is_reached) break;
+        }
+        return floor;
     }
     bool is_whole() const { return lowest_ == 0 && !beyond_; }
     bool is_cut_above() const { return beyond_; }
@@ -144,6 +166,7 @@ struct Counts {
     uint64_t elements = 0;
     uint64_t agreeing = 0;
     uint64_t opposing = 0;
+    uint64_t moving = 0;
 };
 
 template <class Residual>
@@ -155,6 +178,7 @@ Counts count(const SampledGroups<Residual>& sample, uint64_t every, Histograms& 
         counted.elements += elements;
         counted.agreeing += group.agreeing;
         counted.opposing += group.opposing;
+        counted.moving += group.moving;
         for (size_t q = 0; q < histograms.size(); ++q) histograms[q].add(group.bits[q], group.exceeding[q]);
     });
     return counted;
@@ -180,11 +204,13 @@ bool measure(const SampledGroups<Residual>& sample, double density, Histograms& 
     const Counts counted = count(sample, 1, histograms);
     const double want = density * static_cast<double>(counted.elements);
     const uint64_t either = counted.agreeing + counted.opposing;
+    quantiles.moving = static_cast<double>(counted.moving) / static_cast<double>(counted.elements);
     quantiles.agreement = either > 0 ? static_cast<double>(counted.agreeing) / static_cast<double>(either) : 0.5;
     double* const found[kSampleQuantiles] = {&quantiles.now, &quantiles.shuffled, &quantiles.next, &quantiles.same};
     for (size_t q = 0; q < histograms.size(); ++q)
         if (!find_quantile(histograms[q], want, *found[q])) return false;
     for (size_t q = histograms.size(); q < kSampleQuantiles; ++q) *found[q] = quantiles.now;
+    quantiles.floor = histograms[0].floor(want);
     return true;
 }
 
@@ -192,10 +218,10 @@ bool measure(const SampledGroups<Residual>& sample, double density, Histograms& 
 
 template <class Residual>
 SampledQuantiles sample_quantiles(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update,
-                                  Levels<Residual> levels, double density) {
+                                  Levels<Residual> levels, double density, uint64_t turn) {
     SampledQuantiles quantiles;
     if (numel == 0) return quantiles;
-    const SampledGroups<Residual> sample(residual, numel, update, levels, density);
+    const SampledGroups<Residual> sample(residual, numel, update, levels, density, turn);
     Histograms histograms(sample.quantiles());
     choose_windows(sample, density, histograms);
     if (measure(sample, density, histograms, quantiles)) return quantiles;
@@ -205,8 +231,8 @@ SampledQuantiles sample_quantiles(const Residual* residual, uint64_t numel, cons
 }
 
 template SampledQuantiles sample_quantiles<float>(const float*, uint64_t, const std::vector<ConstArray>*, Levels<float>,
-                                                  double);
+                                                  double, uint64_t);
 template SampledQuantiles sample_quantiles<double>(const double*, uint64_t, const std::vector<ConstArray>*,
-                                                   Levels<double>, double);
+                                                   Levels<double>, double, uint64_t);
 
 }  // namespace gradwire

@@ -15,12 +15,15 @@ struct SampledQuantiles {
     double next = 0;
     double same = 0;
     double agreement = 0.5;
+    double moving = 0;
+    double floor = 0;
 };
 
 // Sample the magnitudes that this step is about to compare with the bound and those that the next step would
-// compare. Reads at most 2^18 elements of `residual` and `update` (null if already added) and writes nothing.
+// compare. Reads at most 2^18 elements of `residual` and `update` (null if already added) and writes nothing. The first
+// group is the one with the number `turn`, modulo the distance between two groups.
 template <class Residual>
 SampledQuantiles sample_quantiles(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update,
-                                  Levels<Residual> levels, double density);
+                                  Levels<Residual> levels, double density, uint64_t turn);
 
 }  // namespace gradwire

@@ -109,12 +109,13 @@ class Encoder:
         threshold: float,
         trend: float,
         deviation: float,
+        supply: int,
     ) -> None:
         assert device == 0
         self._cpu = gw.Encoder(numel, policy_of(policy), dtype="float64" if float64 else "float32")
         assert (self._cpu.threshold, self._cpu._memory.policy_state) == (
             threshold,
-            (trend, deviation),
+            (trend, deviation, supply),
         )
 
     def encode(
@@ -155,17 +156,23 @@ class Encoder:
         QUEUE.wait()
         state, stats = self._cpu.state_dict(), self._cpu.stats
         totals = {name: getattr(stats, name) for name in stats.__dataclass_fields__}
-        trend, deviation = state["course"]
+        trend, deviation, supply = state["course"]
         kept = {name: state[name] for name in ("threshold", "step", "changed_at")}
-        return {**kept, "trend": trend, "deviation": deviation, **totals}
+        return {**kept, "trend": trend, "deviation": deviation, "supply": supply, **totals}
 
     def set_state(
-        self, threshold: float, step: int, changed_at: int, trend: float, deviation: float
+        self,
+        threshold: float,
+        step: int,
+        changed_at: int,
+        trend: float,
+        deviation: float,
+        supply: int,
     ) -> None:
         QUEUE.wait()
         state = self._cpu.state_dict()
         new = {"threshold": threshold, "step": step, "changed_at": changed_at}
-        self._cpu.load_state_dict({**state, **new, "course": (trend, deviation)})
+        self._cpu.load_state_dict({**state, **new, "course": (trend, deviation, supply)})
 
     def set_policy(self, policy: dict[str, Any]) -> None:
         QUEUE.wait()

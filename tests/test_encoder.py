@@ -335,6 +335,48 @@ def test_target_density_is_kept_on_average_without_a_first_burst(kind: str, dens
     assert 0.8 <= np.mean(ratios[30:]) <= 1.2, ratios
 
 
+@pytest.mark.parametrize("adds_first", [False, True], ids=["update", "already added"])
+@pytest.mark.parametrize("kind", ["constant", "independent", "rows"])
+@pytest.mark.parametrize("share", [0.5, 0.1, 0.02, 0.01, 0.001])
+def test_elements_that_seldom_change_do_not_starve_those_that_do(
+    share: float, kind: str, adds_first: bool
+) -> None:
+    numel, steps = 2**16, 300
+    rng = np.random.default_rng(37)
+    encoder = gw.Encoder(numel, gw.TargetDensity(0.01))
+    count = round(share * numel)
+    moving = np.arange(count) if kind == "rows" else rng.permutation(numel)[:count]
+    constant = rng.standard_normal(count, dtype=np.float32)
+    sent = 0
+    put_in = 0.0
+    for step in range(steps):
+        update = np.zeros(numel, np.float32)
+        repeats = kind == "constant"
+        update[moving] = constant if repeats else rng.standard_normal(count, dtype=np.float32)
+        put_in += float(np.abs(update).sum())
+        if adds_first:
+            encoder.residual[...] += update
+        message = encoder.encode(None if adds_first else update)
+        sent += message.count if step >= steps // 2 else 0
+    density_of_moving = sent / (steps - steps // 2) / count
+    held_back = float(np.abs(encoder.residual).sum()) / (put_in / steps)
+    assert held_back <= 1.5 / density_of_moving
+
+
+def test_a_frozen_part_that_begins_to_move_is_sent_at_the_target() -> None:
+    numel = 2**16
+    rng = np.random.default_rng(37)
+    encoder = gw.Encoder(numel, gw.TargetDensity(0.05))
+    densities = []
+    for step in range(200):
+        update = rng.standard_normal(numel, dtype=np.float32)
+        if step < 60:
+            update[numel // 100 :] = 0.0
+        densities.append(encoder.encode(update).density)
+    assert max(densities[:60]) <= 0.01
+    assert 0.8 <= np.mean(densities[100:]) / 0.05 <= 1.2
+
+
 def test_a_target_density_follows_updates_that_become_a_hundred_times_as_small() -> None:
     numel = 2**16
     encoder = gw.Encoder(numel, gw.TargetDensity(0.01))

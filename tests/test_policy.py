@@ -24,6 +24,7 @@ from gradwire.policy import (
     SampledQuantiles,
     ShakeUp,
     StepThreshold,
+    Supply,
     TargetDensity,
     ThresholdPolicy,
     begin,
@@ -234,6 +235,45 @@ def test_a_late_sample_moves_the_threshold_only_towards_the_target(
         )
         after, _ = follow(policy, 1.0, density, 50, quantiles, state)
         assert after == (predicted if (predicted < 1.0) == falls else corrected)
+
+
+def test_a_target_that_cannot_be_met_leaves_the_threshold_to_the_samples() -> None:
+    policy = TargetDensity(0.1)
+    short = SampledQuantiles(0.01, 0.01, 0.01, 0.01, 0.5, moving=0.02, floor=0.25)
+    after, state = follow(policy, 0.1, 0.02, 20, short, PolicyState(0.5, -4.0))
+    assert (after, state) == (0.25, PolicyState(0.5, 0.0, Supply.SHORT))
+    for age in range(21, 24):  # few are sent whatever the threshold
+        assert not policy.samples(age, state)
+        assert follow(policy, after, 0.02, age, None, state) == (after, state)
+    assert policy.samples(24, state)
+    _, state = follow(policy, after, 0.6, 25, None, state)  # many elements move again
+    assert policy.samples(26, state)
+    enough = SampledQuantiles(2.0, 2.0, 2.0, 2.0, 0.5)
+    after, state = follow(policy, after, 0.6, 26, enough, state)
+    assert (after, state.supply) == (2.0, Supply.ENOUGH)
+
+
+def test_where_few_elements_move_the_counts_are_followed_and_samples_go_on() -> None:
+    policy = TargetDensity(0.1)
+    few = SampledQuantiles(2.0, 2.0, 2.0, 2.0, 0.5, moving=0.3)
+    after, state = follow(policy, 1.0, 0.1, 16, few, PolicyState(0.0, 0.0, Supply.FEW))
+    assert (after, state) == (1.0, PolicyState(0.0, 0.0, Supply.FEW))
+    assert [age for age in range(16, 40) if policy.samples(age, state)] == [16, 24, 32]
+
+
+def test_nothing_that_moves_keeps_the_threshold() -> None:
+    policy = TargetDensity(0.1)
+    nothing = SampledQuantiles(0.0, 0.0, 0.0, 0.0, 0.5, moving=0.0)
+    threshold, state = 1.0, PolicyState(0.5)
+    for age in range(60):
+        quantiles = nothing if policy.samples(age, state) else None
+        threshold, state = follow(policy, threshold, 0.0, age, quantiles, state)
+    assert threshold == 1.0
+
+
+def test_the_first_threshold_is_the_floor_where_the_target_cannot_be_met() -> None:
+    short = SampledQuantiles(0.01, 0.01, 0.01, 0.01, 0.5, moving=0.02, floor=0.25)
+    assert learned_threshold(TargetDensity(0.1), 1.0, short) == 0.25
 
 
 def test_only_target_density_asks_for_a_sample() -> None:

@@ -348,6 +348,40 @@ def test_zero_and_non_finite_magnitudes_count_as_elements_only() -> None:
     assert few.now == 1.0  # half of the elements are not there to find: the least that is
 
 
+def test_the_floor_is_half_the_mean_of_the_magnitudes_that_move() -> None:
+    before = np.zeros(4096, np.float32)
+    zeros = np.zeros_like(before)
+    before[::64] = 1.0
+    few = reference.sample_quantiles(before, zeros, zeros, 0.1, 9 / 16)
+    assert few is not None
+    assert few.moving == 1 / 64
+    assert few.floor == pytest.approx(0.5, rel=0.01)
+    enough = reference.sample_quantiles(before, zeros, zeros, 1 / 64, 9 / 16)
+    assert enough is not None
+    assert enough.floor == 0.0
+    # Small remainders of earlier updates are not what moves, however many there are.
+    before[before == 0.0] = 0.1
+    before[::64] = 100.0
+    remainders = reference.sample_quantiles(before, zeros, zeros, 0.1, 9 / 16)
+    assert remainders is not None
+    assert remainders.moving == 1.0
+    assert remainders.floor == pytest.approx(50.0, rel=0.01)
+
+
+def test_every_element_is_sampled_from_turn_to_turn() -> None:
+    numel = 3 * 2**18 + 5
+    seen = np.zeros(numel, bool)
+    for turn in range(5):
+        before = np.where(seen, 0.0, 1.0)
+        sampled = np.arange(numel) // 16 % 5 == turn
+        before[~sampled] = 0.0
+        quantiles = reference.sample_quantiles(before, None, before, 1e-3, turn=turn)
+        assert quantiles is not None
+        assert quantiles.moving == 1.0
+        seen |= sampled
+    assert seen.all()
+
+
 @pytest.mark.parametrize("wrong_by", [0.01, 100.0])
 @pytest.mark.parametrize("kind", ["gauss", "laplace", "regions"])
 def test_target_density_is_reached_within_five_steps(kind: str, wrong_by: float) -> None:

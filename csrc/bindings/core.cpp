@@ -61,15 +61,17 @@ class PyEncoder {
         return py::make_tuple(messages_of(encoded, partition), encoded.skipped, encoded.reached);
     }
 
-    py::tuple sample(const py::object& update, double threshold, double rounding_point, double density) {
+    py::tuple sample(const py::object& update, double threshold, double rounding_point, double density,
+                     uint64_t turn) {
         SampledQuantiles sampled;
         const uint16_t rounded = float_to_bfloat16(static_cast<float>(threshold));
         with_update(update, [&](const std::vector<ConstArray>* arrays) {
-            sampled = encoder_.sample(arrays, rounded, rounding_point, density);
+            sampled = encoder_.sample(arrays, rounded, rounding_point, density, turn);
             return Encoded{};
         });
         return py::make_tuple(sampled.now / rounding_point, sampled.shuffled / rounding_point,
-                              sampled.next / rounding_point, sampled.same / rounding_point, sampled.agreement);
+                              sampled.next / rounding_point, sampled.same / rounding_point, sampled.agreement,
+                              sampled.moving, sampled.floor / rounding_point);
     }
 
     py::tuple encode_dense(const py::object& update, const std::string& dtype, uint32_t key, uint32_t step,
@@ -286,7 +288,7 @@ void register_encoder(py::module_& module) {
              py::arg("rounding_point"), py::arg("flags"), py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"),
              py::arg("partition"), py::arg("max_bytes"), py::arg("most_changed"))
         .def("sample", &PyEncoder::sample, py::arg("update").none(true), py::arg("threshold"),
-             py::arg("rounding_point"), py::arg("density"))
+             py::arg("rounding_point"), py::arg("density"), py::arg("turn"))
         .def("encode_dense", &PyEncoder::encode_dense, py::arg("update").none(true), py::arg("dtype"), py::arg("key"),
              py::arg("step"), py::arg("skip_nonfinite"), py::arg("partition"))
         .def("hold_difference", &PyEncoder::hold_difference, py::arg("now"), py::arg("before"))

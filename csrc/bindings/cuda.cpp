@@ -138,10 +138,10 @@ LentBytes lent_bytes(const py::object& array, const char* role) {
 class PyEncoder {
   public:
     PyEncoder(int device, uint64_t numel, bool float64, const py::dict& policy, double threshold, double trend,
-              double deviation)
+              double deviation, uint32_t supply)
         : float64_(float64),
           encoder_(device, numel, float64 ? Dtype::kFloat64 : Dtype::kFloat32, policy_of(policy),
-                   {threshold, trend, deviation}) {}
+                   {threshold, trend, deviation, cuda::Supply{supply}}) {}
 
     // Return the size of a buffer for ternary messages.
     uint64_t capacity() const { return cuda::message_capacity(max_ternary_bytes(encoder_.numel())); }
@@ -196,6 +196,7 @@ class PyEncoder {
         words["threshold"] = state.threshold;
         words["trend"] = state.trend;
         words["deviation"] = state.deviation;
+        words["supply"] = static_cast<uint32_t>(state.supply);
         words["step"] = state.step;
         words["changed_at"] = state.changed_at;
         words["messages"] = state.messages;
@@ -206,10 +207,11 @@ class PyEncoder {
         words["clipped_sum"] = state.clipped_sum;
         return words;
     }
-    void set_state(double threshold, uint64_t step, uint64_t changed_at, double trend, double deviation) {
+    void set_state(double threshold, uint64_t step, uint64_t changed_at, double trend, double deviation,
+                   uint32_t supply) {
         const Exclusive exclusive(busy_);
         const py::gil_scoped_release release;
-        encoder_.set_state({threshold, trend, deviation}, step, changed_at);
+        encoder_.set_state({threshold, trend, deviation, cuda::Supply{supply}}, step, changed_at);
     }
 
     void set_policy(const py::dict& policy) {
@@ -426,15 +428,15 @@ void register_message(py::module_& module) {
 void register_encoder(py::module_& module) {
     // Local, because _core's class has the same C++ name, which is all that pybind11 compares under libc++.
     py::class_<PyEncoder>(module, "Encoder", py::module_local())
-        .def(py::init<int, uint64_t, bool, const py::dict&, double, double, double>(), py::arg("device"),
+        .def(py::init<int, uint64_t, bool, const py::dict&, double, double, double, uint32_t>(), py::arg("device"),
              py::arg("numel"), py::arg("float64"), py::arg("policy"), py::arg("threshold"), py::arg("trend"),
-             py::arg("deviation"))
+             py::arg("deviation"), py::arg("supply"))
         .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("key"), py::arg("skip_nonfinite"),
              py::arg("dense"), py::arg("partition").none(true), py::arg("max_bytes"), py::arg("most_changed"),
              py::arg("outs").none(true), py::arg("stream"))
         .def("state", &PyEncoder::state)
         .def("set_state", &PyEncoder::set_state, py::arg("threshold"), py::arg("step"), py::arg("changed_at"),
-             py::arg("trend"), py::arg("deviation"))
+             py::arg("trend"), py::arg("deviation"), py::arg("supply"))
         .def("set_policy", &PyEncoder::set_policy, py::arg("policy"))
         .def("residual_to_host", &PyEncoder::residual_to_host)
         .def("residual_from_host", &PyEncoder::residual_from_host, py::arg("residual"))

@@ -24,6 +24,7 @@ struct SampleGroup {
     uint32_t exceeding[kSampleQuantiles];           // bit i: element i is finite and at least its cut
     uint32_t agreeing;                              // elements whose residual and update have the same sign
     uint32_t opposing;
+    uint32_t moving;  // elements whose sum of residual and update is not zero
 };
 
 namespace {
@@ -41,10 +42,44 @@ inline uint64_t sample_stride(uint64_t numel, double density) {
     return ((numel + sampled - 1) / sampled | 1) * kSampleGroup;
 }
 
+// Return the first sampled element. From turn to turn all elements are sampled, because a threshold that follows the
+// same elements for ever lets others fall behind.
+GRADWIRE_HD inline uint64_t first_sampled(uint64_t stride, uint64_t turn) {
+    return turn % (stride / kSampleGroup) * kSampleGroup;
+}
+
 // Return the lower edge of a bin; past the last bin, the largest float32 instead of infinity.
 GRADWIRE_HD inline double bin_edge(unsigned bin) {
     const uint32_t bits = bin << kBinShift;
     return bit_cast<float>(bits < kInfinityBits ? bits : kInfinityBits - 1);
+}
+
+// The mean of the magnitudes in the highest bins, in integers, so that every order of the additions gives the same.
+// Weights are in halves of the least step of a bin kWeightOctaves below the highest that is filled, `top`; lower bins
+// weigh nothing. Sums of 2^18 elements stay below 2^62.
+inline constexpr unsigned kWeightOctaves = 30;
+
+GRADWIRE_HD inline uint64_t bin_scale(unsigned bin, unsigned top) {
+    const unsigned octaves = top / 64 - bin / 64;
+    return octaves > kWeightOctaves ? 0 : uint64_t{1} << (kWeightOctaves - octaves);
+}
+GRADWIRE_HD inline uint64_t bin_edge_weight(unsigned bin, unsigned top) {
+    return 2 * (64 + bin % 64) * bin_scale(bin, top);
+}
+// Return the weight of an element in the middle of a bin.
+GRADWIRE_HD inline uint64_t bin_weight(unsigned bin, unsigned top) {
+    return bin_edge_weight(bin, top) + bin_scale(bin, top);
+}
+// Return whether the mean of the elements in the bins from the top down to this one is at most 32/9 of its lower edge.
+// With a rounding point of 9/16 the elements hold two thresholds on the average.
+GRADWIRE_HD inline bool is_even(uint64_t elements, uint64_t weight, unsigned bin, unsigned top) {
+    return 9 * weight <= 32 * elements * bin_edge_weight(bin, top);
+}
+// Return 9/32 of the mean.
+GRADWIRE_HD inline double floor_of(uint64_t elements, uint64_t weight, unsigned top) {
+    constexpr int kExponent = static_cast<int>(kWeightOctaves) + 127 + 7;
+    const double scaled = static_cast<double>(9 * weight) / static_cast<double>(32 * elements);
+    return std::ldexp(scaled, static_cast<int>(top / 64) - kExponent);
 }
 
 GRADWIRE_HD inline float copy_sign(float magnitude, float sign) { return __builtin_copysignf(magnitude, sign); }
@@ -96,12 +131,19 @@ GRADWIRE_HD inline void count_signs(const Residual* before, const Residual* adde
     out->opposing = opposing;
 }
 
+GRADWIRE_HD inline uint32_t count_moving(const uint32_t* bits) {
+    uint32_t moving = 0;
+    for (uint64_t i = 0; i < kSampleGroup; ++i) moving += bits[i] != 0;
+    return moving;
+}
+
 // Measure a step without an update, where the four magnitudes of an element are equal: fill the first only, and count
 // no signs.
 template <class Residual>
 void measure_residuals(const Residual* before, uint64_t count, uint32_t cut, SampleGroup* out) {
     for (uint64_t i = 0; i < kSampleGroup; ++i) out->bits[0][i] = magnitude_bits(before[i]);
     out->exceeding[0] = exceeding(out->bits[0], cut) & ((1U << count) - 1);
+    out->moving = count_moving(out->bits[0]);
 }
 
 // Measure a group of `count` elements: fill `out`, with one cut (1 or more) for each quantile.
@@ -131,6 +173,7 @@ GRADWIRE_HD void measure_group(const Residual* before, const Residual* added, ui
     const uint32_t elements = (1U << count) - 1;
     for (unsigned q = 0; q < kSampleQuantiles; ++q) out->exceeding[q] = exceeding(out->bits[q], cuts[q]) & elements;
     count_signs(before, added, out);
+    out->moving = count_moving(out->bits[0]);
 }
 
 }  // namespace

@@ -329,7 +329,9 @@ __global__ void __launch_bounds__(kBlock)
     sample_kernel(const __grid_constant__ ArrayTable updates, const Residual* residual, uint64_t begin, uint64_t end,
                   uint64_t numel, uint64_t stride, uint32_t* bins, Policy policy, EncoderState* state) {
     if (!samples(policy, *state)) return;
-    const uint64_t first = ((begin + stride - 1) / stride + uint64_t{blockIdx.x} * kBlock + threadIdx.x) * stride;
+    const uint64_t offset = first_sampled(stride, sample_turn(*state));
+    const uint64_t before = begin > offset ? (begin - offset + stride - 1) / stride : 0;
+    const uint64_t first = offset + (before + uint64_t{blockIdx.x} * kBlock + threadIdx.x) * stride;
     if (first >= end) return;
     sample_group(residual, updates, first, numel, levels_of<Residual>(state->used, policy.rounding_point), bins,
                  &state->sample);
@@ -338,12 +340,16 @@ __global__ void __launch_bounds__(kBlock)
 // A block for each quantile.
 __global__ void __launch_bounds__(kBlock) quantile_kernel(uint32_t* bins, Policy policy, EncoderState* state) {
     __shared__ BlockScratch<kBlock> sums;
+    if (state->sample.elements == 0) return;  // not sampled, so that the bins are empty
     BlockTeam<kBlock> block(sums);
     const double want = policy.density * static_cast<double>(state->sample.elements);
     double* const quantile = &state->sample.quantile[blockIdx.x];
-    find_quantile(block, bins + blockIdx.x * kBins, want, quantile);
+    double* const floor = blockIdx.x == 0 ? &state->sample.floor : nullptr;
+    find_quantile(block, bins + blockIdx.x * kBins, want, quantile, floor);
     __syncthreads();
-    if (threadIdx.x == 0) *quantile /= policy.rounding_point;
+    if (threadIdx.x > 0) return;
+    *quantile /= policy.rounding_point;
+    if (floor) *floor /= policy.rounding_point;
 }
 
 __global__ void begin_kernel(EncoderState* state, uint16_t threshold, uint32_t step) {

@@ -154,6 +154,7 @@ void DeviceEncoder::set_state(const PolicyState& policy_state, uint64_t step, ui
     state.threshold = policy_state.threshold;
     state.trend = policy_state.trend;
     state.deviation = policy_state.deviation;
+    state.supply = policy_state.supply;
     state.step = step;
     state.changed_at = changed_at;
     clear_step(state);

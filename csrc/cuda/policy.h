@@ -30,23 +30,30 @@ struct Policy {
     double clip_limit = 0;
 };
 
+// How many elements move: Supply in policy.py.
+enum class Supply : uint32_t { kEnough = 0, kFew = 1, kShort = 2 };
+
 // A threshold, and the memory of kTargetDensity: PolicyState in policy.py.
 struct PolicyState {
     double threshold;
     double trend;
     double deviation;
+    Supply supply;
 };
 
 // The sample of kTargetDensity (SampledQuantiles in quantile_sample.h).
 struct SampleTotals {
     double quantile[4];  // now, shuffled, next, same; as thresholds
     uint64_t elements, agreeing, opposing;
+    uint64_t still = 0;  // elements whose sum of residual and update is zero
+    double floor = 0;    // the least useful threshold if `now` is below it, otherwise 0
 };
 
 struct EncoderState {
     double threshold;  // the policy's, for the next step
     double trend;      // memory of kTargetDensity: PolicyState in policy.py
     double deviation;
+    Supply supply;
     uint64_t step;
     uint64_t changed_at;  // for kTargetDensity the step at which the policy began
     uint16_t rounded;     // the threshold, bfloat16
@@ -110,17 +117,33 @@ constexpr double kDeviationMax = 4.0;
 constexpr double kSpanMin = 10.0;
 constexpr double kTrendMax = 1.5;
 constexpr double kFirstTrend = 0.5;
+constexpr double kFewPerTarget = 4.0;
+constexpr uint64_t kFewSteps = 8;
 
 // Return whether this step is sampled.
 GRADWIRE_HD inline bool samples(const Policy& policy, const EncoderState& state) {
     if (policy.rule != Rule::kTargetDensity) return false;
     if (state.trend < 0) return true;
     if (state.flags & kFlagShakeUp) return false;
-    return state.step - state.changed_at < kSampledSteps || std::fabs(state.deviation) >= kDeviationMax;
+    const uint64_t age = state.step - state.changed_at;
+    if (age < kSampledSteps || std::fabs(state.deviation) >= kDeviationMax) return true;
+    return state.supply != Supply::kEnough && age % kFewSteps == 0;
+}
+
+// Return the number of the first sampled group: sample_turn in policy.py.
+GRADWIRE_HD inline uint64_t sample_turn(const EncoderState& state) {
+    const uint64_t turns = (state.step - state.changed_at) / kFewSteps;
+    return turns > 0 ? turns - 1 : 0;
 }
 
 GRADWIRE_HD inline double bounded(double value, double least, double most) {
     return std::fmin(std::fmax(value, least), most);
+}
+
+GRADWIRE_HD inline Supply supply_of(const Policy& policy, const SampleTotals& sample) {
+    if (sample.floor > 0 || sample.quantile[0] <= 0) return Supply::kShort;
+    const double moving = static_cast<double>(sample.elements - sample.still) / static_cast<double>(sample.elements);
+    return moving < kFewPerTarget * policy.density ? Supply::kFew : Supply::kEnough;
 }
 
 // Return the next threshold under kTargetDensity: TargetDensity.follow in policy.py.
@@ -130,11 +153,22 @@ GRADWIRE_HD inline double follow_target(const Policy& policy, EncoderState& stat
     const double deviation =
         age >= kSampledSteps - 2 ? bounded(0.9 * state.deviation + off, -kDeviationMax, kDeviationMax) : 0.0;
     const bool sampled = state.sample.elements > 0;
+    const Supply supply = sampled ? supply_of(policy, state.sample) : state.supply;
     if (state.trend < 0) {
         if (!sampled || state.sample.quantile[0] <= 0) return state.threshold;
         state.trend = kFirstTrend;
         state.deviation = deviation;
+        state.supply = supply;
         return bounded(2.0 * state.threshold, policy.minimum, kLargestThreshold);
+    }
+    const double deviation_before = state.deviation;
+    const Supply supply_before = state.supply;
+    state.supply = supply;
+    if (supply == Supply::kShort) {
+        state.deviation = std::fmax(deviation, 0.0);
+        if (!sampled || state.sample.floor <= 0) return state.threshold;
+        state.deviation = 0.0;
+        return bounded(state.sample.floor, policy.minimum, kLargestThreshold);
     }
     state.deviation = deviation;
     if (sampled && state.sample.quantile[2] <= 0) return state.threshold;
@@ -144,7 +178,14 @@ GRADWIRE_HD inline double follow_target(const Policy& policy, EncoderState& stat
         bounded(state.threshold * (1.0 + (growth + 0.5 * deviation) / span), policy.minimum, kLargestThreshold);
     if (!sampled) return corrected;
     double predicted = bounded(predict_quantile(state.sample, density), policy.minimum, kLargestThreshold);
-    if (age >= kSampledSteps) return deviation < 0 ? std::fmin(corrected, predicted) : std::fmax(corrected, predicted);
+    if (age >= kSampledSteps) {
+        if (supply_before == Supply::kShort) {
+            state.deviation = 0.0;
+            return predicted;
+        }
+        if (supply_before == Supply::kFew && std::fabs(deviation_before) < kDeviationMax) return corrected;
+        return deviation < 0 ? std::fmin(corrected, predicted) : std::fmax(corrected, predicted);
+    }
     if (age == 1)
         predicted = std::fmax(predicted, bounded(state.sample.quantile[3], policy.minimum, kLargestThreshold));
     const double seen = bounded(span * (predicted / state.threshold - 1.0), 0.0, kTrendMax);
@@ -185,7 +226,8 @@ GRADWIRE_HD inline void prepare_step(const Policy& policy, EncoderState& state) 
 // Learn the first threshold from the sample of the first update.
 GRADWIRE_HD inline void learn_threshold(const Policy& policy, EncoderState& state) {
     if (state.trend >= 0 || state.sample.quantile[0] <= 0) return;
-    state.threshold = bounded(state.sample.quantile[0], policy.minimum, kLargestThreshold);
+    const double first = state.sample.floor > 0 ? state.sample.floor : state.sample.quantile[0];
+    state.threshold = bounded(first, policy.minimum, kLargestThreshold);
     prepare_step(policy, state);
 }
 

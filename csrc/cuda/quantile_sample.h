@@ -40,16 +40,21 @@ GRADWIRE_HD void sample_group(const Residual* residual, const ArrayTable& update
     atomic_add(&sample->elements, count);
     atomic_add(&sample->agreeing, group.agreeing);
     atomic_add(&sample->opposing, group.opposing);
+    atomic_add(&sample->still, count - group.moving);
 }
 
-// Find one quantile, by one block, from its bins, highest bin first. Clear the bins for the next step.
+// Find one quantile, by one block, from its bins, highest bin first. Clear the bins for the next step. With `floor`
+// also find the floor, or 0 where the quantile can be followed: `_floor` in python/gradwire/reference.py.
 template <class Team>
-GRADWIRE_TEAM void find_quantile(Team& team, uint32_t* bins, double want, double* quantile) {
+GRADWIRE_TEAM void find_quantile(Team& team, uint32_t* bins, double want, double* quantile, double* floor = nullptr) {
     team.each([&](unsigned thread) {
-        if (thread == 0) *quantile = bin_edge(0);
+        if (thread > 0) return;
+        *quantile = bin_edge(0);
+        if (floor) *floor = 0;
     });
     constexpr unsigned kRounds = (kBins + Team::kThreads - 1) / Team::kThreads;
-    uint64_t above = 0;
+    uint64_t above = 0, weight_above = 0;
+    unsigned top = 0;
     bool found = false;
     for (unsigned round = 0; round < kRounds; ++round) {
         Local<Team, uint64_t> before, own;
@@ -61,6 +66,37 @@ GRADWIRE_TEAM void find_quantile(Team& team, uint32_t* bins, double want, double
             bins[kBins - 1 - from_top] = 0;
         });
         const uint64_t all = exclusive_sum(team, before);
+        if (floor && !found && all > 0) {
+            const auto bin_of = [&](unsigned thread) { return kBins - 1 - (round * Team::kThreads + thread); };
+            if (above == 0) {
+                Local<Team, uint64_t> filled;
+                team.each([&](unsigned thread) { filled[thread] = own[thread] > 0 ? bin_of(thread) : 0; });
+                top = static_cast<unsigned>(team.exclusive_scan(filled, uint64_t{0}, Most{}));
+            }
+            Local<Team, uint64_t> weight, even;
+            team.each([&](unsigned thread) {
+                weight[thread] = own[thread] > 0 ? own[thread] * bin_weight(bin_of(thread), top) : 0;
+            });
+            const uint64_t weight_all = exclusive_sum(team, weight);
+            const auto weight_down_to = [&](unsigned thread) {
+                return weight_above + weight[thread] + own[thread] * bin_weight(bin_of(thread), top);
+            };
+            team.each([&](unsigned thread) {
+                const uint64_t higher = above + before[thread];
+                even[thread] = own[thread] > 0 && static_cast<double>(higher) < want &&
+                                       is_even(higher + own[thread], weight_down_to(thread), bin_of(thread), top)
+                                   ? UINT64_MAX - bin_of(thread)
+                                   : 0;
+            });
+            const uint64_t lowest = team.exclusive_scan(even, uint64_t{0}, Most{});
+            team.each([&](unsigned thread) {
+                if (lowest != UINT64_MAX - bin_of(thread)) return;
+                const uint64_t elements = above + before[thread] + own[thread];
+                const bool is_reached = static_cast<double>(elements) >= want;
+                *floor = is_reached ? 0 : floor_of(elements, weight_down_to(thread), top);
+            });
+            weight_above += weight_all;
+        }
         if (!found) {
             // If fewer than `want` elements are counted, the quantile is the lower edge of the lowest bin in use.
             Local<Team, uint64_t> lowest;

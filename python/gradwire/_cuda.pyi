@@ -60,6 +60,7 @@ class Encoder:
         threshold: float,
         trend: float,
         deviation: float,
+        supply: int,
     ) -> None: ...
     def encode(
         self,
@@ -75,7 +76,13 @@ class Encoder:
     ) -> list[CudaMessage]: ...
     def state(self) -> dict[str, Any]: ...
     def set_state(
-        self, threshold: float, step: int, changed_at: int, trend: float, deviation: float
+        self,
+        threshold: float,
+        step: int,
+        changed_at: int,
+        trend: float,
+        deviation: float,
+        supply: int,
     ) -> None: ...
     def set_policy(self, policy: dict[str, Any]) -> None: ...
     def residual_to_host(self) -> NDArray[Any]: ...

@@ -30,6 +30,7 @@ from .policy import (
     most_changed,
     round_threshold,
     rounding_point_of,
+    sample_turn,
     sampled_density,
 )
 from .state import EncoderState, check_range
@@ -137,10 +138,11 @@ class ThresholdMemory:
     ) -> SampledQuantiles | None:
         """Sample the quantiles that the policy wants in this step, and learn the first threshold from them."""
         learns = self.policy_state.trend < 0.0
-        density = sampled_density(rule.policy, step - self.changed_at, self.policy_state)
+        age = step - self.changed_at
+        density = sampled_density(rule.policy, age, self.policy_state)
         if not density or (is_shakeup and not learns):
             return None
-        sampled = core.sample(update, self.rounded, rule.rounding_point, density)
+        sampled = core.sample(update, self.rounded, rule.rounding_point, density, sample_turn(age))
         quantiles = SampledQuantiles(*sampled)
         if learns:
             self.set_threshold(learned_threshold(rule.policy, self.threshold, quantiles))

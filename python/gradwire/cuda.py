@@ -17,6 +17,7 @@ from .policy import (
     ResidualClip,
     ShakeUp,
     StepThreshold,
+    Supply,
     TargetBytes,
     TargetDensity,
     ThresholdPolicy,
@@ -179,7 +180,7 @@ class CudaEncoder(Encoder, device="cuda"):
             state["threshold"],
             state["step"],
             state["changed_at"],
-            PolicyState(state["trend"], state["deviation"]),
+            PolicyState(state["trend"], state["deviation"], Supply(state["supply"])),
         ).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

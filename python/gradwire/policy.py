@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import lru_cache
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ __all__ = [
     "SampledQuantiles",
     "ShakeUp",
     "StepThreshold",
+    "Supply",
     "TargetBytes",
     "TargetDensity",
     "ThresholdPolicy",
@@ -34,6 +36,7 @@ __all__ = [
     "policy_for_tensor",
     "round_threshold",
     "rounding_point_of",
+    "sample_turn",
     "sampled_density",
 ]
 
@@ -54,6 +57,9 @@ _SAMPLED_STEPS = 10
 _DEVIATION_MAX = 4.0
 _SPAN_MIN = 10.0
 _TREND_MAX = 1.5
+# Where few elements move, samples are repeated: an element that falls behind does not change the counts.
+_FEW_PER_TARGET = 4.0
+_FEW_STEPS = 8
 FIRST_TREND = 0.5
 _LEARNS = -1.0
 # The threshold before the first is learned, for updates of nothing but zeros.
@@ -69,7 +75,7 @@ _SMALL_DENSITY_MAX = 0.08
 
 
 class SampledQuantiles(NamedTuple):
-    """Four sampled quantiles of magnitudes, as thresholds, and the agreement of residual and update in sign.
+    """Four sampled quantiles of magnitudes, as thresholds, the agreement in sign, and how many elements move.
 
     The target density's share of the sampled elements exceeds each quantile. A quantile is divided by the policy's
     rounding point, so it is the threshold at which that share of the elements would be sent.
@@ -83,6 +89,9 @@ class SampledQuantiles(NamedTuple):
         same: quantile of |r_after(i) + u(i)|, the magnitudes of the next step if the next update is the same.
         agreement: share of the elements whose residual and update have the same sign, among the elements where neither
             is zero; 0.5 if there are no such elements.
+        moving: share of the elements whose sum of residual and update is not zero.
+        floor: the least useful threshold if ``now`` is below it, otherwise 0. Too few elements move then, and they hold
+            more than a threshold as small as ``now`` carries. The floor is half the mean of their magnitudes.
     """
 
     now: float
@@ -90,6 +99,18 @@ class SampledQuantiles(NamedTuple):
     next: float
     same: float
     agreement: float
+    moving: float = 1.0
+    floor: float = 0.0
+
+
+class Supply(IntEnum):
+    """How many elements move, compared with the target density, as the last sample showed."""
+
+    ENOUGH = 0
+    FEW = 1
+    """Little more than the target asks for: the counts are followed, and the samples go on."""
+    SHORT = 2
+    """The target cannot be met: the threshold stays from sample to sample."""
 
 
 class PolicyState(NamedTuple):
@@ -100,10 +121,12 @@ class PolicyState(NamedTuple):
             threshold has been learned.
         deviation: sum of the recent relative deviations of the density from the target, with weights that fade by a
             tenth per step.
+        supply: how many elements move.
     """
 
     trend: float
     deviation: float = 0.0
+    supply: Supply = Supply.ENOUGH
 
 
 class ThresholdPolicy(Protocol):
@@ -284,6 +307,10 @@ class TargetDensity:
     trend, corrected by the densities that the messages had, which costs nothing. A group with fewer than
     ``1 / density`` elements sends about one element a step.
 
+    If fewer elements move than the target asks for, as in a frozen backbone or an embedding table, the target does not
+    drive the threshold. It is then half the mean of the magnitudes that move, so that these elements are sent as soon
+    as they move.
+
     Elements are rounded: an element whose magnitude is at least ``rounding_point`` times the threshold is sent as plus
     or minus the threshold.
 
@@ -320,7 +347,12 @@ class TargetDensity:
 
     def samples(self, age: int, state: PolicyState) -> bool:
         """Return whether the encoder samples in the step after ``age`` steps under this policy."""
-        return age < _SAMPLED_STEPS or abs(state.deviation) >= _DEVIATION_MAX or state.trend < 0.0
+        return (
+            age < _SAMPLED_STEPS
+            or abs(state.deviation) >= _DEVIATION_MAX
+            or state.trend < 0.0
+            or (state.supply != Supply.ENOUGH and age % _FEW_STEPS == 0)
+        )
 
     def follow(
         self,
@@ -345,29 +377,47 @@ class TargetDensity:
         if age >= _SAMPLED_STEPS - 2:
             deviation = min(max(0.9 * state.deviation + excess, -_DEVIATION_MAX), _DEVIATION_MAX)
         trend = state.trend
+        supply = state.supply if quantiles is None else self._supply(quantiles)
         if trend < 0.0:
             if quantiles is None or quantiles.now <= 0.0:
                 return threshold, state
             # If the next update is the same, the magnitudes double.
-            return self._bounded(2.0 * threshold), PolicyState(FIRST_TREND, deviation)
+            return self._bounded(2.0 * threshold), PolicyState(FIRST_TREND, deviation, supply)
+        if supply == Supply.SHORT:
+            # Too few are sent whatever the threshold. A count above the target says that more elements move now.
+            after = PolicyState(trend, max(deviation, 0.0), supply)
+            if quantiles is None or quantiles.floor <= 0.0:
+                return threshold, after
+            return self._bounded(quantiles.floor), after._replace(deviation=0.0)
         if quantiles is not None and quantiles.next <= 0.0:
-            return threshold, PolicyState(trend, deviation)
+            return threshold, PolicyState(trend, deviation, supply)
         # Residuals settle within about 1 / density steps and change ever more slowly until then: so do corrections.
         span = min(age + 1.0, max(1.0 / self.density, _SPAN_MIN))
         growth = trend if age + 1.0 < 1.0 / self.density else 0.0
         corrected = self._bounded(threshold * (1.0 + (growth + 0.5 * deviation) / span))
+        after = PolicyState(trend, deviation, supply)
         if quantiles is None:
-            return corrected, PolicyState(trend, deviation)
+            return corrected, after
         predicted = self.next_threshold(threshold, density, age + 1, quantiles)
         if age >= _SAMPLED_STEPS:
+            if state.supply == Supply.SHORT:
+                return predicted, after._replace(deviation=0.0)
+            if state.supply == Supply.FEW and abs(state.deviation) < _DEVIATION_MAX:
+                return corrected, after  # sampled only to see how many elements move
             # The counts say in which direction the threshold was wrong, so the sample may only go further that way.
             further = min if deviation < 0.0 else max
-            return further(corrected, predicted), PolicyState(trend, deviation)
+            return further(corrected, predicted), after
         if age == 1:  # two steps do not show yet whether updates repeat
             predicted = max(predicted, self._bounded(quantiles.same))
         # A threshold that grows as age^trend changes by the share trend / age from one step to the next.
         observed_trend = min(max(span * (predicted / threshold - 1.0), 0.0), _TREND_MAX)
-        return predicted, PolicyState(trend + (observed_trend - trend) / 4.0, deviation)
+        return predicted, after._replace(trend=trend + (observed_trend - trend) / 4.0)
+
+    def _supply(self, quantiles: SampledQuantiles) -> Supply:
+        if quantiles.floor > 0.0 or quantiles.now <= 0.0:
+            return Supply.SHORT
+        is_few = quantiles.moving < _FEW_PER_TARGET * self.density
+        return Supply.FEW if is_few else Supply.ENOUGH
 
     def _bounded(self, threshold: float) -> float:
         return min(max(threshold, self.minimum), _MAX_THRESHOLD)
@@ -576,7 +626,8 @@ def learned_threshold(
     policy: ThresholdPolicy, threshold: float, quantiles: SampledQuantiles
 ) -> float:
     """Return the first threshold, learned from a sample of the first update; from zeros nothing is learned."""
-    learned = min(max(quantiles.now, getattr(policy, "minimum", 0.0)), _MAX_THRESHOLD)
+    first = quantiles.floor or quantiles.now
+    learned = min(max(first, getattr(policy, "minimum", 0.0)), _MAX_THRESHOLD)
     return learned if quantiles.now > 0.0 else threshold
 
 
@@ -590,6 +641,11 @@ def sampled_density(policy: ThresholdPolicy, age: int, state: PolicyState) -> fl
     if isinstance(policy, TargetDensity) and not policy.samples(age, state):
         return 0.0
     return policy.sample_density or 0.0
+
+
+def sample_turn(age: int) -> int:
+    """Return the number of the first sampled group of 16 after ``age`` steps; larger numbers begin again."""
+    return max(age // _FEW_STEPS - 1, 0)
 
 
 def follow(

@@ -333,12 +333,14 @@ def sample_quantiles(
     after: Values,
     density: float,
     rounding_point: float = 1.0,
+    turn: int = 0,
 ) -> SampledQuantiles | None:
     """Return the sampled quantiles that ``TargetDensity`` predicts from (``docs/algorithm.md``); None for no elements.
 
     ``before`` is the residual before the update, ``after`` the residual after encoding. If the caller had already added
     the update, ``update`` is None and its effect unknown: all four are quantiles of the residual. The quantiles are
     divided by ``rounding_point``.
+    Every so many groups of 16 one is sampled; the first is the one with the number ``turn``, or as many before.
     """
     if (numel := before.size) == 0:
         return None
@@ -346,32 +348,72 @@ def sample_quantiles(
         update = np.zeros_like(before)
         after = before
     stride = -(-numel // math.ceil(min(max(640 / density, 2**12), 2**18))) | 1  # groups of 16
-    i = np.flatnonzero(np.arange(numel) // 16 % stride == 0)
+    i = np.flatnonzero(np.arange(numel) // 16 % stride == turn % stride)
     j = np.where(i ^ 8 < numel, i ^ 8, i)
     with np.errstate(over="ignore", invalid="ignore"):
         signs = np.sign(before[i]) * np.sign(update[i])
         pairs = ((before, i), (before, j), (after, j), (after, i))  # now, shuffled, next, same
         sums = [residual[i] + update[k] for residual, k in pairs]
-    quantiles = (_quantile(abs(total), density) / rounding_point for total in sums)
+    bits = [_magnitude_bits(total) for total in sums]
+    quantiles = (_quantile(magnitudes, density) / rounding_point for magnitudes in bits)
     now, shuffled, following, same = quantiles
+    moving = np.count_nonzero(bits[0]) / i.size
+    floor = _floor(bits[0], density) / rounding_point
     agreeing = np.count_nonzero(signs > 0)
     either = np.count_nonzero(abs(signs) > 0)
     agreement = agreeing / either if either else 0.5
-    return SampledQuantiles(now, shuffled, following, same, agreement)
+    return SampledQuantiles(now, shuffled, following, same, agreement, moving, floor)
 
 
-def _quantile(magnitudes: NDArray[Any], density: float) -> float:
-    """Return about the magnitude that ``density`` of the elements reach or exceed.
-
-    The bins are the upper 15 bits of a float32, linear inside. Zero and non-finite magnitudes are in no bin.
-    """
+def _magnitude_bits(values: NDArray[Any]) -> NDArray[np.uint32]:
     with np.errstate(over="ignore"):
-        bits = magnitudes.astype(np.float32).view(np.uint32)
+        return abs(values).astype(np.float32).view(np.uint32)
+
+
+def _filled_bins(bits: NDArray[np.uint32]) -> Iterator[tuple[int, int]]:
+    """Yield the bins of magnitudes and their counts, highest first. Zero and non-finite magnitudes are in no bin.
+
+    The number of a bin is the upper 15 bits of a float32: an exponent, and 6 bits of the fraction.
+    """
     bins, counts = np.unique(bits[(bits > 0) & (bits < 0x7F800000)] >> 17, return_counts=True)
-    want = density * magnitudes.size
+    return zip(bins[::-1].tolist(), counts[::-1].tolist(), strict=True)
+
+
+def _floor(bits: NDArray[np.uint32], density: float) -> float:
+    """Return 9/32 of the mean of the magnitudes that move, or 0 if the quantile of the density can be followed.
+
+    It can if the elements that reach the quantile are as many as ``density`` asks for, and their mean is at most 32/9
+    of it: with a rounding point of 9/16 they hold two thresholds on the average. Otherwise the elements that move are
+    those down to the lowest bin, not below the quantile, of which that is true.
+
+    Sums are of integers, so that every order of the additions gives the same: in halves of the least step of a fraction
+    30 octaves below the largest magnitude, below which everything counts as zero.
+    """
+    above = weight = top = 0
+    floor = 0.0
+    for number, inside in _filled_bins(bits):
+        top = top or number >> 6
+        scale = 1 << 30 >> top - (number >> 6)
+        edge = 2 * (64 + number % 64) * scale
+        above += inside
+        weight += inside * (edge + scale)
+        is_even = 9 * weight <= 32 * above * edge
+        is_reached = above >= density * bits.size
+        if is_even:
+            if is_reached:
+                return 0.0
+            floor = math.ldexp(float(9 * weight) / float(32 * above), top - 30 - 127 - 7)
+        if is_reached:
+            break
+    return floor
+
+
+def _quantile(bits: NDArray[np.uint32], density: float) -> float:
+    """Return about the magnitude that ``density`` of the elements reach or exceed, linear inside a bin."""
+    want = density * bits.size
     above = 0
     low = 0.0
-    for number, inside in zip(bins[::-1].tolist(), counts[::-1].tolist(), strict=True):
+    for number, inside in _filled_bins(bits):
         ends = np.array([number << 17, min(number + 1 << 17, 0x7F7FFFFF)], "u4")
         low, high = ends.view("f4").tolist()
         if above + inside >= want:
@@ -420,8 +462,9 @@ class ReferenceEncoder:
         age = self.step - self.changed_at
         density = rules.sampled_density(self._policy, age, self._policy_state)
         point = rules.rounding_point_of(self._policy)
+        turn = rules.sample_turn(age)
         if self._policy_state.trend < 0:  # the first threshold is still to be learned
-            first = sample_quantiles(before, update, before, density, point)
+            first = sample_quantiles(before, update, before, density, point, turn)
             if first is not None:
                 self.threshold = rules.learned_threshold(self._policy, self.threshold, first)
         used = self.threshold
@@ -439,7 +482,7 @@ class ReferenceEncoder:
         if shakeup is None and numel > 0:
             quantiles = None
             if density:
-                quantiles = sample_quantiles(before, update, self.residual, density, point)
+                quantiles = sample_quantiles(before, update, self.residual, density, point, turn)
             self.threshold, self._policy_state = rules.follow(
                 self._policy, used, passing.size / numel, age, quantiles, self._policy_state
             )

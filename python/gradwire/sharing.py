@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import math
 import os
 import sys
@@ -12,11 +13,14 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from . import rendezvous
 from .arrays import device_of
 from .codec import Encoder
 from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
 from .exchange.options import ExchangeOptions, Options
+from .exchange.results import ExchangeStats
 from .policy import TargetDensity, default_policy
 from .transport import Node
 
@@ -26,6 +30,12 @@ if TYPE_CHECKING:
 __all__ = ["Density", "ExchangeMaker", "SharedArrays", "exchange_for", "share"]
 
 Density = float | Mapping[str, float | Literal["dense"]]
+
+_LOG = logging.getLogger(__name__)
+
+# Steps until tensors that do not change are named, and how many names are given.
+_JUDGED_STEPS = 50
+_NAMED_TENSORS = 5
 
 # One thread of an encoder for so many elements, at most.
 _THREAD_NUMEL = 1 << 20
@@ -119,15 +129,17 @@ def _groups_for(
     """Return one group of all tensors with the same density, which is the default where none is given.
 
     All of them share a threshold and a message: a group for every tensor costs small models several times the bytes.
+    Frozen parameters have a group of their own: the densities are those of the model without them.
     """
     patterns = density if isinstance(density, Mapping) else {}
     rest = None if isinstance(density, Mapping) else density
-    by_density: dict[float | str | None, list[int]] = {}
+    by_density: dict[tuple[bool, float | str | None], list[int]] = {}
     used = set()
-    for index, (name, _) in enumerate(named):
+    for index, (name, array) in enumerate(named):
         pattern = next(filter(functools.partial(fnmatchcase, name), patterns), None)
         used.add(pattern)
-        by_density.setdefault(rest if pattern is None else patterns[pattern], []).append(index)
+        value: float | str | None = rest if pattern is None else patterns[pattern]
+        by_density.setdefault((_is_frozen(array), value), []).append(index)
     # A pattern without a parameter is a typing error, which would train with another density than intended.
     unused = [pattern for pattern in patterns if pattern not in used]
     if unused:
@@ -137,17 +149,28 @@ def _groups_for(
             f"{', ...' if len(named) > 6 else ''}"
         )
     dtype = "float64" if any("float64" in str(array.dtype) for _, array in named) else "float32"
-    numel = sum(math.prod(array.shape) for _, array in named)
-    policy_of_model = default_policy(numel, is_adaptive=is_adaptive)
+    numel_of = {
+        is_frozen: sum(
+            math.prod(array.shape) for _, array in named if _is_frozen(array) == is_frozen
+        )
+        for is_frozen in (False, True)
+    }
     groups = []
-    for key, (value, indices) in enumerate(by_density.items()):
+    for key, ((is_frozen, value), indices) in enumerate(by_density.items()):
         numel = sum(math.prod(named[index][1].shape) for index in indices)
-        policy = policy_of_model if value in (None, "dense") else _policy(value, numel)
+        policy = default_policy(numel_of[is_frozen], is_adaptive=is_adaptive)
+        if value not in (None, "dense"):
+            policy = _policy(value, numel)
         threads = max(1, min(processors, numel // _THREAD_NUMEL))
         encoder = Encoder(numel, policy, dtype=dtype, device=device, key=key, threads=threads)
         tensors = tuple(indices) if len(by_density) > 1 else None
         groups.append(Group(encoder, tensors, is_dense=value == "dense"))
     return Groups(groups)
+
+
+def _is_frozen(array: Any) -> bool:
+    """Return whether a parameter is one of torch's that takes no gradient; arrays are never known to be."""
+    return getattr(array, "is_leaf", False) and not array.requires_grad
 
 
 def _policy(density: Any, numel: int) -> TargetDensity:
@@ -210,9 +233,9 @@ class ExchangeMaker:
         """Return the exchange of the parameters, which are given with their names, in order."""
         groups = self._groups(named)
         if not self._is_team:
-            return self._exchange(groups)
+            return self._exchange(named, groups)
         team = self._team()
-        return team.lead(self._exchange(groups)) if self._rank == 0 else team.follow()
+        return team.lead(self._exchange(named, groups)) if self._rank == 0 else team.follow()
 
     def make_again(
         self, named: Sequence[tuple[str, Any]], before: Exchange | LocalExchange
@@ -220,10 +243,10 @@ class ExchangeMaker:
         """Return an exchange of more parameters, in the place of another one that this object has made."""
         groups = self._groups(named)
         if isinstance(before, Exchange):
-            return self._exchange(groups)
+            return self._exchange(named, groups)
         # The memory of a team that has begun has the size of the earlier parameters.
         team = self._team() if before.team.is_attached else before.team
-        return team.lead(self._exchange(groups)) if self._rank == 0 else team.follow()
+        return team.lead(self._exchange(named, groups)) if self._rank == 0 else team.follow()
 
     def _groups(self, named: Sequence[tuple[str, Any]]) -> Groups:
         number = -1 if self._is_team else device_of([array for _, array in named])
@@ -243,13 +266,15 @@ class ExchangeMaker:
         self._teams += 1
         return LocalTeam(name, size=self._size, rank=self._rank, timeout_s=self._timeout_s)
 
-    def _exchange(self, groups: Groups) -> Exchange:
+    def _exchange(self, named: Sequence[tuple[str, Any]], groups: Groups) -> Exchange:
         is_given = self._node is not None
         if self._node is None:
             # Machines of one rank and of several may train together.
             is_alone = self._place.local_size == 1
             self._node = Node.from_env(per_machine=self._is_team or is_alone)
         exchange = Exchange(groups, self._node, **self._options)
+        if Options.of(self._options).codec == "threshold":
+            exchange.listeners.append(_StillTensors(named, groups))
         if not is_given:
             atexit.register(_say_goodbye, weakref.ref(exchange), self._node)
         return exchange
@@ -265,6 +290,57 @@ def exchange_for(
 ) -> Exchange | LocalExchange:
     """Return the exchange of this process, see `ExchangeMaker`."""
     return ExchangeMaker(density, is_adaptive=is_adaptive, node=node, **options).make(named)
+
+
+class _StillTensors:
+    """Logs once which tensors hardly change, if so few elements have changed that a density cannot be met.
+
+    Messages are right all the same; but these tensors cost memory and time in every step, and often nobody knows that
+    they do not train.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Any]], groups: Groups) -> None:
+        self._names = [name for name, _ in named]
+        self._sizes = [math.prod(array.shape) for _, array in named]
+        self._groups = groups
+        self._steps = 0
+
+    def __call__(self, _result: StepResult, _stats: ExchangeStats) -> None:
+        """Count a finished step."""
+        self._steps += 1
+        if self._steps != _JUDGED_STEPS:
+            return
+        for group in self._groups.groups:
+            policy = group.encoder.policy
+            # Dense updates leave no residual, and reading one on a device would make the training wait.
+            is_on_device = device_of(group.encoder.residual) >= 0
+            if group.is_dense or is_on_device or not isinstance(policy, TargetDensity):
+                continue
+            still = self._still_tensors(group, policy.density)
+            if still:
+                _LOG.warning(
+                    "fewer elements change than the density %.2g asks for, and all that change are sent; in %d steps "
+                    "hardly anything has changed in %s%s: leave out of the optimiser, or of share(), what is not "
+                    "trained",
+                    policy.density,
+                    _JUDGED_STEPS,
+                    ", ".join(still[:_NAMED_TENSORS]),
+                    ", ..." if len(still) > _NAMED_TENSORS else "",
+                )
+
+    def _still_tensors(self, group: Group, density: float) -> list[str]:
+        """Return the names of a group's tensors in which fewer elements have changed than the density."""
+        residual = group.encoder.residual
+        if np.count_nonzero(residual) > density * residual.size:
+            return []
+        still = []
+        start = 0
+        for index in range(len(self._names)) if group.tensors is None else group.tensors:
+            part = residual[start : start + self._sizes[index]]
+            start += part.size
+            if np.count_nonzero(part) <= density * part.size:
+                still.append(self._names[index])
+        return still
 
 
 def _say_goodbye(exchange: weakref.ref[Exchange], node: Node) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .policy import PolicyState, round_threshold
+from .policy import PolicyState, Supply, round_threshold
 
 __all__ = ["EncoderState", "check_format", "check_range"]
 
-_ENCODER_FORMAT = 1
+_ENCODER_FORMAT = 2
 
 
 def check_format(state: dict[str, Any], known: int, name: str = "state") -> None:
@@ -71,7 +71,8 @@ class EncoderState:
             "threshold": self.threshold,
             "step": self.step,
             "changed_at": self.changed_at,
-            "course": tuple(self.policy_state),  # the name in checkpoints of format 1
+            # The name in checkpoints. No enumeration: torch loads plain numbers only.
+            "course": (*self.policy_state[:2], int(self.policy_state.supply)),
         }
 
     @staticmethod
@@ -97,8 +98,9 @@ class EncoderState:
             threshold = float(state["threshold"])
             step = int(state["step"])
             changed_at = int(state["changed_at"])
-            policy_state = PolicyState(*map(float, state["course"]))
-        except TypeError as error:
+            trend, deviation, supply = state["course"]
+            policy_state = PolicyState(float(trend), float(deviation), Supply(supply))
+        except (TypeError, ValueError) as error:
             raise ValueError(f"state is not that of an encoder: {error}") from None
         round_threshold(threshold)
         check_range("step", step, 0, 2**63)

@@ -11,14 +11,14 @@ namespace {
 constexpr double kReach = 0.5625;
 
 cuda::SampleTotals measure_emulated(const Encoder& encoder, const void* residual, const std::vector<ConstArray>* update,
-                                    double density, bool backwards) {
+                                    double density, uint64_t turn, bool backwards) {
     const uint64_t numel = encoder.numel();
     std::vector<uint32_t> bins(kSampleQuantiles * kBins);
     cuda::SampleTotals sample{};
     std::vector<cuda::ArrayRange> ranges;
     if (update) ranges = cuda::cut_ranges(*update, numel, cuda::kGroupElements);
     const uint64_t stride = sample_stride(numel, density);
-    for (uint64_t first = 0; first < numel; first += stride) {
+    for (uint64_t first = first_sampled(stride, turn); first < numel; first += stride) {
         static const cuda::ArrayTable kNone{};
         const cuda::ArrayTable* arrays = &kNone;
         for (const cuda::ArrayRange& range : ranges)
@@ -33,7 +33,7 @@ cuda::SampleTotals measure_emulated(const Encoder& encoder, const void* residual
     Block block(backwards);
     for (unsigned q = 0; q < kSampleQuantiles; ++q)
         cuda::find_quantile(block, bins.data() + q * kBins, density * static_cast<double>(sample.elements),
-                            &sample.quantile[q]);
+                            &sample.quantile[q], q == 0 ? &sample.floor : nullptr);
     CHECK(bins == std::vector<uint32_t>(bins.size()));  // cleared for the next step
     return sample;
 }
@@ -49,6 +49,7 @@ CASE(the_sampled_quantiles_are_those_of_the_cpu) {
                 for (const double density : {1e-4, 0.03, 0.5, 1.0}) {
                     const check::Note notes[] = {{"numel", numel}, {"update dtype", unsigned(dtype)}};
                     Random random(numel);
+                    const uint64_t turn = numel % 5;
                     Encoder encoder(numel, residual, 1);
                     for (uint64_t i = 0; i < numel; ++i)
                         put_value(encoder.residual(), i, residual, tricky_value(random, 0.5, false));
@@ -57,8 +58,8 @@ CASE(the_sampled_quantiles_are_those_of_the_cpu) {
                     const std::vector<ConstArray> views{update.view()};
                     const std::vector<ConstArray>* given = dtype == Dtype::kNone ? nullptr : &views;
                     const cuda::SampleTotals sample =
-                        measure_emulated(encoder, encoder.residual(), given, density, numel % 2 == 0);
-                    const SampledQuantiles expected = encoder.sample(given, 0x3f00, kReach, density);
+                        measure_emulated(encoder, encoder.residual(), given, density, turn, numel % 2 == 0);
+                    const SampledQuantiles expected = encoder.sample(given, 0x3f00, kReach, density, turn);
                     CHECK(same(sample.quantile[0], expected.now));
                     CHECK(same(sample.quantile[1], expected.shuffled));
                     CHECK(same(sample.quantile[2], expected.next));
@@ -67,7 +68,31 @@ CASE(the_sampled_quantiles_are_those_of_the_cpu) {
                     const double agreement =
                         either > 0 ? static_cast<double>(sample.agreeing) / static_cast<double>(either) : 0.5;
                     CHECK(same(agreement, expected.agreement));
+                    CHECK(same(sample.floor, expected.floor));
+                    const auto elements = static_cast<double>(sample.elements);
+                    const auto moving = static_cast<double>(sample.elements - sample.still);
+                    if (elements > 0) CHECK(same(moving / elements, expected.moving));
                 }
+}
+
+CASE(the_floor_of_few_elements_is_that_of_the_cpu) {
+    for (const uint64_t every : Numbers{3, 40, 1000, 100000})
+        for (const double octaves : {0.0, 3.0, 40.0}) {
+            const check::Note notes[] = {{"every", every}};
+            constexpr uint64_t kNumel = 300007;
+            Random random(every);
+            Encoder encoder(kNumel, Dtype::kFloat32, 1);
+            for (uint64_t i = 0; i < kNumel; i += every) {
+                const double size = std::exp2(octaves * static_cast<double>(random.below(1000)) / 1000.0);
+                put_value(encoder.residual(), i, Dtype::kFloat32, size);
+            }
+            const cuda::SampleTotals sample =
+                measure_emulated(encoder, encoder.residual(), nullptr, 0.03, 1, every % 2 == 0);
+            const SampledQuantiles expected = encoder.sample(nullptr, 0x3f00, kReach, 0.03, 1);
+            CHECK(same(sample.quantile[0], expected.now));
+            CHECK(same(sample.floor, expected.floor));
+            if (expected.now > 0 && octaves < 10) CHECK_EQUAL(expected.floor > 0, every > 3);
+        }
 }
 
 CASE(a_threshold_is_rounded_to_the_nearest_bfloat16_once) {

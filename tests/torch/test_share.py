@@ -325,6 +325,58 @@ def test_density_by_name_and_small_tensors_in_one_message() -> None:
         share(model(), density={"lm_head*": 0.1})
 
 
+class Frozen(torch.nn.Module):
+    """A small trained model beside a large parameter that is not trained."""
+
+    def __init__(self, *, is_frozen: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trained = torch.nn.Sequential(
+            torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3)
+        )
+        self.backbone = torch.nn.Parameter(torch.zeros(100_000), requires_grad=not is_frozen)
+
+    def forward(self, inputs: Any) -> Any:
+        return self.trained(inputs) + 0.0 * self.backbone[0]
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_frozen_parameters_change_neither_the_messages_nor_the_training_of_the_others(
+    pair: list[gw.Node], name: str
+) -> None:
+    def work(rank: int, node: gw.Node, with_frozen: bool) -> Any:
+        net = Frozen(is_frozen=True)
+        params = net.parameters() if with_frozen else net.trained.parameters()
+        optimizer = gradwire.torch.share(net, OPTIMIZERS[name](params), node=node)
+        sent_bytes = 0
+        for step in range(30):
+            train(net, optimizer, rank, range(step, step + 1))
+            sent_bytes += optimizer.result.sent_bytes
+        return flat(net.trained), sent_bytes
+
+    both = run_together(lambda rank: work(rank, pair[rank], True), 2)
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET, node_id=1) as one,
+        gw.Node("127.0.0.1:0", [one.address], secret=SECRET, node_id=2) as two,
+    ):
+        one.expected_peers = two.expected_peers = 1
+        alone = run_together(lambda rank: work(rank, [one, two][rank], False), 2)
+    for (params, sent_bytes), (expected, expected_bytes) in zip(both, alone, strict=True):
+        assert same_bits(params, expected)
+        # The frozen group's message is empty.
+        assert sent_bytes <= expected_bytes + 30 * 64
+
+
+def test_tensors_that_do_not_change_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    net = Frozen(is_frozen=False)
+    optimizer = share(net, name="SGD")
+    train(net, optimizer, 0, range(120))
+    warnings = [record.message for record in caplog.records if "hardly" in record.message]
+    assert len(warnings) == 1
+    assert "backbone" in warnings[0]
+    assert "trained" not in warnings[0].partition("changed in")[2].partition(":")[0]
+
+
 @pytest.mark.parametrize(
     ("name", "inputs", "default"),
     [("SGD", 2_000, 0.01), ("AdamW", 2_000, 0.05), ("SGD", 500, 0.02), ("AdamW", 500, 0.08)],
