@@ -87,8 +87,7 @@ def share(
             )
         moved, inner = optimizer.update(updates, state.inner, params)
         leaves, tree = jax.tree.flatten(moved)
-        workers = (len(exchange.members) + 1) * exchange.workers
-        automatic = math.sqrt(workers) if is_adaptive else 1.0
+        automatic = math.sqrt(exchange.total_workers) if is_adaptive else 1.0
         factor = np.float32(automatic if update_scale == "auto" else update_scale)
         exchange.step([np.asarray(leaf) * factor for leaf in leaves], shared)
         # The caller adds the result to its parameters, which thereby become those that all nodes share.

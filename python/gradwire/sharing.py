@@ -193,7 +193,7 @@ def exchange_for(
         **options,
     }
     # Options that cannot be used are refused by every worker of a team, before there is a node.
-    timeout_s = Options.of(chosen).timeout_s
+    checked = Options.of(chosen)
     place = rendezvous.placement()
     rank, size = team or (place.local_rank, place.local_size)
     is_team = size > 1 and (node is None or team is not None)
@@ -217,7 +217,13 @@ def exchange_for(
 
     if not is_team:
         return make()
-    local = LocalTeam(rendezvous.name_of(place), size=size, rank=rank, timeout_s=timeout_s)
+    local = LocalTeam(
+        rendezvous.name_of(place),
+        size=size,
+        rank=rank,
+        reduction=checked.reduction,
+        timeout_s=checked.timeout_s,
+    )
     return local.lead(make()) if rank == 0 else local.follow()
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from ..errors import Mismatch
+from ..errors import Mismatch, PeerLost
 from .membership import Membership, Router
 from .protocol import (
     TAG_NUMBERS,
@@ -54,6 +54,14 @@ class Departure:
             for run, next_missing in self._membership.departing.items()
             if run not in finals or next_missing < finals[run]
         }
+
+    def check_members(self, least: int) -> None:
+        """Raise `PeerLost` if fewer members are left than a step needs."""
+        count = len(self._membership.peers) + 1
+        if self._membership.phase is Phase.IN and count < least:
+            gone = self._introductions.describe_departed()
+            why = gone or "the run began with no more"
+            raise PeerLost(f"{count} of at least {least} members are left: {why}")
 
     def suspect(self, runs: Iterable[NodeRun], why: str) -> None:
         """Consider members gone: begin to agree with the others on their last updates.

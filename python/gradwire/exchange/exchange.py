@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..arrays import add, copies, views, writable_views
 from ..codec import Encoder
-from ..errors import NonFiniteUpdate, PeerLost
+from ..errors import NonFiniteUpdate
 from . import checkpoint
 from .consistency import Consistency
 from .departure import Departure
@@ -164,6 +164,11 @@ class Exchange:
         return tuple(map(self._membership.introductions.peer_of, self._membership.peers))
 
     @property
+    def total_workers(self) -> int:
+        """Number of workers on the machines of this node and of all other members."""
+        return sum(workers for workers, _ in self._membership.teams)
+
+    @property
     def next_step(self) -> int:
         """Number of the next exchange, counted from 0: with ``every``, that of the steps that send."""
         return self._replica.step
@@ -215,6 +220,17 @@ class Exchange:
     def place_shared(self, arrays: Sequence[NDArray[Any]]) -> bool:
         """Keep the shared copy in ``arrays`` from now on; return whether there is a copy."""
         return self._replica.place_shared(arrays)
+
+    def set_team(self, workers: int, *, sends_mean: bool) -> None:
+        """Say how many workers the updates of this node come from; `LocalTeam` does.
+
+        Every worker has the same weight in the mean of all nodes: an update counts as often as it has workers.
+
+        Args:
+            workers: their number.
+            sends_mean: whether an update is their mean, rather than their sum, which has that weight by itself.
+        """
+        self._start.set_team((workers, workers if sends_mean else 1))
 
     # ---- joining and leaving -----------------------------------------------------------------------------------------
 
@@ -384,17 +400,9 @@ class Exchange:
             return 0 if finished is None else finished.received
         if self._options.is_sync:
             raise ValueError("synchronous replicas change only in a step")
-        self._ensure_announced(params)
+        self._start.ensure_announced(params)
         self.wait_for_peers()
-        self._join.ensure_member(params, self._optimizer_state)
-        self._join.poll(timeout_s)
-        payloads = [messages for _, messages in self._membership.take_updates()]
-        self._departure.remove_departed()
-        if payloads:
-            nodes = len(self._membership.peers) + 1
-            self._replica.apply(payloads, params, nodes=nodes, has_moved=True)
-        self._join.serve(params, self._optimizer_state)
-        return len(payloads)
+        return self._join.catch_up(params, self._optimizer_state, timeout_s)
 
     @_by_one_thread
     def follow(
@@ -416,7 +424,7 @@ class Exchange:
         """
         if self._options.role != "observer":
             raise ValueError(f'role="{self._options.role}" has updates to share: call step')
-        self._ensure_announced(params)
+        self._start.ensure_announced(params)
         self.wait_for_peers()
         return self._join.observe(params, optimizer_state, timeout_s)
 
@@ -424,13 +432,9 @@ class Exchange:
         """Prepare a step; return the result of an earlier one if that is finished now."""
         if self._options.role == "observer":
             raise ValueError('role="observer" has no updates of its own: call follow')
-        self._ensure_announced(params)
-        members = len(self._membership.peers) + 1
-        least = self._options.min_members
-        if self._membership.phase is Phase.IN and members < least:
-            gone = self._membership.introductions.describe_departed()
-            why = gone or "the run began with no more"
-            raise PeerLost(f"{members} of at least {least} members are left: {why}")
+        self._start.ensure_announced(params)
+        if len(self._membership.peers) + 1 < self._options.min_members:
+            self._departure.check_members(self._options.min_members)
         if self._options.outer_momentum:
             writable_views(params)  # refuses unusable arrays before anything is encoded
         if self._options.apply_residual and not self._replica.shared:
@@ -445,11 +449,6 @@ class Exchange:
         if self._replica.local_steps + 1 < self._options.overlap:
             return None
         return self._finish_earlier(params, optimizer_state)
-
-    def _ensure_announced(self, params: Any) -> None:
-        """Tell the others the parameters' dtypes, shapes and initial values, once."""
-        if not self._start.has_announced:
-            self._start.announce_params(params)
 
     def _local_step(
         self, params: Any, optimizer_state: Sequence[Any], finished: StepResult | None

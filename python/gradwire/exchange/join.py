@@ -341,6 +341,18 @@ class Join:
             if count or clock.now_s() >= deadline_s:
                 return count
 
+    def catch_up(self, params: Any, optimizer_state: Sequence[Any], timeout_s: float) -> int:
+        """Apply the asynchronous members' updates that have arrived; see ``Exchange.catch_up``."""
+        self.ensure_member(params, optimizer_state)
+        self.poll(timeout_s)
+        payloads = [messages for _, messages in self._membership.take_updates()]
+        self._departure.remove_departed()
+        if payloads:
+            nodes = len(self._membership.peers) + 1
+            self._replica.apply(payloads, params, nodes=nodes, has_moved=True)
+        self.serve(params, optimizer_state)
+        return len(payloads)
+
     def _follow_step(self, params: Any) -> None:
         """Apply a step of the members, without an update of this node's own."""
         updates = self._membership.take_updates(self._replica.step)
@@ -365,7 +377,7 @@ class Join:
             self._check_fits(snapshot, params, optimizer_state)
             if self._follow(snapshot):
                 # Local changes, and own updates that nobody applied, stay in the residual.
-                self._replica.absorb_local_changes(params)
+                self._replica.absorb_local_changes(params, self._membership.weight)
                 self._replica.take_back_unapplied(snapshot.finals, snapshot.accepted, snapshot.step)
                 self._load(snapshot, params, optimizer_state)
 

@@ -75,6 +75,7 @@ class _Outcome:
     error: BaseException | None
     next_step: int
     members: tuple[Peer, ...]
+    total_workers: int
     stats: ExchangeStats
     has_shared: bool
     has_state: bool
@@ -209,6 +210,7 @@ class LocalTeam:
 
     def lead(self, exchange: Exchange) -> LocalExchange:
         """Return the exchange of rank 0."""
+        exchange.set_team(self.workers, sends_mean=self.reduction == "mean")
         return LocalExchange(self, exchange)
 
     def follow(self) -> LocalExchange:
@@ -341,10 +343,15 @@ class LocalTeam:
             count = int(rows[_TAKES_PART].sum())
             _LOG.warning("team %r: worker %s gone, %d go on", self.name, gone, count)
 
+    @property
+    def senders(self) -> list[int]:
+        """The workers with an update in this call."""
+        return [int(rank) for rank in np.flatnonzero(self._rows[_TAKES_PART] & self._rows[_WEIGHT])]
+
     def _reduce(self, rank: int) -> None:
         """Sum one worker's part of the elements, over all updates in the order of the ranks."""
         members = np.flatnonzero(self._rows[_TAKES_PART]).tolist()
-        senders = [member for member in members if self._rows[_WEIGHT, member]]
+        senders = self.senders
         factor = 1.0 / len(senders) if self.reduction == "mean" else 1.0
         position = members.index(rank)
         for index, total in enumerate(self.total):
@@ -484,6 +491,11 @@ class LocalExchange:
     def present(self) -> int:
         """Number of workers that took part in the last call."""
         return self.team.present
+
+    @property
+    def total_workers(self) -> int:
+        """The machine's `Exchange.total_workers`; before the first call those of this machine."""
+        return self.team.workers if self._outcome is None else self._outcome.total_workers
 
     @property
     def next_step(self) -> int:
@@ -643,6 +655,8 @@ class LocalExchange:
         has_state = False
         # All workers are in this call, so they have taken the state that was left in an earlier one.
         team.state_path.unlink(missing_ok=True)
+        if team.senders:
+            exchange.set_team(len(team.senders), sends_mean=team.reduction == "mean")
         try:
             result = action(exchange)
             # Workers that go on from checkpoints have their own.
@@ -659,6 +673,7 @@ class LocalExchange:
                 error,
                 exchange.next_step,
                 exchange.members,
+                exchange.total_workers,
                 exchange.stats,
                 has_shared,
                 has_state,

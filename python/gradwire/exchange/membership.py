@@ -133,6 +133,7 @@ class Introductions:
         workers: the nodes that own no parameters in the sharded exchange.
         hellos: the latest introduction of every connected node.
         incompatible: the nodes among them that train something else, and how they differ.
+        teams: of this node and of those that have introduced themselves, see `Hello`.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class Introductions:
         self._peers: dict[NodeRun, Peer] = {run_of(me): me}
         self._reasons: dict[NodeRun, str] = {}  # why connections ended
         self.workers: set[NodeRun] = {run_of(me)} if role == "worker" else set()
+        self.teams: dict[NodeRun, tuple[int, int]] = {run_of(me): (1, 1)}
 
     # ---- identities --------------------------------------------------------------------------------------------------
 
@@ -181,6 +183,13 @@ class Introductions:
         """Remember nodes that own no parameters, of which other nodes have said so."""
         self.workers.update(runs)
 
+    def set_team(self, team: tuple[int, int]) -> bool:
+        """Note the workers of this node's machine, see `Hello`; return whether they are others than before."""
+        run = run_of(self._me)
+        is_new = self.teams[run] != team
+        self.teams[run] = team
+        return is_new
+
     # ---- introductions -----------------------------------------------------------------------------------------------
 
     def read(self, run: NodeRun, payload: memoryview) -> tuple[Hello, Hello | None]:
@@ -192,6 +201,7 @@ class Introductions:
             hello = Hello.of_another_version(payload)
         before = None if run in self.incompatible else self.hellos.get(run)
         self.hellos[run] = hello
+        self.teams[run] = hello.team
         if hello.role == "worker":
             self.workers.add(run)
         if hello.phase is Phase.LEAVING:
@@ -305,6 +315,22 @@ class Membership:
         if not self.departing:
             return tuple(self.members)
         return tuple(run for run in self.members if run not in self.departing)
+
+    @property
+    def teams(self) -> list[tuple[int, int]]:
+        """The workers on the machines of this node and of the other members, see `Hello`."""
+        teams = self.introductions.teams
+        return [teams.get(run, (1, 1)) for run in (self.run, *self.peers)]
+
+    @property
+    def weight(self) -> float:
+        """Factor of this node's updates with which every worker has the same weight in the mean of the nodes."""
+        # The sender weighs, not the receiver: messages, owners' sums and residuals then all have the same unit, and
+        # nodes that learn at different times how many workers there are still add the same. Exactly 1 where all
+        # machines have equally many workers.
+        teams = self.teams
+        own = teams[0][1]
+        return own * len(teams) / sum([averaged for _, averaged in teams])
 
     @property
     def is_first(self) -> bool:
@@ -450,6 +476,7 @@ class Membership:
             self._role,
             self.introductions.start,
             self.is_sharded if is_member else None,
+            self.introductions.teams[self.run],
         )
 
     def set_params(self, layout: list[list[object]], start: tuple[str, str]) -> bool:

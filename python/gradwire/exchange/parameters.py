@@ -18,6 +18,7 @@ from ..arrays import (
     on_host,
     placed,
     put,
+    scaled,
     writable_views,
     zeros_like,
 )
@@ -226,14 +227,18 @@ class SharedCopy:
                 return False
         return True
 
-    def local_delta(self, params: Any) -> tuple[Arrays | None, Callable[[int], None] | None]:
-        """Return the sum of the local steps since the last exchange.
+    def local_delta(
+        self, params: Any, weight: float = 1.0
+    ) -> tuple[Arrays | None, Callable[[int], None] | None]:
+        """Return the sum of the local steps since the last exchange, times a factor.
 
         With ``apply_residual`` return None, and a function that brings the residual of a group up to date.
         """
         targets = writable_views(params)
         if not self._applies_residual:
-            return difference(targets, self.shared), None
+            delta = difference(targets, self.shared)
+            return (delta if weight == 1.0 else scaled(delta, weight)), None
+        self._weigh_movement(params, weight)
         residuals = self.groups.residuals(self.shared)  # refuses residuals elsewhere
 
         def refresh(index: int) -> None:
@@ -256,15 +261,31 @@ class SharedCopy:
             self._set_residual(params)
         self.write_params(params)
 
-    def absorb_local_changes(self, params: Any) -> None:
-        """Move local changes of the caller's parameters into the residual, before the parameters are replaced."""
+    def absorb_local_changes(self, params: Any, weight: float = 1.0) -> None:
+        """Move local changes of the caller's parameters, times a factor, into the residual.
+
+        The caller's parameters are replaced after that.
+        """
         if self._applies_residual:
+            self._weigh_movement(params, weight)
             self._set_residual(params)
             return
         for param, shared, residual in self._parts(params):
             moved = param - shared
+            if weight != 1.0:
+                moved *= weight
             # A value that is not finite would stay in the residual for ever.
             np.add(residual, moved, out=residual, where=np.isfinite(moved), casting="same_kind")
+
+    def _weigh_movement(self, params: Any, weight: float) -> None:
+        """Multiply the movement of the caller's parameters since the last exchange, which also hold the residual."""
+        if weight == 1.0:
+            return
+        for param, shared, residual in self._parts(params):
+            before = shared + residual
+            param -= before
+            param *= weight
+            param += before
 
     def _set_residual(self, params: Any) -> None:
         for param, shared, residual in self._parts(params):

@@ -36,7 +36,7 @@ __all__ = [
     "unpack_relay",
 ]
 
-VERSIONS = [5, 1]  # of this protocol, and of docs/message-format.md
+VERSIONS = [6, 1]  # of this protocol, and of docs/message-format.md
 
 TAG_NUMBERS = 1 << 56  # ``divmod(tag, TAG_NUMBERS)`` is kind and number
 _RELAY = struct.Struct("<QQQ")
@@ -176,6 +176,7 @@ class Hello:
         role: of the sender.
         start: digests of the sender's initial parameters and of its initial residual; empty: unknown, or none.
         is_sharded: whether the members' exchange is the sharded one; None unless the sender is a member.
+        team: number of workers on the sender's machine, and the number of them whose mean an update is: 1 for a sum.
     """
 
     signature: dict[str, Any]
@@ -188,6 +189,7 @@ class Hello:
     role: str = "member"
     start: tuple[str, str] = ("", "")
     is_sharded: bool | None = None
+    team: tuple[int, int] = (1, 1)
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
@@ -209,6 +211,7 @@ class Hello:
                 str(document["role"]),
                 (str(document["start"][0]), str(document["start"][1])),
                 None if document["is_sharded"] is None else bool(document["is_sharded"]),
+                _read_team(document["team"]),
             ),
         )
 
@@ -293,6 +296,13 @@ def unpack_relay(payload: memoryview) -> tuple[NodeRun, int, memoryview]:
 def _read_run(entry: Any) -> NodeRun:
     node, incarnation = entry
     return NodeRun(int(node), int(incarnation))
+
+
+def _read_team(entry: Any) -> tuple[int, int]:
+    workers, averaged = map(int, entry)
+    if not 1 <= averaged <= workers:
+        raise ValueError(f"a mean of {averaged} of {workers} workers")
+    return workers, averaged
 
 
 def _to_json(document: Any) -> bytes:

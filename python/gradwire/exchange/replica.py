@@ -251,16 +251,16 @@ class Replica(SharedCopy):
         for part in update.sharded.parts.values():
             self._division.add_to_params(part, params, factor)
 
-    def absorb_local_changes(self, params: Any) -> None:
-        """Move local changes of the caller's parameters into the residual, before the parameters are replaced.
+    def absorb_local_changes(self, params: Any, weight: float = 1.0) -> None:
+        """Move local changes of the caller's parameters, times a factor, into the residual.
 
-        Messages of an unfinished step stay apart from the residual.
+        The caller's parameters are replaced after that. Messages of an unfinished step stay apart from the residual.
         """
         encoders = self.groups.encoders
         if self.shared and all(
             device_of(encoder.residual) == device_of(self.shared) for encoder in encoders
         ):
-            super().absorb_local_changes(params)
+            super().absorb_local_changes(params, weight)
             if self._applies_residual and self.pending is not None:
                 self.put_back(self.pending, -1.0)
 
@@ -432,10 +432,12 @@ class Replica(SharedCopy):
             self._division.add_to_params(part, writable_views(params), factor)
         self._late.clear()
 
-    def local_delta(self, params: Any) -> tuple[Arrays | None, Callable[[int], None] | None]:
-        """Return the sum of the local steps since the last exchange; see `SharedCopy`."""
+    def local_delta(
+        self, params: Any, weight: float = 1.0
+    ) -> tuple[Arrays | None, Callable[[int], None] | None]:
+        """Return the sum of the local steps since the last exchange, times a factor; see `SharedCopy`."""
         self._add_late(params)
-        return super().local_delta(params)
+        return super().local_delta(params, weight)
 
     def write_params(self, params: Any) -> None:
         """Set the caller's parameters to the shared ones, plus the residual with ``apply_residual``."""

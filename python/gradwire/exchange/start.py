@@ -75,6 +75,16 @@ class Start:
         self._departure.suspect_incompatible()
         self.has_announced = True
 
+    def ensure_announced(self, params: Any) -> None:
+        """Tell the others the parameters' dtypes, shapes and initial values, once; see `announce_params`."""
+        if not self.has_announced:
+            self.announce_params(params)
+
+    def set_team(self, team: tuple[int, int]) -> None:
+        """Note the workers of this node's machine, see `Hello`, and tell the others if that is news."""
+        if self._introductions.set_team(team):
+            self._router.introduce()
+
     def wait_for_peers(self) -> None:
         """Return when this node is a member from the start (phase IN), or has to join late (JOINING).
 

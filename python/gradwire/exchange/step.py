@@ -9,6 +9,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
+from ..arrays import scaled
 from ..errors import TooLarge, WouldBlock
 from . import clock
 from .departure import Departure
@@ -71,8 +72,11 @@ class Step:
         room_s = self._wait_for_room(params, optimizer_state)
         begin_s = clock.now_s()
         refresh = None
+        weight = self._membership.weight
         if has_moved:
-            update, refresh = replica.local_delta(params)
+            update, refresh = replica.local_delta(params, weight)
+        elif weight != 1.0:
+            update = self._weighed(update, weight)
         pending = replica.encode(update, codec, refresh)
         pending.add_wait(room_s)
         replica.hold(pending, params, begin_s, has_moved=has_moved)
@@ -92,7 +96,7 @@ class Step:
         self._wait_for_room(params, optimizer_state)
         # What the last local steps have moved is part of the last update.
         if replica.local_steps:
-            replica.absorb_local_changes(params)
+            replica.absorb_local_changes(params, self._membership.weight)
         begin_s = clock.now_s()
         flush = partial(replica.encode, None, None)
         pending = flush()
@@ -129,6 +133,15 @@ class Step:
             begin_s = clock.now_s()
             pending = encode_again()
             self._replica.hold(pending, params, begin_s, has_moved=True)
+
+    def _weighed(self, update: Any, weight: float) -> Any:
+        if update is None:
+            (here, _), *_ = teams = self._membership.teams
+            raise ValueError(
+                f"{here} of {sum(workers for workers, _ in teams)} workers are on this machine, so its update has to "
+                f"be multiplied by {weight:.3g}: pass the update, it cannot be in the residual"
+            )
+        return scaled(update, weight)
 
     # ---- space -------------------------------------------------------------------------------------------------------
 

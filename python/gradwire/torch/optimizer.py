@@ -372,8 +372,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         """The factor of the next update, see ``update_scale``."""
         if self._scale != "auto":
             return self._scale
-        workers = self.exchange.workers if self._counts_workers else 1
-        nodes = (len(self.exchange.members) + 1) * workers
+        exchange = self.exchange
+        nodes = exchange.total_workers if self._counts_workers else len(exchange.members) + 1
         return math.sqrt(nodes) if is_adaptive(self.optimizer) else 1.0
 
     @contextmanager
