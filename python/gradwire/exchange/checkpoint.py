@@ -18,10 +18,10 @@ __all__ = ["load_state", "redistribute", "state_of"]
 
 _FORMAT = 3
 _WHAT = "state of an exchange"
-_KEYS = {"step", "encoders", "shared", "local_steps", "outer_velocity", "owner"}
+_KEYS = {"step", "encoders", "shared", "local_steps", "outer_velocity", "owner", "training"}
 
 
-def state_of(replica: Replica) -> dict[str, Any]:
+def state_of(replica: Replica, training: str) -> dict[str, Any]:
     """Return a copy of everything that the next step depends on; the messages of an unfinished step are put back."""
     total = replica.total
     encoders = [encoder.state_dict() for encoder in replica.groups.encoders]
@@ -35,6 +35,7 @@ def state_of(replica: Replica) -> dict[str, Any]:
         "local_steps": replica.local_steps,
         "outer_velocity": copies(total.velocity) if isinstance(total, MomentumSum) else [],
         "owner": replica.owner_state(),
+        "training": training,
     }
 
 
@@ -113,11 +114,17 @@ def redistribute(
                 "take it right after one"
             )
     layouts = [
-        (state["step"], [(saved["numel"], saved["dtype"]) for saved in state["encoders"]])
+        (
+            state["step"],
+            [(saved["numel"], saved["dtype"]) for saved in state["encoders"]],
+            state["training"],
+        )
         for state in states
     ]
     if any(layout != layouts[0] for layout in layouts):
-        raise ValueError(f"the states are of different steps or models: {layouts}")
+        raise ValueError(
+            f"the states are of different steps or models, or of different trainings: {layouts}"
+        )
     # A worker's own parameters, which ``gradwire.torch`` adds, hold its old residual.
     own_parameters = {"local", "rounded"}
     states = [{name: state[name] for name in state.keys() - own_parameters} for state in states]

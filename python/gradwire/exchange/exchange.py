@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from numpy.typing import NDArray
 
@@ -17,7 +17,7 @@ from ..codec import Encoder
 from ..errors import NonFiniteUpdate
 from . import checkpoint
 from .consistency import Consistency
-from .departure import Departure
+from .departure import Departure, Trainings
 from .groups import Group, Groups
 from .join import Join
 from .membership import Introductions, Membership, Router
@@ -118,33 +118,14 @@ class Exchange:
         self._options = checked = Options.of(options)
         self._node = node
         self._groups = groups = enc if isinstance(enc, Groups) else Groups([Group(enc)])
-        total = PlainSum(groups)
-        if checked.outer_momentum:
-            total = MomentumSum(groups, checked.outer_momentum)
-        self._replica = replica = Replica(groups, total, node.peer, checked)
-        signature = checked.signature(groups.encoders)
-        introductions = Introductions(node.peer, node.names, signature, checked.role)
-        self._membership = membership = Membership(
-            node.peer, introductions, checked.role, step=replica.step, keeps=checked.kept_updates
-        )
-        router = Router(node, membership, replica.parse)
-        router.handle(Kind.PART, replica.add_part)
-        self._departure = Departure(membership, router, is_sync=checked.is_sync)
-        every_s = (
-            checked.digest_s if checked.is_sync else 0.0
-        )  # asynchronous replicas are never in the same state
-        self._consistency = consistency = Consistency(membership, replica, every_s)
-        self._join = Join(
-            checked,
-            membership,
-            router,
-            self._departure,
-            replica,
-            on_load=consistency.reset,
-            on_follow=consistency.add_notes,
-        )
-        self._start = Start(checked, membership, router, self._departure, replica, self._join.poll)
-        self._step = Step(checked, replica, membership, router, self._departure, self._join)
+        parts = _make_parts(checked, groups, node)
+        self._replica = parts.replica
+        self._membership = parts.membership
+        self._departure = parts.departure
+        self._consistency = parts.consistency
+        self._join = parts.join
+        self._start = parts.start
+        self._step = parts.step
         self._stats = ExchangeStats(codec=checked.codec)
         self._is_loaded = False
         # Reentrant, because ``resync`` calls ``join``.
@@ -502,7 +483,8 @@ class Exchange:
         Every worker keeps its own. Resumed by nodes with the same ids (``Node(node_id=...)``), synchronous training
         goes on bit for bit. The message of an unfinished step is put back into the residual, so nothing is lost.
         """
-        return checkpoint.state_of(self._replica)
+        introductions = self._membership.introductions
+        return checkpoint.state_of(self._replica, introductions.training)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, before the first step.
@@ -515,4 +497,50 @@ class Exchange:
             raise RuntimeError("this exchange has begun: load the state into a new one")
         checkpoint.load_state(state, self._replica)
         self._membership.restart_at(self._replica.step)  # introductions name it
+        training = state["training"]
+        self._membership.introductions.take_part(training, is_confirmed=bool(training))
         self._is_loaded = True
+
+
+class _Parts(NamedTuple):
+    """The parts of an exchange that its methods use."""
+
+    replica: Replica
+    membership: Membership
+    departure: Departure
+    consistency: Consistency
+    join: Join
+    start: Start
+    step: Step
+
+
+def _make_parts(options: Options, groups: Groups, node: Node) -> _Parts:
+    """Make and connect the parts of an exchange."""
+    total = PlainSum(groups)
+    if options.outer_momentum:
+        total = MomentumSum(groups, options.outer_momentum)
+    replica = Replica(groups, total, node.peer, options)
+    signature = options.signature(groups.encoders)
+    introductions = Introductions(node.peer, node.names, signature, options.role)
+    membership = Membership(
+        node.peer, introductions, options.role, step=replica.step, keeps=options.kept_updates
+    )
+    router = Router(node, membership, replica.parse)
+    router.handle(Kind.PART, replica.add_part)
+    departure = Departure(membership, router, is_sync=options.is_sync)
+    trainings = Trainings(membership, router, departure, is_sync=options.is_sync)
+    # Asynchronous replicas are never in the same state.
+    consistency = Consistency(membership, replica, options.digest_s if options.is_sync else 0.0)
+    join = Join(
+        options,
+        membership,
+        router,
+        departure,
+        trainings,
+        replica,
+        on_load=consistency.reset,
+        on_follow=consistency.add_notes,
+    )
+    start = Start(options, membership, router, departure, trainings, replica, join.poll)
+    step = Step(options, replica, membership, router, departure, join)
+    return _Parts(replica, membership, departure, consistency, join, start, step)

@@ -10,7 +10,7 @@ from typing import Any
 from ..arrays import copies, layouts, put, writable_views
 from ..errors import Mismatch
 from . import clock
-from .departure import Departure
+from .departure import Departure, Trainings
 from .membership import Membership, Router
 from .options import Options
 from .protocol import Hello, Kind, NodeRun, Phase, decode_steps, encode_steps
@@ -26,7 +26,7 @@ class Join:
     """Makes this node a member, and serves the nodes that come later.
 
     Args:
-        options, membership, router, departure: of this node.
+        options, membership, router, departure, trainings: of this node.
         replica: replaced by a member's when this node joins late.
         on_load: called when it has been replaced.
         on_follow: called with the caller's parameters after every step that this node follows without being a member.
@@ -38,6 +38,7 @@ class Join:
         membership: Membership,
         router: Router,
         departure: Departure,
+        trainings: Trainings,
         replica: Replica,
         on_load: Callable[[], None],
         on_follow: Callable[[Any], None],
@@ -47,6 +48,7 @@ class Join:
         self._introductions = membership.introductions
         self._router = router
         self._departure = departure
+        self._trainings = trainings
         self._replica = replica
         self._on_load = on_load
         self._on_follow = on_follow
@@ -67,6 +69,8 @@ class Join:
         lost = self._router.receive(timeout_s)
         if lost:
             self._departure.handle_lost(lost, self._replica.step)
+        if self._introductions.superseded:
+            raise Mismatch(self._introductions.superseded)
 
     # ---- equal initial parameters ------------------------------------------------------------------------------------
 
@@ -129,10 +133,10 @@ class Join:
             if (
                 membership.phase is Phase.IN
                 and run in membership.peers
-                and self._is_elsewhere(hello)
+                and self._trainings.is_elsewhere(hello)
             ):
                 self._departure.suspect([run], "came in with another part of a split network")
-                self._rejoin_if_smaller(hello)
+                self._trainings.give_way(run, hello)
             return
         # What came on an earlier connection has a gap before what comes now.
         if before is None or starts_anew:
@@ -171,25 +175,9 @@ class Join:
                 self._router.introduce(run)  # a newcomer waits for this
             return
         if not names_this_node:  # synchronous newcomers are admitted at the end of a step
-            self._rejoin_if_smaller(hello)
+            self._trainings.give_way(run, hello)
             if was_outside:
                 self._router.introduce(run)  # its part may be the one that has to join
-
-    def _is_elsewhere(self, hello: Hello) -> bool:
-        """Return whether a node that this one has admitted came in with other members: both parts of a split have."""
-        names_this_node = self._membership.run in hello.members
-        return self._options.is_sync and hello.phase is Phase.IN and not names_this_node
-
-    def _rejoin_if_smaller(self, hello: Hello) -> None:
-        """Join again if the sender's part of a split network is the one that goes on."""
-        # The training that began earlier goes on, of equally old ones the larger: an incarnation is a start time.
-        membership = self._membership
-        members = (membership.run, *membership.peers)
-        ours = (*reversed(membership.origin), -len(members), min(members).id)
-        first = min((run.id for run in hello.members), default=0)
-        theirs = (*reversed(hello.origin), -len(hello.members), first)
-        if theirs < ours:
-            self._departure.rejoin(f"this node had split off from {len(hello.members)} others")
 
     def say_goodbye(self) -> None:
         """Tell the members, while there is time, that this node's last update was sent."""
@@ -233,7 +221,8 @@ class Join:
         again = [
             run
             for run, hello in self._introductions.compatible().items()
-            if run in admitted and (hello.phase is Phase.JOINING or self._is_elsewhere(hello))
+            if run in admitted
+            and (hello.phase is Phase.JOINING or self._trainings.is_elsewhere(hello))
         ]
         if again:
             self._departure.suspect(again, "joins again")
@@ -271,6 +260,7 @@ class Join:
             copies([*shared, *writable_views(optimizer_state)]),
             len(shared),
             self._membership.origin,
+            self._introductions.training,
             replica.is_sharded,
             {} if sharding is None else sharding.accepted,
             senders,
@@ -326,7 +316,10 @@ class Join:
         deadline_s = clock.now_s() + timeout_s
         count = 0
         while True:
-            if membership.phase is not Phase.READY and self._introductions.compatible(Phase.IN):
+            # Also where all members take part in another training, which is an error.
+            hellos = self._introductions.hellos.values()
+            has_members = any(hello.phase is Phase.IN for hello in hellos)
+            if membership.phase is not Phase.READY and has_members:
                 self.ensure_member(params, optimizer_state)
             self.poll(max(0.0, min(clock.POLL_S, deadline_s - clock.now_s())))
             while self._options.is_sync and membership.is_ready_for(self._replica.step):
@@ -366,7 +359,7 @@ class Join:
     def _join_with_snapshot(self, params: Any, optimizer_state: Sequence[Any]) -> None:
         """Ask for a snapshot, or load the one that has arrived."""
         snapshot = self._incoming
-        members = self._introductions.compatible(Phase.IN)
+        members = self._trainings.joinable()
         if self._asked is None or self._asked[0] not in members:
             self._ask(members)
         elif snapshot is not None and not snapshot.missing:
@@ -449,6 +442,7 @@ class Join:
             snapshot.step,
             snapshot.origin,
             is_sharded=snapshot.is_sharded,
+            training=snapshot.training,
         )
         # A synchronous newcomer follows the members' steps until all of them have named it in the same step. An
         # asynchronous newcomer is a member at once, and only waits to be known by all before it sends.

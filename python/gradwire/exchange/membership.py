@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -134,6 +135,9 @@ class Introductions:
         hellos: the latest introduction of every connected node.
         incompatible: the nodes among them that train something else, and how they differ.
         teams: of this node and of those that have introduced themselves, see `Hello`.
+        training: identity of this node's training, see `Hello`.
+        is_confirmed: as there.
+        superseded: the reason why this node must not go on: its run was started again without it; or empty.
     """
 
     def __init__(
@@ -149,6 +153,10 @@ class Introductions:
         self._reasons: dict[NodeRun, str] = {}  # why connections ended
         self.workers: set[NodeRun] = {run_of(me)} if role == "worker" else set()
         self.teams: dict[NodeRun, tuple[int, int]] = {run_of(me): (1, 1)}
+        self.training = ""
+        self.is_confirmed = False
+        self.superseded = ""
+        self._judge: Callable[[NodeRun, Hello], str] = lambda *_: ""
 
     # ---- identities --------------------------------------------------------------------------------------------------
 
@@ -190,6 +198,31 @@ class Introductions:
         self.teams[run] = team
         return is_new
 
+    # ---- trainings ---------------------------------------------------------------------------------------------------
+
+    def set_judge(self, judge: Callable[[NodeRun, Hello], str]) -> None:
+        """Ask a function of every introduction why its sender takes part in another training; empty: it does not."""
+        self._judge = judge
+
+    def take_part(self, training: str, *, is_confirmed: bool) -> None:
+        """Take part in a training from now on; empty: in none yet."""
+        self.training = training
+        self.is_confirmed = is_confirmed
+        self.compare_all()
+
+    def confirm(self) -> None:
+        """Note that a step of the training is finished: from now on this node takes part in no other."""
+        self.is_confirmed = True
+
+    def supersede(self, reason: str) -> None:
+        """Note why this node must not go on."""
+        self.superseded = self.superseded or reason
+
+    def is_replaced(self, run: NodeRun) -> bool:
+        """Return whether a later run of the same node is here."""
+        others = (run_of(self._me), *self.hellos)
+        return any(run.id == other.id and run < other for other in others)
+
     # ---- introductions -----------------------------------------------------------------------------------------------
 
     def read(self, run: NodeRun, payload: memoryview) -> tuple[Hello, Hello | None]:
@@ -217,8 +250,7 @@ class Introductions:
             return False
         self.start = start
         self.signature["params"] = layout
-        for run, hello in self.hellos.items():
-            self._compare(run, hello)
+        self.compare_all()
         return True
 
     def compatible(self, phase: Phase | None = None) -> dict[NodeRun, Hello]:
@@ -242,9 +274,14 @@ class Introductions:
         self.hellos.pop(run, None)
         self.incompatible.pop(run, None)
 
+    def compare_all(self) -> None:
+        """Compare all introductions with this node again, which has changed."""
+        for run, hello in self.hellos.items():
+            self._compare(run, hello)
+
     def _compare(self, run: NodeRun, hello: Hello) -> None:
         before = self.incompatible.pop(run, None)
-        difference = difference_of(hello.signature, self.signature)
+        difference = difference_of(hello.signature, self.signature) or self._judge(run, hello)
         if difference:
             there = self.peer_of(run).address
             here = self._me.address
@@ -339,13 +376,22 @@ class Membership:
         return self.phase is Phase.IN and (not peers or self.run < peers[0])
 
     def begin(
-        self, others: Iterable[NodeRun], step: int, origin: NodeRun, *, is_sharded: bool
+        self,
+        others: Iterable[NodeRun],
+        step: int,
+        origin: NodeRun,
+        *,
+        is_sharded: bool,
+        training: str = "",
     ) -> None:
-        """Begin the training with these members; `enter` follows."""
+        """Begin the training with these members, a new one without an identity; `enter` follows."""
         self.origin = origin
         self.is_sharded = is_sharded
         for run in others:
             self.add_member(run, step)
+        introductions = self.introductions
+        training = training or introductions.training or secrets.token_hex(8)
+        introductions.take_part(training, is_confirmed=introductions.is_confirmed)
 
     def follow_snapshot(
         self,
@@ -355,6 +401,7 @@ class Membership:
         origin: NodeRun,
         *,
         is_sharded: bool,
+        training: str,
     ) -> None:
         """Continue from a snapshot.
 
@@ -364,11 +411,13 @@ class Membership:
             step: the next step.
             origin: the node that began the training.
             is_sharded: the way of the training.
+            training: its identity.
         """
         self.finals = dict(finals)
         self._is_late = True
         self.next_step = step
-        self.begin((), step, origin, is_sharded=is_sharded)
+        self.begin((), step, origin, is_sharded=is_sharded, training=training)
+        self.introductions.confirm()
         for run, position in positions.items():
             self.add_member(run, position)
 
@@ -452,6 +501,8 @@ class Membership:
 
     def forget_members(self) -> None:
         """Stop being a member; updates count again from where the others introduce themselves to a newcomer."""
+        if not self.introductions.is_confirmed:
+            self.introductions.take_part("", is_confirmed=False)
         self.members.clear()
         self.broken.clear()
         self.departing.clear()
@@ -477,6 +528,8 @@ class Membership:
             self.introductions.start,
             self.is_sharded if is_member else None,
             self.introductions.teams[self.run],
+            self.introductions.training,
+            self.introductions.is_confirmed,
         )
 
     def set_params(self, layout: list[list[object]], start: tuple[str, str]) -> bool:

@@ -177,6 +177,8 @@ class Hello:
         start: digests of the sender's initial parameters and of its initial residual; empty: unknown, or none.
         is_sharded: whether the members' exchange is the sharded one; None unless the sender is a member.
         team: number of workers on the sender's machine, and the number of them whose mean an update is: 1 for a sum.
+        training: the identity of the sender's training; empty before the first one begins.
+        is_confirmed: whether the sender has finished a step of that training, or comes from a checkpoint of it.
     """
 
     signature: dict[str, Any]
@@ -190,6 +192,8 @@ class Hello:
     start: tuple[str, str] = ("", "")
     is_sharded: bool | None = None
     team: tuple[int, int] = (1, 1)
+    training: str = ""
+    is_confirmed: bool = False
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
@@ -212,6 +216,8 @@ class Hello:
                 (str(document["start"][0]), str(document["start"][1])),
                 None if document["is_sharded"] is None else bool(document["is_sharded"]),
                 _read_team(document["team"]),
+                str(document["training"]),
+                bool(document["is_confirmed"]),
             ),
         )
 

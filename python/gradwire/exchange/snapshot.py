@@ -38,6 +38,7 @@ class Snapshot:
         arrays: of ``Replica.export_state``, then of the optimiser's state.
         params: number of the former.
         origin: the node that began the training.
+        training: its identity.
         is_sharded: whether parameters have owners.
         accepted: see `Sharding`.
         senders: as there.
@@ -51,6 +52,7 @@ class Snapshot:
     arrays: Arrays
     params: int
     origin: NodeRun
+    training: str
     is_sharded: bool = False
     accepted: Accepted = field(default_factory=dict)
     senders: Collection[NodeRun] = ()
@@ -67,6 +69,7 @@ class Snapshot:
                 "arrays": [[array.dtype.str, list(array.shape)] for array in self.arrays],
                 "params": self.params,
                 "origin": self.origin,
+                "training": self.training,
                 "is_sharded": self.is_sharded,
                 "senders": list(self.senders),
                 "workers": list(self.workers),
@@ -103,6 +106,7 @@ class Snapshot:
                 arrays,
                 int(header["params"]),
                 origin,
+                str(header["training"]),
                 bool(header["is_sharded"]),
                 accepted,
                 _read_runs(header["senders"]),

@@ -302,6 +302,8 @@ class Step:
             self._join.finish_step([run for run, _ in others])
         else:
             self._departure.remove_departed()
+        if not self._introductions.is_confirmed:
+            self._introductions.confirm()
         result = self._result(pending, others, clock.now_s() - arrived_s)
         replica.finish_step(pending)
         return result
