@@ -64,7 +64,11 @@ def _metered(take: _Method) -> _Method:
 
     @functools.wraps(take)
     def metered(self: Exchange, *args: Any, **options: Any) -> StepResult:
-        result = self._meter.time(functools.partial(take, self, *args, **options))
+        try:
+            result = self._meter.time(functools.partial(take, self, *args, **options))
+        except BaseException:
+            self._replica.forget()  # the parameters may be anything in between
+            raise
         self._meter.notify_listeners(result, self.stats)
         return result
 
@@ -157,13 +161,18 @@ class Exchange:
     @property
     def is_next_local(self) -> bool:
         """Whether the next step sends nothing and leaves the parameters as they are (``every``)."""
-        is_settled = self._replica.pending is None and self._membership.phase is Phase.IN
-        return is_settled and self._replica.local_steps + 1 < self._options.every
+        is_ready = self._replica.pending is None and self._membership.phase is Phase.IN
+        return is_ready and self._replica.local_steps + 1 < self._options.every
 
     @property
     def has_local_steps(self) -> bool:
         """Whether local steps were taken since the last exchange (``every``)."""
         return self._replica.local_steps > 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether ``holds`` can compare parameters: no step is open, and there were no local steps."""
+        return self._replica.pending is None and not self.has_local_steps
 
     @property
     def stats(self) -> ExchangeStats:
@@ -203,13 +212,9 @@ class Exchange:
         return self._replica.place_shared(arrays)
 
     def set_team(self, workers: int, *, sends_mean: bool) -> None:
-        """Say how many workers the updates of this node come from; `LocalTeam` does.
+        """Say from how many workers this node's updates come, and whether as their mean; `LocalTeam` does.
 
-        Every worker has the same weight in the mean of all nodes: an update counts as often as it has workers.
-
-        Args:
-            workers: their number.
-            sends_mean: whether an update is their mean, rather than their sum, which has that weight by itself.
+        An update counts as often in the mean of all nodes as it is the mean of workers.
         """
         self._start.set_team((workers, workers if sends_mean else 1))
 
@@ -285,11 +290,29 @@ class Exchange:
 
         Args, Raises: as ``step``.
         """
+        self.note_written(params)
         self._begin(params, optimizer_state)
         self._finish_earlier(params, optimizer_state)
         result = self._step.leave(params, optimizer_state)
         self._count(result)
         return result
+
+    @_by_one_thread
+    def note_written(self, params: Any, values: Sequence[NDArray[Any]] | None = None) -> bool:
+        """Take over values that were written into ``params`` since the last call; return whether there are any.
+
+        If the same values were written on all nodes before the same step, these become the shared parameters. Otherwise
+        the change is part of this node's update. ``step`` does so by itself. ``step_moved`` takes every change for the
+        movement, so call this before the optimiser.
+
+        Args:
+            params: as in ``step``.
+            values: what was written; None: compare ``params`` with what they were.
+        """
+        if written := self._step.written_values(params, values):
+            self._finish_earlier(params, self._optimizer_state)
+            self._step.take_written(params, written)
+        return bool(written)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -319,6 +342,8 @@ class Exchange:
             TypeError, ValueError: the first step's parameters or an update do not fit the encoders; nothing was taken.
             Diverged: the step is done, and most others turned out to hold other parameters; see ``resync``.
         """
+        if self._replica.shared and update is not None:
+            self.note_written(params)
         finished = self._begin(params, optimizer_state)
         # Local steps change the parameters at once, so the update of the exchange is what the parameters have moved by.
         if self._options.every > 1:
@@ -383,7 +408,7 @@ class Exchange:
             raise ValueError("synchronous replicas change only in a step")
         self._start.ensure_announced(params)
         self.wait_for_peers()
-        return self._join.catch_up(params, self._optimizer_state, timeout_s)
+        return self._step.catch_up(params, self._optimizer_state, timeout_s)
 
     @_by_one_thread
     def follow(
@@ -416,10 +441,8 @@ class Exchange:
         self._start.ensure_announced(params)
         if len(self._membership.peers) + 1 < self._options.min_members:
             self._departure.check_members(self._options.min_members)
-        if self._options.outer_momentum:
-            writable_views(params)  # refuses unusable arrays before anything is encoded
-        if self._options.apply_residual and not self._replica.shared:
-            self._groups.residuals(writable_views(params))
+        if self._options.outer_momentum or self._options.apply_residual:
+            self._replica.check_arrays(params)
         if self._membership.phase is Phase.NEW:
             self.wait_for_peers()
         # Newcomers may ask inside a later call that has no such argument, as ``catch_up``.
@@ -439,6 +462,7 @@ class Exchange:
         if replica.count_local_step() < self._options.every:
             local = StepResult(step=replica.step, is_local=True)
             self._count(local)
+            replica.remember(params)
             return finished or local
         try:
             result = self._step.take_step(None, params, optimizer_state, has_moved=True)
@@ -464,6 +488,8 @@ class Exchange:
             self._count(result)
             self._join.serve(params, optimizer_state)
             self._consistency.compare(params)
+        if self._replica.shared:
+            self._replica.remember(params)
 
     def _count(self, result: StepResult) -> None:
         self._stats = self._stats.plus(result, update_bytes=4 * self._groups.numel)
@@ -471,10 +497,9 @@ class Exchange:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        options = self._options
         return (
-            f"<gradwire.Exchange of {self._groups.numel:,} parameters, {options.mode}, {options.reduction}, "
-            f"{len(self.members)} other members, step {self.next_step}>"
+            f"<gradwire.Exchange of {self._groups.numel:,} parameters, {self._options.mode}, "
+            f"{self._options.reduction}, {len(self.members)} other members, step {self.next_step}>"
         )
 
     def state_dict(self) -> dict[str, Any]:

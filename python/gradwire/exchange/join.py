@@ -316,8 +316,9 @@ class Join:
         deadline_s = clock.now_s() + timeout_s
         count = 0
         while True:
-            # Also where all members take part in another training, which is an error.
-            hellos = self._introductions.hellos.values()
+            hellos = (
+                self._introductions.hellos.values()
+            )  # also those of another training, which is an error
             has_members = any(hello.phase is Phase.IN for hello in hellos)
             if membership.phase is not Phase.READY and has_members:
                 self.ensure_member(params, optimizer_state)
@@ -334,20 +335,14 @@ class Join:
             if count or clock.now_s() >= deadline_s:
                 return count
 
-    def catch_up(self, params: Any, optimizer_state: Sequence[Any], timeout_s: float) -> int:
-        """Apply the asynchronous members' updates that have arrived; see ``Exchange.catch_up``."""
-        self.ensure_member(params, optimizer_state)
-        self.poll(timeout_s)
-        payloads = [messages for _, messages in self._membership.take_updates()]
-        self._departure.remove_departed()
-        if payloads:
-            nodes = len(self._membership.peers) + 1
-            self._replica.apply(payloads, params, nodes=nodes, has_moved=True)
-        self.serve(params, optimizer_state)
-        return len(payloads)
-
     def _follow_step(self, params: Any) -> None:
         """Apply a step of the members, without an update of this node's own."""
+        # Written values travel in no message.
+        if self._membership.is_written_by_all(self._membership.members, self._replica.step):
+            self._departure.rejoin(
+                "the members go on from parameters that were written on all of them"
+            )
+            return
         updates = self._membership.take_updates(self._replica.step)
         updates.sort(key=itemgetter(0))
         payloads = [messages for _, messages in updates]

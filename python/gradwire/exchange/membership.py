@@ -557,6 +557,10 @@ class Membership:
         """Let this node's next note announce a comparison of replicas, and give its digest."""
         self._next_note = Note(comparison=comparison, digest=digest)
 
+    def announce_written(self, digest: str) -> None:
+        """Let this node's next note say what the caller has written into the parameters."""
+        self._next_note = replace(self._next_note, written=digest)
+
     def make_note(self, step: int) -> Note | None:
         """Return the note for this node's update of ``step``, None if the note would be empty."""
         self.next_step = step + 1
@@ -596,6 +600,24 @@ class Membership:
             self.introductions.add_workers(note.workers)
         named = [set(note.admits) for note in notes]
         return sorted(set.intersection(*named)) if named else []
+
+    def is_written_by_all(self, senders: Iterable[NodeRun], step: int) -> bool:
+        """Return whether the callers of all nodes have written the same parameters before a step.
+
+        Args:
+            senders: of the other updates of the step.
+            step: number of the step.
+        """
+        # All members have the same notes of the same step, so all come to the same answer.
+        notes = [
+            self.members[run].notes.get(step, _EMPTY) if run in self.members else _EMPTY
+            for run in senders
+        ]
+        if self.phase is Phase.IN:
+            last_note = self.last_note
+            notes.append(last_note[1] if last_note and last_note[0] == step else _EMPTY)
+        written = {note.written for note in notes}
+        return len(written) == 1 and "" not in written
 
     def is_known_to(self, run: NodeRun) -> bool:
         """Return whether a node named this node as a member when it last introduced itself."""

@@ -240,12 +240,14 @@ class Note:
         workers: those of them that own no parameters.
         comparison: number of the step before which all replicas are compared; or None.
         digest: (comparison, digest of the sender's replica then), or None.
+        written: digest of the parameters that the sender's caller has written before this step; empty: none.
     """
 
     admits: tuple[NodeRun, ...] = ()
     workers: tuple[NodeRun, ...] = ()
     comparison: int | None = None
     digest: tuple[int, str] | None = None
+    written: str = ""
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
@@ -263,6 +265,7 @@ class Note:
                 (int(document["digest"][0]), str(document["digest"][1]))
                 if document["digest"]
                 else None,
+                str(document["written"]),
             ),
         )
 

@@ -257,6 +257,7 @@ class Replica(SharedCopy):
         The caller's parameters are replaced after that. Messages of an unfinished step stay apart from the residual.
         """
         encoders = self.groups.encoders
+        self.share_written(params)
         if self.shared and all(
             device_of(encoder.residual) == device_of(self.shared) for encoder in encoders
         ):
@@ -336,6 +337,43 @@ class Replica(SharedCopy):
         if self.sharding is not None:
             self.sharding.settle(cast("Sequence[PartUpdate]", payloads), self.step)
             self._add_late(params)
+
+    def settle_written(
+        self, payloads: Payloads, params: Any, *, is_common: bool, has_moved: bool
+    ) -> bool:
+        """Decide at the end of a step what becomes of the values that the caller has written.
+
+        Args:
+            payloads: as for ``apply``.
+            params: the caller's.
+            is_common: whether the callers of all nodes have written the same values before the step.
+            has_moved: as for ``apply``.
+
+        Returns:
+            Whether the messages must not be applied.
+        """
+        if not is_common:
+            self.share_written(params)
+            return False
+        unsent = [encoder.state_dict()["residual"] for encoder in self.groups.encoders]
+        self.put_back_into(unsent)
+        if self.sharding is not None and self._applies_residual:
+            self.sharding.settle(cast("Sequence[PartUpdate]", payloads), self.step)
+            self.sharding.clear()
+            self._late.clear()
+        return self.adopt_written(params, unsent, has_moved=has_moved)
+
+    def is_written(self, params: Any, *, is_settled: bool = True) -> bool:
+        """Return whether the caller has changed its parameters since the last call."""
+        self._add_late(params)
+        return super().is_written(params, is_settled=is_settled and self.pending is None)
+
+    def check_arrays(self, params: Any) -> None:
+        """Refuse arrays that a step could not use, before anything is encoded."""
+        if self._options.outer_momentum:
+            writable_views(params)
+        if self._applies_residual and not self.shared:
+            self.groups.residuals(writable_views(params))
 
     def _add_to_shared(
         self,

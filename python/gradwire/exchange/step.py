@@ -9,13 +9,17 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from ..arrays import scaled
-from ..errors import TooLarge, WouldBlock
+import numpy as np
+
+from ..arrays import Arrays, copies, scaled, writable_views
+from ..errors import NonFiniteUpdate, TooLarge, WouldBlock
 from . import clock
+from .consistency import digest_of
 from .departure import Departure
 from .join import Join
 from .membership import Membership, Router, Updates
 from .options import Options
+from .parameters import Payloads
 from .protocol import NodeRun, Phase
 from .replica import Replica, StepUpdate
 from .results import StepResult
@@ -55,6 +59,7 @@ class Step:
         most_bytes = replica.groups.max_payload_bytes(options.codec)
         self._room_bytes = min(most_bytes, _ROOM_BYTES_MAX)
         self._last_missing: frozenset[NodeRun] = frozenset()
+        self._has_shared_written = False
 
     def take_step(
         self, update: Any, params: Any, optimizer_state: Sequence[Any], *, has_moved: bool = False
@@ -89,6 +94,49 @@ class Step:
             return None
         again = partial(replica.encode, None, codec)
         return self._finish_or_repeat(pending, again, params, optimizer_state)
+
+    def written_values(self, params: Any, values: Sequence[Any] | None) -> Arrays:
+        """Return copies of what the caller has written into the parameters; empty: nothing.
+
+        Raises:
+            NonFiniteUpdate: the values are not finite.
+        """
+        replica = self._replica
+        is_kept = self._options.apply_residual or self._options.every > 1 or values is not None
+        if not replica.shared or not is_kept:
+            return []  # the parameters themselves are the shared ones
+        if values is None and not replica.is_written(params):
+            return []
+        written = copies(writable_views(params) if values is None else values)
+        count = sum(int((~np.isfinite(array)).sum()) for array in written)
+        before = sum(int((~np.isfinite(array)).sum()) for array in copies(replica.shared))
+        if count > before:
+            raise NonFiniteUpdate(
+                f"{count - before} elements of the parameters were set to NaN or infinity between two steps: nothing "
+                "was sent; write finite values",
+                count - before,
+            )
+        return written
+
+    def take_written(self, params: Any, written: Arrays) -> None:
+        """Go on from values that the caller has written; `Replica.settle_written` says whether for all nodes."""
+        self._replica.take_written(params, written)
+        if self._is_sync:
+            self._membership.announce_written(digest_of(written))
+
+    def catch_up(self, params: Any, optimizer_state: Sequence[Any], timeout_s: float) -> int:
+        """Apply the asynchronous members' updates that have arrived; see ``Exchange.catch_up``."""
+        membership = self._membership
+        self._join.ensure_member(params, optimizer_state)
+        self._join.poll(timeout_s)
+        payloads = [messages for _, messages in membership.take_updates()]
+        self._departure.remove_departed()
+        if payloads:
+            nodes = len(membership.peers) + 1
+            self._replica.apply(payloads, params, nodes=nodes, has_moved=True)
+        self._join.serve(params, optimizer_state)
+        self._replica.remember(params)
+        return len(payloads)
 
     def leave(self, params: Any, optimizer_state: Sequence[Any]) -> StepResult:
         """Send everything that is left as the last update, and say so."""
@@ -291,13 +339,18 @@ class Step:
         # All synchronous nodes add in this order, which makes their bits equal.
         in_order: Updates = [*others, (membership.run, pending.messages)]
         in_order.sort(key=itemgetter(0))
-        replica.apply(
-            [messages for _, messages in in_order],
-            params,
-            nodes=len(in_order) if self._is_sync else len(membership.peers) + 1,
-            update=pending,
-            has_moved=has_moved,
+        payloads = [messages for _, messages in in_order]
+        is_replaced = replica.written is not None and self._settle_written(
+            pending, [run for run, _ in others], payloads, params, has_moved=has_moved
         )
+        if not is_replaced:
+            replica.apply(
+                payloads,
+                params,
+                nodes=len(in_order) if self._is_sync else len(membership.peers) + 1,
+                update=pending,
+                has_moved=has_moved,
+            )
         if self._is_sync:
             self._join.finish_step([run for run, _ in others])
         else:
@@ -307,6 +360,31 @@ class Step:
         result = self._result(pending, others, clock.now_s() - arrived_s)
         replica.finish_step(pending)
         return result
+
+    def _settle_written(
+        self,
+        pending: StepUpdate,
+        senders: Sequence[NodeRun],
+        payloads: Payloads,
+        params: Any,
+        *,
+        has_moved: bool,
+    ) -> bool:
+        """Decide what becomes of written parameters; return whether the messages must not be applied."""
+        is_common = self._is_sync and self._membership.is_written_by_all(senders, pending.step)
+        if is_common:
+            what = "all nodes go on from the parameters that were written on all of them"
+            _LOG.info("step %d: %s", pending.step, what)
+        elif not self._has_shared_written:
+            self._has_shared_written = True
+            _LOG.warning(
+                "step %d: the parameters were changed on this node between two steps, and not in the same way on all "
+                "nodes: the change is shared as an update",
+                pending.step,
+            )
+        return self._replica.settle_written(
+            payloads, params, is_common=is_common, has_moved=has_moved
+        )
 
     def _result(self, pending: StepUpdate, others: Updates, apply_s: float) -> StepResult:
         replica = self._replica

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,8 +43,8 @@ class SharedOptimizer(torch.optim.Optimizer):
     schedules and weight decay work as usual.
 
     Nodes that begin with the same parameters keep the same ones, bit for bit, in synchronous mode (with ``overlap``
-    those of the step before). Every node must call ``step`` equally often in synchronous mode. Any other change of the
-    parameters between steps becomes part of the update; load checkpoints before the first step.
+    those of the step before). Every node must call ``step`` equally often in synchronous mode. If all nodes write the
+    same weights into the model before the same step, all go on from them; any other change becomes part of the update.
 
     ``GradScaler`` works on each node separately: a node that skips a step still takes part in the exchange.
     ``docs/torch.md`` recommends options for the exchange.
@@ -117,6 +117,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._state: list[Staging] = []
         self._local: _Values = [], []
         self._has_joined = False
+        self._marks: list[Any] = []  # of the parameters, after the last step
+        # The model's state as it was last returned: place, copy, and torch's count of changes to the copy.
+        self._returned: list[tuple[int, torch.Tensor, int]] = []
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped optimiser."""
@@ -150,6 +153,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             self._set_values(self._local)
         self._local = [], []
         self._has_joined = True
+        self._marks = self._mark()
         return joined
 
     def resync(self) -> Joined:
@@ -189,11 +193,14 @@ class SharedOptimizer(torch.optim.Optimizer):
                 "own parameters"
             )
         loss = None
+        if self._has_joined:
+            self._note_written()
         if self._has_joined or not self._join_moves() or closure is not None:
             with self._scaled_rates():
                 loss = self._local_step(closure)
         if self.exchange.is_next_local:
             self.result = self.exchange.step_moved(*self._memory)
+            self._marks = self._mark()
             return loss
         with self._staged() as memory:
             self.result = self.exchange.step_moved(*memory)
@@ -238,6 +245,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         if self._set_aside is not None:
             raise RuntimeError("shared_parameters() inside shared_parameters()")
         values = self._values()
+        is_as_left = self._has_joined and self._marks == self._mark()
         self._set_aside = values
         try:
             shared = self.exchange.shared(writable_views(self._memory[0]))
@@ -246,6 +254,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         finally:
             self._set_aside = None
             self._set_values(values)
+            if is_as_left:
+                self._marks = self._mark()
 
     def shared_tensors(self) -> list[torch.Tensor]:
         """Return copies of the shared parameters, in host memory, in the order of the optimiser's parameters."""
@@ -256,15 +266,57 @@ class SharedOptimizer(torch.optim.Optimizer):
         return [torch.from_numpy(array) for array in self.exchange.shared(arrays)]
 
     def _is_as_left(self) -> bool:
-        """Return whether no other weights were copied into the model since the last step; True after local steps."""
-        if self.exchange.has_local_steps:
-            return True
+        """Return whether no other weights were copied into the model since the last step."""
+        if not self.exchange.is_settled:
+            return self._marks == self._mark()
         for staging in self._params:
             tensor = staging.tensor
             left = staging.memory.to(tensor.device, tensor.dtype)
             if left.data_ptr() != tensor.data_ptr() and not torch.equal(left, tensor):
                 return False
         return self.exchange.holds(writable_views(self._memory[0]))
+
+    def _mark(self) -> list[Any]:
+        """Return values that change with the parameters: torch's counts of changes, which ``data`` evades, and sums."""
+        tensors = [staging.tensor for staging in self._params]
+        sums = [tensor.sum(dtype=torch.float64) for tensor in tensors]
+        device = sums[0].device if sums else None
+        totals = torch.stack([total.to(device) for total in sums]).tolist() if sums else []
+        return [
+            *(tensor._version for tensor in tensors),
+            *map(str, totals),
+        ]  # NaN equals itself as text
+
+    def keep_returned(self, copies_by_place: Mapping[int, torch.Tensor]) -> None:
+        """Keep tensors that ``model.state_dict()`` returns until the next step; share() sees to it."""
+        self._returned = [
+            (place, tensor, tensor._version) for place, tensor in copies_by_place.items()
+        ]
+
+    def take_returned(self) -> None:
+        """Write into the model what was written into the tensors of ``model.state_dict()``.
+
+        Without sharing these are the parameters' own memory.
+        """
+        with torch.no_grad():
+            for place, tensor, version in self._returned:
+                if tensor._version != version:
+                    self._params[place].tensor.copy_(tensor)
+        self._returned = []
+
+    def _note_written(self) -> None:
+        """Tell the exchange if the caller has written into the parameters since the last step."""
+        self.take_returned()
+        if self._marks == self._mark() or self._is_as_left():
+            return
+        values = [
+            staging.tensor.to(staging.memory.dtype).cpu().numpy().copy() for staging in self._params
+        ]
+        for staging in self._params:
+            staging.fetch_moved()
+        self.exchange.note_written(self._memory[0], values)
+        for staging in self._params:
+            staging.store()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimiser does."""
@@ -430,6 +482,8 @@ class SharedOptimizer(torch.optim.Optimizer):
     def _store(self) -> None:
         for staging in (*self._params, *self._state):
             staging.store()
+        if self._has_joined:
+            self._marks = self._mark()
 
 
 def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:

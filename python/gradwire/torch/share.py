@@ -154,11 +154,15 @@ class _ModelHooks:
         optimizer = self._find()
         if optimizer is None:
             return
+        optimizer.take_returned()
         shared = optimizer.shared_tensors()
+        returned = {}
         for name, place in self._places.items():
             saved = state.get(prefix + name)
             if saved is not None:
                 shared[place] = state[prefix + name] = shared[place].to(saved.device, saved.dtype)
+                returned[place] = shared[place]
+        optimizer.keep_returned(returned)
 
     def restore(self, *_: object) -> None:
         """Let the model hold this node's parameters after a checkpoint of both was loaded in whatever order."""
