@@ -119,8 +119,12 @@ def train(
             model(inputs).square().mean().backward()
             optimizer.step()
         end.wait()
-        if options.get("overlap") or "mode" in options:
-            optimizer.catch_up(timeout_s=1.0)
+        if options.get("overlap"):
+            optimizer.catch_up()
+        elif "mode" in options:
+            received = optimizer.exchange.stats.received
+            while received < STEPS:
+                received += optimizer.catch_up(timeout_s=0.2)
         after = float((shared_of(optimizer) - target).abs().max())
         return before, own, after, shared_of(optimizer), weights_of(model)
 

@@ -117,7 +117,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._state: list[Staging] = []
         self._local: _Values = [], []
         self._has_joined = False
-        self._marks: list[Any] = []  # of the parameters, after the last step
+        self._marks: tuple[list[int], torch.Tensor] | None = None  # after the last step
         # The model's state as it was last returned: place, copy, and torch's count of changes to the copy.
         self._returned: list[tuple[int, torch.Tensor, int]] = []
 
@@ -245,7 +245,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         if self._set_aside is not None:
             raise RuntimeError("shared_parameters() inside shared_parameters()")
         values = self._values()
-        is_as_left = self._has_joined and self._marks == self._mark()
+        is_as_left = self._has_joined and self._is_marked()
         self._set_aside = values
         try:
             shared = self.exchange.shared(writable_views(self._memory[0]))
@@ -268,7 +268,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     def _is_as_left(self) -> bool:
         """Return whether no other weights were copied into the model since the last step."""
         if not self.exchange.is_settled:
-            return self._marks == self._mark()
+            return self._is_marked()
         for staging in self._params:
             tensor = staging.tensor
             left = staging.memory.to(tensor.device, tensor.dtype)
@@ -276,16 +276,24 @@ class SharedOptimizer(torch.optim.Optimizer):
                 return False
         return self.exchange.holds(writable_views(self._memory[0]))
 
-    def _mark(self) -> list[Any]:
+    def _mark(self) -> tuple[list[int], torch.Tensor]:
         """Return values that change with the parameters: torch's counts of changes, which ``data`` evades, and sums."""
         tensors = [staging.tensor for staging in self._params]
         sums = [tensor.sum(dtype=torch.float64) for tensor in tensors]
-        device = sums[0].device if sums else None
-        totals = torch.stack([total.to(device) for total in sums]).tolist() if sums else []
-        return [
-            *(tensor._version for tensor in tensors),
-            *map(str, totals),
-        ]  # NaN equals itself as text
+        stacked = (
+            torch.stack([total.to(sums[0].device) for total in sums]) if sums else torch.empty(0)
+        )
+        return [tensor._version for tensor in tensors], stacked
+
+    def _is_marked(self) -> bool:
+        """Return whether the parameters are as they were after the last step, as far as ``_mark`` tells."""
+        counts, sums = self._marks or ([], torch.empty(0))
+        new_counts, new_sums = self._mark()
+        new_sums = new_sums.to(sums.device)
+        # Compared late: on a device the sums are then ready.
+        return counts == new_counts and bool(
+            ((sums == new_sums) | (sums.isnan() & new_sums.isnan())).all()
+        )
 
     def keep_returned(self, copies_by_place: Mapping[int, torch.Tensor]) -> None:
         """Keep tensors that ``model.state_dict()`` returns until the next step; share() sees to it."""
@@ -307,7 +315,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     def _note_written(self) -> None:
         """Tell the exchange if the caller has written into the parameters since the last step."""
         self.take_returned()
-        if self._marks == self._mark() or self._is_as_left():
+        if self._is_marked() or self._is_as_left():
             return
         values = [
             staging.tensor.to(staging.memory.dtype).cpu().numpy().copy() for staging in self._params
