@@ -63,6 +63,37 @@ def test_adaptive_optimizers_have_a_higher_default_density(
     assert made[0]._groups.encoders[0].policy.density == default
 
 
+@pytest.mark.parametrize("at", [0, 1, 8])
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all", "one"])
+def test_parameters_that_were_restored_stay(at: int, ranks: tuple[int, ...]) -> None:
+    saved = {"weights": jax.numpy.full((6, 2), 3.0), "bias": jax.numpy.arange(2.0)}
+
+    def train(rank: int) -> Any:
+        params = {"weights": jax.numpy.full((6, 2), 0.5 * rank), "bias": jax.numpy.zeros(2)}
+        optimizer = gradwire.jax.share(optax.sgd(1e-6), node=nodes[rank], codec="dense")
+        state = optimizer.init(params)
+        for step in range(12):
+            if step == at and rank in ranks:
+                params = saved
+            gradients = jax.tree.map(jax.numpy.ones_like, params)
+            updates, state = optimizer.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    with (
+        gw.Node("127.0.0.1:0", secret=bytes(range(32)), node_id=1) as one,
+        gw.Node("127.0.0.1:0", [one.address], secret=bytes(range(32)), node_id=2) as two,
+    ):
+        nodes = [one, two]
+        one.expected_peers = two.expected_peers = 1
+        with ThreadPoolExecutor(2) as pool:
+            outcomes = list(pool.map(train, range(2)))
+    share = len(ranks) / 2  # one of two nodes moves the mean half of the way, from zeros
+    for params in outcomes:
+        np.testing.assert_allclose(params["weights"], 3.0 * share, atol=1e-3)
+        np.testing.assert_allclose(params["bias"], share * np.arange(2.0), atol=1e-3)
+
+
 def test_wrong_use_is_refused() -> None:
     with pytest.raises(ValueError, match="update_scale"):
         gradwire.jax.share(optax.sgd(0.1), update_scale=-1.0)

@@ -27,6 +27,7 @@ __all__ = [
     "on_host",
     "placed",
     "put",
+    "scaled",
     "stream_of",
     "views",
     "writable_views",
@@ -233,6 +234,20 @@ def add(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
 def difference(minuend: Sequence[NDArray[Any]], subtrahend: Sequence[NDArray[Any]]) -> Arrays:
     """Return the differences of all pairs of arrays, in new memory."""
     return [left - right for left, right in zip(minuend, subtrahend, strict=True)]
+
+
+def scaled(arrays: Any, factor: float) -> Any:
+    """Return one array, or a list of arrays, times a factor, in new memory on the same device.
+
+    Arrays of half precision become float32, so that the factor rounds nothing.
+    """
+    if isinstance(arrays, (list, tuple)):
+        return [scaled(array, factor) for array in arrays]
+    array = arrays if hasattr(arrays, "dtype") else _view(arrays)
+    is_half = _dtype_name(array) in ("float16", "bfloat16")
+    if hasattr(array, "detach"):  # torch's
+        return (array.detach().float() if is_half else array.detach()) * factor
+    return (array.astype("float32") if is_half else array) * factor
 
 
 def _listed(arrays: Any) -> list[Any]:

@@ -223,7 +223,9 @@ class ExchangeMaker:
             **options,
         }
         # Options that cannot be used are refused by every worker of a team, before there is a node.
-        self._timeout_s = Options.of(self._options).timeout_s
+        checked = Options.of(self._options)
+        self._timeout_s = checked.timeout_s
+        self._reduction = checked.reduction
         self._place = place = rendezvous.placement()
         self._rank, self._size = team or (place.local_rank, place.local_size)
         self._is_team = self._size > 1 and (node is None or team is not None)
@@ -264,7 +266,13 @@ class ExchangeMaker:
         if self._teams:
             name = f"{name}.{self._teams}"
         self._teams += 1
-        return LocalTeam(name, size=self._size, rank=self._rank, timeout_s=self._timeout_s)
+        return LocalTeam(
+            name,
+            size=self._size,
+            rank=self._rank,
+            reduction=self._reduction,
+            timeout_s=self._timeout_s,
+        )
 
     def _exchange(self, named: Sequence[tuple[str, Any]], groups: Groups) -> Exchange:
         is_given = self._node is not None

@@ -28,14 +28,16 @@ _KEYS = {
     "outer_velocity",
     "owner",
     "agreement",
+    "training",
 }
 
 
-def state_of(replica: Replica, params: Any = None) -> dict[str, Any]:
+def state_of(replica: Replica, training: str, params: Any = None) -> dict[str, Any]:
     """Return a copy of everything that the next step depends on; the messages of an unfinished step are put back.
 
     Args:
         replica: whose state.
+        training: identity of the training.
         params: as in ``Exchange.state_dict``.
     """
     total = replica.total
@@ -60,6 +62,7 @@ def state_of(replica: Replica, params: Any = None) -> dict[str, Any]:
         "outer_velocity": copies(total.velocity) if isinstance(total, MomentumSum) else [],
         "owner": replica.owner_state(),
         "agreement": replica.agreement.state(),
+        "training": training,
     }
 
 
@@ -155,11 +158,17 @@ def redistribute(
                 "take it right after one"
             )
     layouts = [
-        (state["step"], [(saved["numel"], saved["dtype"]) for saved in state["encoders"]])
+        (
+            state["step"],
+            [(saved["numel"], saved["dtype"]) for saved in state["encoders"]],
+            state["training"],
+        )
         for state in states
     ]
     if any(layout != layouts[0] for layout in layouts):
-        raise ValueError(f"the states are of different steps or models: {layouts}")
+        raise ValueError(
+            f"the states are of different steps or models, or of different trainings: {layouts}"
+        )
     # A worker's own parameters, which ``gradwire.torch`` adds, hold its old residual.
     own_parameters = {"local", "rounded"}
     states = [{name: state[name] for name in state.keys() - own_parameters} for state in states]

@@ -1,18 +1,20 @@
-"""Departures: which members are gone, which of their last updates everybody applies, and where parts of a split meet.
+"""Departures: which members are gone, and which of their last updates everybody applies.
 
 A member that dies may have reached only some of the others with its last updates. Each remaining member reports how
 many of the updates it has; everybody applies as many as the member with the most, and one member that has them relays
 them. A report names all members that its sender considers gone, and the sender accepts no more messages from those. If
 another member dies meanwhile, all report anew, and only reports that name all departed members count: an update that
 the second dead member relayed is then either in a report or has reached nobody.
+
+A node that finds itself in a training, or in a part of one, that does not go on leaves that one, too: `Trainings`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from ..errors import Mismatch
+from ..errors import Mismatch, PeerLost
 from .membership import Membership, Router
 from .protocol import (
     TAG_NUMBERS,
@@ -27,9 +29,12 @@ from .protocol import (
     unpack_relay,
 )
 
-__all__ = ["Departure"]
+__all__ = ["Departure", "Trainings"]
 
 _LOG = logging.getLogger(__name__)
+
+# A node, the node that began its training, and the members.
+_Side = tuple[NodeRun, NodeRun, tuple[NodeRun, ...]]
 
 
 class Departure:
@@ -43,8 +48,13 @@ class Departure:
         # By reporter and departed node: the first update that the reporter lacks.
         self._reports: dict[NodeRun, dict[NodeRun, int]] = {}
         self._relayed: set[tuple[NodeRun, int, int, frozenset[NodeRun]]] = set()
+        self._on_return: Callable[..., object] = dict  # does nothing, until it is set
         router.handle(Kind.REPORT, self._add_report)
         router.handle(Kind.RELAY, self._add_relayed)
+
+    def set_on_return(self, on_return: Callable[..., object]) -> None:
+        """Call a function for every departed node that has come in again meanwhile; see `Trainings.handle_unknown`."""
+        self._on_return = on_return
 
     @property
     def unsettled(self) -> set[NodeRun]:
@@ -55,6 +65,14 @@ class Departure:
             for run, next_missing in self._membership.departing.items()
             if run not in finals or next_missing < finals[run]
         }
+
+    def check_members(self, least: int) -> None:
+        """Raise `PeerLost` if fewer members are left than a step needs."""
+        count = len(self._membership.peers) + 1
+        if self._membership.phase is Phase.IN and count < least:
+            gone = self._introductions.describe_departed()
+            why = gone or "the run began with no more"
+            raise PeerLost(f"{count} of at least {least} members are left: {why}")
 
     def suspect(self, runs: Iterable[NodeRun], why: str) -> None:
         """Consider members gone: begin to agree with the others on their last updates.
@@ -113,48 +131,6 @@ class Departure:
         self._relayed.clear()
         self._router.announce(Phase.JOINING)
 
-    # ---- other parts of a split network ------------------------------------------------------------------------------
-
-    def handle_unknown(self, run: NodeRun, hello: Hello, *, was_outside: bool) -> None:
-        """Handle a member that this node does not know: a newcomer, or a member of a group that had split off."""
-        membership = self._membership
-        if membership.phase not in (Phase.IN, None if self._is_sync else membership.destination):
-            return
-        names_this_node = membership.run in hello.members
-        # Four cases, by what the sender says and by whether it was outside when it last said something: it counts this
-        # node in and has not heard that it was left behind; it was admitted by this node's group (asynchronous nodes
-        # admit by introduction); it belongs to the other part of a split network; or both.
-        own_group = {membership.run, *membership.peers}
-        if names_this_node and not was_outside:
-            # The others have gone on without the sender, which does not know it yet.
-            self.report(run)
-            return
-        if was_outside and not self._is_sync and not own_group.isdisjoint(hello.members):
-            if not self.has_gone(run, hello.first_step):
-                membership.admit(run, hello.first_step)
-                self._router.introduce(run)  # a newcomer waits for this
-            return
-        if not names_this_node:  # synchronous newcomers are admitted at the end of a step
-            self.rejoin_if_smaller(hello)
-            if was_outside:
-                self._router.introduce(run)  # its part may be the one that has to join
-
-    def is_elsewhere(self, hello: Hello) -> bool:
-        """Return whether a node that this one has admitted came in with other members: both parts of a split have."""
-        names_this_node = self._membership.run in hello.members
-        return self._is_sync and hello.phase is Phase.IN and not names_this_node
-
-    def rejoin_if_smaller(self, hello: Hello) -> None:
-        """Join again if the sender's part of a split network is the one that goes on."""
-        # The training that began earlier goes on, of equally old ones the larger: an incarnation is a start time.
-        membership = self._membership
-        members = (membership.run, *membership.peers)
-        ours = (*reversed(membership.origin), -len(members), min(members).id)
-        first = min((run.id for run in hello.members), default=0)
-        theirs = (*reversed(hello.origin), -len(hello.members), first)
-        if theirs < ours:
-            self.rejoin(f"this node had split off from {len(hello.members)} others")
-
     # ---- the departed ------------------------------------------------------------------------------------------------
 
     def remove_departed(self) -> None:
@@ -179,7 +155,7 @@ class Departure:
             # split network. Its introduction counts from now on.
             hello = self._introductions.compatible(Phase.IN).get(run)
             if hello and run in membership.others and not self.has_gone(run, hello.first_step):
-                self.handle_unknown(run, hello, was_outside=True)
+                self._on_return(run, hello, was_outside=True)
 
     def has_gone(self, run: NodeRun, first_step: int) -> bool:
         """Return whether a node that came in with its update ``first_step`` is reported as gone since then."""
@@ -320,3 +296,141 @@ class Departure:
         else:
             membership.add_relayed(run, self._router.parse(run, step, relayed), relayed)
             self._settle_departures()
+
+
+# ---- trainings -------------------------------------------------------------------------------------------------------
+
+
+class Trainings:
+    """Tells this node's training from others, and decides which of two goes on where both must not.
+
+    The node that begins a training, rank 0, gives it an identity, which snapshots and checkpoints pass on. A node that
+    has finished a step of a training, or comes from its checkpoint, takes part in no other. Three cases are not plain:
+    a run that was started again while a process of the run before is left over; two parts of one training after a
+    split of the network; and nodes that began at the same time without knowing of each other.
+    """
+
+    def __init__(
+        self, membership: Membership, router: Router, departure: Departure, *, is_sync: bool
+    ) -> None:
+        self._membership = membership
+        self._introductions = membership.introductions
+        self._router = router
+        self._departure = departure
+        self._is_sync = is_sync
+        self._introductions.set_judge(self._difference)
+        departure.set_on_return(self.handle_unknown)
+
+    def _difference(self, run: NodeRun, hello: Hello) -> str:
+        """Return why a node takes part in another training; empty if it does not."""
+        membership = self._membership
+        introductions = self._introductions
+        has_begun = membership.phase in (Phase.IN, Phase.READY)
+        if has_begun and hello.phase is Phase.IN and hello.origin != membership.origin:
+            members = tuple(sorted({membership.run, *membership.peers}))
+            here = (membership.run, membership.origin, members)
+            there = (run, hello.origin, hello.members)
+            if _is_started_again(here, there):
+                introductions.supersede(
+                    f"this node ({introductions.name_of(membership.run)}) is left over from an earlier run: "
+                    f"{introductions.describe(hello.members)} have started the training again without it; end this "
+                    "process"
+                )
+                return "this node is left over from an earlier run"
+            if _is_started_again(there, here):
+                return "it is left over from an earlier run: end that process"
+        own = introductions.training
+        # Nodes that began at the same time learn of each other in their first step, and one training gives way. A
+        # training with a finished step is given up for no other.
+        gives_way = membership.phase is Phase.IN and not hello.is_confirmed
+        if own and hello.training not in ("", own) and introductions.is_confirmed and not gives_way:
+            return (
+                f"training {hello.training} there, {own} here: end processes that are left over from an earlier run, "
+                "or give every training a secret or a port of its own"
+            )
+        return ""
+
+    def joinable(self) -> dict[NodeRun, Hello]:
+        """Return the introductions of members of the training that a late node may join."""
+        members = {
+            run: hello
+            for run, hello in self._introductions.compatible(Phase.IN).items()
+            if not self._introductions.is_replaced(run)
+        }
+        sides = {run: (run, hello.origin, hello.members) for run, hello in members.items()}
+        for run, side in sides.items():
+            if any(_is_started_again(side, other) for other in sides.values()):
+                del members[run]
+        # Several trainings, of which none has taken the place of another: the oldest, as in a split network.
+        oldest = min(members.values(), key=lambda hello: hello.origin[::-1], default=None)
+        if oldest is None:
+            return {}
+        return {run: hello for run, hello in members.items() if hello.training == oldest.training}
+
+    # ---- parts of one training ---------------------------------------------------------------------------------------
+
+    def handle_unknown(self, run: NodeRun, hello: Hello, *, was_outside: bool) -> None:
+        """Handle a member that this node does not know: a newcomer, or a member of a group that had split off."""
+        membership = self._membership
+        if membership.phase not in (Phase.IN, None if self._is_sync else membership.destination):
+            return
+        names_this_node = membership.run in hello.members
+        # Four cases, by what the sender says and by whether it was outside when it last said something: it counts this
+        # node in and has not heard that it was left behind; it was admitted by this node's group (asynchronous nodes
+        # admit by introduction); it belongs to the other part of a split network; or both.
+        own_group = {membership.run, *membership.peers}
+        if names_this_node and not was_outside:
+            # The others have gone on without the sender, which does not know it yet.
+            self._departure.report(run)
+            return
+        if was_outside and not self._is_sync and not own_group.isdisjoint(hello.members):
+            if not self._departure.has_gone(run, hello.first_step):
+                membership.admit(run, hello.first_step)
+                self._router.introduce(run)  # a newcomer waits for this
+            return
+        if not names_this_node:  # synchronous newcomers are admitted at the end of a step
+            self.give_way(run, hello)
+            if was_outside:
+                self._router.introduce(run)  # its part may be the one that has to join
+
+    def is_elsewhere(self, hello: Hello) -> bool:
+        """Return whether a node that this one has admitted came in with other members: both parts of a split have."""
+        names_this_node = self._membership.run in hello.members
+        return self._is_sync and hello.phase is Phase.IN and not names_this_node
+
+    def give_way(self, run: NodeRun, hello: Hello) -> None:
+        """Join again if not this node's training, or part of it, goes on but that of another member."""
+        membership = self._membership
+        introductions = self._introductions
+        is_same = hello.training == introductions.training
+        if not is_same and hello.is_confirmed != introductions.is_confirmed:
+            # The sender may know this node from before its first step.
+            if hello.is_confirmed:
+                self._departure.rejoin(f"{introductions.name_of(run)} has begun before this node")
+            else:
+                self._router.introduce(run)
+            return
+        # The training that began earlier goes on, of equally old ones the larger: an incarnation is a start time.
+        members = (membership.run, *membership.peers)
+        ours = (*reversed(membership.origin), -len(members), min(members).id)
+        first = min((member.id for member in hello.members), default=0)
+        theirs = (*reversed(hello.origin), -len(hello.members), first)
+        if theirs < ours:
+            self._departure.rejoin(f"this node had split off from {len(hello.members)} others")
+
+
+def _is_started_again(earlier: _Side, later: _Side) -> bool:
+    """Return whether nodes have started a run again without a node that is left over.
+
+    Args:
+        earlier: of a node.
+        later: of a node of another training.
+    """
+    node, origin, _ = earlier
+    _, other_origin, members = later
+    # A node that is alone may be a restarted one that has not met the others yet, so it proves nothing.
+    return (
+        len(members) > 1
+        and origin.incarnation < other_origin.incarnation
+        and any(run.id == old.id and old < run for run in members for old in (node, origin))
+    )

@@ -8,17 +8,17 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from numpy.typing import NDArray
 
 from ..agreement import Agreement
 from ..arrays import add, copies, views, writable_views
 from ..codec import Encoder
-from ..errors import NonFiniteUpdate, PeerLost
+from ..errors import NonFiniteUpdate
 from . import checkpoint
 from .consistency import Consistency
-from .departure import Departure
+from .departure import Departure, Trainings
 from .groups import Group, Groups
 from .join import Join
 from .membership import Introductions, Membership, Router
@@ -66,7 +66,11 @@ def _metered(take: _Method) -> _Method:
 
     @functools.wraps(take)
     def metered(self: Exchange, *args: Any, **options: Any) -> StepResult:
-        result = self._meter.time(functools.partial(take, self, *args, **options))
+        try:
+            result = self._meter.time(functools.partial(take, self, *args, **options))
+        except BaseException:
+            self._replica.forget()  # the parameters may be anything in between
+            raise
         self._meter.notify_listeners(result, self.stats)
         return result
 
@@ -120,32 +124,14 @@ class Exchange:
         self._options = checked = Options.of(options)
         self._node = node
         self._groups = groups = enc if isinstance(enc, Groups) else Groups([Group(enc)])
-        total = PlainSum(groups)
-        if checked.outer_momentum:
-            total = MomentumSum(groups, checked.outer_momentum)
-        self._replica = replica = Replica(groups, total, node.peer, checked)
-        signature = checked.signature(groups.encoders)
-        introductions = Introductions(node.peer, node.names, signature, checked.role)
-        self._membership = membership = Membership(
-            node.peer, introductions, checked.role, step=replica.step, keeps=checked.kept_updates
-        )
-        router = Router(node, membership, replica.parse)
-        router.handle(Kind.PART, replica.add_part)
-        self._departure = Departure(membership, router, is_sync=checked.is_sync)
-        # Asynchronous replicas are never in the same state.
-        every_s = checked.digest_s if checked.is_sync else 0.0
-        self._consistency = consistency = Consistency(membership, replica, every_s)
-        self._join = Join(
-            checked,
-            membership,
-            router,
-            self._departure,
-            replica,
-            on_load=consistency.reset,
-            on_follow=consistency.add_notes,
-        )
-        self._start = Start(checked, membership, router, self._departure, replica, self._join.poll)
-        self._step = Step(checked, replica, membership, router, self._departure, self._join)
+        parts = _make_parts(checked, groups, node)
+        self._replica = parts.replica
+        self._membership = parts.membership
+        self._departure = parts.departure
+        self._consistency = parts.consistency
+        self._join = parts.join
+        self._start = parts.start
+        self._step = parts.step
         self._stats = ExchangeStats(codec=checked.codec)
         self._is_loaded = False
         # Reentrant, because ``resync`` calls ``join``.
@@ -165,6 +151,11 @@ class Exchange:
         return tuple(map(self._membership.introductions.peer_of, self._membership.peers))
 
     @property
+    def total_workers(self) -> int:
+        """Number of workers on the machines of this node and of all other members."""
+        return sum(workers for workers, _ in self._membership.teams)
+
+    @property
     def next_step(self) -> int:
         """Number of the next exchange, counted from 0: with ``every``, that of the steps that send."""
         return self._replica.step
@@ -177,13 +168,18 @@ class Exchange:
     @property
     def is_next_local(self) -> bool:
         """Whether the next step sends nothing and leaves the parameters as they are (``every``)."""
-        is_settled = self._replica.pending is None and self._membership.phase is Phase.IN
-        return is_settled and self._replica.local_steps + 1 < self._options.every
+        is_ready = self._replica.pending is None and self._membership.phase is Phase.IN
+        return is_ready and self._replica.local_steps + 1 < self._options.every
 
     @property
     def has_local_steps(self) -> bool:
         """Whether local steps were taken since the last exchange (``every``)."""
         return self._replica.local_steps > 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether ``holds`` can compare parameters: no step is open, and there were no local steps."""
+        return self._replica.pending is None and not self.has_local_steps
 
     @property
     def stats(self) -> ExchangeStats:
@@ -221,6 +217,13 @@ class Exchange:
     def place_shared(self, arrays: Sequence[NDArray[Any]]) -> bool:
         """Keep the shared copy in ``arrays`` from now on; return whether there is a copy."""
         return self._replica.place_shared(arrays)
+
+    def set_team(self, workers: int, *, sends_mean: bool) -> None:
+        """Say from how many workers this node's updates come, and whether as their mean; `LocalTeam` does.
+
+        An update counts as often in the mean of all nodes as it is the mean of workers.
+        """
+        self._start.set_team((workers, workers if sends_mean else 1))
 
     # ---- joining and leaving -----------------------------------------------------------------------------------------
 
@@ -299,11 +302,29 @@ class Exchange:
 
         Args, Raises: as ``step``.
         """
+        self.note_written(params)
         self._begin(params, optimizer_state)
         self._finish_earlier(params)
         result = self._step.leave(params, self._optimizer_state)
         self._count(result)
         return result
+
+    @_by_one_thread
+    def note_written(self, params: Any, values: Sequence[NDArray[Any]] | None = None) -> bool:
+        """Take over values that were written into ``params`` since the last call; return whether there are any.
+
+        If the same values were written on all nodes before the same step, these become the shared parameters. Otherwise
+        the change is part of this node's update. ``step`` does so by itself. ``step_moved`` takes every change for the
+        movement, so call this before the optimiser.
+
+        Args:
+            params: as in ``step``.
+            values: what was written; None: compare ``params`` with what they were.
+        """
+        if written := self._step.written_values(params, values):
+            self._finish_earlier(params)
+            self._step.take_written(params, written)
+        return bool(written)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -333,6 +354,8 @@ class Exchange:
             TypeError, ValueError: the first step's parameters or an update do not fit the encoders; nothing was taken.
             Diverged: the step is done, and most others turned out to hold other parameters; see ``resync``.
         """
+        if self._replica.shared and update is not None:
+            self.note_written(params)
         finished = self._begin(params, optimizer_state)
         # Local steps change the parameters at once, so the update of the exchange is what the parameters have moved by.
         if self._options.every > 1:
@@ -397,15 +420,7 @@ class Exchange:
             raise ValueError("synchronous replicas change only in a step")
         self._start.ensure_announced(params)
         self.wait_for_peers()
-        self._join.ensure_member(params, self._optimizer_state)
-        self._join.poll(timeout_s)
-        payloads = [messages for _, messages in self._membership.take_updates()]
-        self._departure.remove_departed()
-        if payloads:
-            nodes = len(self._membership.peers) + 1
-            self._replica.apply(payloads, params, nodes=nodes, has_moved=True)
-        self._join.serve(params, self._optimizer_state)
-        return len(payloads)
+        return self._step.catch_up(params, self._optimizer_state, timeout_s)
 
     @_by_one_thread
     def follow(
@@ -436,16 +451,10 @@ class Exchange:
         if self._options.role == "observer":
             raise ValueError('role="observer" has no updates of its own: call follow')
         self._start.ensure_announced(params)
-        members = len(self._membership.peers) + 1
-        least = self._options.min_members
-        if self._membership.phase is Phase.IN and members < least:
-            gone = self._membership.introductions.describe_departed()
-            why = gone or "the run began with no more"
-            raise PeerLost(f"{members} of at least {least} members are left: {why}")
-        if self._options.outer_momentum:
-            writable_views(params)  # refuses unusable arrays before anything is encoded
-        if self._options.apply_residual and not self._replica.shared:
-            self._groups.residuals(writable_views(params))
+        if len(self._membership.peers) + 1 < self._options.min_members:
+            self._departure.check_members(self._options.min_members)
+        if self._options.outer_momentum or self._options.apply_residual:
+            self._replica.check_arrays(params)
         if self._membership.phase is Phase.NEW:
             self.wait_for_peers()
         # Newcomers may ask inside a later call that has no such argument, as ``catch_up``.
@@ -465,6 +474,7 @@ class Exchange:
         if replica.count_local_step() < self._options.every and not sends:
             local = StepResult(step=replica.step, is_local=True)
             self._count(local)
+            replica.remember(params)
             return finished or local
         try:
             result = self._step.take_step(None, params, self._optimizer_state, has_moved=True)
@@ -488,6 +498,8 @@ class Exchange:
             self._count(result)
             self._join.serve(params, self._optimizer_state)
             self._consistency.compare(params)
+        if self._replica.shared:
+            self._replica.remember(params)
 
     def _count(self, result: StepResult) -> None:
         self._stats = self._stats.plus(result, update_bytes=4 * self._groups.numel)
@@ -495,10 +507,9 @@ class Exchange:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        options = self._options
         return (
-            f"<gradwire.Exchange of {self._groups.numel:,} parameters, {options.mode}, {options.reduction}, "
-            f"{len(self.members)} other members, step {self.next_step}>"
+            f"<gradwire.Exchange of {self._groups.numel:,} parameters, {self._options.mode}, "
+            f"{self._options.reduction}, {len(self.members)} other members, step {self.next_step}>"
         )
 
     def state_dict(self, params: Any = None) -> dict[str, Any]:
@@ -508,7 +519,8 @@ class Exchange:
         goes on bit for bit. The message of an unfinished step is put back into the residual, so nothing is lost. With
         the ``params`` of ``step_moved``, ``apply_residual`` makes the residual their difference to the shared ones.
         """
-        return checkpoint.state_of(self._replica, params)
+        training = self._membership.introductions.training
+        return checkpoint.state_of(self._replica, training, params)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, before the first step.
@@ -521,6 +533,8 @@ class Exchange:
             raise RuntimeError("this exchange has begun: load the state into a new one")
         checkpoint.load_state(state, self._replica)
         self._membership.restart_at(self._replica.step)  # introductions name it
+        training = state["training"]
+        self._membership.introductions.take_part(training, is_confirmed=bool(training))
         self._is_loaded = True
 
 
@@ -576,3 +590,50 @@ def take_over(exchange: Exchange, before: Exchange, added: Sequence[Any]) -> Non
     exchange.load_state_dict(state)
     exchange._start.follow(before._start, nodes - 1)
     before._membership.enter(Phase.LEAVING)  # nothing is left to say for it
+
+
+# ---- the parts -------------------------------------------------------------------------------------------------------
+
+
+class _Parts(NamedTuple):
+    """The parts of an exchange that its methods use."""
+
+    replica: Replica
+    membership: Membership
+    departure: Departure
+    consistency: Consistency
+    join: Join
+    start: Start
+    step: Step
+
+
+def _make_parts(options: Options, groups: Groups, node: Node) -> _Parts:
+    """Make and connect the parts of an exchange."""
+    total = PlainSum(groups)
+    if options.outer_momentum:
+        total = MomentumSum(groups, options.outer_momentum)
+    replica = Replica(groups, total, node.peer, options)
+    signature = options.signature(groups.encoders)
+    introductions = Introductions(node.peer, node.names, signature, options.role)
+    membership = Membership(
+        node.peer, introductions, options.role, step=replica.step, keeps=options.kept_updates
+    )
+    router = Router(node, membership, replica.parse)
+    router.handle(Kind.PART, replica.add_part)
+    departure = Departure(membership, router, is_sync=options.is_sync)
+    trainings = Trainings(membership, router, departure, is_sync=options.is_sync)
+    # Asynchronous replicas are never in the same state.
+    consistency = Consistency(membership, replica, options.digest_s if options.is_sync else 0.0)
+    join = Join(
+        options,
+        membership,
+        router,
+        departure,
+        trainings,
+        replica,
+        on_load=consistency.reset,
+        on_follow=consistency.add_notes,
+    )
+    start = Start(options, membership, router, departure, trainings, replica, join.poll)
+    step = Step(options, replica, membership, router, departure, join)
+    return _Parts(replica, membership, departure, consistency, join, start, step)

@@ -11,7 +11,7 @@ from typing import Any
 from ..arrays import copies, layouts
 from ..errors import Mismatch
 from . import clock
-from .departure import Departure
+from .departure import Departure, Trainings
 from .membership import Membership, Router
 from .options import Options
 from .protocol import Hello, Kind, NodeRun, Phase, decode_steps, encode_steps
@@ -27,7 +27,7 @@ class Join:
     """Makes this node a member, and serves the nodes that come later.
 
     Args:
-        options, membership, router, departure: of this node.
+        options, membership, router, departure, trainings: of this node.
         replica: replaced by a member's when this node joins late.
         on_load: called when it has been replaced.
         on_follow: called with the caller's parameters after every step that this node follows without being a member.
@@ -39,6 +39,7 @@ class Join:
         membership: Membership,
         router: Router,
         departure: Departure,
+        trainings: Trainings,
         replica: Replica,
         on_load: Callable[[], None],
         on_follow: Callable[[Any], None],
@@ -48,6 +49,7 @@ class Join:
         self._introductions = membership.introductions
         self._router = router
         self._departure = departure
+        self._trainings = trainings
         self._replica = replica
         self._on_load = on_load
         self._on_follow = on_follow
@@ -68,6 +70,8 @@ class Join:
         lost = self._router.receive(timeout_s)
         if lost:
             self._departure.handle_lost(lost, self._replica.step)
+        if self._introductions.superseded:
+            raise Mismatch(self._introductions.superseded)
 
     # ---- equal initial parameters ------------------------------------------------------------------------------------
 
@@ -132,10 +136,10 @@ class Join:
             if (
                 membership.phase is Phase.IN
                 and run in membership.peers
-                and self._departure.is_elsewhere(hello)
+                and self._trainings.is_elsewhere(hello)
             ):
                 self._departure.suspect([run], "came in with another part of a split network")
-                self._departure.rejoin_if_smaller(hello)
+                self._trainings.give_way(run, hello)
             return
         # What came on an earlier connection has a gap before what comes now.
         if before is None or starts_anew:
@@ -153,7 +157,7 @@ class Join:
             if stream.first_received is None:
                 stream.start_at(hello.first_direct)
             was_outside = before is not None and before.phase is not Phase.IN
-            self._departure.handle_unknown(run, hello, was_outside=was_outside)
+            self._trainings.handle_unknown(run, hello, was_outside=was_outside)
 
     def say_goodbye(self) -> None:
         """Tell the members, while there is time, that this node's last update was sent."""
@@ -201,7 +205,7 @@ class Join:
             run
             for run, hello in self._introductions.compatible().items()
             if run in admitted
-            and (hello.phase is Phase.JOINING or self._departure.is_elsewhere(hello))
+            and (hello.phase is Phase.JOINING or self._trainings.is_elsewhere(hello))
         ]
         if again:
             self._departure.suspect(again, "joins again")
@@ -244,6 +248,7 @@ class Join:
             copies([*shared, *optimizer_state.export()]),
             len(shared),
             self._membership.origin,
+            self._introductions.training,
             replica.is_sharded,
             {} if sharding is None else sharding.accepted,
             senders,
@@ -297,7 +302,11 @@ class Join:
         deadline_s = clock.now_s() + timeout_s
         count = 0
         while True:
-            if membership.phase is not Phase.READY and self._introductions.compatible(Phase.IN):
+            hellos = (
+                self._introductions.hellos.values()
+            )  # also those of another training, which is an error
+            has_members = any(hello.phase is Phase.IN for hello in hellos)
+            if membership.phase is not Phase.READY and has_members:
                 self.ensure_member(params, optimizer_state)
             self.poll(max(0.0, min(clock.POLL_S, deadline_s - clock.now_s())))
             while self._options.is_sync and membership.is_ready_for(self._replica.step):
@@ -314,6 +323,12 @@ class Join:
 
     def _follow_step(self, params: Any) -> None:
         """Apply a step of the members, without an update of this node's own."""
+        # Written values travel in no message.
+        if self._membership.is_written_by_all(self._membership.members, self._replica.step):
+            self._departure.rejoin(
+                "the members go on from parameters that were written on all of them"
+            )
+            return
         updates = self._membership.take_updates(self._replica.step)
         updates.sort(key=itemgetter(0))
         payloads = [messages for _, messages in updates]
@@ -326,7 +341,7 @@ class Join:
     def _join_with_snapshot(self, params: Any, optimizer_state: NodeState) -> None:
         """Ask for a snapshot, or load the one that has arrived."""
         snapshot = self._incoming
-        members = self._introductions.compatible(Phase.IN)
+        members = self._trainings.joinable()
         if not members and self._is_nobody_left():
             self._resume(params, optimizer_state)
         elif self._asked is None or self._asked[0] not in members:
@@ -339,7 +354,7 @@ class Join:
             self._check_fits(snapshot, params, optimizer_state)
             if self._follow(snapshot):
                 # Local changes, and own updates that nobody applied, stay in the residual.
-                self._replica.absorb_local_changes(params)
+                self._replica.absorb_local_changes(params, self._membership.weight)
                 self._replica.take_back_unapplied(snapshot.finals, snapshot.accepted, snapshot.step)
                 self._load(snapshot, params, optimizer_state)
 
@@ -376,7 +391,12 @@ class Join:
         replica.take_back_unapplied(finals, snapshot.accepted, snapshot.step)
         self._load(snapshot, params, optimizer_state)
         membership.follow_snapshot(
-            {}, finals, snapshot.step, snapshot.origin, is_sharded=snapshot.is_sharded
+            {},
+            finals,
+            snapshot.step,
+            snapshot.origin,
+            is_sharded=snapshot.is_sharded,
+            training=snapshot.training,
         )
         membership.enter_at(snapshot.step)
         self._router.introduce()
@@ -446,6 +466,7 @@ class Join:
             snapshot.step,
             snapshot.origin,
             is_sharded=snapshot.is_sharded,
+            training=snapshot.training,
         )
         # A synchronous newcomer follows the members' steps until all of them have named it in the same step. An
         # asynchronous newcomer is a member at once, and only waits to be known by all before it sends.

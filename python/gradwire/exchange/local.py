@@ -38,6 +38,7 @@ from ..shared_memory import (
 from ..transport import Peer
 from . import clock
 from . import exchange as single
+from .consistency import digest_of
 from .exchange import Exchange
 from .options import Reduction
 from .results import ExchangeStats, Joined, StepResult
@@ -55,12 +56,13 @@ HAS_UPDATES = 2
 _OUTCOME_BYTES = 1 << 16
 
 # One word of a row for every worker.
-_ROWS = 5
+_ROWS = 6
 _ARRIVED = 0
 _TAKES_PART = 1
 _IS_NEW = 2
 _WEIGHT = 3
 _REDUCED = 4
+_WRITTEN = 5
 
 # Waiting: the pause between two looks at the memory, and the time between two looks at the others' locks.
 _PAUSE_S = 0.00005
@@ -78,6 +80,7 @@ class _Outcome:
     error: BaseException | None
     next_step: int
     members: tuple[Peer, ...]
+    total_workers: int
     stats: ExchangeStats
     has_shared: bool
     has_state: bool
@@ -213,6 +216,7 @@ class LocalTeam:
 
     def lead(self, exchange: Exchange) -> LocalExchange:
         """Return the exchange of rank 0."""
+        exchange.set_team(self.workers, sends_mean=self.reduction == "mean")
         return LocalExchange(self, exchange)
 
     def follow(self) -> LocalExchange:
@@ -243,7 +247,9 @@ class LocalTeam:
 
     # ---- one call of all workers -------------------------------------------------------------------------------------
 
-    def begin_call(self, update: Arrays | None, call: int, *, leads: bool, is_new: bool) -> int:
+    def begin_call(
+        self, update: Arrays | None, call: int, *, leads: bool, is_new: bool, written: int = 0
+    ) -> int:
         """Leave an update, wait for all workers, add the updates up, and return the number of the call.
 
         Args:
@@ -251,6 +257,7 @@ class LocalTeam:
             call: number of this worker's next call.
             leads: whether this worker is rank 0.
             is_new: whether this is this worker's first call.
+            written: digest of the parameters that the caller has written since the last call; 0: none.
 
         Raises:
             TimeoutError: a worker has not come at all.
@@ -268,6 +275,7 @@ class LocalTeam:
             fence()
             rows[_WEIGHT, rank] = update is not None
             rows[_IS_NEW, rank] = is_new
+            rows[_WRITTEN, rank] = written
             rows[_ARRIVED, rank] = call
             if leads:
                 self._gather(call)
@@ -351,10 +359,26 @@ class LocalTeam:
             count = int(rows[_TAKES_PART].sum())
             _LOG.warning("team %r: worker %s gone, %d go on", self.name, gone, count)
 
+    @property
+    def senders(self) -> list[int]:
+        """The workers with an update in this call."""
+        return [int(rank) for rank in np.flatnonzero(self._rows[_TAKES_PART] & self._rows[_WEIGHT])]
+
+    def adopt_written(self, values: Arrays) -> bool:
+        """Make what all workers have written the parameters, and no part of the updates; return whether they have."""
+        written = {int(self._rows[_WRITTEN, rank]) for rank in self.senders}
+        if len(written) != 1 or 0 in written:
+            return False
+        count = len(self.senders) if self.reduction == "sum" else 1
+        for total, value, param in zip(self.total, values, self.params, strict=True):
+            total -= count * (value - param)
+        put(self.params, values)
+        return True
+
     def _reduce(self, rank: int) -> None:
         """Sum one worker's part of the elements, over all updates in the order of the ranks."""
         members = np.flatnonzero(self._rows[_TAKES_PART]).tolist()
-        senders = [member for member in members if self._rows[_WEIGHT, member]]
+        senders = self.senders
         factor = 1.0 / len(senders) if self.reduction == "mean" else 1.0
         position = members.index(rank)
         for index, total in enumerate(self.total):
@@ -474,6 +498,7 @@ class LocalExchange:
     is_next_local = False  # the other workers move the parameters too
     has_local_steps = False
     takes_devices = False  # the team's memory is the host's
+    is_settled = True  # all workers' parameters are the team's after every call
 
     def __init__(self, team: LocalTeam, exchange: Exchange | None) -> None:
         self.team = team
@@ -482,6 +507,7 @@ class LocalExchange:
         self._outcome: _Outcome | None = None  # of the last call
         self._equalizes = False
         self.agreement = Agreement() if exchange is None else exchange.agreement
+        self._written: Arrays = []  # by the caller, since the last call
 
     @property
     def rank(self) -> int:
@@ -497,6 +523,11 @@ class LocalExchange:
     def present(self) -> int:
         """Number of workers that took part in the last call."""
         return self.team.present
+
+    @property
+    def total_workers(self) -> int:
+        """The machine's `Exchange.total_workers`; before the first call those of this machine."""
+        return self.team.workers if self._outcome is None else self._outcome.total_workers
 
     @property
     def next_step(self) -> int:
@@ -548,6 +579,14 @@ class LocalExchange:
             state=optimizer_state,
         )
 
+    def note_written(self, params: Any, values: Sequence[Any] | None = None) -> bool:
+        """See `Exchange.note_written`: if all workers of all machines have written the same, that is adopted."""
+        self.team.attach(params)
+        if values is None and self.holds(params):
+            return False
+        self._written = copies(writable_views(params) if values is None else values)
+        return True
+
     def step(self, update: Any, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """See `Exchange.step`: the machine's update is the mean, or the sum, of all workers' updates.
 
@@ -556,10 +595,16 @@ class LocalExchange:
             params: of this worker; overwritten by the shared ones. ``team.params`` themselves may be passed.
             optimizer_state: of this worker; the leader's is given to those that come late.
         """
+        update = views(update)
+        if self.note_written(params):
+            self._check_sizes(update)
+            changes = difference(writable_views(params), self.team.params)
+            pairs = zip(update, changes, strict=True)
+            update = [array.reshape(change.shape) + change for array, change in pairs]
         return self._call_together(
             lambda lead: self._lead_step(lead, optimizer_state),
             params,
-            views(update),
+            update,
             optimizer_state,
         )
 
@@ -639,10 +684,14 @@ class LocalExchange:
             self._check_sizes(update)
         # A worker that takes the place of a dead one begins with whatever the others do, without an update.
         last_call = team.started_call if self._call is None else self._call
-        call = team.begin_call(update, last_call + 1, leads=leads, is_new=self._call is None)
+        written = int(digest_of(self._written), 16) if self._written else 0
+        call = team.begin_call(
+            update, last_call + 1, leads=leads, is_new=self._call is None, written=written
+        )
         if self.exchange is not None:
             self._act(self.exchange, action, state)
         team.end_call(call, leads=leads)
+        self._written = []
         self._outcome = outcome = team.read_outcome()
         self.agreement.load(outcome.agreement)
         # Only a worker that has no state of its own takes the leader's: a new one, or all of them where the machine
@@ -669,7 +718,12 @@ class LocalExchange:
         has_state = False
         # All workers are in this call, so they have taken the state that was left in an earlier one.
         team.state_path.unlink(missing_ok=True)
+        if team.senders:
+            exchange.set_team(len(team.senders), sends_mean=team.reduction == "mean")
         try:
+            has_shared = bool(self._written) and exchange.place_shared(team.shared)
+            if has_shared and team.adopt_written(self._written):
+                exchange.note_written(team.params, self._written)
             result = action(exchange)
             # Workers that go on from checkpoints have their own.
             begins = self._equalizes and not (exchange.next_step or exchange.has_local_steps)
@@ -687,6 +741,7 @@ class LocalExchange:
                 error,
                 exchange.next_step,
                 exchange.members,
+                exchange.total_workers,
                 exchange.stats,
                 has_shared,
                 has_state,

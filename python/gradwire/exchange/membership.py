@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -144,6 +145,10 @@ class Introductions:
         workers: the nodes that own no parameters in the sharded exchange.
         hellos: the latest introduction of every connected node.
         incompatible: the nodes among them that train something else, and how they differ.
+        teams: of this node and of those that have introduced themselves, see `Hello`.
+        training: identity of this node's training, see `Hello`.
+        is_confirmed: as there.
+        superseded: the reason why this node must not go on: its run was started again without it; or empty.
     """
 
     def __init__(
@@ -158,6 +163,11 @@ class Introductions:
         self._peers: dict[NodeRun, Peer] = {run_of(me): me}
         self._reasons: dict[NodeRun, str] = {}  # why connections ended
         self.workers: set[NodeRun] = {run_of(me)} if role == "worker" else set()
+        self.teams: dict[NodeRun, tuple[int, int]] = {run_of(me): (1, 1)}
+        self.training = ""
+        self.is_confirmed = False
+        self.superseded = ""
+        self._judge: Callable[[NodeRun, Hello], str] = lambda *_: ""
 
     # ---- identities --------------------------------------------------------------------------------------------------
 
@@ -192,6 +202,38 @@ class Introductions:
         """Remember nodes that own no parameters, of which other nodes have said so."""
         self.workers.update(runs)
 
+    def set_team(self, team: tuple[int, int]) -> bool:
+        """Note the workers of this node's machine, see `Hello`; return whether they are others than before."""
+        run = run_of(self._me)
+        is_new = self.teams[run] != team
+        self.teams[run] = team
+        return is_new
+
+    # ---- trainings ---------------------------------------------------------------------------------------------------
+
+    def set_judge(self, judge: Callable[[NodeRun, Hello], str]) -> None:
+        """Ask a function of every introduction why its sender takes part in another training; empty: it does not."""
+        self._judge = judge
+
+    def take_part(self, training: str, *, is_confirmed: bool) -> None:
+        """Take part in a training from now on; empty: in none yet."""
+        self.training = training
+        self.is_confirmed = is_confirmed
+        self.compare_all()
+
+    def confirm(self) -> None:
+        """Note that a step of the training is finished: from now on this node takes part in no other."""
+        self.is_confirmed = True
+
+    def supersede(self, reason: str) -> None:
+        """Note why this node must not go on."""
+        self.superseded = self.superseded or reason
+
+    def is_replaced(self, run: NodeRun) -> bool:
+        """Return whether a later run of the same node is here."""
+        others = (run_of(self._me), *self.hellos)
+        return any(run.id == other.id and run < other for other in others)
+
     # ---- introductions -----------------------------------------------------------------------------------------------
 
     def read(self, run: NodeRun, payload: memoryview) -> tuple[Hello, Hello | None]:
@@ -203,6 +245,7 @@ class Introductions:
             hello = Hello.of_another_version(payload)
         before = None if run in self.incompatible else self.hellos.get(run)
         self.hellos[run] = hello
+        self.teams[run] = hello.team
         if hello.role == "worker":
             self.workers.add(run)
         if hello.phase is Phase.LEAVING:
@@ -218,8 +261,7 @@ class Introductions:
             return False
         self.start = start
         self.signature["params"] = layout
-        for run, hello in self.hellos.items():
-            self._compare(run, hello)
+        self.compare_all()
         return True
 
     def compatible(self, phase: Phase | None = None) -> dict[NodeRun, Hello]:
@@ -243,9 +285,14 @@ class Introductions:
         self.hellos.pop(run, None)
         self.incompatible.pop(run, None)
 
+    def compare_all(self) -> None:
+        """Compare all introductions with this node again, which has changed."""
+        for run, hello in self.hellos.items():
+            self._compare(run, hello)
+
     def _compare(self, run: NodeRun, hello: Hello) -> None:
         before = self.incompatible.pop(run, None)
-        difference = difference_of(hello.signature, self.signature)
+        difference = difference_of(hello.signature, self.signature) or self._judge(run, hello)
         if difference:
             there = self.peer_of(run).address
             here = self._me.address
@@ -318,19 +365,44 @@ class Membership:
         return tuple(run for run in self.members if run not in self.departing)
 
     @property
+    def teams(self) -> list[tuple[int, int]]:
+        """The workers on the machines of this node and of the other members, see `Hello`."""
+        teams = self.introductions.teams
+        return [teams.get(run, (1, 1)) for run in (self.run, *self.peers)]
+
+    @property
+    def weight(self) -> float:
+        """Factor of this node's updates with which every worker has the same weight in the mean of the nodes."""
+        # The sender weighs, not the receiver: messages, owners' sums and residuals then all have the same unit, and
+        # nodes that learn at different times how many workers there are still add the same. Exactly 1 where all
+        # machines have equally many workers.
+        teams = self.teams
+        own = teams[0][1]
+        return own * len(teams) / sum([averaged for _, averaged in teams])
+
+    @property
     def is_first(self) -> bool:
         """Whether this node has the lowest id of all members."""
         peers = self.peers
         return self.phase is Phase.IN and (not peers or self.run < peers[0])
 
     def begin(
-        self, others: Iterable[NodeRun], step: int, origin: NodeRun, *, is_sharded: bool
+        self,
+        others: Iterable[NodeRun],
+        step: int,
+        origin: NodeRun,
+        *,
+        is_sharded: bool,
+        training: str = "",
     ) -> None:
-        """Begin the training with these members; `enter` follows."""
+        """Begin the training with these members, a new one without an identity; `enter` follows."""
         self.origin = origin
         self.is_sharded = is_sharded
         for run in others:
             self.add_member(run, step)
+        introductions = self.introductions
+        training = training or introductions.training or secrets.token_hex(8)
+        introductions.take_part(training, is_confirmed=introductions.is_confirmed)
 
     def follow_snapshot(
         self,
@@ -340,6 +412,7 @@ class Membership:
         origin: NodeRun,
         *,
         is_sharded: bool,
+        training: str,
     ) -> None:
         """Continue from a snapshot.
 
@@ -349,11 +422,13 @@ class Membership:
             step: the next step.
             origin: the node that began the training.
             is_sharded: the way of the training.
+            training: its identity.
         """
         self.finals = dict(finals)
         self._is_late = True
         self.next_step = step
-        self.begin((), step, origin, is_sharded=is_sharded)
+        self.begin((), step, origin, is_sharded=is_sharded, training=training)
+        self.introductions.confirm()
         for run, position in positions.items():
             self.add_member(run, position)
 
@@ -439,6 +514,8 @@ class Membership:
         """Stop being a member; updates count again from where the others introduce themselves to a newcomer."""
         # What this node has applied is still true of its parameters, should it have to go on with them.
         self.finals.update(self.positions)
+        if not self.introductions.is_confirmed:
+            self.introductions.take_part("", is_confirmed=False)
         self.members.clear()
         self.broken.clear()
         self.departing.clear()
@@ -485,6 +562,9 @@ class Membership:
             self._role,
             self.introductions.start,
             self.is_sharded,
+            self.introductions.teams[self.run],
+            self.introductions.training,
+            self.introductions.is_confirmed,
         )
 
     def set_params(self, layout: list[list[object]], start: tuple[str, str]) -> bool:
@@ -536,6 +616,10 @@ class Membership:
         notes = {run: stream.notes for run, stream in self.members.items()}
         return notes | ({self.run: self.own_notes} if self.phase is Phase.IN else {})
 
+    def announce_written(self, digest: str) -> None:
+        """Let this node's next note say what the caller has written into the parameters."""
+        self._next_note = replace(self._next_note, written=digest)
+
     def make_note(self, step: int) -> Note | None:
         """Return the note for this node's update of ``step``, None if the note would be empty."""
         self.next_step = step + 1
@@ -577,6 +661,23 @@ class Membership:
             self.introductions.add_workers(note.workers)
         named = [set(note.admits) for note in notes]
         return sorted(set.intersection(*named)) if named else []
+
+    def is_written_by_all(self, senders: Iterable[NodeRun], step: int) -> bool:
+        """Return whether the callers of all nodes have written the same parameters before a step.
+
+        Args:
+            senders: of the other updates of the step.
+            step: number of the step.
+        """
+        # All members have the same notes of the same step, so all come to the same answer.
+        notes = [
+            self.members[run].notes.get(step, _EMPTY) if run in self.members else _EMPTY
+            for run in senders
+        ]
+        if self.phase is Phase.IN:
+            notes.append(self.own_notes.get(step, _EMPTY))
+        written = {note.written for note in notes}
+        return len(written) == 1 and "" not in written
 
     def is_known_to(self, run: NodeRun) -> bool:
         """Return whether a node named this node as a member when it last introduced itself."""

@@ -443,6 +443,12 @@ class Sharding:
         pending.is_back = True
         self._put_back(pending.part, 1.0)
 
+    def clear(self) -> None:
+        """Forget the sums that were not published: all nodes go on from other parameters."""
+        if self._owner is not None:
+            for encoder in self._owner.groups.encoders:
+                encoder.residual[...] = 0.0
+
     def drain_lost_elements(self) -> int:
         """Return the number of elements that lost their owner since the last call."""
         count = self._lost_elements

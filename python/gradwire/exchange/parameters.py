@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,13 +19,15 @@ from ..arrays import (
     on_host,
     placed,
     put,
+    scaled,
+    views,
     writable_views,
     zeros_like,
 )
 from ..message import Message, apply_many, apply_to_both, apply_with_momentum
 from .groups import Groups
 
-__all__ = ["MomentumSum", "PlainSum", "SecondTarget", "SharedCopy"]
+__all__ = ["MomentumSum", "PlainSum", "SecondTarget", "SharedCopy", "Written"]
 
 # Bound on the difference between parameters and shared copy + residual, relative to both: eight roundings of float32.
 _ROUNDING = 2.0**-20
@@ -32,6 +35,10 @@ _ROUNDING = 2.0**-20
 _STEP_ROUNDING = 2.0**-18
 
 Payloads: TypeAlias = Sequence[Sequence[Message]]
+
+
+# Lanes of a fingerprint: a prime, so that no two elements of a matrix that are easily confused share a lane.
+_LANES = 8_191
 
 
 # ---- sums of messages ------------------------------------------------------------------------------------------------
@@ -146,6 +153,26 @@ class MomentumSum(PlainSum):
 # ---- this node's parameters ------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Written:
+    """Values that the caller has written into its parameters, until the next exchange says what becomes of them.
+
+    Attributes:
+        values: the values, in host memory.
+        offset: with ``apply_residual``: the caller's parameters less these values, where messages that were under way
+            have been added since; empty: nothing.
+        encoders: with ``apply_residual``: the states of the encoders, whose residuals lead to the written values.
+        shared: without: the shared parameters before.
+        moved: without: the caller's parameters less the shared ones before.
+    """
+
+    values: Arrays
+    offset: Arrays = field(default_factory=list)
+    encoders: list[dict[str, Any]] = field(default_factory=list)
+    shared: Arrays = field(default_factory=list)
+    moved: Arrays = field(default_factory=list)
+
+
 class SharedCopy:
     """The parameters that all nodes share, and how the caller's differ from them.
 
@@ -162,6 +189,7 @@ class SharedCopy:
         total: adds messages to the shared parameters.
         shared: one array for each of the caller's; empty without local steps and ``apply_residual``.
         local_steps: steps since the last exchange.
+        written: what the caller has written since the last exchange, besides steps; None: nothing.
     """
 
     def __init__(self, groups: Groups, total: PlainSum, *, applies_residual: bool) -> None:
@@ -169,7 +197,11 @@ class SharedCopy:
         self.total = total
         self.shared: Arrays = []
         self.local_steps = 0
+        self.written: Written | None = None
         self._applies_residual = applies_residual
+        self._left: list[
+            bytes | int
+        ] = []  # fingerprint of the caller's parameters after the last call
 
     # ---- local steps -------------------------------------------------------------------------------------------------
 
@@ -233,17 +265,109 @@ class SharedCopy:
             largest = quantum + float(np.abs(shared).max(initial=0.0))
             largest += float(np.abs(residual).max(initial=0.0))
             difference_max = float(np.abs(param - shared - residual).max(initial=0.0))
-            held.append(not difference_max > _STEP_ROUNDING * largest)
+            held.append(difference_max <= _STEP_ROUNDING * largest)  # NaN is a difference
         return held
 
-    def local_delta(self, params: Any) -> tuple[Arrays | None, Callable[[int], None] | None]:
-        """Return the sum of the local steps since the last exchange.
+    # ---- values that the caller writes -------------------------------------------------------------------------------
+
+    def remember(self, params: Any) -> None:
+        """Remember the caller's parameters as they are after a call."""
+        self._left = _fingerprint(params) if self.shared else []
+
+    def forget(self) -> None:
+        """Forget how the caller's parameters were: ``held`` compares them, where it can."""
+        self._left = []
+
+    def is_written(self, params: Any, *, is_settled: bool) -> bool:
+        """Return whether the caller has changed its parameters since the last call."""
+        if not self.shared:
+            return False
+        marks = _fingerprint(params) if self._left else []
+        if self._left and self._left == marks:
+            return False
+        # A checksum differs only if a value does. Torch counts changes, also those that change no value.
+        if self._left and (not is_settled or self.local_steps or isinstance(marks[0], bytes)):
+            return True
+        return is_settled and not self.local_steps and not all(self.held(params))
+
+    def take_written(self, params: Any, values: Arrays) -> None:
+        """Go on from values that the caller has written, for all nodes or for this one: ``settle_written`` says.
+
+        Args:
+            params: the caller's, with what was added to the values since.
+            values: as the caller has written them.
+        """
+        targets = writable_views(params)
+        if self._applies_residual:
+            # As an update: the residual leads from the shared parameters to the caller's.
+            self._set_residual(params)
+            offset = difference(copies(targets), values)
+            offset = offset if any(array.any() for array in offset) else []
+            states = [encoder.state_dict() for encoder in self.groups.encoders]
+            self.written = Written(values, offset, encoders=states)
+            return
+        # As the shared parameters of all nodes, so that the next update holds only what follows.
+        before = self.written.shared if self.written else copies(self.shared)
+        moved = difference(copies(targets), before)
+        self.written = Written(values, shared=before, moved=moved)
+        put(self.shared, values)
+        put(targets, values)
+
+    def share_written(self, params: Any) -> None:
+        """Make what this node's caller has written an update of this node."""
+        written = self.written
+        self.written = None
+        if written is None or self._applies_residual:
+            return
+        targets = writable_views(params)
+        add(targets, placed(difference(written.shared, copies(self.shared)), params))
+        put(self.shared, written.shared)
+        residuals = self.groups.residuals(self.shared)
+        add(residuals, placed(written.moved, params))
+
+    def adopt_written(
+        self, params: Any, unsent: Sequence[NDArray[Any]], *, has_moved: bool
+    ) -> bool:
+        """Make what the callers of all nodes have written the shared parameters.
+
+        Args:
+            params: the caller's.
+            unsent: the residuals, with the messages of the unfinished step.
+            has_moved: whether the caller's parameters differ from the shared ones by local steps, which stay.
+
+        Returns:
+            Whether the messages of the step have no meaning any more. With ``apply_residual`` they are on the way to
+            the written values, or of the time before.
+        """
+        written = self.written
+        self.written = None
+        if written is None or not self._applies_residual:
+            return False
+        # Of the residuals only this node's update since then is left.
+        for encoder, state, total in zip(
+            self.groups.encoders, written.encoders, unsent, strict=True
+        ):
+            residual = total - state["residual"]
+            encoder.load_state_dict({**state, "step": encoder.step, "residual": residual})
+        put(self.shared, written.values)
+        if not has_moved:
+            self.write_params(params)
+        elif written.offset:
+            add(writable_views(params), placed(scaled(written.offset, -1.0), params))
+        return True
+
+    def local_delta(
+        self, params: Any, weight: float = 1.0
+    ) -> tuple[Arrays | None, Callable[[int], None] | None]:
+        """Return the sum of the local steps since the last exchange, times a factor.
 
         With ``apply_residual`` return None, and a function that brings the residual of a group up to date.
         """
         targets = writable_views(params)
         if not self._applies_residual:
-            return difference(targets, self.shared), None
+            delta = difference(targets, self.shared)
+            return (delta if weight == 1.0 else scaled(delta, weight)), None
+        self._weigh_movement(params, weight)
         residuals = self.groups.residuals(self.shared)  # refuses residuals elsewhere
 
         def refresh(index: int) -> None:
@@ -266,15 +390,31 @@ class SharedCopy:
             self._set_residual(params)
         self.write_params(params)
 
-    def absorb_local_changes(self, params: Any) -> None:
-        """Move local changes of the caller's parameters into the residual, before the parameters are replaced."""
+    def absorb_local_changes(self, params: Any, weight: float = 1.0) -> None:
+        """Move local changes of the caller's parameters, times a factor, into the residual.
+
+        The caller's parameters are replaced after that.
+        """
         if self._applies_residual:
+            self._weigh_movement(params, weight)
             self._set_residual(params)
             return
         for param, shared, residual in self._parts(params):
             moved = param - shared
+            if weight != 1.0:
+                moved *= weight
             # A value that is not finite would stay in the residual for ever.
             np.add(residual, moved, out=residual, where=np.isfinite(moved), casting="same_kind")
+
+    def _weigh_movement(self, params: Any, weight: float) -> None:
+        """Multiply the movement of the caller's parameters since the last exchange, which also hold the residual."""
+        if weight == 1.0:
+            return
+        for param, shared, residual in self._parts(params):
+            before = shared + residual
+            param -= before
+            param *= weight
+            param += before
 
     def _set_residual(self, params: Any) -> None:
         for param, shared, residual in self._parts(params):
@@ -328,6 +468,7 @@ class SharedCopy:
 
     def import_state(self, arrays: Arrays, params: Any) -> None:
         """Replace the shared parameters and the caller's by another replica's."""
+        self.forget()
         target = self.shared or writable_views(params)
         if isinstance(self.total, MomentumSum):
             self.total.ensure_velocity(target)
@@ -336,3 +477,18 @@ class SharedCopy:
             put(target, arrays)
         if self.shared:
             self.write_params(params)
+
+
+def _fingerprint(params: Any) -> list[bytes | int]:
+    """Return values that change when the parameters do: a checksum, or on a device torch's count of changes."""
+    marks: list[bytes | int] = []
+    for array in params if isinstance(params, (list, tuple)) else [params]:
+        if device_of(array) >= 0:
+            marks.append(int(getattr(array, "_version", 0)))
+            continue
+        [view] = views(array)
+        data = view.reshape(-1).view(f"u{view.itemsize}")
+        whole = data.size - data.size % _LANES
+        lanes = np.bitwise_xor.reduce(data[:whole].reshape(-1, _LANES), axis=0)
+        marks.append(lanes.tobytes() + data[whole:].tobytes())
+    return marks

@@ -177,6 +177,9 @@ class Hello:
         role: of the sender.
         start: digests of the sender's initial parameters and of its initial residual; empty: unknown, or none.
         is_sharded: whether the training is sharded; None if the sender has not been a member.
+        team: number of workers on the sender's machine, and the number of them whose mean an update is: 1 for a sum.
+        training: the identity of the sender's training; empty before the first one begins.
+        is_confirmed: whether the sender has finished a step of that training, or comes from a checkpoint of it.
     """
 
     signature: dict[str, Any]
@@ -189,6 +192,9 @@ class Hello:
     role: str = "member"
     start: tuple[str, str] = ("", "")
     is_sharded: bool | None = None
+    team: tuple[int, int] = (1, 1)
+    training: str = ""
+    is_confirmed: bool = False
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
@@ -210,6 +216,9 @@ class Hello:
                 str(document["role"]),
                 (str(document["start"][0]), str(document["start"][1])),
                 None if document["is_sharded"] is None else bool(document["is_sharded"]),
+                _read_team(document["team"]),
+                str(document["training"]),
+                bool(document["is_confirmed"]),
             ),
         )
 
@@ -241,6 +250,7 @@ class Note:
         comparison: number of the step before which all replicas are compared; or None.
         digest: (comparison, digest of the sender's replica then), or None.
         sketch: of the update; or None.
+        written: digest of the parameters that the sender's caller has written before this step; empty: none.
     """
 
     admits: tuple[NodeRun, ...] = ()
@@ -248,6 +258,7 @@ class Note:
     comparison: int | None = None
     digest: tuple[int, str] | None = None
     sketch: Sketch | None = None
+    written: str = ""
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
@@ -269,6 +280,7 @@ class Note:
                 if document["digest"]
                 else None,
                 None if document["sketch"] is None else Sketch.decode(document["sketch"]),
+                str(document["written"]),
             ),
         )
 
@@ -308,6 +320,13 @@ def unpack_relay(payload: memoryview) -> tuple[NodeRun, int, memoryview]:
 def _read_run(entry: Any) -> NodeRun:
     node, incarnation = entry
     return NodeRun(int(node), int(incarnation))
+
+
+def _read_team(entry: Any) -> tuple[int, int]:
+    workers, averaged = map(int, entry)
+    if not 1 <= averaged <= workers:
+        raise ValueError(f"a mean of {averaged} of {workers} workers")
+    return workers, averaged
 
 
 def _to_json(document: Any) -> bytes:

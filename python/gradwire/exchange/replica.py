@@ -199,8 +199,10 @@ class Replica(SharedCopy):
         """
         if update is not None:
             return sample_of(views(update))
+        self.add_late_parts(params)
         sample = sample_of(writable_views(params)) - sample_of(self.shared)
-        sample -= sample_of(self.groups.residuals(self.shared))
+        if self.applies_residual:
+            sample -= sample_of(self.groups.residuals(self.shared))
         return sample
 
     def hold(self, update: StepUpdate, params: Any, begin_s: float, *, has_moved: bool) -> None:
@@ -271,16 +273,17 @@ class Replica(SharedCopy):
         for part in update.sharded.parts.values():
             self._division.add_to_params(part, params, factor)
 
-    def absorb_local_changes(self, params: Any) -> None:
-        """Move local changes of the caller's parameters into the residual, before the parameters are replaced.
+    def absorb_local_changes(self, params: Any, weight: float = 1.0) -> None:
+        """Move local changes of the caller's parameters, times a factor, into the residual.
 
-        Messages of an unfinished step stay apart from the residual.
+        The caller's parameters are replaced after that. Messages of an unfinished step stay apart from the residual.
         """
         encoders = self.groups.encoders
+        self.share_written(params)
         if self.shared and all(
             device_of(encoder.residual) == device_of(self.shared) for encoder in encoders
         ):
-            super().absorb_local_changes(params)
+            super().absorb_local_changes(params, weight)
             if self._applies_residual and self.pending is not None:
                 self.put_back(self.pending, -1.0)
 
@@ -355,6 +358,43 @@ class Replica(SharedCopy):
             self._add(payloads, params, divisor)
         if self.sharding is not None:
             self.sharding.settle(cast("Sequence[PartUpdate]", payloads), self.step)
+
+    def settle_written(
+        self, payloads: Payloads, params: Any, *, is_common: bool, has_moved: bool
+    ) -> bool:
+        """Decide at the end of a step what becomes of the values that the caller has written.
+
+        Args:
+            payloads: as for ``apply``.
+            params: the caller's.
+            is_common: whether the callers of all nodes have written the same values before the step.
+            has_moved: as for ``apply``.
+
+        Returns:
+            Whether the messages must not be applied.
+        """
+        if not is_common:
+            self.share_written(params)
+            return False
+        unsent = [encoder.state_dict()["residual"] for encoder in self.groups.encoders]
+        self.put_back_into(unsent)
+        if self.sharding is not None and self._applies_residual:
+            self.sharding.settle(cast("Sequence[PartUpdate]", payloads), self.step)
+            self.sharding.clear()
+            self._late.clear()
+        return self.adopt_written(params, unsent, has_moved=has_moved)
+
+    def is_written(self, params: Any, *, is_settled: bool = True) -> bool:
+        """Return whether the caller has changed its parameters since the last call."""
+        self.add_late_parts(params)
+        return super().is_written(params, is_settled=is_settled and self.pending is None)
+
+    def check_arrays(self, params: Any) -> None:
+        """Refuse arrays that a step could not use, before anything is encoded."""
+        if self._options.outer_momentum:
+            writable_views(params)
+        if self._applies_residual and not self.shared:
+            self.groups.residuals(writable_views(params))
 
     def _add_to_shared(
         self,
@@ -455,10 +495,12 @@ class Replica(SharedCopy):
             self._division.add_to_params(part, writable_views(params), factor)
         self._late.clear()
 
-    def local_delta(self, params: Any) -> tuple[Arrays | None, Callable[[int], None] | None]:
-        """Return the sum of the local steps since the last exchange; see `SharedCopy`."""
+    def local_delta(
+        self, params: Any, weight: float = 1.0
+    ) -> tuple[Arrays | None, Callable[[int], None] | None]:
+        """Return the sum of the local steps since the last exchange, times a factor; see `SharedCopy`."""
         self.add_late_parts(params)
-        return super().local_delta(params)
+        return super().local_delta(params, weight)
 
     def write_params(self, params: Any) -> None:
         """Set the caller's parameters to the shared ones, plus the residual with ``apply_residual``."""

@@ -95,6 +95,7 @@ class Snapshot:
         arrays: of ``Replica.export_state``, then of the `NodeState`.
         params: number of the former.
         origin: the node that began the training.
+        training: its identity.
         is_sharded: whether parameters have owners.
         accepted: see `Sharding`.
         senders: as there.
@@ -109,6 +110,7 @@ class Snapshot:
     arrays: Arrays
     params: int
     origin: NodeRun
+    training: str
     is_sharded: bool = False
     accepted: Accepted = field(default_factory=dict)
     senders: Collection[NodeRun] = ()
@@ -126,6 +128,7 @@ class Snapshot:
                 "arrays": [[array.dtype.str, list(array.shape)] for array in self.arrays],
                 "params": self.params,
                 "origin": self.origin,
+                "training": self.training,
                 "is_sharded": self.is_sharded,
                 "senders": list(self.senders),
                 "workers": list(self.workers),
@@ -163,6 +166,7 @@ class Snapshot:
                 arrays,
                 int(header["params"]),
                 origin,
+                str(header["training"]),
                 bool(header["is_sharded"]),
                 accepted,
                 _read_runs(header["senders"]),

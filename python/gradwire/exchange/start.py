@@ -10,7 +10,7 @@ from ..arrays import layouts
 from ..errors import Mismatch
 from . import clock
 from .consistency import start_of
-from .departure import Departure
+from .departure import Departure, Trainings
 from .membership import Membership, Router
 from .options import Options
 from .protocol import Hello, NodeRun, Phase
@@ -24,12 +24,15 @@ _LOG = logging.getLogger(__name__)
 # Longest wait for the introduction of a connected node, which may not run an exchange at all.
 _INTRODUCTION_S = 2.0
 
+# Longest wait of the node that begins a training, where members of an earlier run are here, for the other new nodes.
+_RESTART_S = 10.0
+
 
 class Start:
     """Begins the training together with the other first members.
 
     Args:
-        options, membership, router, departure, replica: of this node.
+        options, membership, router, departure, trainings, replica: of this node.
         poll: sends and receives for up to so many seconds.
 
     Attributes:
@@ -42,6 +45,7 @@ class Start:
         membership: Membership,
         router: Router,
         departure: Departure,
+        trainings: Trainings,
         replica: Replica,
         poll: Callable[[float], None],
     ) -> None:
@@ -51,9 +55,12 @@ class Start:
         self._introductions = membership.introductions
         self._router = router
         self._departure = departure
+        self._trainings = trainings
         self._replica = replica
         self._poll = poll
         self._silent_until_s: float | None = None
+        self._restart_until_s: float | None = None
+        self._new_nodes: frozenset[NodeRun] = frozenset()
         self._equalizes = False
         self._former_members: int | None = None
 
@@ -90,6 +97,11 @@ class Start:
         """Tell the others the parameters' dtypes, shapes and initial values, once; see `announce_params`."""
         if not self.has_announced:
             self.announce_params(params)
+
+    def set_team(self, team: tuple[int, int]) -> None:
+        """Note the workers of this node's machine, see `Hello`, and tell the others if that is news."""
+        if self._introductions.set_team(team):
+            self._router.introduce()
 
     def wait_for_peers(self) -> None:
         """Return when this node is a member from the start (phase IN), or has to join late (JOINING).
@@ -135,14 +147,18 @@ class Start:
     def _try_to_start(self, expected: int) -> None:
         membership = self._membership
         introductions = self._introductions
-        members = introductions.compatible(Phase.IN)
+        if introductions.is_replaced(membership.run):
+            raise Mismatch(
+                f"another node with this node's id, {membership.run.id}, has started later: give every node its own"
+            )
+        members = self._trainings.joinable()
         # A member that names this node has begun with it. Members that do not name it have begun without it.
         naming = next(
             (hello for hello in members.values() if membership.run in hello.members), None
         )
         if naming is not None:
             self._start_with_named(naming)
-        elif members:
+        elif members and not self._may_start_again(members, expected):
             membership.enter(Phase.JOINING)
         # As many nodes as were expected are here, and none of them trains the same: waiting would not help.
         elif not introductions.compatible() and len(introductions.incompatible) >= max(expected, 1):
@@ -150,14 +166,49 @@ class Start:
         # Only one node names the members, so all begin with the same set even if they see each other at different
         # times.
         elif self._options.role != "observer" and not self._is_any_silent():
-            initial = introductions.compatible(Phase.NEW)
-            if len(initial) >= expected:
+            initial = self._initial()
+            if len(initial) >= (max(expected, 1) if members else expected):
                 # Also on a node that does not name the members: the one that does would name none.
                 self._check_same_start(initial)
                 if all(membership.run < run for run in initial):
                     nodes = len(initial) + 1
                     is_sharded = self._options.is_sharded(nodes, self._replica.groups.numel)
-                    self._start(initial, membership.run, is_sharded=is_sharded)
+                    trainings = {hello.training for hello in initial.values()} - {""}
+                    self._start(initial, membership.run, "".join(trainings), is_sharded=is_sharded)
+
+    def _initial(self) -> dict[NodeRun, Hello]:
+        """Return the introductions of the other nodes that have not begun."""
+        introductions = self._introductions
+        nodes = introductions.compatible(Phase.NEW).items()
+        return {run: hello for run, hello in nodes if not introductions.is_replaced(run)}
+
+    def _may_start_again(self, members: Mapping[NodeRun, Hello], expected: int) -> bool:
+        """Return whether the members that are here may be left over from a run that is just started again."""
+        # The node that began their training (rank 0) is new here. Either it was restarted alone and joins late, or all
+        # are restarted, and the members are processes of the run before. It alone decides, for the others as well: as
+        # soon as all new nodes are here they begin, and if no more come it joins.
+        run = self._membership.run
+        new = self._initial()
+        began = {
+            other
+            for other in (run, *new)
+            for hello in members.values()
+            if hello.origin.id == other.id and hello.origin < other
+        }
+        if run not in began:
+            return bool(began)
+        now_s = clock.now_s()
+        if self._restart_until_s is None or new.keys() != self._new_nodes:
+            self._restart_until_s = now_s + min(_RESTART_S, self._options.timeout_s / 2)
+            self._new_nodes = frozenset(new)
+        if len(new) >= max(expected, 1) or now_s < self._restart_until_s:
+            return True
+        _LOG.warning(
+            "this node takes part in a training that has begun, with %s: if a new one was to begin, end these "
+            "processes of the run before",
+            self._introductions.describe(members),
+        )
+        return False
 
     def _is_any_silent(self) -> bool:
         """Return whether to wait for a connected node's introduction: a training may have begun without this node."""
@@ -175,11 +226,17 @@ class Start:
         # than the others, whose first updates are kept meanwhile.
         if all(run in compatible for run in others):
             self._check_same_start({run: compatible[run] for run in others})
-            self._start(others, hello.origin, is_sharded=bool(hello.is_sharded))
+            self._start(others, hello.origin, hello.training, is_sharded=bool(hello.is_sharded))
 
     def _check_same_start(self, hellos: Mapping[NodeRun, Hello]) -> None:
         """Refuse nodes that begin at another step, with other parameters, or with one node's residual twice."""
         step = self._replica.step
+        trainings = {self._introductions.training, *(hello.training for hello in hellos.values())}
+        if len(trainings - {""}) > 1:
+            raise Mismatch(
+                f"the checkpoints are of several trainings, {', '.join(sorted(trainings - {''}))}: load those of one "
+                "training on all nodes"
+            )
         # A residual belongs to one node. The same residual on two nodes would be added to the parameters twice.
         own_params, own_residual = self._introductions.start
         here = self._introductions.name_of(self._membership.run)
@@ -206,12 +263,16 @@ class Start:
                     "with the lowest id"
                 )
 
-    def _start(self, others: Iterable[NodeRun], origin: NodeRun, *, is_sharded: bool) -> None:
+    def _start(
+        self, others: Iterable[NodeRun], origin: NodeRun, training: str, *, is_sharded: bool
+    ) -> None:
         membership = self._membership
         replica = self._replica
         members = [membership.run, *others]
         # In this order: a member that hears of this node's phase may send a part of its first update at once.
-        membership.begin(members[1:], replica.step, origin, is_sharded=is_sharded)
+        membership.begin(
+            members[1:], replica.step, origin, is_sharded=is_sharded, training=training
+        )
         replica.begin(replica.step, len(members), is_sharded=is_sharded)
         replica.assign_owners(members, replica.step, self._introductions.workers)
         self._router.announce(Phase.IN)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from ..errors import TooLarge, WouldBlock
+import numpy as np
+
+from ..arrays import Arrays, copies, scaled, writable_views
+from ..errors import NonFiniteUpdate, TooLarge, WouldBlock
 from . import clock
+from .consistency import digest_of
 from .departure import Departure
 from .join import Join
 from .membership import Membership, Router, Updates
 from .options import Options
+from .parameters import Payloads
 from .protocol import NodeRun, Phase
 from .replica import Replica, StepUpdate
 from .results import StepResult
@@ -55,6 +60,7 @@ class Step:
         most_bytes = replica.groups.max_payload_bytes(options.codec)
         self._room_bytes = min(most_bytes, _ROOM_BYTES_MAX)
         self._last_missing: frozenset[NodeRun] = frozenset()
+        self._has_shared_written = False
 
     def take_step(
         self, update: Any, params: Any, optimizer_state: NodeState, *, has_moved: bool = False
@@ -71,11 +77,15 @@ class Step:
         # Space first: without space the update only accumulates, because an encoded message is never encoded again.
         room_s = self._wait_for_room(params, optimizer_state)
         begin_s = clock.now_s()
-        refresh = None
-        if has_moved:
-            update, refresh = replica.local_delta(params)
+        # Before the weight, which makes a machine's update count as its workers do: a sketch counts the workers itself.
         if replica.agreement.is_on:
             self._add_sketch(update, params)
+        refresh = None
+        weight = self._membership.weight
+        if has_moved:
+            update, refresh = replica.local_delta(params, weight)
+        elif weight != 1.0:
+            update = self._weighed(update, weight)
         pending = replica.encode(update, codec, refresh)
         pending.add_wait(room_s)
         replica.hold(pending, params, begin_s, has_moved=has_moved)
@@ -99,13 +109,56 @@ class Step:
         if sketch is not None:
             self._membership.add_sketch(sketch)
 
+    def written_values(self, params: Any, values: Sequence[Any] | None) -> Arrays:
+        """Return copies of what the caller has written into the parameters; empty: nothing.
+
+        Raises:
+            NonFiniteUpdate: the values are not finite.
+        """
+        replica = self._replica
+        is_kept = self._options.apply_residual or self._options.every > 1 or values is not None
+        if not replica.shared or not is_kept:
+            return []  # the parameters themselves are the shared ones
+        if values is None and not replica.is_written(params):
+            return []
+        written = copies(writable_views(params) if values is None else values)
+        count = sum(int((~np.isfinite(array)).sum()) for array in written)
+        before = sum(int((~np.isfinite(array)).sum()) for array in copies(replica.shared))
+        if count > before:
+            raise NonFiniteUpdate(
+                f"{count - before} elements of the parameters were set to NaN or infinity between two steps: nothing "
+                "was sent; write finite values",
+                count - before,
+            )
+        return written
+
+    def take_written(self, params: Any, written: Arrays) -> None:
+        """Go on from values that the caller has written; `Replica.settle_written` says whether for all nodes."""
+        self._replica.take_written(params, written)
+        if self._is_sync:
+            self._membership.announce_written(digest_of(written))
+
+    def catch_up(self, params: Any, optimizer_state: NodeState, timeout_s: float) -> int:
+        """Apply the asynchronous members' updates that have arrived; see ``Exchange.catch_up``."""
+        membership = self._membership
+        self._join.ensure_member(params, optimizer_state)
+        self._join.poll(timeout_s)
+        payloads = [messages for _, messages in membership.take_updates()]
+        self._departure.remove_departed()
+        if payloads:
+            nodes = len(membership.peers) + 1
+            self._replica.apply(payloads, params, nodes=nodes, has_moved=True)
+        self._join.serve(params, optimizer_state)
+        self._replica.remember(params)
+        return len(payloads)
+
     def leave(self, params: Any, optimizer_state: NodeState) -> StepResult:
         """Send everything that is left as the last update, and say so."""
         replica = self._replica
         self._wait_for_room(params, optimizer_state)
         # What the last local steps have moved is part of the last update.
         if replica.local_steps:
-            replica.absorb_local_changes(params)
+            replica.absorb_local_changes(params, self._membership.weight)
         begin_s = clock.now_s()
         flush = partial(replica.encode, None, None)
         pending = flush()
@@ -142,6 +195,15 @@ class Step:
             begin_s = clock.now_s()
             pending = encode_again()
             self._replica.hold(pending, params, begin_s, has_moved=True)
+
+    def _weighed(self, update: Any, weight: float) -> Any:
+        if update is None:
+            (here, _), *_ = teams = self._membership.teams
+            raise ValueError(
+                f"{here} of {sum(workers for workers, _ in teams)} workers are on this machine, so its update has to "
+                f"be multiplied by {weight:.3g}: pass the update, it cannot be in the residual"
+            )
+        return scaled(update, weight)
 
     # ---- space -------------------------------------------------------------------------------------------------------
 
@@ -291,13 +353,18 @@ class Step:
         # All synchronous nodes add in this order, which makes their bits equal.
         in_order: Updates = [*others, (membership.run, pending.messages)]
         in_order.sort(key=itemgetter(0))
-        replica.apply(
-            [messages for _, messages in in_order],
-            params,
-            nodes=len(in_order) if self._is_sync else len(membership.peers) + 1,
-            update=pending,
-            has_moved=has_moved,
+        payloads = [messages for _, messages in in_order]
+        is_replaced = replica.written is not None and self._settle_written(
+            pending, [run for run, _ in others], payloads, params, has_moved=has_moved
         )
+        if not is_replaced:
+            replica.apply(
+                payloads,
+                params,
+                nodes=len(in_order) if self._is_sync else len(membership.peers) + 1,
+                update=pending,
+                has_moved=has_moved,
+            )
         if self._is_sync:
             self._join.finish_step([run for run, _ in others])
         else:
@@ -307,9 +374,36 @@ class Step:
                 replica.agreement.add([] if step is None else membership.sketches(step))
         # Members may have gone or come with this step, and owners changed with them.
         replica.add_late_parts(params)
+        if not self._introductions.is_confirmed:
+            self._introductions.confirm()
         result = self._result(pending, others, clock.now_s() - arrived_s)
         replica.finish_step(pending)
         return result
+
+    def _settle_written(
+        self,
+        pending: StepUpdate,
+        senders: Sequence[NodeRun],
+        payloads: Payloads,
+        params: Any,
+        *,
+        has_moved: bool,
+    ) -> bool:
+        """Decide what becomes of written parameters; return whether the messages must not be applied."""
+        is_common = self._is_sync and self._membership.is_written_by_all(senders, pending.step)
+        if is_common:
+            what = "all nodes go on from the parameters that were written on all of them"
+            _LOG.info("step %d: %s", pending.step, what)
+        elif not self._has_shared_written:
+            self._has_shared_written = True
+            _LOG.warning(
+                "step %d: the parameters were changed on this node between two steps, and not in the same way on all "
+                "nodes: the change is shared as an update",
+                pending.step,
+            )
+        return self._replica.settle_written(
+            payloads, params, is_common=is_common, has_moved=has_moved
+        )
 
     def _result(self, pending: StepUpdate, others: Updates, apply_s: float) -> StepResult:
         replica = self._replica

@@ -39,8 +39,7 @@ class SharedTraining:
         port: the first UDP port of the workers of each machine; 0: the system chooses.
         network_mask: a network such as "10.1.1.0/24", in which every machine has one address.
         workers_per_node: workers of a machine that share one residual and send one message per step, through shared
-            memory; 1: each worker sends its own. Every message counts the same in the mean, so let all machines have
-            equally many workers.
+            memory; 1: each worker sends its own. Every worker has the same weight, also where a machine has fewer.
         options: those of the exchange, with the defaults.
 
     Raises:

@@ -236,7 +236,10 @@ class SharedTrainer:
             self.exchange = lead = Exchange(groups, node, **options)
         self.team: LocalTeam | None = None
         if size > 1:
-            self.team = LocalTeam(name, size=size, rank=rank, timeout_s=CONNECT_S)
+            reduction = training.options.reduction
+            self.team = LocalTeam(
+                name, size=size, rank=rank, reduction=reduction, timeout_s=CONNECT_S
+            )
             self.exchange = self.team.follow() if rank else self.team.lead(lead)
         self.optimizer = SharedOptimizer(optimizer, self.exchange, update_scale="auto")
         self.is_async = not training.options.is_sync

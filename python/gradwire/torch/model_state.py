@@ -61,6 +61,9 @@ class ModelState:
         if not self._calls:
             self._keeps_vars = keep_vars
             self._forget()
+            optimizer = self._find()
+            if optimizer is not None:
+                optimizer.take_returned()
         self._calls.append((module, prefix))
 
     def save_shared(
@@ -81,6 +84,9 @@ class ModelState:
         if self._calls and self._calls[-1][0] is module:
             self._calls.pop()
         if not self._calls:
+            # Without sharing, the tensors of a state are the parameters' own memory: users write into them.
+            if optimizer is not None and self._saved:
+                optimizer.keep_returned(self._saved)
             self._forget()
 
     def _shared_of(self, optimizer: SharedOptimizer, param: torch.Tensor) -> torch.Tensor | None:

@@ -72,8 +72,8 @@ class SharedOptimizer(torch.optim.Optimizer):
     schedules and weight decay work as usual.
 
     Nodes that begin with the same parameters keep the same ones, bit for bit, in synchronous mode (with ``overlap``
-    those of the step before). Every node must call ``step`` equally often in synchronous mode. Any other change of the
-    parameters between steps becomes part of the update; load checkpoints before the first step.
+    those of the step before). Every node must call ``step`` equally often in synchronous mode. If all nodes write the
+    same weights into the model before the same step, all go on from them; any other change becomes part of the update.
 
     ``GradScaler`` works on each node separately: a node that skips a step still takes part in the exchange.
     ``docs/torch.md`` recommends options for the exchange.
@@ -159,6 +159,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._local: Values = [], []
         self._is_in_model = False
         self._has_joined = False
+        self._marks: tuple[list[int], torch.Tensor] | None = None  # after the last step
+        # The model's state as it was last returned: parameter, copy, and torch's count of changes to the copy.
+        self._returned: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         # Last: from now on other attributes are the wrapped optimiser's.
         self.optimizer = optimizer
 
@@ -251,6 +254,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._loaded = None
         self._local = [], []
         self._has_joined = True
+        self._marks = self._mark()
         return joined
 
     def resync(self) -> Joined:
@@ -295,11 +299,14 @@ class SharedOptimizer(torch.optim.Optimizer):
             return self.optimizer.step()
         self._check_parameters()
         loss = None
+        if self._has_joined:
+            self._note_written()
         if self._has_joined or not self._join_moves() or closure is not None:
             with self._scaled():
                 loss = self._local_step(closure)
         if self.exchange.is_next_local:
             self.result = self.exchange.step_moved(*self._memory)
+            self._marks = self._mark()
             return loss
         with self._staged() as memory:
             self.result = self.exchange.step_moved(*memory)
@@ -344,6 +351,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         if self._set_aside is not None:
             raise RuntimeError("shared_parameters() inside shared_parameters()")
         values = self._values()
+        is_as_left = self._has_joined and self._is_marked()
         self._set_aside = values
         try:
             self._set_values((self._shared_arrays(), []))
@@ -351,6 +359,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         finally:
             self._set_aside = None
             self._set_values(values)
+            if is_as_left:
+                self._marks = self._mark()
 
     def shared_params(self) -> list[torch.Tensor]:
         """Return the parameters that are shared, in the order of ``shared_tensors``."""
@@ -398,6 +408,8 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _are_as_left(self, arrays: list[Any]) -> list[bool]:
         """Return for each parameter whether no other weights were copied into it since the last step."""
+        if self._has_joined and not self.exchange.is_settled:
+            return [self._is_marked()] * len(arrays)
         is_left = self.exchange.held(arrays)
         if self.exchange.has_local_steps:
             return is_left  # they move the tensors alone
@@ -409,6 +421,53 @@ class SharedOptimizer(torch.optim.Optimizer):
             if left.data_ptr() != tensor.data_ptr() and not torch.equal(left, tensor):
                 is_left[index] = False
         return is_left
+
+    def _mark(self) -> tuple[list[int], torch.Tensor]:
+        """Return values that change with the parameters: torch's counts of changes, which ``data`` evades, and sums."""
+        tensors = [staging.tensor for staging in self._params]
+        sums = [_sum(tensor) for tensor in tensors]
+        stacked = (
+            torch.stack([total.to(sums[0].device) for total in sums]) if sums else torch.empty(0)
+        )
+        return [tensor._version for tensor in tensors], stacked
+
+    def _is_marked(self) -> bool:
+        """Return whether the parameters are as they were after the last step, as far as ``_mark`` tells."""
+        counts, sums = self._marks or ([], torch.empty(0))
+        new_counts, new_sums = self._mark()
+        new_sums = new_sums.to(sums.device)
+        # Compared late: on a device the sums are then ready.
+        return counts == new_counts and bool(
+            ((sums == new_sums) | (sums.isnan() & new_sums.isnan())).all()
+        )
+
+    def keep_returned(self, saved: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Keep the tensors that ``model.state_dict()`` returns, by parameter, until the next step."""
+        self._returned = [(param, tensor, tensor._version) for param, tensor in saved.items()]
+
+    def take_returned(self) -> None:
+        """Write into the model what was written into the tensors of ``model.state_dict()``.
+
+        Without sharing these are the parameters' own memory.
+        """
+        with torch.no_grad():
+            for param, tensor, version in self._returned:
+                if tensor._version != version:
+                    param.copy_(tensor)
+        self._returned = []
+
+    def _note_written(self) -> None:
+        """Tell the exchange if the caller has written into the parameters since the last step."""
+        self.take_returned()
+        arrays = writable_views(self._memory[0])
+        if self._is_marked() or all(self._are_as_left(arrays)):
+            return
+        values = [staging.written().cpu().numpy() for staging in self._params]
+        for staging in self._params:
+            staging.fetch_moved()
+        self.exchange.note_written(self._memory[0], values)
+        for staging in self._params:
+            staging.store()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimiser does."""
@@ -590,7 +649,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         param_grads = [param.grad for param in params if param.grad is not None]
         grads = [grad._values() if grad.is_sparse else grad.detach() for grad in param_grads]
         # Infinity minus infinity is NaN, and both spread through a sum: one pass, and one number per tensor.
-        sums = [grad.sum(dtype=torch.float64) for grad in grads]
+        sums = [_sum(grad) for grad in grads]
         if not sums or torch.stack([total.to(sums[0].device) for total in sums]).isfinite().all():
             return
         counts = [int((~grad.isfinite()).sum()) for grad in grads]
@@ -700,6 +759,13 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._state.settle()
         for staging in self._params:
             staging.store()
+        if self._has_joined:
+            self._marks = self._mark()
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sum of all elements; in float64 only where they are, which takes many times as long elsewhere."""
+    return tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
 
 
 def _numbered(

@@ -170,6 +170,13 @@ class Staging:
         rounded = before.to(self.source.dtype).to(before.dtype)
         return self.fetch().sub_(rounded).add_(before)
 
+    def written(self) -> torch.Tensor:
+        """Return a copy of the tensor's values as the memory would have them, which stays as it is."""
+        values = self.tensor.to(self.memory.dtype, copy=True)
+        if self._constants is not None:
+            values[self._constants.isinf() & (self.tensor == self._constants)] = 0.0
+        return values
+
     def store(self) -> torch.Tensor:
         """Return the tensor with the values of the memory."""
         if self._copy is None:
