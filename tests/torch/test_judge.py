@@ -179,4 +179,4 @@ def test_others_adaptive_optimisers_have_the_factor_too(everywhere: Any, make: A
         train(net, optimizer, rank, range(3))
         return optimizer.update_scale
 
-    assert everywhere("machines", work)[0] == pytest.approx(2.0**0.5)
+    assert 1.0 < everywhere("machines", work)[0] <= 2.0**0.5

@@ -462,6 +462,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         arrays = writable_views(self._memory[0])
         if self._is_marked() or all(self._are_as_left(arrays)):
             return
+        if not all(staging.has_constants for staging in self._params):
+            return  # the step refuses that
         values = [staging.written().cpu().numpy() for staging in self._params]
         for staging in self._params:
             staging.fetch_moved()
