@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import rendezvous
 from .arrays import device_of
 from .codec import Encoder
+from .errors import NotCopied
 from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
 from .exchange.options import ExchangeOptions, Options
 from .policy import TargetDensity, default_policy
@@ -31,7 +32,7 @@ Density = float | Mapping[str, float | Literal["dense"]]
 _THREAD_NUMEL = 1 << 20
 
 
-class SharedArrays:
+class SharedArrays(NotCopied, instead="save arrays and exchange.state_dict()"):
     """Parameters that all nodes of a run share; made by `share`.
 
     Attributes:

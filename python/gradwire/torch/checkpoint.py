@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ..arrays import copies
 from ..exchange.checkpoint import params_of
@@ -225,20 +226,38 @@ def put_into(state: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
         )
     first, *others = state["param_groups"]
     # A tuple, which distributed checkpoints store as a whole.
-    return {**state, "param_groups": [{**first, KEY: (stored,)}, *others]}
+    return {**state, "param_groups": [{**first, _dcp_key(): (stored,)}, *others]}
 
 
 def take_from(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an optimiser's state without the exchange's, and that of the exchange, empty if there is none."""
+    """Return an optimiser's state without the exchange's, and that of the exchange, empty if there is none.
+
+    Raises:
+        ValueError: there are only those of other ranks.
+    """
     rest = dict(state)
     stored: dict[str, Any] = rest.pop(KEY, {})
     groups = []
+    others: set[str] = set()
     for group in rest.get("param_groups", ()):
         plain = dict(group)
-        for held in plain.pop(KEY, ()):
+        for held in plain.pop(_dcp_key(), ()):
             stored = held
-        groups.append(plain)
+        others.update(key for key in plain if key.partition(".")[0] == KEY)
+        groups.append({key: plain[key] for key in plain if key not in others})
+    if others and not stored:
+        raise ValueError(
+            f"the state has the residuals of {', '.join(sorted(others))}, and none of this rank, {_dcp_key()}: resume "
+            "with the number of ranks that saved it"
+        )
     return {**rest, "param_groups": groups} if groups else rest, stored
+
+
+def _dcp_key() -> str:
+    """Return this rank's key: of what has one name on all ranks, a distributed checkpoint stores only one rank's."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return KEY
+    return f"{KEY}.{dist.get_rank()}"
 
 
 def dcp_caller(name: str) -> FrameType | None:
