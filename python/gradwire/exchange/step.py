@@ -291,7 +291,8 @@ class Step:
         else:
             self._departure.remove_departed()
         # Members may have gone or come with this step, and owners changed with them.
-        replica.add_late_parts(params)
+        if replica.sharding is not None:
+            replica.add_late_parts(params)
         result = self._result(pending, others, clock.now_s() - arrived_s)
         replica.finish_step(pending)
         return result
