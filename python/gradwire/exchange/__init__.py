@@ -9,9 +9,9 @@ messages, the shared copy), `owner` (the sharded exchange), `replica` (a node's 
 from __future__ import annotations
 
 from .checkpoint import redistribute
-from .exchange import Exchange, hand_over, take_over
+from .exchange import Exchange
 from .groups import Group, Groups
-from .local import AnyExchange, LocalExchange, LocalTeam
+from .local import AnyExchange, LocalExchange, LocalTeam, hand_over, take_over
 from .metrics import MetricsCollector, log_every
 from .options import ExchangeOptions
 from .results import ExchangeStats, Joined, StepResult

@@ -36,12 +36,13 @@ from ..shared_memory import (
 )
 from ..transport import Peer
 from . import clock
-from .exchange import Exchange, hand_over, take_over
+from . import exchange as single
+from .exchange import Exchange
 from .options import Reduction
 from .results import ExchangeStats, Joined, StepResult
 from .snapshot import NodeState, OptimizerState, as_state
 
-__all__ = ["AnyExchange", "LocalExchange", "LocalTeam"]
+__all__ = ["AnyExchange", "LocalExchange", "LocalTeam", "hand_over", "take_over"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -574,24 +575,6 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
             lambda lead: lead.leave(self.team.params, optimizer_state), params
         )
 
-    def hand_over(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
-        """See `hand_over`: of all workers together."""
-        self.team.attach(params)
-        update = difference(views(params), self.team.params)
-        return self._call_together(
-            lambda lead: hand_over(lead, self.team.params, optimizer_state, self.team.total),
-            params,
-            update,
-            optimizer_state,
-        )
-
-    def take_over(self, before: LocalExchange, added: Sequence[Any]) -> None:
-        """See `take_over`; the memory of the workers so far is released."""
-        if self.exchange is not None and before.exchange is not None:
-            take_over(self.exchange, before.exchange, added)
-        if before.team is not self.team:
-            before.team.close()
-
     def shared(self, params: Any) -> Arrays:
         """See `Exchange.shared`; of the team's parameters, which every worker's are."""
         if self._outcome is None:
@@ -705,6 +688,31 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
 
 #: What trainers take: one node's exchange, or one worker's part of its machine's.
 AnyExchange: TypeAlias = Exchange | LocalExchange
+
+
+def hand_over(
+    exchange: AnyExchange, params: Any, optimizer_state: OptimizerState = ()
+) -> StepResult:
+    """Take the last step of an exchange, see `gradwire.exchange.exchange.hand_over`; all workers of a team together."""
+    if isinstance(exchange, Exchange):
+        return single.hand_over(exchange, params, optimizer_state)
+    team = exchange.team
+    return exchange._call_together(
+        lambda lead: single.hand_over(lead, team.params, optimizer_state, team.total),
+        params,
+        difference(views(params), team.params),
+        optimizer_state,
+    )
+
+
+def take_over(exchange: AnyExchange, before: AnyExchange, added: Sequence[Any]) -> None:
+    """Let a new exchange go on where another one has ended; the memory of a team so far is released."""
+    if isinstance(exchange, Exchange) and isinstance(before, Exchange):
+        single.take_over(exchange, before, added)
+    elif isinstance(exchange, LocalExchange) and isinstance(before, LocalExchange):
+        if exchange.exchange is not None and before.exchange is not None:
+            single.take_over(exchange.exchange, before.exchange, added)
+        before.team.close()
 
 
 def _is_late(result: Any) -> bool:

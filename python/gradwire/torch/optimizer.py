@@ -460,17 +460,10 @@ class SharedOptimizer(torch.optim.Optimizer):
             return
         before = self.exchange
         with self._staged() as memory:
-            if isinstance(before, LocalExchange):
-                self.result = before.hand_over(*memory)
-            else:
-                self.result = hand_over(before, *memory)
+            self.result = hand_over(before, *memory)
         own = self._values()
         extended = extend(every, before)
-        memory_added = [staging.mark_constants() for staging in added]
-        if isinstance(before, LocalExchange) and isinstance(extended, LocalExchange):
-            extended.take_over(before, memory_added)
-        elif isinstance(before, Exchange) and isinstance(extended, Exchange):
-            take_over(extended, before, memory_added)
+        take_over(extended, before, [staging.mark_constants() for staging in added])
         self._params += added
         self.exchange = extended
         self._local = own
