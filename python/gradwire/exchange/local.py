@@ -21,7 +21,7 @@ import numpy as np
 
 from ..agreement import Agreement, sample_of
 from ..arrays import Arrays, copies, difference, on_host, put, views, writable_views
-from ..errors import GradwireError, Mismatch, PeerLost
+from ..errors import GradwireError, Mismatch, NotCopied, PeerLost
 from ..shared_memory import (
     SharedFile,
     aligned,
@@ -87,7 +87,7 @@ class _Outcome:
     agreement: list[float]
 
 
-class LocalTeam:
+class LocalTeam(NotCopied, instead="make one in every process, with the same name"):
     """The shared memory of the workers of one machine: parameters, and every worker's update.
 
     The workers, processes or threads, meet by the name of the team. Rank 0 makes the memory, and replaces what a
@@ -486,7 +486,7 @@ class LocalTeam:
         return outcome
 
 
-class LocalExchange:
+class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"):
     """One worker's exchange: the calls of `Exchange`, made by all workers of the machine together.
 
     All workers make the same calls in the same order. All raise the errors of the leader's call. Every worker's

@@ -373,7 +373,8 @@ class Step:
                 step = membership.last_sketched
                 replica.agreement.add([] if step is None else membership.sketches(step))
         # Members may have gone or come with this step, and owners changed with them.
-        replica.add_late_parts(params)
+        if replica.sharding is not None:
+            replica.add_late_parts(params)
         if not self._introductions.is_confirmed:
             self._introductions.confirm()
         result = self._result(pending, others, clock.now_s() - arrived_s)

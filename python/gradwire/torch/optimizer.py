@@ -587,8 +587,22 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def restore(self) -> None:
         """Let the model, just loaded, hold this node's parameters of a loaded state; share() sees to it."""
-        if self._loaded is not None:
-            self._restore(self._loaded)
+        loaded = self._loaded
+        # Before the first step the model's state is the parameters themselves, and loading it changes nothing.
+        if loaded is not None and not (loaded.is_restored and self._has_local()):
+            self._restore(loaded)
+
+    def _has_local(self) -> bool:
+        """Return whether the model has this node's parameters of a loaded state."""
+        memory, rounded = self._local
+        halves = iter(rounded)
+        return all(
+            torch.equal(
+                staging.tensor.cpu(),
+                next(halves) if staging.is_rounded else torch.from_numpy(array),
+            )
+            for staging, array in zip(self._params, memory, strict=False)
+        )
 
     def expect_shared_in_model(self) -> None:
         """Leave the shared parameters out of ``state_dict``, because the model's ``state_dict`` has them."""

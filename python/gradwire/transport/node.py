@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from .. import rendezvous
-from ..errors import Closed, TransportError
+from ..errors import Closed, NotCopied, TransportError
 from .addressing import choose_address, format_address, local_address, parse_address, resolve
 from .driver import Driver, Waker, now_s
 from .endpoint import Endpoint
@@ -30,7 +30,7 @@ CLOSE_LINGER_S: Final = 0.5
 MISSING_LOG_S: Final = 3.0  # whoever waits longer for peers gets a log entry about the missing ones
 
 
-class Node:
+class Node(NotCopied, instead="make a node in every process that has one"):
     """Sends messages to its peers and receives theirs: complete, once, in order, authenticated.
 
     All methods may be called from any thread. A node belongs to the process that made it: after a fork the child has to
