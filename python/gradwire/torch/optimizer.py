@@ -87,8 +87,8 @@ class SharedOptimizer(torch.optim.Optimizer):
             an adaptive optimiser a factor that is measured all the time. Such an optimiser divides by the size of its
             own gradients, noise included, so the mean of n nodes' updates is shorter than the update of their mean
             gradient: by up to sqrt(n) where the nodes' gradients are noise, not at all where they agree. The
-            optimiser's learning rates carry the factor during its step; where an update does not follow them, the
-            update itself is multiplied.
+            optimiser's learning rates carry the factor during its step, and weight decay as AdamW's does not; where an
+            update does not follow them, the update itself is multiplied.
         equalize: begin with the parameters of the node with the lowest id, on all nodes; without, nodes that begin with
             other parameters are refused.
         buffers: further tensors that late nodes take over, such as a model's buffers; or a function that returns them.
@@ -722,15 +722,27 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _scaled_rates(self, factor: float) -> Iterator[None]:
-        """Let the learning rates carry a factor, which costs nothing."""
+        """Let the learning rates carry a factor, which costs nothing; weight decay beside the update does not."""
         groups = self.optimizer.param_groups
+        judgement = self._judgement
+        decays = {}
+        if judgement is not None and judgement.decays_apart:
+            decays = {
+                index: group["weight_decay"]
+                for index, group in enumerate(groups)
+                if group.get("weight_decay")
+            }
         rates = [group["lr"] for group in groups]
         scaled = [rate * factor for rate in rates]
         try:
             for group, rate in zip(groups, scaled, strict=True):
                 group["lr"] = rate
+            for index, decay in decays.items():
+                groups[index]["weight_decay"] = decay / factor
             yield
         finally:
+            for index, decay in decays.items():
+                groups[index]["weight_decay"] = decay
             for group, before, during in zip(groups, rates, scaled, strict=False):
                 # An optimiser may lower its rates in a step.
                 group["lr"] = before if group["lr"] is during else group["lr"] / factor
