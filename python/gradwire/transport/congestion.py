@@ -101,9 +101,7 @@ class RoundTrip:
     rate_bytes_per_s: float = 0.0  # the highest delivery rate
     in_flight_bytes: int = 0  # the most at the sending of any burst that has arrived
     number: int = 0
-    ends_at_bytes: int = (
-        0  # ends when a burst arrives before whose sending so much had been delivered
-    )
+    ends_at_bytes: int = 0  # delivered bytes at the sending of the first burst of the next one
 
     @property
     def lost_share(self) -> float:

@@ -31,10 +31,14 @@ IV_BYTES: Final = 12
 FIRST_NONCE: Final = bytes(IV_BYTES)  # every key of a handshake seals one payload
 NEXT_KEY_LABEL: Final = b"gradwire transport next sender key"
 
-Entropy = Callable[[int], bytes]
+Entropy: TypeAlias = Callable[[int], bytes]
 Transform = Callable[[bytes, memoryview, bytes, memoryview], object]
 # A tag does not verify, a counter is repeated, or a handshake message is malformed; the datagram is dropped.
 AuthenticationError: TypeAlias = InvalidTag
+
+
+class RepeatedError(InvalidTag):
+    """A control datagram of the peer that was accepted before, or is older than the window."""
 
 
 def _hkdf(chaining_key: bytes, material: bytes, outputs: int) -> list[bytes]:
@@ -184,12 +188,12 @@ class ControlChannel:
         return header + self._send.encrypt(counter.to_bytes(IV_BYTES, "big"), plaintext, header)
 
     def open(self, counter: int, header: bytes, ciphertext: memoryview) -> bytes:
-        """Return the plaintext; raise `AuthenticationError` if forged, changed, repeated, or older than the window."""
-        # The window changes only after the tag has verified: a forged counter must not shut out genuine datagrams.
+        """Return the plaintext; raise `AuthenticationError` if forged, `RepeatedError` if repeated or too old."""
+        # The window counts only after the tag has verified: a forged counter must not shut out genuine datagrams.
+        plaintext = self._receive.decrypt(counter.to_bytes(IV_BYTES, "big"), ciphertext, header)
         age = self.highest_received - counter
         if age >= REPLAY_WINDOW or (age >= 0 and self._seen >> age & 1):
-            raise AuthenticationError("a control datagram was repeated")
-        plaintext = self._receive.decrypt(counter.to_bytes(IV_BYTES, "big"), ciphertext, header)
+            raise RepeatedError("a control datagram was repeated")
         if age < 0:
             # A jump past the window empties it; the shift is capped so that a huge jump costs nothing.
             self._seen = (self._seen << min(-age, REPLAY_WINDOW)) & ((1 << REPLAY_WINDOW) - 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -39,7 +40,10 @@ DUPLICATE: Final = "its node_id, {}, is that of {}: give every node its own"
 
 
 class Endpoint:
-    """The protocol of one node; the arguments are those of `Node`, and ``first_record``, which only tests change."""
+    """The protocol of one node.
+
+    The arguments are those of `Node`, ``parse`` for the addresses that peers tell, and ``first_record`` for tests.
+    """
 
     def __init__(
         self,
@@ -48,6 +52,7 @@ class Endpoint:
         *,
         on_lag: str = "block",
         first_record: int = 0,
+        parse: Callable[[str], Address] = parse_address,
     ) -> None:
         self.local = local
         self.limits = limits
@@ -61,9 +66,12 @@ class Endpoint:
         self.sessions = SessionTable()
         self.is_closing = False  # refuse new messages and new peers; queued messages are still sent
         self._evicts = on_lag == "evict"
+        self._parse = parse
         self.messages: deque[Received] = deque()  # received, and not taken yet
         self._events: deque[PeerJoined | PeerLost] = deque(maxlen=EVENTS_MAX)
-        self.final_datagrams: list[Transmit] = []  # of sessions that have ended
+        self.final_datagrams: list[
+            Transmit
+        ] = []  # of sessions that have ended, and to unproved paths
         self._polled_at_s = self._expected_at_s = local.started_at_s
         self._housekeeping_at_s = local.started_at_s
         self._gossip_at_s = local.started_at_s + GOSSIP_S
@@ -230,7 +238,8 @@ class Endpoint:
             elif kind == wire.INIT:
                 self._receive_init(bytes(datagram), address, now_s)
             else:
-                self.local.rejected.note_version(kind, address, now_s)
+                is_certain = len(datagram) == wire.INIT_BYTES and not any(datagram[1:4])
+                self.local.rejected.note_version(kind, address, now_s, is_certain=is_certain)
                 self.counters.malformed_datagrams += 1
         except WireError:
             self.counters.malformed_datagrams += 1
@@ -254,44 +263,49 @@ class Endpoint:
     def _receive_init(self, datagram: bytes, address: Address, now_s: float) -> None:
         if len(datagram) != wire.INIT_BYTES:
             raise WireError(f"an INIT of {len(datagram)} bytes")
-        repeated = self.sessions.half_open.get(datagram)
-        if repeated is not None:
-            self.counters.handshakes_refused += not repeated.answer_again(address, now_s)
-            return
-        self.counters.handshakes_refused += 1  # unless it turns out to be acceptable
-        if self.is_closing:
-            return
-        admitted = self.local.read_init(datagram, address, now_s)
-        if admitted is None or not self._is_acceptable(admitted[1], address, now_s):
-            return
-        self.counters.handshakes_refused -= 1
         half_open = self.sessions.half_open
-        while len(half_open) >= HALF_OPEN_MAX:
-            next(iter(half_open.values())).discard()
-        session = half_open[datagram] = self._new_session(address, now_s)
-        session.start_responder(datagram, *admitted, now_s)
+        self.counters.handshakes_refused += 1  # unless it turns out to be acceptable
+        if datagram not in half_open:
+            if self.is_closing:
+                return
+            admitted = self.local.read_init(datagram, address, now_s)
+            if admitted is None:
+                return
+            node_id, incarnation, *_ = admitted[1]
+            if not self._is_acceptable(node_id, incarnation, address, now_s):
+                return
+            while len(half_open) >= HALF_OPEN_MAX:
+                next(iter(half_open.values())).discard()
+            session = half_open[datagram] = self._new_session(address, now_s)
+            session.start_responder(datagram, *admitted, now_s)
+        self.counters.handshakes_refused -= half_open[datagram].answer(address, now_s)
 
-    def _is_acceptable(self, remote: wire.Introduction, address: Address, now_s: float) -> bool:
-        if remote.node_id == self.local.node_id:
-            if remote.incarnation != self.local.incarnation:
-                reason = DUPLICATE.format(remote.node_id, "this node")
-                self.local.rejected.note(address, reason, now_s)
-            sender = self.sessions.by_index.get(remote.session)
-            if sender is not None and sender.state is State.INIT_SENT and sender.target is not None:
-                self.discovery.on_own(sender.target, now_s)
-                sender.discard()
-            return False
-        known = self.sessions.by_node.get(remote.node_id)
-        if known is not None and not self._is_replaced(known, remote.incarnation, now_s):
-            if remote.incarnation < known.identity.incarnation:
-                other = f"a node that started later, at {known.identity.address}"
-                reason = DUPLICATE.format(remote.node_id, other)
-                self.local.rejected.note(address, reason, now_s)
-            return False
-        # When both nodes have sent an INIT, that of the larger node id wins. The other handshake continues until its
-        # peer has proved its presence: the INIT may be a recording.
+    def is_answered(self, peer: Peer, address: Address, now_s: float) -> bool:
+        """Return whether the INIT of another node is answered at an address that it has come from.
+
+        If this node has sent an INIT to the same address, that of the larger node id wins. Both handshakes continue
+        until the peer has proved its presence: its INIT may be a recording.
+        """
         targets = [each.address for each in self.sessions if each.state is State.INIT_SENT]
-        return address not in targets or self.local.node_id < remote.node_id
+        is_first = address not in targets or self.local.node_id < peer.id
+        return is_first and self._is_acceptable(peer.id, peer.incarnation, address, now_s)
+
+    def _is_acceptable(
+        self, node_id: int, incarnation: int, address: Address, now_s: float
+    ) -> bool:
+        other = ""
+        if node_id == self.local.node_id:
+            # The INIT of this very run comes from the node's own address, or is somebody's echo.
+            other = "this node" if incarnation != self.local.incarnation else ""
+            is_acceptable = False
+        else:
+            known = self.sessions.by_node.get(node_id)
+            is_acceptable = known is None or self._is_replaced(known, incarnation, now_s)
+            if known is not None and incarnation < known.identity.incarnation:
+                other = f"a node that started later, at {known.identity.address}"
+        if other:
+            self.local.rejected.note(address, DUPLICATE.format(node_id, other), now_s)
+        return is_acceptable
 
     def _is_replaced(self, known: Session, incarnation: int, now_s: float) -> bool:
         """Return whether a run of the peer's node takes the session's place: a newer run, or the same after silence."""
@@ -365,8 +379,6 @@ class Endpoint:
         """Put a session in the place of its node's earlier one; return False if the session has to end instead."""
         peer = session.identity
         if peer.id == self.local.node_id:
-            if session.target is not None:
-                self.discovery.on_own(session.target, now_s)
             return False
         if session.target is not None:
             self.discovery.on_identified(session.target, peer.id)
@@ -401,7 +413,7 @@ class Endpoint:
         """Connect to addresses that a peer has named."""
         for text in addresses:
             try:
-                self.discovery.add(parse_address(text), is_learned=True)
+                self.discovery.add(self._parse(text), is_learned=True)
             except ValueError:
                 self.counters.malformed_datagrams += 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections import OrderedDict
@@ -20,6 +21,7 @@ INITS_BURST: Final = 64
 MAC1S_MAX: Final = 16_384  # 2 MB; at full rate the last 40 s
 TIMELY_S: Final = 120.0  # how far apart the clocks of two nodes may be
 LOG_INTERVAL_S: Final = 10.0  # between entries about rejected peers, whose addresses can be made up
+SOURCES_MAX: Final = 1_024  # of rejected peers, to compare with the seeds
 
 
 class RejectedPeers:
@@ -30,13 +32,19 @@ class RejectedPeers:
         self.count = 0
         self.last: Address | None = None  # source of the last of them, which nobody has verified
         self.reason = ""  # why the last of them got no answer
+        # By source: when the last INIT came that is none of this cluster's and cannot be anything else.
+        self.noted_at_s: dict[Address, float] = {}
         self._log_at_s = float("-inf")
 
-    def note(self, address: Address, reason: str, now_s: float) -> None:
-        """Count an INIT that gets no answer."""
+    def note(
+        self, address: Address, reason: str, now_s: float, *, is_certain: bool = False
+    ) -> None:
+        """Count an INIT that gets no answer; ``is_certain`` says that it is one, complete and from no recording."""
         self.count += 1
         self.last = address
         self.reason = reason
+        if is_certain and (address in self.noted_at_s or len(self.noted_at_s) < SOURCES_MAX):
+            self.noted_at_s[address] = now_s
         if now_s >= self._log_at_s:
             self._log_at_s = now_s + LOG_INTERVAL_S
             source = format_address(address)
@@ -44,13 +52,15 @@ class RejectedPeers:
                 "an INIT from %s gets no answer: %s; this is %s", source, reason, self.name
             )
 
-    def note_version(self, kind: int, address: Address, now_s: float) -> None:
+    def note_version(
+        self, kind: int, address: Address, now_s: float, *, is_certain: bool = False
+    ) -> None:
         """Count a datagram of an unknown kind if it is an INIT of another version."""
         if kind & 0x0F == wire.INIT & 0x0F:  # the other bits are the version
             reason = (
                 f"it speaks version {kind >> 4} of the transport, this node version {wire.VERSION}"
             )
-            self.note(address, reason, now_s)
+            self.note(address, reason, now_s, is_certain=is_certain)
 
 
 class InitGate:
@@ -90,9 +100,7 @@ class LocalNode:
     secret: bytes = field(repr=False)
     started_at_s: float  # monotonic time at which the node knew its incarnation
     node_id: int
-    incarnation: (
-        int  # start of the process in milliseconds; larger than that of any earlier run of the node
-    )
+    incarnation: int  # start of the process in milliseconds, larger than that of any earlier run
     advertise: str = ""
     entropy: Entropy = os.urandom  # a simulator has a seeded one
     name: str = "this node"  # in log entries
@@ -102,10 +110,17 @@ class LocalNode:
         self.mac1 = Mac1(self.secret)
         self.rejected = RejectedPeers(self.name)
         self._gate = InitGate()
+        self._path_key = self.entropy(32)
 
     def wall_ms(self, now_s: float) -> int:
         """Return the time since the epoch in ms; a jump of the clock after the start goes unnoticed."""
         return (self.incarnation + int((now_s - self.started_at_s) * 1e3)) & (2**64 - 1)
+
+    def path_token(self, session: int, address: Address) -> int:
+        """Return the token of the PINGs that a session sends to an address to find out whether its peer is there."""
+        path = f"{session} {address}".encode()
+        digest = hashlib.blake2b(path, key=self._path_key, digest_size=8).digest()
+        return int.from_bytes(digest, "little")
 
     def write_init(self, session: int, now_s: float) -> tuple[Handshake, bytes]:
         """Return a handshake of the session with this index, and its INIT."""
@@ -144,7 +159,8 @@ class LocalNode:
         if self._gate.has_seen(mac1):
             return None
         if not self.mac1.verify(datagram):
-            self.rejected.note(address, "it has another secret", now_s)
+            is_certain = not any(datagram[1:4])
+            self.rejected.note(address, "it has another secret", now_s, is_certain=is_certain)
             raise AuthenticationError("an INIT without a valid mac1")
         header = datagram[: wire.HEADER_BYTES]
         _, _, _, _, index, sent_ms = wire.HEADER.unpack(header)

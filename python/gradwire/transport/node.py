@@ -10,12 +10,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from .. import rendezvous
 from ..errors import Closed, TransportError
-from .addressing import choose_address, format_address, local_address, parse_address, resolve
+from .addressing import (
+    choose_address,
+    format_address,
+    is_served_by,
+    local_address,
+    parse_address,
+    parse_numeric,
+    resolve,
+)
 from .driver import Driver, Waker, now_s
 from .endpoint import Endpoint
 from .handshake import LocalNode
@@ -111,7 +121,8 @@ class Node:
             advertise=advertised,
             name=f"{self.address} (with {self._secret_name})",
         )
-        self._endpoint = Endpoint(local, limits or Limits(), on_lag=on_lag)
+        parse = partial(parse_numeric, like=chosen)
+        self._endpoint = Endpoint(local, limits or Limits(), on_lag=on_lag, parse=parse)
         self.id = local.node_id
         self.names: dict[int, str] = {}
         self.expected_peers: int | None = None
@@ -123,6 +134,7 @@ class Node:
         self._waker = Waker()
         self._process = os.getpid()
         self._is_closed = False
+        self._failure: Exception | None = None  # of the I/O thread
         self._sleeps_until_s = 0.0
         for seed in seeds:
             self._connect(seed)
@@ -166,7 +178,8 @@ class Node:
         return f"<gradwire.Node {self.names.get(self.id, f'{self.id:016x}')} at {self.address}, {state}>"
 
     def _connect(self, address: Address) -> None:
-        if format_address(address) != self.address and address != self._driver.address:
+        bound = self._driver.address
+        if format_address(address) != self.address and not is_served_by(address, bound):
             self._endpoint.connect(address)
 
     @property
@@ -200,12 +213,17 @@ class Node:
 
         Raises:
             TimeoutError: fewer connected in time; the message names the missing ranks and addresses, and the rejected
-                peers. From the third second on, a node with another secret, version or the same id is an error at once.
+                peers. From the third second on, it is an error at once if one of the given addresses sends an INIT made
+                with another secret or version.
             Closed: the node has been closed.
         """
-        rejected = self._endpoint.local.rejected
-        rejected_before = rejected.count
         started_s = now_s()
+        noted_at_s = self._endpoint.local.rejected.noted_at_s
+
+        def is_hopeless() -> bool:
+            # Anybody can send an INIT, so those from elsewhere end nothing: the peer may still come.
+            unanswered = self._endpoint.unanswered()
+            return any(noted_at_s.get(address, 0.0) >= started_s for address in unanswered)
 
         def is_done() -> bool:
             return len(self._endpoint.peers) >= count
@@ -214,11 +232,9 @@ class Node:
         first_s = min(MISSING_LOG_S, timeout_s)
         with self._lock:
             if not self._wait_for(is_done, first_s) and first_s < timeout_s:
-                if rejected.count == rejected_before:
+                if not is_hopeless():
                     logger.warning("%s", self._describe_missing(count, first_s))
-                self._wait_for(
-                    lambda: is_done() or rejected.count > rejected_before, timeout_s - first_s
-                )
+                self._wait_for(lambda: is_done() or is_hopeless(), timeout_s - first_s)
             if not is_done():
                 raise TimeoutError(self._describe_missing(count, now_s() - started_s))
             return self._endpoint.peers
@@ -341,13 +357,15 @@ class Node:
         end_s = now_s() + timeout_s
         with self._lock:
             self._endpoint.refuse_messages()
-            self._wait_for(lambda: self._endpoint.is_drained, timeout_s)
+            with suppress(Closed):  # the I/O thread has failed: nothing can be delivered any more
+                self._wait_for(lambda: self._endpoint.is_drained, timeout_s)
             undelivered = self._endpoint.undelivered()
-            self._endpoint.close(now_s())
-            linger_s = max(0.05, min(end_s - now_s(), CLOSE_LINGER_S))
-            self._wait_for(lambda: self._endpoint.is_closed, linger_s)
-            self._endpoint.finish(now_s())
-            self._driver.transmit(self._endpoint)
+            with suppress(Closed):
+                self._endpoint.close(now_s())
+                linger_s = max(0.05, min(end_s - now_s(), CLOSE_LINGER_S))
+                self._wait_for(lambda: self._endpoint.is_closed, linger_s)
+                self._endpoint.finish(now_s())
+                self._driver.transmit(self._endpoint)
             self._is_closed = True
             self._changed.notify_all()
         self._waker.wake()
@@ -373,7 +391,7 @@ class Node:
         self._awaited.append(is_done)
         try:
             longest_s = min(timeout_s, threading.TIMEOUT_MAX)
-            self._changed.wait_for(lambda: self._is_closed or is_done(), longest_s)
+            self._changed.wait_for(lambda: self._is_closed or self._failure or is_done(), longest_s)
         finally:
             self._awaited.remove(is_done)
         self._check_open()
@@ -397,17 +415,25 @@ class Node:
 
     def _run(self) -> None:
         """Serve acknowledgements, timers and arrivals while the callers compute (the I/O thread)."""
-        while True:
+        try:
+            while True:
+                with self._lock:
+                    if self._is_closed:
+                        return
+                    self._driver.receive(self._endpoint)
+                    until_s = self._sleeps_until_s = self._driver.transmit(self._endpoint)
+                    self._notify()
+                self._driver.wait(until_s, self._waker)
+        except Exception as error:
+            logger.exception("the I/O thread of the node at %s has failed", self.address)
             with self._lock:
-                if self._is_closed:
-                    return
-                self._driver.receive(self._endpoint)
-                until_s = self._sleeps_until_s = self._driver.transmit(self._endpoint)
-                self._notify()
-            self._driver.wait(until_s, self._waker)
+                self._failure = error
+                self._changed.notify_all()
 
     def _check_open(self) -> None:
         self._check_process()
+        if self._failure is not None:
+            raise Closed(f"the node's I/O thread has failed: {self._failure!r}") from self._failure
         if self._is_closed:
             raise Closed("the node is closed")
 

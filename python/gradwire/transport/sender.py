@@ -120,7 +120,9 @@ class Sender:
         return self._send(flight, mask, now_s, address)
 
     def _open_next(self) -> Flight | None:
-        number = end = self.cursor
+        number = self.cursor
+        # Records below the log's base were for others, and were released before this peer was established.
+        end = max(number, self._log.base)
         while (record := self._log.get(end)) and self._session not in record.recipients:
             end += 1
         if end > number:
@@ -168,7 +170,9 @@ class Sender:
         newest: Sent | None = None
         delivered_bytes = 0
         for flight, got in self._reported(ack):
-            newly, dropped = got & ~flight.acked, flight.acked & ~got
+            got &= flight.ever  # nobody has what was not sent
+            newly = got & ~flight.acked
+            dropped = flight.acked & ~got
             if newly:
                 # The last fragment arrived ``delay_s`` ago at the latest, less the way back.
                 nbytes, sent = self._confirm(flight, newly, now_s - delay_s)
