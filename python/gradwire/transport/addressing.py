@@ -46,8 +46,14 @@ def parse_numeric(text: str, like: Address) -> Address:
     """Parse an address that a peer has told; raise `ValueError` unless a socket like this can send there as it is."""
     host, port = parse_address(text)
     address = ipaddress.ip_address(host)  # no name: a resolver may take seconds
-    is_usable = not (address.is_multicast or address.is_unspecified or host == "255.255.255.255")
-    if not port or not is_usable or (address.version == 6) != (":" in like[0]):
+    is_group = address.is_multicast or host == "255.255.255.255"
+    if (
+        not port
+        or is_group
+        or address.is_unspecified
+        or "%" in host
+        or (address.version == 6) != (":" in like[0])
+    ):
         raise ValueError(f"a node bound to {format_address(like)} cannot send to {text!r}")
     return str(address), port
 
@@ -69,11 +75,7 @@ def deciding_rule(bind: Address, network_mask: str | None) -> Rule:
 
 
 def choose_address(bind: Address, network_mask: str | None) -> Address:
-    """Return the address to bind: the mask or GRADWIRE_IP replaces a wildcard host.
-
-    Raises:
-        ValueError: the mask does not fit exactly one local address, or GRADWIRE_IP is no address.
-    """
+    """Return the address to bind: the mask or GRADWIRE_IP replaces a wildcard host; `ValueError` if it cannot."""
     host, port = bind
     rule = deciding_rule(bind, network_mask)
     if rule == "mask" and network_mask is not None:

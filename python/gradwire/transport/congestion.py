@@ -1,10 +1,4 @@
-"""Congestion control: round-trip times, the sending rate, and the bytes in flight that queues on the path can hold.
-
-Loss on a wireless or long-distance link is no sign of congestion, and a controller that halves on every loss gets about
-9 Mbit/s at 1 % loss and 20 ms. This one measures the delivery rate of the path: it paces at the highest recent rate and
-keeps about two bandwidth-delay products in flight. Loss while round trips are much longer than the shortest one is that
-of a full queue, and lowers the limit on the bytes in flight.
-
+"""Congestion control: paces at the highest recent delivery rate, with two bandwidth-delay products in flight.
 Source: draft-cardwell-iccrg-bbr-congestion-control-00 and -02, draft-cheng-iccrg-delivery-rate-estimation-00, RFC 9002
 (round trips, probe timeout), RFC 9406 (slower start as soon as round trips grow).
 """
@@ -110,11 +104,7 @@ class RoundTrip:
 
 
 class InFlightLimit:
-    """The most bytes that may be in flight on one path without overflowing a queue.
-
-    The delivery rate does not reveal that number: a token bucket passes its saved tokens at the speed of the interface,
-    and is full again after every pause between messages.
-    """
+    """The most bytes in flight that overflow no queue, which the delivery rate hides behind a token bucket."""
 
     def __init__(self) -> None:
         self.nbytes = WINDOW_INITIAL_BYTES
@@ -143,8 +133,7 @@ class InFlightLimit:
         if 2 * in_flight_bytes < self.nbytes or (self._has_overflowed and is_queued):
             return False
         if self._has_overflowed:
-            # The part of the round that is longer than its round trips was a pause. Without a pause the limit grows by
-            # a factor of e in a second without a queue.
+            # By a factor of e in a second without a queue; the part that is longer than its round trips was a pause.
             grown_bytes = self.nbytes * min(now_s - last.began_at_s, 2 * last.longest_s, 1.0)
         else:
             # Within a millisecond a token bucket does not visibly empty.
@@ -300,7 +289,6 @@ class RateController:
     def _update_window(self) -> None:
         rate = self.rate_bytes_per_s
         gain = STARTUP_GAIN if self.is_starting else 2.0
-        # Acknowledgements come late and a burst at a time.
         burst_bytes = max(BURST_MAX_BYTES, rate * BURST_CLEAN_S)
         slack_bytes = min(rate * ACK_DELAY_MAX_S + 2 * burst_bytes, 8 * BURST_MAX_BYTES)
         target_bytes = int(gain * rate * self._rtt.minimum_s + slack_bytes)

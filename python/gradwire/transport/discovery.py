@@ -23,6 +23,7 @@ class Seed:
     is_learned: bool  # named by a peer, and dropped if nobody answers there
     next_at_s: float = 0.0
     node_id: int | None = None
+    misfit_at_s: float = -1.0  # when an INIT of another version or secret has come from there
 
 
 class Discovery:
@@ -43,10 +44,10 @@ class Discovery:
         self.due_at_s = 0.0
 
     def seeds(
-        self, connected: Set[Address] = frozenset(), node_ids: Set[int] = frozenset()
+        self, known: Set[Address] = frozenset(), ids: Set[int] = frozenset()
     ) -> list[Address]:
-        """Return the caller's addresses, without those of connected peers."""
-        missing = self._unconnected(connected, node_ids)
+        """Return the caller's addresses, without those of the known peers."""
+        missing = self._unconnected(known, ids)
         return [seed.address for seed in missing if not seed.is_learned]
 
     def due(self, now_s: float, connected: Set[Address], node_ids: Set[int]) -> list[Address]:
@@ -66,6 +67,11 @@ class Discovery:
         """Note which node answers at this address."""
         if seed := self.by_address.get(address):
             seed.node_id = node_id
+
+    def on_misfit(self, address: Address, now_s: float) -> None:
+        """Note that a node of another version or secret seems to be at this address."""
+        if seed := self.by_address.get(address):
+            seed.misfit_at_s = now_s
 
     def on_ended(self, address: Address, now_s: float, *, is_answered: bool) -> None:
         """Note that a connection ended, or an attempt failed: try again later, or drop an address that a peer named."""

@@ -1,8 +1,4 @@
-"""One node without its socket: its sessions, the send log they share, and the routing of datagrams.
-
-Sans-IO: `Endpoint.receive` takes datagrams, `Endpoint.poll` returns the datagrams to send, `Endpoint.next_timeout_s`
-returns when to call `poll` again. Time is always an argument.
-"""
+"""One node without its socket and without a clock: its sessions, the send log they share, the routing of datagrams."""
 
 from __future__ import annotations
 
@@ -40,10 +36,7 @@ DUPLICATE: Final = "its node_id, {}, is that of {}: give every node its own"
 
 
 class Endpoint:
-    """The protocol of one node.
-
-    The arguments are those of `Node`, ``parse`` for the addresses that peers tell, and ``first_record`` for tests.
-    """
+    """The protocol of one node; ``parse`` checks the addresses that peers tell, tests change ``first_record``."""
 
     def __init__(
         self,
@@ -120,8 +113,7 @@ class Endpoint:
         number = self.counters.messages_sent
         for record in self.sealer.seal_message(first, indices, number, tag, payload):
             self.log.append(record)
-        # The other peers have to skip the records, which would otherwise stay in the log for them. They skip a little
-        # later: a message to each of n peers then costs each peer a single SKIP of all the others' messages.
+        # The other peers skip the records a little later: after a message to each of n peers with a single SKIP.
         for session in self._up_sessions():
             session.wake(now_s if session.index in indices else now_s + SKIP_S)
         self.counters.messages_sent += 1
@@ -193,10 +185,7 @@ class Endpoint:
         )
 
     def receive(self, data: memoryview, segment_bytes: int, address: Address, now_s: float) -> None:
-        """Process datagrams from one address, back to back, all but the last of ``segment_bytes``.
-
-        Never raises, whatever the bytes are: malformed, forged and stray datagrams are counted and dropped.
-        """
+        """Process datagrams from one address, back to back, all but the last of ``segment_bytes``; never raise."""
         total_bytes = len(data)
         position = 0
         self.counters.udp_bytes_received += total_bytes
@@ -238,13 +227,16 @@ class Endpoint:
             elif kind == wire.INIT:
                 self._receive_init(bytes(datagram), address, now_s)
             else:
-                is_certain = len(datagram) == wire.INIT_BYTES and not any(datagram[1:4])
-                self.local.rejected.note_version(kind, address, now_s, is_certain=is_certain)
-                self.counters.malformed_datagrams += 1
-        except WireError:
-            self.counters.malformed_datagrams += 1
-        except AuthenticationError:
-            self.counters.unauthenticated_datagrams += 1
+                self.local.rejected.note_version(kind, address, now_s)
+                raise WireError(f"a datagram of kind {kind}")
+        except (WireError, AuthenticationError) as error:
+            is_malformed = isinstance(error, WireError)
+            self.counters.malformed_datagrams += is_malformed
+            self.counters.unauthenticated_datagrams += not is_malformed
+            # A complete INIT of another version or secret, which cannot be anything else.
+            is_init = kind & 0x0F == wire.INIT & 0x0F and not any(datagram[1:4])
+            if is_init and len(datagram) == wire.INIT_BYTES:
+                self.discovery.on_misfit(address, now_s)
 
     def _receive_for_session(self, datagram: memoryview, address: Address, now_s: float) -> None:
         if len(datagram) < HEADER_BYTES + wire.TAG_BYTES:
@@ -271,8 +263,7 @@ class Endpoint:
             admitted = self.local.read_init(datagram, address, now_s)
             if admitted is None:
                 return
-            node_id, incarnation, *_ = admitted[1]
-            if not self._is_acceptable(node_id, incarnation, address, now_s):
+            if not self._is_acceptable(*admitted[1][:2], address, now_s):
                 return
             while len(half_open) >= HALF_OPEN_MAX:
                 next(iter(half_open.values())).discard()
@@ -281,35 +272,29 @@ class Endpoint:
         self.counters.handshakes_refused -= half_open[datagram].answer(address, now_s)
 
     def is_answered(self, peer: Peer, address: Address, now_s: float) -> bool:
-        """Return whether the INIT of another node is answered at an address that it has come from.
-
-        If this node has sent an INIT to the same address, that of the larger node id wins. Both handshakes continue
-        until the peer has proved its presence: its INIT may be a recording.
-        """
+        """Return whether the INIT of another node is answered at an address that it has come from."""
+        # Of two nodes that send each other an INIT, the larger node id wins; the INIT may be a recording, however.
         targets = [each.address for each in self.sessions if each.state is State.INIT_SENT]
         is_first = address not in targets or self.local.node_id < peer.id
         return is_first and self._is_acceptable(peer.id, peer.incarnation, address, now_s)
 
-    def _is_acceptable(
-        self, node_id: int, incarnation: int, address: Address, now_s: float
-    ) -> bool:
-        other = ""
+    def _is_acceptable(self, node_id: int, started: int, address: Address, now_s: float) -> bool:
+        known = self.sessions.by_node.get(node_id)
         if node_id == self.local.node_id:
             # The INIT of this very run comes from the node's own address, or is somebody's echo.
-            other = "this node" if incarnation != self.local.incarnation else ""
-            is_acceptable = False
+            other = "this node" if started != self.local.incarnation else ""
+        elif known is None or self._is_replaced(known, started, now_s):
+            return True
         else:
-            known = self.sessions.by_node.get(node_id)
-            is_acceptable = known is None or self._is_replaced(known, incarnation, now_s)
-            if known is not None and incarnation < known.identity.incarnation:
-                other = f"a node that started later, at {known.identity.address}"
+            other = f"a node that started later, at {known.identity.address}"
+            other = other if started < known.identity.incarnation else ""
         if other:
             self.local.rejected.note(address, DUPLICATE.format(node_id, other), now_s)
-        return is_acceptable
+        return False
 
     def _is_replaced(self, known: Session, incarnation: int, now_s: float) -> bool:
         """Return whether a run of the peer's node takes the session's place: a newer run, or the same after silence."""
-        is_silent = now_s - known.control.heard_at_s >= self.limits.suspect_s
+        is_silent = now_s - known.control.heard_at_s >= 5 * self.limits.heartbeat_s
         before = known.identity.incarnation
         return incarnation > before or (incarnation == before and is_silent)
 
@@ -441,6 +426,5 @@ class Endpoint:
         return [each for each in self.sessions.by_index.values() if each.state is State.UP]
 
     def _release_log(self) -> None:
-        """Drop the records that every peer has acknowledged."""
         acknowledged = [each.sender.cumulative for each in self.sessions.by_node.values()]
         self.log.release_below(min(acknowledged, default=self.log.head))

@@ -7,7 +7,7 @@ import logging
 import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 from . import wire
 from .addressing import format_address
@@ -21,7 +21,7 @@ INITS_BURST: Final = 64
 MAC1S_MAX: Final = 16_384  # 2 MB; at full rate the last 40 s
 TIMELY_S: Final = 120.0  # how far apart the clocks of two nodes may be
 LOG_INTERVAL_S: Final = 10.0  # between entries about rejected peers, whose addresses can be made up
-SOURCES_MAX: Final = 1_024  # of rejected peers, to compare with the seeds
+Admitted: TypeAlias = tuple[Handshake, wire.Introduction]
 
 
 class RejectedPeers:
@@ -32,43 +32,27 @@ class RejectedPeers:
         self.count = 0
         self.last: Address | None = None  # source of the last of them, which nobody has verified
         self.reason = ""  # why the last of them got no answer
-        # By source: when the last INIT came that is none of this cluster's and cannot be anything else.
-        self.noted_at_s: dict[Address, float] = {}
         self._log_at_s = float("-inf")
 
-    def note(
-        self, address: Address, reason: str, now_s: float, *, is_certain: bool = False
-    ) -> None:
-        """Count an INIT that gets no answer; ``is_certain`` says that it is one, complete and from no recording."""
+    def note(self, address: Address, reason: str, now_s: float) -> None:
+        """Count an INIT that gets no answer."""
         self.count += 1
         self.last = address
         self.reason = reason
-        if is_certain and (address in self.noted_at_s or len(self.noted_at_s) < SOURCES_MAX):
-            self.noted_at_s[address] = now_s
         if now_s >= self._log_at_s:
             self._log_at_s = now_s + LOG_INTERVAL_S
-            source = format_address(address)
-            logger.warning(
-                "an INIT from %s gets no answer: %s; this is %s", source, reason, self.name
-            )
+            text = f"an INIT from {format_address(address)} gets no answer: {reason}; this is {self.name}"
+            logger.warning("%s", text)
 
-    def note_version(
-        self, kind: int, address: Address, now_s: float, *, is_certain: bool = False
-    ) -> None:
+    def note_version(self, kind: int, address: Address, now_s: float) -> None:
         """Count a datagram of an unknown kind if it is an INIT of another version."""
         if kind & 0x0F == wire.INIT & 0x0F:  # the other bits are the version
-            reason = (
-                f"it speaks version {kind >> 4} of the transport, this node version {wire.VERSION}"
-            )
-            self.note(address, reason, now_s, is_certain=is_certain)
+            versions = f"version {kind >> 4} of the transport, this node version {wire.VERSION}"
+            self.note(address, f"it speaks {versions}", now_s)
 
 
 class InitGate:
-    """Decides which authentic INIT datagrams are worth a decryption: none twice, and a limited number per second.
-
-    An authentic datagram that no member has sent is a recording. An attacker may have recorded more than the gate can
-    remember, so INIT datagrams of the last two minutes, of which there are few, have a rate of their own.
-    """
+    """Decides which authentic INITs are decrypted: none twice, and few a second, of which recent ones have their own."""
 
     def __init__(self, per_second: float = INITS_PER_S) -> None:
         self._interval_s = 1.0 / per_second
@@ -106,7 +90,6 @@ class LocalNode:
     name: str = "this node"  # in log entries
 
     def __post_init__(self) -> None:
-        """Derive the key of mac1."""
         self.mac1 = Mac1(self.secret)
         self.rejected = RejectedPeers(self.name)
         self._gate = InitGate()
@@ -145,22 +128,14 @@ class LocalNode:
         message = datagram[wire.HEADER_BYTES : -wire.MAC1_BYTES]
         return wire.Introduction.decode(handshake.read_response(message))
 
-    def read_init(
-        self, datagram: bytes, address: Address, now_s: float
-    ) -> tuple[Handshake, wire.Introduction] | None:
-        """Return the handshake and the sender's introduction; None for a recording, or if there are too many.
-
-        Raises:
-            WireError: the datagram is no INIT.
-            AuthenticationError: the datagram was made with another secret.
-        """
+    def read_init(self, datagram: bytes, address: Address, now_s: float) -> Admitted | None:
+        """Return the handshake and the sender's introduction; None for a recording, or if there are too many."""
         mac1 = datagram[-wire.MAC1_BYTES :]
         # In order of cost: duplicate, mac1, rate limit, Noise decryption.
         if self._gate.has_seen(mac1):
             return None
         if not self.mac1.verify(datagram):
-            is_certain = not any(datagram[1:4])
-            self.rejected.note(address, "it has another secret", now_s, is_certain=is_certain)
+            self.rejected.note(address, "it has another secret", now_s)
             raise AuthenticationError("an INIT without a valid mac1")
         header = datagram[: wire.HEADER_BYTES]
         _, _, _, _, index, sent_ms = wire.HEADER.unpack(header)

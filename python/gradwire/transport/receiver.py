@@ -1,13 +1,9 @@
-"""One peer's incoming records: fragments to records, records in order to messages, acknowledgements and credit.
-
-Bounded on both sides: the peer may send only as far as it was granted credit, and a message takes its complete size out
-of the node's receive budget before its first byte is stored.
-"""
+"""One peer's incoming records: fragments to records, records in order to messages, acknowledgements and credit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Final
 
@@ -59,10 +55,7 @@ class ReceiveBudget:
 
 
 class Partial:
-    """The fragments of one incomplete record that have arrived.
-
-    The tag authenticates the record, and not its fragments: of two that differ, ``keeps_first`` decides which counts.
-    """
+    """The fragments of one incomplete record; of two that differ, ``keeps_first`` decides which one counts."""
 
     __slots__ = ("_buffer", "_full", "_is_filled", "_sealed_bytes", "got", "keeps_first", "shape")
 
@@ -75,10 +68,15 @@ class Partial:
         self._sealed_bytes = 0
         self._is_filled = False
 
+    @property
+    def held(self) -> int:
+        """The fragments to acknowledge: without a short last one, which is the cheapest to forge."""
+        is_short = self._sealed_bytes < self._buffer.size
+        return self.got & self._full >> is_short
+
     def newest(self) -> Partial:
         """Return a copy in which the newer of two fragments counts."""
-        partial = copy(self)
-        partial._buffer = self._buffer.copy()
+        partial = deepcopy(self)
         partial.keeps_first = False
         return partial
 
@@ -99,8 +97,7 @@ class Partial:
                 self._sealed_bytes = first * size + len(batch) - count * HEADER_BYTES
         elif count > 1:
             for index in range(count):
-                piece = batch[index * segment : (index + 1) * segment]
-                self.add_fragments(first + index, 1, piece)
+                self.add_fragments(first + index, 1, batch[index * segment :][:segment])
         self.got |= run
         self._is_filled |= self.got == self._full
         if not self._is_filled:
@@ -162,10 +159,7 @@ class Receiver:
         self.ack_at_s = min(self.ack_at_s, at_s)
 
     def on_fragments(self, header: DataHeader, batch: memoryview, now_s: float) -> bool:
-        """Take neighbouring fragments of one record, headers included; return False if no valid record has them.
-
-        ``header`` is the first fragment's header. All datagrams of the batch but the last have the same size.
-        """
+        """Take neighbouring fragments of one record, headers included; return False if no valid record has them."""
         _, record, fragments, fragment_bytes, first = header
         nbytes = len(batch)
         segment_bytes = fragment_bytes + HEADER_BYTES
@@ -182,29 +176,25 @@ class Receiver:
             return False
         self.last_arrival_s = now_s
         self._unacknowledged_bytes += nbytes
+        # An ACK for less, of which nothing may be authentic, could be larger than a forgery.
+        unproved_bytes = UNPROVED_BYTES + UNPROVED_PARTIAL_BYTES * len(self._partials)
+        is_enough = self._unacknowledged_bytes >= unproved_bytes
         if not self.cumulative <= record < self.limit or record in self._complete:
             # The acknowledgement of an earlier copy was lost, or the sender has no credit.
             self._counters.duplicate_fragments += count
-            if self._may_acknowledge():
+            if is_enough:
                 self.acknowledge_by(now_s)
             return True
-        is_open = self._add_fragments(header, count, batch)
-        if not is_open and not self._may_acknowledge():
-            return True  # an ACK for less could be larger than a forgery
+        if not self._add_fragments(header, count, batch) and not is_enough:
+            return True
         position = record * FRAGMENTS_MAX + first
         opens_gap = position > self._frontier and self._has_gap(record)
         after = position + count if end < fragments else (record + 1) * FRAGMENTS_MAX
         self._frontier = max(self._frontier, after)
-        # A gap is reported once, when it opens: the sender finds losses by time, not by the number of reports.
-        # `_take_record` makes the end of a message urgent.
+        # A gap is reported once, when it opens: the sender finds losses by time. `_take_record` reports messages' ends.
         is_urgent = opens_gap or self._unacknowledged_bytes >= ACK_EVERY_BYTES
         self.ack_at_s = min(self.ack_at_s, now_s if is_urgent else now_s + ACK_DELAY_S)
         return True
-
-    def _may_acknowledge(self) -> bool:
-        """Return whether enough has come for an ACK, though none of it may be authentic."""
-        unproved_bytes = UNPROVED_BYTES + UNPROVED_PARTIAL_BYTES * len(self._partials)
-        return self._unacknowledged_bytes >= unproved_bytes
 
     def _add_fragments(self, header: DataHeader, count: int, batch: memoryview) -> bool:
         """Store the fragments; return whether they complete their record."""
@@ -324,9 +314,8 @@ class Receiver:
         return held & (held + 1) != 0
 
     def _held(self, record: int) -> int:
-        """Return the fragments of an incomplete record to acknowledge."""
         variants = self._partials.get(record, ())
-        return max((each.got for each in variants), key=int.bit_count, default=0)
+        return max((each.held for each in variants), key=int.bit_count, default=0)
 
     def make_ack(self, now_s: float) -> Ack:
         """Return the acknowledgement to send now, with all the credit there is."""

@@ -1,28 +1,21 @@
-"""The life of one connection to one peer: every state and every transition is in this file.
-
-Sans-IO: datagrams come in through `Session.on_response`, `Session.on_control` and `Session.on_fragments`, go out
-through `Session.poll`, and time is an argument. ``docs/transport.md`` has the state table.
-"""
+"""The life of one connection to one peer: every state and every transition; ``docs/transport.md`` has the table."""
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Final, Protocol
+from typing import Any, Final
 
 from . import wire
 from .addressing import format_address
 from .congestion import NEVER_S, RttEstimator
 from .crypto import AuthenticationError, ControlChannel, Handshake, RepeatedError
-from .discovery import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S, Discovery
-from .handshake import LocalNode
-from .receiver import ReceiveBudget, Receiver
-from .records import Sealer, SendLog
+from .discovery import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
+from .receiver import Receiver
 from .sender import Sender
-from .types import Address, Limits, Peer, PeerStats, Received, Stats, Transmit
+from .types import Address, Peer, PeerStats, Received, Transmit
 
 logger = logging.getLogger(__name__)
 
@@ -51,28 +44,6 @@ class State(Enum):
     UP = "up"  # each side has the other's sender key: messages flow
     CLOSING = "closing"  # a CLOSE was sent
     DOWN = "down"  # over; the endpoint forgets the session
-
-
-class _Endpoint(Protocol):
-    """The endpoint as its sessions use it."""
-
-    limits: Limits
-    local: LocalNode
-    log: SendLog
-    sealer: Sealer
-    budget: ReceiveBudget
-    counters: Stats
-    sessions: SessionTable
-    discovery: Discovery
-    messages: deque[Received]
-    final_datagrams: list[Transmit]
-
-    def window_records(self) -> int: ...
-    def on_identified(self, session: Session, now_s: float) -> bool: ...
-    def on_up(self, session: Session) -> None: ...
-    def on_members(self, addresses: tuple[str, ...]) -> None: ...
-    def is_answered(self, peer: Peer, address: Address, now_s: float) -> bool: ...
-    def on_down(self, session: Session, reason: str, now_s: float) -> None: ...
 
 
 @dataclass(slots=True)
@@ -116,13 +87,17 @@ class ControlStream:
 
     def open(
         self, counter: int, header: bytes, body: memoryview, now_s: float
-    ) -> tuple[list[wire.Frame], bool]:
-        """Return the frames of a datagram, and whether the peer sent no later one that has arrived."""
+    ) -> tuple[list[wire.Frame], bool, bool]:
+        """Return the frames of a datagram, whether none that was sent later has arrived, and whether it is new."""
         if self.channel is None:
             raise AuthenticationError("control before the handshake")
-        frames = wire.decode_frames(self.channel.open(counter, header, body))
-        self.heard_at_s = now_s
-        return frames, counter == self.channel.highest_received
+        is_new = True
+        try:
+            plaintext = self.channel.open(counter, header, body)
+            self.heard_at_s = now_s
+        except RepeatedError as error:
+            is_new, plaintext = False, error.args[0]
+        return wire.decode_frames(plaintext), counter == self.channel.highest_received, is_new
 
     def datagrams(self, now_s: float) -> Iterator[bytes]:
         """Yield the queued frames, as many as fit into each datagram."""
@@ -131,20 +106,22 @@ class ControlStream:
             while self.frames and len(plaintext + self.frames[0]) <= wire.CONTROL_PLAINTEXT_MAX:
                 plaintext += self.frames.pop(0)
             self.sent_at_s = now_s
-            yield self.seal(self.channel, plaintext)
+            yield self.seal(plaintext)
 
-    def seal(self, channel: ControlChannel, plaintext: bytes) -> bytes:
-        """Return the next datagram, with these frames."""
-        counter = channel.next_counter()
+    def seal(self, plaintext: bytes) -> bytes:
+        """Return the next datagram, with these frames; raise `AuthenticationError` before the handshake."""
+        if self.channel is None:
+            raise AuthenticationError("no keys yet")
+        counter = self.channel.next_counter()
         header = wire.HEADER.pack(wire.CONTROL, 0, 0, 0, self.remote_index, counter)
-        return channel.seal(counter, header, plaintext)
+        return self.channel.seal(counter, header, plaintext)
 
 
 class Session:
     """One connection, from the INIT to the end."""
 
-    def __init__(self, endpoint: _Endpoint, index: int, address: Address, now_s: float) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoint: Any, index: int, address: Address, now_s: float) -> None:
+        self._endpoint = endpoint  # the `Endpoint`, which imports this module
         self.index = index  # number of the session in the control datagrams sent to this node
         self.address = address  # of the peer; before it is established, of the latest INIT
         self.target: Address | None = None  # destination of this node's INIT, if the peer sent none
@@ -183,22 +160,21 @@ class Session:
         self._identify(remote, ControlChannel(second, first), now_s)
 
     def answer(self, address: Address, now_s: float) -> bool:
-        """Send the RESPONSE to a source of the INIT; return False if none is due there.
-
-        Every source gets its own: an attacker who records an INIT, delivers it first, from another address, and repeats
-        it must not keep the genuine peer from its RESPONSE.
-        """
+        """Send the RESPONSE to a source of the INIT; return False if none is due there."""
+        # Every source gets its own: whoever delivers an INIT first, from elsewhere, does not delay its sender.
         retry = self._retry
         at_s = max(retry.due_at_s, now_s - (RESPONSES_AT_ONCE - 1) * RESPONSE_SHARE_S)
-        is_repeated = address == self.address and now_s - retry.sent_at_s < RESPONSE_INTERVAL_S
-        if at_s > now_s or is_repeated:
-            return False
-        if not self._endpoint.is_answered(self.identity, address, now_s):
+        is_late = address != self.address or now_s - retry.sent_at_s >= RESPONSE_INTERVAL_S
+        if (
+            at_s > now_s
+            or not is_late
+            or not self._endpoint.is_answered(self.identity, address, now_s)
+        ):
             return False
         self.address = address
         retry.sent_at_s = now_s
         retry.due_at_s = at_s + RESPONSE_SHARE_S
-        self._emit_control(retry.data, self._endpoint.final_datagrams)
+        self._emit(retry.data, self._endpoint.final_datagrams)
         return True
 
     def on_response(self, datagram: bytes, now_s: float) -> None:
@@ -254,14 +230,10 @@ class Session:
         self, counter: int, header: bytes, body: memoryview, address: Address, now_s: float
     ) -> None:
         """Process one control datagram; raise `AuthenticationError` or `WireError` if it is forged or malformed."""
-        try:
-            frames, is_newest = self.control.open(counter, header, body, now_s)
-        except RepeatedError:
-            self._probe_path(
-                address, len(body), now_s
-            )  # a copy from elsewhere may have overtaken the original
-            raise
-        if self.state is State.RESPONDED:
+        frames, is_newest, is_new = self.control.open(counter, header, body, now_s)
+        # An authentic datagram may show its sender's address, even if a copy from elsewhere has overtaken it.
+        is_half_open = self.state is State.RESPONDED
+        if is_half_open:
             frames = self._prove(frames, address, len(body), now_s)
         elif address != self.address:
             if is_newest and wire.Pong(self._path_token(address)) in frames:
@@ -269,6 +241,8 @@ class Session:
                 self._endpoint.sessions.route(self)
             else:
                 self._probe_path(address, len(body), now_s)
+        if not (is_new or is_half_open):
+            raise AuthenticationError("a control datagram was repeated")
         for frame in frames:
             if self.state is not State.DOWN:
                 self._on_frame(frame, counter, now_s)
@@ -298,29 +272,27 @@ class Session:
         return frames
 
     def _path_token(self, address: Address) -> int:
-        return self._endpoint.local.path_token(self.index, address)
+        token: int = self._endpoint.local.path_token(self.index, address)
+        return token
 
     def _probe_path(self, address: Address, nbytes: int, now_s: float) -> None:
         """Ask whether the peer is at this address, from which a datagram with so many sealed bytes has come.
 
         The source may be false, so nothing else goes there, and at most three times as much (RFC 9000, section 8.2).
         """
-        channel = self.control.channel
-        if channel is None or (address == self.address and self.is_established):
-            return
-        frames: list[wire.Frame] = [wire.Ping(self._path_token(address))]
+        plaintext = wire.encode_frame(wire.Ping(self._path_token(address)))
         if self.is_established:
+            if address == self.address:
+                return
             self._endpoint.sessions.route(self, address)
         elif self._key is None or self.receiver is None:
             return
         else:
-            frames += [wire.KeyAck(), self.receiver.make_ack(now_s)]
-        plaintext = b"".join(map(wire.encode_frame, frames)) + (
-            self._key.data if self._key else b""
-        )
-        datagram = self.control.seal(channel, plaintext)
+            plaintext += self._key.data + wire.encode_frame(wire.KeyAck())
+            plaintext += wire.encode_frame(self.receiver.make_ack(now_s))
+        datagram = self.control.seal(plaintext)
         if len(datagram) <= 3 * (wire.HEADER_BYTES + nbytes):
-            self._emit_control(datagram, self._endpoint.final_datagrams, address)
+            self._emit(datagram, self._endpoint.final_datagrams, address)
 
     def _on_frame(self, frame: wire.Frame, counter: int, now_s: float) -> None:
         receiver = self.receiver
@@ -441,16 +413,14 @@ class Session:
                 self.end("no answer", now_s)
         elif self.state is State.INIT_SENT and now_s >= retry.due_at_s:
             retry.on_sent(now_s, retry.wait_s)
-            self._emit_control(retry.data, out)
+            self._emit(retry.data, out)
 
-    def _emit_control(
-        self, datagram: bytes, out: list[Transmit], address: Address | None = None
-    ) -> None:
+    def _emit(self, datagram: bytes, out: list[Transmit], path: Address | None = None) -> None:
         counters = self._endpoint.counters
         counters.control_bytes_sent += len(datagram)
         counters.udp_bytes_sent += len(datagram)
         counters.datagrams_sent += 1
-        out.append(Transmit(address or self.address, [datagram], len(datagram)))
+        out.append(Transmit(path or self.address, [datagram], len(datagram)))
 
     def _check_timers(self, now_s: float) -> None:
         limits, retry = self._endpoint.limits, self._retry
@@ -492,7 +462,7 @@ class Session:
             # The ACK comes first: nobody reads it behind a CLOSE, and messages that came would count as undelivered.
             control.frames.insert(0, wire.encode_frame(receiver.make_ack(now_s)))
         for datagram in control.datagrams(now_s):
-            self._emit_control(datagram, out)
+            self._emit(datagram, out)
 
     def _deadline_s(self, now_s: float) -> float:
         if self.state in (State.INIT_SENT, State.RESPONDED):
@@ -505,7 +475,8 @@ class Session:
         if self.state is State.UP:
             heartbeat_at_s = self.control.sent_at_s + limits.heartbeat_s
             deadline_s = min(deadline_s, heartbeat_at_s, self.sender.deadline_s())
-        return deadline_s if self.receiver is None else min(deadline_s, self.receiver.ack_at_s)
+        ack_at_s = NEVER_S if self.receiver is None else self.receiver.ack_at_s
+        return float(min(deadline_s, ack_at_s))
 
     def close(self, now_s: float) -> None:
         """Send a CLOSE; messages that are not acknowledged yet count as undelivered."""
@@ -566,8 +537,7 @@ class SessionTable:
         self.half_open: dict[bytes, Session] = {}
 
     def __iter__(self) -> Iterator[Session]:
-        """Iterate over a copy: sessions may end meanwhile."""
-        return iter(list(self.by_index.values()))
+        return iter(list(self.by_index.values()))  # of a copy: sessions may end meanwhile
 
     def connected(self) -> tuple[set[Address], set[int]]:
         """Return the addresses and node ids that need no INIT."""
