@@ -8,14 +8,14 @@ from operator import itemgetter
 from typing import Any
 
 from ..arrays import copies, layouts, put, writable_views
-from ..errors import Mismatch
+from ..errors import MessageError, Mismatch
 from . import clock
 from .departure import Departure
 from .membership import Membership, Router
 from .options import Options
 from .protocol import Hello, Kind, NodeRun, Phase, decode_steps, encode_steps
 from .replica import Replica
-from .snapshot import Donor, Snapshot
+from .snapshot import Donor, Layout, Snapshot
 
 __all__ = ["Join"]
 
@@ -54,6 +54,7 @@ class Join:
         self._has_requests = False  # nodes wait for a snapshot from here
         self._asked: tuple[NodeRun, int] | None = None  # donor and number of the request
         self._incoming: Snapshot | None = None
+        self._own_layout: tuple[Layout, Layout] | None = None  # of parameters and optimiser's state
         self._requests = 0
         router.handle(Kind.HELLO, self._add_hello)
         router.handle(Kind.REQUEST, self._add_request)
@@ -100,9 +101,9 @@ class Join:
             elif first not in others:
                 return
             elif self._asked is None or self._asked[0] != first:
+                self._set_layout(params, optimizer_state)
                 self._request(first, {})
             elif self._incoming is not None and not self._incoming.missing:
-                self._check_fits(self._incoming, params, optimizer_state)
                 self._load(self._incoming, params, optimizer_state)
                 self._asked = None
                 return
@@ -356,13 +357,13 @@ class Join:
         snapshot = self._incoming
         members = self._introductions.compatible(Phase.IN)
         if self._asked is None or self._asked[0] not in members:
+            self._set_layout(params, optimizer_state)
             self._ask(members)
         elif snapshot is not None and not snapshot.missing:
             self._asked = None
             if not self._options.is_sync:
                 # Later than any update with which this node may have gone.
                 snapshot.delay(self._replica.step + 2)
-            self._check_fits(snapshot, params, optimizer_state)
             if self._follow(snapshot):
                 # Local changes, and own updates that nobody applied, stay in the residual.
                 self._replica.absorb_local_changes(params)
@@ -394,21 +395,28 @@ class Join:
     def _add_part(self, run: NodeRun, number: int, payload: memoryview) -> None:
         if self._asked != (run, number):
             return
-        if self._incoming is None:
-            self._incoming = Snapshot.from_header(payload)
-        else:
-            self._incoming.add_part(payload)
+        try:
+            if self._incoming is None:
+                self._incoming = Snapshot.from_header(payload, self._check_layout)
+            else:
+                self._incoming.add_part(payload)
+        except MessageError as error:
+            address = self._introductions.peer_of(run).address
+            _LOG.warning("%s: %s; this node asks another member", address, error)
+            self._asked = None
 
-    def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: Sequence[Any]) -> None:
-        here = self._replica.state_layout(params)
-        own_state = layouts(writable_views(optimizer_state))
-        there = layouts(snapshot.arrays)
-        if here != there[: snapshot.params] or own_state != there[snapshot.params :]:
+    def _check_layout(self, there: Layout, params: int) -> None:
+        if self._own_layout is not None and self._own_layout != (there[:params], there[params:]):
+            here, own_state = self._own_layout
             address = self._introductions.peer_of(self._membership.run).address
             raise Mismatch(
                 f"this node ({address}) has parameters {here} and an optimiser's state {own_state}, the members have "
-                f"{there[: snapshot.params]} and {there[snapshot.params :]}"
+                f"{there[:params]} and {there[params:]}"
             )
+
+    def _set_layout(self, params: Any, optimizer_state: Sequence[Any]) -> None:
+        own_state = layouts(writable_views(optimizer_state))
+        self._own_layout = self._replica.state_layout(params), own_state
 
     def _follow(self, snapshot: Snapshot) -> bool:
         """Adopt the members of a snapshot; return False if not all their later updates arrive here."""

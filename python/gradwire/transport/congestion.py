@@ -1,4 +1,5 @@
 """Congestion control: paces at the highest recent delivery rate, with two bandwidth-delay products in flight.
+
 Source: draft-cardwell-iccrg-bbr-congestion-control-00 and -02, draft-cheng-iccrg-delivery-rate-estimation-00, RFC 9002
 (round trips, probe timeout), RFC 9406 (slower start as soon as round trips grow).
 """
@@ -119,8 +120,7 @@ class InFlightLimit:
         in_flight_bytes = max(before.in_flight_bytes, last.in_flight_bytes)
         is_queued = max(before.longest_s, last.longest_s) > shortest_s + QUEUE_S
         lost_share = last.lost_share
-        # Fewer lost bytes may be datagrams that are only late.
-        if is_queued and last.lost_bytes >= 4_200 and lost_share > 0.05:
+        if is_queued and last.lost_bytes >= 4_200 and lost_share > 0.05:  # fewer may be late
             self._has_overflowed = True
             queued_bytes = min(in_flight_bytes, self.nbytes)
             rate = max(before.rate_bytes_per_s, last.rate_bytes_per_s)

@@ -184,8 +184,7 @@ class Driver:
         """Sleep until a time, or until a datagram comes, the waker is used, or a full socket buffer has space again."""
         writes = [self._socket] if self.unsent else []
         timeout_s = max(0.0, until_s - now_s())
-        # When another thread has closed the socket, the caller notices it afterwards.
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # another thread has closed the socket
             try:  # microseconds, where ``poll`` rounds up to milliseconds
                 ready = select.select([waker.socket, self._socket], writes, [], timeout_s)[0]
             except ValueError:  # a descriptor is too large for ``select``

@@ -52,7 +52,7 @@ class RejectedPeers:
 
 
 class InitGate:
-    """Decides which authentic INITs are decrypted: none twice, and few a second, of which recent ones have their own."""
+    """Decides which authentic INITs are decrypted: none twice, few a second; recent ones have a rate of their own."""
 
     def __init__(self, per_second: float = INITS_PER_S) -> None:
         self._interval_s = 1.0 / per_second
