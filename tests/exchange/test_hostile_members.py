@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire import reference
 from gradwire.errors import Mismatch
 from gradwire.exchange.membership import STEPS_AHEAD_MAX, UpdateStream
 from gradwire.exchange.protocol import Hello, NodeRun, Note, Phase, decode_steps
@@ -194,3 +195,19 @@ def test_notes_without_updates_are_bounded() -> None:
     with pytest.raises(gw.MessageError, match="without their updates"):
         flood()
     assert len(stream.notes) <= STEPS_AHEAD_MAX + 4
+
+
+# ---- values -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_dense_message_with_values_that_are_not_finite_is_a_message_error(value: float) -> None:
+    values = np.ones(8, np.float32)
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        share = gw.Exchange(gw.Encoder(8, threshold=1.0), node, min_peers=0)
+        parse = share._replica.parse
+        [message] = parse(NodeRun(1, 1), 0, memoryview(reference.encode_dense(values)))
+        assert message.kind == "dense"
+        values[3] = value
+        with pytest.raises(gw.MessageError, match="not finite"):
+            parse(NodeRun(1, 1), 0, memoryview(reference.encode_dense(values)))

@@ -542,5 +542,5 @@ def test_a_name_that_another_user_has_taken_is_an_error_that_names_the_owner(
     name = f"taken-{os.getpid()}"
     taken(shared_memory.path_of("team", name))
     for rank in (0, 1):
-        with pytest.raises(PermissionError, match="take another name, or have .* remove it"):
+        with pytest.raises(PermissionError, match=r"take another name, or have .* remove it"):
             gw.LocalTeam(name, np.zeros(3, np.float32), size=2, rank=rank, timeout_s=1.0)

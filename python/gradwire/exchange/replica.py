@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
+
 from ..arrays import Arrays, add, device_of, difference, put, writable_views
 from ..errors import MessageError
-from ..message import Message, apply, parse_many
+from ..message import Message, apply, decode, parse_many
 from ..transport import Peer, Ticket
 from . import clock
 from .groups import Codec, Groups, host_message
@@ -301,6 +303,12 @@ class Replica(SharedCopy):
         sizes = [(message.key, message.numel) for message in messages]
         if sizes != expected:
             raise MessageError(f"{_describe(sizes)}, but {_describe(expected)} on this node")
+        # A ternary message has one finite threshold; a dense one has values of its own, which `encode` had refused.
+        for message in messages:
+            if message.kind == "dense" and not np.isfinite(decode(message)).all():
+                raise MessageError(
+                    f"a dense message of key {message.key} with values that are not finite"
+                )
         return messages
 
     def apply(
