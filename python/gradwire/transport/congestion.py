@@ -136,7 +136,6 @@ class InFlightLimit:
             # By a factor of e in a second without a queue; the part that is longer than its round trips was a pause.
             grown_bytes = self.nbytes * min(now_s - last.began_at_s, 2 * last.longest_s, 1.0)
         else:
-            # Within a millisecond a token bucket does not visibly empty.
             share = 0.25 if is_queued else 0.5 if shortest_s < 0.001 else 2.0
             grown_bytes = share * last.delivered_bytes
         self.nbytes = min(self.nbytes + int(grown_bytes), WINDOW_MAX_BYTES)

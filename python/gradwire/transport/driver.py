@@ -60,10 +60,9 @@ class Driver:
                 message += f"; this machine has {', '.join(local_addresses())}"
             raise OSError(error.errno, message) from error
         self._socket.setblocking(False)
-        # A forked child, such as a data loader, would keep the port.
         closing = weakref.finalize(self, self._socket.close)
         closing.atexit = False
-        os.register_at_fork(after_in_child=closing)
+        os.register_at_fork(after_in_child=closing)  # a forked child would keep the port
         host, port = self._socket.getsockname()[:2]
         self.address: Address = (host, port)
         self.has_gso = offload and sys.platform == "linux"

@@ -60,6 +60,9 @@ class Endpoint:
         self.is_closing = False  # refuse new messages and new peers; queued messages are still sent
         self._evicts = on_lag == "evict"
         self._parse = parse
+        self.twin_at_s = (
+            -1.0
+        )  # when another node of the same id, which has started later, sent an INIT
         self.messages: deque[Received] = deque()  # received, and not taken yet
         self._events: deque[PeerJoined | PeerLost] = deque(maxlen=EVENTS_MAX)
         self.final_datagrams: list[
@@ -281,8 +284,8 @@ class Endpoint:
     def _is_acceptable(self, node_id: int, started: int, address: Address, now_s: float) -> bool:
         known = self.sessions.by_node.get(node_id)
         if node_id == self.local.node_id:
-            # The INIT of this very run comes from the node's own address, or is somebody's echo.
-            other = "this node" if started != self.local.incarnation else ""
+            other = "this node" if started != self.local.incarnation else ""  # or an echo
+            self.twin_at_s = now_s if started > self.local.incarnation else self.twin_at_s
         elif known is None or self._is_replaced(known, started, now_s):
             return True
         else:

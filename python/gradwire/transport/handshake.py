@@ -131,7 +131,6 @@ class LocalNode:
     def read_init(self, datagram: bytes, address: Address, now_s: float) -> Admitted | None:
         """Return the handshake and the sender's introduction; None for a recording, or if there are too many."""
         mac1 = datagram[-wire.MAC1_BYTES :]
-        # In order of cost: duplicate, mac1, rate limit, Noise decryption.
         if self._gate.has_seen(mac1):
             return None
         if not self.mac1.verify(datagram):

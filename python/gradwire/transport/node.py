@@ -194,15 +194,15 @@ class Node:
 
         Raises:
             TimeoutError: fewer connected in time; the message names the missing ranks and addresses, and the rejected
-                peers. From the third second on, it is an error at once if one of the given addresses sends an INIT made
-                with another secret or version.
+                peers; after three seconds at once if a given address has another secret or version, or the id is taken.
         """
         started_s = now_s()
 
         def is_hopeless() -> bool:
             # Anybody can send an INIT, so those from elsewhere end nothing: the peer may still come.
-            seeds = self._endpoint.discovery.by_address
-            return any(seeds[seed].misfit_at_s >= started_s for seed in self._endpoint.unanswered())
+            endpoint, seeds = self._endpoint, self._endpoint.discovery.by_address
+            noted = [seeds[seed].misfit_at_s for seed in endpoint.unanswered()]
+            return max([endpoint.twin_at_s, *noted]) >= started_s
 
         def is_done() -> bool:
             return len(self._endpoint.peers) >= count
