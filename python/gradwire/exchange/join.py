@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from ..arrays import copies, layouts
-from ..errors import Mismatch
+import numpy as np
+
+from ..arrays import copies
+from ..errors import MessageError, Mismatch
 from . import clock
 from .departure import Departure, Trainings
 from .membership import Membership, Router
 from .options import Options
 from .protocol import Hello, Kind, NodeRun, Phase, decode_steps, encode_steps
 from .replica import Replica
-from .snapshot import Donor, NodeState, Snapshot
+from .snapshot import Donor, Layout, NodeState, Snapshot
 
 __all__ = ["Join"]
 
 _LOG = logging.getLogger(__name__)
+
+# Bounds of the optimiser's state in another node's snapshot: twice the parameters are usual.
+_STATE_FACTOR = 16
+_STATE_BYTES = 256 << 20
 
 
 class Join:
@@ -57,6 +64,7 @@ class Join:
         self._has_requests = False  # nodes wait for a snapshot from here
         self._asked: tuple[NodeRun, int] | None = None  # donor and number of the request
         self._incoming: Snapshot | None = None
+        self._own_layout: Layout = []
         self._requests = 0
         router.handle(Kind.HELLO, self._add_hello)
         router.handle(Kind.REQUEST, self._add_request)
@@ -107,9 +115,10 @@ class Join:
             elif first not in others:
                 return
             elif self._asked is None or self._asked[0] != first:
+                self._own_layout = self._replica.state_layout(params)
                 self._request(first, {})
             elif self._incoming is not None and not self._incoming.missing:
-                self._check_fits(self._incoming, params, optimizer_state)
+                optimizer_state.check(self._incoming.arrays[self._incoming.params :])
                 self._load(self._incoming, params, optimizer_state)
                 self._asked = None
                 return
@@ -345,13 +354,14 @@ class Join:
         if not members and self._is_nobody_left():
             self._resume(params, optimizer_state)
         elif self._asked is None or self._asked[0] not in members:
+            self._own_layout = self._replica.state_layout(params)
             self._ask(members)
         elif snapshot is not None and not snapshot.missing:
             self._asked = None
             if not self._options.is_sync:
                 # Later than any update with which this node may have gone.
                 snapshot.delay(self._replica.step + 2)
-            self._check_fits(snapshot, params, optimizer_state)
+            optimizer_state.check(snapshot.arrays[snapshot.params :])
             if self._follow(snapshot):
                 # Local changes, and own updates that nobody applied, stay in the residual.
                 self._replica.absorb_local_changes(params, self._membership.weight)
@@ -426,18 +436,29 @@ class Join:
     def _add_part(self, run: NodeRun, number: int, payload: memoryview) -> None:
         if self._asked != (run, number):
             return
-        if self._incoming is None:
-            self._incoming = Snapshot.from_header(payload)
-        else:
-            self._incoming.add_part(payload)
+        try:
+            if self._incoming is None:
+                self._incoming = Snapshot.from_header(payload, self._check_layout)
+            else:
+                self._incoming.add_part(payload)
+        except MessageError as error:
+            address = self._introductions.peer_of(run).address
+            _LOG.warning("%s: %s; this node asks another member", address, error)
+            self._asked = None
 
-    def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: NodeState) -> None:
-        here = self._replica.state_layout(params)
-        there = layouts(snapshot.arrays[: snapshot.params])
-        if here != there:
+    def _check_layout(self, there: Layout, params: int) -> None:
+        """Refuse arrays that are not this node's, before they take memory; their state is bounded by the parameters."""
+        here = self._own_layout
+        if here != there[:params]:
             address = self._introductions.peer_of(self._membership.run).address
-            raise Mismatch(f"this node ({address}) has parameters {here}, the members have {there}")
-        optimizer_state.check(snapshot.arrays[snapshot.params :])
+            raise Mismatch(
+                f"this node ({address}) has parameters {here}, the members have {there[:params]}"
+            )
+        own_bytes, state_bytes = map(_bytes_of, (here, there[params:]))
+        if state_bytes > _STATE_FACTOR * own_bytes + _STATE_BYTES:
+            raise MessageError(
+                f"a snapshot with a state of {state_bytes} bytes for parameters of {own_bytes}"
+            )
 
     def _follow(self, snapshot: Snapshot) -> bool:
         """Adopt the members of a snapshot; return False if not all their later updates arrive here."""
@@ -492,3 +513,7 @@ class Join:
         replica.assign_owners(snapshot.senders, snapshot.step, self._introductions.workers)
         replica.add_late_parts(params)
         self._on_load()
+
+
+def _bytes_of(layout: Layout) -> int:
+    return sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in layout)

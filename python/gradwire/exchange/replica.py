@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..agreement import Agreement, sample_of
 from ..arrays import Arrays, add, device_of, difference, put, views, writable_views
 from ..errors import MessageError
-from ..message import Message, apply, parse_many
+from ..message import Message, apply, decode, parse_many
 from ..transport import Peer, Ticket
 from . import clock
 from .groups import Codec, Groups, host_message
@@ -324,6 +324,12 @@ class Replica(SharedCopy):
         sizes = [(message.key, message.numel) for message in messages]
         if sizes != expected:
             raise MessageError(f"{_describe(sizes)}, but {_describe(expected)} on this node")
+        # A ternary message has one finite threshold; a dense one has values of its own, which `encode` had refused.
+        for message in messages:
+            if message.kind == "dense" and not np.isfinite(decode(message)).all():
+                raise MessageError(
+                    f"a dense message of key {message.key} with values that are not finite"
+                )
         return messages
 
     def apply(

@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from ..arrays import Arrays, layouts, put, writable_views
 from ..errors import MessageError, Mismatch, NotConnected, WouldBlock
 from .owner import Accepted
-from .protocol import Kind, NodeRun, run_of, tag_of
+from .protocol import Kind, NodeRun, read_number, read_run, read_step, run_of, tag_of
 
 if TYPE_CHECKING:
     from ..transport import Node, Peer
 
 __all__ = ["Donor", "FixedState", "NodeState", "OptimizerState", "Snapshot", "as_state"]
+
+Layout: TypeAlias = list[list[Any]]  # [dtype, shape] of each array
 
 # Small enough to let updates pass in between, large enough to cost nothing.
 _PART_BYTES = 1 << 20
@@ -142,8 +144,13 @@ class Snapshot:
         ).encode()
 
     @staticmethod
-    def from_header(payload: memoryview) -> Snapshot:
+    def from_header(payload: memoryview, check: Callable[[Layout, int], None]) -> Snapshot:
         """Return a snapshot with arrays still to be filled.
+
+        Args:
+            payload: the header.
+            check: raises an error for dtypes and shapes that are not this node's, before any memory is taken. It gets
+                the number of the parameters among them, too.
 
         Raises:
             MessageError: the bytes are no header.
@@ -152,19 +159,20 @@ class Snapshot:
             header = json.loads(bytes(payload))
             if len(header["arrays"]) > _ARRAYS_MAX:
                 raise ValueError(f"{len(header['arrays'])} arrays")
-            arrays = [_empty(dtype, shape) for dtype, shape in header["arrays"]]
+            params = read_number(header["params"], _ARRAYS_MAX + 1)
+            check([_read_layout(*entry) for entry in header["arrays"]], params)
+            arrays = [np.empty(shape, dtype) for dtype, shape in header["arrays"]]
             accepted: Accepted = {}
-            for entry in header["accepted"]:
-                owner, owner_start, sender, sender_start, step = map(int, entry)
-                by_sender = accepted.setdefault(NodeRun(owner, owner_start), {})
-                by_sender[NodeRun(sender, sender_start)] = step
+            for owner, owner_start, sender, sender_start, step in header["accepted"]:
+                by_sender = accepted.setdefault(read_run((owner, owner_start)), {})
+                by_sender[read_run((sender, sender_start))] = read_step(step)
             [origin] = _read_runs([header["origin"]])
             return Snapshot(
-                int(header["step"]),
+                read_step(header["step"]),
                 _read_steps(header["positions"]),
                 _read_steps(header["finals"]),
                 arrays,
-                int(header["params"]),
+                params,
                 origin,
                 str(header["training"]),
                 bool(header["is_sharded"]),
@@ -174,7 +182,14 @@ class Snapshot:
                 [float(number) for number in header["agreement"]],
                 deque(_bytes_of(array) for array in arrays if array.nbytes),
             )
-        except (ValueError, TypeError, LookupError, MemoryError) as error:
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            ArithmeticError,
+            MemoryError,
+            RecursionError,
+        ) as error:
             raise MessageError(f"a snapshot whose header cannot be read: {error!r}") from error
 
     def delay(self, step: int) -> None:
@@ -194,6 +209,8 @@ class Snapshot:
         memory[: len(part)] = part
         if len(part) < len(memory):
             self.missing.appendleft(memory[len(part) :])
+        if not self.missing and not all(np.isfinite(array).all() for array in self.arrays):
+            raise MessageError("a snapshot with values that are not finite")
 
     def parts(self) -> list[memoryview]:
         """Return the header and the arrays' bytes, in parts of bounded size."""
@@ -206,21 +223,21 @@ class Snapshot:
 
 
 def _read_steps(entries: Any) -> dict[NodeRun, int]:
-    return {NodeRun(int(node), int(start)): int(step) for node, start, step in entries}
+    return {read_run((node, start)): read_step(step) for node, start, step in entries}
 
 
 def _read_runs(entries: Any) -> list[NodeRun]:
-    return [NodeRun(int(node), int(start)) for node, start in entries]
+    return list(map(read_run, entries))
 
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _empty(dtype: str, shape: list[int]) -> NDArray[Any]:
+def _read_layout(dtype: Any, shape: Any) -> list[Any]:
     if dtype not in ("<f4", "<f8", "|u1"):
-        raise ValueError(f"an array of {dtype}")
-    return np.empty([int(size) for size in shape], dtype)
+        raise ValueError(f"an array of {dtype!r:.40}")
+    return [np.dtype(dtype).name, [read_number(size, 1 << 48) for size in shape]]
 
 
 class Donor:
