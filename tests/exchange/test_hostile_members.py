@@ -109,7 +109,7 @@ def test_numeric_addresses_of_the_family_are_taken() -> None:
 
 def header(**changes: Any) -> str:
     arrays = [np.zeros((2, 3), np.float32)]
-    snapshot = Snapshot(5, {NodeRun(1, 1): 5}, {}, arrays, 1, NodeRun(1, 1))
+    snapshot = Snapshot(5, {NodeRun(1, 1): 5}, {}, arrays, 1, NodeRun(1, 1), "ab")
     return json.dumps({**json.loads(snapshot.header()), **changes})
 
 
