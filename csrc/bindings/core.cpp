@@ -61,8 +61,7 @@ class PyEncoder {
         return py::make_tuple(messages_of(encoded, partition), encoded.skipped, encoded.reached);
     }
 
-    py::tuple sample(const py::object& update, double threshold, double rounding_point, double density,
-                     uint64_t turn) {
+    py::tuple sample(const py::object& update, double threshold, double rounding_point, double density, uint64_t turn) {
         SampledQuantiles sampled;
         const uint16_t rounded = float_to_bfloat16(static_cast<float>(threshold));
         with_update(update, [&](const std::vector<ConstArray>* arrays) {
