@@ -8,15 +8,16 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
+from .. import clock
 from ..arrays import copies, layouts
 from ..errors import Mismatch
-from . import clock
 from .departure import Departure, Trainings
 from .membership import Membership, Router
+from .notes import Notes
 from .options import Options
-from .protocol import Hello, Kind, NodeRun, Phase, decode_steps, encode_steps
+from .protocol import Hello, Kind, NodeRun, Phase, decode_steps
 from .replica import Replica
-from .snapshot import Donor, NodeState, Snapshot
+from .snapshot import Donor, NodeState, Recipient, Snapshot
 
 __all__ = ["Join"]
 
@@ -27,7 +28,7 @@ class Join:
     """Makes this node a member, and serves the nodes that come later.
 
     Args:
-        options, membership, router, departure, trainings: of this node.
+        options, membership, notes, router, departure, trainings: of this node.
         replica: replaced by a member's when this node joins late.
         on_load: called when it has been replaced.
         on_follow: called with the caller's parameters after every step that this node follows without being a member.
@@ -37,6 +38,7 @@ class Join:
         self,
         options: Options,
         membership: Membership,
+        notes: Notes,
         router: Router,
         departure: Departure,
         trainings: Trainings,
@@ -47,6 +49,7 @@ class Join:
         self._options = options
         self._membership = membership
         self._introductions = membership.introductions
+        self._notes = notes
         self._router = router
         self._departure = departure
         self._trainings = trainings
@@ -55,12 +58,10 @@ class Join:
         self._on_follow = on_follow
         self._donor = Donor(router.node, membership.introductions.peer_of)
         self._has_requests = False  # nodes wait for a snapshot from here
-        self._asked: tuple[NodeRun, int] | None = None  # donor and number of the request
-        self._incoming: Snapshot | None = None
-        self._requests = 0
+        self._recipient = Recipient(router.send)
         router.handle(Kind.HELLO, self._add_hello)
         router.handle(Kind.REQUEST, self._add_request)
-        router.handle(Kind.SNAPSHOT, self._add_part)
+        router.handle(Kind.SNAPSHOT, self._recipient.add_part)
 
     def poll(self, timeout_s: float) -> None:
         """Send as much as there is space for, receive for up to ``timeout_s``, and find lost members."""
@@ -106,12 +107,11 @@ class Join:
                     return
             elif first not in others:
                 return
-            elif self._asked is None or self._asked[0] != first:
-                self._request(first, {})
-            elif self._incoming is not None and not self._incoming.missing:
-                self._check_fits(self._incoming, params, optimizer_state)
-                self._load(self._incoming, params, optimizer_state)
-                self._asked = None
+            elif self._recipient.donor != first:
+                self._recipient.request(first, {})
+            elif (snapshot := self._recipient.take()) is not None:
+                self._check_fits(snapshot, params, optimizer_state)
+                self._load(snapshot, params, optimizer_state)
                 return
             if clock.now_s() >= deadline_s:
                 raise TimeoutError(
@@ -125,8 +125,8 @@ class Join:
         membership = self._membership
         hello, before = self._introductions.read(run, payload)
         # Order matters below: a lost connection first, then misfits, then members, then nodes outside.
-        if self._asked is not None and self._asked[0] == run and before is None:
-            self._asked = None  # its connection is new: the rest of the snapshot will not arrive
+        if run == self._recipient.donor and before is None:
+            self._recipient.cancel()  # the connection is new: the rest of the snapshot will not arrive
         if run in self._introductions.incompatible:
             self._departure.suspect_incompatible()
             return
@@ -180,11 +180,10 @@ class Join:
         # message.
         next_step = self._replica.step + 1
         senders = list(contributors)
-        membership.reach_step(next_step)
         agreement = self._replica.agreement
         if agreement.is_on and agreement.takes(self._replica.step):
-            agreement.add(membership.sketches(self._replica.step))
-        admitted = membership.named_by_all(senders, self._replica.step)
+            self._notes.measure(agreement, self._replica.step)
+        admitted = self._notes.named_by_all(senders, self._replica.step)
         if membership.phase is Phase.IN:
             senders.append(membership.run)
         for run in admitted:
@@ -200,15 +199,9 @@ class Join:
         if not admitted or membership.phase is not Phase.IN:
             return
         self._router.announce(Phase.IN)  # a newcomer waits for this
-        # A newcomer that begins again after it was named, or came in elsewhere, sends no update for its first step.
-        again = [
-            run
-            for run, hello in self._introductions.compatible().items()
-            if run in admitted
-            and (hello.phase is Phase.JOINING or self._trainings.is_elsewhere(hello))
-        ]
-        if again:
-            self._departure.suspect(again, "joins again")
+        absent = self._trainings.absent(admitted)
+        if absent:
+            self._departure.suspect(absent, "joins again")
 
     def serve(self, params: Any, optimizer_state: NodeState) -> None:
         """Between two steps, give snapshots to the newcomers that have asked."""
@@ -249,7 +242,7 @@ class Join:
             len(shared),
             self._membership.origin,
             self._introductions.training,
-            replica.is_sharded,
+            sharding is not None,
             {} if sharding is None else sharding.accepted,
             senders,
             [run for run in senders if run in self._introductions.workers],
@@ -302,9 +295,8 @@ class Join:
         deadline_s = clock.now_s() + timeout_s
         count = 0
         while True:
-            hellos = (
-                self._introductions.hellos.values()
-            )  # also those of another training, which is an error
+            # Also those of another training, which is an error.
+            hellos = self._introductions.hellos.values()
             has_members = any(hello.phase is Phase.IN for hello in hellos)
             if membership.phase is not Phase.READY and has_members:
                 self.ensure_member(params, optimizer_state)
@@ -324,30 +316,29 @@ class Join:
     def _follow_step(self, params: Any) -> None:
         """Apply a step of the members, without an update of this node's own."""
         # Written values travel in no message.
-        if self._membership.is_written_by_all(self._membership.members, self._replica.step):
+        if self._notes.is_written_by_all(self._membership.members, self._replica.step):
             self._departure.rejoin(
                 "the members go on from parameters that were written on all of them"
             )
             return
+        self._membership.reach_step(self._replica.step + 1)
         updates = self._membership.take_updates(self._replica.step)
         updates.sort(key=itemgetter(0))
         payloads = [messages for _, messages in updates]
         self._replica.apply(payloads, params, nodes=len(payloads))
         self.finish_step([run for run, _ in updates])
-        self._replica.add_late_parts(params)
-        self._replica.advance()
+        self._replica.advance(params)
         self._on_follow(params)
 
     def _join_with_snapshot(self, params: Any, optimizer_state: NodeState) -> None:
         """Ask for a snapshot, or load the one that has arrived."""
-        snapshot = self._incoming
         members = self._trainings.joinable()
-        if not members and self._is_nobody_left():
+        # With ``min_members`` no step is taken alone.
+        if not members and self._options.min_members == 1 and self._trainings.has_to_resume:
             self._resume(params, optimizer_state)
-        elif self._asked is None or self._asked[0] not in members:
+        elif self._recipient.donor not in members:
             self._ask(members)
-        elif snapshot is not None and not snapshot.missing:
-            self._asked = None
+        elif (snapshot := self._recipient.take()) is not None:
             if not self._options.is_sync:
                 # Later than any update with which this node may have gone.
                 snapshot.delay(self._replica.step + 2)
@@ -357,13 +348,6 @@ class Join:
                 self._replica.absorb_local_changes(params, self._membership.weight)
                 self._replica.take_back_unapplied(snapshot.finals, snapshot.accepted, snapshot.step)
                 self._load(snapshot, params, optimizer_state)
-
-    def _is_nobody_left(self) -> bool:
-        """Return whether no member is left, and this node has to go on with its parameters."""
-        # The word of every connected node counts. With ``min_members`` no step is taken alone.
-        connected = set(map(self._introductions.register, self._router.node.peers))
-        has_all = self._introductions.hellos.keys() >= connected
-        return has_all and self._options.min_members == 1 and self._membership.has_to_resume
 
     def _resume(self, params: Any, optimizer_state: NodeState) -> None:
         """Go on alone, for the others to join: load this node's own state as if it had come in a snapshot.
@@ -377,7 +361,7 @@ class Join:
         _LOG.warning(
             "step %d: no member is left, and this node goes on for the others to join", step
         )
-        self._asked = None
+        self._recipient.cancel()
         # Nobody applies an update of the unfinished step, and no owner accepts a part of it: the senders take all back.
         finals = {**membership.finals, membership.run: step}
         if replica.sharding is not None:
@@ -390,14 +374,7 @@ class Join:
         replica.absorb_local_changes(params)
         replica.take_back_unapplied(finals, snapshot.accepted, snapshot.step)
         self._load(snapshot, params, optimizer_state)
-        membership.follow_snapshot(
-            {},
-            finals,
-            snapshot.step,
-            snapshot.origin,
-            is_sharded=snapshot.is_sharded,
-            training=snapshot.training,
-        )
+        self._adopt(snapshot, {})
         membership.enter_at(snapshot.step)
         self._router.introduce()
 
@@ -413,23 +390,9 @@ class Join:
             if (first := self._membership.first_received(run)) is not None
         }
         if able and len(first_direct) == len(members):
-            self._request(able[(own_run.id + self._requests + 1) % len(able)], first_direct)
+            place = (own_run.id + self._recipient.requests + 1) % len(able)
+            self._recipient.request(able[place], first_direct)
             self._membership.forget_reports()
-
-    def _request(self, donor: NodeRun, first_direct: Mapping[NodeRun, int]) -> None:
-        # Numbered, because parts of an earlier answer may still arrive from the same donor.
-        self._requests += 1
-        self._asked = (donor, self._requests)
-        self._incoming = None
-        self._router.send(Kind.REQUEST, self._requests, encode_steps(first_direct), donor)
-
-    def _add_part(self, run: NodeRun, number: int, payload: memoryview) -> None:
-        if self._asked != (run, number):
-            return
-        if self._incoming is None:
-            self._incoming = Snapshot.from_header(payload)
-        else:
-            self._incoming.add_part(payload)
 
     def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: NodeState) -> None:
         here = self._replica.state_layout(params)
@@ -460,14 +423,7 @@ class Join:
             first = membership.first_received(run)
             if first is None or first > position:
                 return False
-        membership.follow_snapshot(
-            positions,
-            snapshot.finals,
-            snapshot.step,
-            snapshot.origin,
-            is_sharded=snapshot.is_sharded,
-            training=snapshot.training,
-        )
+        self._adopt(snapshot, positions)
         # A synchronous newcomer follows the members' steps until all of them have named it in the same step. An
         # asynchronous newcomer is a member at once, and only waits to be known by all before it sends.
         if self._options.is_sync or self._options.role == "observer":
@@ -476,6 +432,17 @@ class Join:
             membership.enter_at(snapshot.step)
             self._router.introduce()
         return True
+
+    def _adopt(self, snapshot: Snapshot, positions: dict[NodeRun, int]) -> None:
+        """Let the membership continue from a snapshot, with the members' updates from ``positions`` on."""
+        self._membership.follow_snapshot(
+            positions,
+            snapshot.finals,
+            snapshot.step,
+            snapshot.origin,
+            is_sharded=snapshot.is_sharded,
+            training=snapshot.training,
+        )
 
     def _load(self, snapshot: Snapshot, params: Any, optimizer_state: NodeState) -> None:
         replica = self._replica

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -14,12 +14,21 @@ from numpy.typing import NDArray
 from ..arrays import Arrays, layouts, put, writable_views
 from ..errors import MessageError, Mismatch, NotConnected, WouldBlock
 from .owner import Accepted
-from .protocol import Kind, NodeRun, run_of, tag_of
+from .protocol import Kind, NodeRun, encode_steps, run_of, tag_of
 
 if TYPE_CHECKING:
     from ..transport import Node, Peer
 
-__all__ = ["Donor", "FixedState", "NodeState", "OptimizerState", "Snapshot", "as_state"]
+__all__ = [
+    "NO_STATE",
+    "Donor",
+    "FixedState",
+    "NodeState",
+    "OptimizerState",
+    "Recipient",
+    "Snapshot",
+    "as_state",
+]
 
 # Small enough to let updates pass in between, large enough to cost nothing.
 _PART_BYTES = 1 << 20
@@ -75,6 +84,10 @@ class FixedState:
     def load(self, arrays: Arrays) -> None:
         """Overwrite the arrays."""
         put(self.export(), arrays)
+
+
+#: The state of callers that have none.
+NO_STATE = FixedState(())
 
 
 def as_state(optimizer_state: OptimizerState) -> NodeState:
@@ -311,3 +324,54 @@ class Donor:
     def _drop(self, run: NodeRun) -> None:
         """Send a newcomer no more of an earlier snapshot."""
         self._outgoing = deque(entry for entry in self._outgoing if entry[0] != run)
+
+
+class Recipient:
+    """Asks another node for its snapshot, and collects the parts.
+
+    Args:
+        send: sends a control message: its kind, its number, the payload and the receiver.
+
+    Attributes:
+        donor: the node that was asked last, until its snapshot is taken; or None.
+        requests: number of requests so far.
+    """
+
+    def __init__(self, send: Callable[[Kind, int, bytes, NodeRun], None]) -> None:
+        self.donor: NodeRun | None = None
+        self.requests = 0
+        self._send = send
+        self._incoming: Snapshot | None = None
+
+    def request(self, donor: NodeRun, first_direct: Mapping[NodeRun, int]) -> None:
+        """Ask a node, in the place of an earlier one; see `Donor.add_request`."""
+        # Numbered, because parts of an earlier answer may still arrive from the same donor.
+        self.requests += 1
+        self.donor = donor
+        self._incoming = None
+        self._send(Kind.REQUEST, self.requests, encode_steps(first_direct), donor)
+
+    def cancel(self) -> None:
+        """Take no more parts of what was asked for."""
+        self.donor = None
+
+    def add_part(self, run: NodeRun, number: int, payload: memoryview) -> None:
+        """Add a part that has arrived, unless it belongs to an earlier request.
+
+        Raises:
+            MessageError: the part does not fit.
+        """
+        if (run, number) != (self.donor, self.requests):
+            return
+        if self._incoming is None:
+            self._incoming = Snapshot.from_header(payload)
+        else:
+            self._incoming.add_part(payload)
+
+    def take(self) -> Snapshot | None:
+        """Return the snapshot once all of it has arrived, and end the request; None before."""
+        snapshot = self._incoming
+        if self.donor is None or snapshot is None or snapshot.missing:
+            return None
+        self.donor = None
+        return snapshot
