@@ -3,9 +3,9 @@
     python examples/coprocessor.py
 
 Two of the four workers read the parameters in shared memory, without a copy. The other two play workers of another
-machine: they have replicas, which the host's messages change. The host applies every compressed gradient when it comes,
-with Nesterov momentum. An evaluator takes consistent snapshots meanwhile. One worker is killed on the way, and
-replaced: neither the host nor the others wait for it.
+machine: they have replicas, which the host's answers change. The host applies every compressed gradient when it comes,
+with Nesterov momentum, and refuses those that are too old. An evaluator takes consistent snapshots meanwhile. One
+worker is killed on the way, and replaced: neither the host nor the others wait for it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.coprocessor import SGD, Host, Worker
+from gradwire.transport import PeerJoined
 
 WORKERS, UPDATES, BATCH = 4, 3_000, 32
 LEARNING_RATE, MOMENTUM, DENSITY = 0.01, 0.9, 0.02
+MAX_STALENESS = 20
 LAYERS = 64, 128, 10
 PATIENCE_S = 30.0
 HOST, EVALUATOR = 0, WORKERS + 1
@@ -65,10 +67,24 @@ def host_model(name: str, addresses: list[str]) -> None:
     descent = SGD(LEARNING_RATE, MOMENTUM, nesterov=True)
     with (
         gw.Node(addresses[HOST]) as node,
-        Host(node, initial(), descent, name=name, threshold=gw.TargetDensity(DENSITY)) as host,
+        Host(
+            node,
+            initial(),
+            descent,
+            name=name,
+            max_staleness=MAX_STALENESS,
+            threshold=gw.TargetDensity(DENSITY),
+        ) as host,
     ):
-        while host.version < UPDATES:
+        joined = 0
+        last = UPDATES
+        # On a busy machine the training would otherwise end before the replacement takes part.
+        while host.version < last or joined <= WORKERS:
             host.step(PATIENCE_S)
+            for event in node.events():
+                if isinstance(event, PeerJoined):
+                    joined += 1
+                    last = max(UPDATES, host.version + UPDATES // 10)
 
 
 def work(name: str, addresses: list[str], rank: int) -> None:

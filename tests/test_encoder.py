@@ -876,3 +876,21 @@ def test_arrays_that_are_not_alike_leave_the_residual_alone() -> None:
     with pytest.raises(TypeError, match="float16"):
         encoder.hold_difference(four.astype(np.float16), four)
     assert not encoder.residual.any()
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+@pytest.mark.parametrize(
+    "policy", [gw.TargetDensity(0.1), gw.AdaptiveThreshold(), 0.5, gw.TargetBytes(60)], ids=str
+)
+def test_a_copy_of_an_encoder_goes_on_where_the_original_was(policy: Any, how: str) -> None:
+    rng = np.random.default_rng(5)
+    updates = rng.standard_normal((12, 100)).astype(np.float32)
+    encoder = gw.Encoder(100, policy, gw.ShakeUp(every=4), gw.ResidualClip(2.0, every=3), key=7)
+    for update in updates[:6]:
+        encoder.encode(update)
+    copied = copy.deepcopy(encoder) if how == "deepcopy" else pickle.loads(pickle.dumps(encoder))
+    assert repr(copied) == repr(encoder)
+    for update in updates[6:]:
+        assert bytes(copied.encode(update)) == bytes(encoder.encode(update))
+    assert copied.residual.tobytes() == encoder.residual.tobytes()
+    assert not np.shares_memory(copied.residual, encoder.residual)

@@ -472,6 +472,13 @@ class Encoder:
         self._memory.restore(checked)
         self._step = checked.step
 
+    def __reduce__(self) -> Any:
+        """Return what makes an encoder with the same options and state; the totals of ``stats`` begin anew."""
+        names = ("shakeup", "clip", "dtype", "key", "on_nonfinite", "threads")
+        options = {name: getattr(self, name) for name in names}
+        options |= {"threshold": self.policy, "device": str(self.device)}
+        return _restored, (self.numel, options, self.state_dict())
+
     def __repr__(self) -> str:
         return (
             f"<gradwire.{type(self).__name__} {self.dtype}[{self.numel}] key={self.key} step={self._step} "
@@ -493,6 +500,12 @@ class Encoder:
         totals["message_bytes"] += sum(message.nbytes for message in messages)
         totals["sent_count"] += sum(message.count for message in messages)
         totals["nonfinite_count"] += skipped
+
+
+def _restored(numel: int, options: dict[str, Any], state: dict[str, Any]) -> Encoder:
+    encoder = Encoder(numel, **options)
+    encoder.load_state_dict(state)
+    return encoder
 
 
 def _signature_of(encoder: type[Encoder]) -> inspect.Signature:

@@ -1,9 +1,11 @@
 """A training whose parameters one process owns: workers send it gradients and read the parameters, nothing else.
 
 `Host` applies the descent to every gradient that comes. A `Worker` on the same machine reads the parameters in shared
-memory, without a copy; on another machine it has a replica, which the host's messages change. Only the host has an
-optimiser. Every gradient is numbered, and its worker keeps it until the host has saved what it did, so that neither
-side can lose or repeat one when the other is killed.
+memory; on another machine it has a replica, which the host's answers to its gradients change.
+
+Nothing is lost or applied twice: a worker names with each gradient the one before it, and the host takes it only if it
+took that one last, so not if it comes again, follows a refused one, or follows one that was lost with a connection. The
+worker keeps each gradient until a checkpoint has it, and sends those that the host lacks again on a new connection.
 """
 
 from __future__ import annotations
@@ -14,96 +16,82 @@ import logging
 import math
 import os
 import pickle
+import secrets
 import struct
 import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .arrays import Arrays, copies, layouts, put
 from .codec import Encoder
-from .errors import GradwireError, MessageError, Mismatch, NotConnected, WouldBlock
+from .errors import GradwireError, MessageError, Mismatch, NotConnected, TooLarge, WouldBlock
 from .hosted import HostedModel
-from .message import Message, apply, apply_many, decode, dense_message, max_message_bytes
-from .policy import TargetBytes, ThresholdPolicy
-from .shared_memory import layout_of
+from .message import Message, apply, apply_many, decode, dense_message
 from .state import check_format, check_range
-from .transport import Node, Peer, PeerLost
+from .transport import Node, Peer, PeerJoined, Received, Ticket
 
 __all__ = ["SGD", "Host", "Worker"]
 
 logger = logging.getLogger(__name__)
 
 _FORMAT: Final = 1  # of the messages and of the checkpoint
-_NUMBERS: Final = 1 << 56  # ``divmod(tag, _NUMBERS)`` is kind and number
-# Before a gradient: epoch, version for which it was computed, number of the oldest gradient that its worker keeps.
-_HEADER: Final = struct.Struct("<QQQ")
-_MESSAGE_BYTES: Final = 32 << 20  # most bytes of a message, half of what a node takes by default
-_LEAST_BYTES: Final = 4096  # with less space no change is sent at all
-_RECORD_BYTES: Final = 4096  # more than sealing adds to a small message
-# Elements of a part of a snapshot. Gradients and changes pass between two parts.
-_PART: Final = 1 << 16
-_PARTS_PER_TURN: Final = 64  # about 20 ms, so that a new worker does not delay the descent
-_CHUNK: Final = 1 << 15  # elements of temporary arrays, which stay in the cache
+_HEADER: Final = struct.Struct("<5Q")  # a worker's run, a version of the parameters, three numbers
+_MESSAGE_BYTES: Final = 32 << 20  # most of a message; half of what a node takes by default
+_PART: Final = 1 << 22  # elements of a part of the parameters, between which the descent goes on
+_RETRY_S: Final = 1.0  # between two questions of a worker that hears nothing
 _TICK_S: Final = 0.01
-
-_Arrays: TypeAlias = list[NDArray[Any]]
-_Threshold: TypeAlias = ThresholdPolicy | TargetBytes | float | None
+_DRAIN_S: Final = 5.0
 
 
 class _Kind(enum.IntEnum):
-    """The kind of a message between host and worker: the top byte of its tag."""
+    """The kind of a message, its tag; with the numbers in its header, and what follows the header."""
 
-    WELCOME = 1  # the host to every peer that connects: a status, and the layout of the parameters
-    REPLICA = 2  # number: epoch; asks for the parameters and their changes
-    GRADIENT = 3  # number: of the worker's run
-    STATUS = 4  # what became of a worker's gradients
-    CHANGE = 5  # number: version of the parameters after it
-    PART = 6  # number: version; a part of the parameters, for a new replica
-    END = 7  # number: the last version
+    HELLO = 1  # of a worker, to all peers: last gradient saved, whether it has a replica
+    WELCOME = 2  # the host's answer: as STATUS; its name and layout
+    GRADIENT = 3  # for this version: its number, that of the gradient before it; the gradient
+    ASK = 4  # of a worker, for a status
+    STATUS = 5  # last gradient taken, saved, refused; the next part or change of the replica
+    END = 6  # of the training
 
 
+@dataclass(eq=False)
 class SGD:
-    """Stochastic gradient descent, with momentum as ``torch.optim.SGD`` has it.
-
-    Without momentum a step touches only the elements that the gradients change.
-
-    Args:
-        lr: learning rate, above 0; may be changed between two steps.
-        momentum: in [0, 1).
-        nesterov: use Nesterov's momentum.
+    """Stochastic gradient descent, with momentum as ``torch.optim.SGD`` has it; ``lr`` may change between steps.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: ``lr`` is not finite and above 0, ``momentum`` not in [0, 1), or 0 with ``nesterov``.
 
     >>> import numpy as np, gradwire as gw
     >>> params = [np.ones(2, np.float32)]
-    >>> gradient = gw.dense_message(np.array([1.0, -2.0], np.float32))
-    >>> gw.coprocessor.SGD(0.5).apply([gradient], params)
+    >>> gw.coprocessor.SGD(0.5).apply([gw.dense_message(np.float32([1.0, -2.0]))], params)
     >>> params[0].tolist()
     [0.5, 2.0]
     """
 
-    def __init__(self, lr: float, momentum: float = 0.0, *, nesterov: bool = False) -> None:
-        if not 0.0 < lr < math.inf:
-            raise ValueError(f"lr must be finite and above 0, got {lr!r}")
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"momentum must be in [0, 1), got {momentum!r}")
-        if nesterov and not momentum:
-            raise ValueError("nesterov needs a momentum above 0")
-        self.lr = lr
-        self.momentum = momentum
-        self.nesterov = nesterov
-        self._velocity: _Arrays = []
+    lr: float
+    momentum: float = 0.0
+    nesterov: bool = field(default=False, kw_only=True)
+    _velocity: Arrays = field(default_factory=list, init=False, repr=False)
 
-    def apply(self, messages: list[Message], params: _Arrays) -> None:
+    def __post_init__(self) -> None:
+        if not 0.0 < self.lr < math.inf:
+            raise ValueError(f"lr must be finite and above 0, got {self.lr!r}")
+        if not 0.0 <= self.momentum < 1.0 or (self.nesterov and not self.momentum):
+            raise ValueError(
+                f"momentum must be in [0, 1), with nesterov above 0, got {self.momentum!r}"
+            )
+
+    def apply(self, messages: list[Message], params: Arrays) -> None:
         """Change ``params``, float32 or float64 arrays, in place by a step along minus the mean of the messages."""
         scale = 1.0 / len(messages)
         if self.momentum:
@@ -113,10 +101,7 @@ class SGD:
             apply_many(messages, self._velocity, scale)
             factor = self.lr * self.momentum if self.nesterov else self.lr
             for param, velocity in zip(params, self._velocity, strict=True):
-                flat = param.reshape(-1)
-                for start in range(0, flat.size, _CHUNK):
-                    part = slice(start, start + _CHUNK)
-                    flat[part] -= factor * velocity.reshape(-1)[part]
+                param -= factor * velocity
         if self.nesterov or not self.momentum:
             apply_many(messages, params, -self.lr * scale)
 
@@ -126,179 +111,111 @@ class SGD:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with a copy of the velocity of ``state``."""
-        self._velocity = [np.array(velocity) for velocity in state["velocity"]]
+        self._velocity = copies(state["velocity"])
 
 
 class _TorchOptimizer:
-    """A ``torch.optim`` optimizer as a descent for the arrays whose memory its tensors share."""
+    """A ``torch.optim`` optimizer with the methods of `SGD`, for arrays whose memory its tensors share."""
 
-    def __init__(self, optimizer: Any, tensors: list[Any], params: _Arrays) -> None:
-        known = {id(tensor) for tensor in tensors}
-        optimized = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        others = [tensor for tensor in optimized if id(tensor) not in known]
-        if others:
+    def __init__(self, optimizer: Any, tensors: list[Any], params: Arrays) -> None:
+        used = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        if unknown := used - {id(tensor) for tensor in tensors}:
             raise ValueError(
-                f"{len(others)} of the optimizer's {len(optimized)} tensors are not among the {len(tensors)} "
-                "parameters: give both the same list(model.parameters())"
+                f"{len(unknown)} of the optimizer's {len(used)} tensors are not among the {len(tensors)} parameters: "
+                "give both the same list(model.parameters())"
             )
         self._optimizer = optimizer
         self._tensors = tensors
-        # One array, into which messages are decoded, and views of it as the tensors' gradients.
-        self._gradient = np.zeros(sum(param.size for param in params), params[0].dtype)
-        self._gradients = _views(self._gradient, [param.shape for param in params])
+        self._gradients = [np.zeros_like(param) for param in params]
+        self.state_dict = optimizer.state_dict
+        self.load_state_dict = optimizer.load_state_dict
 
-    def apply(self, messages: list[Message], _params: _Arrays) -> None:
-        """Step along the mean of the messages; the parameters are those of the tensors."""
-        self._gradient.fill(0.0)
-        apply_many(messages, self._gradient, 1.0 / len(messages))
+    def apply(self, messages: list[Message], _params: Arrays) -> None:
+        for gradient in self._gradients:
+            gradient.fill(0.0)
+        apply_many(messages, self._gradients, 1.0 / len(messages))
         for tensor, gradient in zip(self._tensors, self._gradients, strict=True):
             tensor.grad = sys.modules["torch"].from_numpy(gradient)
         self._optimizer.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's state."""
-        state: dict[str, Any] = self._optimizer.state_dict()
-        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load torch's state."""
-        self._optimizer.load_state_dict(state)
-
-
-# ---- the host --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Run:
-    """One run of a worker, as the host knows it: the first two are in the checkpoint."""
+    """A run of a worker, as the host knows it, by the numbers of its gradients."""
 
-    applied: int = 0  # each gradient below this number was applied or refused
-    refused: list[int] = field(default_factory=list)  # of these, unless the worker is known to know
-    saved: int = 0  # ``applied`` in the last checkpoint
-    taken: int = 0  # the worker need not wait for the gradients below this number
-    # Gradients are taken only with the number of the last welcome. Those sent before are sent again, so that none can
-    # overtake another when a connection is replaced.
-    epoch: int = 0
-    copied: int | None = None  # elements that the replica has got; None: it reads the hosted model
-    is_welcomed: bool = False
-    is_told: bool = False  # whether the last status was sent
+    id: int
+    taken: int = 0  # the last that is applied, or in the batch of the next step
+    saved: int = 0  # the same in the last checkpoint
+    refused: int = 0  # the last that was too old
+    has_replica: bool = False
 
 
-class _Arrival(NamedTuple):
-    """A gradient that has come and waits for its step."""
+class _Replica:
+    """The parameters as a worker on another machine has them when it has read what was sent."""
 
-    run: _Run
-    epoch: int
-    number: int
-    version: int  # of the parameters for which it was computed
-    message: Message
+    def __init__(self, params: Arrays, version: int) -> None:
+        self._flat, self._params = _flat_and_views(layouts(params))
+        put(self._params, params)
+        self._parts = 0  # that were sent; after all of them changes follow
+        self.version = version
+        self.ticket: Ticket | None = None  # of the last answer
 
-
-class _Replicas:
-    """The parameters as the workers on other machines have them, all the same, and the changes that they need.
-
-    What a replica lacks is always the difference to the host's parameters. The encoder's residual is set to it before
-    a message is encoded, so that a message that could not be sent loses nothing, and rounding errors do not add up.
-    """
-
-    def __init__(self, params: _Arrays, threshold: _Threshold) -> None:
-        self._params = params
-        self._threshold = threshold
-        self._encoder: Encoder | None = None
-        self._published = np.empty(0, params[0].dtype)
-
-    def begin(self) -> None:
-        """Take the present parameters as those of the replicas, of which there is none yet, or no more."""
-        self._published = np.concatenate(self._params, axis=None)
-        if self._encoder is None:
-            self._encoder = Encoder(
-                self._published.size, self._threshold, dtype=self._published.dtype
-            )
-
-    def send_change(self, node: Node, runs: dict[Peer, _Run], version: int) -> None:
-        """Send the replicas the large elements of what they lack, or nothing if there is no space for it."""
-        if self._encoder is None or not runs:
-            return
-        ceiling = min(max(max_message_bytes(self._published.size), _LEAST_BYTES), _MESSAGE_BYTES)
-        while not node.has_room(len(runs) * (ceiling + _RECORD_BYTES)):
-            if ceiling <= _LEAST_BYTES:
-                return
-            ceiling //= 2
-        shapes = [param.shape for param in self._params]
-        self._encoder.hold_difference(self._params, _views(self._published, shapes))
-        message = self._encoder.encode(max_bytes=ceiling)
-        for peer, run in runs.items():
-            if not _publish(node, _Kind.CHANGE, version, message, peer):
-                run.copied = 0  # this replica lacks a change now, so it gets all parameters again
-        apply(message, self._published)
-
-    def send_parts(self, node: Node, runs: dict[Peer, _Run], version: int) -> None:
-        """Send new replicas as much of the parameters as there is space for.
-
-        The parts come from parameters that go on changing. That is right because changes and parts arrive in order:
-        a change alters the parts that a replica has, and the later ones contain it.
-        """
-        turns = _PARTS_PER_TURN
-        for peer, run in runs.items():
-            while turns and run.copied is not None and run.copied < self._published.size:
-                part = self._published[run.copied : run.copied + _PART]
-                # Half of the space is left for changes.
-                if not node.has_room(2 * part.nbytes):
-                    return
-                message = dense_message(part, key=run.copied // _PART)
-                if not _publish(node, _Kind.PART, version, message, peer):
-                    break
-                run.copied += part.size
-                turns -= 1
+    def advance(self, params: Arrays, version: int, encoder: Encoder) -> Message | None:
+        """Return the next part of the parameters, or their change up to this version."""
+        start = self._parts * _PART
+        if start < self._flat.size:
+            self._parts += 1
+            return dense_message(self._flat[start : start + _PART], key=self._parts - 1)
+        if self.version == version:
+            return None
+        # The residual is all that the replica lacks: elements that are not sent now are sent later.
+        encoder.hold_difference(params, self._params)
+        message = encoder.encode(max_bytes=_MESSAGE_BYTES)
+        apply(message, self._flat)
+        self.version = version
+        return message
 
 
-class Host:
-    """The process that owns the parameters and applies the descent.
+class Host(AbstractContextManager["Host"]):
+    """The process that owns the parameters and applies the descent, until ``step`` is not called any more.
 
-    Call ``step`` until the training is over. A host that leaves its ``with`` block normally saves, and tells workers
-    and readers that the training has ended; one that is killed can be started again with the same arguments, and goes
-    on from ``path``. Workers wait meanwhile and send again what is not in the checkpoint; nothing is applied twice.
+    A host that leaves its ``with`` block normally saves, and tells workers and readers that the training has ended. A
+    killed host can be started again with the same arguments: it goes on from ``path``, and workers, which wait
+    meanwhile, send again what is not in the checkpoint. Nothing is applied twice.
 
     Args:
-        node: connected to nobody else's host; the workers have its address. Only this host receives from it.
-        params: the initial parameters: arrays or tensors, all float32 or all float64, on the CPU; of tensors the data
-            moves to the memory of ``params`` below, others are copied.
+        node: the workers have its address. Only this host receives from it.
+        params: the initial parameters: a list of arrays or tensors, all float32 or all float64, on the CPU; copied to
+            the memory of ``host.params``, where the data of tensors moves, too.
         optimizer: `SGD`, or a ``torch.optim`` optimizer of the tensors.
         name: of the `HostedModel` for the readers and workers of this machine; None: there are none.
-        path: file of the checkpoint, loaded at first if it exists, and replaced every ``save_every`` steps. It is
-            a pickle, so nobody else must be able to write it. None: gradients that a killed host has applied are lost
-            with its parameters.
+        path: file of the checkpoint, a pickle that nobody else must be able to write; loaded if it exists. None: what a
+            killed host has applied is lost with its parameters.
         save_every: steps between two checkpoints. Workers keep their gradients for so long.
         gradients_per_step: gradients whose mean makes a step.
         max_staleness: a gradient is refused if more steps than this have changed the parameters for which it was
-            computed; it stays in its worker's residual. None: any is taken. A worker that computes for longer than so
-            many steps never contributes.
-        threshold: of the changes for workers on other machines, as for `Encoder`.
+            computed; it goes back to its worker's residual. None: any is taken.
+        threshold: of the changes of replicas, as for `Encoder`.
 
     Attributes:
-        params: the parameters: arrays in shared memory, or in that of this process without a ``name``.
         version: steps so far, those before a restart included. Also the version of the hosted model.
         refused: gradients refused by this process.
 
     Raises:
-        TypeError: parameters of other dtypes, or an optimizer of another kind.
-        ValueError: an option out of range, no parameters, an optimizer of other tensors, a file that is no checkpoint,
-            or a living process hosts a model of this name.
-        Mismatch: the checkpoint is of other parameters.
-        Closed: the node has been closed.
+        TypeError, ValueError: an unsuitable argument, or a living process hosts a model of this name.
+        Mismatch: the checkpoint is of other parameters or of another optimizer.
 
     >>> import numpy as np, gradwire as gw
     >>> node = gw.Node("127.0.0.1:0", secret=bytes(range(32)))
-    >>> with gw.coprocessor.Host(node, [np.zeros(3, np.float32)], gw.coprocessor.SGD(0.1)) as host:
+    >>> with node, gw.coprocessor.Host(node, [np.zeros(3, np.float32)], gw.coprocessor.SGD(0.1)) as host:
     ...     host.step(timeout_s=0.0), host.version  # no gradient has come
     (False, 0)
-    >>> _ = node.close()
     """
 
     def __init__(
         self,
         node: Node,
-        params: Any,
+        params: Iterable[Any],
         optimizer: Any,
         *,
         name: str | None = None,
@@ -306,188 +223,142 @@ class Host:
         save_every: int = 100,
         gradients_per_step: int = 1,
         max_staleness: int | None = None,
-        threshold: _Threshold = None,
+        threshold: Any = None,
     ) -> None:
         check_range("save_every", save_every, 1, 2**53)
         check_range("gradients_per_step", gradients_per_step, 1, 2**20)
-        if max_staleness is not None:
-            check_range("max_staleness", max_staleness, 0, 2**53)
-        tensors, initial = _arrays_of(params)
-        node.has_room(0)  # refuses a closed node before anything is made
+        check_range("max_staleness", 0 if max_staleness is None else max_staleness, 0, 2**53)
+        given = list(params)
+        initial = [np.asarray(p.detach() if hasattr(p, "detach") else p) for p in given]
+        self._layout = [type(optimizer).__name__, *layouts(initial)]
+        if {str(array.dtype) for array in initial} not in ({"float32"}, {"float64"}):
+            raise TypeError(
+                f"parameters must be all float32 or all float64, got {layouts(initial)}"
+            )
+        if hasattr(optimizer, "param_groups"):
+            optimizer = _TorchOptimizer(optimizer, given, initial)
+        elif not isinstance(optimizer, SGD):
+            raise TypeError(f"optimizer must be an SGD or from torch.optim, got {optimizer!r}")
         self.node = node
         self.save_every = save_every
         self.gradients_per_step = gradients_per_step
-        self.max_staleness = max_staleness
+        self.max_staleness = math.inf if max_staleness is None else max_staleness
+        self.threshold = threshold
         self.version = 0
         self.refused = 0
+        self._optimizer = optimizer
         self._path = None if path is None else Path(path)
-        self._layout = layout_of(initial)
-        self._runs: dict[tuple[int, int], _Run] = {}
-        self._connected: dict[Peer, _Run] = {}
-        self._epoch = 0
-        self._queue: deque[_Arrival] = deque()
-        self._optimizer = _optimizer_of(optimizer, tensors, initial)
-        state = self._load()
-        initial = state.get("params", initial)
-        self._model: HostedModel | None = None
-        self.params = [np.array(array) for array in initial] if name is None else []
-        if name is not None:
-            self._model = HostedModel(name, initial, version=self.version)
-            self.params = self._model.params
-        _move(tensors, self.params)
-        if state:
-            self._optimizer.load_state_dict(state["optimizer"])
-        self._replicas = _Replicas(self.params, threshold)
+        self._runs: dict[int, _Run] = {}
+        self._replicas: dict[Peer, _Replica] = {}
+        self._inbox: deque[Received] = deque()
+        self._batch: list[Message] = []  # the gradients of the next step
+        self._answers: dict[Peer, tuple[_Run, int]] = {}  # to what kind of message
+        if self._path is not None and self._path.exists():
+            initial = self._load(self._path)
+        self._model = None if name is None else HostedModel(name, initial, version=self.version)
+        self.params = self._model.params if self._model else copies(initial)
+        _move(given, self.params)
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return Encoder(_numel(self.params), self.threshold, dtype=self.params[0].dtype)
 
     def step(self, timeout_s: float = 1.0) -> bool:
         """Apply one step of the descent if enough gradients have come, or come in time; return whether they have.
 
         Raises:
             NonFiniteUpdate: the parameters are no longer finite, so their change cannot be sent.
-            Closed: the node has been closed.
+            TooLarge: a part or change of the parameters is larger than the node's ``message_bytes_max``.
+            OSError: the checkpoint cannot be written.
         """
         end_s = time.monotonic() + timeout_s
-        self._receive(0.0)
-        while not (is_due := self._select()) and (left_s := end_s - time.monotonic()) > 0.0:
-            self._tell()
-            self._receive(min(left_s, _TICK_S))
+        is_due = self._receive(0.0)
+        while not is_due and (left_s := end_s - time.monotonic()) > 0.0:
+            self._answer()
+            is_due = self._receive(min(left_s, _TICK_S))
         if is_due:
-            self._apply([self._queue.popleft() for _ in range(self.gradients_per_step)])
-            self._replicas.send_change(self.node, self._with_replica(), self.version)
+            with nullcontext() if self._model is None else self._model.writing():
+                self._optimizer.apply(self._batch, self.params)
+            self._batch.clear()
+            self.version += 1
             if self._path is None or self.version % self.save_every == 0:
                 self.save()
-        self._tell()
+        self._answer()
         return is_due
 
-    def _apply(self, arrivals: list[_Arrival]) -> None:
-        messages = [arrival.message for arrival in arrivals]
-        with nullcontext() if self._model is None else self._model.writing():
-            self._optimizer.apply(messages, self.params)
-        self.version += 1
-        for arrival in arrivals:
-            self._settle(arrival)
+    def _receive(self, timeout_s: float) -> bool:
+        """Take messages until the batch is complete, and return whether it is."""
+        if not self._inbox:
+            self._inbox.extend(self.node.receive(timeout_s))
+        while self._inbox and len(self._batch) < self.gradients_per_step:
+            peer, kind, payload = self._inbox.popleft()
+            try:
+                self._take(peer, kind, payload)
+            except (MessageError, struct.error) as error:
+                # Its worker keeps the gradient and waits; the others must not suffer.
+                logger.error("a message of %s is not valid: %s", peer.address, error)
+        return len(self._batch) >= self.gradients_per_step
 
-    def _settle(self, arrival: _Arrival) -> None:
-        run = arrival.run
-        run.applied = arrival.number + 1
-        run.taken = max(run.taken, run.applied)
-        run.is_told = False
+    def _take(self, peer: Peer, kind: int, payload: memoryview) -> None:
+        run_id, version, number, other, *_ = _HEADER.unpack_from(payload)
+        if kind == _Kind.HELLO:
+            run = self._runs.setdefault(run_id, _Run(run_id))
+            # A host without the checkpoint that has these gradients cannot get them again.
+            run.taken = max(run.taken, number)
+            run.saved = max(run.saved, number)
+            run.has_replica = bool(other)
+            self._replicas.pop(peer, None)
+            self._answers[peer] = run, kind
+        elif kind in (_Kind.GRADIENT, _Kind.ASK) and run_id in self._runs:
+            run = self._runs[run_id]
+            self._answers.setdefault(peer, (run, kind))
+            if kind == _Kind.GRADIENT and other == run.taken:
+                message = Message.parse(payload[_HEADER.size :])
+                if message.numel != (numel := _numel(self.params)):
+                    raise MessageError(f"{message.numel} elements for parameters of {numel}")
+                if self.version - version > self.max_staleness:
+                    run.refused = number
+                    self.refused += 1
+                else:
+                    run.taken = number
+                    self._batch.append(message)
 
-    def _select(self) -> bool:
-        """Refuse gradients that are too old, forget those that come again, and return whether a step is due."""
-        waiting: deque[_Arrival] = deque()
-        for arrival in self._queue:
-            run = arrival.run
-            if arrival.epoch != run.epoch or arrival.number < run.applied:
-                continue
-            age = self.version - arrival.version
-            # A worker's versions never fall, so that none of its earlier gradients can still be waiting.
-            if self.max_staleness is not None and age > self.max_staleness:
-                run.refused.append(arrival.number)
-                self.refused += 1
-                self._settle(arrival)
-            else:
-                waiting.append(arrival)
-        self._queue = waiting
-        is_due = len(waiting) >= self.gradients_per_step
-        if not is_due:
-            # Workers that waited until these are applied might wait for each other.
-            for arrival in waiting:
-                if arrival.number >= arrival.run.taken:
-                    arrival.run.taken = arrival.number + 1
-                    arrival.run.is_told = False
-        return is_due
-
-    def _receive(self, timeout_s: float) -> None:
-        events = self.node.events()
-        lost = {event.peer for event in events if isinstance(event, PeerLost)}
+    def _answer(self) -> None:
+        """Answer workers, after the step with their gradients. A worker that gets no answer asks again."""
         peers = set(self.node.peers)
-        for peer in self._connected.keys() & lost | self._connected.keys() - peers:
-            del self._connected[peer]
-        for peer in peers - self._connected.keys():
-            self._welcome(peer)
-        for peer, tag, payload in self.node.receive(timeout_s):
-            run = self._connected.get(peer)
-            if run is None:
-                continue
-            kind, number = divmod(tag, _NUMBERS)
-            if kind == _Kind.REPLICA and number == run.epoch:
-                if not self._with_replica():
-                    self._replicas.begin()
-                run.copied = 0
-            elif kind == _Kind.GRADIENT:
-                try:
-                    self._add(run, number, payload)
-                except (MessageError, struct.error) as error:
-                    # Its worker keeps the gradient, and the others must not suffer.
-                    logger.error("gradient %d of %s is not valid: %s", number, peer.address, error)
-                    run.epoch = 0
-
-    def _welcome(self, peer: Peer) -> None:
-        """Begin with a worker, or begin again after its connection was lost."""
-        run = self._runs.setdefault((peer.id, peer.incarnation), _Run())
-        self._connected[peer] = run
-        self._epoch += 1
-        run.epoch = self._epoch
-        run.taken = run.applied
-        run.copied = None
-        run.is_welcomed = False
-        run.is_told = False
-
-    def _add(self, run: _Run, number: int, payload: memoryview) -> None:
-        epoch, version, oldest = _HEADER.unpack_from(payload)
-        message = Message.parse(payload[_HEADER.size :])
-        expected = _numel(self._layout)
-        if message.numel != expected:
-            raise MessageError(
-                f"a gradient of {message.numel} elements for parameters of {expected}"
-            )
-        run.refused = [refused for refused in run.refused if refused >= oldest]
-        self._queue.append(_Arrival(run, epoch, number, version, message))
-
-    def _with_replica(self) -> dict[Peer, _Run]:
-        runs = self._connected.items()
-        return {peer: run for peer, run in runs if run.copied is not None}
-
-    def _tell(self) -> None:
-        """Send workers what they do not know yet, as far as there is space."""
-        for peer, run in self._connected.items():
-            if run.is_told:
-                continue
-            document = {
-                "epoch": run.epoch,
-                "version": self.version,
-                "taken": run.taken,
-                "saved": run.saved,
-                "refused": run.refused,
-            }
-            kind = _Kind.STATUS
-            if not run.is_welcomed:
-                kind = _Kind.WELCOME
+        self._replicas = {peer: self._replicas[peer] for peer in self._replicas.keys() & peers}
+        for peer, (run, kind) in self._answers.items():
+            status = (run.taken, run.saved, run.refused)
+            if kind == _Kind.HELLO:
                 name = self._model.name if self._model else None
-                document |= {
-                    "format": _FORMAT,
-                    "name": name,
-                    "layout": self._layout,
-                    "applied": run.applied,
-                }
-            run.is_told = _publish(self.node, kind, 0, json.dumps(document).encode(), peer)
-            run.is_welcomed |= run.is_told
-        self._replicas.send_parts(self.node, self._with_replica(), self.version)
+                document = {"format": _FORMAT, "name": name, "layout": self._layout[1:]}
+                body = json.dumps(document).encode()
+                _publish(self.node, peer, _Kind.WELCOME, (run.id, self.version, *status), body)
+            elif not run.has_replica:
+                _publish(self.node, peer, _Kind.STATUS, (run.id, self.version, *status))
+            else:
+                replica = self._replicas.pop(peer, None) or _Replica(self.params, self.version)
+                message = None
+                # A worker with a slow connection asks before the last answer has come.
+                if kind == _Kind.GRADIENT or replica.ticket is None or replica.ticket.is_done:
+                    message = replica.advance(self.params, self.version, self._encoder)
+                numbers = (run.id, replica.version, *status)
+                replica.ticket = _publish(self.node, peer, _Kind.STATUS, numbers, message or b"")
+                if replica.ticket is not None:  # else the worker gets all parts again
+                    self._replicas[peer] = replica
+        self._answers.clear()
 
     def save(self) -> None:
-        """Write the checkpoint now. The old one is replaced only when the new one is on the disk.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the checkpoint now. The old one is replaced only when the new one is on the disk."""
         if self._path is not None:
             state = {
                 "format": _FORMAT,
+                "layout": self._layout,
                 "version": self.version,
                 "params": self.params,
                 "optimizer": self._optimizer.state_dict(),
-                "runs": {name: (run.applied, run.refused) for name, run in self._runs.items()},
+                "batch": [bytes(message) for message in self._batch],
+                "taken": {run.id: run.taken for run in self._runs.values()},
             }
             temporary = self._path.with_name(self._path.name + ".tmp")
             with temporary.open("wb") as file:
@@ -496,51 +367,40 @@ class Host:
                 os.fsync(file.fileno())
             temporary.replace(self._path)
         for run in self._runs.values():
-            run.is_told = run.is_told and run.saved == run.applied
-            run.saved = run.applied
+            run.saved = run.taken
 
-    def _load(self) -> dict[str, Any]:
-        """Return the state of the checkpoint; empty if there is none."""
-        if self._path is None or not self._path.exists():
-            return {}
+    def _load(self, path: Path) -> Arrays:
+        """Go on from a checkpoint, and return its parameters."""
         try:
-            with self._path.open("rb") as file:
-                state: dict[str, Any] = pickle.load(file)  # noqa: S301  (an earlier run of this host wrote it)
-            check_format(state, _FORMAT, f"the checkpoint {self._path}")
+            with path.open("rb") as file:
+                state = pickle.load(file)  # noqa: S301  (an earlier run of this host wrote it)
+            check_format(state, _FORMAT, f"the checkpoint {path}")
         except (pickle.UnpicklingError, EOFError, AttributeError) as error:
-            raise ValueError(
-                f"{self._path} is no checkpoint of a host ({error}): move it away to begin anew"
-            ) from error
-        _check_layout(layout_of(state["params"]), self._layout, f"the checkpoint {self._path}")
+            raise ValueError(f"{path} is no checkpoint of a host: {error}") from error
+        if state["layout"] != self._layout:
+            raise Mismatch(f"the checkpoint {path} is of {state['layout']}, not of {self._layout}")
+        self._optimizer.load_state_dict(state["optimizer"])
         self.version = state["version"]
-        for name, (applied, refused) in state["runs"].items():
-            self._runs[name] = _Run(applied, refused, saved=applied)
-        logger.info("going on from version %d in %s", self.version, self._path)
-        return state
+        self._batch = [Message.parse(message) for message in state["batch"]]
+        self._runs = {run: _Run(run, taken, taken) for run, taken in state["taken"].items()}
+        params: Arrays = state["params"]
+        return params
 
-    def finish(self, timeout_s: float = 5.0) -> None:
-        """Save, and tell workers and readers that the training has ended.
-
-        Args:
-            timeout_s: longest wait for space for these messages.
-        """
+    def finish(self) -> None:
+        """Save, and tell workers and readers that the training has ended."""
         self.save()
         if self._model is not None:
             self._model.finish()
-        self._tell()
-        for peer in self.node.peers:  # also to those that are about to take part
-            if not _publish(self.node, _Kind.END, self.version, b"", peer):
-                self.node.drain(timeout_s)
-                _publish(self.node, _Kind.END, self.version, b"", peer)
+        self._answer()
+        # Also to those that are about to take part.
+        if _publish(self.node, None, _Kind.END) is None:
+            self.node.drain(_DRAIN_S)
+            _publish(self.node, None, _Kind.END)
 
     def close(self) -> None:
         """End the hosting; workers wait for another host unless the training is finished."""
         if self._model is not None:
             self._model.close()
-
-    def __enter__(self) -> Host:
-        """Return the host."""
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish the training, unless by an exception, and close the host."""
@@ -551,57 +411,46 @@ class Host:
             self.close()
 
 
-# ---- the workers -----------------------------------------------------------------------------------------------------
+class Worker(AbstractContextManager["Worker"]):
+    """A process that computes gradients for a `Host`, and waits for it while it is restarted.
 
-
-class Worker:
-    """A process that computes gradients for a `Host`.
-
-    Every gradient is applied, in the encoder's residual, or kept here until the host has saved it. If the host is
-    killed, the worker waits until it is there again. A killed worker's residual and the gradients that the host had not
-    got are lost; another worker takes its place by being started.
+    A gradient is applied, in the encoder's residual, or kept here until the host has saved it. With a killed worker its
+    residual is lost, and the gradients that had not reached the host; another worker takes its place by being started.
 
     Args:
-        node: with the host's address among its peers. Only this worker receives from it.
-        params: arrays or tensors like the host's; of tensors the data moves to the memory of ``params`` below. None:
+        node: with the host's address among its peers. Only this worker receives from it. A model with several hosts has
+            a worker with a node of its own for each.
+        params: arrays or tensors like the host's; the data of tensors moves to the memory of ``worker.params``. None:
             whatever the host has.
-        name: of the host's model, to read it in shared memory; None: the host is on another machine, or reading a
-            replica of one's own is preferred.
+        name: of the host's model, to read it in shared memory on its machine. None: have a replica.
         threshold: of the gradients, as for `Encoder`.
-        on_nonfinite: as for `Encoder`.
-        in_flight: gradients that may wait for their step when ``send`` returns. 0 waits for the step, so that the next
-            gradient sees it; 1 computes meanwhile.
+        in_flight: gradients that the host may not have taken yet when ``send`` returns. 0 waits for the step, so that
+            the next gradient sees it; 1 computes meanwhile.
         timeout_s: longest wait for the host.
 
     Attributes:
-        params: the parameters, read-only arrays: of the hosted model, which change at any time; or of the replica,
-            which change during ``send`` and ``refresh`` only and lack the residual of the host's encoder. Writing to
-            a tensor of the hosted model kills the process. After a restart of the host they are other arrays.
-        encoder: has the residual.
+        params: the parameters, as arrays. Those of the hosted model are read-only, change at any time, and are others
+            after a restart of the host; writing to a tensor then kills the process. Those of the replica change in
+            ``send`` and ``refresh``, and lack the small elements of changes.
         version: of ``params`` when the last call returned.
         is_finished: whether the host has ended the training.
-        refused: gradients that were too old, and went back to the residual.
+        refused: gradients that went back to the residual, because they were too old or followed one that was.
 
     Raises:
         Mismatch: the host has other parameters, or another name.
         FileNotFoundError: the host is on another machine, where ``name`` must be None.
         TimeoutError: no host answers.
-        GradwireError: the training has ended, or the node had another worker before.
-        TypeError, ValueError: an unsuitable argument.
+        GradwireError: the training has ended.
 
     >>> import numpy as np, threading, gradwire as gw
     >>> nodes = [gw.Node("127.0.0.1:0", secret=bytes(range(32))) for _ in range(2)]
-    >>> def train():
-    ...     with gw.coprocessor.Host(nodes[0], [np.zeros(2, np.float32)], gw.coprocessor.SGD(0.5)) as host:
-    ...         while host.version < 1:
-    ...             host.step()
-    >>> thread = threading.Thread(target=train)
+    >>> host = gw.coprocessor.Host(nodes[0], [np.zeros(2, np.float32)], gw.coprocessor.SGD(0.5))
+    >>> thread = threading.Thread(target=host.step, args=(60.0,))
     >>> thread.start()
     >>> nodes[1].add_peer(nodes[0].address)
-    >>> worker = gw.coprocessor.Worker(nodes[1], threshold=gw.FixedThreshold(1.0), in_flight=0)
-    >>> _ = worker.send([np.array([2.0, 0.5], np.float32)])
-    >>> worker.version, worker.encoder.residual.tolist()
-    (1, [1.0, 0.5])
+    >>> worker = gw.coprocessor.Worker(nodes[1], threshold=1.0, in_flight=0)
+    >>> worker.send(np.array([2.0, 0.5], np.float32)), worker.encoder.residual.tolist()
+    (True, [1.0, 0.5])
     >>> thread.join()
     >>> _ = [node.close() for node in nodes]
     """
@@ -609,185 +458,173 @@ class Worker:
     def __init__(
         self,
         node: Node,
-        params: Any = None,
+        params: Iterable[Any] | None = None,
         *,
         name: str | None = None,
-        threshold: _Threshold = None,
-        on_nonfinite: Literal["raise", "skip"] = "raise",
+        threshold: Any = None,
         in_flight: int = 1,
         timeout_s: float = 600.0,
     ) -> None:
         check_range("in_flight", in_flight, 0, 2**20)
-        self._tensors, arrays = ([], []) if params is None else _arrays_of(params)
-        self._layout = layout_of(arrays)
+        self._given = [] if params is None else list(params)
         self.node = node
         self.name = name
         self.in_flight = in_flight
         self.timeout_s = timeout_s
         self.version = 0
+        self.params: Arrays = []
+        self._kept: dict[int, tuple[int, Message]] = {}  # by number: version, gradient
         self.is_finished = False
         self.refused = 0
-        self.params: _Arrays = []
-        self._flat: NDArray[Any] | None = None  # the replica
-        self._model: HostedModel | None = None
+        self._run = secrets.randbits(64)
         self._host: Peer | None = None
-        self._epoch = 0
-        self._kept: dict[int, tuple[int, Message]] = {}  # number: version, gradient
-        self._taken = 0
-        self._sent = 0  # in this epoch, each gradient below this number
-        self._has_asked = False  # for the parameters
-        self._is_ready = False
+        self._ask_at_s = 0.0
+        self._model: HostedModel | None = None
+        self._flat: NDArray[Any] = np.empty(0)  # the replica
+        self._parts = 0  # of it that have come
+        # Numbers of gradients, each with all before it.
+        self._sent = 0  # on this connection
+        self._taken = 0  # by the host
+        self._saved = 0  # in its last checkpoint
         self._wait(lambda: self._is_ready)
-        numel = sum(array.size for array in self.params)
-        dtype = self.params[0].dtype
-        self.encoder = Encoder(numel, threshold, dtype=dtype, on_nonfinite=on_nonfinite)
+        if self.is_finished:
+            raise GradwireError("the training ended before this worker could take part")
+        self.encoder = Encoder(_numel(self.params), threshold, dtype=self.params[0].dtype)
 
     @property
     def kept(self) -> list[Message]:
         """The gradients that the host may not have, or may not have saved yet, oldest first."""
         return [message for _, message in self._kept.values()]
 
+    @property
+    def _is_ready(self) -> bool:
+        # Without a host, too: a gradient more may be computed, as many as ``in_flight`` allows.
+        return bool(self.params) and self._parts * _PART >= self._flat.size
+
     def send(self, gradient: Any = None, *, dense: bool = False) -> bool:
-        """Send the large elements of a gradient, and wait until few enough gradients wait for their step.
+        """Send the large elements of a gradient, and wait until the host has taken enough of those before.
 
         Args:
             gradient: arrays like ``params``, on the CPU, or one of all elements; not modified. None: only what is in
                 the residual.
-            dense: send the gradient and the whole residual as they are; for small models, and as the last one of
-                a worker that leaves.
+            dense: send all of the gradient and of the residual; for small models, or before leaving.
 
         Returns:
             Whether the training goes on; if not, the gradient may not have been applied.
 
         Raises:
-            NonFiniteUpdate: as ``Encoder.encode``; nothing was sent.
-            TypeError, ValueError: as ``Encoder.encode``, or a dense message is too large.
-            TimeoutError: the host did not answer in time; the gradient is kept, and sent by the next call.
-            TooLarge: the node's ``message_bytes_max`` is too small for the message, which is kept.
-            Closed: the node has been closed.
+            NonFiniteUpdate, TypeError, ValueError: as ``Encoder.encode``; nothing was sent.
+            TimeoutError: the host did not answer in time; the gradient is kept, and sent later.
+            TooLarge: the message is larger than the node's ``message_bytes_max``, and back in the residual.
         """
-        version = self.version  # before others' steps arrive, which the gradient does not know
-        self.refresh()
-        version = min(version, self.version)
-        if self.is_finished:
-            return False
-        nbytes = max_message_bytes(self.encoder.numel, dense, self.encoder.dtype)
-        if dense and nbytes > _MESSAGE_BYTES:
-            raise ValueError(
-                f"a dense gradient has {nbytes} bytes, more than {_MESSAGE_BYTES}: send it with dense=False"
-            )
-        number = self.encoder.step
-        most = None if dense else _MESSAGE_BYTES
-        message = self.encoder.encode(gradient, dense=dense, max_bytes=most)
-        self._kept[number] = version, message
-        self._wait(lambda: self._is_ready and self._waiting <= self.in_flight)
+        # The smaller one: the gradient does not know others' steps that come now, and a restarted host goes back.
+        version = min(self.version, self.refresh())
+        if not self.is_finished:
+            most = None if dense else _MESSAGE_BYTES
+            message = self.encoder.encode(gradient, dense=dense, max_bytes=most)
+            self._kept[self.encoder.step] = version, message
+            self._wait(lambda: self._is_ready and self._waiting() <= self.in_flight)
         return not self.is_finished
 
-    def refresh(self, timeout_s: float = 0.0) -> int:
-        """Take what the host has sent, wait up to ``timeout_s`` for some of it, and return the version.
+    def _waiting(self) -> int:
+        return sum(number > self._taken for number in self._kept)
 
-        Raises:
-            Closed: the node has been closed.
-        """
-        for peer, tag, payload in self.node.receive(timeout_s):
-            kind, number = divmod(tag, _NUMBERS)
-            if kind == _Kind.WELCOME:
-                self._enter(peer, json.loads(bytes(payload)))
-            elif kind == _Kind.END and self._host in (None, peer):
+    def refresh(self, timeout_s: float = 0.0) -> int:
+        """Take what the host has sent, wait up to ``timeout_s`` for some of it, and return the version."""
+        for event in self.node.events():
+            if isinstance(event, PeerJoined):
+                self._ask_at_s = 0.0
+                if event.peer == self._host:
+                    self._host = None  # which may not have got everything
+        if time.monotonic() >= self._ask_at_s:
+            self._ask_at_s = time.monotonic() + _RETRY_S
+            if not (self._host and _publish(self.node, self._host, _Kind.ASK, (self._run,))):
+                self._host = None
+                # To all peers: other workers do not answer.
+                numbers = (self._run, self.version, self._saved, self.name is None)
+                _publish(self.node, None, _Kind.HELLO, numbers)
+        for peer, kind, payload in self.node.receive(timeout_s):
+            run, version, *status = _HEADER.unpack_from(payload)
+            body = payload[_HEADER.size :]
+            if kind == _Kind.WELCOME and run == self._run:
+                self._enter(peer, version, status, json.loads(bytes(body)))
+            elif kind == _Kind.STATUS and run == self._run and peer == self._host:
+                self._follow(version, status, body)
+            elif kind == _Kind.END:
                 self.is_finished = True
-            elif peer == self._host:
-                self._take(kind, number, payload)
         self._transmit()
         if self._model is not None:
             self.version = self._model.version
+            self.is_finished = self.is_finished or self._model.is_finished
         return self.version
 
-    def _take(self, kind: int, number: int, payload: memoryview) -> None:
-        """Take a message of the host."""
-        if kind == _Kind.STATUS:
-            self._follow(json.loads(bytes(payload)))
-        elif kind in (_Kind.CHANGE, _Kind.PART) and self._flat is not None:
-            message = Message.parse(payload)
-            self.version = number
-            if kind == _Kind.CHANGE:
-                # What it adds to parts that are still to come is overwritten by them.
-                apply(message, self._flat)
-                return
-            start = message.key * _PART
-            self._flat[start : start + message.numel] = decode(message)
-            self._is_ready = start + message.numel == self._flat.size
-
-    def _enter(self, peer: Peer, document: dict[str, Any]) -> None:
+    def _enter(self, host: Peer, version: int, status: list[int], document: Any) -> None:
         """Begin with a host, or begin again after it was restarted or the connection was lost."""
-        who = f"the host at {peer.address}"
+        who = f"the host at {host.address}"
         check_format(document, _FORMAT, who)
-        self._layout = self._layout or document["layout"]
-        _check_layout(document["layout"], self._layout, who)
-        if document["applied"] > self._sent:
-            raise GradwireError(
-                f"{who} has applied {document['applied']} gradients of this node, of which this worker sent "
-                f"{self._sent}: make a node for each worker"
-            )
-        self._host = peer
-        self._epoch = document["epoch"]
-        # A host that was restarted has an older version. Gradients for versions that no longer exist count as its own,
-        # so that versions never fall from one gradient to the next.
-        self.version = min(self.version, document["version"])
-        for number, (version, message) in self._kept.items():
-            self._kept[number] = min(version, document["version"]), message
-        self._follow(document)
-        self._sent = document["applied"]
-        if self.name is None:
-            self._has_asked = False
-            self._is_ready = False  # until the last part has come
-            if self._flat is None:
-                shapes = [shape for _, shape in self._layout]
-                self._flat = np.zeros(_numel(self._layout), self._layout[0][0])
-                self._show(_views(self._flat, shapes))
-            return
-        if document["name"] != self.name:
+        expected = layouts(self.params or self._given) or document["layout"]
+        if document["layout"] != expected:
+            raise Mismatch(f"{who} has {document['layout']}, this worker {expected}")
+        if self.name not in (None, document["name"]):
             raise Mismatch(f"{who} has the model {document['name']!r}, this worker {self.name!r}")
-        if self._model is None or not self._model.is_live:
-            self._model = HostedModel.attach(self.name)
-            self._show(self._model.params)
-        self._is_ready = True
+        if self.name is None and not self.params:
+            self._flat, self.params = _flat_and_views(expected)
+        elif self.name is not None and (self._model is None or not self._model.is_live):
+            try:
+                self._model = HostedModel.attach(self.name)
+            except FileNotFoundError:
+                if self._model is None:
+                    raise
+                return  # this host has been killed, too
+            self.params = self._model.params
+        _move(self._given, self.params)
+        self._host = host
+        # A restarted host goes back: what was computed for later versions counts as computed for this one.
+        self.version = min(self.version, version)
+        self._kept = {number: (min(v, version), m) for number, (v, m) in self._kept.items()}
+        self._sent = status[0]
+        self._parts = 0
+        self._follow(version, status, memoryview(b""))
 
-    def _show(self, arrays: _Arrays) -> None:
-        """Make arrays the parameters."""
-        _move(self._tensors, arrays)
-        self.params = [array.view() for array in arrays]
-        for param in self.params:
-            param.flags.writeable = False
-
-    def _follow(self, document: dict[str, Any]) -> None:
-        """Take refused gradients back, and forget those that the host cannot lose any more."""
-        if document["epoch"] != self._epoch:
-            return
-        for number in document["refused"]:
-            if number in self._kept:
-                apply(self._kept.pop(number)[1], self.encoder.residual)
-                self.refused += 1
-        for number in [number for number in self._kept if number < document["saved"]]:
+    def _follow(self, version: int, status: list[int], body: memoryview) -> None:
+        """Take refused gradients back, forget those that the host cannot lose, and change the replica."""
+        self._taken, self._saved, refused = status
+        if refused in self._kept:
+            self._take_back(refused)
+        for number in [number for number in self._kept if number <= self._saved]:
             del self._kept[number]
-        self._taken = document["taken"]
+        if body:
+            message = Message.parse(body)
+            start = message.key * _PART
+            if message.kind != "dense":
+                apply(message, self._flat)
+            elif message.key in (0, self._parts):
+                self._flat[start : start + message.numel] = decode(message)
+                self._parts = message.key + 1
+        if self._is_ready and self.name is None:
+            self.version = version
+        self._ask_at_s = time.monotonic() + (_RETRY_S if self._is_ready else 0.0)
+
+    def _take_back(self, first: int) -> None:
+        """Put a gradient and the later ones, which the host has not taken, back into the residual."""
+        for number in [number for number in self._kept if number >= first]:
+            apply(self._kept.pop(number)[1], self.encoder.residual)
+            self.refused += 1
 
     def _transmit(self) -> None:
-        """Send what was not sent in this epoch, as far as there is space."""
-        if self._host is None:
-            return
-        if self._flat is not None and not self._has_asked:
-            self._has_asked = _publish(self.node, _Kind.REPLICA, self._epoch, b"", self._host)
-        oldest = min(self._kept, default=0)
+        """Send the gradients that were not sent on this connection, as far as there is space."""
+        previous = self._saved
         for number, (version, message) in self._kept.items():
-            if number >= self._sent:
-                payload = _HEADER.pack(self._epoch, version, oldest) + bytes(message)
-                if not _publish(self.node, _Kind.GRADIENT, number, payload, self._host):
-                    return
-                self._sent = number + 1
-
-    @property
-    def _waiting(self) -> int:
-        return sum(number >= self._taken for number in self._kept)
+            if number > self._sent and self._host is not None:
+                numbers = (self._run, version, number, previous)
+                try:
+                    if not _publish(self.node, self._host, _Kind.GRADIENT, numbers, message):
+                        return
+                except TooLarge:
+                    self._take_back(number)
+                    raise
+                self._sent = number
+            previous = number
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         end_s = time.monotonic() + self.timeout_s
@@ -796,106 +633,48 @@ class Worker:
             if time.monotonic() >= end_s:
                 raise TimeoutError(
                     f"no answer of the host within {self.timeout_s:g} s, {len(self._kept)} gradients are kept: is it "
-                    f"running, and among the {len(self.node.peers)} peers of this node? Start it again, with its path"
+                    f"running, and among the {len(self.node.peers)} peers of this node? Start it again with its path"
                 )
             self.refresh(_TICK_S)
-        if not self._layout:
-            raise GradwireError("the training ended before this worker could take part")
 
     def close(self) -> None:
         """Stop reading the hosted model; gradients that are still waiting go with the node."""
         if self._model is not None:
             self._model.close()
 
-    def __enter__(self) -> Worker:
-        """Return the worker."""
-        return self
-
     def __exit__(self, *_: object) -> None:
         """Close the worker."""
         self.close()
 
 
-# ---- arrays and messages ---------------------------------------------------------------------------------------------
-
-
-def _publish(node: Node, kind: _Kind, number: int, payload: object, peer: Peer) -> bool:
-    """Publish a message to a peer; return whether there was space and the peer is connected."""
+def _publish(
+    node: Node, peer: Peer | None, kind: _Kind, numbers: tuple[int, ...] = (), body: Any = b""
+) -> Ticket | None:
+    """Publish a message to a peer, or to all; return None if there is no space or the peer is not connected."""
+    header = _HEADER.pack(*numbers, *[0] * (5 - len(numbers)))
     try:
-        node.publish(payload, tag=kind * _NUMBERS + number, to=peer)
+        return node.publish(header + bytes(body), tag=kind, to=peer)
     except (WouldBlock, NotConnected):
-        return False
-    return True
+        return None
 
 
-def _arrays_of(params: Any) -> tuple[list[Any], _Arrays]:
-    """Return those of the parameters that are tensors (all or none), and all as arrays.
-
-    Raises:
-        TypeError: of several dtypes, or another than float32 and float64.
-        ValueError: there are none.
-    """
-    listed = [params] if hasattr(params, "dtype") else list(params)
-    dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in listed})
-    if dtypes not in (["float32"], ["float64"]) or not sum(math.prod(p.shape) for p in listed):
-        kind = TypeError if dtypes else ValueError
-        raise kind(
-            f"the parameters are {len(listed)} arrays of {', '.join(dtypes) or 'no dtype'}: they must have elements, "
-            "all of float32 or all of float64; give a copy of that dtype, and cast it where gradients are computed"
-        )
-    tensors = [param for param in listed if hasattr(param, "detach")]
-    return tensors, [np.asarray(p.detach() if hasattr(p, "detach") else p) for p in listed]
+def _numel(arrays: Arrays) -> int:
+    return sum(array.size for array in arrays)
 
 
-def _optimizer_of(optimizer: Any, tensors: list[Any], arrays: _Arrays) -> Any:
-    """Return an object with the methods of `SGD`.
-
-    Raises:
-        TypeError: an object of another kind.
-        ValueError: a torch optimizer of other tensors.
-    """
-    if hasattr(optimizer, "param_groups"):
-        return _TorchOptimizer(optimizer, tensors, arrays)
-    if isinstance(optimizer, type) or not hasattr(optimizer, "apply"):
-        raise TypeError(
-            "optimizer must be a gradwire.coprocessor.SGD(...), or a torch.optim optimizer of the parameters, "
-            f"got {optimizer!r}"
-        )
-    return optimizer
+def _flat_and_views(layout: list[Any]) -> tuple[NDArray[Any], Arrays]:
+    """Return zeros for all elements of some arrays, and as these arrays."""
+    sizes = [math.prod(shape) for _, shape in layout]
+    flat = np.zeros(sum(sizes), layout[0][0])
+    pieces = np.split(flat, np.cumsum(sizes)[:-1])
+    return flat, [part.reshape(shape) for part, (_, shape) in zip(pieces, layout, strict=True)]
 
 
-def _move(tensors: list[Any], arrays: _Arrays) -> None:
-    """Let tensors have the memory of arrays."""
+def _move(tensors: list[Any], arrays: Arrays) -> None:
+    """Let those that are tensors have the memory of the arrays."""
     with warnings.catch_warnings():
         # torch has no read-only tensors, and says so.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         for tensor, array in zip(tensors, arrays, strict=bool(tensors)):
-            tensor.data = sys.modules["torch"].from_numpy(array)
-
-
-def _views(flat: NDArray[Any], shapes: Iterable[Sequence[int]]) -> _Arrays:
-    """Return arrays of some shapes whose elements are those of one array, one after the other."""
-    views: _Arrays = []
-    start = 0
-    for shape in shapes:
-        end = start + math.prod(shape)
-        views.append(flat[start:end].reshape(shape))
-        start = end
-    return views
-
-
-def _numel(layout: list[Any]) -> int:
-    return sum(math.prod(shape) for _, shape in layout)
-
-
-def _check_layout(layout: list[Any], expected: list[Any], what: str) -> None:
-    """Refuse arrays of other dtypes or shapes, naming the first difference.
-
-    Raises:
-        Mismatch: they differ.
-    """
-    if len(layout) != len(expected):
-        raise Mismatch(f"{what} has {len(layout)} arrays, this process {len(expected)}")
-    for index, (theirs, ours) in enumerate(zip(layout, expected, strict=True)):
-        if theirs != ours:
-            raise Mismatch(f"array {index} of {what} is {theirs}, that of this process {ours}")
+            if hasattr(tensor, "detach"):
+                tensor.data = sys.modules["torch"].from_numpy(array)

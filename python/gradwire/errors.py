@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar, NoReturn
+
 __all__ = [
     "BackendUnavailable",
     "Closed",
@@ -79,3 +81,26 @@ class TooLarge(TransportError):
 
 class PeerLost(TransportError):
     """A peer was lost before it had acknowledged everything."""
+
+
+class NotCopied:
+    """Base of objects that have connections or memory of this process, and refuse to be copied and pickled.
+
+    Args:
+        instead: what to copy or to save.
+    """
+
+    _instead: ClassVar[str] = ""
+
+    def __init_subclass__(cls, instead: str = "", **options: Any) -> None:
+        """Note what to copy instead."""
+        super().__init_subclass__(**options)
+        cls._instead = instead or cls._instead
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"a {type(self).__name__} is not copied or pickled: {self._instead}")

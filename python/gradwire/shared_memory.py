@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import mmap
 import os
+import pwd
 import re
 import stat
 import struct
@@ -43,6 +45,8 @@ _ALIGNMENT: Final = 64
 _MAGIC: Final = b"gwshare1"
 # Magic, bytes of the document, six numbers of the caller's. The document follows, then the data.
 _HEADER: Final = struct.Struct("<8s7Q")
+# Errors of opening what another user has made, a link, a folder, or a pipe.
+_TAKEN: Final = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 _TRIES = 20
 _RETRY_S = 0.001
 
@@ -108,13 +112,30 @@ def open_file(path: Path, flags: int = os.O_RDWR) -> BufferedRandom:
         FileNotFoundError: there is no such file.
         PermissionError: the file belongs to another user, or is no regular file.
     """
-    file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o600), "r+b")
+    try:
+        file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), "r+b")
+    except OSError as error:
+        if error.errno not in _TAKEN:
+            raise
+        raise PermissionError(_describe_taken(path)) from None
     status = os.fstat(file.fileno())
     # Anybody may make files in the folder, so the name alone does not show whose the file is.
     if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
         file.close()
-        raise PermissionError(f"{path} belongs to another user, or is no file")
+        raise PermissionError(_describe_taken(path))
     return file
+
+
+def _describe_taken(path: Path) -> str:
+    try:
+        user = path.lstat().st_uid
+        owner = pwd.getpwuid(user).pw_name
+    except FileNotFoundError:
+        return f"{path} cannot be created"
+    except KeyError:
+        owner = f"user {user}"
+    whose = "is no regular file" if user == os.getuid() else "belongs to another user"
+    return f"{path} {whose} ({owner}): take another name, or have {owner} remove it"
 
 
 def create_locked(path: Path, what: str) -> BufferedRandom:
@@ -132,7 +153,7 @@ def create_locked(path: Path, what: str) -> BufferedRandom:
     # Another process may look at the lock, or create the file, at the same time.
     for _ in range(_TRIES):
         with suppress(BlockingIOError, FileExistsError, FileNotFoundError):
-            if path.exists():
+            if os.path.lexists(path):
                 with open_file(path) as leftover:
                     _lock(leftover, path)
                     path.unlink()

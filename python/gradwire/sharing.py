@@ -18,6 +18,7 @@ import numpy as np
 from . import rendezvous
 from .arrays import device_of
 from .codec import Encoder
+from .errors import NotCopied
 from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
 from .exchange.options import ExchangeOptions, Options
 from .exchange.results import ExchangeStats
@@ -41,7 +42,7 @@ _NAMED_TENSORS = 5
 _THREAD_NUMEL = 1 << 20
 
 
-class SharedArrays:
+class SharedArrays(NotCopied, instead="save arrays and exchange.state_dict()"):
     """Parameters that all nodes of a run share; made by `share`.
 
     Attributes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.exchange import redistribute
+from gradwire.exchange.checkpoint import params_of
 
 from .cluster import cluster
 
@@ -194,3 +196,41 @@ def test_a_state_that_lacks_something_is_refused() -> None:
     del state["shared"]
     with cluster(0) as made, pytest.raises(ValueError, match="lacks shared"):
         gw.Exchange(gw.Encoder(2, 1.0), made.node(1)).load_state_dict(state)
+
+
+def test_what_has_connections_or_shared_memory_refuses_to_be_copied() -> None:
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        share = gw.Exchange(gw.Encoder(2, 1.0), node, min_peers=0)
+        with gw.LocalTeam(f"copied-{os.getpid()}", size=1, rank=0) as team:
+            local = team.lead(share)
+            for thing in (node, share, team, local):
+                for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+                    with pytest.raises(TypeError, match=f"a {type(thing).__name__} is not copied"):
+                        copied(thing)
+
+
+def test_a_state_of_another_way_to_hold_the_residual_is_refused() -> None:
+    with cluster(0) as made:
+        with_it = gw.Exchange(gw.Encoder(2, 1.0), made.node(1), apply_residual=True)
+        without = gw.Exchange(gw.Encoder(2, 1.0), made.node(2))
+        with pytest.raises(ValueError, match="apply_residual=True, this one has False"):
+            without.load_state_dict(with_it.state_dict())
+        with pytest.raises(ValueError, match="apply_residual=False, this one has True"):
+            with_it.load_state_dict(without.state_dict())
+
+
+def test_a_state_with_the_parameters_says_exactly_what_they_hold() -> None:
+    """Shared + residual are the parameters, up to the rounding of that sum."""
+    with cluster(0) as made:
+        share = gw.Exchange(
+            gw.Encoder(NUMEL, gw.TargetDensity(0.1)), made.node(1), min_peers=0, apply_residual=True
+        )
+        params = np.ones(NUMEL, np.float32)
+        share.join(params)
+        for step in range(5):
+            params += update(0, step)
+            share.step_moved(params)
+        state = share.state_dict([params])
+        expected = params - share.shared(params)[0]
+        np.testing.assert_array_equal(state["encoders"][0]["residual"], expected)
+        np.testing.assert_allclose(params_of(state)[0], params, rtol=1e-6, atol=1e-6)

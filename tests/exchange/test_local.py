@@ -20,6 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
+from gradwire import shared_memory
 from gradwire.exchange import LocalExchange, LocalTeam, local
 from gradwire.exchange.owner import add_owner_state
 
@@ -489,3 +490,57 @@ def test_a_child_that_outlives_a_worker_does_not_keep_its_rank(name: str) -> Non
     LocalTeam(name, size=2, rank=0).close()
     worker.stdin.close()  # its child ends
     worker.stdout.close()
+
+
+# ---- files of others ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["folder", "link", "of another user"])
+def taken(request: pytest.FixtureRequest) -> Iterator[Callable[[Path], None]]:
+    """Return a function that makes what this user cannot use as a file: others may do the same in /dev/shm."""
+    made: list[Path] = []
+
+    def take(path: Path) -> None:
+        made.append(path)
+        if request.param == "folder":
+            path.mkdir()
+        elif request.param == "link":
+            path.symlink_to("/nowhere")
+        else:
+            path.touch()
+            os.chown(path, 12_345, 12_345)
+
+    if request.param == "of another user" and os.getuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    yield take
+    for path in made:
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+
+
+def test_files_that_another_user_makes_meanwhile_end_no_team(
+    taken: Callable[[Path], None],
+) -> None:
+    name = f"taken-{os.getpid()}"
+    with gw.LocalTeam(name, np.zeros(3, np.float32), size=2, rank=0) as team:
+        for suffix in (".state", ".state-0", ".rank1", ".rank7"):
+            taken(team._path.with_name(team._path.name + suffix))
+        assert not team._is_alive(1)
+        state = [np.arange(3, dtype=np.float32)]
+        file = team.publish_state(state)
+        copy = [np.zeros(3, np.float32)]
+        team.take_state(copy, file)
+        assert copy[0].tolist() == [0.0, 1.0, 2.0]
+        team.remove_state()
+
+
+def test_a_name_that_another_user_has_taken_is_an_error_that_names_the_owner(
+    taken: Callable[[Path], None],
+) -> None:
+    name = f"taken-{os.getpid()}"
+    taken(shared_memory.path_of("team", name))
+    for rank in (0, 1):
+        with pytest.raises(PermissionError, match=r"take another name, or have .* remove it"):
+            gw.LocalTeam(name, np.zeros(3, np.float32), size=2, rank=rank, timeout_s=1.0)

@@ -94,25 +94,33 @@ class Relative(torch.optim.Optimizer):  # type: ignore[misc]
 def test_an_optimiser_without_a_learning_rate_is_scaled_as_others(
     everywhere: Any, place: str, defaults: dict[str, Any]
 ) -> None:
-    def work(_: int, share: Share) -> Any:
+    def moves_of(rank: int, net: Any, optimizer: Any) -> tuple[list[Any], list[float]]:
+        moves, scales = [], []
+        for _ in range(3):
+            before = flat(net)
+            scales.append(getattr(optimizer, "update_scale", 1.0))
+            for param in net.parameters():
+                # No two ranks have a gradient for the same element, so their updates are orthogonal.
+                places = torch.arange(param.numel()).reshape(param.shape)
+                param.grad = (places % 2 == rank).to(param)
+            optimizer.step()
+            moves.append(flat(net) - before)
+        return moves, scales
+
+    def work(rank: int, share: Share) -> Any:
         net = model()
         optimizer = share(net, Relative(net.parameters(), **defaults), codec="dense")
-        before = flat(net)
-        scale = 1.0
-        for step in range(3):
-            steps(net, optimizer, 1, step)
-            scale = optimizer.update_scale
-            if not step:
-                first = flat(net) - before
-        return first, scale
+        return moves_of(rank, net, optimizer)
 
-    plain = model()
-    before = flat(plain)
-    steps(plain, Relative(plain.parameters()), 1)
-    for moved, scale in everywhere(place, work):
-        assert scale == pytest.approx(2**0.5 if place == "machines" else 1.0)
-        # The members are known from the first step on.
-        torch.testing.assert_close(moved, scale * (flat(plain) - before), rtol=1e-4, atol=1e-6)
+    plain = [model() for _ in range(2)]
+    alone = [moves_of(rank, net, Relative(net.parameters()))[0] for rank, net in enumerate(plain)]
+    results = everywhere(place, work)
+    count = len(results)
+    for moves, scales in results:
+        # The first step measures.
+        assert scales == pytest.approx([1.0, count**0.5, count**0.5], rel=0.01)
+        for moved, scale, *plainly in zip(moves, scales, *alone[:count], strict=True):
+            torch.testing.assert_close(moved, scale * sum(plainly) / count, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Rprop", "RAdam", "AdamW", "SGD"])

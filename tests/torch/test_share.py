@@ -344,10 +344,14 @@ class Frozen(torch.nn.Module):
 def test_frozen_parameters_change_neither_the_messages_nor_the_training_of_the_others(
     pair: list[gw.Node], name: str
 ) -> None:
+    # Made here: threads would take turns with the generator of the initial values.
+    nets = [Frozen(is_frozen=True) for _ in range(4)]
+
     def work(rank: int, node: gw.Node, with_frozen: bool) -> Any:
-        net = Frozen(is_frozen=True)
+        net = nets.pop()
         params = net.parameters() if with_frozen else net.trained.parameters()
-        optimizer = gradwire.torch.share(net, OPTIMIZERS[name](params), node=node)
+        # The factor of an adaptive optimiser is measured in a sample of the elements.
+        optimizer = gradwire.torch.share(net, OPTIMIZERS[name](params), node=node, update_scale=1.0)
         sent_bytes = 0
         for step in range(30):
             train(net, optimizer, rank, range(step, step + 1))

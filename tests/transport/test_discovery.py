@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.transport.discovery import OWN_S, RETRY_MAX_S, SEEDS_MAX, Discovery
+from gradwire.transport.discovery import RETRY_MAX_S, SEEDS_MAX, Discovery
 from gradwire.transport.types import Address
 
 SEED = ("10.0.0.1", 5)
@@ -39,16 +39,13 @@ def test_a_node_connected_at_another_address_is_not_tried_again(discovery: Disco
     assert discovery.due(1.0, set(), set()) == [SEED]
 
 
-def test_the_own_address_is_tried_again_once_a_minute_in_case_it_was_an_echo(
-    discovery: Discovery,
-) -> None:
-    assert discovery.seeds() == [SEED]
-    discovery.on_own(SEED, 1.0)
-    assert discovery.seeds() == []
-    assert due(discovery, 1.0 + OWN_S - 0.1, set(), set()) == ([], 1.0 + OWN_S)
-    assert discovery.due(1.0 + OWN_S + 0.1, set(), set()) == [SEED]
-    discovery.on_identified(SEED, 77)
-    assert discovery.seeds() == [SEED]
+def test_only_misfits_at_known_addresses_are_remembered(discovery: Discovery) -> None:
+    for port in range(10_000):
+        discovery.on_misfit(("10.0.0.9", port), 5.0)
+    assert list(discovery.by_address) == [SEED]
+    assert discovery.by_address[SEED].misfit_at_s < 0.0
+    discovery.on_misfit(SEED, 6.0)
+    assert discovery.by_address[SEED].misfit_at_s == 6.0
 
 
 def test_a_learned_address_is_dropped_after_one_failed_attempt_and_a_seed_is_not(

@@ -239,22 +239,24 @@ def test_recorded_inits_from_the_address_of_a_seed_do_not_keep_us_from_connectin
     simulator.run_until(lambda: bool(two.endpoint.peers), 2.1)
 
 
-def test_an_attacker_who_returns_our_inits_keeps_us_from_a_seed_for_a_minute_only() -> None:
+@pytest.mark.parametrize("starts_after_s", [0.0, 5.0, 30.0])
+def test_an_attacker_who_returns_our_datagrams_does_not_keep_us_from_a_seed(
+    starts_after_s: float,
+) -> None:
     simulator = Simulator(13)
-    one, two = simulator.add("one"), simulator.add("two")
+    one = simulator.add("one")
+    seed = ("two", 1)
 
     def echo(_: int, datagram: bytes) -> bool:
-        one.endpoint.receive(memoryview(datagram), len(datagram), two.address, simulator.now_s)
-        return True
+        one.endpoint.receive(memoryview(datagram), len(datagram), seed, simulator.now_s)
+        return False
 
-    link = simulator.link(one, two)
-    link.drop = echo
-    one.endpoint.connect(two.address)
-    simulator.run_for(30.0)
-    assert link.count == 1
-    link.drop = None
-    simulator.run_until(lambda: bool(one.endpoint.peers), 31.0)
-    assert one.endpoint.discovery.seeds() == [two.address]
+    simulator.default.drop = echo
+    one.endpoint.connect(seed)
+    simulator.run_for(starts_after_s)
+    assert one.endpoint.unanswered() == [seed]
+    simulator.add("two")
+    simulator.run_until(lambda: bool(one.endpoint.peers), 2.1 if starts_after_s else 0.1)
 
 
 @pytest.mark.parametrize("incarnation", [1, 2**63])

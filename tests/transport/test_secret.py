@@ -103,8 +103,10 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX's")
-@pytest.mark.parametrize(("mode", "warnings"), [(0o600, 0), (0o640, 0), (0o644, 1), (0o604, 1)])
-def test_a_file_that_everybody_can_read_is_warned_about_with_the_remedy(
+@pytest.mark.parametrize(
+    ("mode", "warnings"), [(0o600, 0), (0o640, 1), (0o644, 1), (0o604, 1), (0o620, 1), (0o602, 1)]
+)
+def test_a_file_that_others_can_read_or_write_is_warned_about_with_the_remedy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warnings: int
 ) -> None:
     path = written(tmp_path / "secret", RAW, mode)

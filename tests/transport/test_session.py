@@ -73,7 +73,8 @@ def test_a_node_started_late_is_found_within_two_seconds() -> None:
     simulator.run_until(lambda: bool(one.endpoint.peers), 2.1)
 
 
-def test_the_own_address_among_the_seeds_is_recognised_and_not_tried_again() -> None:
+def test_an_own_address_that_only_its_datagrams_show_is_tried_as_seldom_as_a_silent_one() -> None:
+    """An echo looks the same, so it decides nothing; `Node` recognises the addresses of its machine by itself."""
     simulator = Simulator(3)
     one = simulator.add("one")
     one.endpoint.connect(one.address)
@@ -81,7 +82,8 @@ def test_the_own_address_among_the_seeds_is_recognised_and_not_tried_again() -> 
     sent = one.endpoint.stats().datagrams_sent
     simulator.run_for(30.0)
     assert one.endpoint.peers == ()
-    assert one.endpoint.stats().datagrams_sent == sent
+    assert one.endpoint.stats().datagrams_sent - sent <= 24
+    assert len(one.endpoint.sessions.by_index) == 1
 
 
 def test_another_secret_gets_no_answer_at_all() -> None:

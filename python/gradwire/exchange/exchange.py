@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ..agreement import Agreement
 from ..arrays import copies, writable_views
 from ..codec import Encoder
+from ..errors import NotCopied
 from . import checkpoint
 from .consistency import Consistency
 from .departure import Departure, Trainings
@@ -75,7 +76,7 @@ def _metered(take: _Method) -> _Method:
     return metered  # type: ignore[return-value]
 
 
-class Exchange:
+class Exchange(NotCopied, instead="save and load its state_dict()"):
     """Adds all nodes' updates to the parameters, step by step, so that every node holds the same bits.
 
     ``step(update, params)`` encodes the update, publishes the message, and adds the members' messages, this node's own

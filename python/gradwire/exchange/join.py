@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from .. import clock
-from ..arrays import copies, layouts
+from ..arrays import copies
 from ..errors import Mismatch
 from .departure import Departure, Trainings
 from .membership import Membership, Router
@@ -58,7 +58,9 @@ class Join:
         self._on_follow = on_follow
         self._donor = Donor(router.node, membership.introductions.peer_of)
         self._has_requests = False  # nodes wait for a snapshot from here
-        self._recipient = Recipient(router.send)
+        self._recipient = Recipient(
+            router.send, lambda run: self._introductions.peer_of(run).address, membership.run
+        )
         router.handle(Kind.HELLO, self._add_hello)
         router.handle(Kind.REQUEST, self._add_request)
         router.handle(Kind.SNAPSHOT, self._recipient.add_part)
@@ -108,9 +110,9 @@ class Join:
             elif first not in others:
                 return
             elif self._recipient.donor != first:
-                self._recipient.request(first, {})
+                self._recipient.request(first, {}, self._replica.state_layout(params))
             elif (snapshot := self._recipient.take()) is not None:
-                self._check_fits(snapshot, params, optimizer_state)
+                optimizer_state.check(snapshot.arrays[snapshot.params :])
                 self._load(snapshot, params, optimizer_state)
                 return
             if clock.now_s() >= deadline_s:
@@ -337,12 +339,12 @@ class Join:
         if not members and self._options.min_members == 1 and self._trainings.has_to_resume:
             self._resume(params, optimizer_state)
         elif self._recipient.donor not in members:
-            self._ask(members)
+            self._ask(members, params)
         elif (snapshot := self._recipient.take()) is not None:
             if not self._options.is_sync:
                 # Later than any update with which this node may have gone.
                 snapshot.delay(self._replica.step + 2)
-            self._check_fits(snapshot, params, optimizer_state)
+            optimizer_state.check(snapshot.arrays[snapshot.params :])
             if self._follow(snapshot):
                 # Local changes, and own updates that nobody applied, stay in the residual.
                 self._replica.absorb_local_changes(params, self._membership.weight)
@@ -378,7 +380,7 @@ class Join:
         membership.enter_at(snapshot.step)
         self._router.introduce()
 
-    def _ask(self, members: Mapping[NodeRun, Hello]) -> None:
+    def _ask(self, members: Mapping[NodeRun, Hello], params: Any) -> None:
         """Ask a member for a snapshot, another one each time, if all members that it names are connected."""
         own_run = self._membership.run
         here = {own_run, *members}
@@ -391,16 +393,9 @@ class Join:
         }
         if able and len(first_direct) == len(members):
             place = (own_run.id + self._recipient.requests + 1) % len(able)
-            self._recipient.request(able[place], first_direct)
+            layout = self._replica.state_layout(params)
+            self._recipient.request(able[place], first_direct, layout)
             self._membership.forget_reports()
-
-    def _check_fits(self, snapshot: Snapshot, params: Any, optimizer_state: NodeState) -> None:
-        here = self._replica.state_layout(params)
-        there = layouts(snapshot.arrays[: snapshot.params])
-        if here != there:
-            address = self._introductions.peer_of(self._membership.run).address
-            raise Mismatch(f"this node ({address}) has parameters {here}, the members have {there}")
-        optimizer_state.check(snapshot.arrays[snapshot.params :])
 
     def _follow(self, snapshot: Snapshot) -> bool:
         """Adopt the members of a snapshot; return False if not all their later updates arrive here."""

@@ -11,8 +11,10 @@ import mmap
 import operator
 import os
 import pickle
+import secrets
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -22,7 +24,7 @@ import numpy as np
 from .. import clock
 from ..agreement import Agreement, sample_of
 from ..arrays import Arrays, copies, difference, on_host, put, views, writable_views
-from ..errors import GradwireError, Mismatch, PeerLost
+from ..errors import GradwireError, Mismatch, NotCopied, PeerLost
 from ..shared_memory import (
     SharedFile,
     aligned,
@@ -83,11 +85,11 @@ class _Outcome:
     total_workers: int
     stats: ExchangeStats
     has_shared: bool
-    has_state: bool
+    state_file: str  # name of the leader's optimiser state; empty: none
     agreement: list[float]
 
 
-class LocalTeam:
+class LocalTeam(NotCopied, instead="make one in every process, with the same name"):
     """The shared memory of the workers of one machine: parameters, and every worker's update.
 
     The workers, processes or threads, meet by the name of the team. Rank 0 makes the memory, and replaces what a
@@ -148,7 +150,7 @@ class LocalTeam:
         self.reduction = reduction
         self.timeout_s = timeout_s
         self._path = path_of("team", name)
-        self.state_path = self._path.with_name(f"{self._path.name}.state")
+        self._state_file = ""
         self._file: SharedFile | None = None  # with the arrays
         path = self._path_of(rank)
         self._lock = create_locked(path, f"is rank {rank} of team {name!r}")
@@ -442,23 +444,33 @@ class LocalTeam:
                 _LOG.warning("%s is late, and waited for", text)
                 warn_s = now_s + self.timeout_s
 
-    def publish_state(self, state: Arrays) -> None:
-        """Publish the leader's optimiser state for workers that have just come; it lies there until the next call."""
-        descriptor = os.open(self.state_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    def publish_state(self, state: Arrays) -> str:
+        """Publish the leader's optimiser state for new workers, until the next call; return the name of the file."""
+        # Anybody may make files in the folder, so nobody may know the name before.
+        self._state_file = f"{self._path.name}.state-{secrets.token_hex(16)}"
+        path = self._path.with_name(self._state_file)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with open(descriptor, "wb") as file:
                 np.savez(file, *map(on_host, state))
         except OSError as error:
             what = f"no shared memory for the optimiser's state: {error.strerror}"
-            raise OSError(error.errno, what, str(self.state_path)) from None
+            raise OSError(error.errno, what, str(path)) from None
+        return self._state_file
 
-    def take_state(self, state: NodeState) -> None:
+    def remove_state(self) -> None:
+        """Remove the leader's optimiser state, which every worker that needs it has taken."""
+        if self._state_file:
+            self._path.with_name(self._state_file).unlink(missing_ok=True)
+            self._state_file = ""
+
+    def take_state(self, state: NodeState, state_file: str) -> None:
         """Overwrite a worker's optimiser state with the leader's.
 
         Raises:
             Mismatch: this worker's optimiser has another state.
         """
-        with np.load(self.state_path) as file:
+        with open_file(self._path.with_name(state_file)) as opened, np.load(opened) as file:
             leaders = [file[name] for name in file.files]
         try:
             state.check(leaders)
@@ -486,7 +498,7 @@ class LocalTeam:
         return outcome
 
 
-class LocalExchange:
+class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"):
     """One worker's exchange: the calls of `Exchange`, made by all workers of the machine together.
 
     All workers make the same calls in the same order. All raise the errors of the leader's call. Every worker's
@@ -692,8 +704,8 @@ class LocalExchange:
         self.agreement.load(outcome.agreement)
         # Only a worker that has no state of its own takes the leader's: a new one, or all of them where the machine
         # joined late.
-        if outcome.has_state and not leads and (self._call is None or _is_late(outcome.result)):
-            team.take_state(as_state(state))
+        if outcome.state_file and not leads and (self._call is None or _is_late(outcome.result)):
+            team.take_state(as_state(state), outcome.state_file)
         self._call = call
         targets = team.params if params is None else writable_views(params)
         # A caller may train on the team's memory itself, which needs no copy.
@@ -711,9 +723,9 @@ class LocalExchange:
         team = self.team
         result = None
         error = None
-        has_state = False
+        state_file = ""
         # All workers are in this call, so they have taken the state that was left in an earlier one.
-        team.state_path.unlink(missing_ok=True)
+        team.remove_state()
         if team.senders:
             exchange.set_team(len(team.senders), sends_mean=team.reduction == "mean")
         try:
@@ -725,9 +737,8 @@ class LocalExchange:
             begins = self._equalizes and not (exchange.next_step or exchange.has_local_steps)
             if team.has_newcomers or begins or _is_late(result):
                 arrays = as_state(state).export()
-                has_state = bool(arrays)
-                if has_state:
-                    team.publish_state(arrays)
+                if arrays:
+                    state_file = team.publish_state(arrays)
         except Exception as caught:
             error = caught
         has_shared = exchange.place_shared(team.shared)
@@ -740,7 +751,7 @@ class LocalExchange:
                 exchange.total_workers,
                 exchange.stats,
                 has_shared,
-                has_state,
+                state_file,
                 exchange.agreement.state(),
             )
         )
@@ -789,18 +800,19 @@ def _is_late(result: Any) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether a living worker holds the lock."""
+    """Return whether a living worker of this user holds the lock; a file of another user says nothing."""
     try:
         with open_file(path) as file:
             return is_locked(file)
-    except FileNotFoundError:
+    except OSError:
         return False
 
 
 def _clean(path: Path, process: int) -> None:
     """Remove the optimiser's state that rank 0 has left, and locks that nobody holds."""
     if os.getpid() == process:
-        path.with_name(f"{path.name}.state").unlink(missing_ok=True)
-        for lock in path.parent.glob(f"{path.name}.rank*"):
-            if not _is_locked(lock):
-                lock.unlink(missing_ok=True)
+        states = path.parent.glob(f"{path.name}.state-*")
+        locks = path.parent.glob(f"{path.name}.rank*")
+        for leftover in [*states, *(lock for lock in locks if not _is_locked(lock))]:
+            with suppress(OSError):  # of another user
+                leftover.unlink(missing_ok=True)

@@ -37,6 +37,10 @@ _LOG = logging.getLogger(__name__)
 
 Updates = list[tuple[NodeRun, list[Message]]]
 
+STEPS_AHEAD_MAX = 1_024  # of notes, and of updates that nobody applies yet
+# Documents whose loss changes no replica: one that cannot be read is ignored, and costs its sender alone.
+_DOCUMENTS = (Kind.NOTE, Kind.REPORT, Kind.REQUEST, Kind.SNAPSHOT)
+
 
 class UpdateStream:
     """The updates of one node from some step on: in order, once, and kept a little longer than needed here.
@@ -67,6 +71,11 @@ class UpdateStream:
         """Number of the first update that has neither arrived nor been applied."""
         return max(self.received, self.position)
 
+    @property
+    def waiting(self) -> int:
+        """Number of updates that have arrived and are not applied."""
+        return len(self._messages)
+
     def accepts(self, step: int) -> bool:
         """Return whether the update of ``step`` is the next to arrive."""
         # A stream that begins on a new connection begins with whichever update arrives first. Everything before was
@@ -77,6 +86,11 @@ class UpdateStream:
 
     def add_note(self, step: int, note: Note, payload: memoryview) -> None:
         """Keep a note, which arrives before its update."""
+        # A note goes right before its update, so a note for a step far ahead is a mistake that would cost memory.
+        if self.first_received is not None and step > self.next_missing + STEPS_AHEAD_MAX:
+            raise MessageError(f"a note for step {step}, where {self.next_missing} is next")
+        if len(self.notes) > self._keeps + STEPS_AHEAD_MAX:
+            raise MessageError(f"{len(self.notes)} notes without their updates")
         self.notes[step] = note
         self._payloads.setdefault(step, []).append((tag_of(Kind.NOTE, step), payload))
 
@@ -892,10 +906,13 @@ class Router:
         except MessageError as error:
             # Bytes of a member that do not parse are an error that the caller has to see: the replicas would differ
             # otherwise. A node that is no member must not be able to end the training.
-            if membership.phase is not Phase.IN or sender in membership.members:
+            is_member = membership.phase is not Phase.IN or sender in membership.members
+            if is_member and kind not in _DOCUMENTS:
                 raise
             address = self._introductions.peer_of(sender).address
-            _LOG.warning("%s is no member, its message is ignored: %s", address, error)
+            if not is_member:
+                address += " is no member, its message"
+            _LOG.warning("%s is ignored: %s", address, error)
 
     def _add_update(self, sender: NodeRun, step: int, payload: memoryview) -> None:
         membership = self._membership
@@ -909,6 +926,8 @@ class Router:
             _LOG.warning("step %d from %s ignored: it is not a member", step, address)
         elif stream.accepts(step):
             stream.add_update(self.parse(sender, step, payload), payload)
+            if sender not in membership.members and stream.waiting > STEPS_AHEAD_MAX:
+                membership.expect_nothing(sender)  # until it joins, and says so
         elif membership.others.get(sender) is stream:
             # From a new connection, before its introduction: others were lost with the old one.
             membership.expect_nothing(sender)

@@ -32,6 +32,9 @@ __all__ = [
     "difference_of",
     "encode_steps",
     "pack_relay",
+    "read_number",
+    "read_run",
+    "read_step",
     "run_of",
     "tag_of",
     "unpack_relay",
@@ -208,11 +211,11 @@ class Hello:
             lambda document: Hello(
                 dict(document["signature"]),
                 Phase(document["phase"]),
-                int(document["step"]),
-                tuple(map(_read_run, document["members"])),
-                int(document["first_step"]),
-                int(document["first_direct"]),
-                _read_run(document["origin"]),
+                read_step(document["step"]),
+                tuple(map(read_run, document["members"])),
+                read_step(document["first_step"]),
+                read_step(document["first_direct"]),
+                read_run(document["origin"]),
                 str(document["role"]),
                 (str(document["start"][0]), str(document["start"][1])),
                 None if document["is_sharded"] is None else bool(document["is_sharded"]),
@@ -273,10 +276,10 @@ class Note:
         return _decoded(
             payload,
             lambda document: Note(
-                tuple(map(_read_run, document["admits"])),
-                tuple(map(_read_run, document["workers"])),
-                None if document["comparison"] is None else int(document["comparison"]),
-                (int(document["digest"][0]), str(document["digest"][1]))
+                tuple(map(read_run, document["admits"])),
+                tuple(map(read_run, document["workers"])),
+                None if document["comparison"] is None else read_step(document["comparison"]),
+                (read_step(document["digest"][0]), str(document["digest"][1]))
                 if document["digest"]
                 else None,
                 None if document["sketch"] is None else Sketch.decode(document["sketch"]),
@@ -299,7 +302,7 @@ def decode_steps(payload: memoryview) -> dict[NodeRun, int]:
     return _decoded(
         payload,
         lambda document: {
-            NodeRun(int(node), int(incarnation)): int(step) for node, incarnation, step in document
+            read_run((node, incarnation)): read_step(step) for node, incarnation, step in document
         },
     )
 
@@ -317,9 +320,23 @@ def unpack_relay(payload: memoryview) -> tuple[NodeRun, int, memoryview]:
     return NodeRun(node, incarnation), tag, payload[_RELAY.size :]
 
 
-def _read_run(entry: Any) -> NodeRun:
+def read_number(value: Any, limit: int = 1 << 64) -> int:
+    """Return a number of a document; raise `ValueError` unless it is an int below the limit, and not negative."""
+    # JSON has numbers of any size, and Python's also infinite ones.
+    if type(value) is not int or not 0 <= value < limit:
+        raise ValueError(f"{value!r:.40}, where a number below {limit} belongs")
+    return value
+
+
+def read_step(value: Any) -> int:
+    """Return the number of a step in a document; raise `ValueError` if it is none."""
+    return read_number(value, TAG_NUMBERS)
+
+
+def read_run(entry: Any) -> NodeRun:
+    """Return a node's run in a document; raise `ValueError` or `TypeError` if it is none."""
     node, incarnation = entry
-    return NodeRun(int(node), int(incarnation))
+    return NodeRun(read_number(node), read_number(incarnation))
 
 
 def _read_team(entry: Any) -> tuple[int, int]:
@@ -337,7 +354,7 @@ def _to_json(document: Any) -> bytes:
 def _decoded(payload: memoryview, read: Callable[[Any], _Document]) -> _Document:
     try:
         return read(json.loads(bytes(payload)))
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise MessageError(f"a control message that cannot be read: {error!r}") from error
 
 

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
+
 from .. import clock
 from ..agreement import Agreement
 from ..arrays import Arrays, add, device_of, difference, put, views, writable_views
 from ..errors import MessageError
-from ..message import Message, apply, parse_many
+from ..message import Message, apply, decode, parse_many
 from ..transport import Peer, Ticket
 from .groups import Codec, Groups, host_message
 from .options import Options
@@ -308,9 +310,7 @@ class Replica(SharedCopy):
                 (self.groups.encoders[group].key, part.numel)
                 for group, part in self._division.part(update.parts, update.place)
             ]
-        sizes = [(message.key, message.numel) for message in messages]
-        if sizes != expected:
-            raise MessageError(f"{_describe(sizes)}, but {_describe(expected)} on this node")
+        _check(messages, expected)
         return messages
 
     def apply(
@@ -518,6 +518,19 @@ class Replica(SharedCopy):
         """Continue from a checkpoint at a step; the owner's state waits for the beginning of the training."""
         self.step = step
         self._owner_state = owner_state
+
+
+def _check(messages: Sequence[Message], expected: Sequence[tuple[int, int]]) -> None:
+    """Raise `MessageError` unless messages have these keys and numbers of elements, and finite values."""
+    sizes = [(message.key, message.numel) for message in messages]
+    if sizes != expected:
+        raise MessageError(f"{_describe(sizes)}, but {_describe(expected)} on this node")
+    # A ternary message has one finite threshold; a dense one has values of its own, which `encode` had refused.
+    for message in messages:
+        if message.kind == "dense" and not np.isfinite(decode(message)).all():
+            raise MessageError(
+                f"a dense message of key {message.key} with values that are not finite"
+            )
 
 
 def _describe(sizes: Sequence[tuple[int, int]]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,16 @@ from numpy.typing import NDArray
 from ..arrays import Arrays, layouts, put, writable_views
 from ..errors import MessageError, Mismatch, NotConnected, WouldBlock
 from .owner import Accepted
-from .protocol import Kind, NodeRun, encode_steps, run_of, tag_of
+from .protocol import (
+    Kind,
+    NodeRun,
+    encode_steps,
+    read_number,
+    read_run,
+    read_step,
+    run_of,
+    tag_of,
+)
 
 if TYPE_CHECKING:
     from ..transport import Node, Peer
@@ -30,10 +41,17 @@ __all__ = [
     "as_state",
 ]
 
+Layout: TypeAlias = list[list[Any]]  # [dtype, shape] of each array
+
+_LOG = logging.getLogger(__name__)
+
 # Small enough to let updates pass in between, large enough to cost nothing.
 _PART_BYTES = 1 << 20
 # A header comes from another machine: it must not be able to claim any amount of memory.
 _ARRAYS_MAX = 1 << 20
+# Bounds of the optimiser's state in it: twice the parameters are usual.
+_STATE_FACTOR = 16
+_STATE_BYTES = 256 << 20
 
 
 class NodeState(Protocol):
@@ -155,8 +173,13 @@ class Snapshot:
         ).encode()
 
     @staticmethod
-    def from_header(payload: memoryview) -> Snapshot:
+    def from_header(payload: memoryview, check: Callable[[Layout, int], None]) -> Snapshot:
         """Return a snapshot with arrays still to be filled.
+
+        Args:
+            payload: the header.
+            check: raises an error for dtypes and shapes that are not this node's, before any memory is taken. It gets
+                the number of the parameters among them, too.
 
         Raises:
             MessageError: the bytes are no header.
@@ -165,19 +188,20 @@ class Snapshot:
             header = json.loads(bytes(payload))
             if len(header["arrays"]) > _ARRAYS_MAX:
                 raise ValueError(f"{len(header['arrays'])} arrays")
-            arrays = [_empty(dtype, shape) for dtype, shape in header["arrays"]]
+            params = read_number(header["params"], _ARRAYS_MAX + 1)
+            check([_read_layout(*entry) for entry in header["arrays"]], params)
+            arrays = [np.empty(shape, dtype) for dtype, shape in header["arrays"]]
             accepted: Accepted = {}
-            for entry in header["accepted"]:
-                owner, owner_start, sender, sender_start, step = map(int, entry)
-                by_sender = accepted.setdefault(NodeRun(owner, owner_start), {})
-                by_sender[NodeRun(sender, sender_start)] = step
+            for owner, owner_start, sender, sender_start, step in header["accepted"]:
+                by_sender = accepted.setdefault(read_run((owner, owner_start)), {})
+                by_sender[read_run((sender, sender_start))] = read_step(step)
             [origin] = _read_runs([header["origin"]])
             return Snapshot(
-                int(header["step"]),
+                read_step(header["step"]),
                 _read_steps(header["positions"]),
                 _read_steps(header["finals"]),
                 arrays,
-                int(header["params"]),
+                params,
                 origin,
                 str(header["training"]),
                 bool(header["is_sharded"]),
@@ -187,7 +211,14 @@ class Snapshot:
                 [float(number) for number in header["agreement"]],
                 deque(_bytes_of(array) for array in arrays if array.nbytes),
             )
-        except (ValueError, TypeError, LookupError, MemoryError) as error:
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            ArithmeticError,
+            MemoryError,
+            RecursionError,
+        ) as error:
             raise MessageError(f"a snapshot whose header cannot be read: {error!r}") from error
 
     def delay(self, step: int) -> None:
@@ -207,6 +238,8 @@ class Snapshot:
         memory[: len(part)] = part
         if len(part) < len(memory):
             self.missing.appendleft(memory[len(part) :])
+        if not self.missing and not all(np.isfinite(array).all() for array in self.arrays):
+            raise MessageError("a snapshot with values that are not finite")
 
     def parts(self) -> list[memoryview]:
         """Return the header and the arrays' bytes, in parts of bounded size."""
@@ -219,21 +252,21 @@ class Snapshot:
 
 
 def _read_steps(entries: Any) -> dict[NodeRun, int]:
-    return {NodeRun(int(node), int(start)): int(step) for node, start, step in entries}
+    return {read_run((node, start)): read_step(step) for node, start, step in entries}
 
 
 def _read_runs(entries: Any) -> list[NodeRun]:
-    return [NodeRun(int(node), int(start)) for node, start in entries]
+    return list(map(read_run, entries))
 
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _empty(dtype: str, shape: list[int]) -> NDArray[Any]:
+def _read_layout(dtype: Any, shape: Any) -> list[Any]:
     if dtype not in ("<f4", "<f8", "|u1"):
-        raise ValueError(f"an array of {dtype}")
-    return np.empty([int(size) for size in shape], dtype)
+        raise ValueError(f"an array of {dtype!r:.40}")
+    return [np.dtype(dtype).name, [read_number(size, 1 << 48) for size in shape]]
 
 
 class Donor:
@@ -331,23 +364,42 @@ class Recipient:
 
     Args:
         send: sends a control message: its kind, its number, the payload and the receiver.
+        address_of: returns a node's address.
+        me: this node.
 
     Attributes:
         donor: the node that was asked last, until its snapshot is taken; or None.
         requests: number of requests so far.
     """
 
-    def __init__(self, send: Callable[[Kind, int, bytes, NodeRun], None]) -> None:
+    def __init__(
+        self,
+        send: Callable[[Kind, int, bytes, NodeRun], None],
+        address_of: Callable[[NodeRun], str],
+        me: NodeRun,
+    ) -> None:
         self.donor: NodeRun | None = None
         self.requests = 0
         self._send = send
+        self._address_of = address_of
+        self._me = me
+        self._own_layout: Layout = []
         self._incoming: Snapshot | None = None
 
-    def request(self, donor: NodeRun, first_direct: Mapping[NodeRun, int]) -> None:
-        """Ask a node, in the place of an earlier one; see `Donor.add_request`."""
+    def request(
+        self, donor: NodeRun, first_direct: Mapping[NodeRun, int], own_layout: Layout
+    ) -> None:
+        """Ask a node, in the place of an earlier one.
+
+        Args:
+            donor: the node.
+            first_direct: see `Donor.add_request`.
+            own_layout: of this node's parameters, which the snapshot must have, too.
+        """
         # Numbered, because parts of an earlier answer may still arrive from the same donor.
         self.requests += 1
         self.donor = donor
+        self._own_layout = own_layout
         self._incoming = None
         self._send(Kind.REQUEST, self.requests, encode_steps(first_direct), donor)
 
@@ -356,17 +408,35 @@ class Recipient:
         self.donor = None
 
     def add_part(self, run: NodeRun, number: int, payload: memoryview) -> None:
-        """Add a part that has arrived, unless it belongs to an earlier request.
+        """Add a part that has arrived, unless it belongs to an earlier request; one that cannot be read ends it.
 
         Raises:
-            MessageError: the part does not fit.
+            Mismatch: the donor has other parameters.
         """
         if (run, number) != (self.donor, self.requests):
             return
-        if self._incoming is None:
-            self._incoming = Snapshot.from_header(payload)
-        else:
-            self._incoming.add_part(payload)
+        try:
+            if self._incoming is None:
+                self._incoming = Snapshot.from_header(payload, self._check)
+            else:
+                self._incoming.add_part(payload)
+        except MessageError as error:
+            address = self._address_of(run)
+            _LOG.warning("%s: %s; this node asks another member", address, error)
+            self.cancel()
+
+    def _check(self, there: Layout, params: int) -> None:
+        """Refuse arrays that are not this node's, before they take memory; their state is bounded by the parameters."""
+        here = self._own_layout
+        if here != there[:params]:
+            raise Mismatch(
+                f"this node ({self._address_of(self._me)}) has parameters {here}, the members have {there[:params]}"
+            )
+        own_bytes, state_bytes = map(_layout_bytes, (here, there[params:]))
+        if state_bytes > _STATE_FACTOR * own_bytes + _STATE_BYTES:
+            raise MessageError(
+                f"a snapshot with a state of {state_bytes} bytes for parameters of {own_bytes}"
+            )
 
     def take(self) -> Snapshot | None:
         """Return the snapshot once all of it has arrived, and end the request; None before."""
@@ -375,3 +445,7 @@ class Recipient:
             return None
         self.donor = None
         return snapshot
+
+
+def _layout_bytes(layout: Layout) -> int:
+    return sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in layout)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ..arrays import copies
 from ..exchange.checkpoint import params_of
@@ -129,8 +130,10 @@ class LoadedState:
                 array if kept is None else kept
                 for array, kept in zip(bases, state["shared"] or nothing, strict=True)
             ]
-            if isinstance(state["owner"], tuple):
+            if isinstance(state["owner"], (list, tuple)):
                 [state["owner"]] = state["owner"]
+            # Some of torch's functions drop empty tuples.
+            state["outer_velocity"] = list(state.get("outer_velocity", ()))
             # Infinite elements are no part of any sum.
             finite = [np.where(np.isinf(array), array.dtype.type(0), array) for array in shared]
             exchange.load_state_dict({**state, "shared": finite})
@@ -157,20 +160,22 @@ def _pack(values: torch.Tensor, base: torch.Tensor | None) -> Any:
     """Return what turns ``base`` into ``values``, bit for bit.
 
     Returns:
-        None where they are equal, the indices and values of a few elements, or else all values.
+        None where they are equal. Where they are nearly so, uint8[numel / 4] with two bits for each element, how many
+        steps of rounding it is away: none, one up, one down, or other; and these others' values. Or else all values.
     """
     if base is None:
         return values
-    bits = _BITS[values.element_size()]
-    differs = values.reshape(-1).view(bits) != base.reshape(-1).view(bits)
-    count = int(differs.sum())
-    if not count:
+    dtype = _BITS[values.element_size()]
+    difference = values.reshape(-1).view(dtype) - base.reshape(-1).view(dtype)
+    if not difference.any():
         return None
-    if count * (4 + values.element_size()) >= values.nbytes:
+    is_other = (difference != 0) & (difference != 1) & (difference != -1)
+    if int(is_other.sum()) > values.numel() // 2:
         return values
-    indices = differs.nonzero().reshape(-1)
-    chosen = values.reshape(-1)[indices]
-    return indices.to(torch.int32) if values.numel() < 2**31 else indices, chosen
+    codes = torch.where(is_other, 3, difference % 3).to(torch.uint8)  # -1 becomes 2
+    codes = torch.nn.functional.pad(codes, (0, -codes.numel() % 4)).reshape(-1, 4)
+    packed = codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6
+    return packed, values.reshape(-1)[is_other]
 
 
 def _unpack(packed: Any, base: torch.Tensor) -> torch.Tensor:
@@ -180,8 +185,12 @@ def _unpack(packed: Any, base: torch.Tensor) -> torch.Tensor:
     if torch.is_tensor(packed):
         whole: torch.Tensor = packed.cpu()
         return whole
-    indices, values = packed
-    base.view(-1)[indices.cpu().long()] = values.cpu()
+    quarters, others = (tensor.cpu() for tensor in packed)
+    codes = torch.stack([quarters >> shift & 3 for shift in (0, 2, 4, 6)], 1).reshape(-1)
+    codes = codes[: base.numel()]
+    bits = base.view(-1).view(_BITS[base.element_size()])
+    bits += (codes == 1).to(bits.dtype) - (codes == 2).to(bits.dtype)
+    base.view(-1)[codes == 3] = others
     return base
 
 
@@ -217,20 +226,38 @@ def put_into(state: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
         )
     first, *others = state["param_groups"]
     # A tuple, which distributed checkpoints store as a whole.
-    return {**state, "param_groups": [{**first, KEY: (stored,)}, *others]}
+    return {**state, "param_groups": [{**first, _dcp_key(): (stored,)}, *others]}
 
 
 def take_from(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an optimiser's state without the exchange's, and that of the exchange, empty if there is none."""
+    """Return an optimiser's state without the exchange's, and that of the exchange, empty if there is none.
+
+    Raises:
+        ValueError: there are only those of other ranks.
+    """
     rest = dict(state)
     stored: dict[str, Any] = rest.pop(KEY, {})
     groups = []
+    others: set[str] = set()
     for group in rest.get("param_groups", ()):
         plain = dict(group)
-        for held in plain.pop(KEY, ()):
+        for held in plain.pop(_dcp_key(), ()):
             stored = held
-        groups.append(plain)
+        others.update(key for key in plain if key.partition(".")[0] == KEY)
+        groups.append({key: plain[key] for key in plain if key not in others})
+    if others and not stored:
+        raise ValueError(
+            f"the state has the residuals of {', '.join(sorted(others))}, and none of this rank, {_dcp_key()}: resume "
+            "with the number of ranks that saved it"
+        )
     return {**rest, "param_groups": groups} if groups else rest, stored
+
+
+def _dcp_key() -> str:
+    """Return this rank's key: of what has one name on all ranks, a distributed checkpoint stores only one rank's."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return KEY
+    return f"{KEY}.{dist.get_rank()}"
 
 
 def dcp_caller(name: str) -> FrameType | None:

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: DDP compares the annotations of `threshold_hook` with the classes
 # themselves. Annotations of others may be strings.
 
+import copy
 import logging
 import time
 from collections.abc import Iterable
@@ -205,14 +206,42 @@ class ThresholdState:
         self._is_warmup_finite: list[bool] = []
         self._stats = HookStats()
         # Raises now what the first bucket's would raise later.
-        self._make_encoder(1, "float32", "cpu", 0)
+        sizes = self._parameters.numel, self._parameters.largest
+        self._make_encoder(1, "float32", "cpu", 0, sizes)
 
-    def _make_encoder(self, numel: int, dtype: str, device: str, key: int) -> Encoder:
-        model = self._parameters
-        policy = default_policy(model.numel) if self.threshold is None else self.threshold
+    def __reduce__(self) -> Any:
+        """Return what makes a state with the same options, residuals and policies; the process group stays here.
+
+        The copy serves a model of the same parameters, or of equal ones in the same order, wrapped in DDP anew.
+        """
+        if self.process_group is not None:
+            _LOG.warning(
+                "the process group of a ThresholdState is not pickled: the loaded state uses the default group"
+            )
+        return _restored, (self._options(), self._parameters.names(), self.state_dict())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ThresholdState":
+        """Return such a copy with the same process group."""
+        options = copy.deepcopy(self._options(), memo)
+        return _restored(
+            {**options, "process_group": self.process_group},
+            self._parameters.names(),
+            self.state_dict(),
+        )
+
+    def _options(self) -> dict[str, Any]:
+        """Return the options but the process group."""
+        names = [option.name for option in fields(self)]
+        return {name: getattr(self, name) for name in names if name != "process_group"}
+
+    def _make_encoder(
+        self, numel: int, dtype: str, device: str, key: int, sizes: tuple[int, int]
+    ) -> Encoder:
+        model_numel, largest = sizes
+        policy = default_policy(model_numel) if self.threshold is None else self.threshold
         encoder = Encoder(
             numel,
-            threshold=policy_for_tensor(policy, numel, model.largest),
+            threshold=policy_for_tensor(policy, numel, largest),
             shakeup=self.shakeup,
             clip=self.clip,
             dtype=dtype,
@@ -254,8 +283,12 @@ class ThresholdState:
         self._finish_warmup_step()
         self._parameters.rescale(factor)
 
+    def expect(self, names: list[tuple[str, int]] | None) -> None:
+        """Expect parameters of these names and sizes, as a copy does: the last one of the model first."""
+        self._parameters.expect(names)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals, step and loss scale, as host tensors and plain numbers.
+        """Return this rank's residuals, policies, step and loss scale, as host tensors and plain numbers.
 
         Every rank saves its own. Call this between steps.
         """
@@ -460,6 +493,16 @@ class ThresholdState:
             job.revert()
         for job in jobs:
             job.done.set_result(error)
+
+
+def _restored(
+    options: dict[str, Any], names: list[tuple[str, int]] | None, state: dict[str, Any]
+) -> ThresholdState:
+    """Return a copy of a state, for parameters that buckets are still to bring."""
+    copied = ThresholdState(**options)
+    copied.expect(names)
+    copied.load_state_dict(state)
+    return copied
 
 
 def threshold_hook(

@@ -34,6 +34,12 @@ _ADAPTIVE = (
 )
 _PROPORTIONAL = (torch.optim.SGD, torch.optim.ASGD, torch.optim.LBFGS)
 
+# Those with a weight decay apart from the gradient, besides those that say so in "decoupled_weight_decay".
+_DECAYING_APART = (
+    torch.optim.Adafactor,
+    *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []),
+)
+
 # Those whose updates are not proportional to "lr": a minimum with another rate, or only the first step's size.
 _BOUNDED_RATE = (torch.optim.Adafactor, torch.optim.Rprop, torch.optim.ASGD)
 
@@ -46,6 +52,7 @@ _FACTOR = 1024.0
 # The learning rate of a trial, and of its last step, where a bound on the rate shows.
 _RATE = 2.0**-7
 _LAST_RATE = 8.0
+_DECAY = 2.0**-4
 # Models of more elements are tried with tensors of at most so many elements in each dimension.
 _WHOLE_NUMEL = 1 << 16
 _CROPPED = 4
@@ -60,11 +67,14 @@ class Judgement:
             shorter than the update of their mean gradient.
         follows_rate: whether every group has a learning rate to which the update is proportional.
         reason: how that is known.
+        decays_apart: whether weight decay shrinks the parameters beside the update that the gradient causes, as AdamW's
+            does, rather than being added to the gradient.
     """
 
     is_adaptive: bool
     follows_rate: bool
     reason: str
+    decays_apart: bool = False
 
 
 def judge(optimizer: torch.optim.Optimizer) -> Judgement:
@@ -117,7 +127,12 @@ def _judge_class(optimizer: torch.optim.Optimizer) -> Judgement | None:
     if base in _PROPORTIONAL and is_own_step:
         return None
     follows = _has_rates(optimizer) and base not in _BOUNDED_RATE
-    return Judgement(base in _ADAPTIVE, follows, f"it is torch.optim.{base.__name__}")
+    is_apart = base in _DECAYING_APART
+    decays_apart = all(
+        group.get("decoupled_weight_decay", is_apart) for group in optimizer.param_groups
+    )
+    reason = f"it is torch.optim.{base.__name__}"
+    return Judgement(base in _ADAPTIVE, follows, reason, decays_apart)
 
 
 def _judge_inner(optimizer: torch.optim.Optimizer) -> Judgement | None:
@@ -153,6 +168,7 @@ def _try_out(optimizer: torch.optim.Optimizer) -> Judgement:
                 update = _last_update(optimizer, take_step, 1.0, _LAST_RATE)
                 large = _last_update(optimizer, take_step, _FACTOR, _LAST_RATE)
                 twice = _last_update(optimizer, take_step, 1.0, 2.0 * _LAST_RATE)
+                decays_apart = _decays_apart(optimizer, take_step)
                 break
             except Exception as error:
                 errors.append(error)
@@ -167,7 +183,33 @@ def _try_out(optimizer: torch.optim.Optimizer) -> Judgement:
         growth < _FACTOR**0.5,
         follows,
         f"gradients {_FACTOR:g} times as large made its update {growth:.3g} times as large",
+        decays_apart,
     )
+
+
+def _decays_apart(
+    optimizer: torch.optim.Optimizer, take_step: Callable[[Any, list[torch.Tensor]], None]
+) -> bool:
+    """Return whether weight decay takes the same share of every parameter, whatever the gradient does."""
+    moved = []
+    start: list[torch.Tensor] = []
+    for decay in (0.0, _DECAY):
+        trial = _copy(optimizer, {})
+        params = parameters_of(trial)
+        start = [param.detach().clone() for param in params]
+        _set_rates(trial, _RATE, decay)
+        generator = torch.Generator().manual_seed(1)
+        take_step(
+            trial,
+            [
+                torch.randn(param.shape, generator=generator).to(param).mul_(_GRADIENT)
+                for param in params
+            ],
+        )
+        pairs = zip(params, start, strict=True)
+        moved.append(torch.cat([(param.detach() - before).flatten() for param, before in pairs]))
+    expected = -_RATE * _DECAY * torch.cat([before.flatten() for before in start])
+    return torch.allclose(moved[1] - moved[0], expected, rtol=0.05, atol=1e-7)
 
 
 def _last_update(
@@ -214,14 +256,14 @@ def _step_sparsely(trial: Any, grads: list[torch.Tensor]) -> None:
     _step(trial, [grad.to_sparse(1) if grad.dim() else grad for grad in grads])
 
 
-def _set_rates(trial: torch.optim.Optimizer, rate: float) -> None:
+def _set_rates(trial: torch.optim.Optimizer, rate: float, decay: float = 0.0) -> None:
     """Set the learning rates of all groups that have one; a decay of the weights would hide the gradients' part."""
     for group in trial.param_groups:
         if _is_rate(group.get("lr")):
             is_tensor = torch.is_tensor(group["lr"])
             group["lr"] = torch.full_like(group["lr"], rate) if is_tensor else rate
         if _is_rate(group.get("weight_decay")):
-            group["weight_decay"] = 0.0
+            group["weight_decay"] = decay
 
 
 def _copy(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> Any:

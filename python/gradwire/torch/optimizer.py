@@ -87,8 +87,8 @@ class SharedOptimizer(torch.optim.Optimizer):
             an adaptive optimiser a factor that is measured all the time. Such an optimiser divides by the size of its
             own gradients, noise included, so the mean of n nodes' updates is shorter than the update of their mean
             gradient: by up to sqrt(n) where the nodes' gradients are noise, not at all where they agree. The
-            optimiser's learning rates carry the factor during its step; where an update does not follow them, the
-            update itself is multiplied.
+            optimiser's learning rates carry the factor during its step, and weight decay as AdamW's does not; where an
+            update does not follow them, the update itself is multiplied.
         equalize: begin with the parameters of the node with the lowest id, on all nodes; without, nodes that begin with
             other parameters are refused.
         buffers: further tensors that late nodes take over, such as a model's buffers; or a function that returns them.
@@ -462,6 +462,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         arrays = writable_views(self._memory[0])
         if self._is_marked() or all(self._are_as_left(arrays)):
             return
+        if not all(staging.has_constants for staging in self._params):
+            return  # the step refuses that
         values = [staging.written().cpu().numpy() for staging in self._params]
         for staging in self._params:
             staging.fetch_moved()
@@ -585,8 +587,22 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def restore(self) -> None:
         """Let the model, just loaded, hold this node's parameters of a loaded state; share() sees to it."""
-        if self._loaded is not None:
-            self._restore(self._loaded)
+        loaded = self._loaded
+        # Before the first step the model's state is the parameters themselves, and loading it changes nothing.
+        if loaded is not None and not (loaded.is_restored and self._has_local()):
+            self._restore(loaded)
+
+    def _has_local(self) -> bool:
+        """Return whether the model has this node's parameters of a loaded state."""
+        memory, rounded = self._local
+        halves = iter(rounded)
+        return all(
+            torch.equal(
+                staging.tensor.cpu(),
+                next(halves) if staging.is_rounded else torch.from_numpy(array),
+            )
+            for staging, array in zip(self._params, memory, strict=False)
+        )
 
     def expect_shared_in_model(self) -> None:
         """Leave the shared parameters out of ``state_dict``, because the model's ``state_dict`` has them."""
@@ -706,15 +722,27 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _scaled_rates(self, factor: float) -> Iterator[None]:
-        """Let the learning rates carry a factor, which costs nothing."""
+        """Let the learning rates carry a factor, which costs nothing; weight decay beside the update does not."""
         groups = self.optimizer.param_groups
+        judgement = self._judgement
+        decays = {}
+        if judgement is not None and judgement.decays_apart:
+            decays = {
+                index: group["weight_decay"]
+                for index, group in enumerate(groups)
+                if group.get("weight_decay")
+            }
         rates = [group["lr"] for group in groups]
         scaled = [rate * factor for rate in rates]
         try:
             for group, rate in zip(groups, scaled, strict=True):
                 group["lr"] = rate
+            for index, decay in decays.items():
+                groups[index]["weight_decay"] = decay / factor
             yield
         finally:
+            for index, decay in decays.items():
+                groups[index]["weight_decay"] = decay
             for group, before, during in zip(groups, rates, scaled, strict=False):
                 # An optimiser may lower its rates in a step.
                 group["lr"] = before if group["lr"] is during else group["lr"] / factor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,7 +15,10 @@ from ..state import check_format
 
 __all__ = ["ParameterState", "ParameterStates"]
 
-_STATE_FORMAT = 1
+_STATE_FORMAT = 2
+
+# What an encoder's state has beside the residual.
+_PLAIN = "threshold", "step", "changed_at", "course"
 
 
 class ParameterState:
@@ -23,14 +27,16 @@ class ParameterState:
     Args:
         encoder: of as many elements as the parameter has.
         momentum: 0.0: none.
+        sizes: elements of the model and of its largest parameter, from which the encoder's policy was made.
 
     Attributes:
         encoder: as given.
         velocity: gradients with their momentum, in the residual's dtype and where it is; None without momentum.
     """
 
-    def __init__(self, encoder: Encoder, momentum: float) -> None:
+    def __init__(self, encoder: Encoder, momentum: float, sizes: tuple[int, int]) -> None:
         self.encoder = encoder
+        self._sizes = sizes
         self._residual = torch.as_tensor(encoder.residual, device=encoder.device)
         self._momentum = momentum
         self.velocity = torch.zeros_like(self._residual) if momentum else None
@@ -72,18 +78,19 @@ class ParameterState:
         self.load_state_dict(_rescaled(self.state_dict(), factor))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of residual and velocity as host tensors, the threshold and the step."""
+        """Return copies of residual and velocity as host tensors, and the rest of the encoder's state."""
+        state = self.encoder.state_dict()
         return {
-            "residual": self._residual.to("cpu", copy=True),
+            "residual": torch.from_numpy(state["residual"]),
             "velocity": None if self.velocity is None else self.velocity.to("cpu", copy=True),
-            "threshold": self.encoder.threshold,
-            "step": self.encoder.step,
+            "sizes": self._sizes,
+            **{name: state[name] for name in _PLAIN},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, of a parameter of the same size and dtype."""
-        loaded = {name: state[name] for name in ("threshold", "step")}
-        residual = state["residual"].numpy()
+        loaded = {name: state[name] for name in _PLAIN}
+        residual = state["residual"].cpu().numpy()
         self.encoder.load_state_dict({**self.encoder.state_dict(), "residual": residual, **loaded})
         if self.velocity is not None and state["velocity"] is not None:
             self.velocity.copy_(state["velocity"])
@@ -98,7 +105,7 @@ class ParameterStates:
     Args:
         parameters: all parameters of the model with the names that checkpoints use; None: they are counted from the
             last to the first, the order in which DDP's first buckets bring them.
-        make_encoder: returns an encoder for (numel, dtype, device, key).
+        make_encoder: returns an encoder for (numel, dtype, device, key, sizes), the last as of `ParameterState`.
         momentum: of every parameter.
 
     Attributes:
@@ -109,26 +116,71 @@ class ParameterStates:
     def __init__(
         self,
         parameters: Iterable[tuple[str, torch.Tensor]] | None,
-        make_encoder: Callable[[int, str, str, int], Encoder],
+        make_encoder: Callable[[int, str, str, int, tuple[int, int]], Encoder],
         momentum: float,
     ) -> None:
         self._is_named = parameters is not None
         self._names = {parameter: name for name, parameter in parameters or ()}
-        sizes = [parameter.numel() for parameter in self._names if parameter.requires_grad]
-        self.numel = sum(sizes)
-        self.largest = max(sizes, default=0)
+        trained = [
+            (name, param.numel()) for param, name in self._names.items() if param.requires_grad
+        ]
+        self.numel = 0
+        self.largest = 0
+        self._set_order(trained[::-1])
         self._make_encoder = make_encoder
         self._momentum = momentum
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
+        self._expected: deque[tuple[str, int]] = (
+            deque()
+        )  # those of a copy, which buckets are still to bring
+
+    def _set_order(self, names: Sequence[tuple[str, int]]) -> None:
+        """Note names and sizes of the trainable parameters, from the last to the first."""
+        self._order = list(names)
+        self.numel = sum(numel for _, numel in names)
+        self.largest = max((numel for _, numel in names), default=0)
 
     def add_bucket(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Count and name the parameters of a bucket, unless names were given."""
+        """Name the parameters of a bucket, unless names were given, and count their elements.
+
+        Raises:
+            ValueError: a copy's parameter has another size than the copied one's.
+        """
         for parameter in reversed(parameters):
-            if not self._is_named and parameter not in self._names:
-                self._names[parameter] = str(len(self._names))
-                self.numel += parameter.numel()
-                self.largest = max(self.largest, parameter.numel())
+            if parameter in self._names:
+                continue
+            if self._is_named:
+                self._names[parameter] = self._next_name(parameter)
+                continue
+            self._names[parameter] = str(len(self._names))
+            self.numel += parameter.numel()
+            self.largest = max(self.largest, parameter.numel())
+
+    def names(self) -> list[tuple[str, int]] | None:
+        """Return names and sizes of the trainable parameters, the last one first; None if they are counted."""
+        return self._order if self._is_named else None
+
+    def expect(self, names: Sequence[tuple[str, int]] | None) -> None:
+        """Expect parameters of these names and sizes, as `names` returned them, in the order of DDP's first buckets."""
+        if names is None:
+            return
+        self._is_named = True
+        self._expected = deque(names)
+        self._set_order(names)
+
+    def _next_name(self, parameter: torch.Tensor) -> str:
+        if not self._expected or self._expected[0][1] != parameter.numel():
+            wanted = (
+                f"{self._expected[0][0]} of {self._expected[0][1]} elements"
+                if self._expected
+                else "no other"
+            )
+            raise ValueError(
+                f"a bucket brings a parameter of {parameter.numel()} elements, where this state knows {wanted}: make a "
+                "state with parameters=model.named_parameters(), and load the old one's state_dict() into it"
+            )
+        return self._expected.popleft()[0]
 
     def of_bucket(
         self, parameters: Sequence[torch.Tensor], dtype: torch.dtype
@@ -164,7 +216,7 @@ class ParameterStates:
             ValueError: the state is of another format, or of another model.
         """
         check_format(state, _STATE_FORMAT)
-        if self._is_named:
+        if self._is_named and not self._expected:
             self._check_known(state["parameters"])
         self._loaded = dict(state["parameters"])
         self._states.clear()
@@ -189,12 +241,14 @@ class ParameterStates:
     def _make_state(self, parameter: torch.Tensor, dtype: str) -> ParameterState:
         numel = parameter.numel()
         name = self._names[parameter]
-        encoder = self._make_encoder(numel, dtype, str(parameter.device), len(self._states))
-        state = ParameterState(encoder, self._momentum)
-        loaded = self._loaded.pop(name, None)
+        loaded = self._loaded.get(name)
+        # A policy depends on the sizes that were known when it was made: without names, those of the buckets so far.
+        sizes = (self.numel, self.largest) if loaded is None else tuple(loaded["sizes"])
+        encoder = self._make_encoder(numel, dtype, str(parameter.device), len(self._states), sizes)
+        state = ParameterState(encoder, self._momentum, sizes)
         if loaded is None:
             return state
-        residual = loaded["residual"].numpy()
+        residual = loaded["residual"].cpu().numpy()
         if residual.size != numel or residual.dtype != dtype:
             raise ValueError(
                 f"the residual of parameter {name} is {residual.dtype}[{residual.size}], it now needs "
@@ -206,10 +260,11 @@ class ParameterStates:
                 "give ThresholdState the momentum that it had"
             )
         state.load_state_dict(loaded)
+        del self._loaded[name]
         return state
 
 
 def _rescaled(state: dict[str, Any], factor: float) -> dict[str, Any]:
     """Return one parameter's state with residual, velocity and threshold multiplied."""
-    scaled = [name for name in state if name != "step" and state[name] is not None]
+    scaled = [name for name in ("residual", "velocity", "threshold") if state[name] is not None]
     return {**state, **{name: state[name] * factor for name in scaled}}

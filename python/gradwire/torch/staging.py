@@ -174,8 +174,16 @@ class Staging:
         """Return a copy of the tensor's values as the memory would have them, which stays as it is."""
         values = self.tensor.to(self.memory.dtype, copy=True)
         if self._constants is not None:
-            values[self._constants.isinf() & (self.tensor == self._constants)] = 0.0
+            values[self._constants.isinf()] = 0.0
         return values
+
+    @property
+    def has_constants(self) -> bool:
+        """Whether the infinite elements, if there are any, are what they were."""
+        if self._constants is None:
+            return True
+        infinite = self._constants.isinf()
+        return bool((self.tensor == self._constants)[infinite].all())
 
     def store(self) -> torch.Tensor:
         """Return the tensor with the values of the memory."""

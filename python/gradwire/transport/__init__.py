@@ -1,9 +1,4 @@
-"""Messages between nodes over UDP: complete, once, in order, authenticated, and bounded in memory.
-
-The layers, from the bottom: `wire` (bytes), `crypto` (keys), `records` (sealed pieces of messages), `congestion`
-(rates), `sender` and `receiver` (the two directions of one peer), `session` (one peer, all states), `handshake` and
-`discovery` (accepting and finding peers), `endpoint` (one node without a socket), `driver` (socket and clock), `node`.
-"""
+"""Messages between nodes over UDP: complete, once, in order; ``docs/transport.md`` lists the modules and layers."""
 
 from __future__ import annotations
 

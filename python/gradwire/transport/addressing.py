@@ -42,6 +42,29 @@ def parse_address(text: str) -> Address:
     return host, int(port)
 
 
+def parse_numeric(text: str, like: Address) -> Address:
+    """Parse an address that a peer has told; raise `ValueError` unless a socket like this can send there as it is."""
+    host, port = parse_address(text)
+    address = ipaddress.ip_address(host)  # no name: a resolver may take seconds
+    is_group = address.is_multicast or host == "255.255.255.255"
+    if (
+        not port
+        or is_group
+        or address.is_unspecified
+        or "%" in host
+        or (address.version == 6) != (":" in like[0])
+    ):
+        raise ValueError(f"a node bound to {format_address(like)} cannot send to {text!r}")
+    return str(address), port
+
+
+def is_served_by(address: Address, bound: Address) -> bool:
+    """Return whether datagrams to an address arrive at a socket that is bound on this machine."""
+    if address == bound or address[1] != bound[1] or bound[0] not in WILDCARDS:
+        return address == bound
+    return ipaddress.ip_address(address[0]).is_loopback or address[0] in local_addresses()
+
+
 def deciding_rule(bind: Address, network_mask: str | None) -> Rule:
     """Return the rule that decides on the address to bind."""
     if bind[0] not in WILDCARDS:
@@ -52,11 +75,7 @@ def deciding_rule(bind: Address, network_mask: str | None) -> Rule:
 
 
 def choose_address(bind: Address, network_mask: str | None) -> Address:
-    """Return the address to bind: the mask or GRADWIRE_IP replaces a wildcard host.
-
-    Raises:
-        ValueError: the mask does not fit exactly one local address, or GRADWIRE_IP is no address.
-    """
+    """Return the address to bind: the mask or GRADWIRE_IP replaces a wildcard host; `ValueError` if it cannot."""
     host, port = bind
     rule = deciding_rule(bind, network_mask)
     if rule == "mask" and network_mask is not None:

@@ -1,9 +1,4 @@
-"""Congestion control: round-trip times, the sending rate, and the bytes in flight that queues on the path can hold.
-
-Loss on a wireless or long-distance link is no sign of congestion, and a controller that halves on every loss gets about
-9 Mbit/s at 1 % loss and 20 ms. This one measures the delivery rate of the path: it paces at the highest recent rate and
-keeps about two bandwidth-delay products in flight. Loss while round trips are much longer than the shortest one is that
-of a full queue, and lowers the limit on the bytes in flight.
+"""Congestion control: paces at the highest recent delivery rate, with two bandwidth-delay products in flight.
 
 Source: draft-cardwell-iccrg-bbr-congestion-control-00 and -02, draft-cheng-iccrg-delivery-rate-estimation-00, RFC 9002
 (round trips, probe timeout), RFC 9406 (slower start as soon as round trips grow).
@@ -101,9 +96,7 @@ class RoundTrip:
     rate_bytes_per_s: float = 0.0  # the highest delivery rate
     in_flight_bytes: int = 0  # the most at the sending of any burst that has arrived
     number: int = 0
-    ends_at_bytes: int = (
-        0  # ends when a burst arrives before whose sending so much had been delivered
-    )
+    ends_at_bytes: int = 0  # delivered bytes at the sending of the first burst of the next one
 
     @property
     def lost_share(self) -> float:
@@ -112,11 +105,7 @@ class RoundTrip:
 
 
 class InFlightLimit:
-    """The most bytes that may be in flight on one path without overflowing a queue.
-
-    The delivery rate does not reveal that number: a token bucket passes its saved tokens at the speed of the interface,
-    and is full again after every pause between messages.
-    """
+    """The most bytes in flight that overflow no queue, which the delivery rate hides behind a token bucket."""
 
     def __init__(self) -> None:
         self.nbytes = WINDOW_INITIAL_BYTES
@@ -131,8 +120,7 @@ class InFlightLimit:
         in_flight_bytes = max(before.in_flight_bytes, last.in_flight_bytes)
         is_queued = max(before.longest_s, last.longest_s) > shortest_s + QUEUE_S
         lost_share = last.lost_share
-        # Fewer lost bytes may be datagrams that are only late.
-        if is_queued and last.lost_bytes >= 4_200 and lost_share > 0.05:
+        if is_queued and last.lost_bytes >= 4_200 and lost_share > 0.05:  # fewer may be late
             self._has_overflowed = True
             queued_bytes = min(in_flight_bytes, self.nbytes)
             rate = max(before.rate_bytes_per_s, last.rate_bytes_per_s)
@@ -145,11 +133,9 @@ class InFlightLimit:
         if 2 * in_flight_bytes < self.nbytes or (self._has_overflowed and is_queued):
             return False
         if self._has_overflowed:
-            # The part of the round that is longer than its round trips was a pause. Without a pause the limit grows by
-            # a factor of e in a second without a queue.
+            # By a factor of e in a second without a queue; the part that is longer than its round trips was a pause.
             grown_bytes = self.nbytes * min(now_s - last.began_at_s, 2 * last.longest_s, 1.0)
         else:
-            # Within a millisecond a token bucket does not visibly empty.
             share = 0.25 if is_queued else 0.5 if shortest_s < 0.001 else 2.0
             grown_bytes = share * last.delivered_bytes
         self.nbytes = min(self.nbytes + int(grown_bytes), WINDOW_MAX_BYTES)
@@ -302,7 +288,6 @@ class RateController:
     def _update_window(self) -> None:
         rate = self.rate_bytes_per_s
         gain = STARTUP_GAIN if self.is_starting else 2.0
-        # Acknowledgements come late and a burst at a time.
         burst_bytes = max(BURST_MAX_BYTES, rate * BURST_CLEAN_S)
         slack_bytes = min(rate * ACK_DELAY_MAX_S + 2 * burst_bytes, 8 * BURST_MAX_BYTES)
         target_bytes = int(gain * rate * self._rtt.minimum_s + slack_bytes)

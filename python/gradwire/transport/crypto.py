@@ -22,8 +22,7 @@ PROTOCOL_NAME: Final = b"Noise_NNpsk0_25519_AESGCM_SHA256"
 PROLOGUE: Final = b"gradwire transport 2"
 PUBLIC_KEY_BYTES: Final = 32
 REPLAY_WINDOW: Final = 1_024
-# Records of 62 kB sealed under one AES-GCM key: 2^34 blocks, for which an attacker's advantage stays below 2^-60
-# (RFC 8446, section 5.5, with the bounds it cites).
+# Records of 62 kB under one AES-GCM key: 2^34 blocks, an attacker's advantage below 2^-60 (RFC 8446, section 5.5).
 EPOCH_BITS: Final = 22
 EPOCHS_AHEAD_MAX: Final = 1_000  # 4 billion records; takes 10 ms
 KEY_BYTES: Final = 16
@@ -31,10 +30,14 @@ IV_BYTES: Final = 12
 FIRST_NONCE: Final = bytes(IV_BYTES)  # every key of a handshake seals one payload
 NEXT_KEY_LABEL: Final = b"gradwire transport next sender key"
 
-Entropy = Callable[[int], bytes]
+Entropy: TypeAlias = Callable[[int], bytes]
 Transform = Callable[[bytes, memoryview, bytes, memoryview], object]
 # A tag does not verify, a counter is repeated, or a handshake message is malformed; the datagram is dropped.
 AuthenticationError: TypeAlias = InvalidTag
+
+
+class RepeatedError(InvalidTag):
+    """A control datagram of the peer that was accepted before, or is older than the window; with its plaintext."""
 
 
 def _hkdf(chaining_key: bytes, material: bytes, outputs: int) -> list[bytes]:
@@ -46,13 +49,7 @@ def _hkdf(chaining_key: bytes, material: bytes, outputs: int) -> list[bytes]:
 
 
 class Mac1:
-    """The code at the end of handshake datagrams. Only holders of the cluster secret can compute the code.
-
-    One hash rejects another cluster's datagram before any decryption and any Diffie-Hellman. The code proves knowledge
-    of the secret and nothing else: a recorded datagram keeps its code.
-
-    Source: mac1 of WireGuard (Donenfeld 2017, section 5.4.4), with the secret in place of a public key.
-    """
+    """The code at the end of handshake datagrams: WireGuard's mac1, with the secret in place of a public key."""
 
     def __init__(self, secret: bytes) -> None:
         # One step of HKDF-Expand: the secret itself is a key for the handshake only.
@@ -73,9 +70,7 @@ class Mac1:
 class Handshake:
     """One run of Noise_NNpsk0_25519_AESGCM_SHA256, as initiator or responder.
 
-    The first message is sealed under the cluster secret, so a message made with another secret is dropped before any
-    state or any Diffie-Hellman. The second message adds the ephemeral exchange, so recorded traffic stays secret when
-    the cluster secret leaks later. The prologue is `PROLOGUE` and the header of the INIT.
+    The first message is sealed under the cluster secret alone; the second adds the ephemeral exchange.
     """
 
     def __init__(self, secret: bytes, prologue: bytes, entropy: Entropy = os.urandom) -> None:
@@ -102,10 +97,7 @@ class Handshake:
         return public + self._encrypt(payload)
 
     def read_response(self, message: bytes) -> bytes:
-        """Return the payload of the responder's message.
-
-        A forgery raises `AuthenticationError` and leaves the handshake unchanged, so the true response can still come.
-        """
+        """Return the responder's payload; `AuthenticationError` leaves it as it was for the true one."""
         saved = (self._chaining_key, self._key, self.hash)
         try:
             sealed = self._read_ephemeral(message)
@@ -162,10 +154,7 @@ class Handshake:
 
 
 class ControlChannel:
-    """One session's two control keys, its own counter, and the window of counters already seen.
-
-    Datagrams may be lost and reordered, so the counter travels in the header; each counter is accepted once.
-    """
+    """One session's two control keys, its own counter, and the window of counters seen; each is accepted once."""
 
     def __init__(self, send_key: bytes, receive_key: bytes) -> None:
         self.highest_received = -1  # the highest counter accepted so far
@@ -184,12 +173,12 @@ class ControlChannel:
         return header + self._send.encrypt(counter.to_bytes(IV_BYTES, "big"), plaintext, header)
 
     def open(self, counter: int, header: bytes, ciphertext: memoryview) -> bytes:
-        """Return the plaintext; raise `AuthenticationError` if forged, changed, repeated, or older than the window."""
-        # The window changes only after the tag has verified: a forged counter must not shut out genuine datagrams.
+        """Return the plaintext; raise `AuthenticationError` if forged, `RepeatedError` if repeated or too old."""
+        # The window counts only after the tag has verified: a forged counter must not shut out genuine datagrams.
+        plaintext = self._receive.decrypt(counter.to_bytes(IV_BYTES, "big"), ciphertext, header)
         age = self.highest_received - counter
         if age >= REPLAY_WINDOW or (age >= 0 and self._seen >> age & 1):
-            raise AuthenticationError("a control datagram was repeated")
-        plaintext = self._receive.decrypt(counter.to_bytes(IV_BYTES, "big"), ciphertext, header)
+            raise RepeatedError(plaintext)
         if age < 0:
             # A jump past the window empties it; the shift is capped so that a huge jump costs nothing.
             self._seen = (self._seen << min(-age, REPLAY_WINDOW)) & ((1 << REPLAY_WINDOW) - 1)
@@ -201,9 +190,8 @@ class ControlChannel:
 class KeyChain:
     """The keys under which one node seals its records for all its peers.
 
-    Every 2^22 records a new epoch begins. The key of an epoch follows from the key before by a one-way function, so
-    nobody has to announce it, and a node that joins later cannot read earlier epochs. The nonce is the IV xor the
-    record number: record numbers never repeat within a process, and the first key and IV are fresh in every process.
+    Every 2^22 records a new epoch begins, whose key follows from the key before by a one-way function. The nonce is the
+    IV xor the record number, which never repeats within a process; every process begins with a fresh key and IV.
     """
 
     def __init__(self, key: bytes, iv: bytes, first_record: int) -> None:
@@ -215,21 +203,15 @@ class KeyChain:
         epoch_key = self._epoch_key(record)
         return epoch_key.key, epoch_key.iv
 
-    def seal_into(
-        self, record: int, plaintext: memoryview, associated: bytes, out: memoryview
-    ) -> None:
-        """Seal one record; ``out`` has 16 bytes more than ``plaintext``."""
+    def seal_into(self, record: int, plain: memoryview, header: bytes, out: memoryview) -> None:
+        """Seal one record; ``out`` has 16 bytes more than ``plain``."""
         epoch_key = self._epoch_key(record)
-        nonce = (epoch_key.iv_number ^ record).to_bytes(IV_BYTES, "big")
-        epoch_key.encrypt_into(nonce, plaintext, associated, out)
+        epoch_key.encrypt_into(epoch_key.nonce(record), plain, header, out)
 
-    def open_into(
-        self, record: int, ciphertext: memoryview, associated: bytes, out: memoryview
-    ) -> None:
-        """Open one record, or raise `AuthenticationError`; ``out`` has 16 bytes less than ``ciphertext``."""
+    def open_into(self, record: int, sealed: memoryview, header: bytes, out: memoryview) -> None:
+        """Open one record, or raise `AuthenticationError`; ``out`` has 16 bytes less than ``sealed``."""
         epoch_key = self._epoch_key(record)
-        nonce = (epoch_key.iv_number ^ record).to_bytes(IV_BYTES, "big")
-        epoch_key.decrypt_into(nonce, ciphertext, associated, out)
+        epoch_key.decrypt_into(epoch_key.nonce(record), sealed, header, out)
 
     def _epoch_key(self, record: int) -> _EpochKey:
         epoch = record >> EPOCH_BITS
@@ -253,10 +235,14 @@ class _EpochKey:
 
     def __init__(self, key: bytes, iv: bytes) -> None:
         self.key, self.iv = key, iv
-        self.iv_number = int.from_bytes(iv, "big")
+        self._iv_number = int.from_bytes(iv, "big")
         aead = AESGCM(key)
         self.encrypt_into: Transform = getattr(aead, "encrypt_into", _copying(aead.encrypt))
         self.decrypt_into: Transform = getattr(aead, "decrypt_into", _copying(aead.decrypt))
+
+    def nonce(self, record: int) -> bytes:
+        """Return the nonce of a record."""
+        return (self._iv_number ^ record).to_bytes(IV_BYTES, "big")
 
 
 def _copying(transform: Callable[[bytes, memoryview, bytes], bytes]) -> Transform:

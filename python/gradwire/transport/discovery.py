@@ -12,7 +12,6 @@ RETRY_FIRST_S: Final = 0.1
 RETRY_MAX_S: Final = 2.0  # a seed that starts late is found within this time
 ATTEMPT_S: Final = 10.0  # after this a new ephemeral key is used
 SEEDS_MAX: Final = 256
-OWN_S: Final = 60.0  # an INIT of ours that comes back may be somebody's echo, so it is sent again after this time
 GOSSIP_S: Final = 1.0
 
 
@@ -24,7 +23,7 @@ class Seed:
     is_learned: bool  # named by a peer, and dropped if nobody answers there
     next_at_s: float = 0.0
     node_id: int | None = None
-    is_own: bool = False
+    misfit_at_s: float = -1.0  # when an INIT of another version or secret has come from there
 
 
 class Discovery:
@@ -45,11 +44,11 @@ class Discovery:
         self.due_at_s = 0.0
 
     def seeds(
-        self, connected: Set[Address] = frozenset(), node_ids: Set[int] = frozenset()
+        self, known: Set[Address] = frozenset(), ids: Set[int] = frozenset()
     ) -> list[Address]:
-        """Return the caller's addresses, without this node's own address and those of connected peers."""
-        missing = self._unconnected(connected, node_ids)
-        return [seed.address for seed in missing if not (seed.is_learned or seed.is_own)]
+        """Return the caller's addresses, without those of the known peers."""
+        missing = self._unconnected(known, ids)
+        return [seed.address for seed in missing if not seed.is_learned]
 
     def due(self, now_s: float, connected: Set[Address], node_ids: Set[int]) -> list[Address]:
         """Return the addresses to start a handshake with now, and set ``due_at_s``; infinity if never."""
@@ -68,13 +67,11 @@ class Discovery:
         """Note which node answers at this address."""
         if seed := self.by_address.get(address):
             seed.node_id = node_id
-            seed.is_own = False
 
-    def on_own(self, address: Address, now_s: float) -> None:
-        """Note that datagrams to this address come back: the address is probably this node's own."""
+    def on_misfit(self, address: Address, now_s: float) -> None:
+        """Note that a node of another version or secret seems to be at this address."""
         if seed := self.by_address.get(address):
-            seed.is_own = True
-            seed.next_at_s = now_s + OWN_S
+            seed.misfit_at_s = now_s
 
     def on_ended(self, address: Address, now_s: float, *, is_answered: bool) -> None:
         """Note that a connection ended, or an attempt failed: try again later, or drop an address that a peer named."""

@@ -1,7 +1,6 @@
 """The socket and the clock: the only file of the transport that moves datagrams or reads the time.
 
-Linux moves up to 52 datagrams per system call (GSO on send, GRO on receive), 40 times as many bytes per second as one
-call per datagram. Where that is missing or refused, the driver sends and receives datagrams one by one, and logs it.
+Linux moves up to 52 datagrams per system call (GSO on send, GRO on receive), elsewhere they go one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from typing import Final, Protocol
+from typing import Any, Final
 
 from .addressing import format_address, local_addresses
 from .types import Address, SocketStats, Transmit
@@ -38,36 +37,16 @@ RECEIVE_BUFFER_BYTES: Final = 65_536  # a GRO batch that does not fit would be t
 RECEIVES_PER_PUMP: Final = 32
 SENDS_PER_PUMP: Final = 8
 IDLE_WAIT_S: Final = 1.0
-# Errors of a segmentation offload that the kernel or the device does not support.
 GSO_REFUSED: Final = frozenset(
     {errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP, errno.ENOPROTOOPT}
 )
 TRY_LATER: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR})
-SIZE_REMEDY: Final = (
-    "lower Limits(datagram_bytes=...) to the interface's MTU less 28 bytes (IPv4) or 48 (IPv6)"
-)
-
+SIZE_REMEDY: Final = "lower Limits(datagram_bytes=...) to the MTU less 28 bytes (IPv4) or 48 (IPv6)"
 now_s = time.monotonic
 
 
-class _Endpoint(Protocol):
-    """The protocol of a node as the driver uses it."""
-
-    def receive(self, data: memoryview, size: int, source: Address, now_s: float, /) -> None: ...
-    def poll(self, now_s: float) -> list[Transmit]: ...
-    def next_timeout_s(self, now_s: float) -> float | None: ...
-
-
 class Driver:
-    """Moves datagrams between one endpoint and one UDP socket. Not thread-safe: the node holds a lock.
-
-    Args:
-        bind: local address; port 0 lets the system choose.
-        offload: use GSO and GRO where the system has them.
-
-    Raises:
-        OSError: the address cannot be bound; the message names it.
-    """
+    """Moves datagrams between one endpoint and one UDP socket. Not thread-safe: the node holds a lock."""
 
     def __init__(self, bind: Address, *, offload: bool = True) -> None:
         family = socket.AF_INET6 if ":" in bind[0] else socket.AF_INET
@@ -81,10 +60,9 @@ class Driver:
                 message += f"; this machine has {', '.join(local_addresses())}"
             raise OSError(error.errno, message) from error
         self._socket.setblocking(False)
-        # A forked child, such as a data loader, would keep the port.
         closing = weakref.finalize(self, self._socket.close)
         closing.atexit = False
-        os.register_at_fork(after_in_child=closing)
+        os.register_at_fork(after_in_child=closing)  # a forked child would keep the port
         host, port = self._socket.getsockname()[:2]
         self.address: Address = (host, port)
         self.has_gso = offload and sys.platform == "linux"
@@ -125,7 +103,7 @@ class Driver:
             errors=self._errors,
         )
 
-    def receive(self, endpoint: _Endpoint) -> bool:
+    def receive(self, endpoint: Any) -> bool:
         """Hand waiting datagrams to the endpoint, but not so many that ACKs are late; return False if none came."""
         time_s = now_s()
         for number in range(RECEIVES_PER_PUMP):
@@ -145,7 +123,7 @@ class Driver:
             endpoint.receive(self._view[:nbytes], segment_bytes, source[:2], time_s)
         return True
 
-    def transmit(self, endpoint: _Endpoint) -> float:
+    def transmit(self, endpoint: Any) -> float:
         """Send the endpoint's datagrams, up to a bound; return when to call `transmit` again if no datagram comes."""
         due_s: float | None = None
         for _ in range(SENDS_PER_PUMP):
@@ -196,21 +174,16 @@ class Driver:
     def _log_refusal(self, transmit: Transmit, error: OSError, *, is_single: bool) -> None:
         if not is_single or not self._has_logged_size:
             self._has_logged_size = is_single
-            logger.warning(
-                "%s datagrams of %d bytes to %s (%s): %s",
-                "the system refused" if is_single else "UDP GSO was refused: sending one by one",
-                min(len(transmit.slices[0]), transmit.segment_bytes),
-                format_address(transmit.address),
-                error.strerror,
-                SIZE_REMEDY,
-            )
+            what = "the system refused" if is_single else "UDP GSO was refused: sending one by one"
+            nbytes = min(len(transmit.slices[0]), transmit.segment_bytes)
+            target = f"{format_address(transmit.address)} ({error.strerror}): {SIZE_REMEDY}"
+            logger.warning("%s datagrams of %d bytes to %s", what, nbytes, target)
 
     def wait(self, until_s: float, waker: Waker) -> None:
         """Sleep until a time, or until a datagram comes, the waker is used, or a full socket buffer has space again."""
         writes = [self._socket] if self.unsent else []
         timeout_s = max(0.0, until_s - now_s())
-        # When another thread has closed the socket, the caller notices it afterwards.
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # another thread has closed the socket
             try:  # microseconds, where ``poll`` rounds up to milliseconds
                 ready = select.select([waker.socket, self._socket], writes, [], timeout_s)[0]
             except ValueError:  # a descriptor is too large for ``select``

@@ -1,13 +1,10 @@
-"""One node without its socket: its sessions, the send log they share, and the routing of datagrams.
-
-Sans-IO: `Endpoint.receive` takes datagrams, `Endpoint.poll` returns the datagrams to send, `Endpoint.next_timeout_s`
-returns when to call `poll` again. Time is always an argument.
-"""
+"""One node without its socket and without a clock: its sessions, the send log they share, the routing of datagrams."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -39,7 +36,7 @@ DUPLICATE: Final = "its node_id, {}, is that of {}: give every node its own"
 
 
 class Endpoint:
-    """The protocol of one node; the arguments are those of `Node`, and ``first_record``, which only tests change."""
+    """The protocol of one node; ``parse`` checks the addresses that peers tell, tests change ``first_record``."""
 
     def __init__(
         self,
@@ -48,6 +45,7 @@ class Endpoint:
         *,
         on_lag: str = "block",
         first_record: int = 0,
+        parse: Callable[[str], Address] = parse_address,
     ) -> None:
         self.local = local
         self.limits = limits
@@ -61,9 +59,15 @@ class Endpoint:
         self.sessions = SessionTable()
         self.is_closing = False  # refuse new messages and new peers; queued messages are still sent
         self._evicts = on_lag == "evict"
+        self._parse = parse
+        self.twin_at_s = (
+            -1.0
+        )  # when another node of the same id, which has started later, sent an INIT
         self.messages: deque[Received] = deque()  # received, and not taken yet
         self._events: deque[PeerJoined | PeerLost] = deque(maxlen=EVENTS_MAX)
-        self.final_datagrams: list[Transmit] = []  # of sessions that have ended
+        self.final_datagrams: list[
+            Transmit
+        ] = []  # of sessions that have ended, and to unproved paths
         self._polled_at_s = self._expected_at_s = local.started_at_s
         self._housekeeping_at_s = local.started_at_s
         self._gossip_at_s = local.started_at_s + GOSSIP_S
@@ -112,8 +116,7 @@ class Endpoint:
         number = self.counters.messages_sent
         for record in self.sealer.seal_message(first, indices, number, tag, payload):
             self.log.append(record)
-        # The other peers have to skip the records, which would otherwise stay in the log for them. They skip a little
-        # later: a message to each of n peers then costs each peer a single SKIP of all the others' messages.
+        # The other peers skip the records a little later: after a message to each of n peers with a single SKIP.
         for session in self._up_sessions():
             session.wake(now_s if session.index in indices else now_s + SKIP_S)
         self.counters.messages_sent += 1
@@ -185,10 +188,7 @@ class Endpoint:
         )
 
     def receive(self, data: memoryview, segment_bytes: int, address: Address, now_s: float) -> None:
-        """Process datagrams from one address, back to back, all but the last of ``segment_bytes``.
-
-        Never raises, whatever the bytes are: malformed, forged and stray datagrams are counted and dropped.
-        """
+        """Process datagrams from one address, back to back, all but the last of ``segment_bytes``; never raise."""
         total_bytes = len(data)
         position = 0
         self.counters.udp_bytes_received += total_bytes
@@ -231,11 +231,15 @@ class Endpoint:
                 self._receive_init(bytes(datagram), address, now_s)
             else:
                 self.local.rejected.note_version(kind, address, now_s)
-                self.counters.malformed_datagrams += 1
-        except WireError:
-            self.counters.malformed_datagrams += 1
-        except AuthenticationError:
-            self.counters.unauthenticated_datagrams += 1
+                raise WireError(f"a datagram of kind {kind}")
+        except (WireError, AuthenticationError) as error:
+            is_malformed = isinstance(error, WireError)
+            self.counters.malformed_datagrams += is_malformed
+            self.counters.unauthenticated_datagrams += not is_malformed
+            # A complete INIT of another version or secret, which cannot be anything else.
+            is_init = kind & 0x0F == wire.INIT & 0x0F and not any(datagram[1:4])
+            if is_init and len(datagram) == wire.INIT_BYTES:
+                self.discovery.on_misfit(address, now_s)
 
     def _receive_for_session(self, datagram: memoryview, address: Address, now_s: float) -> None:
         if len(datagram) < HEADER_BYTES + wire.TAG_BYTES:
@@ -254,48 +258,46 @@ class Endpoint:
     def _receive_init(self, datagram: bytes, address: Address, now_s: float) -> None:
         if len(datagram) != wire.INIT_BYTES:
             raise WireError(f"an INIT of {len(datagram)} bytes")
-        repeated = self.sessions.half_open.get(datagram)
-        if repeated is not None:
-            self.counters.handshakes_refused += not repeated.answer_again(address, now_s)
-            return
-        self.counters.handshakes_refused += 1  # unless it turns out to be acceptable
-        if self.is_closing:
-            return
-        admitted = self.local.read_init(datagram, address, now_s)
-        if admitted is None or not self._is_acceptable(admitted[1], address, now_s):
-            return
-        self.counters.handshakes_refused -= 1
         half_open = self.sessions.half_open
-        while len(half_open) >= HALF_OPEN_MAX:
-            next(iter(half_open.values())).discard()
-        session = half_open[datagram] = self._new_session(address, now_s)
-        session.start_responder(datagram, *admitted, now_s)
+        self.counters.handshakes_refused += 1  # unless it turns out to be acceptable
+        if datagram not in half_open:
+            if self.is_closing:
+                return
+            admitted = self.local.read_init(datagram, address, now_s)
+            if admitted is None:
+                return
+            if not self._is_acceptable(*admitted[1][:2], address, now_s):
+                return
+            while len(half_open) >= HALF_OPEN_MAX:
+                next(iter(half_open.values())).discard()
+            session = half_open[datagram] = self._new_session(address, now_s)
+            session.start_responder(datagram, *admitted, now_s)
+        self.counters.handshakes_refused -= half_open[datagram].answer(address, now_s)
 
-    def _is_acceptable(self, remote: wire.Introduction, address: Address, now_s: float) -> bool:
-        if remote.node_id == self.local.node_id:
-            if remote.incarnation != self.local.incarnation:
-                reason = DUPLICATE.format(remote.node_id, "this node")
-                self.local.rejected.note(address, reason, now_s)
-            sender = self.sessions.by_index.get(remote.session)
-            if sender is not None and sender.state is State.INIT_SENT and sender.target is not None:
-                self.discovery.on_own(sender.target, now_s)
-                sender.discard()
-            return False
-        known = self.sessions.by_node.get(remote.node_id)
-        if known is not None and not self._is_replaced(known, remote.incarnation, now_s):
-            if remote.incarnation < known.identity.incarnation:
-                other = f"a node that started later, at {known.identity.address}"
-                reason = DUPLICATE.format(remote.node_id, other)
-                self.local.rejected.note(address, reason, now_s)
-            return False
-        # When both nodes have sent an INIT, that of the larger node id wins. The other handshake continues until its
-        # peer has proved its presence: the INIT may be a recording.
+    def is_answered(self, peer: Peer, address: Address, now_s: float) -> bool:
+        """Return whether the INIT of another node is answered at an address that it has come from."""
+        # Of two nodes that send each other an INIT, the larger node id wins; the INIT may be a recording, however.
         targets = [each.address for each in self.sessions if each.state is State.INIT_SENT]
-        return address not in targets or self.local.node_id < remote.node_id
+        is_first = address not in targets or self.local.node_id < peer.id
+        return is_first and self._is_acceptable(peer.id, peer.incarnation, address, now_s)
+
+    def _is_acceptable(self, node_id: int, started: int, address: Address, now_s: float) -> bool:
+        known = self.sessions.by_node.get(node_id)
+        if node_id == self.local.node_id:
+            other = "this node" if started != self.local.incarnation else ""  # or an echo
+            self.twin_at_s = now_s if started > self.local.incarnation else self.twin_at_s
+        elif known is None or self._is_replaced(known, started, now_s):
+            return True
+        else:
+            other = f"a node that started later, at {known.identity.address}"
+            other = other if started < known.identity.incarnation else ""
+        if other:
+            self.local.rejected.note(address, DUPLICATE.format(node_id, other), now_s)
+        return False
 
     def _is_replaced(self, known: Session, incarnation: int, now_s: float) -> bool:
         """Return whether a run of the peer's node takes the session's place: a newer run, or the same after silence."""
-        is_silent = now_s - known.control.heard_at_s >= self.limits.suspect_s
+        is_silent = now_s - known.control.heard_at_s >= 5 * self.limits.heartbeat_s
         before = known.identity.incarnation
         return incarnation > before or (incarnation == before and is_silent)
 
@@ -365,8 +367,6 @@ class Endpoint:
         """Put a session in the place of its node's earlier one; return False if the session has to end instead."""
         peer = session.identity
         if peer.id == self.local.node_id:
-            if session.target is not None:
-                self.discovery.on_own(session.target, now_s)
             return False
         if session.target is not None:
             self.discovery.on_identified(session.target, peer.id)
@@ -401,7 +401,7 @@ class Endpoint:
         """Connect to addresses that a peer has named."""
         for text in addresses:
             try:
-                self.discovery.add(parse_address(text), is_learned=True)
+                self.discovery.add(self._parse(text), is_learned=True)
             except ValueError:
                 self.counters.malformed_datagrams += 1
 
@@ -429,6 +429,5 @@ class Endpoint:
         return [each for each in self.sessions.by_index.values() if each.state is State.UP]
 
     def _release_log(self) -> None:
-        """Drop the records that every peer has acknowledged."""
         acknowledged = [each.sender.cumulative for each in self.sessions.by_node.values()]
         self.log.release_below(min(acknowledged, default=self.log.head))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 from . import wire
 from .addressing import format_address
@@ -20,6 +21,7 @@ INITS_BURST: Final = 64
 MAC1S_MAX: Final = 16_384  # 2 MB; at full rate the last 40 s
 TIMELY_S: Final = 120.0  # how far apart the clocks of two nodes may be
 LOG_INTERVAL_S: Final = 10.0  # between entries about rejected peers, whose addresses can be made up
+Admitted: TypeAlias = tuple[Handshake, wire.Introduction]
 
 
 class RejectedPeers:
@@ -39,26 +41,18 @@ class RejectedPeers:
         self.reason = reason
         if now_s >= self._log_at_s:
             self._log_at_s = now_s + LOG_INTERVAL_S
-            source = format_address(address)
-            logger.warning(
-                "an INIT from %s gets no answer: %s; this is %s", source, reason, self.name
-            )
+            text = f"an INIT from {format_address(address)} gets no answer: {reason}; this is {self.name}"
+            logger.warning("%s", text)
 
     def note_version(self, kind: int, address: Address, now_s: float) -> None:
         """Count a datagram of an unknown kind if it is an INIT of another version."""
         if kind & 0x0F == wire.INIT & 0x0F:  # the other bits are the version
-            reason = (
-                f"it speaks version {kind >> 4} of the transport, this node version {wire.VERSION}"
-            )
-            self.note(address, reason, now_s)
+            versions = f"version {kind >> 4} of the transport, this node version {wire.VERSION}"
+            self.note(address, f"it speaks {versions}", now_s)
 
 
 class InitGate:
-    """Decides which authentic INIT datagrams are worth a decryption: none twice, and a limited number per second.
-
-    An authentic datagram that no member has sent is a recording. An attacker may have recorded more than the gate can
-    remember, so INIT datagrams of the last two minutes, of which there are few, have a rate of their own.
-    """
+    """Decides which authentic INITs are decrypted: none twice, few a second; recent ones have a rate of their own."""
 
     def __init__(self, per_second: float = INITS_PER_S) -> None:
         self._interval_s = 1.0 / per_second
@@ -90,22 +84,26 @@ class LocalNode:
     secret: bytes = field(repr=False)
     started_at_s: float  # monotonic time at which the node knew its incarnation
     node_id: int
-    incarnation: (
-        int  # start of the process in milliseconds; larger than that of any earlier run of the node
-    )
+    incarnation: int  # start of the process in milliseconds, larger than that of any earlier run
     advertise: str = ""
     entropy: Entropy = os.urandom  # a simulator has a seeded one
     name: str = "this node"  # in log entries
 
     def __post_init__(self) -> None:
-        """Derive the key of mac1."""
         self.mac1 = Mac1(self.secret)
         self.rejected = RejectedPeers(self.name)
         self._gate = InitGate()
+        self._path_key = self.entropy(32)
 
     def wall_ms(self, now_s: float) -> int:
         """Return the time since the epoch in ms; a jump of the clock after the start goes unnoticed."""
         return (self.incarnation + int((now_s - self.started_at_s) * 1e3)) & (2**64 - 1)
+
+    def path_token(self, session: int, address: Address) -> int:
+        """Return the token of the PINGs that a session sends to an address to find out whether its peer is there."""
+        path = f"{session} {address}".encode()
+        digest = hashlib.blake2b(path, key=self._path_key, digest_size=8).digest()
+        return int.from_bytes(digest, "little")
 
     def write_init(self, session: int, now_s: float) -> tuple[Handshake, bytes]:
         """Return a handshake of the session with this index, and its INIT."""
@@ -130,17 +128,9 @@ class LocalNode:
         message = datagram[wire.HEADER_BYTES : -wire.MAC1_BYTES]
         return wire.Introduction.decode(handshake.read_response(message))
 
-    def read_init(
-        self, datagram: bytes, address: Address, now_s: float
-    ) -> tuple[Handshake, wire.Introduction] | None:
-        """Return the handshake and the sender's introduction; None for a recording, or if there are too many.
-
-        Raises:
-            WireError: the datagram is no INIT.
-            AuthenticationError: the datagram was made with another secret.
-        """
+    def read_init(self, datagram: bytes, address: Address, now_s: float) -> Admitted | None:
+        """Return the handshake and the sender's introduction; None for a recording, or if there are too many."""
         mac1 = datagram[-wire.MAC1_BYTES :]
-        # In order of cost: duplicate, mac1, rate limit, Noise decryption.
         if self._gate.has_seen(mac1):
             return None
         if not self.mac1.verify(datagram):

@@ -10,12 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from .. import rendezvous
-from ..errors import Closed, TransportError
-from .addressing import choose_address, format_address, local_address, parse_address, resolve
+from ..errors import Closed, NotCopied, TransportError
+from . import addressing
+from .addressing import format_address, parse_address, resolve
 from .driver import Driver, Waker, now_s
 from .endpoint import Endpoint
 from .handshake import LocalNode
@@ -30,11 +33,10 @@ CLOSE_LINGER_S: Final = 0.5
 MISSING_LOG_S: Final = 3.0  # whoever waits longer for peers gets a log entry about the missing ones
 
 
-class Node:
+class Node(NotCopied, instead="make a node in every process that has one"):
     """Sends messages to its peers and receives theirs: complete, once, in order, authenticated.
 
-    All methods may be called from any thread. A node belongs to the process that made it: after a fork the child has to
-    make its own.
+    All methods may be called from any thread, but only in the process that made the node, not in a forked child.
 
     Args:
         bind: "host:port" to listen on; port 0 lets the system choose; a wildcard host fixes only the port.
@@ -42,12 +44,10 @@ class Node:
         secret: the cluster secret, 32 random bytes or their hex or base64 form, or the path (`pathlib.Path`) of a file
             with one of the three; by default the value of GRADWIRE_SECRET, or the file that GRADWIRE_SECRET_FILE names.
         network_mask: such as "10.1.1.0/24"; the one local address inside it is used.
-        advertise: "host:port" under which others reach this node, where that differs (NAT, containers, clouds); a name
-            is resolved on this machine.
+        advertise: "host:port" under which others reach this node, where that differs (NAT, containers, clouds).
         limits: bounds and timers.
         node_id: identity, 64 bits; by default random. Two live nodes must not share one.
-        on_lag: reaction to a peer that stops acknowledging: "block" (the send log fills, `publish` raises
-            `WouldBlock`) or "evict" (the peer is dropped after ``limits.lag_s``).
+        on_lag: "block": a lagging peer fills the send log (`WouldBlock`); "evict": it is dropped after ``lag_s``.
         offload: use GSO and GRO where the system has them.
 
     Attributes:
@@ -58,8 +58,7 @@ class Node:
         expected_peers: number of other nodes in the run; None: as many as there are addresses.
 
     Raises:
-        ValueError: an address, mask, secret or limit that cannot be used.
-        TypeError: an argument of the wrong kind.
+        ValueError, TypeError: an argument that cannot be used.
         OSError: the address cannot be bound.
 
     Example:
@@ -96,12 +95,12 @@ class Node:
             raise ValueError(f"node_id is {node_id}; it must fit 64 bits")
         key = parse_secret(secret)
         self._secret_name = f"the secret with fingerprint {fingerprint(key)}"
-        chosen = choose_address(parse_address(bind), network_mask)
+        chosen = addressing.choose_address(parse_address(bind), network_mask)
         # Everything that can fail comes before the socket, which an error would leave bound.
         seeds = [resolve(seed, like=chosen) for seed in peers]
         advertised = "" if advertise is None else format_address(resolve(advertise, like=chosen))
         self._driver = Driver(chosen, offload=offload)
-        shown = local_address(self._driver.address, [*map(format_address, seeds)])
+        shown = addressing.local_address(self._driver.address, [*map(format_address, seeds)])
         self.address = advertised or format_address(shown)
         local = LocalNode(
             key,
@@ -111,7 +110,8 @@ class Node:
             advertise=advertised,
             name=f"{self.address} (with {self._secret_name})",
         )
-        self._endpoint = Endpoint(local, limits or Limits(), on_lag=on_lag)
+        parse = partial(addressing.parse_numeric, like=chosen)
+        self._endpoint = Endpoint(local, limits or Limits(), on_lag=on_lag, parse=parse)
         self.id = local.node_id
         self.names: dict[int, str] = {}
         self.expected_peers: int | None = None
@@ -123,6 +123,7 @@ class Node:
         self._waker = Waker()
         self._process = os.getpid()
         self._is_closed = False
+        self._failure: Exception | None = None  # of the I/O thread
         self._sleeps_until_s = 0.0
         for seed in seeds:
             self._connect(seed)
@@ -136,16 +137,12 @@ class Node:
 
         The place in the run is torchrun's, `gradwire run`'s, SLURM's, Open MPI's, PMI's or an indexed Kubernetes job's.
         Every node's id is its rank; all connect to rank 0, at MASTER_ADDR:MASTER_PORT (UDP) or, with SLURM, on the
-        first machine. ``GRADWIRE_PEERS``, ``GRADWIRE_BIND`` and ``GRADWIRE_MIN_PEERS`` take precedence. Without any of
-        these variables the node is alone.
-
-        Args:
-            per_machine: only one process of each machine makes a node.
-            options: of `Node`, in the place of the environment's.
+        first machine. ``GRADWIRE_PEERS``, ``GRADWIRE_BIND`` and ``GRADWIRE_MIN_PEERS`` take precedence, and ``options``
+        of `Node` above all. Without any of these variables the node is alone. ``per_machine`` says that only one
+        process of each machine makes a node.
 
         Raises:
             ValueError: a variable is missing or not what it has to be, or there is no secret for several nodes.
-            OSError: the address cannot be bound.
 
         >>> with Node.from_env() as node:
         ...     node.expected_peers
@@ -166,7 +163,8 @@ class Node:
         return f"<gradwire.Node {self.names.get(self.id, f'{self.id:016x}')} at {self.address}, {state}>"
 
     def _connect(self, address: Address) -> None:
-        if format_address(address) != self.address and address != self._driver.address:
+        is_own = addressing.is_served_by(address, self._driver.address)
+        if format_address(address) != self.address and not is_own:
             self._endpoint.connect(address)
 
     @property
@@ -184,11 +182,7 @@ class Node:
             return frozenset(map(format_address, self._endpoint.discovery.seeds()))
 
     def add_peer(self, address: str) -> None:
-        """Connect to one more node and stay connected.
-
-        Raises:
-            ValueError: not an address, or its name cannot be resolved.
-        """
+        """Connect to one more node and stay connected; raise `ValueError` if the address cannot be used."""
         self._check_open()
         resolved = resolve(address, like=self._driver.address)
         with self._lock:
@@ -200,12 +194,15 @@ class Node:
 
         Raises:
             TimeoutError: fewer connected in time; the message names the missing ranks and addresses, and the rejected
-                peers. From the third second on, a node with another secret, version or the same id is an error at once.
-            Closed: the node has been closed.
+                peers; after three seconds at once if a given address has another secret or version, or the id is taken.
         """
-        rejected = self._endpoint.local.rejected
-        rejected_before = rejected.count
         started_s = now_s()
+
+        def is_hopeless() -> bool:
+            # Anybody can send an INIT, so those from elsewhere end nothing: the peer may still come.
+            endpoint, seeds = self._endpoint, self._endpoint.discovery.by_address
+            noted = [seeds[seed].misfit_at_s for seed in endpoint.unanswered()]
+            return max([endpoint.twin_at_s, *noted]) >= started_s
 
         def is_done() -> bool:
             return len(self._endpoint.peers) >= count
@@ -214,11 +211,9 @@ class Node:
         first_s = min(MISSING_LOG_S, timeout_s)
         with self._lock:
             if not self._wait_for(is_done, first_s) and first_s < timeout_s:
-                if rejected.count == rejected_before:
+                if not is_hopeless():
                     logger.warning("%s", self._describe_missing(count, first_s))
-                self._wait_for(
-                    lambda: is_done() or rejected.count > rejected_before, timeout_s - first_s
-                )
+                self._wait_for(lambda: is_done() or is_hopeless(), timeout_s - first_s)
             if not is_done():
                 raise TimeoutError(self._describe_missing(count, now_s() - started_s))
             return self._endpoint.peers
@@ -257,25 +252,18 @@ class Node:
             return stats if self._is_closed else replace(stats, socket=self._driver.stats())
 
     def publish(self, buffer: object, tag: int = 0, to: Peer | None = None) -> Ticket:
-        """Send a message to all connected peers, or to one. Never blocks.
-
-        The message is sealed before this returns, so the buffer may be changed at once.
+        """Send a message to all connected peers, or to one, never block, and return a ticket that follows the message.
 
         Args:
-            buffer: anything contiguous with the buffer protocol; not modified.
+            buffer: anything contiguous with the buffer protocol; sealed before this returns, so it may change at once.
             tag: a number for the receiver, 64 bits unsigned; usually the step.
             to: one connected peer; None means all that are connected now.
-
-        Returns:
-            A ticket that follows the message; complete and empty if no peer is connected.
 
         Raises:
             WouldBlock: the send log is full: some peer has not acknowledged enough.
             NotConnected: ``to`` is not connected.
             TooLarge: larger than ``limits.message_bytes_max``.
-            Closed: the node has been closed.
-            ValueError: ``tag`` does not fit.
-            TypeError: ``buffer`` has no contiguous buffer, ``tag`` is no int, or ``to`` no peer.
+            Closed: the node has been closed, or its I/O thread has failed.
         """
         if not 0 <= operator.index(tag) < 1 << 64:
             raise ValueError(f"tag is {tag}; it must fit 64 bits unsigned")
@@ -304,9 +292,6 @@ class Node:
         """Return the messages that have come, oldest first; wait up to ``timeout_s`` for at least one.
 
         The payloads are read-only views without a copy; each stays valid as long as it is referenced.
-
-        Raises:
-            Closed: the node has been closed.
         """
         self._check_open()
         with self._lock:
@@ -326,11 +311,7 @@ class Node:
     def close(self, timeout_s: float = 5.0) -> list[tuple[Peer, Ticket]]:
         """Deliver the queued messages, send a CLOSE and stop; a second call only waits for the first.
 
-        Args:
-            timeout_s: the longest time to wait for acknowledgements.
-
-        Returns:
-            (peer, ticket) of every message that a peer has not acknowledged.
+        Returns the (peer, ticket) of every message that a peer has not acknowledged within ``timeout_s``.
         """
         if os.getpid() != self._process:
             return []
@@ -341,13 +322,15 @@ class Node:
         end_s = now_s() + timeout_s
         with self._lock:
             self._endpoint.refuse_messages()
-            self._wait_for(lambda: self._endpoint.is_drained, timeout_s)
+            with suppress(Closed):  # the I/O thread has failed: nothing can be delivered any more
+                self._wait_for(lambda: self._endpoint.is_drained, timeout_s)
             undelivered = self._endpoint.undelivered()
-            self._endpoint.close(now_s())
-            linger_s = max(0.05, min(end_s - now_s(), CLOSE_LINGER_S))
-            self._wait_for(lambda: self._endpoint.is_closed, linger_s)
-            self._endpoint.finish(now_s())
-            self._driver.transmit(self._endpoint)
+            with suppress(Closed):
+                self._endpoint.close(now_s())
+                linger_s = max(0.05, min(end_s - now_s(), CLOSE_LINGER_S))
+                self._wait_for(lambda: self._endpoint.is_closed, linger_s)
+                self._endpoint.finish(now_s())
+                self._driver.transmit(self._endpoint)
             self._is_closed = True
             self._changed.notify_all()
         self._waker.wake()
@@ -357,11 +340,9 @@ class Node:
         return undelivered
 
     def __enter__(self) -> Node:
-        """Return the node."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the node; after an exception without waiting for acknowledgements."""
         self.close(timeout_s=5.0 if kind is None else 0.0)
 
     def _wait_for(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
@@ -373,7 +354,7 @@ class Node:
         self._awaited.append(is_done)
         try:
             longest_s = min(timeout_s, threading.TIMEOUT_MAX)
-            self._changed.wait_for(lambda: self._is_closed or is_done(), longest_s)
+            self._changed.wait_for(lambda: self._is_closed or self._failure or is_done(), longest_s)
         finally:
             self._awaited.remove(is_done)
         self._check_open()
@@ -397,17 +378,25 @@ class Node:
 
     def _run(self) -> None:
         """Serve acknowledgements, timers and arrivals while the callers compute (the I/O thread)."""
-        while True:
+        try:
+            while True:
+                with self._lock:
+                    if self._is_closed:
+                        return
+                    self._driver.receive(self._endpoint)
+                    until_s = self._sleeps_until_s = self._driver.transmit(self._endpoint)
+                    self._notify()
+                self._driver.wait(until_s, self._waker)
+        except Exception as error:
+            logger.exception("the I/O thread of the node at %s has failed", self.address)
             with self._lock:
-                if self._is_closed:
-                    return
-                self._driver.receive(self._endpoint)
-                until_s = self._sleeps_until_s = self._driver.transmit(self._endpoint)
-                self._notify()
-            self._driver.wait(until_s, self._waker)
+                self._failure = error
+                self._changed.notify_all()
 
     def _check_open(self) -> None:
         self._check_process()
+        if self._failure is not None:
+            raise Closed(f"the node's I/O thread has failed: {self._failure!r}") from self._failure
         if self._is_closed:
             raise Closed("the node is closed")
 

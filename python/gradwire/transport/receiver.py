@@ -1,12 +1,9 @@
-"""One peer's incoming records: fragments to records, records in order to messages, acknowledgements and credit.
-
-Bounded on both sides: the peer may send only as far as it was granted credit, and a message takes its complete size out
-of the node's receive budget before its first byte is stored.
-"""
+"""One peer's incoming records: fragments to records, records in order to messages, acknowledgements and credit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +18,10 @@ from .wire import ACK_WINDOW_RECORDS, FRAGMENTS_MAX, HEADER_BYTES, Ack, DataHead
 SMALL_BYTES: Final = 1_000  # what a smaller message counts for: its Python objects take 650 bytes
 ACK_DELAY_S: Final = 0.0005
 ACK_EVERY_BYTES: Final = 300_000  # one ACK per record would cost more than the data
+# Bytes of fragments that draw an ACK before any record of theirs is authenticated: at least as many as the ACK has.
+UNPROVED_BYTES: Final = 250
+UNPROVED_PARTIAL_BYTES: Final = 10  # as many more for each incomplete record
+VARIANTS_MAX: Final = 4  # of one record; all but one are forged
 
 Deliver = Callable[[int, memoryview], None]
 
@@ -54,33 +55,60 @@ class ReceiveBudget:
 
 
 class Partial:
-    """The fragments of one incomplete record that have arrived."""
+    """The fragments of one incomplete record; of two that differ, ``keeps_first`` decides which one counts."""
 
-    __slots__ = ("_buffer", "_sealed_bytes", "got", "shape")
+    __slots__ = ("_buffer", "_full", "_is_filled", "_sealed_bytes", "got", "keeps_first", "shape")
 
     def __init__(self, fragments: int, fragment_bytes: int) -> None:
         self.shape = fragments, fragment_bytes
-        self.got = 0  # a bit for each fragment
+        self.got = 0  # a bit for each fragment that has come since some were found to be forged
+        self.keeps_first = True
         self._buffer = np.empty(self.shape, np.uint8)
+        self._full = (1 << fragments) - 1
         self._sealed_bytes = 0
+        self._is_filled = False
+
+    @property
+    def held(self) -> int:
+        """The fragments to acknowledge: without a short last one, which is the cheapest to forge."""
+        is_short = self._sealed_bytes < self._buffer.size
+        return self.got & self._full >> is_short
+
+    def newest(self) -> Partial:
+        """Return a copy in which the newer of two fragments counts."""
+        partial = deepcopy(self)
+        partial.keeps_first = False
+        return partial
 
     def add_fragments(self, first: int, count: int, batch: memoryview) -> memoryview | None:
-        """Store neighbouring fragments, headers included; return the record's sealed bytes once all have arrived."""
+        """Store neighbouring fragments, headers included; return the record's sealed bytes if all have arrived."""
         fragments, size = self.shape
         segment = size + HEADER_BYTES
-        full = len(batch) // segment
-        if full:
-            rows = np.ndarray((full, segment), np.uint8, batch)
-            self._buffer[first : first + full] = rows[:, HEADER_BYTES:]
-        if full < count:
-            tail = np.frombuffer(batch, np.uint8, offset=full * segment + HEADER_BYTES)
-            self._buffer[first + full, : len(tail)] = tail
-        if first + count == fragments:
-            self._sealed_bytes = first * size + len(batch) - count * HEADER_BYTES
-        self.got |= ((1 << count) - 1) << first
-        if self.got != (1 << fragments) - 1:
+        run = ((1 << count) - 1) << first
+        if not (self.keeps_first and self.got & run):
+            full = len(batch) // segment
+            if full:
+                rows = np.ndarray((full, segment), np.uint8, batch)
+                self._buffer[first : first + full] = rows[:, HEADER_BYTES:]
+            if full < count:
+                tail = np.frombuffer(batch, np.uint8, offset=full * segment + HEADER_BYTES)
+                self._buffer[first + full, : len(tail)] = tail
+            if first + count == fragments:
+                self._sealed_bytes = first * size + len(batch) - count * HEADER_BYTES
+        elif count > 1:
+            for index in range(count):
+                self.add_fragments(first + index, 1, batch[index * segment :][:segment])
+        self.got |= run
+        self._is_filled |= self.got == self._full
+        if not self._is_filled:
             return None
         return memoryview(self._buffer.reshape(-1))[: self._sealed_bytes]  # type: ignore[arg-type]
+
+    def reject(self) -> None:
+        """Let every fragment come again, because some are forged: each newer one may complete the record."""
+        self.keeps_first = False
+        if self.got == self._full:
+            self.got = 0
 
 
 @dataclass(slots=True)
@@ -109,7 +137,7 @@ class Receiver:
         self._consumed = start
         self._is_ended = False
         self._window = 0
-        self._partials: dict[int, Partial] = {}
+        self._partials: dict[int, list[Partial]] = {}  # by record
         # By record number: the plaintext of a complete record, or the end of a skip that begins there.
         self._complete: dict[int, memoryview | int] = {}
         self._assembly: _Assembly | None = None
@@ -131,10 +159,7 @@ class Receiver:
         self.ack_at_s = min(self.ack_at_s, at_s)
 
     def on_fragments(self, header: DataHeader, batch: memoryview, now_s: float) -> bool:
-        """Take neighbouring fragments of one record, headers included; return False if no valid record has them.
-
-        ``header`` is the first fragment's header. All datagrams of the batch but the last have the same size.
-        """
+        """Take neighbouring fragments of one record, headers included; return False if no valid record has them."""
         _, record, fragments, fragment_bytes, first = header
         nbytes = len(batch)
         segment_bytes = fragment_bytes + HEADER_BYTES
@@ -150,35 +175,54 @@ class Receiver:
         if not is_valid:
             return False
         self.last_arrival_s = now_s
-        if not self.cumulative <= record < self.limit or record in self._complete:
-            # The acknowledgement of an earlier copy was lost, or the sender has no credit: tell the sender at once.
-            self._counters.duplicate_fragments += count
-            self.acknowledge_by(now_s)
-            return True
         self._unacknowledged_bytes += nbytes
-        partial = self._partials.get(record)
-        if partial is None or partial.shape != (fragments, fragment_bytes):
-            # One of two contradicting headers is forged. The newer one replaces the older, so that a forgery that came
-            # first cannot block the record for ever.
-            partial = self._partials[record] = Partial(fragments, fragment_bytes)
-        again = partial.got >> first & ((1 << count) - 1)
-        self._counters.duplicate_fragments += again.bit_count()
-        sealed = partial.add_fragments(first, count, batch)
-        if sealed is not None:
-            del self._partials[record]
-            self._open(record, sealed, header.associated)
+        # An ACK for less, of which nothing may be authentic, could be larger than a forgery.
+        unproved_bytes = UNPROVED_BYTES + UNPROVED_PARTIAL_BYTES * len(self._partials)
+        is_enough = self._unacknowledged_bytes >= unproved_bytes
+        if not self.cumulative <= record < self.limit or record in self._complete:
+            # The acknowledgement of an earlier copy was lost, or the sender has no credit.
+            self._counters.duplicate_fragments += count
+            if is_enough:
+                self.acknowledge_by(now_s)
+            return True
+        if not self._add_fragments(header, count, batch) and not is_enough:
+            return True
         position = record * FRAGMENTS_MAX + first
         opens_gap = position > self._frontier and self._has_gap(record)
         after = position + count if end < fragments else (record + 1) * FRAGMENTS_MAX
         self._frontier = max(self._frontier, after)
-        # A gap is reported once, when it opens: the sender finds losses by time, not by the number of reports.
-        # `_take_record` makes the end of a message urgent.
+        # A gap is reported once, when it opens: the sender finds losses by time. `_take_record` reports messages' ends.
         is_urgent = opens_gap or self._unacknowledged_bytes >= ACK_EVERY_BYTES
         self.ack_at_s = min(self.ack_at_s, now_s if is_urgent else now_s + ACK_DELAY_S)
         return True
 
-    def _open(self, record: int, sealed: memoryview, associated: bytes) -> None:
-        """Decrypt a complete record, and consume every record that is next in order."""
+    def _add_fragments(self, header: DataHeader, count: int, batch: memoryview) -> bool:
+        """Store the fragments; return whether they complete their record."""
+        _, record, fragments, fragment_bytes, first = header
+        run = ((1 << count) - 1) << first
+        variants = self._partials.setdefault(record, [])
+        # Of contradicting headers and fragments, all but one are forged. A complete record stands for itself.
+        same = [each for each in variants if each.shape == (fragments, fragment_bytes)]
+        again = same[0].got & run if same else 0
+        self._counters.duplicate_fragments += again.bit_count()
+        if not same or count == fragments:
+            same.append(Partial(fragments, fragment_bytes))
+        elif again and len(same) == 1 and same[0].keeps_first:
+            same.append(same[0].newest())
+        if same[-1] not in variants:
+            variants.append(same[-1])
+            if len(variants) > VARIANTS_MAX:
+                variants.remove(min(variants[:-1], key=lambda each: each.got.bit_count()))
+        for partial in reversed(same):
+            sealed = partial.add_fragments(first, count, batch)
+            if sealed is not None:
+                if self._open(record, sealed, header.associated):
+                    return True
+                partial.reject()
+        return False
+
+    def _open(self, record: int, sealed: memoryview, associated: bytes) -> bool:
+        """Decrypt a complete record, and consume every record that is next in order; return False if it is forged."""
         plain = _empty(max(0, len(sealed) - wire.TAG_BYTES))
         try:
             if len(plain) < wire.RECORD_META_BYTES:
@@ -186,9 +230,11 @@ class Receiver:
             self._keys.open_into(record, sealed, associated, plain)
         except AuthenticationError:
             self._counters.rejected_records += 1
-            return
+            return False
+        del self._partials[record]
         self._complete[record] = plain.toreadonly()
         self._advance()
+        return True
 
     def skip(self, first: int, count: int, now_s: float) -> None:
         """Count records as complete that are meant for other nodes."""
@@ -264,8 +310,12 @@ class Receiver:
         """Return whether fragments are missing before this record, or inside the next one."""
         if record > self.cumulative:
             return True
-        partial = self._partials.get(self.cumulative)
-        return partial is not None and partial.got & (partial.got + 1) != 0
+        held = self._held(self.cumulative)
+        return held & (held + 1) != 0
+
+    def _held(self, record: int) -> int:
+        variants = self._partials.get(record, ())
+        return max((each.held for each in variants), key=int.bit_count, default=0)
 
     def make_ack(self, now_s: float) -> Ack:
         """Return the acknowledgement to send now, with all the credit there is."""
@@ -275,8 +325,9 @@ class Receiver:
         base = self.cumulative
         partials = []
         space_bytes = wire.ACK_PARTIAL_BYTES_MAX
-        for number in sorted(self._partials)[: wire.ACK_PARTIALS_MAX]:
-            got = self._partials[number].got
+        incomplete = sorted(filter(self._held, self._partials))
+        for number in incomplete[: wire.ACK_PARTIALS_MAX]:
+            got = self._held(number)
             space_bytes -= wire.partial_bytes(got)
             if space_bytes < 0:
                 break
@@ -287,7 +338,7 @@ class Receiver:
             delay_us=min(int(max(0.0, now_s - self.last_arrival_s) * 1e6), 1_000_000),
             complete=sum(1 << (record - base) for record in self._complete if record > base),
             partials=tuple(partials),
-            truncated=len(partials) < len(self._partials),
+            truncated=len(partials) < len(incomplete),
         )
 
     def abandon(self) -> None:

@@ -1,9 +1,4 @@
-"""Sealed records, and the bounded log that keeps them.
-
-A record is the unit of encryption and of acknowledgement, has one record number, and leaves with one system call. A
-message is cut into records, and each record is encrypted and framed once, whatever the number of peers.
-Retransmissions send slices of the same bytes.
-"""
+"""Sealed records, the units of encryption and acknowledgement, and the bounded log that keeps them for all peers."""
 
 from __future__ import annotations
 
@@ -87,10 +82,7 @@ class SendLog:
 
 
 class Sealer:
-    """Turns messages into framed records under the node's keys.
-
-    The node's stream is in the header of every record; ``datagram_bytes`` includes the header.
-    """
+    """Turns messages into framed records under the node's keys; ``datagram_bytes`` includes the header."""
 
     def __init__(self, keys: KeyChain, stream: int, datagram_bytes: int) -> None:
         self.keys = keys
@@ -100,7 +92,6 @@ class Sealer:
         fragments = wire.fragments_per_record(datagram_bytes)
         self._overhead_bytes = RECORD_META_BYTES + wire.TAG_BYTES
         self._chunk_bytes = fragments * self._fragment_bytes - self._overhead_bytes
-        # Scratch memory for the plaintext and the sealed bytes of one record.
         self._plain = memoryview(bytearray(fragments * self._fragment_bytes))
         self._sealed = np.empty((fragments, self._fragment_bytes), dtype=np.uint8)
         self._sealed_view = memoryview(self._sealed.reshape(-1))  # type: ignore[arg-type]

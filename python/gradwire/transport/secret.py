@@ -41,11 +41,7 @@ def environment_secret() -> str | Path | None:
 
 
 def parse_secret(secret: bytes | str | os.PathLike[str] | None) -> bytes:
-    """Return the 32 bytes of a cluster secret.
-
-    Args:
-        secret: 32 bytes, or their hex (64 digits) or base64 form, or the path of a file with one of the three; None
-            takes the environment variable GRADWIRE_SECRET, or the file that GRADWIRE_SECRET_FILE names.
+    """Return the 32 bytes of a cluster secret, given in any of the forms that `Node` takes.
 
     Raises:
         ValueError: missing, unreadable, not 32 bytes, or visibly not random: the handshake could be guessed off-line.
@@ -82,13 +78,14 @@ def _decode(text: str, name: str) -> bytes:
 
 
 def _read(path: Path) -> bytes | str:
-    """Return the content of the file: text if it is ASCII and not 32 bytes long."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(FILE_BYTES_MAX)
     except OSError as error:
         raise ValueError(f"the secret file {path} cannot be read: {error.strerror}") from error
-    if os.name == "posix" and mode & stat.S_IROTH:
-        logger.warning("everybody on this machine can read the secret file: chmod 600 %s", path)
+    if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        logger.warning(
+            "other users of this machine can read or change the secret file: chmod 600 %s", path
+        )
     return data if len(data) == SECRET_BYTES or not data.isascii() else data.decode("ascii")

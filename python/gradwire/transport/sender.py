@@ -1,8 +1,4 @@
-"""The send log as one peer sees it: records that are in flight to the peer, have arrived, or must be sent again.
-
-Losses are found by time (RFC 8985): a fragment counts as lost when a fragment sent after it has arrived and it is
-overdue. When no acknowledgement arrives at all, a PING asks for one, and its PONG shows that nothing is on its way.
-"""
+"""The send log as one peer sees it; losses are found by time (RFC 8985), and by a PING when no ACK comes at all."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ PROBES_AT_FIRST: Final = 3
 # From this fraction of the usual round trip on, an acknowledgement after a second copy counts as that of the copy.
 PLAUSIBLE: Final = 0.75
 
-# Stands for the skipped records of a `Flight`.
 SKIPPED: Final = Record(-1, memoryview(b""), 0, 1, 1, 0, frozenset())
 
 Sending: TypeAlias = Transmit | Skip  # the datagrams leave with one system call
@@ -120,7 +115,9 @@ class Sender:
         return self._send(flight, mask, now_s, address)
 
     def _open_next(self) -> Flight | None:
-        number = end = self.cursor
+        number = self.cursor
+        # Records below the log's base were for others, and were released before this peer was established.
+        end = max(number, self._log.base)
         while (record := self._log.get(end)) and self._session not in record.recipients:
             end += 1
         if end > number:
@@ -168,7 +165,9 @@ class Sender:
         newest: Sent | None = None
         delivered_bytes = 0
         for flight, got in self._reported(ack):
-            newly, dropped = got & ~flight.acked, flight.acked & ~got
+            got &= flight.ever  # nobody has what was not sent
+            newly = got & ~flight.acked
+            dropped = flight.acked & ~got
             if newly:
                 # The last fragment arrived ``delay_s`` ago at the latest, less the way back.
                 nbytes, sent = self._confirm(flight, newly, now_s - delay_s)

@@ -1,36 +1,35 @@
-"""The life of one connection to one peer: every state and every transition is in this file.
-
-Sans-IO: datagrams come in through `Session.on_response`, `Session.on_control` and `Session.on_fragments`, go out
-through `Session.poll`, and time is an argument. ``docs/transport.md`` has the state table.
-"""
+"""The life of one connection to one peer: every state and every transition; ``docs/transport.md`` has the table."""
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Final, Protocol
+from typing import Any, Final
 
 from . import wire
 from .addressing import format_address
 from .congestion import NEVER_S, RttEstimator
-from .crypto import AuthenticationError, ControlChannel, Handshake
-from .discovery import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S, Discovery
-from .handshake import LocalNode
-from .receiver import ReceiveBudget, Receiver
-from .records import Sealer, SendLog
+from .crypto import AuthenticationError, ControlChannel, Handshake, RepeatedError
+from .discovery import ATTEMPT_S, RETRY_FIRST_S, RETRY_MAX_S
+from .receiver import Receiver
 from .sender import Sender
-from .types import Address, Limits, Peer, PeerStats, Received, Stats, Transmit
+from .types import Address, Peer, PeerStats, Received, Transmit
 
 logger = logging.getLogger(__name__)
 
 CLOSE_ATTEMPTS: Final = 5
 CLOSE_RETRY_MAX_S: Final = 0.5
 PINGS_MAX: Final = 16
+ADDRESS_BYTES_MAX: Final = (
+    64  # of an advertised one, so that 16 fit into a frame; whoever connects to it checks it
+)
 BURSTS_PER_POLL: Final = 16
 RESPONSE_INTERVAL_S: Final = RETRY_FIRST_S / 2  # a genuine INIT is repeated half as often at most
+# RESPONSEs to one INIT, which may come from several sources: ten at once, and ten in a second.
+RESPONSES_AT_ONCE: Final = 10
+RESPONSE_SHARE_S: Final = 0.1
 
 REASON_LEFT: Final = 0
 REASON_GIVEN_UP: Final = 2
@@ -40,32 +39,11 @@ class State(Enum):
     """The state of a session."""
 
     INIT_SENT = "init sent"  # an INIT was sent and no answer has come
-    RESPONDED = "responded"  # an INIT was answered; nothing proves yet that it was no recording
+    RESPONDED = "responded"  # an INIT was answered; nothing proves yet that its sender is there
     KEYING = "keying"  # both sides are authenticated; sender keys are on their way
     UP = "up"  # each side has the other's sender key: messages flow
     CLOSING = "closing"  # a CLOSE was sent
     DOWN = "down"  # over; the endpoint forgets the session
-
-
-class _Endpoint(Protocol):
-    """The endpoint as its sessions use it."""
-
-    limits: Limits
-    local: LocalNode
-    log: SendLog
-    sealer: Sealer
-    budget: ReceiveBudget
-    counters: Stats
-    sessions: SessionTable
-    discovery: Discovery
-    messages: deque[Received]
-    final_datagrams: list[Transmit]
-
-    def window_records(self) -> int: ...
-    def on_identified(self, session: Session, now_s: float) -> bool: ...
-    def on_up(self, session: Session) -> None: ...
-    def on_members(self, addresses: tuple[str, ...]) -> None: ...
-    def on_down(self, session: Session, reason: str, now_s: float) -> None: ...
 
 
 @dataclass(slots=True)
@@ -109,13 +87,17 @@ class ControlStream:
 
     def open(
         self, counter: int, header: bytes, body: memoryview, now_s: float
-    ) -> tuple[list[wire.Frame], bool]:
-        """Return the frames of a datagram, and whether the peer sent no later one that has arrived."""
+    ) -> tuple[list[wire.Frame], bool, bool]:
+        """Return the frames of a datagram, whether none that was sent later has arrived, and whether it is new."""
         if self.channel is None:
             raise AuthenticationError("control before the handshake")
-        frames = wire.decode_frames(self.channel.open(counter, header, body))
-        self.heard_at_s = now_s
-        return frames, counter == self.channel.highest_received
+        is_new = True
+        try:
+            plaintext = self.channel.open(counter, header, body)
+            self.heard_at_s = now_s
+        except RepeatedError as error:
+            is_new, plaintext = False, error.args[0]
+        return wire.decode_frames(plaintext), counter == self.channel.highest_received, is_new
 
     def datagrams(self, now_s: float) -> Iterator[bytes]:
         """Yield the queued frames, as many as fit into each datagram."""
@@ -123,19 +105,25 @@ class ControlStream:
             plaintext = self.frames.pop(0)
             while self.frames and len(plaintext + self.frames[0]) <= wire.CONTROL_PLAINTEXT_MAX:
                 plaintext += self.frames.pop(0)
-            counter = self.channel.next_counter()
-            header = wire.HEADER.pack(wire.CONTROL, 0, 0, 0, self.remote_index, counter)
             self.sent_at_s = now_s
-            yield self.channel.seal(counter, header, plaintext)
+            yield self.seal(plaintext)
+
+    def seal(self, plaintext: bytes) -> bytes:
+        """Return the next datagram, with these frames; raise `AuthenticationError` before the handshake."""
+        if self.channel is None:
+            raise AuthenticationError("no keys yet")
+        counter = self.channel.next_counter()
+        header = wire.HEADER.pack(wire.CONTROL, 0, 0, 0, self.remote_index, counter)
+        return self.channel.seal(counter, header, plaintext)
 
 
 class Session:
     """One connection, from the INIT to the end."""
 
-    def __init__(self, endpoint: _Endpoint, index: int, address: Address, now_s: float) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoint: Any, index: int, address: Address, now_s: float) -> None:
+        self._endpoint = endpoint  # the `Endpoint`, which imports this module
         self.index = index  # number of the session in the control datagrams sent to this node
-        self.address = address  # source of the peer's latest datagrams
+        self.address = address  # of the peer; before it is established, of the latest INIT
         self.target: Address | None = None  # destination of this node's INIT, if the peer sent none
         self.init = b""  # the peer's INIT, to recognise a repetition
         self.state = State.INIT_SENT
@@ -151,6 +139,7 @@ class Session:
         self.wake_at_s = -NEVER_S  # when `poll` has something to do
         self._handshake: Handshake | None = None
         self._retry = Retry(b"", now_s, now_s)  # an INIT, RESPONSE or KEY without an answer
+        self._key: Retry | None = None  # the KEY of a session whose peer's address is not proved
         self._ack_counter = -1
 
     def start_initiator(self, now_s: float) -> None:
@@ -162,25 +151,30 @@ class Session:
     def start_responder(
         self, init: bytes, handshake: Handshake, remote: wire.Introduction, now_s: float
     ) -> None:
-        """Answer an INIT that proved knowledge of the secret."""
+        """Prepare the answer to an INIT that proved knowledge of the secret."""
         self.state = State.RESPONDED
         self.init = init
         response = self._endpoint.local.write_response(handshake, self.index, remote.session)
-        self._retry = Retry(response, now_s, now_s)
+        self._retry = Retry(response, now_s, -NEVER_S)
         first, second = handshake.split()
         self._identify(remote, ControlChannel(second, first), now_s)
 
-    def answer_again(self, address: Address, now_s: float) -> bool:
-        """Repeat the RESPONSE because the INIT was repeated; return False if that is too soon.
-
-        The RESPONSE goes to the source of the repetition: an attacker who records an INIT and delivers it first, from
-        another address, must not keep the genuine peer from its RESPONSE.
-        """
-        if now_s - self._retry.sent_at_s < RESPONSE_INTERVAL_S:
+    def answer(self, address: Address, now_s: float) -> bool:
+        """Send the RESPONSE to a source of the INIT; return False if none is due there."""
+        # Every source gets its own: whoever delivers an INIT first, from elsewhere, does not delay its sender.
+        retry = self._retry
+        at_s = max(retry.due_at_s, now_s - (RESPONSES_AT_ONCE - 1) * RESPONSE_SHARE_S)
+        is_late = address != self.address or now_s - retry.sent_at_s >= RESPONSE_INTERVAL_S
+        if (
+            at_s > now_s
+            or not is_late
+            or not self._endpoint.is_answered(self.identity, address, now_s)
+        ):
             return False
         self.address = address
-        self._retry.due_at_s = now_s
-        self.wake()
+        retry.sent_at_s = now_s
+        retry.due_at_s = at_s + RESPONSE_SHARE_S
+        self._emit(retry.data, self._endpoint.final_datagrams)
         return True
 
     def on_response(self, datagram: bytes, now_s: float) -> None:
@@ -197,7 +191,7 @@ class Session:
     def _identify(self, remote: wire.Introduction, channel: ControlChannel, now_s: float) -> None:
         self.control = ControlStream(now_s, now_s, channel, remote.session)
         self.peer = Peer(remote.node_id, remote.incarnation, format_address(self.address))
-        self.advertised = remote.advertise
+        self.advertised = remote.advertise[:ADDRESS_BYTES_MAX]
 
     def _begin_keying(self, now_s: float) -> None:
         endpoint = self._endpoint
@@ -206,11 +200,15 @@ class Session:
         if not endpoint.on_identified(self, now_s):
             self.give_up("duplicate", now_s)
             return
+        self._retry = self._key or self._make_key(now_s)
+
+    def _make_key(self, now_s: float) -> Retry:
         # A peer gets the records from the log's head on: the earlier ones were published before it was there.
+        endpoint = self._endpoint
         start = endpoint.log.head
         self.sender = Sender(endpoint.log, self.index, self.rtt, endpoint.counters)
         key = wire.Key(endpoint.sealer.stream, start, *endpoint.sealer.keys.key_of(start))
-        self._retry = Retry(wire.encode_frame(key), now_s, now_s)
+        return Retry(wire.encode_frame(key), now_s, now_s)
 
     @property
     def identity(self) -> Peer:
@@ -232,24 +230,69 @@ class Session:
         self, counter: int, header: bytes, body: memoryview, address: Address, now_s: float
     ) -> None:
         """Process one control datagram; raise `AuthenticationError` or `WireError` if it is forged or malformed."""
-        frames, is_newest = self.control.open(counter, header, body, now_s)
-        # Only the newest datagram tells the peer's present address; a late one may come from the address before.
-        if address != self.address and is_newest and self.is_established:
-            self._endpoint.sessions.unroute(self)
-            self.address = address
-            self._endpoint.sessions.route(self)
-        if self.state is State.RESPONDED:
-            if not any(isinstance(frame, wire.Key) for frame in frames):
-                if any(isinstance(frame, wire.Close) for frame in frames):
-                    self.end("left", now_s)
-                return
-            # The first KEY proves that the peer is there, and thereby that this is its address.
-            self.address = address
-            self.peer = replace(self.identity, address=format_address(address))
+        frames, is_newest, is_new = self.control.open(counter, header, body, now_s)
+        # An authentic datagram may show its sender's address, even if a copy from elsewhere has overtaken it.
+        is_half_open = self.state is State.RESPONDED
+        if is_half_open:
+            frames = self._prove(frames, address, len(body), now_s)
+        elif address != self.address:
+            if is_newest and wire.Pong(self._path_token(address)) in frames:
+                self.address = address
+                self._endpoint.sessions.route(self)
+            else:
+                self._probe_path(address, len(body), now_s)
+        if not (is_new or is_half_open):
+            raise AuthenticationError("a control datagram was repeated")
         for frame in frames:
             if self.state is not State.DOWN:
                 self._on_frame(frame, counter, now_s)
         self.wake()
+
+    def _prove(
+        self, frames: list[wire.Frame], address: Address, nbytes: int, now_s: float
+    ) -> list[wire.Frame]:
+        """Return the frames to process: none until the peer has proved where it is, and that its INIT was no recording.
+
+        Its KEY proves the second, a PONG the first: a datagram may be a copy from another address.
+        """
+        for frame in frames:
+            if isinstance(frame, wire.Key) and self._key is None:
+                self._key = self._make_key(now_s)
+                self._on_key(frame, now_s)
+            elif isinstance(frame, wire.Close):
+                self.end("left", now_s)
+                return []
+        if self._key is None or wire.Pong(self._path_token(address)) not in frames:
+            self._probe_path(address, nbytes, now_s)
+            return []
+        self.address = address
+        self.peer = replace(self.identity, address=format_address(address))
+        self._begin_keying(now_s)
+        self._endpoint.sessions.route(self)
+        return frames
+
+    def _path_token(self, address: Address) -> int:
+        token: int = self._endpoint.local.path_token(self.index, address)
+        return token
+
+    def _probe_path(self, address: Address, nbytes: int, now_s: float) -> None:
+        """Ask whether the peer is at this address, from which a datagram with so many sealed bytes has come.
+
+        The source may be false, so nothing else goes there, and at most three times as much (RFC 9000, section 8.2).
+        """
+        plaintext = wire.encode_frame(wire.Ping(self._path_token(address)))
+        if self.is_established:
+            if address == self.address:
+                return
+            self._endpoint.sessions.route(self, address)
+        elif self._key is None or self.receiver is None:
+            return
+        else:
+            plaintext += self._key.data + wire.encode_frame(wire.KeyAck())
+            plaintext += wire.encode_frame(self.receiver.make_ack(now_s))
+        datagram = self.control.seal(plaintext)
+        if len(datagram) <= 3 * (wire.HEADER_BYTES + nbytes):
+            self._emit(datagram, self._endpoint.final_datagrams, address)
 
     def _on_frame(self, frame: wire.Frame, counter: int, now_s: float) -> None:
         receiver = self.receiver
@@ -289,16 +332,13 @@ class Session:
         self.sender.settle_messages(self.identity, self.sender.cumulative, delivered=True)
 
     def _on_key(self, frame: wire.Key, now_s: float) -> None:
-        if self.state is State.RESPONDED:
-            self._begin_keying(now_s)
-            if not self.is_established:
-                return
         if self.receiver is None:
             endpoint = self._endpoint
             self.receiver = Receiver(frame, endpoint.budget, self._deliver, endpoint.counters)
             self.receiver.grant_credit(endpoint.window_records(), now_s)
             self.stream = frame.stream
-            endpoint.sessions.route(self)
+            if self.is_established:
+                endpoint.sessions.route(self)
         self.receiver.acknowledge_by(now_s)
         self.send_frame(wire.KeyAck())
         self._maybe_up(now_s)
@@ -312,7 +352,9 @@ class Session:
 
     def _on_key_ack(self, now_s: float) -> None:
         if self.state is State.KEYING:
-            self._retry.due_at_s = NEVER_S
+            # The first keys go: whoever finds them in memory later could read what was sealed under them.
+            self._retry = Retry(b"", self._retry.began_at_s, NEVER_S)
+            self._key = None
             self._maybe_up(now_s)
 
     def _maybe_up(self, now_s: float) -> None:
@@ -326,7 +368,7 @@ class Session:
     def on_fragments(self, header: wire.DataHeader, batch: memoryview, now_s: float) -> bool:
         """Process neighbouring fragments of one record; return False if they are malformed."""
         receiver = self.receiver
-        if receiver is None:
+        if receiver is None or not self.is_established:
             return True
         is_valid = receiver.on_fragments(header, batch, now_s)
         self.wake_at_s = min(self.wake_at_s, receiver.ack_at_s)
@@ -365,19 +407,20 @@ class Session:
     def _poll_handshake(self, now_s: float, out: list[Transmit]) -> None:
         retry = self._retry
         if now_s - retry.began_at_s > ATTEMPT_S:
-            self.end("no answer", now_s)
-        elif now_s >= retry.due_at_s:
-            # Only a repeated INIT is answered again.
-            wait_s = NEVER_S if self.state is State.RESPONDED else retry.wait_s
-            retry.on_sent(now_s, max(wait_s, self.rtt.smoothed_s))
-            self._emit_control(retry.data, out)
+            if self.state is State.RESPONDED:
+                self.discard()
+            else:
+                self.end("no answer", now_s)
+        elif self.state is State.INIT_SENT and now_s >= retry.due_at_s:
+            retry.on_sent(now_s, retry.wait_s)
+            self._emit(retry.data, out)
 
-    def _emit_control(self, datagram: bytes, out: list[Transmit]) -> None:
+    def _emit(self, datagram: bytes, out: list[Transmit], path: Address | None = None) -> None:
         counters = self._endpoint.counters
         counters.control_bytes_sent += len(datagram)
         counters.udp_bytes_sent += len(datagram)
         counters.datagrams_sent += 1
-        out.append(Transmit(self.address, [datagram], len(datagram)))
+        out.append(Transmit(path or self.address, [datagram], len(datagram)))
 
     def _check_timers(self, now_s: float) -> None:
         limits, retry = self._endpoint.limits, self._retry
@@ -419,11 +462,12 @@ class Session:
             # The ACK comes first: nobody reads it behind a CLOSE, and messages that came would count as undelivered.
             control.frames.insert(0, wire.encode_frame(receiver.make_ack(now_s)))
         for datagram in control.datagrams(now_s):
-            self._emit_control(datagram, out)
+            self._emit(datagram, out)
 
     def _deadline_s(self, now_s: float) -> float:
         if self.state in (State.INIT_SENT, State.RESPONDED):
-            return min(self._retry.due_at_s, self._retry.began_at_s + ATTEMPT_S + 0.001)
+            due_at_s = NEVER_S if self.state is State.RESPONDED else self._retry.due_at_s
+            return min(due_at_s, self._retry.began_at_s + ATTEMPT_S + 0.001)
         if self.control.frames:
             return now_s
         limits = self._endpoint.limits
@@ -431,7 +475,8 @@ class Session:
         if self.state is State.UP:
             heartbeat_at_s = self.control.sent_at_s + limits.heartbeat_s
             deadline_s = min(deadline_s, heartbeat_at_s, self.sender.deadline_s())
-        return deadline_s if self.receiver is None else min(deadline_s, self.receiver.ack_at_s)
+        ack_at_s = NEVER_S if self.receiver is None else self.receiver.ack_at_s
+        return float(min(deadline_s, ack_at_s))
 
     def close(self, now_s: float) -> None:
         """Send a CLOSE; messages that are not acknowledged yet count as undelivered."""
@@ -488,12 +533,11 @@ class SessionTable:
         self.by_index: dict[int, Session] = {}
         self.by_node: dict[int, Session] = {}  # established ones, by the peer's node id
         self.by_stream: dict[tuple[Address, int], Session] = {}  # by source and stream
-        # By INIT: the sessions whose peer has not yet proved that its INIT is no recording.
+        # By INIT: the sessions whose peer has not yet proved that it is there.
         self.half_open: dict[bytes, Session] = {}
 
     def __iter__(self) -> Iterator[Session]:
-        """Iterate over a copy: sessions may end meanwhile."""
-        return iter(list(self.by_index.values()))
+        return iter(list(self.by_index.values()))  # of a copy: sessions may end meanwhile
 
     def connected(self) -> tuple[set[Address], set[int]]:
         """Return the addresses and node ids that need no INIT."""
@@ -502,15 +546,17 @@ class SessionTable:
         addresses |= {each.target for each in self if each.target is not None}
         return addresses, set(self.by_node)
 
-    def route(self, session: Session) -> None:
-        """Give a session the data from its peer's address, once the peer has told its stream."""
+    def route(self, session: Session, probed: Address | None = None) -> None:
+        """Give a session the data from its peer's address, and from one being probed, once its stream is known."""
+        self.unroute(session)
         if session.stream is not None:
             self.by_stream[session.address, session.stream] = session
+            self.by_stream.setdefault((probed or session.address, session.stream), session)
 
     def unroute(self, session: Session) -> None:
         """Give a session no more data, because its peer is gone or has another address."""
-        if self.by_stream.get((session.address, session.stream or 0)) is session:
-            del self.by_stream[session.address, session.stream or 0]
+        for key in [key for key, other in self.by_stream.items() if other is session]:
+            del self.by_stream[key]
 
     def remove(self, session: Session) -> None:
         """Forget a session that is over."""

@@ -32,10 +32,7 @@ class Received(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Follows one published message to each of its recipients.
-
-    The sets are replaced, never changed, so they can be read from any thread.
-    """
+    """Follows one published message to each of its recipients; any thread may read it: no set is ever changed."""
 
     tag: int  #: the caller's tag
     nbytes: int  #: size of the message
@@ -70,8 +67,7 @@ class PeerLost:
     """A peer is gone."""
 
     peer: Peer  #: which peer
-    #: "left", "timeout", "restarted", "lagging", "protocol error", "closed", or "dropped by the peer" (for example
-    #: because of a message larger than the peer's ``message_bytes_max``)
+    #: "left", "timeout", "restarted", "lagging", "protocol error", "closed", or "dropped by the peer"
     reason: str
     undelivered: tuple[Ticket, ...] = ()  #: messages that the peer had not acknowledged
 
@@ -88,23 +84,15 @@ class Limits:
     send_log_bytes: int = 160 << 20
     receive_bytes: int = 128 << 20  #: memory for messages in assembly or waiting for the caller
     window_bytes: int = 16 << 20  #: credit granted to all sending peers together
-    #: UDP payload of a full data datagram. The default passes every path; raise it, up to the MTU less 28 bytes
-    #: (IPv4) or 48 (IPv6), on all nodes of a network that carries larger packets
+    #: UDP payload of a full data datagram: up to the MTU less 28 bytes (IPv4) or 48 (IPv6), the same on all nodes
     datagram_bytes: int = 1_200
-    #: every peer gets at least one control datagram in this time; after five times as much silence a new session of
-    #: the same node replaces the old one
+    #: every peer gets a control datagram in this time; after five times as much silence a new session may replace it
     heartbeat_s: float = 0.2
     down_s: float = 10.0  #: silence after which a peer is lost
     #: time without an acknowledgement, while messages wait for it, after which a peer counts as lagging
     lag_s: float = 5.0
 
-    @property
-    def suspect_s(self) -> float:
-        """Silence after which a peer may be replaced by a new session of the same node."""
-        return 5 * self.heartbeat_s
-
     def __post_init__(self) -> None:
-        """Refuse limits that are out of range or contradict each other."""
         for name, value in vars(self).items():
             if "bytes" in name:
                 operator.index(value)
@@ -119,7 +107,11 @@ class Limits:
             ("message_bytes_max", 1 <= message_bytes <= 256 << 20, f"1 to {256 << 20}"),
             ("send_log_bytes", self.send_log_bytes >= 2 * message_bytes, twice),
             ("receive_bytes", self.receive_bytes >= 2 * message_bytes, twice),
-            ("down_s", self.down_s > self.suspect_s, f"above 5 × heartbeat_s ({self.heartbeat_s})"),
+            (
+                "down_s",
+                self.down_s > 5 * self.heartbeat_s,
+                f"above 5 × heartbeat_s ({self.heartbeat_s})",
+            ),
         ):
             if not is_valid:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {rule}")

@@ -1,8 +1,4 @@
-"""The datagrams of transport version 2: headers and control frames, to and from bytes.
-
-Everything here is a pure function of bytes. Bytes that do not parse raise `WireError`, which the endpoint counts; the
-error never reaches the caller. ``docs/transport.md`` draws the layouts with byte rulers.
-"""
+"""The datagrams of transport version 2, to and from bytes; ``docs/transport.md`` draws them with byte rulers."""
 
 from __future__ import annotations
 
@@ -274,11 +270,8 @@ _FRAGMENT_INDICES: Final = bytes(range(256))
 
 
 def run_length(data: memoryview, position: int, segment_bytes: int, first: int, most: int) -> int:
-    """Return how many of the ``most`` datagrams from ``position`` on are neighbouring fragments of one record.
-
-    Compares two bytes of each header (fragment, record number), which is cheap. The tag of the record reveals a false
-    match, 256 records apart, which then costs a retransmission.
-    """
+    """Return how many of the ``most`` datagrams from ``position`` on are neighbouring fragments of one record."""
+    # Two bytes of each header are compared, which is cheap. A false match, 256 records apart, costs a retransmission.
     stop = position + (most - 1) * segment_bytes + HEADER_BYTES
     if most <= 1 or stop > len(data):  # the last datagram is too short for a header
         return 1

@@ -1,0 +1,213 @@
+"""Documents, numbers, addresses and headers of a member with a bug: its bytes are refused, and nothing else happens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire import reference
+from gradwire.errors import Mismatch
+from gradwire.exchange.membership import STEPS_AHEAD_MAX, UpdateStream
+from gradwire.exchange.protocol import Hello, NodeRun, Note, Phase, decode_steps
+from gradwire.exchange.snapshot import Snapshot
+from gradwire.transport.addressing import parse_numeric
+
+HERE = ("10.0.0.1", 40_123)
+DEEP = "[" * 100_000 + "]" * 100_000
+NUMBERS = [
+    "Infinity",
+    "-Infinity",
+    "NaN",
+    "1e400",
+    "-5",
+    "1.5",
+    "true",
+    '"7"',
+    "null",
+    "1" + 30 * "0",
+]
+NOTE = '{"admits":[],"workers":[],"comparison":%s,"digest":null}'
+STEPS = "[[1,1,%s]]"
+RUNS = "[[1,%s,5]]"
+ADDRESSES = [
+    "10.0.0.7\0:5",
+    "\0",
+    "",
+    ":",
+    "localhost:5",
+    "a.example:5",
+    "10.0.0.7:0",
+    "10.0.0.7:65536",
+    "0.0.0.0:5",
+    "224.0.0.1:5",
+    "255.255.255.255:5",
+    "[fd00::1]:5",
+    "[fe80::1%\0]:5",
+    "10.0.0.7:" + 250 * "9",
+    "010.0.0.7:5",
+    "10.0.7:5",
+]
+
+
+def payload(text: str) -> memoryview:
+    return memoryview(text.encode())
+
+
+@pytest.mark.parametrize("number", NUMBERS[:-2] + NUMBERS[-1:])
+def test_a_number_out_of_range_in_a_note_is_a_message_error(number: str) -> None:
+    with pytest.raises(gw.MessageError, match="cannot be read"):
+        Note.decode(payload(NOTE % number))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("document", [STEPS, RUNS])
+def test_a_number_out_of_range_in_a_report_is_a_message_error(number: str, document: str) -> None:
+    with pytest.raises(gw.MessageError, match="cannot be read"):
+        decode_steps(payload(document % number))
+
+
+@pytest.mark.parametrize("field", ["step", "first_step", "first_direct"])
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_number_out_of_range_in_an_introduction_is_a_message_error(
+    field: str, number: str
+) -> None:
+    hello = Hello({}, Phase.IN, 5, (NodeRun(1, 1),), 6, 7, NodeRun(1, 1))
+    text = hello.encode().decode()
+    value = {"step": 5, "first_step": 6, "first_direct": 7}[field]
+    changed = text.replace(f'"{field}":{value}', f'"{field}":{number}')
+    assert changed != text
+    with pytest.raises(gw.MessageError, match="cannot be read"):
+        Hello.decode(payload(changed))
+
+
+@pytest.mark.parametrize(
+    "text", [DEEP, "", "{}", "[1]", "null", "\0", '{"signature":1}', "[[1,1]]"]
+)
+@pytest.mark.parametrize("decode", [Note.decode, Hello.decode])
+def test_a_document_of_another_form_is_a_message_error(text: str, decode: Any) -> None:
+    with pytest.raises(gw.MessageError):
+        decode(payload(text))
+
+
+@pytest.mark.parametrize("text", ADDRESSES)
+def test_an_address_that_no_socket_can_use_is_refused_without_a_resolver(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_numeric(text, like=HERE)
+
+
+def test_numeric_addresses_of_the_family_are_taken() -> None:
+    assert parse_numeric("10.0.0.7:5", like=HERE) == ("10.0.0.7", 5)
+    assert parse_numeric("[fd00::1]:5", like=("fd00::2", 1)) == ("fd00::1", 5)
+
+
+# ---- snapshots --------------------------------------------------------------------------------------------------
+
+
+def header(**changes: Any) -> str:
+    arrays = [np.zeros((2, 3), np.float32)]
+    snapshot = Snapshot(5, {NodeRun(1, 1): 5}, {}, arrays, 1, NodeRun(1, 1), "ab")
+    return json.dumps({**json.loads(snapshot.header()), **changes})
+
+
+def check(there: list[list[Any]], params: int) -> None:
+    if there != [["float32", [2, 3]]] or params != 1:
+        raise Mismatch(str(there))
+
+
+def test_a_snapshot_of_the_own_layout_is_taken() -> None:
+    snapshot = Snapshot.from_header(payload(header()), check)
+    assert (snapshot.step, snapshot.arrays[0].shape) == (5, (2, 3))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": -5},
+        {"step": 10**30},
+        {"step": float("inf")},
+        {"step": 1.0},
+        {"positions": [[1, 1, -1]]},
+        {"positions": [[1, float("nan"), 1]]},
+        {"finals": [[1, 1]]},
+        {"origin": [1, 1 << 64]},
+        {"senders": [[-1, 1]]},
+        {"workers": 5},
+        {"accepted": [[1, 1, 1, 1, 1 << 60]]},
+        {"accepted": [[1, 1, 1, 1]]},
+        {"params": float("inf")},
+        {"arrays": [["<f4", [1 << 60]]]},
+        {"arrays": [["<f4", [-2]]]},
+        {"arrays": [["|O", [2, 3]]]},
+        {"arrays": [[["<f4"], [2, 3]]]},
+        {"arrays": 7},
+    ],
+)
+def test_a_snapshot_with_numbers_out_of_range_is_a_message_error(changes: dict[str, Any]) -> None:
+    with pytest.raises(gw.MessageError, match="header cannot be read"):
+        Snapshot.from_header(payload(header(**changes)), check)
+
+
+@pytest.mark.parametrize(
+    "arrays", [[["<f4", [1 << 40]]], [["<f4", [0]]] * 1_000_000, [], [["<f8", [2, 3]]]]
+)
+def test_a_snapshot_of_another_layout_is_refused_before_it_takes_memory(
+    arrays: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = header(arrays=arrays)
+    monkeypatch.setattr(np, "empty", None)
+    with pytest.raises(Mismatch):
+        Snapshot.from_header(payload(text), check)
+
+
+def test_a_snapshot_nested_too_deeply_is_a_message_error() -> None:
+    with pytest.raises(gw.MessageError, match="header cannot be read"):
+        Snapshot.from_header(payload(DEEP), check)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_snapshot_with_values_that_are_not_finite_is_a_message_error(value: float) -> None:
+    snapshot = Snapshot.from_header(payload(header()), check)
+    with pytest.raises(gw.MessageError, match="not finite"):
+        snapshot.add_part(memoryview(np.full(6, value, np.float32)).cast("B"))
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+
+def test_notes_for_far_steps_are_refused() -> None:
+    stream = UpdateStream(10, keeps=3)
+    stream.add_note(10, Note(), payload("{}"))
+    with pytest.raises(gw.MessageError, match="where 10 is next"):
+        stream.add_note(11 + STEPS_AHEAD_MAX, Note(), payload("{}"))
+
+
+def test_notes_without_updates_are_bounded() -> None:
+    stream = UpdateStream(None, keeps=3)
+
+    def flood() -> None:
+        for step in range(10 * STEPS_AHEAD_MAX):
+            stream.add_note(7 * step, Note(), payload("{}"))
+
+    with pytest.raises(gw.MessageError, match="without their updates"):
+        flood()
+    assert len(stream.notes) <= STEPS_AHEAD_MAX + 4
+
+
+# ---- values -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_dense_message_with_values_that_are_not_finite_is_a_message_error(value: float) -> None:
+    values = np.ones(8, np.float32)
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        share = gw.Exchange(gw.Encoder(8, threshold=1.0), node, min_peers=0)
+        parse = share._replica.parse
+        [message] = parse(NodeRun(1, 1), 0, memoryview(reference.encode_dense(values)))
+        assert message.kind == "dense"
+        values[3] = value
+        with pytest.raises(gw.MessageError, match="not finite"):
+            parse(NodeRun(1, 1), 0, memoryview(reference.encode_dense(values)))

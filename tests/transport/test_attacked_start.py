@@ -1,0 +1,114 @@
+"""Real nodes whose start somebody disturbs with a few datagrams, and nodes whose I/O thread fails."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import gradwire as gw
+from gradwire.transport import addressing
+from gradwire.transport import node as node_module
+from gradwire.transport.wire import INIT
+
+SECRET = bytes(range(32))
+FORGED = [bytes([INIT + 0x10]) + bytes(15), bytes([INIT + 0x10]) + bytes(255), bytes([INIT]) * 256]
+
+
+@pytest.fixture(autouse=True)
+def log_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "MISSING_LOG_S", 0.1)
+
+
+def target_of(node: gw.Node) -> tuple[str, int]:
+    host, port = node.address.split(":")
+    return host, int(port)
+
+
+@pytest.fixture
+def outsider() -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        sender.bind(("127.0.0.1", 0))
+        yield sender
+
+
+@pytest.mark.parametrize("datagram", FORGED)
+def test_an_opening_from_elsewhere_does_not_end_the_wait_for_a_late_peer(
+    outsider: socket.socket, datagram: bytes
+) -> None:
+    with gw.Node("127.0.0.1:0", secret=SECRET) as node:
+        is_over = threading.Event()
+
+        def disturb() -> None:
+            while not is_over.wait(0.02):
+                outsider.sendto(datagram, target_of(node))
+
+        late: list[gw.Node] = []
+        start = threading.Timer(
+            0.6, lambda: late.append(gw.Node("127.0.0.1:0", [node.address], secret=SECRET))
+        )
+        thread = threading.Thread(target=disturb)
+        thread.start()
+        start.start()
+        try:
+            [peer] = node.wait_for_peers(1, timeout_s=30.0)
+        finally:
+            is_over.set()
+            thread.join()
+            start.join()
+        assert peer == late[0].peer
+        late[0].close()
+
+
+@pytest.mark.parametrize(("datagram", "ends_early"), [(FORGED[0], False), (FORGED[2], True)])
+def test_only_a_complete_opening_of_a_seed_ends_the_wait(
+    outsider: socket.socket, datagram: bytes, ends_early: bool
+) -> None:
+    host, port = outsider.getsockname()
+    with gw.Node("127.0.0.1:0", [f"{host}:{port}"], secret=SECRET) as node:
+        for _ in range(3):
+            outsider.sendto(datagram, target_of(node))
+        with pytest.raises(TimeoutError, match="INIT datagrams were not answered") as caught:
+            node.wait_for_peers(1, timeout_s=60.0 if ends_early else 0.5)
+        assert f"no answer from {host}:{port}" in str(caught.value)
+
+
+def test_a_failure_of_the_io_thread_closes_the_node_with_its_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = gw.Node("127.0.0.1:0", secret=SECRET)
+
+    def fail(*_: object) -> bool:
+        raise ZeroDivisionError("a bug")
+
+    waiting: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            node.wait_for_peers(1, timeout_s=60.0)
+        except gw.Closed as error:
+            waiting.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not node._awaited:
+        threading.Event().wait(0.001)
+    monkeypatch.setattr(node._driver, "receive", fail)
+    node._waker.wake()
+    thread.join(timeout=10.0)
+    assert "a bug" in str(waiting[0])
+    with pytest.raises(gw.Closed, match="a bug") as caught:
+        node.publish(b"more")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert node.close() == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1"])
+def test_an_own_address_among_the_peers_is_no_seed_of_a_node_on_all_interfaces(host: str) -> None:
+    with gw.Node("0.0.0.0:0", secret=SECRET) as node:
+        node.add_peer(f"{host}:{node._driver.address[1]}")
+        assert node.seeds == frozenset()
+    assert not addressing.is_served_by((host, 5), ("10.0.0.1", 5))
+    assert not addressing.is_served_by((host, 5), ("0.0.0.0", 6))
