@@ -23,6 +23,7 @@ import gradwire as gw
 from gradwire import shared_memory
 from gradwire.exchange import LocalExchange, LocalTeam, local
 from gradwire.exchange.owner import add_owner_state
+from gradwire.exchange.snapshot import as_state
 
 SECRET = bytes(range(32))
 SHAPES = [(7, 3), (5,)]
@@ -531,7 +532,7 @@ def test_files_that_another_user_makes_meanwhile_end_no_team(
         state = [np.arange(3, dtype=np.float32)]
         file = team.publish_state(state)
         copy = [np.zeros(3, np.float32)]
-        team.take_state(copy, file)
+        team.take_state(as_state(copy), file)
         assert copy[0].tolist() == [0.0, 1.0, 2.0]
         team.remove_state()
 
