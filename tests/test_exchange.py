@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
-from gradwire.exchange import clock
+from gradwire import clock
 from gradwire.exchange.protocol import TAG_NUMBERS, Hello, Kind, Phase, run_of
 from gradwire.transport import Peer
 

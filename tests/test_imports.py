@@ -35,6 +35,7 @@ INTERFACE = "gradwire"
 # import the public interface itself.
 ALLOWED = {
     "errors": set(),
+    "clock": set(),
     "rendezvous": set(),
     "policy": {"errors"},
     "state": {"policy"},
@@ -52,13 +53,13 @@ ALLOWED = {
     "cost": {"transport"},
     "calibration": CODEC | {"cost", "transport"},
     "transport": {"errors", "rendezvous", "transport"},
-    "exchange": CODEC | {"agreement", "exchange", "shared_memory", "transport"},
+    "exchange": CODEC | {"agreement", "clock", "exchange", "shared_memory", "transport"},
     "feed": {"errors", "feed", "shared_memory", "transport"},
     "cli": CODEC | {"calibration", "cli", "cost", "exchange", "transport", INTERFACE},
     "sharing": CODEC | {"exchange", "rendezvous", "transport"},
     "jax": {"exchange", "sharing", "transport"},
     "torch": CODEC | {"exchange", "sharing", "torch", "transport", INTERFACE},
-    "spark": CODEC | {"exchange", "feed", "spark", "torch", "transport", INTERFACE},
+    "spark": CODEC | {"clock", "exchange", "feed", "spark", "torch", "transport", INTERFACE},
     "__init__": CODEC | {"coprocessor", "cost", "exchange", "hosted", "sharing", "transport"},
     "__main__": {"cli"},
 }
@@ -72,8 +73,8 @@ FRAMEWORK_PACKAGES = {
 WITH_SOCKETS = {"rendezvous.py", "transport/addressing.py", "transport/driver.py"}
 WITH_A_CLOCK = {
     "calibration.py",
+    "clock.py",
     "coprocessor.py",
-    "exchange/clock.py",
     "feed/ring.py",
     "hosted.py",
     "shared_memory.py",

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 from numpy.typing import NDArray
 
-from gradwire import Exchange
+from gradwire import Exchange, clock
 from gradwire.errors import NotConnected, TooLarge, WouldBlock
-from gradwire.exchange import clock
 from gradwire.exchange.protocol import TAG_NUMBERS
 from gradwire.transport import Peer, PeerJoined, PeerLost, Received, Stats
 

@@ -156,7 +156,7 @@ PARAMS = [np.ones(3, np.float32)]
 
 def comparison_of(others: Others, step: int) -> tuple[Consistency, Any]:
     replica = SimpleNamespace(step=step, shared=[])
-    return Consistency(others, replica, 1.0), replica  # type: ignore[arg-type]
+    return Consistency(others, others, replica, 1.0), replica  # type: ignore[arg-type]
 
 
 def test_the_majority_is_right_and_of_equals_the_lowest_id() -> None:

@@ -19,8 +19,9 @@ import prometheus_client
 import pytest
 
 import gradwire as gw
+from gradwire import clock
 from gradwire.cli import main, top
-from gradwire.exchange import MetricsCollector, clock, log_every
+from gradwire.exchange import MetricsCollector, log_every
 from gradwire.exchange.metrics import socket_folder
 
 from .cluster import FakeNode, cluster, run_cluster

@@ -107,7 +107,9 @@ class Trainer:
             finally:  # a node may be killed before it takes the update
                 if self.groups.encoders[0].step > encoded or self.options.get("every"):
                     self.put_in += flat(one)
-            assert self.share.holds(self.params), "what a step leaves is no change by the caller"
+            assert all(self.share.held(self.params)), (
+                "what a step leaves is no change by the caller"
+            )
             self.shared_at[self.share.next_step] = self.shared.tobytes()
             if self.leaves_after is not None and len(self.results) >= self.leaves_after:
                 self.results.append(self.share.leave(self.params))

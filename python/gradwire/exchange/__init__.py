@@ -2,7 +2,7 @@
 
 Modules, from the bottom: `protocol` (what travels), `groups` (encoders of tensors), `options`, `parameters` (sums of
 messages, the shared copy), `owner` (the sharded exchange), `replica` (a node's updates and their application),
-`membership` (members, their updates, the router), `departure`, `start`, `consistency` (comparison of replicas),
+`membership` (members, their updates, the router), `notes`, `departure`, `start`, `consistency` (comparisons),
 `snapshot`, `join` (late), `step` (one step), `exchange` (the public class), `local` (workers of one machine).
 """
 

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import clock
 from ..arrays import device_of, on_host, views
 from ..errors import Diverged
-from . import clock
 from .groups import Groups
 from .membership import Membership
+from .notes import Notes
 from .protocol import NodeRun, Note, Phase
 from .replica import Replica
 
@@ -74,17 +75,20 @@ class Consistency:
     """Takes part in the comparison of replicas between two steps.
 
     Args:
-        membership, replica: of this node.
+        membership, notes, replica: of this node.
         every_s: seconds between the comparisons that this node announces; 0: none.
 
     Attributes:
         agreed: number of comparisons without a difference.
     """
 
-    def __init__(self, membership: Membership, replica: Replica, every_s: float) -> None:
+    def __init__(
+        self, membership: Membership, notes: Notes, replica: Replica, every_s: float
+    ) -> None:
         self.agreed = 0
         self._membership = membership
         self._name_of = membership.introductions.name_of
+        self._notes = notes
         self._replica = replica
         self._every_s = every_s
         self._interval_s = every_s
@@ -101,15 +105,14 @@ class Consistency:
         """
         membership = self._membership
         self.add_notes(params)
+        is_due = self._is_due() and membership.is_first
         # The note before may not have been sent yet, as an overlapped step is finished first.
-        if not membership.has_news:
-            is_due = self._is_due() and membership.is_first
+        if (is_due or self._unsent is not None) and not self._notes.has_news:
             if is_due:
                 self._due_s = clock.now_s() + self._interval_s
                 self._comparison = self._replica.step + _LEAD_STEPS
-            if is_due or self._unsent is not None:
-                membership.announce(self._comparison if is_due else None, self._unsent)
-                self._unsent = None
+            self._notes.announce(self._comparison if is_due else None, self._unsent)
+            self._unsent = None
         if self._digests and membership.phase is Phase.IN:
             self._check_verdict()
 
@@ -193,3 +196,4 @@ class Consistency:
         self._comparison = None
         self._unsent = None
         self._digests.clear()
+        self._notes.reset()

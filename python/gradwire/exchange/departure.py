@@ -12,7 +12,7 @@ A node that finds itself in a training, or in a part of one, that does not go on
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from ..errors import Mismatch, PeerLost
 from .membership import Membership, Router
@@ -321,6 +321,36 @@ class Trainings:
         self._introductions.set_judge(self._difference)
         departure.set_on_return(self.handle_unknown)
 
+    @property
+    def has_to_resume(self) -> bool:
+        """Whether no member is left, and this node is the one that goes on with the training's parameters.
+
+        It is the first of those that wait for a member and have these parameters.
+        """
+        membership = self._membership
+        introductions = self._introductions
+        # The word of every connected node counts.
+        connected = set(map(introductions.register, self._router.node.peers))
+        joining = introductions.compatible(Phase.JOINING)
+        waiting = joining.keys() | introductions.compatible(Phase.NEW).keys()
+        if (
+            membership.is_sharded is None
+            or membership.destination is not Phase.IN
+            or not waiting
+            or not introductions.hellos.keys() >= connected
+        ):
+            return False
+        # A node that was never a member has only its own initial parameters.
+        origins = {
+            run: hello.origin for run, hello in joining.items() if hello.is_sharded is not None
+        }
+        origins[membership.run] = membership.origin
+        # The training that began earlier goes on. Workers come last, because they own no parameters.
+        workers = introductions.workers
+        return membership.run == min(
+            origins, key=lambda run: (run in workers, *reversed(origins[run]), run)
+        )
+
     def _difference(self, run: NodeRun, hello: Hello) -> str:
         """Return why a node takes part in another training; empty if it does not."""
         membership = self._membership
@@ -397,6 +427,15 @@ class Trainings:
         """Return whether a node that this one has admitted came in with other members: both parts of a split have."""
         names_this_node = self._membership.run in hello.members
         return self._is_sync and hello.phase is Phase.IN and not names_this_node
+
+    def absent(self, admitted: Collection[NodeRun]) -> list[NodeRun]:
+        """Return those of the newcomers that are admitted with a step and send no update for their first one."""
+        # They begin again after they were named, or came in elsewhere.
+        return [
+            run
+            for run, hello in self._introductions.compatible().items()
+            if run in admitted and (hello.phase is Phase.JOINING or self.is_elsewhere(hello))
+        ]
 
     def give_way(self, run: NodeRun, hello: Hello) -> None:
         """Join again if not this node's training, or part of it, goes on but that of another member."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -13,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from numpy.typing import NDArray
 
 from ..agreement import Agreement
-from ..arrays import add, copies, views, writable_views
+from ..arrays import copies, writable_views
 from ..codec import Encoder
-from ..errors import NonFiniteUpdate, NotCopied
+from ..errors import NotCopied
 from . import checkpoint
 from .consistency import Consistency
 from .departure import Departure, Trainings
@@ -23,12 +21,13 @@ from .groups import Group, Groups
 from .join import Join
 from .membership import Introductions, Membership, Router
 from .metrics import Listener, Meter, metrics_snapshot, serve_snapshot
+from .notes import Notes
 from .options import Options
 from .parameters import MomentumSum, PlainSum
 from .protocol import Kind, Phase
 from .replica import Replica
 from .results import ExchangeStats, Joined, StepResult
-from .snapshot import FixedState, NodeState, OptimizerState, as_state
+from .snapshot import NO_STATE, FixedState, NodeState, OptimizerState, as_state
 from .start import Start
 from .step import Step
 
@@ -117,13 +116,9 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
     def __init__(
         self, enc: Encoder | Groups, node: Node, **options: Unpack[ExchangeOptions]
     ) -> None:
-        if not hasattr(node, "publish"):
-            raise TypeError(f"node must be a Node, got {node!r}")
-        if not isinstance(enc, (Encoder, Groups)):
-            raise TypeError(f"enc must be an Encoder or Groups, got {enc!r}")
         self._options = checked = Options.of(options)
         self._node = node
-        self._groups = groups = enc if isinstance(enc, Groups) else Groups([Group(enc)])
+        self._groups = groups = _groups_of(enc)
         parts = _make_parts(checked, groups, node)
         self._replica = parts.replica
         self._membership = parts.membership
@@ -133,15 +128,12 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         self._start = parts.start
         self._step = parts.step
         self._stats = ExchangeStats(codec=checked.codec)
-        self._is_loaded = False
         # Reentrant, because ``resync`` calls ``join``.
         self._use = threading.RLock()
-        self._optimizer_state: NodeState = FixedState(())  # of the last step, for newcomers
+        self._optimizer_state: NodeState = NO_STATE  # of the last step, for newcomers
         self._meter = Meter(checked, groups)
         self.listeners: list[Listener] = self._meter.listeners
-        if os.environ.get("GRADWIRE_TOP"):
-            snapshot = weakref.WeakMethod(self.metrics_snapshot)
-            serve_snapshot(self, lambda: (snapshot() or dict)())
+        serve_snapshot(self)
 
     # ---- members and numbers -----------------------------------------------------------------------------------------
 
@@ -178,7 +170,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
 
     @property
     def is_settled(self) -> bool:
-        """Whether ``holds`` can compare parameters: no step is open, and there were no local steps."""
+        """Whether ``held`` can compare parameters: no step is open, and there were no local steps."""
         return self._replica.pending is None and not self.has_local_steps
 
     @property
@@ -190,7 +182,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             digests=self._consistency.agreed,
             step_s=self._meter.step_s,
             compute_s=self._meter.compute_s,
-            is_sharded=self._replica.is_sharded,
+            is_sharded=self._replica.sharding is not None,
         )
 
     def metrics_snapshot(self) -> dict[str, Any]:
@@ -200,10 +192,6 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
     def shared(self, params: Any) -> list[NDArray[Any]]:
         """Return a copy of the parameters that all nodes share: without local steps, without the residual."""
         return copies(self._replica.shared or writable_views(params))
-
-    def holds(self, params: Any) -> bool:
-        """Return whether ``params`` are as the last step left them, rather than overwritten since."""
-        return all(self.held(params))
 
     def held(self, params: Any) -> list[bool]:
         """Return for each of ``params`` whether it is as the last step left it, rather than overwritten since."""
@@ -264,15 +252,10 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         state = as_state(optimizer_state)
         if isinstance(state, FixedState):
             state.export()  # refuses now rather than in the middle of training
-        # Parameters of a call that was refused, or that timed out, may have been replaced since then.
-        if self._membership.phase is Phase.NEW and not self._is_loaded:
-            self._replica.drop_shared()  # of an earlier call, which was refused
-        self._replica.copy_shared(params)
-        if self._membership.phase is Phase.NEW:
-            self._replica.add_loaded_residual(params)
+        self._replica.begin_shared(params, is_new=self._membership.phase is Phase.NEW)
         # A checkpoint's state is the node's own.
         begins = not (self._replica.step or self._replica.local_steps)
-        shared_state = state if equalize and begins else FixedState(())
+        shared_state = state if equalize and begins else NO_STATE
         self._start.expect_equalized(equalize)
         self._start.announce_params(params, shared_state)
         self.wait_for_peers()
@@ -361,8 +344,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         if self._options.every > 1:
             if update is None:
                 raise ValueError("local steps need the update; it cannot be in the residual")
-            self._replica.copy_shared(params)
-            add(writable_views(params), views(update))
+            self._replica.add_local_step(update, params)
             return self._local_step(params, finished)
         if self._options.apply_residual:
             self._replica.copy_shared(params)
@@ -450,15 +432,17 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         """Prepare a step; return the result of an earlier one if that is finished now."""
         if self._options.role == "observer":
             raise ValueError('role="observer" has no updates of its own: call follow')
-        self._start.ensure_announced(params)
-        if len(self._membership.peers) + 1 < self._options.min_members:
+        if not self._start.has_announced:
+            self._start.announce_params(params)
+        if self._options.min_members > 1:
             self._departure.check_members(self._options.min_members)
         if self._options.outer_momentum or self._options.apply_residual:
             self._replica.check_arrays(params)
         if self._membership.phase is Phase.NEW:
             self.wait_for_peers()
         # Newcomers may ask inside a later call that has no such argument, as ``catch_up``.
-        self._optimizer_state = as_state(optimizer_state)
+        is_empty = isinstance(optimizer_state, Sequence) and not optimizer_state
+        self._optimizer_state = NO_STATE if is_empty else as_state(optimizer_state)
         if self._membership.phase is not Phase.IN:
             self._join.ensure_member(params, self._optimizer_state)
         # An overlapped step is finished as late as allowed, so that its messages have the longest time to arrive.
@@ -476,12 +460,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             self._count(local)
             replica.remember(params)
             return finished or local
-        try:
-            result = self._step.take_step(None, params, self._optimizer_state, has_moved=True)
-        except NonFiniteUpdate:
-            # The caller's optimiser has moved the parameters already; they must not stay NaN.
-            replica.reject(params)
-            raise
+        result = self._step.take_step(None, params, self._optimizer_state, has_moved=True)
         self._end_step(result, params)
         return result or finished or StepResult(step=self.next_step)
 
@@ -532,10 +511,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         if self._membership.phase is not Phase.NEW:
             raise RuntimeError("this exchange has begun: load the state into a new one")
         checkpoint.load_state(state, self._replica)
-        self._membership.restart_at(self._replica.step)  # introductions name it
-        training = state["training"]
-        self._membership.introductions.take_part(training, is_confirmed=bool(training))
-        self._is_loaded = True
+        self._start.load_training(state["training"])
 
 
 # ---- one exchange after another --------------------------------------------------------------------------------------
@@ -570,8 +546,7 @@ def hand_over(
     finished = exchange._begin(params, optimizer_state)
     exchange._start.hold_introductions(exchange._replica.step)
     if update is not None:
-        exchange._replica.copy_shared(params)
-        add(writable_views(params), views(update))
+        exchange._replica.add_local_step(update, params)
     result = exchange._local_step(params, finished, sends=True)
     return exchange._finish_earlier(params) or result
 
@@ -607,8 +582,16 @@ class _Parts(NamedTuple):
     step: Step
 
 
+def _groups_of(enc: Encoder | Groups) -> Groups:
+    if not isinstance(enc, (Encoder, Groups)):
+        raise TypeError(f"enc must be an Encoder or Groups, got {enc!r}")
+    return enc if isinstance(enc, Groups) else Groups([Group(enc)])
+
+
 def _make_parts(options: Options, groups: Groups, node: Node) -> _Parts:
     """Make and connect the parts of an exchange."""
+    if not hasattr(node, "publish"):
+        raise TypeError(f"node must be a Node, got {node!r}")
     total = PlainSum(groups)
     if options.outer_momentum:
         total = MomentumSum(groups, options.outer_momentum)
@@ -619,14 +602,18 @@ def _make_parts(options: Options, groups: Groups, node: Node) -> _Parts:
         node.peer, introductions, options.role, step=replica.step, keeps=options.kept_updates
     )
     router = Router(node, membership, replica.parse)
+    notes = Notes(membership, router, options.kept_updates)
     router.handle(Kind.PART, replica.add_part)
     departure = Departure(membership, router, is_sync=options.is_sync)
     trainings = Trainings(membership, router, departure, is_sync=options.is_sync)
     # Asynchronous replicas are never in the same state.
-    consistency = Consistency(membership, replica, options.digest_s if options.is_sync else 0.0)
+    consistency = Consistency(
+        membership, notes, replica, options.digest_s if options.is_sync else 0.0
+    )
     join = Join(
         options,
         membership,
+        notes,
         router,
         departure,
         trainings,
@@ -635,5 +622,5 @@ def _make_parts(options: Options, groups: Groups, node: Node) -> _Parts:
         on_follow=consistency.add_notes,
     )
     start = Start(options, membership, router, departure, trainings, replica, join.poll)
-    step = Step(options, replica, membership, router, departure, join)
+    step = Step(options, replica, membership, notes, router, departure, join)
     return _Parts(replica, membership, departure, consistency, join, start, step)

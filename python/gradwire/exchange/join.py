@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-
+from .. import clock
 from ..arrays import copies
-from ..errors import MessageError, Mismatch
-from . import clock
+from ..errors import Mismatch
 from .departure import Departure, Trainings
 from .membership import Membership, Router
+from .notes import Notes
 from .options import Options
-from .protocol import Hello, Kind, NodeRun, Phase, decode_steps, encode_steps
+from .protocol import Hello, Kind, NodeRun, Phase, decode_steps
 from .replica import Replica
-from .snapshot import Donor, Layout, NodeState, Snapshot
+from .snapshot import Donor, NodeState, Recipient, Snapshot
 
 __all__ = ["Join"]
 
 _LOG = logging.getLogger(__name__)
-
-# Bounds of the optimiser's state in another node's snapshot: twice the parameters are usual.
-_STATE_FACTOR = 16
-_STATE_BYTES = 256 << 20
 
 
 class Join:
     """Makes this node a member, and serves the nodes that come later.
 
     Args:
-        options, membership, router, departure, trainings: of this node.
+        options, membership, notes, router, departure, trainings: of this node.
         replica: replaced by a member's when this node joins late.
         on_load: called when it has been replaced.
         on_follow: called with the caller's parameters after every step that this node follows without being a member.
@@ -44,6 +38,7 @@ class Join:
         self,
         options: Options,
         membership: Membership,
+        notes: Notes,
         router: Router,
         departure: Departure,
         trainings: Trainings,
@@ -54,6 +49,7 @@ class Join:
         self._options = options
         self._membership = membership
         self._introductions = membership.introductions
+        self._notes = notes
         self._router = router
         self._departure = departure
         self._trainings = trainings
@@ -62,13 +58,12 @@ class Join:
         self._on_follow = on_follow
         self._donor = Donor(router.node, membership.introductions.peer_of)
         self._has_requests = False  # nodes wait for a snapshot from here
-        self._asked: tuple[NodeRun, int] | None = None  # donor and number of the request
-        self._incoming: Snapshot | None = None
-        self._own_layout: Layout = []
-        self._requests = 0
+        self._recipient = Recipient(
+            router.send, lambda run: self._introductions.peer_of(run).address, membership.run
+        )
         router.handle(Kind.HELLO, self._add_hello)
         router.handle(Kind.REQUEST, self._add_request)
-        router.handle(Kind.SNAPSHOT, self._add_part)
+        router.handle(Kind.SNAPSHOT, self._recipient.add_part)
 
     def poll(self, timeout_s: float) -> None:
         """Send as much as there is space for, receive for up to ``timeout_s``, and find lost members."""
@@ -114,13 +109,11 @@ class Join:
                     return
             elif first not in others:
                 return
-            elif self._asked is None or self._asked[0] != first:
-                self._own_layout = self._replica.state_layout(params)
-                self._request(first, {})
-            elif self._incoming is not None and not self._incoming.missing:
-                optimizer_state.check(self._incoming.arrays[self._incoming.params :])
-                self._load(self._incoming, params, optimizer_state)
-                self._asked = None
+            elif self._recipient.donor != first:
+                self._recipient.request(first, {}, self._replica.state_layout(params))
+            elif (snapshot := self._recipient.take()) is not None:
+                optimizer_state.check(snapshot.arrays[snapshot.params :])
+                self._load(snapshot, params, optimizer_state)
                 return
             if clock.now_s() >= deadline_s:
                 raise TimeoutError(
@@ -134,8 +127,8 @@ class Join:
         membership = self._membership
         hello, before = self._introductions.read(run, payload)
         # Order matters below: a lost connection first, then misfits, then members, then nodes outside.
-        if self._asked is not None and self._asked[0] == run and before is None:
-            self._asked = None  # its connection is new: the rest of the snapshot will not arrive
+        if run == self._recipient.donor and before is None:
+            self._recipient.cancel()  # the connection is new: the rest of the snapshot will not arrive
         if run in self._introductions.incompatible:
             self._departure.suspect_incompatible()
             return
@@ -189,11 +182,10 @@ class Join:
         # message.
         next_step = self._replica.step + 1
         senders = list(contributors)
-        membership.reach_step(next_step)
         agreement = self._replica.agreement
         if agreement.is_on and agreement.takes(self._replica.step):
-            agreement.add(membership.sketches(self._replica.step))
-        admitted = membership.named_by_all(senders, self._replica.step)
+            self._notes.measure(agreement, self._replica.step)
+        admitted = self._notes.named_by_all(senders, self._replica.step)
         if membership.phase is Phase.IN:
             senders.append(membership.run)
         for run in admitted:
@@ -209,15 +201,9 @@ class Join:
         if not admitted or membership.phase is not Phase.IN:
             return
         self._router.announce(Phase.IN)  # a newcomer waits for this
-        # A newcomer that begins again after it was named, or came in elsewhere, sends no update for its first step.
-        again = [
-            run
-            for run, hello in self._introductions.compatible().items()
-            if run in admitted
-            and (hello.phase is Phase.JOINING or self._trainings.is_elsewhere(hello))
-        ]
-        if again:
-            self._departure.suspect(again, "joins again")
+        absent = self._trainings.absent(admitted)
+        if absent:
+            self._departure.suspect(absent, "joins again")
 
     def serve(self, params: Any, optimizer_state: NodeState) -> None:
         """Between two steps, give snapshots to the newcomers that have asked."""
@@ -258,7 +244,7 @@ class Join:
             len(shared),
             self._membership.origin,
             self._introductions.training,
-            replica.is_sharded,
+            sharding is not None,
             {} if sharding is None else sharding.accepted,
             senders,
             [run for run in senders if run in self._introductions.workers],
@@ -311,9 +297,8 @@ class Join:
         deadline_s = clock.now_s() + timeout_s
         count = 0
         while True:
-            hellos = (
-                self._introductions.hellos.values()
-            )  # also those of another training, which is an error
+            # Also those of another training, which is an error.
+            hellos = self._introductions.hellos.values()
             has_members = any(hello.phase is Phase.IN for hello in hellos)
             if membership.phase is not Phase.READY and has_members:
                 self.ensure_member(params, optimizer_state)
@@ -333,31 +318,29 @@ class Join:
     def _follow_step(self, params: Any) -> None:
         """Apply a step of the members, without an update of this node's own."""
         # Written values travel in no message.
-        if self._membership.is_written_by_all(self._membership.members, self._replica.step):
+        if self._notes.is_written_by_all(self._membership.members, self._replica.step):
             self._departure.rejoin(
                 "the members go on from parameters that were written on all of them"
             )
             return
+        self._membership.reach_step(self._replica.step + 1)
         updates = self._membership.take_updates(self._replica.step)
         updates.sort(key=itemgetter(0))
         payloads = [messages for _, messages in updates]
         self._replica.apply(payloads, params, nodes=len(payloads))
         self.finish_step([run for run, _ in updates])
-        self._replica.add_late_parts(params)
-        self._replica.advance()
+        self._replica.advance(params)
         self._on_follow(params)
 
     def _join_with_snapshot(self, params: Any, optimizer_state: NodeState) -> None:
         """Ask for a snapshot, or load the one that has arrived."""
-        snapshot = self._incoming
         members = self._trainings.joinable()
-        if not members and self._is_nobody_left():
+        # With ``min_members`` no step is taken alone.
+        if not members and self._options.min_members == 1 and self._trainings.has_to_resume:
             self._resume(params, optimizer_state)
-        elif self._asked is None or self._asked[0] not in members:
-            self._own_layout = self._replica.state_layout(params)
-            self._ask(members)
-        elif snapshot is not None and not snapshot.missing:
-            self._asked = None
+        elif self._recipient.donor not in members:
+            self._ask(members, params)
+        elif (snapshot := self._recipient.take()) is not None:
             if not self._options.is_sync:
                 # Later than any update with which this node may have gone.
                 snapshot.delay(self._replica.step + 2)
@@ -367,13 +350,6 @@ class Join:
                 self._replica.absorb_local_changes(params, self._membership.weight)
                 self._replica.take_back_unapplied(snapshot.finals, snapshot.accepted, snapshot.step)
                 self._load(snapshot, params, optimizer_state)
-
-    def _is_nobody_left(self) -> bool:
-        """Return whether no member is left, and this node has to go on with its parameters."""
-        # The word of every connected node counts. With ``min_members`` no step is taken alone.
-        connected = set(map(self._introductions.register, self._router.node.peers))
-        has_all = self._introductions.hellos.keys() >= connected
-        return has_all and self._options.min_members == 1 and self._membership.has_to_resume
 
     def _resume(self, params: Any, optimizer_state: NodeState) -> None:
         """Go on alone, for the others to join: load this node's own state as if it had come in a snapshot.
@@ -387,7 +363,7 @@ class Join:
         _LOG.warning(
             "step %d: no member is left, and this node goes on for the others to join", step
         )
-        self._asked = None
+        self._recipient.cancel()
         # Nobody applies an update of the unfinished step, and no owner accepts a part of it: the senders take all back.
         finals = {**membership.finals, membership.run: step}
         if replica.sharding is not None:
@@ -400,18 +376,11 @@ class Join:
         replica.absorb_local_changes(params)
         replica.take_back_unapplied(finals, snapshot.accepted, snapshot.step)
         self._load(snapshot, params, optimizer_state)
-        membership.follow_snapshot(
-            {},
-            finals,
-            snapshot.step,
-            snapshot.origin,
-            is_sharded=snapshot.is_sharded,
-            training=snapshot.training,
-        )
+        self._adopt(snapshot, {})
         membership.enter_at(snapshot.step)
         self._router.introduce()
 
-    def _ask(self, members: Mapping[NodeRun, Hello]) -> None:
+    def _ask(self, members: Mapping[NodeRun, Hello], params: Any) -> None:
         """Ask a member for a snapshot, another one each time, if all members that it names are connected."""
         own_run = self._membership.run
         here = {own_run, *members}
@@ -423,42 +392,10 @@ class Join:
             if (first := self._membership.first_received(run)) is not None
         }
         if able and len(first_direct) == len(members):
-            self._request(able[(own_run.id + self._requests + 1) % len(able)], first_direct)
+            place = (own_run.id + self._recipient.requests + 1) % len(able)
+            layout = self._replica.state_layout(params)
+            self._recipient.request(able[place], first_direct, layout)
             self._membership.forget_reports()
-
-    def _request(self, donor: NodeRun, first_direct: Mapping[NodeRun, int]) -> None:
-        # Numbered, because parts of an earlier answer may still arrive from the same donor.
-        self._requests += 1
-        self._asked = (donor, self._requests)
-        self._incoming = None
-        self._router.send(Kind.REQUEST, self._requests, encode_steps(first_direct), donor)
-
-    def _add_part(self, run: NodeRun, number: int, payload: memoryview) -> None:
-        if self._asked != (run, number):
-            return
-        try:
-            if self._incoming is None:
-                self._incoming = Snapshot.from_header(payload, self._check_layout)
-            else:
-                self._incoming.add_part(payload)
-        except MessageError as error:
-            address = self._introductions.peer_of(run).address
-            _LOG.warning("%s: %s; this node asks another member", address, error)
-            self._asked = None
-
-    def _check_layout(self, there: Layout, params: int) -> None:
-        """Refuse arrays that are not this node's, before they take memory; their state is bounded by the parameters."""
-        here = self._own_layout
-        if here != there[:params]:
-            address = self._introductions.peer_of(self._membership.run).address
-            raise Mismatch(
-                f"this node ({address}) has parameters {here}, the members have {there[:params]}"
-            )
-        own_bytes, state_bytes = map(_bytes_of, (here, there[params:]))
-        if state_bytes > _STATE_FACTOR * own_bytes + _STATE_BYTES:
-            raise MessageError(
-                f"a snapshot with a state of {state_bytes} bytes for parameters of {own_bytes}"
-            )
 
     def _follow(self, snapshot: Snapshot) -> bool:
         """Adopt the members of a snapshot; return False if not all their later updates arrive here."""
@@ -481,14 +418,7 @@ class Join:
             first = membership.first_received(run)
             if first is None or first > position:
                 return False
-        membership.follow_snapshot(
-            positions,
-            snapshot.finals,
-            snapshot.step,
-            snapshot.origin,
-            is_sharded=snapshot.is_sharded,
-            training=snapshot.training,
-        )
+        self._adopt(snapshot, positions)
         # A synchronous newcomer follows the members' steps until all of them have named it in the same step. An
         # asynchronous newcomer is a member at once, and only waits to be known by all before it sends.
         if self._options.is_sync or self._options.role == "observer":
@@ -497,6 +427,17 @@ class Join:
             membership.enter_at(snapshot.step)
             self._router.introduce()
         return True
+
+    def _adopt(self, snapshot: Snapshot, positions: dict[NodeRun, int]) -> None:
+        """Let the membership continue from a snapshot, with the members' updates from ``positions`` on."""
+        self._membership.follow_snapshot(
+            positions,
+            snapshot.finals,
+            snapshot.step,
+            snapshot.origin,
+            is_sharded=snapshot.is_sharded,
+            training=snapshot.training,
+        )
 
     def _load(self, snapshot: Snapshot, params: Any, optimizer_state: NodeState) -> None:
         replica = self._replica
@@ -513,7 +454,3 @@ class Join:
         replica.assign_owners(snapshot.senders, snapshot.step, self._introductions.workers)
         replica.add_late_parts(params)
         self._on_load()
-
-
-def _bytes_of(layout: Layout) -> int:
-    return sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in layout)

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from .. import clock
 from ..agreement import Agreement, sample_of
 from ..arrays import Arrays, copies, difference, on_host, put, views, writable_views
 from ..errors import GradwireError, Mismatch, NotCopied, PeerLost
@@ -38,7 +39,6 @@ from ..shared_memory import (
     span,
 )
 from ..transport import Peer
-from . import clock
 from . import exchange as single
 from .consistency import digest_of
 from .exchange import Exchange
@@ -594,7 +594,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
     def note_written(self, params: Any, values: Sequence[Any] | None = None) -> bool:
         """See `Exchange.note_written`: if all workers of all machines have written the same, that is adopted."""
         self.team.attach(params)
-        if values is None and self.holds(params):
+        if values is None and all(self.held(params)):
             return False
         self._written = copies(writable_views(params) if values is None else values)
         return True
@@ -652,10 +652,6 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         if self._outcome is None:
             return copies(views(params)) if self.exchange is None else self.exchange.shared(params)
         return copies(self.team.shared if self._outcome.has_shared else self.team.params)
-
-    def holds(self, params: Any) -> bool:
-        """See `Exchange.holds`."""
-        return all(self.held(params))
 
     def held(self, params: Any) -> list[bool]:
         """See `Exchange.held`."""

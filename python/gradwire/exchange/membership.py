@@ -11,10 +11,8 @@ import secrets
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..agreement import Sketch
 from ..errors import MessageError, Mismatch, NotConnected, WouldBlock
 from ..message import Message
 from ..transport import Peer, PeerLost
@@ -39,7 +37,6 @@ _LOG = logging.getLogger(__name__)
 
 Updates = list[tuple[NodeRun, list[Message]]]
 
-_EMPTY = Note()
 STEPS_AHEAD_MAX = 1_024  # of notes, and of updates that nobody applies yet
 # Documents whose loss changes no replica: one that cannot be read is ignored, and costs its sender alone.
 _DOCUMENTS = (Kind.NOTE, Kind.REPORT, Kind.REQUEST, Kind.SNAPSHOT)
@@ -328,7 +325,6 @@ class Membership:
     Attributes:
         run: this node.
         introductions: as given.
-        own_notes: notes of this node's latest updates, by step.
         phase: of this node.
         origin: the node that began the training.
         is_sharded: the way that the first members have chosen; None before the training begins.
@@ -348,7 +344,6 @@ class Membership:
     ) -> None:
         self.run = run_of(me)
         self.introductions = introductions
-        self.own_notes: dict[int, Note] = {}
         self.phase = Phase.NEW
         self.origin = self.run
         self.is_sharded: bool | None = None
@@ -364,7 +359,6 @@ class Membership:
         self._role = role
         self._keeps = keeps
         self._is_late = False  # has joined with a snapshot
-        self._next_note = _EMPTY  # comparison and digest
         # Lost and joined members, for the next step's result.
         self._events: tuple[list[NodeRun], list[NodeRun]] = ([], [])
 
@@ -533,30 +527,11 @@ class Membership:
         self.broken.clear()
         self.departing.clear()
         self.reported.clear()
-        self._next_note = _EMPTY
 
     @property
     def destination(self) -> Phase:
         """The phase in which this node takes part."""
         return Phase.READY if self._role == "observer" else Phase.IN
-
-    @property
-    def has_to_resume(self) -> bool:
-        """Whether this node is the first of those that wait for a member and have the training's parameters."""
-        joining = self.introductions.compatible(Phase.JOINING)
-        waiting = joining.keys() | self.introductions.compatible(Phase.NEW).keys()
-        if self.is_sharded is None or self._role == "observer" or not waiting:
-            return False
-        # A node that was never a member has only its own initial parameters.
-        origins = {
-            run: hello.origin for run, hello in joining.items() if hello.is_sharded is not None
-        }
-        origins[self.run] = self.origin
-        # The training that began earlier goes on. Workers come last, because they own no parameters.
-        workers = self.introductions.workers
-        return self.run == min(
-            origins, key=lambda run: (run in workers, *reversed(origins[run]), run)
-        )
 
     # ---- introductions -----------------------------------------------------------------------------------------------
 
@@ -595,102 +570,6 @@ class Membership:
         self.others.pop(run, None)
         if run in self.members:
             self.broken.add(run)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether this node's next note has something about a comparison."""
-        return self._next_note.comparison is not None or self._next_note.digest is not None
-
-    def announce(self, comparison: int | None, digest: tuple[int, str] | None) -> None:
-        """Let this node's next note announce a comparison of replicas, and give its digest."""
-        self._next_note = replace(self._next_note, comparison=comparison, digest=digest)
-
-    def add_sketch(self, sketch: Sketch) -> None:
-        """Let this node's next note have the sketch of its update."""
-        self._next_note = replace(self._next_note, sketch=sketch)
-
-    def sketches(self, step: int) -> list[Sketch]:
-        """Return the sketches of all updates of a step, this node's own included."""
-        notes = self._notes_by_node()
-        # By node, because the order of a sum decides about its bits.
-        of_step = [notes[run].get(step) for run in sorted(notes)]
-        return [note.sketch for note in of_step if note is not None and note.sketch is not None]
-
-    @property
-    def last_sketched(self) -> int | None:
-        """The latest step of which every member's sketch is here; None: there is none."""
-        steps = [
-            {step for step, note in notes.items() if note.sketch is not None}
-            for notes in self._notes_by_node().values()
-        ]
-        return max(set.intersection(*steps), default=None)
-
-    def _notes_by_node(self) -> dict[NodeRun, dict[int, Note]]:
-        notes = {run: stream.notes for run, stream in self.members.items()}
-        return notes | ({self.run: self.own_notes} if self.phase is Phase.IN else {})
-
-    def announce_written(self, digest: str) -> None:
-        """Let this node's next note say what the caller has written into the parameters."""
-        self._next_note = replace(self._next_note, written=digest)
-
-    def make_note(self, step: int) -> Note | None:
-        """Return the note for this node's update of ``step``, None if the note would be empty."""
-        self.next_step = step + 1
-        note = self._next_note
-        ready = self.introductions.compatible(Phase.READY).keys() - self.members.keys()
-        if ready:
-            admits = tuple(sorted(ready))
-            workers = tuple(run for run in admits if run in self.introductions.workers)
-            note = replace(note, admits=admits, workers=workers)
-        if note is _EMPTY:
-            return None
-        self._next_note = _EMPTY
-        self.own_notes[step] = note
-        for old in [old for old in self.own_notes if old < step - self._keeps]:
-            del self.own_notes[old]
-        return note
-
-    def named_by_all(self, senders: Iterable[NodeRun], step: int) -> list[NodeRun]:
-        """Return the newcomers that the notes of all updates of a step name, sorted.
-
-        Args:
-            senders: of the other updates that were applied in the step.
-            step: number of the step.
-        """
-        notes: list[Note] = []
-        if self.phase is Phase.IN:
-            own_note = self.own_notes.get(step)
-            if own_note is None:
-                return []
-            notes.append(own_note)
-        for run in senders:
-            note = self.members[run].notes.get(step) if run in self.members else None
-            if note is not None:
-                notes.append(note)
-            elif run in self.members:
-                return []
-        # A node that only follows may not be connected with every newcomer, so the notes say who owns nothing.
-        for note in notes:
-            self.introductions.add_workers(note.workers)
-        named = [set(note.admits) for note in notes]
-        return sorted(set.intersection(*named)) if named else []
-
-    def is_written_by_all(self, senders: Iterable[NodeRun], step: int) -> bool:
-        """Return whether the callers of all nodes have written the same parameters before a step.
-
-        Args:
-            senders: of the other updates of the step.
-            step: number of the step.
-        """
-        # All members have the same notes of the same step, so all come to the same answer.
-        notes = [
-            self.members[run].notes.get(step, _EMPTY) if run in self.members else _EMPTY
-            for run in senders
-        ]
-        if self.phase is Phase.IN:
-            notes.append(self.own_notes.get(step, _EMPTY))
-        written = {note.written for note in notes}
-        return len(written) == 1 and "" not in written
 
     def is_known_to(self, run: NodeRun) -> bool:
         """Return whether a node named this node as a member when it last introduced itself."""
@@ -905,16 +784,12 @@ class Router:
         self.introduce()
 
     def publish_update(self, step: int, payload: Message | bytes) -> Ticket | None:
-        """Send this node's update and, before it, its note; return None without space, for another try.
+        """Send this node's update, after what is queued; return None without space, for another try.
 
         Raises:
             TooLarge: the transport refuses the size; nothing was sent.
         """
-        # The note is made once for a step: it goes before the update, and another try of the update must not repeat it.
-        if self._membership.next_step <= step:
-            note = self._membership.make_note(step)
-            if note is not None:
-                self.send(Kind.NOTE, step, note.encode())
+        self._membership.reach_step(step + 1)
         if self._unsent and not self.flush():
             return None
         try:

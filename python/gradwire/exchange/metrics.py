@@ -18,9 +18,9 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from .. import clock
 from ..arrays import device_of
 from ..transport import Peer
-from . import clock
 from .groups import Groups
 from .options import Options
 from .results import ExchangeStats, StepResult
@@ -344,16 +344,20 @@ def socket_folder() -> Path:
     return folder
 
 
-def serve_snapshot(owner: object, snapshot: Callable[[], dict[str, Any]]) -> None:
-    """Serve an exchange's figures to ``gradwire top``, from a thread, as long as ``owner`` lives."""
+def serve_snapshot(exchange: _HasMetrics) -> None:
+    """Serve an exchange's figures to ``gradwire top`` as long as it lives, from a thread, where the user wants it."""
+    if not os.environ.get("GRADWIRE_TOP"):
+        return
     from socketserver import StreamRequestHandler, UnixStreamServer
+
+    snapshot = weakref.WeakMethod(exchange.metrics_snapshot)
 
     class Handler(StreamRequestHandler):
         def handle(self) -> None:
             with suppress(OSError):  # the reader is gone
-                self.wfile.write(json.dumps(snapshot()).encode())
+                self.wfile.write(json.dumps((snapshot() or dict)()).encode())
 
-    path = socket_folder() / f"{os.getpid()}-{id(owner):x}.sock"
+    path = socket_folder() / f"{os.getpid()}-{id(exchange):x}.sock"
     path.unlink(missing_ok=True)  # of a dead process with the same number
     server = UnixStreamServer(str(path), Handler)
 
@@ -361,10 +365,10 @@ def serve_snapshot(owner: object, snapshot: Callable[[], dict[str, Any]]) -> Non
         while True:
             server.handle_request()  # sleeps until a reader connects
 
-    # A thread of its own: ``gradwire top`` has to answer while the training waits for a peer. The lambda that it calls
-    # holds the exchange weakly, so the thread does not keep an exchange alive.
+    # A thread of its own: ``gradwire top`` has to answer while the training waits for a peer. It holds the exchange
+    # weakly, and so does not keep it alive.
     threading.Thread(target=serve, name="gradwire-top", daemon=True).start()
-    weakref.finalize(owner, _withdraw, path, os.getpid())
+    weakref.finalize(exchange, _withdraw, path, os.getpid())
 
 
 def _withdraw(path: Path, process: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ..agreement import sample_of
 from ..arrays import (
     Arrays,
     add,
@@ -199,9 +200,9 @@ class SharedCopy:
         self.local_steps = 0
         self.written: Written | None = None
         self._applies_residual = applies_residual
-        self._left: list[
-            bytes | int
-        ] = []  # fingerprint of the caller's parameters after the last call
+        self._is_loaded = False  # from a checkpoint
+        # Fingerprint of the caller's parameters after the last call.
+        self._left: list[bytes | int] = []
 
     # ---- local steps -------------------------------------------------------------------------------------------------
 
@@ -209,6 +210,11 @@ class SharedCopy:
         """Count a step of the caller since the last exchange; return how many there are."""
         self.local_steps += 1
         return self.local_steps
+
+    def add_local_step(self, update: Any, params: Any) -> None:
+        """Take a step of the caller's for it: add its update to its parameters, which run ahead."""
+        self.copy_shared(params)
+        add(writable_views(params), views(update))
 
     def copy_shared(self, params: Any) -> None:
         """Make the shared copy from ``params``, unless there is one already; keep it where the parameters are."""
@@ -218,6 +224,20 @@ class SharedCopy:
         """Make the caller's parameters the shared ones."""
         self.shared = []
         self.local_steps = 0
+
+    def begin_shared(self, params: Any, *, is_new: bool) -> None:
+        """Make the shared copy from ``params``, unless there is one; or fit them to that of a checkpoint.
+
+        Args:
+            params: the caller's.
+            is_new: whether the training has not begun.
+        """
+        # The parameters of an earlier call, which was refused or timed out, may have been replaced since then.
+        if is_new and not self._is_loaded:
+            self.drop_shared()
+        self.copy_shared(params)
+        if is_new:
+            self._add_loaded_residual(params)
 
     def place_shared(self, arrays: Sequence[NDArray[Any]]) -> bool:
         """Keep the shared copy in ``arrays`` from now on; return whether there is a copy."""
@@ -230,8 +250,9 @@ class SharedCopy:
         """Continue with a copy of the shared parameters of a checkpoint."""
         self.shared = copies(shared)
         self.local_steps = local_steps
+        self._is_loaded = True
 
-    def add_loaded_residual(self, params: Any) -> None:
+    def _add_loaded_residual(self, params: Any) -> None:
         """Add the residual of a checkpoint, which may be another node's, to the caller's parameters.
 
         Elements that hold the residual already, but for rounding, stay as they are: training then resumes bit for bit.
@@ -380,6 +401,20 @@ class SharedCopy:
                 self.groups.encoders[index].hold_difference(now, before)
 
         return None, refresh
+
+    def sample(self, update: Any, params: Any) -> NDArray[np.float64]:
+        """Return a sample of this node's update of the next step, before it is encoded.
+
+        Args:
+            update: None: what the caller's parameters have moved by.
+            params: the caller's.
+        """
+        if update is not None:
+            return sample_of(views(update))
+        sample = sample_of(writable_views(params)) - sample_of(self.shared)
+        if self._applies_residual:
+            sample -= sample_of(self.groups.residuals(self.shared))
+        return sample
 
     def reject(self, params: Any) -> None:
         """Remove an update that is not finite from the caller's parameters; the residual holds the finite part."""

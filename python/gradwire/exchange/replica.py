@@ -13,14 +13,13 @@ from functools import partial
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..agreement import Agreement, sample_of
+from .. import clock
+from ..agreement import Agreement
 from ..arrays import Arrays, add, device_of, difference, put, views, writable_views
 from ..errors import MessageError
 from ..message import Message, apply, decode, parse_many
 from ..transport import Peer, Ticket
-from . import clock
 from .groups import Codec, Groups, host_message
 from .options import Options
 from .owner import Accepted, Division, ShardedUpdate, Sharding, part_of_state
@@ -125,11 +124,6 @@ class Replica(SharedCopy):
 
     # ---- the way of the exchange -------------------------------------------------------------------------------------
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether parameters have owners."""
-        return self.sharding is not None
-
     def begin(
         self, step: int, nodes: int, *, is_sharded: bool, accepted: Accepted | None = None
     ) -> None:
@@ -190,22 +184,15 @@ class Replica(SharedCopy):
         payload = messages[0] if len(messages) == 1 else b"".join(map(bytes, messages))
         return StepUpdate(self.step, messages, payload)
 
-    def sample(self, update: Any, params: Any) -> NDArray[np.float64]:
-        """Return a sample of this node's update of the next step, before it is encoded.
-
-        Args:
-            update: None: what the caller's parameters have moved by.
-            params: the caller's.
-        """
-        if update is not None:
-            return sample_of(views(update))
-        self.add_late_parts(params)
-        sample = sample_of(writable_views(params)) - sample_of(self.shared)
-        if self.applies_residual:
-            sample -= sample_of(self.groups.residuals(self.shared))
-        return sample
-
-    def hold(self, update: StepUpdate, params: Any, begin_s: float, *, has_moved: bool) -> None:
+    def hold(
+        self,
+        update: StepUpdate,
+        params: Any,
+        begin_s: float,
+        *,
+        has_moved: bool,
+        wait_s: float = 0.0,
+    ) -> None:
         """Hold an update until its step is finished.
 
         The local steps go from the caller's parameters: residual and messages hold them now.
@@ -215,6 +202,7 @@ class Replica(SharedCopy):
             params: the caller's; with ``apply_residual`` the parameters hold the update too.
             begin_s: when the encoding began.
             has_moved: whether the parameters held the update before the encode.
+            wait_s: time spent on waiting before the encode.
         """
         self.local_steps = 0
         # With ``apply_residual`` the parameters that the caller has moved are already what they have to be: shared
@@ -225,6 +213,7 @@ class Replica(SharedCopy):
             if self._applies_residual:
                 self._add_update_to_params(update, writable_views(params), 1.0)
         update.encode_s = clock.now_s() - begin_s
+        update.add_wait(wait_s)
         self.pending = update
 
     def prepare(self, update: StepUpdate, lost: Collection[NodeRun]) -> frozenset[NodeRun]:
@@ -321,15 +310,7 @@ class Replica(SharedCopy):
                 (self.groups.encoders[group].key, part.numel)
                 for group, part in self._division.part(update.parts, update.place)
             ]
-        sizes = [(message.key, message.numel) for message in messages]
-        if sizes != expected:
-            raise MessageError(f"{_describe(sizes)}, but {_describe(expected)} on this node")
-        # A ternary message has one finite threshold; a dense one has values of its own, which `encode` had refused.
-        for message in messages:
-            if message.kind == "dense" and not np.isfinite(decode(message)).all():
-                raise MessageError(
-                    f"a dense message of key {message.key} with values that are not finite"
-                )
+        _check(messages, expected)
         return messages
 
     def apply(
@@ -439,7 +420,7 @@ class Replica(SharedCopy):
         results = cast("Sequence[PartUpdate]", payloads)
         self.total.add_results(partial(self.sharding.add_results, results), params, second)
 
-    def finish_step(self, update: StepUpdate) -> None:
+    def finish_step(self, update: StepUpdate, params: Any) -> None:
         """Keep a finished update a little longer, in host memory, and advance to the next step."""
         # Kept for members that may miss it. Memory of a device is too precious for that.
         update.messages[:] = map(host_message, update.messages)
@@ -447,10 +428,12 @@ class Replica(SharedCopy):
         self.sent.append(update)
         if self.sharding is not None:
             self.sharding.finish_step(self.step, self.step + 1 - (self.sent.maxlen or 0))
-        self.step += 1
+        self.advance(params)
 
-    def advance(self) -> None:
-        """Advance to the next step after one without an update of this node's own."""
+    def advance(self, params: Any) -> None:
+        """Advance to the next step, also after one without an update of this node's own."""
+        # Members may have gone or come with the step, and owners changed with them.
+        self.add_late_parts(params)
         self.step += 1
 
     def take_back_unapplied(
@@ -535,6 +518,19 @@ class Replica(SharedCopy):
         """Continue from a checkpoint at a step; the owner's state waits for the beginning of the training."""
         self.step = step
         self._owner_state = owner_state
+
+
+def _check(messages: Sequence[Message], expected: Sequence[tuple[int, int]]) -> None:
+    """Raise `MessageError` unless messages have these keys and numbers of elements, and finite values."""
+    sizes = [(message.key, message.numel) for message in messages]
+    if sizes != expected:
+        raise MessageError(f"{_describe(sizes)}, but {_describe(expected)} on this node")
+    # A ternary message has one finite threshold; a dense one has values of its own, which `encode` had refused.
+    for message in messages:
+        if message.kind == "dense" and not np.isfinite(decode(message)).all():
+            raise MessageError(
+                f"a dense message of key {message.key} with values that are not finite"
+            )
 
 
 def _describe(sizes: Sequence[tuple[int, int]]) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -14,19 +16,42 @@ from numpy.typing import NDArray
 from ..arrays import Arrays, layouts, put, writable_views
 from ..errors import MessageError, Mismatch, NotConnected, WouldBlock
 from .owner import Accepted
-from .protocol import Kind, NodeRun, read_number, read_run, read_step, run_of, tag_of
+from .protocol import (
+    Kind,
+    NodeRun,
+    encode_steps,
+    read_number,
+    read_run,
+    read_step,
+    run_of,
+    tag_of,
+)
 
 if TYPE_CHECKING:
     from ..transport import Node, Peer
 
-__all__ = ["Donor", "FixedState", "NodeState", "OptimizerState", "Snapshot", "as_state"]
+__all__ = [
+    "NO_STATE",
+    "Donor",
+    "FixedState",
+    "NodeState",
+    "OptimizerState",
+    "Recipient",
+    "Snapshot",
+    "as_state",
+]
 
 Layout: TypeAlias = list[list[Any]]  # [dtype, shape] of each array
+
+_LOG = logging.getLogger(__name__)
 
 # Small enough to let updates pass in between, large enough to cost nothing.
 _PART_BYTES = 1 << 20
 # A header comes from another machine: it must not be able to claim any amount of memory.
 _ARRAYS_MAX = 1 << 20
+# Bounds of the optimiser's state in it: twice the parameters are usual.
+_STATE_FACTOR = 16
+_STATE_BYTES = 256 << 20
 
 
 class NodeState(Protocol):
@@ -77,6 +102,10 @@ class FixedState:
     def load(self, arrays: Arrays) -> None:
         """Overwrite the arrays."""
         put(self.export(), arrays)
+
+
+#: The state of callers that have none.
+NO_STATE = FixedState(())
 
 
 def as_state(optimizer_state: OptimizerState) -> NodeState:
@@ -328,3 +357,95 @@ class Donor:
     def _drop(self, run: NodeRun) -> None:
         """Send a newcomer no more of an earlier snapshot."""
         self._outgoing = deque(entry for entry in self._outgoing if entry[0] != run)
+
+
+class Recipient:
+    """Asks another node for its snapshot, and collects the parts.
+
+    Args:
+        send: sends a control message: its kind, its number, the payload and the receiver.
+        address_of: returns a node's address.
+        me: this node.
+
+    Attributes:
+        donor: the node that was asked last, until its snapshot is taken; or None.
+        requests: number of requests so far.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Kind, int, bytes, NodeRun], None],
+        address_of: Callable[[NodeRun], str],
+        me: NodeRun,
+    ) -> None:
+        self.donor: NodeRun | None = None
+        self.requests = 0
+        self._send = send
+        self._address_of = address_of
+        self._me = me
+        self._own_layout: Layout = []
+        self._incoming: Snapshot | None = None
+
+    def request(
+        self, donor: NodeRun, first_direct: Mapping[NodeRun, int], own_layout: Layout
+    ) -> None:
+        """Ask a node, in the place of an earlier one.
+
+        Args:
+            donor: the node.
+            first_direct: see `Donor.add_request`.
+            own_layout: of this node's parameters, which the snapshot must have, too.
+        """
+        # Numbered, because parts of an earlier answer may still arrive from the same donor.
+        self.requests += 1
+        self.donor = donor
+        self._own_layout = own_layout
+        self._incoming = None
+        self._send(Kind.REQUEST, self.requests, encode_steps(first_direct), donor)
+
+    def cancel(self) -> None:
+        """Take no more parts of what was asked for."""
+        self.donor = None
+
+    def add_part(self, run: NodeRun, number: int, payload: memoryview) -> None:
+        """Add a part that has arrived, unless it belongs to an earlier request; one that cannot be read ends it.
+
+        Raises:
+            Mismatch: the donor has other parameters.
+        """
+        if (run, number) != (self.donor, self.requests):
+            return
+        try:
+            if self._incoming is None:
+                self._incoming = Snapshot.from_header(payload, self._check)
+            else:
+                self._incoming.add_part(payload)
+        except MessageError as error:
+            address = self._address_of(run)
+            _LOG.warning("%s: %s; this node asks another member", address, error)
+            self.cancel()
+
+    def _check(self, there: Layout, params: int) -> None:
+        """Refuse arrays that are not this node's, before they take memory; their state is bounded by the parameters."""
+        here = self._own_layout
+        if here != there[:params]:
+            raise Mismatch(
+                f"this node ({self._address_of(self._me)}) has parameters {here}, the members have {there[:params]}"
+            )
+        own_bytes, state_bytes = map(_layout_bytes, (here, there[params:]))
+        if state_bytes > _STATE_FACTOR * own_bytes + _STATE_BYTES:
+            raise MessageError(
+                f"a snapshot with a state of {state_bytes} bytes for parameters of {own_bytes}"
+            )
+
+    def take(self) -> Snapshot | None:
+        """Return the snapshot once all of it has arrived, and end the request; None before."""
+        snapshot = self._incoming
+        if self.donor is None or snapshot is None or snapshot.missing:
+            return None
+        self.donor = None
+        return snapshot
+
+
+def _layout_bytes(layout: Layout) -> int:
+    return sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in layout)

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from .. import clock
 from ..arrays import layouts
 from ..errors import Mismatch
-from . import clock
 from .consistency import start_of
 from .departure import Departure, Trainings
 from .membership import Membership, Router
@@ -282,6 +282,11 @@ class Start:
             len(members),
             replica.step,
         )
+
+    def load_training(self, training: str) -> None:
+        """Go on with the training of a checkpoint that was loaded; empty: it is of none."""
+        self._membership.restart_at(self._replica.step)  # introductions name it
+        self._introductions.take_part(training, is_confirmed=bool(training))
 
     def hold_introductions(self, step: int) -> None:
         """Keep what members say about the exchange with which they go on after ``step``, for `follow`."""

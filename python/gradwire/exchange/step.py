@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from .. import clock
 from ..arrays import Arrays, copies, scaled, writable_views
 from ..errors import NonFiniteUpdate, TooLarge, WouldBlock
-from . import clock
 from .consistency import digest_of
 from .departure import Departure
 from .join import Join
 from .membership import Membership, Router, Updates
+from .notes import Notes
 from .options import Options
 from .parameters import Payloads
 from .protocol import NodeRun, Phase
@@ -45,6 +46,7 @@ class Step:
         options: Options,
         replica: Replica,
         membership: Membership,
+        notes: Notes,
         router: Router,
         departure: Departure,
         join: Join,
@@ -54,6 +56,7 @@ class Step:
         self._replica = replica
         self._membership = membership
         self._introductions = membership.introductions
+        self._notes = notes
         self._router = router
         self._departure = departure
         self._join = join
@@ -86,9 +89,14 @@ class Step:
             update, refresh = replica.local_delta(params, weight)
         elif weight != 1.0:
             update = self._weighed(update, weight)
-        pending = replica.encode(update, codec, refresh)
-        pending.add_wait(room_s)
-        replica.hold(pending, params, begin_s, has_moved=has_moved)
+        try:
+            pending = replica.encode(update, codec, refresh)
+        except NonFiniteUpdate:
+            # The caller's optimiser has moved the parameters already; they must not stay NaN.
+            if has_moved:
+                replica.reject(params)
+            raise
+        replica.hold(pending, params, begin_s, has_moved=has_moved, wait_s=room_s)
         if self._options.overlap:
             # The message leaves now and the next call waits for the others', so they travel while the caller computes.
             begin_s = clock.now_s()
@@ -104,10 +112,11 @@ class Step:
         replica = self._replica
         knows_update = update is not None or replica.shared
         if knows_update and replica.agreement.is_due(replica.step):
+            replica.add_late_parts(params)
             replica.agreement.measure([replica.sample(update, params)])
         sketch = replica.agreement.take_own()
         if sketch is not None:
-            self._membership.add_sketch(sketch)
+            self._notes.announce_sketch(sketch)
 
     def written_values(self, params: Any, values: Sequence[Any] | None) -> Arrays:
         """Return copies of what the caller has written into the parameters; empty: nothing.
@@ -136,7 +145,7 @@ class Step:
         """Go on from values that the caller has written; `Replica.settle_written` says whether for all nodes."""
         self._replica.take_written(params, written)
         if self._is_sync:
-            self._membership.announce_written(digest_of(written))
+            self._notes.announce_written(digest_of(written))
 
     def catch_up(self, params: Any, optimizer_state: NodeState, timeout_s: float) -> int:
         """Apply the asynchronous members' updates that have arrived; see ``Exchange.catch_up``."""
@@ -277,6 +286,7 @@ class Step:
                 missing = self._replica.prepare(pending, lost)
                 if missing:
                     return missing
+            self._notes.send(pending.step)
             pending.set_ticket(self._router.publish_update(pending.step, pending.payload))
         except TooLarge:
             self._replica.take_back(pending)
@@ -370,15 +380,11 @@ class Step:
         else:
             self._departure.remove_departed()
             if replica.agreement.is_on and replica.agreement.takes(pending.step):
-                step = membership.last_sketched
-                replica.agreement.add([] if step is None else membership.sketches(step))
-        # Members may have gone or come with this step, and owners changed with them.
-        if replica.sharding is not None:
-            replica.add_late_parts(params)
+                self._notes.measure(replica.agreement, None)
         if not self._introductions.is_confirmed:
             self._introductions.confirm()
         result = self._result(pending, others, clock.now_s() - arrived_s)
-        replica.finish_step(pending)
+        replica.finish_step(pending, params)
         return result
 
     def _settle_written(
@@ -391,7 +397,7 @@ class Step:
         has_moved: bool,
     ) -> bool:
         """Decide what becomes of written parameters; return whether the messages must not be applied."""
-        is_common = self._is_sync and self._membership.is_written_by_all(senders, pending.step)
+        is_common = self._is_sync and self._notes.is_written_by_all(senders, pending.step)
         if is_common:
             what = "all nodes go on from the parameters that were written on all of them"
             _LOG.info("step %d: %s", pending.step, what)

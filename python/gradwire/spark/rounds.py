@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from ..exchange.clock import now_s
+from ..clock import now_s
 from .checkpoints import pack, unpack
 from .data import VALIDATION, shuffled, spill
 from .train import (

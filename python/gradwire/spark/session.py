@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from ..exchange.clock import now_s
+from ..clock import now_s
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

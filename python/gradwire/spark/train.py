@@ -18,10 +18,10 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from ..clock import now_s
 from ..codec import Encoder
 from ..errors import GradwireError, PeerLost, TransportError
 from ..exchange import AnyExchange, Exchange, ExchangeStats, Groups, LocalTeam
-from ..exchange.clock import now_s
 from ..torch import SharedOptimizer
 from ..torch.judge import is_adaptive, parameters_of
 from ..transport import Node

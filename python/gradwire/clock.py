@@ -1,4 +1,4 @@
-"""The exchange's only clock, which tests replace."""
+"""The clock of the exchange and of the Spark integration, which tests replace."""
 
 from __future__ import annotations
 

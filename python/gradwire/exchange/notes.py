@@ -1,0 +1,145 @@
+"""The notes that travel with updates: what this node's next one says, and what those of all nodes say together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ..agreement import Agreement, Sketch
+from .membership import Membership, Router
+from .protocol import Kind, NodeRun, Note, Phase
+
+__all__ = ["Notes"]
+
+_EMPTY = Note()
+
+
+class Notes:
+    """Sends the notes of this node's updates, and reads the members' notes of the same step.
+
+    Args:
+        membership, router: of this node.
+        keeps: notes of this node's latest updates that are kept.
+    """
+
+    def __init__(self, membership: Membership, router: Router, keeps: int) -> None:
+        self._membership = membership
+        self._introductions = membership.introductions
+        self._router = router
+        self._keeps = keeps
+        self._own: dict[int, Note] = {}  # by step
+        self._next = _EMPTY
+
+    # ---- this node's notes -------------------------------------------------------------------------------------------
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this node's next note has something about a comparison."""
+        return self._next.comparison is not None or self._next.digest is not None
+
+    def announce(self, comparison: int | None, digest: tuple[int, str] | None) -> None:
+        """Let this node's next note announce a comparison of replicas, and give its digest."""
+        self._next = replace(self._next, comparison=comparison, digest=digest)
+
+    def announce_written(self, digest: str) -> None:
+        """Let this node's next note say what the caller has written into the parameters."""
+        self._next = replace(self._next, written=digest)
+
+    def announce_sketch(self, sketch: Sketch) -> None:
+        """Let this node's next note have the sketch of its update."""
+        self._next = replace(self._next, sketch=sketch)
+
+    def reset(self) -> None:
+        """Forget what the next note was to say: it was about parameters that this node has no longer."""
+        self._next = _EMPTY
+
+    def send(self, step: int) -> None:
+        """Send the note for this node's update of ``step``, unless it is empty; before the update."""
+        membership = self._membership
+        # The note is made once for a step: another try of the update must not repeat it.
+        if membership.next_step > step:
+            return
+        note = self._next
+        if self._introductions.hellos.keys() - membership.members.keys():
+            note = self._with_newcomers(note)
+        if note is _EMPTY:
+            return
+        self._next = _EMPTY
+        self._own[step] = note
+        for old in [old for old in self._own if old < step - self._keeps]:
+            del self._own[old]
+        self._router.send(Kind.NOTE, step, note.encode())
+
+    def _with_newcomers(self, note: Note) -> Note:
+        """Return a note that names the nodes that are ready to be members, too."""
+        ready = self._introductions.compatible(Phase.READY).keys() - self._membership.members.keys()
+        if not ready:
+            return note
+        admits = tuple(sorted(ready))
+        workers = tuple(run for run in admits if run in self._introductions.workers)
+        return replace(note, admits=admits, workers=workers)
+
+    # ---- all nodes' notes --------------------------------------------------------------------------------------------
+
+    def measure(self, agreement: Agreement, step: int | None) -> None:
+        """Add the sketches of all updates of a step, this node's own included, to the agreement.
+
+        Args:
+            agreement: of this node; it stays as it is without sketches.
+            step: None: the latest of which every member's sketch is here, if there is one.
+        """
+        notes = {run: stream.notes for run, stream in self._membership.members.items()}
+        if self._membership.phase is Phase.IN:
+            notes[self._membership.run] = self._own
+        if step is None:
+            sketched = [
+                {step for step, note in by_step.items() if note.sketch is not None}
+                for by_step in notes.values()
+            ]
+            step = max(set.intersection(*sketched), default=-1)
+        # By node, because the order of a sum decides about its bits.
+        of_step = [notes[run].get(step, _EMPTY).sketch for run in sorted(notes)]
+        agreement.add([sketch for sketch in of_step if sketch is not None])
+
+    def named_by_all(self, senders: Iterable[NodeRun], step: int) -> list[NodeRun]:
+        """Return the newcomers that the notes of all updates of a step name, sorted.
+
+        Args:
+            senders: of the other updates that were applied in the step.
+            step: number of the step.
+        """
+        members = self._membership.members
+        notes: list[Note] = []
+        if self._membership.phase is Phase.IN:
+            own_note = self._own.get(step)
+            if own_note is None:
+                return []
+            notes.append(own_note)
+        for run in senders:
+            note = members[run].notes.get(step) if run in members else None
+            if note is not None:
+                notes.append(note)
+            elif run in members:
+                return []
+        # A node that only follows may not be connected with every newcomer, so the notes say who owns nothing.
+        for note in notes:
+            self._introductions.add_workers(note.workers)
+        named = [set(note.admits) for note in notes]
+        return sorted(set.intersection(*named)) if named else []
+
+    def is_written_by_all(self, senders: Iterable[NodeRun], step: int) -> bool:
+        """Return whether the callers of all nodes have written the same parameters before a step.
+
+        Args:
+            senders: of the other updates of the step.
+            step: number of the step.
+        """
+        # All members have the same notes of the same step, so all come to the same answer.
+        members = self._membership.members
+        notes = [
+            members[run].notes.get(step, _EMPTY) if run in members else _EMPTY for run in senders
+        ]
+        if self._membership.phase is Phase.IN:
+            notes.append(self._own.get(step, _EMPTY))
+        written = {note.written for note in notes}
+        return len(written) == 1 and "" not in written
