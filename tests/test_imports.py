@@ -53,7 +53,8 @@ ALLOWED = {
     "transport": {"errors", "rendezvous", "transport"},
     "exchange": CODEC | {"exchange", "shared_memory", "transport"},
     "feed": {"errors", "feed", "shared_memory", "transport"},
-    "cli": CODEC | {"calibration", "cli", "cost", "exchange", "transport", INTERFACE},
+    "cli": CODEC
+    | {"calibration", "cli", "cost", "exchange", "shared_memory", "transport", INTERFACE},
     "sharing": CODEC | {"exchange", "rendezvous", "transport"},
     "jax": {"exchange", "sharing", "transport"},
     "torch": CODEC | {"exchange", "sharing", "torch", "transport", INTERFACE},

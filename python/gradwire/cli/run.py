@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from gradwire.shared_memory import free_leftovers
+
 _POLL_S = 0.05
 _GRACE_S = 5.0  # after an interrupt before SIGTERM, and after that before SIGKILL
 
@@ -109,6 +111,7 @@ def _run_all(command: Sequence[str], environments: Iterable[dict[str, str]]) -> 
         return 130
     finally:
         _end(workers)
+        free_leftovers()  # of rank 0, if it was killed
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for reader in readers:

@@ -22,16 +22,17 @@ import numpy as np
 from ..arrays import Arrays, copies, difference, layouts, on_host, put, views, writable_views
 from ..errors import GradwireError, Mismatch, PeerLost
 from ..shared_memory import (
+    STATE_SUFFIX,
     SharedFile,
     aligned,
     arrays_at,
     create_locked,
     fence,
-    is_locked,
+    is_held,
     layout_of,
-    open_file,
     path_of,
     release,
+    shortage,
     span,
 )
 from ..transport import Peer
@@ -86,7 +87,8 @@ class LocalTeam:
     The workers, processes or threads, meet by the name of the team. Rank 0 makes the memory, and replaces what a
     crashed run has left under the name; the others wait for it. Then rank 0, which has the node and the exchange, calls
     ``lead``, each other ``follow``. A worker that dies is noticed by the lock that it held; the others go on, and a new
-    process may take its rank. The memory goes when rank 0 ends, however it ends.
+    process may take its rank. The memory goes when rank 0 ends. The memory of a killed rank 0 goes when any team,
+    hosted model or feed of this user begins.
 
     Args:
         name: of the run: letters, digits, ".", "_" and "-", at most 64. Other runs of this user need other names.
@@ -141,7 +143,7 @@ class LocalTeam:
         self.reduction = reduction
         self.timeout_s = timeout_s
         self._path = path_of("team", name)
-        self.state_path = self._path.with_name(f"{self._path.name}.state")
+        self.state_path = self._path.with_name(f"{self._path.name}{STATE_SUFFIX}")
         self._file: SharedFile | None = None  # with the arrays
         path = self._path_of(rank)
         self._lock = create_locked(path, f"is rank {rank} of team {name!r}")
@@ -166,7 +168,15 @@ class LocalTeam:
         layout = layout_of(arrays)
         if self.rank == 0:
             nbytes = self._arrays_at + (3 + self.workers) * span(layout)
-            file = SharedFile.host(self._path, self._lock, [self.workers, layout], nbytes)
+            file = SharedFile.host(
+                self._path,
+                self._lock,
+                [self.workers, layout],
+                nbytes,
+                what=f"a team of {self.workers} workers does",
+                remedy="let every worker be a machine (gradwire run --as-machines, or LOCAL_WORLD_SIZE=1 and "
+                "LOCAL_RANK=0), which shares no memory",
+            )
             self._map(file)
             # The others map the memory as soon as it is published, so the parameters have to be in it.
             put(self.params, arrays)
@@ -367,7 +377,7 @@ class LocalTeam:
         """Return whether a worker lives. In the place of rank 0 may be that of another run."""
         if rank == 0 and self._file is not None:
             return self._file.is_live
-        return _is_locked(self._path_of(rank))
+        return is_held(self._path_of(rank))
 
     def _wait(
         self, is_done: Callable[[], Any], ranks: Sequence[int], *, is_needed: bool = True
@@ -415,8 +425,9 @@ class LocalTeam:
             with open(descriptor, "wb") as file:
                 np.savez(file, *map(on_host, state))
         except OSError as error:
-            what = f"no shared memory for the optimiser's state: {error.strerror}"
-            raise OSError(error.errno, what, str(self.state_path)) from None
+            nbytes = sum(array.nbytes for array in state)
+            what = "the optimiser's state, for a worker that has just come, does"
+            raise shortage(what, nbytes, self.state_path, error) from None
 
     def take_state(self, state: Arrays) -> None:
         """Overwrite a worker's optimiser state with the leader's.
@@ -683,19 +694,10 @@ def _is_late(result: Any) -> bool:
     return isinstance(result, Joined) and result.is_late
 
 
-def _is_locked(path: Path) -> bool:
-    """Return whether a living worker holds the lock."""
-    try:
-        with open_file(path) as file:
-            return is_locked(file)
-    except FileNotFoundError:
-        return False
-
-
 def _clean(path: Path, process: int) -> None:
     """Remove the optimiser's state that rank 0 has left, and locks that nobody holds."""
     if os.getpid() == process:
-        path.with_name(f"{path.name}.state").unlink(missing_ok=True)
+        path.with_name(f"{path.name}{STATE_SUFFIX}").unlink(missing_ok=True)
         for lock in path.parent.glob(f"{path.name}.rank*"):
-            if not _is_locked(lock):
+            if not is_held(lock):
                 lock.unlink(missing_ok=True)
