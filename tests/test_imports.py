@@ -56,7 +56,7 @@ ALLOWED = {
     "cli": CODEC
     | {"calibration", "cli", "cost", "exchange", "shared_memory", "transport", INTERFACE},
     "sharing": CODEC | {"exchange", "rendezvous", "transport"},
-    "jax": {"exchange", "sharing", "transport"},
+    "jax": {"errors", "exchange", "sharing", "transport"},
     "torch": CODEC | {"exchange", "sharing", "torch", "transport", INTERFACE},
     "spark": CODEC | {"exchange", "feed", "spark", "torch", "transport", INTERFACE},
     "__init__": CODEC | {"coprocessor", "cost", "exchange", "hosted", "sharing", "transport"},

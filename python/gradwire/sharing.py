@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import math
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from . import rendezvous
-from .arrays import device_of
+from .arrays import device_of, put, writable_views
 from .codec import Encoder
+from .errors import Closed, TransportError
 from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
 from .exchange.options import ExchangeOptions, Options
 from .policy import TargetDensity, default_policy
@@ -23,7 +27,7 @@ from .transport import Node
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Density", "SharedArrays", "exchange_for", "share"]
+__all__ = ["Density", "SharedArrays", "Training", "share", "training_for"]
 
 Density = float | Mapping[str, float | Literal["dense"]]
 
@@ -31,8 +35,116 @@ Density = float | Mapping[str, float | Literal["dense"]]
 _THREAD_NUMEL = 1 << 20
 
 
+class Training:
+    """This process's part in one training: the exchange, and what has to be given back at the end.
+
+    A training ends once: when its owner closes it, when the owner is collected, or when the process ends. Then node,
+    port and shared memory are free, and the process may begin the next training of its run.
+
+    Args:
+        run: name of the run and rank of this process, in which there is one training at a time; None: there may be any
+            number.
+        exchange: of this process.
+        node: to close at the end; None: the caller closes its node.
+    """
+
+    # Which of a process's trainings is which belongs to the process.
+    _open: ClassVar[dict[str, weakref.ref[Training]]] = {}
+    _finished: ClassVar[dict[str, list[Any]]] = {}  # for every one the node that began it
+    _closers: ClassVar[list[threading.Thread]] = []
+
+    def __init__(
+        self, run: str | None, exchange: Exchange | LocalExchange, node: Node | None
+    ) -> None:
+        self.exchange = exchange
+        self._run = run
+        self._node = node
+        self._process = os.getpid()
+        self._finalizer: Any = None
+        self._is_closed = threading.Lock()  # locked once
+        # A node of the caller's, without a team, is the caller's to end.
+        self._ends_itself = run is not None or node is not None
+        if run is not None:
+            self._open[run] = weakref.ref(self)
+        if self._ends_itself:
+            atexit.register(self._close_at_exit)
+
+    @classmethod
+    def begin(cls, run: str) -> list[Any]:
+        """Return the nodes that began the earlier trainings of this process, which have ended.
+
+        Raises:
+            RuntimeError: one has not.
+        """
+        if cls._is_open(run):
+            gc.collect()  # an owner may be part of a cycle
+        while cls._closers:
+            cls._closers.pop().join()
+        if cls._is_open(run):
+            raise RuntimeError(
+                "this process takes part in a training of this run already: call close() on what share returned "
+                "before the next share, or write `with share(...) as ...`; two models of one training are the "
+                "parameters of one optimiser"
+            )
+        return cls._finished.setdefault(run, [])
+
+    @classmethod
+    def _is_open(cls, run: str) -> bool:
+        training = cls._open.get(run, lambda: None)()
+        # A forked child has the parent's training only as a copy.
+        return (
+            training is not None
+            and training._process == os.getpid()
+            and not training._is_closed.locked()
+        )
+
+    def end_with(self, owner: object) -> None:
+        """End the training when its owner is collected."""
+        if self._ends_itself:
+            self._finalizer = weakref.finalize(owner, self._close_after_owner)
+            self._finalizer.atexit = False
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Give everything back; a second call does nothing.
+
+        Args:
+            has_failed: go without a goodbye, so that the others know.
+        """
+        if os.getpid() != self._process or not self._is_closed.acquire(blocking=False):
+            return
+        atexit.unregister(self._close_at_exit)
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        team = self.exchange.team if isinstance(self.exchange, LocalExchange) else None
+        leader = self.exchange if isinstance(self.exchange, Exchange) else self.exchange.exchange
+        has_begun = team is not None and team.is_attached and team.started_call > 0
+        origin: Any = None
+        if leader is not None and not has_failed:
+            with suppress(TransportError):  # the caller has closed its node
+                origin = leader.end()
+        if self._node is not None:
+            self._node.close(0.0 if has_failed else 5.0)
+        if team is not None:
+            team.close()
+        # After an error the process may come back into the same training.
+        if self._run is not None and not has_failed and (has_begun or origin is not None):
+            self._finished[self._run].append(origin)
+
+    def _close_after_owner(self) -> None:
+        # The collector runs in any thread, also in a node's own, which would wait for itself here.
+        if threading.current_thread() is threading.main_thread():
+            self.close()
+            return
+        closer = threading.Thread(target=self.close, name="gradwire-close")
+        self._closers.append(closer)
+        closer.start()
+
+    def _close_at_exit(self) -> None:
+        self.close(has_failed=getattr(sys, "last_value", None) is not None)
+
+
 class SharedArrays:
-    """Parameters that all nodes of a run share; made by `share`.
+    """Parameters that all nodes of a run share; made by `share`. A context manager, which closes itself at the end.
 
     Attributes:
         params: the parameters, changed in place by every step.
@@ -40,11 +152,18 @@ class SharedArrays:
         result: of the last step.
     """
 
-    def __init__(self, params: Any, exchange: Exchange | LocalExchange) -> None:
+    def __init__(self, params: Any, training: Training) -> None:
         self.params = params
-        self.exchange = exchange
+        self.exchange = training.exchange
         self.result: StepResult | None = None
-        exchange.join(params, equalize=True)
+        self._training = training
+        self._is_closed = False
+        training.end_with(self)
+        try:
+            self.exchange.join(params, equalize=True)
+        except BaseException:
+            self._close(has_failed=True)
+            raise
 
     def __repr__(self) -> str:
         return f"<gradwire.SharedArrays over {self.exchange!r}>"
@@ -59,6 +178,8 @@ class SharedArrays:
         Raises:
             NonFiniteUpdate, TimeoutError, PeerLost, Closed: as ``Exchange.step``.
         """
+        if self._is_closed:
+            raise Closed("these arrays were closed, or have left the training: call share again")
         self.result = self.exchange.step(update, self.params)
         return self.result
 
@@ -66,6 +187,40 @@ class SharedArrays:
         """Return a copy of the parameters that all nodes share, without this node's residual: to save or to compare."""
         shared = self.exchange.shared(self.params)
         return shared if isinstance(self.params, (list, tuple)) else shared[0]
+
+    def leave(self) -> StepResult | None:
+        """Send the rest of this node's updates, for the last time, and close; the others go on. Return the last result.
+
+        Raises:
+            WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.leave``.
+        """
+        if not self._is_closed:
+            self.result = self.exchange.leave(self.params)
+            self.close()
+        return self.result
+
+    def close(self) -> None:
+        """End this node's part: node, port and shared memory are free, and ``params`` are the shared parameters.
+
+        What is still in the residual stays unsent. A second call does nothing.
+        """
+        self._close(has_failed=False)
+
+    def _close(self, *, has_failed: bool) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not has_failed:
+            put(writable_views(self.params), self.exchange.shared(self.params))
+        self._training.close(has_failed=has_failed)
+
+    def __enter__(self) -> SharedArrays:
+        """Return the arrays."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; after an error without a goodbye, so that the others know."""
+        self._close(has_failed=kind is not None)
 
 
 def share(
@@ -83,7 +238,7 @@ def share(
     Args:
         params: one NumPy array, or a list of arrays: float32 or float64, contiguous, writable; or torch's tensors, also
             on a GPU. Changed in place.
-        node: a node to use and to close; None: one from the environment, closed when the process ends.
+        node: a node to use, which the caller closes; None: one from the environment, closed with the result.
         density: share of the elements that a step sends; None: 0.01, for n < 2,000,000 elements sqrt(2e6 / n) times as
             many, up to 0.08.
         options: see `ExchangeOptions`. Unlike those of `Exchange`, parameters hold this node's residual
@@ -105,7 +260,7 @@ def share(
     """
     arrays = list(params) if isinstance(params, (list, tuple)) else [params]
     named = [(str(index), array) for index, array in enumerate(arrays)]
-    return SharedArrays(params, exchange_for(named, density, node=node, **options))
+    return SharedArrays(params, training_for(named, density, node=node, **options))
 
 
 def _groups_for(
@@ -164,7 +319,7 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def exchange_for(
+def training_for(
     named: Sequence[tuple[str, Any]],
     density: Density | None,
     *,
@@ -172,8 +327,8 @@ def exchange_for(
     node: Node | None,
     team: tuple[int, int] | None = None,
     **options: Unpack[ExchangeOptions],
-) -> Exchange | LocalExchange:
-    """Return the exchange of this process: with a node of its own, or one worker's part of its machine's team.
+) -> Training:
+    """Return this process's part in a training: with a node of its own, or as one worker of its machine's team.
 
     Encoders are where the parameters are, a team's in host memory.
 
@@ -182,7 +337,7 @@ def exchange_for(
         density: for all; or by pattern of the names (the first that fits), where "dense" sends whole updates and the
             rest has the default; None: the default for all.
         is_adaptive: whether the updates are an adaptive optimiser's, for the default.
-        node: to use; None: one from the environment, closed at the end of the process.
+        node: to use; None: one from the environment, closed with the training.
         team: rank and size of the team on this machine; None: from the environment.
         options: see `ExchangeOptions`; with other defaults of ``apply_residual`` and ``on_straggler``.
     """
@@ -207,24 +362,34 @@ def exchange_for(
         processors=_processors() // (1 if is_team else place.local_size),
     )
 
-    def make() -> Exchange:
+    run: str | None = None
+    finished: list[Any] = []
+    if is_team or (node is None and place.expected_peers() != 0):
+        run = f"{rendezvous.name_of(place)} {rank}"
+        finished = Training.begin(run)
+
+    def make() -> tuple[Exchange, Node | None]:
         # Machines of one rank and of several may train together.
         made = node or Node.from_env(per_machine=is_team or place.local_size == 1)
-        exchange = Exchange(groups, made, **chosen)
-        if node is None:
-            atexit.register(_say_goodbye, weakref.ref(exchange), made)
-        return exchange
+        try:
+            exchange = Exchange(groups, made, **chosen)
+        except BaseException:
+            if node is None:
+                made.close(0.0)
+            raise
+        exchange.ignore(filter(None, finished))
+        return exchange, made if node is None else None
 
     if not is_team:
-        return make()
-    local = LocalTeam(rendezvous.name_of(place), size=size, rank=rank, timeout_s=timeout_s)
-    return local.lead(make()) if rank == 0 else local.follow()
-
-
-def _say_goodbye(exchange: weakref.ref[Exchange], node: Node) -> None:
-    """Deliver the last messages when the process ends; after an error without a goodbye, so that others know."""
-    has_failed = getattr(sys, "last_value", None) is not None
-    share = exchange()
-    if share is not None and not has_failed:
-        share.end()
-    node.close(0.0 if has_failed else 5.0)
+        return Training(run, *make())
+    # A worker may be ahead of the others, which still end their earlier training.
+    name = rendezvous.name_of(place) + (f"-{len(finished)}" if finished else "")
+    local = LocalTeam(name, size=size, rank=rank, timeout_s=timeout_s)
+    if rank > 0:
+        return Training(run, local.follow(), None)
+    try:
+        exchange, made = make()
+    except BaseException:
+        local.close()
+        raise
+    return Training(run, local.lead(exchange), made)

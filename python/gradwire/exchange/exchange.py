@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +24,7 @@ from .membership import Introductions, Membership, Router
 from .metrics import Listener, Meter, metrics_snapshot, serve_snapshot
 from .options import Options
 from .parameters import MomentumSum, PlainSum
-from .protocol import Kind, Phase
+from .protocol import Kind, NodeRun, Phase
 from .replica import Replica
 from .results import ExchangeStats, Joined, StepResult
 from .start import Start
@@ -207,10 +207,15 @@ class Exchange:
         """Return whether ``params`` are as the last step left them, rather than overwritten since."""
         return self._replica.pending is not None or self._replica.holds(params)
 
-    def end(self) -> None:
-        """Tell the others that this node has finished, without sending the residual; the node may be closed then."""
+    def end(self) -> NodeRun | None:
+        """Tell the others that this node has finished, without sending the residual; return the node that began."""
         if self._membership.phase is Phase.IN and self._replica.pending is None:
             self._join.say_goodbye()
+        return None if self._membership.phase is Phase.NEW else self._membership.origin
+
+    def ignore(self, origins: Iterable[NodeRun]) -> None:
+        """Wait for nodes that still take part in trainings which this process has finished, instead of joining them."""
+        self._membership.introductions.ignore(origins)
 
     def place_shared(self, arrays: Sequence[NDArray[Any]]) -> bool:
         """Keep the shared copy in ``arrays`` from now on; return whether there is a copy."""
@@ -284,10 +289,12 @@ class Exchange:
     def leave(self, params: Any, optimizer_state: Sequence[Any] = ()) -> StepResult:
         """Send residual and local steps as this node's last update; the others go on without this node.
 
-        Close the node afterwards; another exchange on the node may join again.
+        Close the node afterwards; another exchange on the node may join again. A second call does nothing.
 
         Args, Raises: as ``step``.
         """
+        if self._membership.phase is Phase.LEAVING:
+            return StepResult(step=self.next_step)
         self._begin(params, optimizer_state)
         self._finish_earlier(params, optimizer_state)
         result = self._step.leave(params, optimizer_state)
@@ -365,7 +372,7 @@ class Exchange:
         """Add the messages that are still to come, without sending any: before an evaluation, or at the end.
 
         In asynchronous mode these are the messages that have arrived. With ``overlap`` the last step is finished: all
-        nodes have to do so after the same step, and the call waits for them as a step does.
+        nodes have to do so after the same step, and the call waits for them as a step does. Otherwise there are none.
 
         Args:
             params: as in ``step``.
@@ -375,7 +382,6 @@ class Exchange:
             The number of messages that were added, without this node's own.
 
         Raises:
-            ValueError: in synchronous mode without ``overlap``, where messages belong to steps.
             TimeoutError, MessageError, Closed: as ``step``.
         """
         if self._options.overlap:
@@ -383,8 +389,8 @@ class Exchange:
             finished = self._finish_earlier(params, self._optimizer_state)
             return 0 if finished is None else finished.received
         if self._options.is_sync:
-            raise ValueError("synchronous replicas change only in a step")
-        self._ensure_announced(params)
+            return 0
+        self._start.ensure_announced(params)
         self.wait_for_peers()
         self._join.ensure_member(params, self._optimizer_state)
         self._join.poll(timeout_s)
@@ -416,7 +422,7 @@ class Exchange:
         """
         if self._options.role != "observer":
             raise ValueError(f'role="{self._options.role}" has updates to share: call step')
-        self._ensure_announced(params)
+        self._start.ensure_announced(params)
         self.wait_for_peers()
         return self._join.observe(params, optimizer_state, timeout_s)
 
@@ -424,7 +430,7 @@ class Exchange:
         """Prepare a step; return the result of an earlier one if that is finished now."""
         if self._options.role == "observer":
             raise ValueError('role="observer" has no updates of its own: call follow')
-        self._ensure_announced(params)
+        self._start.ensure_announced(params)
         members = len(self._membership.peers) + 1
         least = self._options.min_members
         if self._membership.phase is Phase.IN and members < least:
@@ -445,11 +451,6 @@ class Exchange:
         if self._replica.local_steps + 1 < self._options.overlap:
             return None
         return self._finish_earlier(params, optimizer_state)
-
-    def _ensure_announced(self, params: Any) -> None:
-        """Tell the others the parameters' dtypes, shapes and initial values, once."""
-        if not self._start.has_announced:
-            self._start.announce_params(params)
 
     def _local_step(
         self, params: Any, optimizer_state: Sequence[Any], finished: StepResult | None

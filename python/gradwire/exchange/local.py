@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from ..arrays import Arrays, copies, difference, layouts, on_host, put, views, writable_views
-from ..errors import GradwireError, Mismatch, PeerLost
+from ..errors import Closed, GradwireError, Mismatch, PeerLost
 from ..shared_memory import (
     STATE_SUFFIX,
     SharedFile,
@@ -238,6 +238,11 @@ class LocalTeam:
         self.total = []
         self.shared = []
         self._slots = []
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this worker has released its rank."""
+        return self._lock.closed
 
     def __enter__(self) -> LocalTeam:
         """Return the team."""
@@ -616,6 +621,8 @@ class LocalExchange:
             state: of this worker's optimiser; the leader's overwrites that of a worker that comes late.
         """
         team = self.team
+        if team.is_closed:
+            raise Closed("this worker has closed its team")
         leads = self.exchange is not None
         if params is not None:
             team.attach(params)

@@ -62,6 +62,8 @@ _GAUGES = {
     "send_log_bytes",
     "receive_queue_bytes",
 }
+_ANSWER_S = 1.0  # longest wait for an answer under way
+_SHUT_RDWR = 2  # of the module ``socket``, which only the transport imports
 _PER_PEER = ("srtt_s", "rate_bytes_per_s", "loss_rate", "backlog_records")
 
 
@@ -357,16 +359,25 @@ def serve_snapshot(owner: object, snapshot: Callable[[], dict[str, Any]]) -> Non
     path.unlink(missing_ok=True)  # of a dead process with the same number
     server = UnixStreamServer(str(path), Handler)
 
+    is_over = threading.Event()
+
     def serve() -> None:
-        while True:
-            server.handle_request()  # sleeps until a reader connects
+        with server:
+            while not is_over.is_set():
+                server.handle_request()  # sleeps until a reader connects, or the socket is shut down
 
     # A thread of its own: ``gradwire top`` has to answer while the training waits for a peer. The lambda that it calls
     # holds the exchange weakly, so the thread does not keep an exchange alive.
-    threading.Thread(target=serve, name="gradwire-top", daemon=True).start()
-    weakref.finalize(owner, _withdraw, path, os.getpid())
+    thread = threading.Thread(target=serve, name="gradwire-top", daemon=True)
+    thread.start()
 
+    def withdraw(process: int) -> None:
+        if os.getpid() == process:
+            path.unlink(missing_ok=True)
+            is_over.set()
+            with suppress(OSError):
+                server.socket.shutdown(_SHUT_RDWR)
+            if thread is not threading.current_thread():  # the collector runs in any
+                thread.join(_ANSWER_S)
 
-def _withdraw(path: Path, process: int) -> None:
-    if os.getpid() == process:
-        path.unlink(missing_ok=True)
+    weakref.finalize(owner, withdraw, os.getpid())

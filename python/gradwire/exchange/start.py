@@ -30,9 +30,6 @@ class Start:
     Args:
         options, membership, router, departure, replica: of this node.
         poll: sends and receives for up to so many seconds.
-
-    Attributes:
-        has_announced: whether the others know the parameters.
     """
 
     def __init__(
@@ -44,7 +41,7 @@ class Start:
         replica: Replica,
         poll: Callable[[float], None],
     ) -> None:
-        self.has_announced = False
+        self._has_announced = False
         self._options = options
         self._membership = membership
         self._introductions = membership.introductions
@@ -54,6 +51,11 @@ class Start:
         self._poll = poll
         self._silent_until_s: float | None = None
         self._equalizes = False
+
+    def ensure_announced(self, params: Any) -> None:
+        """Tell the others about the parameters, once."""
+        if not self._has_announced:
+            self.announce_params(params)
 
     def announce_params(self, params: Any) -> None:
         """Check the parameters and tell the others their dtypes, shapes and initial values.
@@ -73,7 +75,7 @@ class Start:
         if self._membership.set_params(layouts(params), start):
             self._router.introduce()
         self._departure.suspect_incompatible()
-        self.has_announced = True
+        self._has_announced = True
 
     def wait_for_peers(self) -> None:
         """Return when this node is a member from the start (phase IN), or has to join late (JOINING).
@@ -127,7 +129,7 @@ class Start:
         elif members:
             membership.enter(Phase.JOINING)
         # As many nodes as were expected are here, and none of them trains the same: waiting would not help.
-        elif not introductions.compatible() and len(introductions.incompatible) >= max(expected, 1):
+        elif not introductions.compatible() and introductions.misfits >= max(expected, 1):
             raise Mismatch(introductions.describe_incompatible())
         # Only one node names the members, so all begin with the same set even if they see each other at different
         # times.

@@ -13,12 +13,13 @@ import torch
 from torch._compile import _disable_dynamo
 
 from ..arrays import copies, put, writable_views
-from ..errors import NonFiniteUpdate
+from ..errors import Closed, NonFiniteUpdate
 from ..exchange import Exchange, LocalExchange
 from .staging import Staging
 
 if TYPE_CHECKING:
     from ..exchange import AnyExchange, Joined, StepResult
+    from ..sharing import Training
 
 __all__ = ["SharedOptimizer", "is_adaptive", "parameters_of"]
 
@@ -64,6 +65,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         buffers: further float32 or float64 tensors that late nodes take over, such as a model's buffers.
         counts_workers: whether the workers of a team have gradients of their own, which count for ``update_scale``, or
             gradients that DistributedDataParallel has averaged already.
+        training: ends with this optimiser; None: the caller closes the node.
 
     Raises:
         ValueError: ``update_scale`` is not "auto", nor positive and finite.
@@ -94,6 +96,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         equalize: bool = False,
         buffers: Sequence[torch.Tensor] = (),
         counts_workers: bool = True,
+        training: Training | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be one of torch's, got {optimizer!r}")
@@ -117,6 +120,10 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._state: list[Staging] = []
         self._local: _Values = [], []
         self._has_joined = False
+        self._is_closed = False
+        self._training = training
+        if training is not None:
+            training.end_with(self)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped optimiser."""
@@ -161,14 +168,48 @@ class SharedOptimizer(torch.optim.Optimizer):
         with self._staged() as memory:
             return self.exchange.resync(*memory)
 
-    def leave(self) -> StepResult:
-        """Send the rest of this node's updates, for the last time; close the node afterwards.
+    def leave(self) -> StepResult | None:
+        """Send the rest of this node's updates, for the last time, and close; the others go on. Return the last result.
+
+        A second call does nothing.
 
         Raises:
             WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.leave``.
         """
-        with self._staged() as memory:
-            return self.exchange.leave(*memory)
+        if self._has_joined and not self._is_closed:
+            with self._staged() as memory:
+                self.result = self.exchange.leave(*memory)
+        self.close()
+        return self.result
+
+    def close(self) -> None:
+        """End this node's part in the training; the model then is a plain one with the parameters that all share.
+
+        Node, port and shared memory are free for the next ``share`` of this process. What is still in the residual
+        stays unsent. The optimiser can still be saved. Without a call, an optimiser ends when it is collected, or with
+        the process. A second call does nothing.
+        """
+        self._close(has_failed=False)
+
+    def _close(self, *, has_failed: bool) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not has_failed and self._has_joined and self._set_aside is None and self._is_as_left():
+            # As within ``shared_parameters``: a checkpoint has this node's own parameters.
+            values = self._values()
+            self._set_values((self.exchange.shared(writable_views(self._memory[0])), []))
+            self._set_aside = values
+        if self._training is not None:
+            self._training.close(has_failed=has_failed)
+
+    def __enter__(self) -> SharedOptimizer:
+        """Return the optimiser."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; after an error without a goodbye, so that the others know."""
+        self._close(has_failed=kind is not None)
 
     @_disable_dynamo  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -181,8 +222,11 @@ class SharedOptimizer(torch.optim.Optimizer):
             NonFiniteUpdate: a gradient is NaN or infinite, found before the optimiser's state has changed; or the
                 optimiser made parameters NaN or infinite, and its update is reverted.
             RuntimeError: inside ``shared_parameters``.
-            WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.step_moved``.
+            WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.step_moved``; or the optimiser was
+                closed.
         """
+        if self._is_closed:
+            raise Closed("this optimiser was closed, or has left the training: call share again")
         if self._set_aside is not None:
             raise RuntimeError(
                 "a step inside shared_parameters() would be lost: train outside, where the model has this node's "
@@ -206,8 +250,10 @@ class SharedOptimizer(torch.optim.Optimizer):
             The number of messages that were added.
 
         Raises:
-            ValueError, TimeoutError, MessageError, Closed: as ``Exchange.catch_up``.
+            TimeoutError, MessageError, Closed: as ``Exchange.catch_up``.
         """
+        if self._is_closed:
+            return 0
         if not self._has_joined:
             self.join()
         with self._staged() as (params, _):

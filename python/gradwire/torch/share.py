@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..sharing import exchange_for
+from ..sharing import training_for
 from .optimizer import SharedOptimizer, is_adaptive, parameters_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def share(
     Args:
         model: the model; DistributedDataParallel and ``torch.compile`` may wrap it.
         optimizer: of the model's parameters, at the learning rate for one machine's gradients averaged over all.
-        node: a node to use and to close; None: one from the environment, closed when the process ends.
+        node: a node to use, which the caller closes; None: one from the environment, closed with the optimiser.
         density: share of the elements that a step sends; None: 0.01, or 0.05 with an adaptive optimiser, for
             n < 2,000,000 elements sqrt(2e6 / n) times as many, up to 0.08. Or by pattern of the parameters' names:
             ``{"lm_head*": 0.02, "*.bias": "dense"}``, where "dense" sends whole updates and the rest has the default.
@@ -94,7 +94,7 @@ def share(
     team = None
     if process_group is not None:
         team = dist.get_rank(process_group), dist.get_world_size(process_group)
-    exchange = exchange_for(
+    training = training_for(
         named,
         density,
         is_adaptive=is_adaptive(optimizer),
@@ -108,7 +108,8 @@ def share(
     ]
     shared = SharedOptimizer(
         optimizer,
-        exchange,
+        training.exchange,
+        training=training,
         share_state=type(optimizer).__module__.startswith("torch.optim"),
         update_scale=update_scale,
         equalize=True,
