@@ -16,6 +16,7 @@ import pytest
 
 import gradwire as gw
 from gradwire import rendezvous
+from gradwire.cli import main
 from gradwire.cli import run as cli_run
 from gradwire.rendezvous import placement
 from gradwire.transport import node as node_module
@@ -265,10 +266,70 @@ def test_an_interrupt_while_the_workers_start_ends_them(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess, "Popen", Worker)
-    monkeypatch.setattr(cli_run, "_GRACE_S", 0.2)
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    assert cli_run._run_all(command, environments()) == 130
+    assert cli_run._run_all(command, environments(), 0.2) == 130
     assert workers[0].poll() == -signal.SIGTERM
+
+
+SAVING = """
+import signal, sys, time
+
+def save(*_):
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit(0)
+
+def stay(*_):
+    print("stays", flush=True)
+
+signal.signal(signal.SIGTERM, save if sys.argv[1] == "saves" else stay)
+print("trains", flush=True)
+time.sleep(60)
+"""
+
+
+def start_run(tmp_path: Path, grace: str, what: str) -> subprocess.Popen[str]:
+    script = tmp_path / "train.py"
+    script.write_text(SAVING)
+    command = [sys.executable, "-m", "gradwire", "run", "-n", "2", *grace.split()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    run = subprocess.Popen([*command, str(script), what], env=environment, text=True, **pipes)
+    assert run.stdout is not None
+    assert {run.stdout.readline() for _ in range(2)} == {"[0] trains\n", "[1] trains\n"}
+    return run
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP])
+def test_workers_have_the_time_to_save_when_the_run_is_ended(
+    end: signal.Signals, tmp_path: Path
+) -> None:
+    run = start_run(tmp_path, "", "saves")
+    run.send_signal(end)
+    output, errors = run.communicate(timeout=30)
+    assert output.count("saved") == 2
+    assert "killed" not in errors
+    assert run.returncode == 128 + end
+
+
+@pytest.mark.parametrize("how", ["--grace 0.2", "a second signal"])
+def test_workers_that_do_not_end_are_killed(how: str, tmp_path: Path) -> None:
+    run = start_run(tmp_path, how if how[0] == "-" else "", "stays")
+    run.terminate()
+    assert run.stdout is not None
+    assert {run.stdout.readline() for _ in range(2)} == {"[0] stays\n", "[1] stays\n"}
+    if how[0] != "-":
+        run.terminate()
+    _, errors = run.communicate(timeout=25)  # less than the grace
+    assert "workers [0, 1] still run and are killed" in errors
+    assert run.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("grace", ["-1", "nan", "inf", "soon"])
+def test_an_impossible_grace_is_refused(grace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "-n", "2", f"--grace={grace}", "train.py"])
+    assert "--grace" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

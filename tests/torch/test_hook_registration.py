@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import pytest
@@ -33,6 +34,24 @@ def refused(rank: int, kind: str, options: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return f"threshold {state.threshold}"
+
+
+def timeout_of_the_messages(rank: int, timeout: datetime.timedelta) -> datetime.timedelta:
+    model = Linear()
+    group = torch.distributed.new_group([0, 1], timeout=timeout)
+    ddp = DistributedDataParallel(model, process_group=group)
+    state = register_threshold_hook(ddp)
+    ddp([torch.full_like(weight, float(rank)) for weight in model.weights]).backward()
+    backend = state._gather._group._get_backend(torch.device("cpu"))
+    given: datetime.timedelta = backend.options._timeout
+    return given
+
+
+def test_the_messages_have_the_timeout_that_the_user_gave_the_process_group(
+    two_ranks: Ranks,
+) -> None:
+    timeout = datetime.timedelta(seconds=77)
+    assert two_ranks.run(timeout_of_the_messages, timeout) == [timeout] * 2
 
 
 @pytest.mark.parametrize(
