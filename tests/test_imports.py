@@ -74,6 +74,7 @@ WITH_A_CLOCK = {
     "calibration.py",
     "coprocessor.py",
     "exchange/clock.py",
+    "rendezvous.py",
     "feed/ring.py",
     "hosted.py",
     "shared_memory.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import gradwire as gw
 from gradwire import rendezvous
+from gradwire.cli import run as cli_run
 
 # Every way to end a training, for the three kinds of callers that have NumPy only.
 TRAIN = """
@@ -163,3 +165,32 @@ def test_wrong_kinds_of_ends_are_no_errors(monkeypatch: pytest.MonkeyPatch) -> N
     shared.leave()
     shared.leave()
     shared.close()
+
+
+WITHOUT_RANKS = """
+import numpy as np
+import gradwire as gw
+
+with gw.share(np.zeros(64, np.float32), timeout_s=30.0) as shared:
+    for step in range(3):
+        shared.step(np.ones(64, np.float32))
+"""
+
+
+def test_processes_without_ranks_are_told_their_number_once() -> None:
+    address = f"127.0.0.1:{cli_run._free_port()}"
+    common = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    common |= {"GRADWIRE_SECRET": bytes(range(32)).hex(), rendezvous.MIN_PEERS: "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WITHOUT_RANKS],
+            env={**common, name: address},
+            text=True,
+            stderr=subprocess.PIPE,
+        )
+        for name in (rendezvous.BIND, rendezvous.PEERS)
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    numbers = [re.findall(r"this is node (\d) of 2", text) for text in errors]
+    assert sorted(numbers) == [["0"], ["1"]]

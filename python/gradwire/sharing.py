@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import logging
 import math
 import os
 import sys
@@ -19,10 +20,18 @@ from . import rendezvous
 from .arrays import device_of, put, writable_views
 from .codec import Encoder
 from .errors import Closed, TransportError
-from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
+from .exchange import (
+    Exchange,
+    ExchangeStats,
+    Group,
+    Groups,
+    LocalExchange,
+    LocalTeam,
+    StepResult,
+)
 from .exchange.options import ExchangeOptions, Options
 from .policy import TargetDensity, default_policy
-from .transport import Node
+from .transport import Node, Peer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,6 +42,10 @@ Density = float | Mapping[str, float | Literal["dense"]]
 
 # One thread of an encoder for so many elements, at most.
 _THREAD_NUMEL = 1 << 20
+
+_START_TIMEOUT_S = 1800.0
+
+_LOG = logging.getLogger(__name__)
 
 
 class Training:
@@ -319,6 +332,25 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _tell_number(exchange: Exchange, peer: Peer) -> None:
+    """Log once which of the nodes this one is: processes without ranks easily draw the same data unnoticed."""
+    find = weakref.ref(exchange)
+    is_told = threading.Lock()
+
+    def tell(_result: StepResult, _stats: ExchangeStats) -> None:
+        share = find()
+        if share is not None and share.members and is_told.acquire(blocking=False):
+            nodes = sorted([peer, *share.members])
+            _LOG.warning(
+                "no launcher has given ranks: this is node %d of %d (0 is the first); let each draw its own part of "
+                "the data",
+                nodes.index(peer),
+                len(nodes),
+            )
+
+    exchange.listeners.append(tell)
+
+
 def training_for(
     named: Sequence[tuple[str, Any]],
     density: Density | None,
@@ -348,9 +380,14 @@ def training_for(
         **options,
     }
     # Options that cannot be used are refused by every worker of a team, before there is a node.
-    timeout_s = Options.of(chosen).timeout_s
+    if "timeout_s" not in options:
+        # Rank 0 may load data or compile for long before it shares; torch waits as long for its process group.
+        chosen.setdefault("start_timeout_s", _START_TIMEOUT_S)
+    timeout_s = Options.of(chosen).longest_start_s
     place = rendezvous.placement()
     rank, size = team or (place.local_rank, place.local_size)
+    if place.hint and node is None:
+        _LOG.warning("%s", place.hint)
     is_team = size > 1 and (node is None or team is not None)
     number = -1 if is_team else device_of([array for _, array in named])
     groups = _groups_for(
@@ -378,6 +415,8 @@ def training_for(
                 made.close(0.0)
             raise
         exchange.ignore(filter(None, finished))
+        if run is not None and node is None and place.rank is None:
+            _tell_number(exchange, made.peer)
         return exchange, made if node is None else None
 
     if not is_team:

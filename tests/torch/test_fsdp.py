@@ -14,6 +14,7 @@ if not hasattr(fsdp, "fully_shard"):
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 import gradwire as gw  # noqa: E402
+import gradwire.torch  # noqa: E402
 from gradwire.torch import SharedOptimizer  # noqa: E402
 
 from .ranks import Ranks  # noqa: E402
@@ -59,3 +60,18 @@ def test_every_rank_shares_its_own_shard(two_ranks: Ranks) -> None:
     for expected, found, _ in results:
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def refusal(_: int) -> str:
+    net = sharded_model()
+    try:
+        gradwire.torch.share(net, torch.optim.AdamW(net.parameters()))
+    except TypeError as error:
+        return str(error)
+    return "taken"
+
+
+def test_share_names_the_recipe_for_a_sharded_model(two_ranks: Ranks) -> None:
+    for text in two_ranks.run(refusal):
+        assert "fully_shard" in text
+        assert "docs/torch.md shows under FSDP2" in text

@@ -64,6 +64,7 @@ _REDUCED = 4
 _PAUSE_S = 0.00005
 _PAUSE_MAX_S = 0.002
 _LOOK_S = 0.1
+_WARN_S = 60.0  # after which a late worker is named in the log
 
 _Result = TypeVar("_Result")
 
@@ -184,12 +185,17 @@ class LocalTeam:
             self._finalizers.append(weakref.finalize(self, _clean, self._path, os.getpid()))
             return
         deadline_s = clock.now_s() + self.timeout_s
+        warn_s = clock.now_s() + _WARN_S
         while (leaders := SharedFile.attach(self._path, mmap.ACCESS_WRITE)) is None:
             if clock.now_s() >= deadline_s:
                 raise TimeoutError(
                     f"rank 0 of team {self.name!r} did not come within {self.timeout_s:g} s: start all "
-                    f"{self.workers} workers of this machine"
+                    f"{self.workers} workers of this machine; where rank 0 prepares data for longer, give a larger "
+                    "start_timeout_s (share) or timeout_s (LocalTeam)"
                 )
+            if clock.now_s() >= warn_s:
+                _LOG.warning("rank 0 of this machine is late, and waited for")
+                warn_s += _WARN_S
             clock.sleep(_PAUSE_MAX_S)
         # Memory of another layout would give every worker other parameters without a word.
         if leaders.document != [self.workers, layout]:
@@ -394,7 +400,7 @@ class LocalTeam:
             PeerLost: rank 0 is gone.
         """
         begin_s = look_s = clock.now_s()
-        warn_s = begin_s + self.timeout_s
+        warn_s = begin_s + min(self.timeout_s, _WARN_S)
         pause_s = _PAUSE_S
         while not is_done():
             clock.sleep(pause_s)
@@ -416,12 +422,12 @@ class LocalTeam:
                     "this worker; start all its workers again"
                 )
             if now_s >= warn_s:
-                text = f"not all {self.workers} workers of this machine came within {self.timeout_s:g} s"
+                text = f"not all {self.workers} workers of this machine came within {now_s - begin_s:.3g} s"
                 text += f": rank {ranks[0]}"
-                if is_gone:
+                if is_gone and now_s >= begin_s + self.timeout_s:
                     raise TimeoutError(f"{text} is missing")
                 _LOG.warning("%s is late, and waited for", text)
-                warn_s = now_s + self.timeout_s
+                warn_s = now_s + min(self.timeout_s, _WARN_S)
 
     def publish_state(self, state: Arrays) -> None:
         """Publish the leader's optimiser state for workers that have just come; it lies there until the next call."""

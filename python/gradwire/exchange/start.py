@@ -23,6 +23,8 @@ _LOG = logging.getLogger(__name__)
 # Longest wait for the introduction of a connected node, which may not run an exchange at all.
 _INTRODUCTION_S = 2.0
 
+_LATE_REMEDY = "a node that prepares data for longer before its first step needs a larger start_timeout_s on the others"
+
 
 class Start:
     """Begins the training together with the other first members.
@@ -87,12 +89,15 @@ class Start:
             Mismatch: the others train something else, or start at another step.
         """
         membership = self._membership
-        timeout_s = self._options.timeout_s
+        timeout_s = self._options.longest_start_s
         expected = self._expected_peers()
         membership.restart_at(self._replica.step)
         deadline_s = clock.now_s() + timeout_s
         if expected:
-            self._router.node.wait_for_peers(expected, timeout_s)
+            try:
+                self._router.node.wait_for_peers(expected, timeout_s)
+            except TimeoutError as error:
+                raise TimeoutError(f"{error}; {_LATE_REMEDY}") from None
         poll_s = 0.0
         while membership.phase is Phase.NEW:
             self._poll(poll_s)
@@ -100,9 +105,15 @@ class Start:
             self._try_to_start(expected)
             if membership.phase is Phase.NEW and clock.now_s() >= deadline_s:
                 ready = len(self._introductions.compatible())
-                text = f"{ready} of {expected} peers are ready within {timeout_s:g} s"
+                text = f"{ready} of {expected} peers were ready within {timeout_s:g} s"
+                if ready >= expected:
+                    first = min([membership.run, *self._introductions.compatible()])
+                    names = self._introductions.name_of(first)
+                    text = (
+                        f"{names} has not begun the training with this node within {timeout_s:g} s"
+                    )
                 misfits = self._introductions.describe_incompatible()
-                raise TimeoutError("; ".join([text, *filter(None, [misfits])]))
+                raise TimeoutError("; ".join([text, *filter(None, [misfits]), _LATE_REMEDY]))
 
     def _expected_peers(self) -> int:
         """Return the number of other nodes to wait for."""

@@ -418,7 +418,12 @@ class ThresholdState:
                     refused = refused or error
                     messages[index] = None
         if refused is not None:
-            _LOG.warning("step %d, bucket %d: %s", job.step, job.index, refused)
+            # A training that has gone NaN stays so: one line tells, and the totals count the steps.
+            is_first = not any(None in earlier.messages for earlier in self._jobs)
+            is_first &= self._stats.skipped_steps == 0
+            level = logging.WARNING if is_first else logging.DEBUG
+            text = "step %d, bucket %d: %s; HookStats.skipped_steps counts further ones"
+            _LOG.log(level, text, job.step, job.index, refused)
         job.states = states
         job.updates = updates
         job.messages = messages

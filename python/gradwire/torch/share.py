@@ -84,6 +84,11 @@ def share(
     inner: Any = _unwrapped(model)
     names = {param: name for name, param in inner.named_parameters()}
     params: list[Any] = parameters_of(optimizer)
+    if any(hasattr(param, "to_local") for param in params):
+        raise TypeError(
+            "the model is sharded (fully_shard): every rank has a part of each parameter, which share cannot tell "
+            "apart; give an Exchange of the local shards to SharedOptimizer, as docs/torch.md shows under FSDP2"
+        )
     strange = [tuple(param.shape) for param in params if param not in names]
     if strange:
         raise ValueError(
