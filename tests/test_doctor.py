@@ -19,6 +19,7 @@ from gradwire.cli import main
 from gradwire.cli.doctor import link, machine
 from gradwire.cli.doctor.machine import BUFFER_BYTES, Check
 from gradwire.errors import NotConnected
+from gradwire.shared_memory import Usage
 from gradwire.transport import Node, SocketStats, generate_secret, parse_secret
 from gradwire.transport.secret import fingerprint
 
@@ -90,6 +91,9 @@ def test_a_poor_link_is_slow_and_says_what_to_look_at(
         (machine.check_instruction_set("scalar", ["scalar"]), "ok", ""),
         (machine.check_encryption(8e9), "ok", ""),
         (machine.check_encryption(2e8), "slow", "grep -m1 -o -w aes /proc/cpuinfo"),
+        (machine.check_shared_memory(Usage(5, 0), (1 << 30, 0, 1 << 30)), "ok", ""),
+        (machine.check_shared_memory(Usage(5, 7), (1 << 30, 0, 9)), "slow", "free_leftovers"),
+        (machine.check_shared_memory(Usage(0, 0), (64 << 20, 0, 9)), "slow", "--shm-size"),
         (machine.check_clock(1.8e9), "ok", ""),
         (machine.check_clock(86_400.0), "FAIL", "timedatectl"),
     ],

@@ -16,7 +16,7 @@ from gradwire.cli.doctor import link
 from gradwire.cli.estimate import model_shapes, rate, seconds
 from gradwire.cost import Rates
 
-SIZE = ["--params", "25e6", "--step", "0.2", "--nodes", "8"]
+SIZE = ["--params", "25M", "--step", "0.2", "--nodes", "8", "--optimizer", "sgd"]
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_the_table_compares_every_way_with_a_dense_ring(capsys: pytest.CaptureFi
     assert re.search(r"^dense ring, float32 .* 1\.00x  link$", out, re.M)
     assert re.search(
         r"^gradwire pays, [\d.]+ times as fast: the dense ring, float16 takes [\d.]+ ms, and sharded [\d.]+ ms, .*; "
-        r'write gw\.Exchange\(encoder, node, topology="sharded"\)\.$',
+        r"write gradwire\.torch\.share\(model, optimizer\)\.$",
         out,
         re.M,
     )
@@ -93,13 +93,64 @@ def test_slow_links_get_local_steps_and_fast_ones_no_gradwire(
     ]
     assert "every=20" in estimate(capsys, *two)
     out = estimate(capsys, *SIZE, "--link", "1Gbit", "--workers", "4")
-    assert (
-        'write gw.LocalTeam(name, size=4, rank=0).lead(gw.Exchange(encoder, node, topology="sharded"))'
-        in out
-    )
+    assert "write gradwire.torch.share(model, optimizer)" in out, "ranks find their team"
     out = estimate(capsys, *SIZE, "--link", "100Gbit")
     assert "gradwire does not pay here" in out
     assert "keep DistributedDataParallel(model)" in out
+
+
+def question(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, float]:
+    found = json.loads(estimate(capsys, "--step", "1ms", "--link", "1Gbit", "--json", *arguments))
+    job: dict[str, float] = found["job"]
+    return job
+
+
+@pytest.mark.parametrize(
+    ("text", "elements"),
+    [("25M", 25_000_000), ("1.3B", 1_300_000_000), ("350k", 350_000), ("7e9", 7_000_000_000)],
+)
+def test_sizes_are_written_as_people_write_them(
+    text: str, elements: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert question(capsys, "--params", text)["elements"] == elements
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("numel", [1_000, 100_000, 1_000_000, 4_000_000])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adam", "RMSprop", "Adagrad"])
+def test_the_density_is_the_one_that_share_chooses(
+    name: str, numel: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    import gradwire.torch
+
+    for variable in ("RANK", "WORLD_SIZE", "GRADWIRE_PEERS", "GRADWIRE_MIN_PEERS"):
+        monkeypatch.delenv(variable, raising=False)
+    net = torch.nn.Linear(numel, 1, bias=False)
+    inner = getattr(torch.optim, name)(net.parameters(), lr=0.1)
+    with gradwire.torch.share(net, inner) as optimizer:
+        [encoder] = optimizer.exchange._groups.encoders
+    job = question(capsys, "--params", str(numel), "--optimizer", name)
+    assert job["density"] == encoder.policy.density
+
+
+def test_the_advice_is_a_call_of_share(capsys: pytest.CaptureFixture[str]) -> None:
+    out = estimate(capsys, *SIZE, "--link", "1Mbit")
+    assert "write gradwire.torch.share(model, optimizer, every=20)." in out
+    small = ["--params", "25M", "--step", "0.2", "--nodes", "3", "--link", "10Mbit"]
+    assert 'share(model, optimizer, topology="sharded", every=20)' in estimate(capsys, *small)
+
+
+def test_spark_starts_first_and_is_not_worth_it_for_short_trainings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = estimate(capsys, *SIZE, "--link", "1Gbit", "--spark")
+    assert re.search(r"write TorchEstimator\(\.\.\., training=SharedTraining\(.*\)\)\.", out)
+    assert "Spark's engine needs 10 to 20 s before the first step: 8 machines train up to" in out
+    assert re.search(r"not worth it for trainings that take one machine less than 2\d s\.", out)
+    slow = ["--params", "1B", "--step", "1ms", "--link", "1Mbit", "--spark"]
+    assert "2 machines train no faster than one" in estimate(capsys, *slow)
+    assert "Spark" not in estimate(capsys, *SIZE, "--link", "1Gbit")
 
 
 def test_json_has_all_parts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,9 +260,15 @@ def test_rate_and_latency_can_be_measured(
         ("--params 1e6 --step 1 --link fast", "--link fast: not a rate such as"),
         ("--params 1e6 --step 1 --link 1e999bit", "not a number"),
         ("--params 1e6 --step 1 --link 1Gbit --latency 1e6s", "latency_s is 1e+06"),
-        ("--params 1e6 --step 1 --link 1Gbit --nodes 1", "nodes is 1, must be from 2"),
+        ("--params 1e6 --step 1 --link 1Gbit --nodes 1", "--nodes is 1, must be 2 or more"),
         ("--params 1e6 --step 1 --link 1Gbit --density nan", "--density nan: not a number"),
-        ("--params 0 --step 1 --link 1Gbit", "elements is 0"),
+        ("--params 0 --step 1 --link 1Gbit", "--params is 0, must be 1 or more"),
+        ("--params -5 --step 1 --link 1Gbit", "--params is -5, must be 1 or more"),
+        ("--params 1e400M --step 1 --link 1Gbit", "--params 1e400: not a number"),
+        ("--params 1e290B --step 1 --link 1Gbit", "from 1 to 281,474,976,710,656"),
+        ("--params 25X --step 1 --link 1Gbit", "--params 25X: not a number such as"),
+        ("--params 1e6 --step 1 --link 1Gbit --workers 0", "--workers is 0, must be 1 or more"),
+        ("--params 1e6 --step 1 --link 1Gbit --optimizer adamq", "adamq: not one of adamw, adam"),
         ("--params 1e30 --step 1 --link 1Gbit", "from 1 to 281,474,976,710,656"),
         ("--params 1e6 --step 1 --link=-1Gbit", "link_bytes_per_s is -1.25e+08"),
         ("--params 1e6 --step 1 --link=", "--link : not a rate such as"),

@@ -55,12 +55,12 @@ def test_adaptive_optimizers_have_a_higher_default_density(
     made: list[Any] = []
 
     def keep(*arguments: Any, **options: Any) -> Any:
-        made.append(gradwire.sharing.exchange_for(*arguments, **options))
+        made.append(gradwire.sharing.training_for(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr(gradwire.jax, "exchange_for", keep)
+    monkeypatch.setattr(gradwire.jax, "training_for", keep)
     gradwire.jax.share(make(0.05)).init(jax.numpy.zeros(2_000_000))
-    assert made[0]._groups.encoders[0].policy.density == default
+    assert made[0].exchange._groups.encoders[0].policy.density == default
 
 
 @pytest.mark.parametrize("at", [0, 1, 8])

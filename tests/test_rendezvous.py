@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,10 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import gradwire as gw
 from gradwire import rendezvous
+from gradwire.cli import main
 from gradwire.cli import run as cli_run
 from gradwire.rendezvous import placement
 from gradwire.transport import node as node_module
@@ -271,10 +274,70 @@ def test_an_interrupt_while_the_workers_start_ends_them(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess, "Popen", Worker)
-    monkeypatch.setattr(cli_run, "_GRACE_S", 0.2)
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    assert cli_run._run_all(command, environments()) == 130
+    assert cli_run._run_all(command, environments(), 0.2) == 130
     assert workers[0].poll() == -signal.SIGTERM
+
+
+SAVING = """
+import signal, sys, time
+
+def save(*_):
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit(0)
+
+def stay(*_):
+    print("stays", flush=True)
+
+signal.signal(signal.SIGTERM, save if sys.argv[1] == "saves" else stay)
+print("trains", flush=True)
+time.sleep(60)
+"""
+
+
+def start_run(tmp_path: Path, grace: str, what: str) -> subprocess.Popen[str]:
+    script = tmp_path / "train.py"
+    script.write_text(SAVING)
+    command = [sys.executable, "-m", "gradwire", "run", "-n", "2", *grace.split()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    run = subprocess.Popen([*command, str(script), what], env=environment, text=True, **pipes)
+    assert run.stdout is not None
+    assert {run.stdout.readline() for _ in range(2)} == {"[0] trains\n", "[1] trains\n"}
+    return run
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP])
+def test_workers_have_the_time_to_save_when_the_run_is_ended(
+    end: signal.Signals, tmp_path: Path
+) -> None:
+    run = start_run(tmp_path, "", "saves")
+    run.send_signal(end)
+    output, errors = run.communicate(timeout=30)
+    assert output.count("saved") == 2
+    assert "killed" not in errors
+    assert run.returncode == 128 + end
+
+
+@pytest.mark.parametrize("how", ["--grace 0.2", "a second signal"])
+def test_workers_that_do_not_end_are_killed(how: str, tmp_path: Path) -> None:
+    run = start_run(tmp_path, how if how[0] == "-" else "", "stays")
+    run.terminate()
+    assert run.stdout is not None
+    assert {run.stdout.readline() for _ in range(2)} == {"[0] stays\n", "[1] stays\n"}
+    if how[0] != "-":
+        run.terminate()
+    _, errors = run.communicate(timeout=25)  # less than the grace
+    assert "workers [0, 1] still run and are killed" in errors
+    assert run.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("grace", ["-1", "nan", "inf", "soon"])
+def test_an_impossible_grace_is_refused(grace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "-n", "2", f"--grace={grace}", "train.py"])
+    assert "--grace" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -283,3 +346,113 @@ def test_an_interrupt_while_the_workers_start_ends_them(monkeypatch: pytest.Monk
 def test_a_peer_of_the_other_ip_version_is_named_as_that(bind: str, peer: str) -> None:
     with pytest.raises(ValueError, match="bind an address of the peers' IP version"):
         gw.Node(bind, [peer], secret=bytes(range(32)))
+
+
+# ---- names that come later, or have IPv6 addresses only --------------------------------------------------------------
+
+
+def names(monkeypatch: pytest.MonkeyPatch, *answers: str | None) -> list[str]:
+    """Let names resolve to these addresses, one question after the other; None: the name is not known yet."""
+    asked: list[str] = []
+    remaining = list(answers)
+
+    def answer(host: str, *_: object, **__: object) -> Any:
+        asked.append(host)
+        address = remaining.pop(0) if len(remaining) > 1 else remaining[0]
+        if address is None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return [(family, socket.SOCK_DGRAM, 0, "", (address, 0))]
+
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", answer)
+    monkeypatch.setattr(rendezvous, "_NAME_PAUSE_S", 0.001)
+    return asked
+
+
+WORKER = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "first.example", "MASTER_PORT": "29500"}
+
+
+def options_of(variables: dict[str, str]) -> dict[str, Any]:
+    place = placement(variables)
+    return rendezvous.await_names(place, place.node_options())
+
+
+def test_a_name_that_is_not_known_yet_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = names(monkeypatch, None, None, None, "10.0.0.1")
+    assert options_of(WORKER)["bind"] == "0.0.0.0:0"
+    assert asked == ["first.example"] * 4
+    assert caplog.text.count("is not known yet") == 1
+
+
+def test_a_name_that_never_comes_is_named_with_the_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names(monkeypatch, None)
+    monkeypatch.setattr(rendezvous, "_NAME_WAIT_S", 0.01)
+    with pytest.raises(TimeoutError, match=r"'first.example' is not known within .*MASTER_ADDR"):
+        options_of(WORKER)
+
+
+def test_names_with_addresses_of_ip_version_6_only_get_its_wildcard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names(monkeypatch, "fd00::1")
+    assert options_of(WORKER)["bind"] == "[::]:0"
+    assert options_of({**WORKER, "RANK": "0"})["bind"] == "[::]:29500"
+    peers = {rendezvous.PEERS: "a.example:1 b.example:2", rendezvous.MIN_PEERS: "2"}
+    assert options_of(peers)["bind"] == "[::]:0"
+    assert options_of({**peers, rendezvous.BIND: "0.0.0.0:7"})["bind"] == "0.0.0.0:7"
+
+
+def test_rank_0_need_not_know_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = names(monkeypatch, None)
+    assert options_of({**WORKER, "RANK": "0"})["bind"] == "0.0.0.0:29500"
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    "shell", [{"SLURM_PTY_PORT": "1"}, {"SLURM_PTY_WIN_ROW": "9"}, {"SLURM_STEP_ID": "4294967290"}]
+)
+def test_an_interactive_shell_of_slurm_is_told_what_to_set(shell: dict[str, str]) -> None:
+    variables = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "a,b", **shell}
+    place = placement(variables)
+    assert "srun, or run `unset SLURM_PROCID SLURM_NTASKS`" in place.hint
+    assert place.names()[1] == "rank 1 of SLURM"
+    assert not placement({**variables, "SLURM_NTASKS": "1"}).hint
+    started = placement({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "a,b"})
+    assert (started.hint, started.names()[1]) == ("", "rank 1")
+
+
+# ---- a start that takes long -----------------------------------------------------------------------------------------
+
+
+def test_share_waits_long_for_the_start_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", rendezvous.PEERS, rendezvous.MIN_PEERS):
+        monkeypatch.delenv(name, raising=False)
+
+    def start_of(**options: Any) -> float:
+        with gw.share(np.zeros(8, np.float32), **options) as shared:
+            waits: float = shared.exchange._options.longest_start_s
+            return waits
+
+    assert start_of() == 1800.0
+    assert start_of(timeout_s=5.0) == 5.0
+    assert start_of(timeout_s=5.0, start_timeout_s=9.0) == 9.0
+    with pytest.raises(ValueError, match=r"start_timeout_s is 0\.0, must be positive"):
+        start_of(start_timeout_s=0.0)
+
+
+def test_a_missing_rank_and_the_remedy_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(node_module, "MISSING_LOG_S", 0.05)
+    for name, value in {**WORKER, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GRADWIRE_SECRET", bytes(range(32)).hex())
+    with pytest.raises(TimeoutError, match=r"rank 0 missing.*larger start_timeout_s"):
+        gw.share(np.zeros(8, np.float32), start_timeout_s=0.2)
+    assert re.search(r"0 of 1 peers connected to \S+ yet, waiting 0\.2 s; rank 0", caplog.text)

@@ -47,6 +47,7 @@ class HostedModel:
 
     The process that makes the model hosts it and writes. Any other process of the same user attaches by name and reads.
     The name goes when the host closes the model or ends, however it ends; attached readers keep the last parameters.
+    The memory of a killed host goes when any model, team or feed of this user begins.
 
     Args:
         name: letters, digits, ".", "_" and "-", at most 64.
@@ -80,7 +81,8 @@ class HostedModel:
         self._finalizer: Any = weakref.finalize(self, release, lock, path, os.getpid())
         self._process = os.getpid()
         layout = layout_of(initial)
-        self._map(name, SharedFile.host(path, lock, layout, span(layout)))
+        what = f"the model {name!r} does"
+        self._map(name, SharedFile.host(path, lock, layout, span(layout), what=what))
         for target, source in zip(self.params, initial, strict=True):
             target[...] = source
         self._sequence[0] = 2 * version

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from .sharing import exchange_for
+from .errors import Closed
+from .sharing import Training, training_for
 from .transport import Node
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .exchange import AnyExchange, ExchangeOptions
+    from .exchange import ExchangeOptions
 
 __all__ = ["ShareState", "share"]
 
@@ -40,10 +42,11 @@ def share(
     The place in the run comes from the environment, see `Node.from_env`. All nodes begin with the parameters of rank 0:
     the first update moves the others to them. Arrays in host memory are read in place. ``update`` needs the parameters
     and exchanges messages, so it stays outside ``jax.jit``; the gradient and ``optimizer.update`` may be compiled.
+    ``close()`` of the result, ``with share(...) as ...``, or another ``init`` ends the training.
 
     Args:
         optimizer: an optax ``GradientTransformation``.
-        node: a node to use and to close; None: one from the environment.
+        node: a node to use, which the caller closes; None: one from the environment, closed with the transformation.
         density: share of the elements that a step sends; None: as in `gradwire.torch.share`.
         update_scale: factor of every update; "auto": measured, as `SharedOptimizer` says, where ``optimizer`` keeps a
             mean of squares, as Adam does, otherwise 1.0.
@@ -53,56 +56,110 @@ def share(
         ValueError: an option or environment variable that cannot be used.
         TimeoutError: not all nodes of the run appeared.
     """
-    import jax
-    import optax
-
     if update_scale != "auto" and not (
         isinstance(update_scale, (int, float)) and 0.0 < update_scale < math.inf
     ):
         raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
-    exchange: AnyExchange
-    shared: list[Any] = []  # the parameters that all nodes share, as arrays in host memory
-    expected: list[Any] = []  # the caller's parameters as the next update brings them
+    import optax
 
-    def init(params: Any) -> ShareState:
-        nonlocal exchange
+    class SharedTransformation(optax.GradientTransformation):  # type: ignore[misc,unused-ignore]
+        """The transformation; as a context manager it closes itself at the end."""
+
+        def close(self) -> None:
+            self.init.__self__.close()
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+            self.init.__self__.close(has_failed=kind is not None)
+
+    def begin(named: Any, *, is_adaptive: bool) -> Training:
+        return training_for(named, density, is_adaptive=is_adaptive, node=node, **options)
+
+    shared = _SharedUpdates(optimizer, begin, update_scale)
+    return SharedTransformation(shared.init, shared.update)
+
+
+class _SharedUpdates:
+    """What a shared transformation does, and its training; the transformation's functions keep it alive.
+
+    Args:
+        optimizer: the wrapped transformation.
+        begin: begins a training of named arrays.
+        update_scale: see `share`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        begin: Callable[..., Training],
+        update_scale: float | Literal["auto"],
+    ) -> None:
+        self._optimizer = optimizer
+        self._begin = begin
+        self._scale = update_scale
+        # The parameters that all nodes share, as arrays in host memory, and the caller's as the next update brings
+        # them.
+        self._shared: list[Any] = []
+        self._expected: list[Any] = []
+        self._training: Training | None = None
+
+    def init(self, params: Any) -> ShareState:
+        """Begin a training with these parameters; the one before has ended."""
+        import jax
+
+        self.close()
         leaves = [np.array(leaf) for leaf in jax.tree.leaves(params)]
-        inner = optimizer.init(params)
-        exchange = exchange_for(
-            [(str(index), leaf) for index, leaf in enumerate(leaves)],
-            density,
-            is_adaptive=_has_squares(inner),
-            node=node,
-            **options,
-        )
-        if update_scale == "auto" and _has_squares(inner):
-            exchange.agreement.start()
-        exchange.join(leaves, equalize=True)
-        shared[:] = leaves
-        expected[:] = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+        inner = self._optimizer.init(params)
+        is_adaptive = _has_squares(inner)
+        named = [(str(index), leaf) for index, leaf in enumerate(leaves)]
+        self._training = training = self._begin(named, is_adaptive=is_adaptive)
+        training.end_with(self)
+        try:
+            if self._scale == "auto" and is_adaptive:
+                training.exchange.agreement.start()
+            training.exchange.join(leaves, equalize=True)
+        except BaseException:
+            self.close(has_failed=True)
+            raise
+        self._shared = leaves
+        self._expected = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
         return ShareState(inner)
 
-    def update(updates: Any, state: ShareState, params: Any = None) -> tuple[Any, ShareState]:
+    def update(self, updates: Any, state: ShareState, params: Any = None) -> tuple[Any, ShareState]:
+        """Share the optimiser's update; return the difference to the parameters that all nodes share."""
+        import jax
+
         if params is None:
             raise ValueError(
                 "update needs the parameters: optimizer.update(gradients, state, params)"
             )
+        if self._training is None:
+            raise Closed("this transformation has no training, or was closed: call init")
+        exchange = self._training.exchange
         before = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
         # Parameters that were restored from a checkpoint, or changed in another way, are the caller's word.
-        if not all(map(_is_close, before, expected)):
-            for host, leaf in zip(shared, before, strict=True):
+        if not all(map(_is_close, before, self._expected)):
+            for host, leaf in zip(self._shared, before, strict=True):
                 host[...] = leaf
-        moved, inner = optimizer.update(updates, state.inner, params)
+        moved, inner = self._optimizer.update(updates, state.inner, params)
         leaves, tree = jax.tree.flatten(moved)
-        factor = np.float32(exchange.agreement.factor if update_scale == "auto" else update_scale)
-        exchange.step([np.asarray(leaf) * factor for leaf in leaves], shared)
+        factor = np.float32(exchange.agreement.factor if self._scale == "auto" else self._scale)
+        exchange.step([np.asarray(leaf) * factor for leaf in leaves], self._shared)
         # The caller adds the result to its parameters, which thereby become those that all nodes share.
-        deltas = [jax.numpy.asarray(new - old) for new, old in zip(shared, before, strict=True)]
+        shared = zip(self._shared, before, strict=True)
+        deltas = [jax.numpy.asarray(new - old) for new, old in shared]
         added = zip(before, deltas, strict=True)
-        expected[:] = [(old + np.asarray(delta)).astype(old.dtype) for old, delta in added]
+        self._expected = [(old + np.asarray(delta)).astype(old.dtype) for old, delta in added]
         return jax.tree.unflatten(tree, deltas), ShareState(inner)
 
-    return optax.GradientTransformation(init, update)
+    def close(self, *, has_failed: bool = False) -> None:
+        """End the training, if there is one."""
+        training = self._training
+        self._training = None
+        if training is not None:
+            training.close(has_failed=has_failed)
 
 
 def _is_close(array: Any, expected: Any) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Placement", "has_secret", "name_of", "placement"]
+__all__ = ["Placement", "await_names", "has_secret", "name_of", "placement"]
 
 BIND = "GRADWIRE_BIND"
 PEERS = "GRADWIRE_PEERS"
@@ -21,12 +23,22 @@ SECRETS = ("GRADWIRE_SECRET", "GRADWIRE_SECRET_FILE")
 _PORT_FIRST = 20_000
 _PORTS = 20_000
 
+# Longest wait for a name, and the pause between two questions.
+_NAME_WAIT_S = 600.0
+_NAME_PAUSE_S = 0.5
+
+# SLURM's step of the shell that salloc gives, as a name and as its number.
+_INTERACTIVE_STEPS = ("interactive", "4294967290")
+
+_LOG = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Placement:
     """This process among those of its run.
 
     Attributes:
+        hint: what to set if the numbers are not meant for this process; empty: they are.
         launcher: the source of the numbers, for messages; empty: no launcher, and nothing in the environment.
         rank: of this process; None: unknown.
         size: number of processes; None: unknown.
@@ -50,6 +62,7 @@ class Placement:
     bind: str | None = None
     peers: tuple[str, ...] | None = None
     min_peers: int | None = None
+    hint: str = ""
 
     def expected_peers(self, *, per_machine: bool = False) -> int | None:
         """Return the number of other nodes in the run; None: as many as there are addresses.
@@ -93,7 +106,57 @@ class Placement:
         step = self.local_size if per_machine else 1
         if self.size is None or (per_machine and self.machines * step not in (0, self.size)):
             return {}
-        return {rank: f"rank {rank}" for rank in range(0, self.size, step)}
+        source = f" of {self.launcher}" if self.hint else ""
+        return {rank: f"rank {rank}{source}" for rank in range(0, self.size, step)}
+
+
+def await_names(place: Placement, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a node when the names of its peers are known, with the wildcard of their IP version.
+
+    Orchestrators start the processes of a run and make their names known at about the same time.
+
+    Args:
+        place: of this process.
+        options: of ``place.node_options``.
+
+    Raises:
+        TimeoutError: a name is not known within ten minutes.
+    """
+    families = {_family_of(address, _NAME_WAIT_S) for address in options["peers"]}
+    if not families and place.rank == 0 and place.seed:
+        # The others use this name. Whether rank 0 knows it as well does not matter.
+        families = {_family_of(place.seed, 0.0)}
+    wildcard, _, port = options["bind"].rpartition(":")
+    if families == {socket.AF_INET6} and wildcard == "0.0.0.0" and place.bind is None:  # noqa: S104
+        return {**options, "bind": f"[::]:{port}"}
+    return options
+
+
+def _family_of(address: str, wait_s: float) -> int:
+    """Return the address family of a "host:port", IPv4 if it has both, or if there is no time to wait for it."""
+    host = address.rpartition(":")[0].strip("[]")
+    deadline_s = time.monotonic() + wait_s
+    has_warned = False
+    while True:
+        try:
+            entries = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+        except UnicodeError:
+            return socket.AF_INET  # no name at all, as the node says
+        except OSError as error:
+            if not wait_s:
+                return socket.AF_INET
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError(
+                    f"the name {host!r} is not known within {wait_s:g} s ({error}): check MASTER_ADDR or "
+                    f"{PEERS}, and the name server (in Kubernetes the headless service)"
+                ) from None
+            if not has_warned:
+                _LOG.warning("the name %r is not known yet (%s), and waited for", host, error)
+            has_warned = True
+            time.sleep(_NAME_PAUSE_S)
+        else:
+            families = {int(entry[0]) for entry in entries}
+            return socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
 
 
 def placement(environ: Mapping[str, str] | None = None) -> Placement:
@@ -201,15 +264,25 @@ def _slurm(variables: Mapping[str, str]) -> Placement | None:
     tasks = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "")
     counts = _task_counts(tasks)
     machine = _number(variables, "SLURM_NODEID", 0)
+    size = _number(variables, "SLURM_NTASKS")
+    hint = ""
+    # A shell has the variables of its job's first task, though nobody has started the others.
+    is_interactive = variables.get("SLURM_STEP_ID", "") in _INTERACTIVE_STEPS
+    if size > 1 and (is_interactive or any(name.startswith("SLURM_PTY_") for name in variables)):
+        hint = (
+            f"SLURM says that this is one of {size} tasks, but this is an interactive shell: start the script with "
+            "srun, or run `unset SLURM_PROCID SLURM_NTASKS` to train alone"
+        )
     return Placement(
         "SLURM",
         _number(variables, "SLURM_PROCID"),
-        _number(variables, "SLURM_NTASKS"),
+        size,
         _number(variables, "SLURM_LOCALID", 0),
         counts[machine] if machine < len(counts) else 1,
         _seed(variables) or (f"{first}:{_port_of(run)}" if first else ""),
         run,
         len(counts),
+        hint=hint,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import json
 import mmap
 import os
@@ -18,27 +19,36 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedRandom
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
     "FOLDER",
+    "STATE_SUFFIX",
     "SharedFile",
+    "Usage",
     "aligned",
     "arrays_at",
     "create_locked",
     "fence",
+    "free_leftovers",
+    "is_held",
     "is_locked",
     "layout_of",
     "open_file",
     "path_of",
     "release",
+    "shortage",
     "span",
+    "usage",
 ]
 
 FOLDER: Final = Path("/dev/shm")  # noqa: S108  (files there never reach a disk)
+PREFIX: Final = "gradwire-"
+# Of a file NAME.token.state that belongs to the file NAME, and has no lock of its own.
+STATE_SUFFIX: Final = ".state"
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ALIGNMENT: Final = 64
@@ -63,7 +73,7 @@ def path_of(kind: str, name: str) -> Path:
         raise ValueError(
             f'the name {name!r} has other characters than letters, digits, ".", "_" and "-", or not 1 to 64'
         )
-    return FOLDER / f"gradwire-{os.getuid()}-{kind}-{name}"
+    return FOLDER / f"{PREFIX}{os.getuid()}-{kind}-{name}"
 
 
 def aligned(offset: int) -> int:
@@ -139,9 +149,10 @@ def _describe_taken(path: Path) -> str:
 
 
 def create_locked(path: Path, what: str) -> BufferedRandom:
-    """Create a file that is locked until this process closes it or ends; replace one that a dead process has left.
+    """Create a file that is locked until this process closes it or ends; remove all that dead processes have left.
 
-    A forked child does not keep the lock.
+    A run that is killed cannot remove its files, and the next run has another name, so whoever creates a
+    file removes them. A forked child does not keep the lock.
 
     Args:
         path: of the file.
@@ -150,6 +161,7 @@ def create_locked(path: Path, what: str) -> BufferedRandom:
     Raises:
         ValueError: a living process holds the lock.
     """
+    free_leftovers()
     # Another process may look at the lock, or create the file, at the same time.
     for _ in range(_TRIES):
         with suppress(BlockingIOError, FileExistsError, FileNotFoundError):
@@ -163,10 +175,17 @@ def create_locked(path: Path, what: str) -> BufferedRandom:
             except OSError:
                 file.close()
                 raise
-            os.register_at_fork(after_in_child=file.close)
+            # Nothing can take a function back from the system's list, so the list must not keep the file.
+            os.register_at_fork(after_in_child=functools.partial(_close, weakref.ref(file)))
             return file
         time.sleep(_RETRY_S)
     raise ValueError(f"a living process {what}: take another name, or end that process")
+
+
+def _close(reference: weakref.ref[BufferedRandom]) -> None:
+    file = reference()
+    if file is not None:
+        file.close()
 
 
 def _lock(file: BufferedRandom, path: Path) -> None:
@@ -186,11 +205,88 @@ def is_locked(file: BufferedRandom) -> bool:
     return False
 
 
+def is_held(path: Path) -> bool:
+    """Return whether a living process of this user holds the lock of a file; another user's file says nothing."""
+    try:
+        with open_file(path) as file:
+            return is_locked(file)
+    except OSError:
+        return False
+
+
 def release(file: BufferedRandom, path: Path, process: int) -> None:
     """Remove a locked file; a forked child leaves it to the process that created it."""
     if os.getpid() == process and not file.closed:
         path.unlink(missing_ok=True)
         file.close()
+
+
+class Usage(NamedTuple):
+    """Bytes of shared memory in this user's files.
+
+    Attributes:
+        held_bytes: of files that a living process holds.
+        left_bytes: of files whose processes have ended without removing them.
+    """
+
+    held_bytes: int
+    left_bytes: int
+
+
+def free_leftovers() -> Usage:
+    """Remove this user's files that no living process holds, of whatever name; return what was there."""
+    return _survey(frees=True)
+
+
+def usage() -> Usage:
+    """Return the bytes of this user's files; remove none."""
+    return _survey(frees=False)
+
+
+def _survey(*, frees: bool) -> Usage:
+    held_bytes = 0
+    left_bytes = 0
+    for path in FOLDER.glob(f"{PREFIX}*"):
+        # Other users have files of such names, too, and processes end and begin meanwhile.
+        with suppress(OSError), open_file(path) as file:
+            nbytes = 512 * os.fstat(file.fileno()).st_blocks
+            try:
+                # Whoever holds the lock may remove the file: its creator tries again if it is just creating it.
+                _lock(file, path)
+            except BlockingIOError:
+                held_bytes += nbytes
+                continue
+            if path.suffix == STATE_SUFFIX and is_held(path.with_name(path.name.rsplit(".", 2)[0])):
+                held_bytes += nbytes
+                continue
+            left_bytes += nbytes
+            if frees:
+                path.unlink()
+    return Usage(held_bytes, left_bytes)
+
+
+def shortage(what: str, nbytes: int, path: Path, error: OSError, *, remedy: str = "") -> OSError:
+    """Return the error of memory that the machine does not have, with the numbers and the way out.
+
+    Args:
+        what: needs the memory, with its verb: "two batches do".
+        nbytes: that are needed.
+        path: of the file.
+        error: the system's.
+        remedy: another way out, besides more memory.
+    """
+    status = os.statvfs(path.parent)
+    total_bytes = status.f_blocks * status.f_frsize
+    free_bytes = status.f_bavail * status.f_frsize
+    megabytes = -(-(total_bytes - free_bytes + nbytes) // 1_000_000)
+    return OSError(
+        error.errno,
+        f"{what} not fit {path.parent} ({nbytes:,} bytes of shared memory are needed, {free_bytes:,} of "
+        f"{total_bytes:,} are free: {error.strerror}): enlarge it (docker run --shm-size={megabytes}m; in Kubernetes "
+        f"an emptyDir with medium: Memory; else mount -o remount,size={megabytes}m {path.parent})"
+        + (f", or {remedy}" if remedy else ""),
+        str(path),
+    )
 
 
 class SharedFile:
@@ -216,8 +312,25 @@ class SharedFile:
         self._finalizer: Any = weakref.finalize(self, file.close)
 
     @classmethod
-    def host(cls, path: Path, lock: BufferedRandom, document: Any, nbytes: int) -> SharedFile:
+    def host(
+        cls,
+        path: Path,
+        lock: BufferedRandom,
+        document: Any,
+        nbytes: int,
+        *,
+        what: str,
+        remedy: str = "",
+    ) -> SharedFile:
         """Fill a file that this process has created and locked; others find it after ``publish``.
+
+        Args:
+            path: of the file.
+            lock: the open file.
+            document: a JSON value.
+            nbytes: of the data.
+            what: needs the memory, see `shortage`.
+            remedy: see `shortage`.
 
         Raises:
             OSError: there is too little shared memory; the file is removed.
@@ -227,9 +340,10 @@ class SharedFile:
         try:
             os.posix_fallocate(lock.fileno(), 0, size)
         except OSError as error:
+            os.ftruncate(lock.fileno(), 0)  # gives back the part that was there
+            refusal = shortage(what, size, path, error, remedy=remedy)
             release(lock, path, os.getpid())
-            message = f"no {size} bytes of shared memory: {error.strerror}"
-            raise OSError(error.errno, message, str(path)) from None
+            raise refusal from None
         os.pwrite(lock.fileno(), _HEADER.pack(b"", len(text), *[0] * 6) + text, 0)
         # A mapping duplicates its file's descriptor, and a forked child keeps mappings: this one must not be locked.
         return cls(open_file(path), mmap.ACCESS_WRITE)

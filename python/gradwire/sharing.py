@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import logging
 import math
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from . import rendezvous
-from .arrays import device_of
+from .arrays import device_of, put, writable_views
 from .codec import Encoder
-from .errors import NotCopied
+from .errors import Closed, NotCopied, TransportError
 from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
 from .exchange.options import ExchangeOptions, Options
 from .exchange.results import ExchangeStats
 from .policy import TargetDensity, default_policy
-from .transport import Node
+from .transport import Node, Peer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Density", "ExchangeMaker", "SharedArrays", "exchange_for", "share"]
+__all__ = ["Density", "SharedArrays", "Training", "TrainingMaker", "share", "training_for"]
 
 Density = float | Mapping[str, float | Literal["dense"]]
 
@@ -41,9 +44,119 @@ _NAMED_TENSORS = 5
 # One thread of an encoder for so many elements, at most.
 _THREAD_NUMEL = 1 << 20
 
+_START_TIMEOUT_S = 1800.0
+
+
+class Training:
+    """This process's part in one training: the exchange, and what has to be given back at the end.
+
+    A training ends once: when its owner closes it, when the owner is collected, or when the process ends. Then node,
+    port and shared memory are free, and the process may begin the next training of its run.
+
+    Args:
+        run: name of the run and rank of this process, in which there is one training at a time; None: there may be any
+            number.
+        exchange: of this process.
+        node: to close at the end; None: the caller closes its node.
+    """
+
+    # Which of a process's trainings is which belongs to the process.
+    _open: ClassVar[dict[str, weakref.ref[Training]]] = {}
+    _finished: ClassVar[dict[str, list[Any]]] = {}  # for every one the node that began it
+    _closers: ClassVar[list[threading.Thread]] = []
+
+    def __init__(
+        self, run: str | None, exchange: Exchange | LocalExchange, node: Node | None
+    ) -> None:
+        self.exchange = exchange
+        self._run = run
+        self._node = node
+        self._process = os.getpid()
+        self._finalizer: Any = None
+        self._is_closed = threading.Lock()  # locked once
+        # A node of the caller's, without a team, is the caller's to end.
+        self._ends_itself = run is not None or node is not None
+        if run is not None:
+            self._open[run] = weakref.ref(self)
+        if self._ends_itself:
+            atexit.register(self._close_at_exit)
+
+    @classmethod
+    def begin(cls, run: str) -> list[Any]:
+        """Return the nodes that began the earlier trainings of this process, which have ended.
+
+        Raises:
+            RuntimeError: one has not.
+        """
+        if cls._is_open(run):
+            gc.collect()  # an owner may be part of a cycle
+        while cls._closers:
+            cls._closers.pop().join()
+        if cls._is_open(run):
+            raise RuntimeError(
+                "this process takes part in a training of this run already: call close() on what share returned "
+                "before the next share, or write `with share(...) as ...`; two models of one training are the "
+                "parameters of one optimiser"
+            )
+        return cls._finished.setdefault(run, [])
+
+    @classmethod
+    def _is_open(cls, run: str) -> bool:
+        training = cls._open.get(run, lambda: None)()
+        # A forked child has the parent's training only as a copy.
+        return (
+            training is not None
+            and training._process == os.getpid()
+            and not training._is_closed.locked()
+        )
+
+    def end_with(self, owner: object) -> None:
+        """End the training when its owner is collected."""
+        if self._ends_itself:
+            self._finalizer = weakref.finalize(owner, self._close_after_owner)
+            self._finalizer.atexit = False
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Give everything back; a second call does nothing.
+
+        Args:
+            has_failed: go without a goodbye, so that the others know.
+        """
+        if os.getpid() != self._process or not self._is_closed.acquire(blocking=False):
+            return
+        atexit.unregister(self._close_at_exit)
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        team = self.exchange.team if isinstance(self.exchange, LocalExchange) else None
+        leader = self.exchange if isinstance(self.exchange, Exchange) else self.exchange.exchange
+        has_begun = team is not None and team.is_attached and team.started_call > 0
+        origin: Any = None
+        if leader is not None and not has_failed:
+            with suppress(TransportError):  # the caller has closed its node
+                origin = leader.end()
+        if self._node is not None:
+            self._node.close(0.0 if has_failed else 5.0)
+        if team is not None:
+            team.close()
+        # After an error the process may come back into the same training.
+        if self._run is not None and not has_failed and (has_begun or origin is not None):
+            self._finished[self._run].append(origin)
+
+    def _close_after_owner(self) -> None:
+        # The collector runs in any thread, also in a node's own, which would wait for itself here.
+        if threading.current_thread() is threading.main_thread():
+            self.close()
+            return
+        closer = threading.Thread(target=self.close, name="gradwire-close")
+        self._closers.append(closer)
+        closer.start()
+
+    def _close_at_exit(self) -> None:
+        self.close(has_failed=getattr(sys, "last_value", None) is not None)
+
 
 class SharedArrays(NotCopied, instead="save arrays and exchange.state_dict()"):
-    """Parameters that all nodes of a run share; made by `share`.
+    """Parameters that all nodes of a run share; made by `share`. A context manager, which closes itself at the end.
 
     Attributes:
         params: the parameters, changed in place by every step.
@@ -51,11 +164,18 @@ class SharedArrays(NotCopied, instead="save arrays and exchange.state_dict()"):
         result: of the last step.
     """
 
-    def __init__(self, params: Any, exchange: Exchange | LocalExchange) -> None:
+    def __init__(self, params: Any, training: Training) -> None:
         self.params = params
-        self.exchange = exchange
+        self.exchange = training.exchange
         self.result: StepResult | None = None
-        exchange.join(params, equalize=True)
+        self._training = training
+        self._is_closed = False
+        training.end_with(self)
+        try:
+            self.exchange.join(params, equalize=True)
+        except BaseException:
+            self._close(has_failed=True)
+            raise
 
     def __repr__(self) -> str:
         return f"<gradwire.SharedArrays over {self.exchange!r}>"
@@ -70,6 +190,8 @@ class SharedArrays(NotCopied, instead="save arrays and exchange.state_dict()"):
         Raises:
             NonFiniteUpdate, TimeoutError, PeerLost, Closed: as ``Exchange.step``.
         """
+        if self._is_closed:
+            raise Closed("these arrays were closed, or have left the training: call share again")
         self.result = self.exchange.step(update, self.params)
         return self.result
 
@@ -77,6 +199,40 @@ class SharedArrays(NotCopied, instead="save arrays and exchange.state_dict()"):
         """Return a copy of the parameters that all nodes share, without this node's residual: to save or to compare."""
         shared = self.exchange.shared(self.params)
         return shared if isinstance(self.params, (list, tuple)) else shared[0]
+
+    def leave(self) -> StepResult | None:
+        """Send the rest of this node's updates, for the last time, and close; the others go on. Return the last result.
+
+        Raises:
+            WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.leave``.
+        """
+        if not self._is_closed:
+            self.result = self.exchange.leave(self.params)
+            self.close()
+        return self.result
+
+    def close(self) -> None:
+        """End this node's part: node, port and shared memory are free, and ``params`` are the shared parameters.
+
+        What is still in the residual stays unsent. A second call does nothing.
+        """
+        self._close(has_failed=False)
+
+    def _close(self, *, has_failed: bool) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not has_failed:
+            put(writable_views(self.params), self.exchange.shared(self.params))
+        self._training.close(has_failed=has_failed)
+
+    def __enter__(self) -> SharedArrays:
+        """Return the arrays."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; after an error without a goodbye, so that the others know."""
+        self._close(has_failed=kind is not None)
 
 
 def share(
@@ -94,7 +250,7 @@ def share(
     Args:
         params: one NumPy array, or a list of arrays: float32 or float64, contiguous, writable; or torch's tensors, also
             on a GPU. Changed in place.
-        node: a node to use and to close; None: one from the environment, closed when the process ends.
+        node: a node to use, which the caller closes; None: one from the environment, closed with the result.
         density: share of the elements that a step sends; None: 0.01, for n < 2,000,000 elements sqrt(2e6 / n) times as
             many, up to 0.08.
         options: see `ExchangeOptions`. Unlike those of `Exchange`, parameters hold this node's residual
@@ -116,7 +272,7 @@ def share(
     """
     arrays = list(params) if isinstance(params, (list, tuple)) else [params]
     named = [(str(index), array) for index, array in enumerate(arrays)]
-    return SharedArrays(params, exchange_for(named, density, node=node, **options))
+    return SharedArrays(params, training_for(named, density, node=node, **options))
 
 
 def _groups_for(
@@ -188,8 +344,8 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class ExchangeMaker:
-    """Makes the exchange of this process, with its place in the run; and again for more parameters.
+class TrainingMaker:
+    """Makes this process's part in a training: with a node of its own, or as one worker of its machine's team.
 
     Encoders are where the parameters are, a team's in host memory.
 
@@ -197,7 +353,7 @@ class ExchangeMaker:
         density: for all; or by pattern of the names (the first that fits), where "dense" sends whole updates and the
             rest has the default; None: the default for all.
         is_adaptive: whether the updates are an adaptive optimiser's, for the default.
-        node: to use; None: one from the environment, closed at the end of the process.
+        node: to use; None: one from the environment, closed with the training.
         team: rank and size of the team on this machine; None: from the environment.
         options: see `ExchangeOptions`; with other defaults of ``apply_residual`` and ``on_straggler``.
 
@@ -217,39 +373,64 @@ class ExchangeMaker:
         self._density = density
         self._is_adaptive = is_adaptive
         self._node = node
+        self._is_own_node = node is None
         self._options: ExchangeOptions = {
             "apply_residual": True,
             # An asynchronous step waits only for nodes that are far behind, and then not for ever.
             "on_straggler": "raise" if options.get("mode") == "async" else "wait",
             **options,
         }
+        if "timeout_s" not in options:
+            # Rank 0 may load data or compile for long before it shares; torch waits as long for its process group.
+            self._options.setdefault("start_timeout_s", _START_TIMEOUT_S)
         # Options that cannot be used are refused by every worker of a team, before there is a node.
-        checked = Options.of(self._options)
-        self._timeout_s = checked.timeout_s
-        self._reduction = checked.reduction
+        self._checked = Options.of(self._options)
         self._place = place = rendezvous.placement()
+        if place.hint and node is None:
+            _LOG.warning("%s", place.hint)
         self._rank, self._size = team or (place.local_rank, place.local_size)
         self._is_team = self._size > 1 and (node is None or team is not None)
+        self._run: str | None = None
+        if self._is_team or (node is None and place.expected_peers() != 0):
+            self._run = f"{rendezvous.name_of(place)} {self._rank}"
+        self._finished: list[Any] = []  # the nodes that began the earlier trainings of this process
         self._teams = 0
 
-    def make(self, named: Sequence[tuple[str, Any]]) -> Exchange | LocalExchange:
-        """Return the exchange of the parameters, which are given with their names, in order."""
-        groups = self._groups(named)
-        if not self._is_team:
-            return self._exchange(named, groups)
-        team = self._team()
-        return team.lead(self._exchange(named, groups)) if self._rank == 0 else team.follow()
+    def make(self, named: Sequence[tuple[str, Any]]) -> Training:
+        """Begin a training of the parameters, which are given with their names, in order.
 
-    def make_again(
-        self, named: Sequence[tuple[str, Any]], before: Exchange | LocalExchange
-    ) -> Exchange | LocalExchange:
-        """Return an exchange of more parameters, in the place of another one that this object has made."""
+        Raises:
+            RuntimeError: this process takes part in a training of this run already.
+        """
         groups = self._groups(named)
-        if isinstance(before, Exchange):
-            return self._exchange(named, groups)
-        # The memory of a team that has begun has the size of the earlier parameters.
-        team = self._team() if before.team.is_attached else before.team
-        return team.lead(self._exchange(named, groups)) if self._rank == 0 else team.follow()
+        if self._run is not None:
+            self._finished = Training.begin(self._run)
+        team = self._team() if self._is_team else None
+        try:
+            exchange = self._exchange(named, groups, team)
+        except BaseException:
+            if team is not None:
+                team.close()
+            if self._is_own_node and self._node is not None:
+                self._node.close(0.0)
+            raise
+        node = self._node if self._is_own_node else None
+        if self._run is not None and node is not None and self._place.rank is None:
+            _tell_number(exchange, node.peer)
+        return Training(self._run, exchange, node)
+
+    def extend(
+        self, training: Training, named: Sequence[tuple[str, Any]]
+    ) -> Exchange | LocalExchange:
+        """Give a training that this object has made an exchange of more parameters; return it."""
+        groups = self._groups(named)
+        team = None
+        if isinstance(training.exchange, LocalExchange):
+            # The memory of a team that has begun has the size of the earlier parameters.
+            team = training.exchange.team
+            team = self._team() if team.is_attached else team
+        training.exchange = self._exchange(named, groups, team)
+        return training.exchange
 
     def _groups(self, named: Sequence[tuple[str, Any]]) -> Groups:
         number = -1 if self._is_team else device_of([array for _, array in named])
@@ -264,6 +445,9 @@ class ExchangeMaker:
 
     def _team(self) -> LocalTeam:
         name = rendezvous.name_of(self._place)
+        # A worker may be ahead of the others, which still end their earlier training.
+        if self._finished:
+            name = f"{name}-{len(self._finished)}"
         if self._teams:
             name = f"{name}.{self._teams}"
         self._teams += 1
@@ -271,34 +455,57 @@ class ExchangeMaker:
             name,
             size=self._size,
             rank=self._rank,
-            reduction=self._reduction,
-            timeout_s=self._timeout_s,
+            reduction=self._checked.reduction,
+            timeout_s=self._checked.longest_start_s,
         )
 
-    def _exchange(self, named: Sequence[tuple[str, Any]], groups: Groups) -> Exchange:
-        is_given = self._node is not None
+    def _exchange(
+        self, named: Sequence[tuple[str, Any]], groups: Groups, team: LocalTeam | None
+    ) -> Exchange | LocalExchange:
+        if team is not None and self._rank > 0:
+            return team.follow()
         if self._node is None:
             # Machines of one rank and of several may train together.
             is_alone = self._place.local_size == 1
             self._node = Node.from_env(per_machine=self._is_team or is_alone)
         exchange = Exchange(groups, self._node, **self._options)
-        if Options.of(self._options).codec == "threshold":
+        exchange.ignore(filter(None, self._finished))
+        if self._checked.codec == "threshold":
             exchange.listeners.append(_StillTensors(named, groups))
-        if not is_given:
-            atexit.register(_say_goodbye, weakref.ref(exchange), self._node)
-        return exchange
+        return exchange if team is None else team.lead(exchange)
 
 
-def exchange_for(
+def training_for(
     named: Sequence[tuple[str, Any]],
     density: Density | None,
     *,
     is_adaptive: bool = False,
     node: Node | None,
     **options: Unpack[ExchangeOptions],
-) -> Exchange | LocalExchange:
-    """Return the exchange of this process, see `ExchangeMaker`."""
-    return ExchangeMaker(density, is_adaptive=is_adaptive, node=node, **options).make(named)
+) -> Training:
+    """Return this process's part in a training of the parameters, see `TrainingMaker`."""
+    return TrainingMaker(density, is_adaptive=is_adaptive, node=node, **options).make(named)
+
+
+def _tell_number(exchange: Exchange | LocalExchange, peer: Peer) -> None:
+    """Log once which of the nodes this one is: processes without ranks easily draw the same data unnoticed."""
+    if isinstance(exchange, LocalExchange):
+        return  # its workers have ranks
+    find = weakref.ref(exchange)
+    is_told = threading.Lock()
+
+    def tell(_result: StepResult, _stats: ExchangeStats) -> None:
+        share = find()
+        if share is not None and share.members and is_told.acquire(blocking=False):
+            nodes = sorted([peer, *share.members])
+            _LOG.warning(
+                "no launcher has given ranks: this is node %d of %d (0 is the first); let each draw its own part of "
+                "the data",
+                nodes.index(peer),
+                len(nodes),
+            )
+
+    exchange.listeners.append(tell)
 
 
 class _StillTensors:
@@ -350,12 +557,3 @@ class _StillTensors:
             if np.count_nonzero(part) <= density * part.size:
                 still.append(self._names[index])
         return still
-
-
-def _say_goodbye(exchange: weakref.ref[Exchange], node: Node) -> None:
-    """Deliver the last messages when the process ends; after an error without a goodbye, so that others know."""
-    has_failed = getattr(sys, "last_value", None) is not None
-    share = exchange()
-    if share is not None and not has_failed:
-        share.end()
-    node.close(0.0 if has_failed else 5.0)

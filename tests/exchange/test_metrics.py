@@ -22,7 +22,7 @@ import gradwire as gw
 from gradwire import clock
 from gradwire.cli import main, top
 from gradwire.exchange import MetricsCollector, log_every
-from gradwire.exchange.metrics import socket_folder
+from gradwire.exchange.metrics import ResidualMonitor, socket_folder
 
 from .cluster import FakeNode, cluster, run_cluster
 
@@ -225,7 +225,10 @@ def test_top_shows_rates_and_peers(
         [name] = after
         after[name]["time_s"] = before[name]["time_s"] + 3.0
         after[name]["slowest"] = other.address
-        head, line, peer = top.table(before, after)
+        head, line, place, peer = top.table(before, after)
+        assert place == f"  process {os.getpid()}, step 10, {Path(sys.argv[0]).name}"
+        after[name]["rank"] = "rank 3"
+        assert list(top.table(before, after))[2].startswith("  rank 3, step 10, ")
         assert line.split()[:2] == [node.address, "3"]
         assert len(head.split()) == 8
         assert peer.startswith(f"  {other.address} ")
@@ -258,6 +261,25 @@ def test_the_remedies_are_options_that_the_exchange_does_not_have_yet(
         step(share)
     [text] = [text for text in caplog.messages if text.startswith("gradwire takes")]
     assert re.findall(r"\w+=\d", text) == proposed
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (gw.TargetDensity(0.25), "about equally large"),
+        (gw.FixedThreshold(2.0**-9), "give TargetDensity"),
+    ],
+)
+def test_a_threshold_that_sends_everything_is_blamed_only_where_it_was_given(
+    policy: Any, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor = ResidualMonitor()
+    groups = gw.Groups([gw.exchange.Group(gw.Encoder(4, policy))])
+    for number in range(200):
+        monitor.add(gw.StepResult(step=number, density=1.0, threshold=0.5), groups)
+    [text] = caplog.messages
+    assert says in text
+    assert ("too small" in text) is isinstance(policy, gw.FixedThreshold)
 
 
 def test_waiting_for_space_counts_as_waiting(

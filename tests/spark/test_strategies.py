@@ -24,6 +24,7 @@ VALUES: ExchangeOptions = {
     "outer_momentum": 0.0,
     "apply_residual": False,
     "timeout_s": 7.0,
+    "start_timeout_s": 9.0,
     "digest_s": 0.0,
 }
 SET = ("min_peers", "min_members", "on_straggler", "role")

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import state_dict as whole  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 import gradwire as gw  # noqa: E402
+import gradwire.torch  # noqa: E402
 from gradwire.torch import SharedOptimizer  # noqa: E402
 
 from .ranks import Ranks  # noqa: E402
@@ -102,3 +103,18 @@ def test_one_distributed_checkpoint_has_every_rank_s_shard_and_residual(
 ) -> None:
     for straight, again in two_ranks.run(resume_from_a_distributed_checkpoint, str(tmp_path)):
         assert all(map(torch.equal, straight, again))
+
+
+def refusal(_: int) -> str:
+    net = sharded_model()
+    try:
+        gradwire.torch.share(net, torch.optim.AdamW(net.parameters()))
+    except TypeError as error:
+        return str(error)
+    return "taken"
+
+
+def test_share_names_the_recipe_for_a_sharded_model(two_ranks: Ranks) -> None:
+    for text in two_ranks.run(refusal):
+        assert "fully_shard" in text
+        assert "docs/torch.md shows under FSDP2" in text

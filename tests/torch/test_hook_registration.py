@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import logging
 from typing import Any
 
 import pytest
@@ -33,6 +35,49 @@ def refused(rank: int, kind: str, options: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return f"threshold {state.threshold}"
+
+
+def timeout_of_the_messages(rank: int, timeout: datetime.timedelta) -> datetime.timedelta:
+    model = Linear()
+    group = torch.distributed.new_group([0, 1], timeout=timeout)
+    ddp = DistributedDataParallel(model, process_group=group)
+    state = register_threshold_hook(ddp)
+    ddp([torch.full_like(weight, float(rank)) for weight in model.weights]).backward()
+    backend = state._gather._group._get_backend(torch.device("cpu"))
+    given: datetime.timedelta = backend.options._timeout
+    return given
+
+
+def test_the_messages_have_the_timeout_that_the_user_gave_the_process_group(
+    two_ranks: Ranks,
+) -> None:
+    timeout = datetime.timedelta(seconds=77)
+    assert two_ranks.run(timeout_of_the_messages, timeout) == [timeout] * 2
+
+
+def lines_about_nan(_: int, steps: int) -> list[str]:
+    model = Linear()
+    ddp = DistributedDataParallel(model)
+    state = register_threshold_hook(ddp)
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Keep(logging.WARNING)
+    logging.getLogger("gradwire").addHandler(handler)
+    for _ in range(steps):
+        ddp([torch.full_like(weight, float("nan")) for weight in model.weights]).backward()
+    logging.getLogger("gradwire").removeHandler(handler)
+    assert state.stats.skipped_steps == steps - 1
+    return lines
+
+
+def test_a_training_that_has_gone_nan_says_so_once(two_ranks: Ranks) -> None:
+    for lines in two_ranks.run(lines_about_nan, 4):
+        assert len(lines) == 1
+        assert "HookStats.skipped_steps counts further ones" in lines[0]
 
 
 @pytest.mark.parametrize(

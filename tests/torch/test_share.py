@@ -566,3 +566,119 @@ def test_the_example_in_the_docstring_runs() -> None:
 
     result = doctest.testmod(sys.modules[function.__module__])
     assert (result.attempted > 3, result.failed) == (True, 0)
+
+
+# ---- one training after another --------------------------------------------------------------------------------------
+
+FOLDS = """
+import gc, os, sys, threading, time
+import torch
+import gradwire.torch
+
+torch.set_num_threads(1)
+rank = int(os.environ["RANK"])
+model = torch.nn.Linear(64, 8)  # a search for the learning rate uses one model again
+
+def train(number, way):
+    net = model if way == "with" else torch.nn.Linear(64, 8)
+    inner = torch.optim.AdamW([net.weight] if way == "grown" else net.parameters(), lr=0.01)
+    optimizer = gradwire.torch.share(net, inner, timeout_s=30.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    def loop():
+        for step in range(4):
+            if way == "grown" and step == 2:
+                optimizer.add_param_group({"params": [net.bias]})
+            optimizer.zero_grad()
+            net(torch.full((4, 64), 1.0 + rank)).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+
+    if way == "with":
+        with optimizer:
+            loop()
+    else:
+        loop()
+        assert optimizer.catch_up() == 0
+    if way == "leave":
+        optimizer.leave()
+        optimizer.leave()
+    if way == "deleted":
+        return net.state_dict()
+    optimizer.close()
+    assert all(map(torch.equal, net.parameters(), net.state_dict().values()))
+    assert "gradwire" in optimizer.state_dict()
+    shared = [param.clone() for param in net.parameters()]
+    with optimizer.shared_parameters():
+        assert all(map(torch.equal, net.parameters(), shared))
+    # The model is a plain one: what is done to it later is what is saved.
+    with torch.no_grad():
+        net.bias += 1.0
+    assert torch.equal(net.state_dict()["bias"], net.bias)
+    with torch.no_grad():
+        net.bias.copy_(shared[1])
+    return net.state_dict()
+
+def usage():
+    gc.collect()  # an owner in a cycle, which ends its training
+    gc.collect()  # what the training held
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+for number, way in enumerate(["close", "with", "deleted", "with", "grown", "close", "leave"]):
+    # A rank that is ahead must not come into the training that the other still ends.
+    if rank == number % 2:
+        time.sleep(0.2)
+    state = train(number, way)
+    if number == 0:
+        first = usage()
+    print("digest", number, sum(value.double().sum().item() for value in state.values()), flush=True)
+assert usage() == first, (usage(), first)
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["team", "machines"])
+def test_a_process_trains_one_model_after_another(kind: str, tmp_path: Path) -> None:
+    script = tmp_path / "folds.py"
+    script.write_text(FOLDS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    machines = ["--as-machines"] if kind == "machines" else []
+    command = [sys.executable, "-m", "gradwire", "run", "-n", "2", *machines, str(script)]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=120)
+    assert done.stdout.count("done") == 2, done.stdout + done.stderr
+    # Who leaves first does not get the other's rest.
+    digests = [set(re.findall(rf"digest {number} (.*)", done.stdout)) for number in range(6)]
+    assert [len(values) for values in digests] == [1] * 6, digests
+
+
+def test_a_share_that_is_refused_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_SECRET", SECRET.hex())
+    monkeypatch.setenv("GRADWIRE_MIN_PEERS", "1")
+    monkeypatch.setenv("GRADWIRE_BIND", "127.0.0.1:0")
+    net = model()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="update_scale"):
+            gradwire.torch.share(net, torch.optim.SGD(net.parameters(), lr=0.1), update_scale=-1.0)
+
+
+def test_a_closed_optimizer_can_be_saved_and_goes_on_where_it_was() -> None:
+    straight = model()
+    optimizer = share(straight)
+    train(straight, optimizer, 0, range(6))
+    weights = copy.deepcopy(straight.state_dict())
+    state = copy.deepcopy(optimizer.state_dict())
+    train(straight, optimizer, 0, range(6, 12))
+    stopped = model()
+    with share(stopped) as ending:
+        train(stopped, ending, 0, range(6))
+    assert all(torch.equal(weights[key], stopped.state_dict()[key]) for key in weights)
+    assert same_bits(flat(stopped), torch.cat([weights[key].reshape(-1) for key in weights]))
+    for saved in (state, ending.state_dict()):
+        net = model()
+        again = share(net)
+        net.load_state_dict(weights)
+        again.load_state_dict(saved)
+        train(net, again, 0, range(6, 12))
+        assert same_bits(flat(net), flat(straight))
+    with pytest.raises(gw.Closed, match="call share again"):
+        ending.step()

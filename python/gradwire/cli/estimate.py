@@ -16,18 +16,31 @@ from typing import Any, NamedTuple
 
 from gradwire import cost
 from gradwire.cost import Cost, Job, Topology
+from gradwire.exchange.options import Options
+from gradwire.policy import default_policy
 
 from .units import si
 
 DESCRIPTION = """\
 Estimate the time and the bytes of a training step with gradwire and with PyTorch's ways to exchange gradients, from the
 size of the model, the time that a step computes, and the link. docs/scale.md has the formulas. The speed of this
-machine is measured once, in about two seconds. Units: 10Mbit, 1Gbit/s, 1Gbps, 125MB (each per second); 200ms, 0.2s.
+machine is measured once, in about two seconds. Units: 25M, 1.3B parameters; 10Mbit, 1Gbit/s, 1Gbps, 125MB (each per
+second); 200ms, 0.2s.
 """
 
 POWERSGD = "PowerSGD, rank 4"
 POWERSGD_RANK = 4
 SQUARE = (1_024, 1_024)  # shape of the weights, where only their number is known
+# The names of optimisers, for the density that share would choose.
+ADAPTIVE = (
+    *("adamw", "adam", "adamax", "nadam", "radam", "adagrad", "adadelta", "adafactor", "rmsprop"),
+    *("lamb", "lion", "muon", "novograd", "sophia", "shampoo"),
+)
+PLAIN = ("sgd", "momentum", "nesterov", "asgd")
+SPARK_START_S = (
+    10.0,
+    20.0,
+)  # Spark's workers start, import torch and connect before the first step
 GAIN_MIN = 1.1  # times as fast: less is not worth a change
 LOCAL_GAIN_MIN = 1.25  # the same for local steps, which cost accuracy
 MEASURE_S = 1.5
@@ -35,8 +48,10 @@ PROCESSOR_SHARE_MAX = 0.25  # of the time, from which a measured rate is that of
 PLOT_DECADES = (6.0, 11.0)  # of the link rate in bit/s
 
 _RATE = re.compile(r"([-\d.e+]+)\s*([kmgt]?)(bits?|bps|(?-i:[bB]))(?:/s|/sec|ps)?", re.ASCII | re.I)
+_COUNT = re.compile(r"([-+\d.e]+)\s*([kmbgt]?)", re.ASCII | re.I)
 _TIME = re.compile(r"([-\d.e+]+)\s*(s|ms|us|µs)?")
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_COUNTS = {**_PREFIX, "b": 1e9}
 _SECONDS = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 
@@ -53,14 +68,19 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "estimate", help="say before training whether gradwire will help", description=DESCRIPTION
     )
-    parser.add_argument("--params", help="parameters of the model, such as 25e6")
+    parser.add_argument("--params", help="parameters of the model, such as 25M")
     parser.add_argument("--model", help="module:factory that returns the model, to count them")
     parser.add_argument("--step", help="time that a node computes in one step, such as 200ms")
     parser.add_argument("--nodes", default="2", help="number of machines (default: 2)")
     parser.add_argument("--workers", default="1", help="workers of each machine (default: 1)")
     parser.add_argument("--link", help="rate of a node's link, such as 1Gbit")
     parser.add_argument("--latency", help="one-way latency, half of ping's time (default: 0.1ms)")
-    parser.add_argument("--density", default="0.01", help="density of messages (default: 0.01)")
+    optimizer = "of the training, such as adamw or sgd (default: adamw)"
+    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help=optimizer)
+    density = "density of messages (default: what share chooses for model and optimiser)"
+    parser.add_argument("--density", help=density)
+    spark = "the training runs on Spark, whose engine has to start first"
+    parser.add_argument("--spark", action="store_true", help=spark)
     measure = "measure rate and latency to this address, where gradwire doctor --serve runs"
     parser.add_argument("--measure", metavar="host:port", help=measure)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed-up over link rate")
@@ -77,12 +97,14 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"gradwire estimate: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    candidates = ways(job)
+    candidates = ways(job, is_spark=arguments.spark)
     crossover = cost.crossover(job)
     sentences = [advice(candidates)]
     if math.isfinite(crossover):
         where = f"from {_rate(crossover)} on" if crossover else "at any link rate"
         sentences.append(f"The float32 ring is as fast as an exchange in every step {where}.")
+    if arguments.spark:
+        sentences.append(spark_advice(job, candidates))
     if arguments.measure is not None and _is_processor_limited(job):
         sentences.append("The link may be faster than measured: give --link if you know its rate.")
     ring = candidates[0].cost
@@ -109,7 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     print(
         f"{job.elements:,} parameters, {job.nodes} nodes, {_time(job.step_s)} of computation, "
-        f"{_rate(job.link_bytes_per_s)}, {_time(job.latency_s)} one way, density {job.density:g}\n\n"
+        f"{_rate(job.link_bytes_per_s)}, {_time(job.latency_s)} one way, density {job.density:.3g}"
+        f"{' (share with ' + arguments.optimizer + ')' if arguments.density is None else ''}\n\n"
         f"{'':24}{'step':>10}{'sent':>11}{'received':>11}{'speed-up':>10}  limited by"
     )
     for row in rows:
@@ -138,14 +161,23 @@ def _job(arguments: argparse.Namespace) -> tuple[Job, list[tuple[int, ...]]]:
         raise ValueError("give either --link or --measure")
     step_s = seconds("--step", arguments.step)
     shapes = [] if arguments.model is None else model_shapes(arguments.model)
+    elements = (
+        sum(map(math.prod, shapes)) if shapes else whole("--params", arguments.params, least=1)
+    )
+    optimizer = arguments.optimizer.lower()
+    if optimizer not in (*ADAPTIVE, *PLAIN):
+        raise ValueError(f"--optimizer {optimizer}: not one of {', '.join((*ADAPTIVE, *PLAIN))}")
+    density = default_policy(elements, is_adaptive=optimizer in ADAPTIVE).density
+    if arguments.density is not None:
+        density = number("--density", arguments.density)
     job = Job(
-        elements=sum(map(math.prod, shapes)) if shapes else whole("--params", arguments.params),
-        nodes=whole("--nodes", arguments.nodes),
-        workers=whole("--workers", arguments.workers),
+        elements=elements,
+        nodes=whole("--nodes", arguments.nodes, least=2),
+        workers=whole("--workers", arguments.workers, least=1),
         step_s=step_s,
         link_bytes_per_s=1.0 if arguments.link is None else rate("--link", arguments.link),
         latency_s=seconds("--latency", arguments.latency or "0.1ms"),
-        density=number("--density", arguments.density),
+        density=density,
     )
     if arguments.measure is not None:
         job = _measured(job, arguments.measure, has_latency=arguments.latency is not None)
@@ -233,12 +265,26 @@ def number(name: str, text: str) -> float:
     return value
 
 
-def whole(name: str, text: str) -> int:
-    """Return a whole number, which may be written as 25e6."""
-    value = number(name, text)
-    if value != int(value):
+def whole(name: str, text: str, *, least: int) -> int:
+    """Return a whole number.
+
+    >>> whole("--params", "25e6", least=1), whole("--params", "1.3B", least=1), whole("--nodes", "8", least=2)
+    (25000000, 1300000000, 8)
+
+    Raises:
+        ValueError: the text is no such number, or the number is too small; the message names the option.
+    """
+    match = _COUNT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{name} {text}: not a number such as 8, 25e6, 25M or 1.3B")
+    digits, suffix = match.groups()
+    value = number(name, digits) * _COUNTS[suffix.lower()]
+    # 1.3 has no binary fraction, so 1.3B need not be whole to the last bit.
+    if not math.isfinite(value) or abs(value - round(value)) > 1e-9 * abs(value):
         raise ValueError(f"{name} {text}: not a whole number")
-    return int(value)
+    if value < least:
+        raise ValueError(f"{name} is {round(value):,}, must be {least} or more")
+    return round(value)
 
 
 def rate(name: str, text: str) -> float:
@@ -270,8 +316,14 @@ def seconds(name: str, text: str) -> float:
 # ---- the answer ------------------------------------------------------------------------------------------------------
 
 
-def ways(job: Job) -> list[Way]:
-    """Return two rings, two exchanges in every step, and two kinds of local steps."""
+def ways(job: Job, *, is_spark: bool = False) -> list[Way]:
+    """Return two rings, two exchanges in every step, and two kinds of local steps, each with the code to write.
+
+    Args:
+        job: the question.
+        is_spark: write the code for Spark.
+    """
+    is_sharded = Options.of({}).is_sharded(job.nodes, job.elements)
     candidates = [
         Way("dense ring, float32", cost.dense_ring(job), "DistributedDataParallel(model)"),
         Way(
@@ -284,10 +336,13 @@ def ways(job: Job) -> list[Way]:
     options: list[tuple[Topology, int]] = [("mesh", 1), ("sharded", 1), (best, 4), (best, 20)]
     for topology, every in options:
         name = f"{every} local steps, {topology}" if every > 1 else str(topology)
-        local_steps = f", every={every}" if every > 1 else ""
-        code = f'gw.Exchange(encoder, node, topology="{topology}"{local_steps})'
-        if job.workers > 1:
-            code = f"gw.LocalTeam(name, size={job.workers}, rank=0).lead({code})"
+        # Only what is not the default anyway.
+        chosen = [] if is_sharded == (topology == "sharded") else [f'topology="{topology}"']
+        chosen += [f"every={every}"] if every > 1 else []
+        if is_spark:
+            code = f"TorchEstimator(..., training=SharedTraining({', '.join(chosen)}))"
+        else:
+            code = f"gradwire.torch.share({', '.join(['model', 'optimizer', *chosen])})"
         candidates.append(Way(name, cost.exchange(job, topology, every=every), code))
     return candidates
 
@@ -308,6 +363,22 @@ def advice(candidates: Sequence[Way]) -> str:
     if gain < GAIN_MIN:
         return f"gradwire does not pay here: {times}; keep {rival.code}."
     return f"gradwire pays, {gain:,.3g} times as fast: {times}; write {best.code}."
+
+
+def spark_advice(job: Job, candidates: Sequence[Way]) -> str:
+    """Return the sentence about Spark's start: from which length of a training on Spark pays."""
+    best = min(way.cost.step_s for way in candidates[2:])
+    low_s, high_s = SPARK_START_S
+    start = f"Spark's engine needs {low_s:.0f} to {high_s:.0f} s before the first step"
+    # So many machines take a step of so many batches, which one machine would take one after the other.
+    gain = job.nodes * job.step_s / best if best else math.inf
+    if gain <= 1.0:
+        return f"{start}, and {job.nodes} machines train no faster than one: train on one, without Spark."
+    alone_s = high_s / (1.0 - 1.0 / gain)
+    return (
+        f"{start}: {job.nodes} machines train up to {gain:.3g} times as fast as one, so Spark is not worth it for "
+        f"trainings that take one machine less than {alone_s:.0f} s."
+    )
 
 
 def plot(job: Job, path: Path) -> None:

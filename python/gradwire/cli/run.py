@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import secrets
 import signal
@@ -15,8 +16,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from gradwire.shared_memory import free_leftovers
+
 _POLL_S = 0.05
-_GRACE_S = 5.0  # after an interrupt before SIGTERM, and after that before SIGKILL
+_GRACE_S = 30.0  # as torchrun gives; a checkpoint of 10 GB takes about as long on a disk
 
 
 def add_parser(commands: Any) -> None:
@@ -26,13 +29,21 @@ def add_parser(commands: Any) -> None:
         help="start several workers of a training on this machine",
         description="Start a script in several processes of this machine, which find each other: RANK, WORLD_SIZE, "
         "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GRADWIRE_SECRET are set. Every line of output "
-        "begins with the worker's rank. When one worker fails, the others are ended, and its status is returned.",
+        "begins with the worker's rank. When one worker fails, or this command gets SIGTERM or SIGHUP, the workers get "
+        "SIGTERM and may save a checkpoint; a second signal, or the end of --grace, kills them.",
     )
     parser.add_argument("-n", "--workers", type=int, required=True, help="number of workers")
     parser.add_argument(
         "--as-machines",
         action="store_true",
         help="let every worker be a machine of its own: updates travel over UDP rather than through shared memory",
+    )
+    parser.add_argument(
+        "--grace",
+        type=_seconds,
+        default=_GRACE_S,
+        metavar="SECONDS",
+        help=f"time between SIGTERM, or an interrupt, and SIGKILL (default: {_GRACE_S:.0f})",
     )
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module's name")
     parser.add_argument("script", help="a Python script")
@@ -68,15 +79,23 @@ def run(arguments: argparse.Namespace) -> int:
         {**common, "RANK": str(rank), "LOCAL_RANK": "0" if arguments.as_machines else str(rank)}
         for rank in range(count)
     ]
-    return _run_all([*command, *arguments.arguments], environments)
+    return _run_all([*command, *arguments.arguments], environments, arguments.grace)
 
 
-def _run_all(command: Sequence[str], environments: Iterable[dict[str, str]]) -> int:
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError("must be 0 or more")
+    return seconds
+
+
+def _run_all(command: Sequence[str], environments: Iterable[dict[str, str]], grace_s: float) -> int:
     """Start a worker in every environment and wait; end the others when one fails, and return the status."""
     workers: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
     lock = threading.Lock()
     handlers = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
+    handlers[signal.SIGINT] = signal.getsignal(signal.SIGINT)
     try:
         for rank, environment in enumerate(environments):
             worker = subprocess.Popen(  # noqa: S603  (the user's own script)
@@ -105,10 +124,13 @@ def _run_all(command: Sequence[str], environments: Iterable[dict[str, str]]) -> 
                 return 0
             time.sleep(_POLL_S)
     except KeyboardInterrupt:
-        _wait_for(workers)  # the terminal has interrupted them too: they may be saving
+        # The terminal has interrupted them, too: they may be saving. A second interrupt is theirs as well.
+        with suppress(KeyboardInterrupt):
+            _wait_for(workers, grace_s, threading.Event())
         return 130
     finally:
-        _end(workers)
+        _end(workers, grace_s)
+        free_leftovers()  # of rank 0, if it was killed
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for reader in readers:
@@ -116,23 +138,38 @@ def _run_all(command: Sequence[str], environments: Iterable[dict[str, str]]) -> 
 
 
 def _exit(number: int, _: object) -> None:
+    # Another signal must not interrupt the way to _end, which handles it.
+    for other in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(other, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
-def _end(workers: list[subprocess.Popen[str]]) -> None:
-    """End the workers that still run: politely, then not."""
-    for stop in (subprocess.Popen.terminate, subprocess.Popen.kill):
-        for worker in workers:
-            stop(worker)
-        _wait_for(workers)
+def _end(workers: list[subprocess.Popen[str]], grace_s: float) -> None:
+    """End the workers that still run: politely, then not; whoever sends a second signal does not want to wait."""
+    is_urgent = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: is_urgent.set())
+    for worker in workers:
+        worker.terminate()
+    _wait_for(workers, grace_s, is_urgent)
+    late = [rank for rank, worker in enumerate(workers) if worker.poll() is None]
+    if late:
+        print(f"workers {late} still run and are killed (--grace {grace_s:g})", file=sys.stderr)
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.wait()
 
 
-def _wait_for(workers: list[subprocess.Popen[str]]) -> None:
-    """Wait until the workers have ended, for so long at most, or until the next interrupt."""
-    deadline_s = time.monotonic() + _GRACE_S
-    with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-        for worker in workers:
-            worker.wait(max(0.0, deadline_s - time.monotonic()))
+def _wait_for(
+    workers: list[subprocess.Popen[str]], grace_s: float, is_urgent: threading.Event
+) -> None:
+    """Wait until the workers have ended, for so long at most."""
+    deadline_s = time.monotonic() + grace_s
+    while any(worker.poll() is None for worker in workers) and not is_urgent.is_set():
+        if time.monotonic() >= deadline_s:
+            return
+        time.sleep(_POLL_S)
 
 
 def _copy(rank: int, pipe: Any, target: Any, lock: threading.Lock) -> None:

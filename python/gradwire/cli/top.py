@@ -90,6 +90,8 @@ def table(before: Pages, after: Pages) -> Iterator[str]:
     for name, page in after.items():
         earlier = before.get(name)
         yield _node_line(earlier or page, page)
+        rank = page["rank"] or f"process {page['process']}"
+        yield f"  {rank}, step {page['step']}, {page['script'] or 'interactive'}"
         for peer in page["peers"]:
             mark = " <- last to arrive" if peer["address"] == page["slowest"] else ""
             yield (

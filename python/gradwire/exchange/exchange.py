@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -24,7 +24,7 @@ from .metrics import Listener, Meter, metrics_snapshot, serve_snapshot
 from .notes import Notes
 from .options import Options
 from .parameters import MomentumSum, PlainSum
-from .protocol import Kind, Phase
+from .protocol import Kind, NodeRun, Phase
 from .replica import Replica
 from .results import ExchangeStats, Joined, StepResult
 from .snapshot import NO_STATE, FixedState, NodeState, OptimizerState, as_state
@@ -197,10 +197,15 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         """Return for each of ``params`` whether it is as the last step left it, rather than overwritten since."""
         return self._replica.held(params)
 
-    def end(self) -> None:
-        """Tell the others that this node has finished, without sending the residual; the node may be closed then."""
+    def end(self) -> NodeRun | None:
+        """Tell the others that this node has finished, without sending the residual; return the node that began."""
         if self._membership.phase is Phase.IN and self._replica.pending is None:
             self._join.say_goodbye()
+        return None if self._membership.phase is Phase.NEW else self._membership.origin
+
+    def ignore(self, origins: Iterable[NodeRun]) -> None:
+        """Wait for nodes that still take part in trainings which this process has finished, instead of joining them."""
+        self._membership.introductions.ignore(origins)
 
     def place_shared(self, arrays: Sequence[NDArray[Any]]) -> bool:
         """Keep the shared copy in ``arrays`` from now on; return whether there is a copy."""
@@ -281,10 +286,12 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
     def leave(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """Send residual and local steps as this node's last update; the others go on without this node.
 
-        Close the node afterwards; another exchange on the node may join again.
+        Close the node afterwards; another exchange on the node may join again. A second call does nothing.
 
         Args, Raises: as ``step``.
         """
+        if self._membership.phase is Phase.LEAVING:
+            return StepResult(step=self.next_step)
         self.note_written(params)
         self._begin(params, optimizer_state)
         self._finish_earlier(params)
@@ -381,7 +388,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         """Add the messages that are still to come, without sending any: before an evaluation, or at the end.
 
         In asynchronous mode these are the messages that have arrived. With ``overlap`` the last step is finished: all
-        nodes have to do so after the same step, and the call waits for them as a step does.
+        nodes have to do so after the same step, and the call waits for them as a step does. Otherwise there are none.
 
         Args:
             params: as in ``step``.
@@ -391,7 +398,6 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             The number of messages that were added, without this node's own.
 
         Raises:
-            ValueError: in synchronous mode without ``overlap``, where messages belong to steps.
             TimeoutError, MessageError, Closed: as ``step``.
         """
         if self._options.overlap:
@@ -399,7 +405,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             finished = self._finish_earlier(params)
             return 0 if finished is None else finished.received
         if self._options.is_sync:
-            raise ValueError("synchronous replicas change only in a step")
+            return 0
         self._start.ensure_announced(params)
         self.wait_for_peers()
         return self._step.catch_up(params, self._optimizer_state, timeout_s)

@@ -24,18 +24,20 @@ import numpy as np
 from .. import clock
 from ..agreement import Agreement, sample_of
 from ..arrays import Arrays, copies, difference, on_host, put, views, writable_views
-from ..errors import GradwireError, Mismatch, NotCopied, PeerLost
+from ..errors import Closed, GradwireError, Mismatch, NotCopied, PeerLost
 from ..shared_memory import (
+    STATE_SUFFIX,
     SharedFile,
     aligned,
     arrays_at,
     create_locked,
     fence,
-    is_locked,
+    is_held,
     layout_of,
     open_file,
     path_of,
     release,
+    shortage,
     span,
 )
 from ..transport import Peer
@@ -70,6 +72,7 @@ _WRITTEN = 5
 _PAUSE_S = 0.00005
 _PAUSE_MAX_S = 0.002
 _LOOK_S = 0.1
+_WARN_S = 60.0  # after which a late worker is named in the log
 
 _Result = TypeVar("_Result")
 
@@ -95,7 +98,8 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
     The workers, processes or threads, meet by the name of the team. Rank 0 makes the memory, and replaces what a
     crashed run has left under the name; the others wait for it. Then rank 0, which has the node and the exchange, calls
     ``lead``, each other ``follow``. A worker that dies is noticed by the lock that it held; the others go on, and a new
-    process may take its rank. The memory goes when rank 0 ends, however it ends.
+    process may take its rank. The memory goes when rank 0 ends. The memory of a killed rank 0 goes when any team,
+    hosted model or feed of this user begins.
 
     Args:
         name: of the run: letters, digits, ".", "_" and "-", at most 64. Other runs of this user need other names.
@@ -175,7 +179,15 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         layout = layout_of(arrays)
         if self.rank == 0:
             nbytes = self._arrays_at + (3 + self.workers) * span(layout)
-            file = SharedFile.host(self._path, self._lock, [self.workers, layout], nbytes)
+            file = SharedFile.host(
+                self._path,
+                self._lock,
+                [self.workers, layout],
+                nbytes,
+                what=f"a team of {self.workers} workers does",
+                remedy="let every worker be a machine (gradwire run --as-machines, or LOCAL_WORLD_SIZE=1 and "
+                "LOCAL_RANK=0), which shares no memory",
+            )
             self._map(file)
             # The others map the memory as soon as it is published, so the parameters have to be in it.
             put(self.params, arrays)
@@ -183,12 +195,17 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
             self._finalizers.append(weakref.finalize(self, _clean, self._path, os.getpid()))
             return
         deadline_s = clock.now_s() + self.timeout_s
+        warn_s = clock.now_s() + _WARN_S
         while (leaders := SharedFile.attach(self._path, mmap.ACCESS_WRITE)) is None:
             if clock.now_s() >= deadline_s:
                 raise TimeoutError(
                     f"rank 0 of team {self.name!r} did not come within {self.timeout_s:g} s: start all "
-                    f"{self.workers} workers of this machine"
+                    f"{self.workers} workers of this machine; where rank 0 prepares data for longer, give a larger "
+                    "start_timeout_s (share) or timeout_s (LocalTeam)"
                 )
+            if clock.now_s() >= warn_s:
+                _LOG.warning("rank 0 of this machine is late, and waited for")
+                warn_s += _WARN_S
             clock.sleep(_PAUSE_MAX_S)
         # Memory of another layout would give every worker other parameters without a word.
         if leaders.document != [self.workers, layout]:
@@ -238,6 +255,11 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         self.total = []
         self.shared = []
         self._slots = []
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this worker has released its rank."""
+        return self._lock.closed
 
     def __enter__(self) -> LocalTeam:
         """Return the team."""
@@ -403,7 +425,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         """Return whether a worker lives. In the place of rank 0 may be that of another run."""
         if rank == 0 and self._file is not None:
             return self._file.is_live
-        return _is_locked(self._path_of(rank))
+        return is_held(self._path_of(rank))
 
     def _wait(
         self, is_done: Callable[[], Any], ranks: Sequence[int], *, is_needed: bool = True
@@ -415,7 +437,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
             PeerLost: rank 0 is gone.
         """
         begin_s = look_s = clock.now_s()
-        warn_s = begin_s + self.timeout_s
+        warn_s = begin_s + min(self.timeout_s, _WARN_S)
         pause_s = _PAUSE_S
         while not is_done():
             clock.sleep(pause_s)
@@ -437,25 +459,26 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
                     "this worker; start all its workers again"
                 )
             if now_s >= warn_s:
-                text = f"not all {self.workers} workers of this machine came within {self.timeout_s:g} s"
+                text = f"not all {self.workers} workers of this machine came within {now_s - begin_s:.3g} s"
                 text += f": rank {ranks[0]}"
-                if is_gone:
+                if is_gone and now_s >= begin_s + self.timeout_s:
                     raise TimeoutError(f"{text} is missing")
                 _LOG.warning("%s is late, and waited for", text)
-                warn_s = now_s + self.timeout_s
+                warn_s = now_s + min(self.timeout_s, _WARN_S)
 
     def publish_state(self, state: Arrays) -> str:
         """Publish the leader's optimiser state for new workers, until the next call; return the name of the file."""
         # Anybody may make files in the folder, so nobody may know the name before.
-        self._state_file = f"{self._path.name}.state-{secrets.token_hex(16)}"
+        self._state_file = f"{self._path.name}.{secrets.token_hex(16)}{STATE_SUFFIX}"
         path = self._path.with_name(self._state_file)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with open(descriptor, "wb") as file:
                 np.savez(file, *map(on_host, state))
         except OSError as error:
-            what = f"no shared memory for the optimiser's state: {error.strerror}"
-            raise OSError(error.errno, what, str(path)) from None
+            nbytes = sum(array.nbytes for array in state)
+            what = "the optimiser's state, for a worker that has just come, does"
+            raise shortage(what, nbytes, path, error) from None
         return self._state_file
 
     def remove_state(self) -> None:
@@ -649,13 +672,16 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
 
     def shared(self, params: Any) -> Arrays:
         """See `Exchange.shared`; of the team's parameters, which every worker's are."""
-        if self._outcome is None:
+        if self._outcome is None or self.team.is_closed:
             return copies(views(params)) if self.exchange is None else self.exchange.shared(params)
         return copies(self.team.shared if self._outcome.has_shared else self.team.params)
 
     def held(self, params: Any) -> list[bool]:
         """See `Exchange.held`."""
-        return list(map(np.array_equal, writable_views(params), self.team.params))
+        arrays = writable_views(params)
+        if self.team.is_closed:
+            return [False] * len(arrays) if self.exchange is None else self.exchange.held(arrays)
+        return list(map(np.array_equal, arrays, self.team.params))
 
     def state_dict(self, params: Any = None) -> dict[str, Any]:  # noqa: ARG002  (as Exchange.state_dict)
         """See `Exchange.state_dict`: the leader's; empty for the others."""
@@ -683,6 +709,8 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
             state: of this worker's optimiser; the leader's overwrites that of a worker that comes late.
         """
         team = self.team
+        if team.is_closed:
+            raise Closed("this worker has closed its team")
         leads = self.exchange is not None
         if params is not None:
             team.attach(params)
@@ -799,20 +827,11 @@ def _is_late(result: Any) -> bool:
     return isinstance(result, Joined) and result.is_late
 
 
-def _is_locked(path: Path) -> bool:
-    """Return whether a living worker of this user holds the lock; a file of another user says nothing."""
-    try:
-        with open_file(path) as file:
-            return is_locked(file)
-    except OSError:
-        return False
-
-
 def _clean(path: Path, process: int) -> None:
     """Remove the optimiser's state that rank 0 has left, and locks that nobody holds."""
     if os.getpid() == process:
-        states = path.parent.glob(f"{path.name}.state-*")
+        states = path.parent.glob(f"{path.name}.{'[0-9a-f]' * 32}{STATE_SUFFIX}")
         locks = path.parent.glob(f"{path.name}.rank*")
-        for leftover in [*states, *(lock for lock in locks if not _is_locked(lock))]:
+        for leftover in [*states, *(lock for lock in locks if not is_held(lock))]:
             with suppress(OSError):  # of another user
                 leftover.unlink(missing_ok=True)

@@ -170,6 +170,7 @@ class Introductions:
         self.incompatible: dict[NodeRun, str] = {}
         self._me = me
         self._names = names
+        self._ignored: set[NodeRun] = set()
         self._peers: dict[NodeRun, Peer] = {run_of(me): me}
         self._reasons: dict[NodeRun, str] = {}  # why connections ended
         self.workers: set[NodeRun] = {run_of(me)} if role == "worker" else set()
@@ -284,6 +285,15 @@ class Introductions:
             and hello.role != "observer"
         }
 
+    def ignore(self, origins: Iterable[NodeRun]) -> None:
+        """Take nodes for incompatible while they take part in trainings that these nodes began."""
+        self._ignored.update(origins)
+
+    @property
+    def misfits(self) -> int:
+        """Number of connected nodes that train something else; those that end an earlier training do not count."""
+        return sum(self.hellos[run].origin not in self._ignored for run in self.incompatible)
+
     def describe_incompatible(self) -> str:
         """Describe every connected node that trains something else."""
         return "; ".join(text for _, text in sorted(self.incompatible.items()))
@@ -302,6 +312,15 @@ class Introductions:
 
     def _compare(self, run: NodeRun, hello: Hello) -> None:
         before = self.incompatible.pop(run, None)
+        # The next training of the same processes: this one is ahead, and must not join the one that it has finished.
+        if hello.origin in self._ignored:
+            text = (
+                f"{self.name_of(run)} still takes part in a training that this process has finished"
+            )
+            self.incompatible[run] = text
+            if before is None:
+                _LOG.info("%s; this node waits for it", text)
+            return
         difference = difference_of(hello.signature, self.signature) or self._judge(run, hello)
         if difference:
             there = self.peer_of(run).address

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import stat
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -62,6 +63,8 @@ _GAUGES = {
     "send_log_bytes",
     "receive_queue_bytes",
 }
+_ANSWER_S = 1.0  # longest wait for an answer under way
+_SHUT_RDWR = 2  # of the module ``socket``, which only the transport imports
 _PER_PEER = ("srtt_s", "rate_bytes_per_s", "loss_rate", "backlog_records")
 
 
@@ -159,10 +162,17 @@ class ResidualMonitor:
         """Check a finished step."""
         self._full_steps = self._full_steps + 1 if result.density >= 1.0 else 0
         if self._full_steps == _CHECK_STEPS * _CHECKS:
+            policies = {type(encoder.policy).__name__ for encoder in groups.encoders}
+            # A policy that aims at a density sends every element only where all are of about the same size.
+            aims = policies & {"TargetDensity", "TargetBytes"}
             _LOG.warning(
-                "every element has been sent for %d steps, the threshold %g is too small: give TargetDensity(0.01)",
+                "every element has been sent for %d steps, at the threshold %g: %s",
                 self._full_steps,
                 result.threshold,
+                'all updates are about equally large, so choosing among them saves nothing: codec="bfloat16" sends '
+                "them whole"
+                if aims
+                else "it is too small for these updates: give TargetDensity(0.01)",
             )
         self._steps += 1
         if self._steps % _CHECK_STEPS == 0:
@@ -184,10 +194,11 @@ class ResidualMonitor:
         self._norm = norm
         if self._grown_checks == _CHECKS:
             _LOG.warning(
-                "the residual has grown for %d steps, at a density of %.2g: too little is sent; give "
-                "TargetDensity(0.01) or a higher density, or a smaller threshold",
+                "the residual has grown for %d steps, at a density of %.2g: too little is sent; give a higher "
+                "density (twice as high: %.2g), or a smaller threshold",
                 _CHECK_STEPS * _CHECKS,
                 result.density,
+                2.0 * result.density,
             )
 
 
@@ -244,8 +255,12 @@ def metrics_snapshot(
     # A residual on a device is left out: reading it would make the training wait.
     residuals = [encoder.residual for encoder in encoders if encoder.device == "cpu"]
     norm = float(np.sqrt(sum(float(np.dot(residual, residual)) for residual in residuals)))
+    names: dict[int, str] = node.names
     return {
         "address": node.address,
+        "rank": names.get(node.id, ""),
+        "step": next((int(encoder.step) for encoder in encoders), 0),
+        "script": Path(sys.argv[0]).name if sys.argv else "",
         "process": os.getpid(),
         "time_s": clock.now_s(),
         "stats": asdict(stats),
@@ -361,16 +376,25 @@ def serve_snapshot(exchange: _HasMetrics) -> None:
     path.unlink(missing_ok=True)  # of a dead process with the same number
     server = UnixStreamServer(str(path), Handler)
 
+    is_over = threading.Event()
+
     def serve() -> None:
-        while True:
-            server.handle_request()  # sleeps until a reader connects
+        with server:
+            while not is_over.is_set():
+                server.handle_request()  # sleeps until a reader connects, or the socket is shut down
 
     # A thread of its own: ``gradwire top`` has to answer while the training waits for a peer. It holds the exchange
     # weakly, and so does not keep it alive.
-    threading.Thread(target=serve, name="gradwire-top", daemon=True).start()
-    weakref.finalize(exchange, _withdraw, path, os.getpid())
+    thread = threading.Thread(target=serve, name="gradwire-top", daemon=True)
+    thread.start()
 
+    def withdraw(process: int) -> None:
+        if os.getpid() == process:
+            path.unlink(missing_ok=True)
+            is_over.set()
+            with suppress(OSError):
+                server.socket.shutdown(_SHUT_RDWR)
+            if thread is not threading.current_thread():  # the collector runs in any
+                thread.join(_ANSWER_S)
 
-def _withdraw(path: Path, process: int) -> None:
-    if os.getpid() == process:
-        path.unlink(missing_ok=True)
+    weakref.finalize(exchange, withdraw, os.getpid())

@@ -84,7 +84,9 @@ class ExchangeOptions(TypedDict, total=False):
     #: member, or "wait" and log its name
     on_straggler: Straggler
     min_members: int  #: number of nodes, this node included, below which a step raises `PeerLost`
-    timeout_s: float  #: longest wait of one step, and for the peers before the first
+    timeout_s: float  #: longest wait of one step
+    #: longest wait for the peers before the first step, which may load data for long; None: ``timeout_s``
+    start_timeout_s: float | None
     digest_s: float  #: seconds between comparisons of synchronous replicas; 0: never
 
 
@@ -112,6 +114,7 @@ class Options:
     on_straggler: Straggler = "raise"
     min_members: int = 1
     timeout_s: float = 60.0
+    start_timeout_s: float | None = None
     digest_s: float = 2.0
 
     @staticmethod
@@ -137,6 +140,8 @@ class Options:
         # Written so that NaN is refused, too.
         if not self.timeout_s > 0.0:
             raise ValueError(f"timeout_s is {self.timeout_s}, must be positive")
+        if self.start_timeout_s is not None and not self.start_timeout_s > 0.0:
+            raise ValueError(f"start_timeout_s is {self.start_timeout_s}, must be positive")
         if not self.digest_s >= 0.0:
             raise ValueError(f"digest_s is {self.digest_s}, must be 0 or more")
         if not 0.0 <= self.outer_momentum < 1.0:
@@ -171,6 +176,11 @@ class Options:
                 'on_straggler="drop" is for synchronous steps: asynchronous ones wait for nobody until they are '
                 "max_staleness ahead"
             )
+
+    @property
+    def longest_start_s(self) -> float:
+        """Longest wait for the peers before the first step."""
+        return self.timeout_s if self.start_timeout_s is None else self.start_timeout_s
 
     @property
     def is_sync(self) -> bool:

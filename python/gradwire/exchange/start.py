@@ -27,6 +27,8 @@ _INTRODUCTION_S = 2.0
 # Longest wait of the node that begins a training, where members of an earlier run are here, for the other new nodes.
 _RESTART_S = 10.0
 
+_LATE_REMEDY = "a node that prepares data for longer before its first step needs a larger start_timeout_s on the others"
+
 
 class Start:
     """Begins the training together with the other first members.
@@ -34,9 +36,6 @@ class Start:
     Args:
         options, membership, router, departure, trainings, replica: of this node.
         poll: sends and receives for up to so many seconds.
-
-    Attributes:
-        has_announced: whether the others know the parameters.
     """
 
     def __init__(
@@ -113,12 +112,15 @@ class Start:
             Mismatch: the others train something else, or start at another step.
         """
         membership = self._membership
-        timeout_s = self._options.timeout_s
+        timeout_s = self._options.longest_start_s
         expected = self._expected_peers()
         membership.restart_at(self._replica.step)
         deadline_s = clock.now_s() + timeout_s
         if expected:
-            self._router.node.wait_for_peers(expected, timeout_s)
+            try:
+                self._router.node.wait_for_peers(expected, timeout_s)
+            except TimeoutError as error:
+                raise TimeoutError(f"{error}; {_LATE_REMEDY}") from None
         poll_s = 0.0
         while membership.phase is Phase.NEW:
             self._poll(poll_s)
@@ -126,9 +128,15 @@ class Start:
             self._try_to_start(expected)
             if membership.phase is Phase.NEW and clock.now_s() >= deadline_s:
                 ready = len(self._introductions.compatible())
-                text = f"{ready} of {expected} peers are ready within {timeout_s:g} s"
+                text = f"{ready} of {expected} peers were ready within {timeout_s:g} s"
+                if ready >= expected:
+                    first = min([membership.run, *self._introductions.compatible()])
+                    names = self._introductions.name_of(first)
+                    text = (
+                        f"{names} has not begun the training with this node within {timeout_s:g} s"
+                    )
                 misfits = self._introductions.describe_incompatible()
-                raise TimeoutError("; ".join([text, *filter(None, [misfits])]))
+                raise TimeoutError("; ".join([text, *filter(None, [misfits]), _LATE_REMEDY]))
 
     def _expected_peers(self) -> int:
         """Return the number of other nodes to wait for."""
@@ -161,7 +169,7 @@ class Start:
         elif members and not self._may_start_again(members, expected):
             membership.enter(Phase.JOINING)
         # As many nodes as were expected are here, and none of them trains the same: waiting would not help.
-        elif not introductions.compatible() and len(introductions.incompatible) >= max(expected, 1):
+        elif not introductions.compatible() and introductions.misfits >= max(expected, 1):
             raise Mismatch(introductions.describe_incompatible())
         # Only one node names the members, so all begin with the same set even if they see each other at different
         # times.

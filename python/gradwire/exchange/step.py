@@ -325,9 +325,10 @@ class Step:
             if clock.now_s() >= deadline_s:
                 deadline_s = clock.now_s() + timeout_s
                 if self._options.on_straggler == "wait" and (pending.ticket is not None or needed):
-                    _LOG.warning("%s", self._timed_out(pending, missing))
+                    _LOG.warning("%s; waiting goes on", self._timed_out(pending, missing))
                 elif not may_drop:
-                    raise self._timed_out(pending, missing)
+                    text = self._timed_out(pending, missing)
+                    raise TimeoutError(f"{text}; call again to go on with it")
                 elif is_patient and not needed:
                     # An owner may wait for a part, and suspects its sender about now.
                     is_patient = False
@@ -339,15 +340,12 @@ class Step:
             has_room = pending.ticket is not None or needed
             poll_s = clock.POLL_S if has_room else clock.ROOM_POLL_S
 
-    def _timed_out(self, pending: StepUpdate, missing: frozenset[NodeRun]) -> TimeoutError:
+    def _timed_out(self, pending: StepUpdate, missing: frozenset[NodeRun]) -> str:
         what = "no space to send it: a peer does not take its messages"
         if missing:
             names = self._introductions.describe(sorted(missing))
             what = f"no message from {names}, though connected"
-        return TimeoutError(
-            f"step {pending.step} is not finished after {self._options.timeout_s:g} s: {what}; "
-            "the next call goes on with it"
-        )
+        return f"step {pending.step} is not finished after {self._options.timeout_s:g} s: {what}"
 
     # ---- the end of a step -------------------------------------------------------------------------------------------
 

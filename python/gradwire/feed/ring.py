@@ -1,7 +1,8 @@
 """Slots for batches in shared memory, which any process of the machine can fill and empty.
 
-The state of every slot is in the shared memory, protected by a lock on its file, which the system releases when a
-process dies. Waiting processes poll every few milliseconds.
+The state of every slot is in the shared memory, protected by a lock on its first byte, which the system releases when
+a process dies. Another lock, on the file as a whole, says that the process that made the feed lives. Waiting processes
+poll every few milliseconds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import struct
 import threading
 import time
 import weakref
@@ -25,14 +27,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import Closed, GradwireError
-from ..shared_memory import FOLDER, aligned, fence
+from ..shared_memory import FOLDER, PREFIX, aligned, create_locked, fence, release, shortage
 
 __all__ = ["FeedFailed", "Ring", "Slot"]
+
+_RECORD_LOCK: Final = struct.Struct("hhqqi")  # the system's ``struct flock``
 
 _POLL_S: Final = (1e-4, 5e-3)  # the first and the longest wait between polls
 _CHECK_S: Final = 0.25  # between checks for dead processes
 
-_MAGIC: Final = 0x6777_6665_6564_0003
+_MAGIC: Final = 0x6777_6665_6564_0004
 _FIELDS: Final = 16
 _MAGIC_AT, _SLOTS, _SLOT_BYTES, _PID, _STARTED, _PROCESSES = range(6)
 _ENDING, _SEQUENCE, _TAKEN, _ERROR_BYTES = range(6, 10)
@@ -86,27 +90,25 @@ class Ring:
 
     def __init__(self, name: str | None = None, slots: int = 0, slot_bytes: int = 0) -> None:
         self._memory: SharedMemory | None = None
-        self.name = name or f"gradwire-feed-{secrets.token_hex(8)}"
+        self.name = name or f"{PREFIX}feed-{secrets.token_hex(8)}"
         if name is None:
             self._make(slots, aligned(slot_bytes))
         self._open()
 
     def _make(self, slots: int, slot_bytes: int) -> None:
         size = _data_at(slots) + slots * slot_bytes
+        path = FOLDER / self.name
+        guard = create_locked(path, f"has a feed {self.name!r}")
         try:
-            # The resource tracker removes the memory also when this process is killed.
-            self._memory = SharedMemory(self.name, create=True, size=size)
-            with (FOLDER / self.name).open("r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, size)  # a full /dev/shm must not kill a writer
+            os.posix_fallocate(guard.fileno(), 0, size)  # a full /dev/shm must not kill a writer
         except OSError as error:
-            if self._memory is not None:
-                self._memory.close()
-                self._memory.unlink()
-            raise OSError(
-                error.errno,
-                f"{slots} batches of {slot_bytes} bytes do not fit {FOLDER} ({error.strerror}): use fewer or smaller "
-                "ones, or enlarge it (docker run --shm-size)",
-            ) from error
+            os.ftruncate(guard.fileno(), 0)
+            what = f"{slots} batches of {slot_bytes} bytes do"
+            refusal = shortage(what, size, path, error, remedy="use fewer or smaller batches")
+            release(guard, path, os.getpid())
+            raise refusal from None
+        # The resource tracker removes the memory also when this process is killed.
+        self._memory = SharedMemory(self.name)
         head: NDArray[np.int64] = np.ndarray(_FIELDS, np.int64, self._memory.buf)
         head[[_SLOTS, _SLOT_BYTES]] = slots, slot_bytes
         head[[_PID, _STARTED]] = os.getpid(), _started(os.getpid())
@@ -115,6 +117,7 @@ class Ring:
         del head
         self._memory.close()  # mapped below as in every other process; this object only removes the name
         weakref.finalize(self, _remove, self.name, self._memory, os.getpid())
+        weakref.finalize(self, guard.close)
 
     def _open(self) -> None:
         """Map the memory; again in a forked process, which must not share its parent's lock."""
@@ -276,11 +279,16 @@ class Ring:
         if self._process != os.getpid():
             self._open()
         with self._lock:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            # Of the open file, not of the process: closing another descriptor of the feed does not release it.
+            self._set_lock(fcntl.F_WRLCK)
             try:
                 yield
             finally:
-                fcntl.flock(self._file, fcntl.LOCK_UN)
+                self._set_lock(fcntl.F_UNLCK)
+
+    def _set_lock(self, kind: int) -> None:
+        lock = _RECORD_LOCK.pack(kind, os.SEEK_SET, 0, 1, 0)
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW, lock)
 
 
 def _data_at(slots: int) -> int:

@@ -4,6 +4,7 @@
 # themselves. Annotations of others may be strings.
 
 import copy
+import datetime
 import logging
 import time
 from collections.abc import Iterable
@@ -372,8 +373,14 @@ class ThresholdState:
 
     def _make_gather(self, device: torch.device) -> Gather:
         # A group of its own, so that SyncBatchNorm's collectives in the backward pass cannot get between.
-        ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
-        group = dist.new_group(ranks, backend=self.backend, use_local_synchronization=True)
+        of_model = self.process_group or dist.group.WORLD
+        ranks = dist.get_process_group_ranks(of_model)
+        group = dist.new_group(
+            ranks,
+            timeout=_timeout_of(of_model, device),
+            backend=self.backend,
+            use_local_synchronization=True,
+        )
         where = device if self.backend == "nccl" else torch.device("cpu")
         _LOG.info("threshold hook: %d ranks, messages over %s", len(ranks), self.backend)
         return Gather(group, where)
@@ -444,7 +451,12 @@ class ThresholdState:
                     refused = refused or error
                     messages[index] = None
         if refused is not None:
-            _LOG.warning("step %d, bucket %d: %s", job.step, job.index, refused)
+            # A training that has gone NaN stays so: one line tells, and the totals count the steps.
+            is_first = not any(None in earlier.messages for earlier in self._jobs)
+            is_first &= self._stats.skipped_steps == 0
+            level = logging.WARNING if is_first else logging.DEBUG
+            text = "step %d, bucket %d: %s; HookStats.skipped_steps counts further ones"
+            _LOG.log(level, text, job.step, job.index, refused)
         job.states = states
         job.updates = updates
         job.messages = messages
@@ -593,6 +605,13 @@ def _compare_options(state: ThresholdState) -> None:
 def _split(buffer: torch.Tensor, states: list[ParameterState]) -> list[torch.Tensor]:
     """Return a view of each parameter's elements in a bucket's buffer."""
     return list(buffer.split([state.encoder.numel for state in states]))
+
+
+def _timeout_of(group: Any, device: torch.device) -> "datetime.timedelta | None":
+    """Return the timeout that the user gave a process group; a new group would have the backend's default."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
+    return timeout
 
 
 def _all_reduce(

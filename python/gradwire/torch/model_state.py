@@ -34,8 +34,9 @@ class ModelState:
 
     @property
     def optimizer(self) -> SharedOptimizer | None:
-        """The optimiser, while it lives."""
-        return self._find()
+        """The optimiser, while it lives; None after an orderly end, when the model is a plain one."""
+        optimizer = self._find()
+        return None if optimizer is None or optimizer.has_ended else optimizer
 
     def __reduce__(self) -> Any:
         return ModelState, ()
@@ -61,7 +62,7 @@ class ModelState:
         if not self._calls:
             self._keeps_vars = keep_vars
             self._forget()
-            optimizer = self._find()
+            optimizer = self.optimizer
             if optimizer is not None:
                 optimizer.take_returned()
         self._calls.append((module, prefix))
@@ -70,7 +71,7 @@ class ModelState:
         self, module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
         """Put the shared parameters of one module into its state; with ``keep_vars`` the module's own stay there."""
-        optimizer = self._find()
+        optimizer = self.optimizer
         if optimizer is not None and not self._keeps_vars:
             for name, param in module._parameters.items():
                 saved = state.get(prefix + name)
@@ -110,7 +111,7 @@ class ModelState:
         Raises:
             RuntimeError: ``load_state_dict(assign=True)``; nothing was loaded.
         """
-        optimizer = self._find()
+        optimizer = self.optimizer
         if optimizer is None or not metadata.get("assign_to_params_buffers"):
             return
         if torch.__future__.get_swap_module_params_on_conversion():
@@ -123,7 +124,7 @@ class ModelState:
 
     def restore(self, *_: object) -> None:
         """Let the model hold this node's parameters after a checkpoint of both was loaded in whatever order."""
-        optimizer = self._find()
+        optimizer = self.optimizer
         if optimizer is not None:
             optimizer.restore()
 

@@ -15,7 +15,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from ..arrays import copies, writable_views
-from ..errors import Mismatch, NonFiniteUpdate
+from ..errors import Closed, Mismatch, NonFiniteUpdate
 from ..exchange import Exchange, LocalExchange, hand_over, take_over
 from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, state_of, take_from
 from .judge import Judgement, judge, parameters_of
@@ -24,6 +24,7 @@ from .staging import Staging
 
 if TYPE_CHECKING:
     from ..exchange import AnyExchange, Joined, StepResult
+    from ..sharing import Training
 
 __all__ = ["SharedOptimizer"]
 
@@ -33,8 +34,8 @@ _HOOKS = ("step", "state_dict", "load_state_dict")
 # Returns a model's tensors that the optimiser does not train, by name; second those that may be missing elsewhere.
 Others: TypeAlias = Callable[[], tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]]
 
-# Returns the exchange of more parameters than before: all of them, and the exchange so far.
-Extend: TypeAlias = "Callable[[Sequence[torch.Tensor], AnyExchange], AnyExchange]"
+# Makes the exchange of more parameters than before: of all of them.
+Extend: TypeAlias = "Callable[[Sequence[torch.Tensor]], AnyExchange]"
 
 
 def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,6 +96,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         names: of the parameters, for error messages.
         judgement: of the optimiser; None: made here if ``update_scale`` needs it.
         extend: makes the exchange for more parameters, for `add_param_group`; None: groups cannot be added.
+        training: ends with this optimiser; None: the caller closes the node.
 
     Raises:
         ValueError: ``update_scale`` is not "auto", nor positive and finite.
@@ -127,6 +129,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         names: Sequence[str] = (),
         judgement: Judgement | None = None,
         extend: Extend | None = None,
+        training: Training | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be one of torch's, got {optimizer!r}")
@@ -159,11 +162,15 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._local: Values = [], []
         self._is_in_model = False
         self._has_joined = False
+        self._is_closed = False
+        self._training = training
         self._marks: tuple[list[int], torch.Tensor] | None = None  # after the last step
         # The model's state as it was last returned: parameter, copy, and torch's count of changes to the copy.
         self._returned: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         # Last: from now on other attributes are the wrapped optimiser's.
         self.optimizer = optimizer
+        if training is not None:
+            training.end_with(self)
 
     def _staged_param(self, param: torch.Tensor, name: str) -> Staging:
         return Staging(param, name, on_host=not self.exchange.takes_devices)
@@ -266,14 +273,60 @@ class SharedOptimizer(torch.optim.Optimizer):
         with self._staged() as memory:
             return self.exchange.resync(*memory)
 
-    def leave(self) -> StepResult:
-        """Send the rest of this node's updates, for the last time; close the node afterwards.
+    def leave(self) -> StepResult | None:
+        """Send the rest of this node's updates, for the last time, and close; the others go on. Return the last result.
+
+        A second call does nothing.
 
         Raises:
             WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.leave``.
         """
-        with self._staged() as memory:
-            return self.exchange.leave(*memory)
+        if self._has_joined and not self._is_closed:
+            with self._staged() as memory:
+                self.result = self.exchange.leave(*memory)
+        self.close()
+        return self.result
+
+    def close(self) -> None:
+        """End this node's part in the training; the model then is a plain one with the parameters that all share.
+
+        Node, port and shared memory are free for the next ``share`` of this process. What is still in the residual
+        stays unsent. The optimiser can still be saved. Without a call, an optimiser ends when it is collected, or with
+        the process. A second call does nothing.
+        """
+        self._close(has_failed=False)
+
+    def _close(self, *, has_failed: bool) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not has_failed and self._has_joined and self._set_aside is None:
+            self.take_returned()
+            # Other weights that were copied into the model stay. Within ``shared_parameters``, too, a checkpoint has
+            # this node's own parameters.
+            if all(self._are_as_left(writable_views(self._memory[0]))):
+                values = self._values()
+                self._set_values((self._shared_arrays(), []))
+                self._set_aside = values
+        if self._training is not None:
+            self._training.close(has_failed=has_failed)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the training has ended in order, and the model is a plain one."""
+        return self._is_closed and self._set_aside is not None
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Closed("this optimiser was closed, or has left the training: call share again")
+
+    def __enter__(self) -> SharedOptimizer:
+        """Return the optimiser."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; after an error without a goodbye, so that the others know."""
+        self._close(has_failed=kind is not None)
 
     @_disable_dynamo  # type: ignore[untyped-decorator]
     @_hooked
@@ -288,8 +341,10 @@ class SharedOptimizer(torch.optim.Optimizer):
                 optimiser made parameters NaN or infinite, and its update is reverted.
             RuntimeError: inside ``shared_parameters``.
             ValueError: a parameter was added past ``add_param_group``, or is of another kind than when it was shared.
-            WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.step_moved``.
+            WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.step_moved``; or the optimiser was
+                closed.
         """
+        self._check_open()
         if self._set_aside is not None:
             raise RuntimeError(
                 "a step inside shared_parameters() would be lost: train outside, where the model has this node's "
@@ -319,8 +374,10 @@ class SharedOptimizer(torch.optim.Optimizer):
             The number of messages that were added.
 
         Raises:
-            ValueError, TimeoutError, MessageError, Closed: as ``Exchange.catch_up``.
+            TimeoutError, MessageError, Closed: as ``Exchange.catch_up``.
         """
+        if self._is_closed:
+            return 0
         if not self._has_joined:
             self.join()
         with self._staged() as (params, _):
@@ -348,6 +405,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         >>> model.bias.item() == before - 0.25
         True
         """
+        if self.has_ended:
+            yield
+            return
         if self._set_aside is not None:
             raise RuntimeError("shared_parameters() inside shared_parameters()")
         values = self._values()
@@ -381,6 +441,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         It has a parameter as it is to be saved before the first step, and where other weights were copied into it since
         the last one.
         """
+        if self.has_ended:
+            return [None] * len(self._params)
         arrays = writable_views(self._memory[0])
         is_restored = self._loaded is not None and self._loaded.is_restored
         if self._set_aside is not None:
@@ -491,6 +553,7 @@ class SharedOptimizer(torch.optim.Optimizer):
                 f"{len(param_group)} entries cannot become a new group: give all parameters to the optimiser before it "
                 "is shared, or let gradwire.torch.share make the exchange"
             )
+        self._check_open()
         if self._set_aside is not None:
             raise RuntimeError("add_param_group() inside shared_parameters()")
         inner = self.optimizer
@@ -515,14 +578,14 @@ class SharedOptimizer(torch.optim.Optimizer):
         added = [self._staged_param(param, "") for param in params if id(param) not in known]
         every = [staging.source for staging in (*self._params, *added)]
         if not self._has_joined:
-            self.exchange = extend(every, self.exchange)
+            self.exchange = extend(every)
             self._params += added
             return
         before = self.exchange
         with self._staged() as memory:
             self.result = hand_over(before, *memory)
         own = self._values()
-        extended = extend(every, before)
+        extended = extend(every)
         take_over(extended, before, [staging.mark_constants() for staging in added])
         self._params += added
         self.exchange = extended

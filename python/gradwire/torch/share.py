@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..sharing import ExchangeMaker
+from ..sharing import TrainingMaker
 from .judge import judge, parameters_of
 from .model_state import ModelState
 from .optimizer import SharedOptimizer
@@ -50,7 +50,7 @@ def share(
     Args:
         model: the model; DistributedDataParallel and ``torch.compile`` may wrap it.
         optimizer: of the model's parameters, at the learning rate for one machine's gradients averaged over all.
-        node: a node to use and to close; None: one from the environment, closed when the process ends.
+        node: a node to use, which the caller closes; None: one from the environment, closed with the optimiser.
         density: share of the elements that a step sends; None: 0.01, or 0.05 with an adaptive optimiser, for
             n < 2,000,000 elements sqrt(2e6 / n) times as many, up to 0.08. Or by pattern of the parameters' names:
             ``{"lm_head*": 0.02, "*.bias": "dense"}``, where "dense" sends whole updates and the rest has the default.
@@ -90,30 +90,41 @@ def share(
         )
     inner: Any = _unwrapped(model)
     params: list[Any] = parameters_of(optimizer)
+    if any(hasattr(param, "to_local") for param in params):
+        raise TypeError(
+            "the model is sharded (fully_shard): every rank has a part of each parameter, which share cannot tell "
+            "apart; give an Exchange of the local shards to SharedOptimizer, as docs/torch.md shows under FSDP2"
+        )
     named = _named(inner, params)
     team = None
     if process_group is not None:
         team = dist.get_rank(process_group), dist.get_world_size(process_group)
     judgement = judge(optimizer)
-    maker = ExchangeMaker(
+    maker = TrainingMaker(
         density, is_adaptive=judgement.is_adaptive, node=node, team=team, **options
     )
-
-    def extend(more: Sequence[torch.Tensor], before: AnyExchange) -> AnyExchange:
-        return maker.make_again(_named(inner, more), before)
-
     tensors = _Untrained(inner, params)
-    shared = SharedOptimizer(
-        optimizer,
-        maker.make(named),
-        share_state=True,
-        update_scale=update_scale,
-        equalize=True,
-        buffers=tensors,
-        names=[name for name, _ in named],
-        judgement=judgement,
-        extend=extend,
-    )
+    training = maker.make(named)
+
+    def extend(more: Sequence[torch.Tensor]) -> AnyExchange:
+        return maker.extend(training, _named(inner, more))
+
+    try:
+        shared = SharedOptimizer(
+            optimizer,
+            training.exchange,
+            share_state=True,
+            update_scale=update_scale,
+            equalize=True,
+            buffers=tensors,
+            names=[name for name, _ in named],
+            judgement=judgement,
+            extend=extend,
+            training=training,
+        )
+    except BaseException:
+        training.close(has_failed=True)
+        raise
     tensors.follow(shared)
     tensors.log()
     shared.expect_shared_in_model()

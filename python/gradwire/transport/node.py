@@ -152,7 +152,8 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         expected = place.expected_peers(per_machine=per_machine)
         if expected == 0 and not rendezvous.has_secret():
             options.setdefault("secret", secrets.token_bytes(32))
-        node = cls(**{**place.node_options(per_machine=per_machine), **options})
+        placed = rendezvous.await_names(place, place.node_options(per_machine=per_machine))
+        node = cls(**{**placed, **options})
         node.names = place.names(per_machine=per_machine)
         node.expected_peers = expected
         return node
@@ -212,15 +213,15 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         with self._lock:
             if not self._wait_for(is_done, first_s) and first_s < timeout_s:
                 if not is_hopeless():
-                    logger.warning("%s", self._describe_missing(count, first_s))
+                    logger.warning("%s", self._missing(count, f"yet, waiting {timeout_s:g} s"))
                 self._wait_for(lambda: is_done() or is_hopeless(), timeout_s - first_s)
             if not is_done():
-                raise TimeoutError(self._describe_missing(count, now_s() - started_s))
+                raise TimeoutError(self._missing(count, f"within {now_s() - started_s:.3g} s"))
             return self._endpoint.peers
 
-    def _describe_missing(self, count: int, waited_s: float) -> str:
+    def _missing(self, count: int, when: str) -> str:
         peers = self._endpoint.peers
-        text = f"{len(peers)} of {count} peers connected to {self.address} within {round(waited_s, 1):g} s"
+        text = f"{len(peers)} of {count} peers connected to {self.address} {when}"
         present = {self.id, *(peer.id for peer in peers)}
         missing = [name for node, name in sorted(self.names.items()) if node not in present]
         if missing:

@@ -14,9 +14,10 @@ SECONDS = 3.0
 SECONDS_MAX = 60.0
 
 DESCRIPTION = """\
-Check this machine: instruction set, encryption, secret, address, port, socket buffers, offloads, clock; with a peer,
-where `gradwire doctor --serve` runs, also round trips, goodput and losses of the link. Needs no privileges. The exit
-status is 1 when something fails. The secret comes from GRADWIRE_SECRET or GRADWIRE_SECRET_FILE and is never shown.
+Check this machine: instruction set, encryption, secret, address, port, socket buffers, offloads, shared memory and what
+killed runs have left there, clock; with a peer, where `gradwire doctor --serve` runs, also round trips, goodput and
+losses of the link. Needs no privileges. The exit status is 1 when something fails. The secret comes from
+GRADWIRE_SECRET or GRADWIRE_SECRET_FILE and is never shown.
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,14 +14,20 @@ from typing import Final, Literal
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 import gradwire as gw
-from gradwire import _core
+from gradwire import _core, shared_memory
+from gradwire.shared_memory import Usage
 from gradwire.transport import Node, SocketStats, addressing, generate_secret, parse_secret
 from gradwire.transport.secret import environment_secret, fingerprint
+
+from ..units import si
 
 BUFFER_BYTES: Final = 4 << 20  # what a node asks for
 RECORD_BYTES: Final = 62_000
 RECORDS: Final = 50
 AES_SLOW_BYTES_PER_S: Final = 1e9
+SHARED_MEMORY_MIN_BYTES: Final = (
+    1 << 28
+)  # Docker gives 64 MB, enough for two workers of 3 million parameters
 WALL_CLOCK_MIN_S: Final = 1_700_000_000.0
 REMEDY: Final = (
     'export GRADWIRE_SECRET="$(gradwire secret)"   # once; then the same on every machine'
@@ -65,6 +72,8 @@ def check(bind: str, mask: str | None, peer: str | None, *, needs_secret: bool) 
     yield check_secret(needs_it=needs_secret)
     yield from check_binding(bind, mask, peer)
     yield from check_socket(socket_stats(), sys.platform)
+    if shared_memory.FOLDER.is_dir():
+        yield check_shared_memory(shared_memory.usage(), shutil.disk_usage(shared_memory.FOLDER))
     yield check_clock(time.time())
 
 
@@ -180,6 +189,28 @@ def check_socket(stats: SocketStats, platform: str) -> Iterator[Check]:
     says = f"no {' and '.join(missing)}: one call per datagram" if missing else "both in use"
     help_ = "uname -r   # Linux 5.0 and later have both"
     yield slow_if(bool(missing), "GSO, GRO", says, help_)
+
+
+def check_shared_memory(usage: Usage, space: tuple[int, int, int]) -> Check:
+    """Check the space for teams, hosted models and feeds, and whether killed processes have left memory.
+
+    Args:
+        usage: of gradwire's files of this user.
+        space: total, used and free bytes, as `shutil.disk_usage` has them.
+    """
+    total_bytes, _, free_bytes = space
+    says = f"{shared_memory.FOLDER} has {si(free_bytes, 'B')} of {si(total_bytes, 'B')} free"
+    says += f"; {si(usage.held_bytes, 'B')} in use by gradwire"
+    helps = []
+    if usage.left_bytes:
+        says += f"; {si(usage.left_bytes, 'B')} left by killed processes"
+        helps.append(
+            'python -c "from gradwire.shared_memory import free_leftovers; free_leftovers()"   '
+            "# as any new team, model or feed does"
+        )
+    if total_bytes < SHARED_MEMORY_MIN_BYTES:
+        helps.append("docker run --shm-size=8g   # a team of n needs 4 (3 + n) bytes a parameter")
+    return slow_if(bool(helps), "shared memory", says, *helps)
 
 
 def check_clock(wall_s: float) -> Check:

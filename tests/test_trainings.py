@@ -1,0 +1,196 @@
+"""One training after another in one process: each ends, gives everything back, and does not meet the next."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire import rendezvous
+from gradwire.cli import run as cli_run
+
+# Every way to end a training, for the three kinds of callers that have NumPy only.
+TRAIN = """
+import gc, os, sys, threading, time
+import numpy as np
+import gradwire as gw
+
+rank = int(os.environ["RANK"])
+WAYS = ["close", "leave", "with", "deleted", "cycle"]
+
+def train(number):
+    way = WAYS[number % 5]
+    params = np.full(4096, 100.0 * rank, np.float32)
+    shared = gw.share(params, codec="dense", timeout_s=30.0)
+    for step in range(3):
+        shared.step(np.full(4096, number + 1.0, np.float32))
+    if way == "close":
+        shared.close()
+        shared.close()
+    elif way == "leave":
+        shared.exchange.catch_up(params)
+        assert shared.leave() is shared.leave()
+    elif way == "with":
+        with shared as inner:
+            assert inner is shared
+    elif way == "cycle":
+        shared.itself = shared
+    return params
+
+def usage():
+    gc.collect()  # an owner in a cycle, which ends its training
+    gc.collect()  # what the training held
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+for number in range(10):
+    # A rank that is ahead must not come into the training that the others still end.
+    if rank == 1 and number % 2:
+        time.sleep(0.3)
+    params = train(number)
+    assert (params == 3.0 * (number + 1)).all(), params[:3]
+    if number == 0:
+        first, first_bytes = usage(), resident()
+assert usage() == first, (usage(), first)
+assert resident() < first_bytes + (8 << 20), (resident(), first_bytes)
+print("done", flush=True)
+"""
+
+
+def run(tmp_path: Path, code: str, *arguments: str, **variables: str) -> str:
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    options = [argument for argument in arguments if argument == "--as-machines"]
+    rest = [argument for argument in arguments if argument != "--as-machines"]
+    command = [sys.executable, "-m", "gradwire", "run", "-n", "2", *options, str(script), *rest]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=120)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", ["team", "machines"])
+def test_ten_trainings_in_one_process_cost_what_one_costs(kind: str, tmp_path: Path) -> None:
+    machines = ["--as-machines"] if kind == "machines" else []
+    # What `gradwire top` reads has a thread and a socket, too.
+    output = run(tmp_path, TRAIN, *machines, GRADWIRE_TOP="1")
+    assert output.count("done") == 2, output
+
+
+SECOND = """
+import numpy as np
+import gradwire as gw
+
+first = gw.share(np.zeros(64, np.float32))
+first.step(np.ones(64, np.float32))
+try:
+    gw.share(np.zeros(64, np.float32))
+except RuntimeError as error:
+    print(error)
+first.step(np.ones(64, np.float32))
+print("goes on", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["team", "machines"])
+def test_a_second_training_beside_the_first_is_refused_with_the_way_out(
+    kind: str, tmp_path: Path
+) -> None:
+    output = run(tmp_path, SECOND, *(["--as-machines"] if kind == "machines" else []))
+    assert output.count("call close() on what share returned") == 2
+    assert output.count("goes on") == 2, output
+
+
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", rendezvous.PEERS, rendezvous.MIN_PEERS):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_process_alone_may_have_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    with gw.share(np.zeros(8, np.float32)) as one, gw.share(np.zeros(8, np.float32)) as two:
+        one.step(np.ones(8, np.float32))
+        two.step(np.ones(8, np.float32))
+    with pytest.raises(gw.Closed):
+        one.step(np.ones(8, np.float32))
+
+
+def test_the_parameters_are_the_shared_ones_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    params = np.zeros(4096, np.float32)
+    update = np.random.default_rng(5).standard_normal(4096).astype(np.float32)
+    shared = gw.share(params)
+    shared.step(update)
+    expected = shared.shared()
+    assert not np.array_equal(params, expected), "the residual is applied"
+    shared.close()
+    np.testing.assert_array_equal(params, expected)
+
+
+def test_arguments_that_are_refused_leave_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(TypeError):
+            gw.share(np.zeros(8, np.float32), nonsense=1)  # type: ignore[call-arg]
+        with pytest.raises((TypeError, ValueError)):
+            gw.share(np.zeros(8, np.float32), density=0.5, min_peers="two")  # type: ignore[arg-type]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_beginning_that_times_out_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    monkeypatch.setenv("GRADWIRE_SECRET", bytes(range(32)).hex())
+    monkeypatch.setenv(rendezvous.MIN_PEERS, "1")
+    monkeypatch.setenv(rendezvous.BIND, "127.0.0.1:0")
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            gw.share(np.zeros(8, np.float32), timeout_s=0.2)
+
+
+def test_wrong_kinds_of_ends_are_no_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    params: Any = np.zeros(8, np.float32)
+    shared = gw.share(params)
+    shared.step(np.ones(8, np.float32))
+    assert shared.exchange.catch_up(params) == 0
+    shared.leave()
+    shared.leave()
+    shared.close()
+
+
+WITHOUT_RANKS = """
+import numpy as np
+import gradwire as gw
+
+with gw.share(np.zeros(64, np.float32), timeout_s=30.0) as shared:
+    for step in range(3):
+        shared.step(np.ones(64, np.float32))
+"""
+
+
+def test_processes_without_ranks_are_told_their_number_once() -> None:
+    address = f"127.0.0.1:{cli_run._free_port()}"
+    common = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    common |= {"GRADWIRE_SECRET": bytes(range(32)).hex(), rendezvous.MIN_PEERS: "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WITHOUT_RANKS],
+            env={**common, name: address},
+            text=True,
+            stderr=subprocess.PIPE,
+        )
+        for name in (rendezvous.BIND, rendezvous.PEERS)
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    numbers = [re.findall(r"this is node (\d) of 2", text) for text in errors]
+    assert sorted(numbers) == [["0"], ["1"]]
