@@ -36,6 +36,9 @@ class Start:
     Args:
         options, membership, router, departure, trainings, replica: of this node.
         poll: sends and receives for up to so many seconds.
+
+    Attributes:
+        has_announced: whether the others know the parameters.
     """
 
     def __init__(

@@ -226,8 +226,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         missing = [name for node, name in sorted(self.names.items()) if node not in present]
         if missing:
             text += f"; {', '.join(missing)} missing"
-        unanswered = self._endpoint.unanswered()
-        if unanswered:
+        if unanswered := self._endpoint.unanswered():
             names = ", ".join(map(format_address, unanswered))
             text += f"; no answer from {names}: is a node running there, of this version, with {self._secret_name}, "
             text += "and does the firewall pass UDP?"
