@@ -31,6 +31,9 @@ __all__ = ["SharedOptimizer"]
 # Where torch keeps an optimiser's hooks.
 _HOOKS = ("step", "state_dict", "load_state_dict")
 
+# Elements that are looked at in every step for weights that were written into the model.
+_MARKED_NUMEL = 1 << 18
+
 # Returns a model's tensors that the optimiser does not train, by name; second those that may be missing elsewhere.
 Others: TypeAlias = Callable[[], tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]]
 
@@ -485,9 +488,16 @@ class SharedOptimizer(torch.optim.Optimizer):
         return is_left
 
     def _mark(self) -> tuple[list[int], torch.Tensor]:
-        """Return values that change with the parameters: torch's counts of changes, which ``data`` evades, and sums."""
+        """Return values that change with the parameters: torch's counts of changes, and sums of a sample.
+
+        Writing to ``data`` evades the counts. The sample has all elements of a small model.
+        """
         tensors = [staging.tensor for staging in self._params]
-        sums = [_sum(tensor) for tensor in tensors]
+        distance = (sum(tensor.numel() for tensor in tensors) // _MARKED_NUMEL) | 1
+        sums = [
+            _sum(tensor.view(-1)[::distance] if tensor.is_contiguous() else tensor)
+            for tensor in tensors
+        ]
         stacked = (
             torch.stack([total.to(sums[0].device) for total in sums]) if sums else torch.empty(0)
         )
