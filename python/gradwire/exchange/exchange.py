@@ -226,7 +226,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         Where training has begun without this node there are no members yet: ``join`` or the first step joins it.
 
         Raises:
-            TimeoutError: fewer than ``min_peers`` appeared within ``timeout_s``.
+            TimeoutError: fewer than ``min_peers`` appeared within ``start_timeout_s``.
             Mismatch: the others train something else, or begin at another step.
         """
         if self._membership.phase is Phase.NEW:
