@@ -174,7 +174,9 @@ def test_weights_loaded_on_one_rank_are_its_update(pair: list[gw.Node], options:
     outcomes = train(pair, load, ranks=(1,), density={"*": "dense"}, **options)
     if "mode" not in options:
         assert torch.equal(outcomes[0][3], outcomes[1][3])
-    for before, _, after, *_ in outcomes:
+    # An asynchronous rank may have the other's change already when it comes to that step.
+    before = max(distance for distance, *_ in outcomes)
+    for _, _, after, *_ in outcomes:
         assert 0.3 * before < after < 0.7 * before
 
 
