@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from .arrays import on_host
 
-__all__ = ["Agreement", "Sketch", "sample_of"]
+__all__ = ["Agreement", "Sketch", "checked_state", "sample_of"]
 
 _SAMPLE_NUMEL = 1 << 16
 _BUCKETS = 512
@@ -157,8 +157,19 @@ class Agreement:
 
     def load(self, state: Sequence[float]) -> None:
         """Continue from ``state``."""
-        self._squares, self._mean_squares = float(state[0]), float(state[1])
-        self._updates = int(state[2])
+        self._squares, self._mean_squares, updates = checked_state(state)
+        self._updates = int(updates)
+
+
+def checked_state(state: Any) -> list[float]:
+    """Return the state of an agreement, which may come from another machine; raise `ValueError` if it is none."""
+    squares, mean_squares, updates = map(float, state)
+    # A rate that is multiplied by the factor must stay a number.
+    if not (min(squares, mean_squares) >= 0.0 and max(squares, mean_squares) < _LARGEST):
+        raise ValueError(f"norms of {squares} and {mean_squares}")
+    if not 1.0 <= updates < _LARGEST:
+        raise ValueError(f"a sketch of {updates} updates")
+    return [squares, mean_squares, updates]
 
 
 def _sums_of(sample: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ..agreement import checked_state
 from ..arrays import Arrays, layouts, put, writable_views
 from ..errors import MessageError, Mismatch, NotConnected, WouldBlock
 from .owner import Accepted
@@ -208,7 +209,7 @@ class Snapshot:
                 accepted,
                 _read_runs(header["senders"]),
                 _read_runs(header["workers"]),
-                [float(number) for number in header["agreement"]],
+                checked_state(header["agreement"]),
                 deque(_bytes_of(array) for array in arrays if array.nbytes),
             )
         except (
