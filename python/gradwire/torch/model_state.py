@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .staging import local_of
+
 if TYPE_CHECKING:
     from .optimizer import SharedOptimizer
 
@@ -78,7 +80,7 @@ class ModelState:
                 shared = None if param is None else self._shared_of(optimizer, param)
                 if shared is None or not torch.is_tensor(saved):
                     continue
-                if shared.shape == _local(saved).shape:
+                if shared.shape == local_of(saved).shape:
                     if param not in self._saved:
                         self._saved[param] = _copied(shared, saved)
                     state[prefix + name] = self._saved[param]
@@ -129,12 +131,6 @@ class ModelState:
             optimizer.restore()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a distributed tensor, or the tensor itself."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
-
-
 def _copied(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return values of their own memory in a tensor of another one's kind, dtype, device and strides."""
     is_alike = type(like) is torch.Tensor and (values.dtype, values.device) == (
@@ -145,5 +141,5 @@ def _copied(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return values
     copy = torch.empty_like(like, requires_grad=False)
     with torch.no_grad():
-        _local(copy).copy_(values)
+        local_of(copy).copy_(values)
     return copy

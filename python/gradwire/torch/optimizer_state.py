@@ -13,7 +13,7 @@ import torch
 from ..arrays import Arrays
 from ..errors import Mismatch
 from .judge import parameters_of
-from .staging import Staging
+from .staging import Staging, local_of
 
 __all__ = ["SharedState"]
 
@@ -90,7 +90,7 @@ class SharedState:
                 f"tensors that are not trained are not in both models: {', '.join(names[:6])}"
             )
         for name, saved in document["fixed"].items():
-            own = [str(fixed[name].dtype), list(_local(fixed[name]).shape)]
+            own = [str(fixed[name].dtype), list(local_of(fixed[name].detach()).shape)]
             if own != saved[1:3]:
                 raise Mismatch(f"{name} is {own} on this node, {saved[1:3]} on the members")
 
@@ -114,11 +114,11 @@ class SharedState:
         ]
         fixed, varying = self._others()
         for name, saved in document["fixed"].items():
-            _local(fixed[name]).copy_(_get(saved, arrays))
+            local_of(fixed[name].detach()).copy_(_get(saved, arrays))
         for name, saved in document["varying"].items():
             own = varying.get(name)
-            if own is not None and list(_local(own).shape) == saved[2]:
-                _local(own).copy_(_get(saved, arrays))
+            if own is not None and list(local_of(own.detach()).shape) == saved[2]:
+                local_of(own.detach()).copy_(_get(saved, arrays))
 
     def settle(self) -> None:
         """Let the parameters have the infinite elements that `load` has brought, once their memory has the others."""
@@ -177,7 +177,7 @@ def _loaded(value: Any, param: torch.Tensor, arrays: Arrays) -> Any:
 
 def _put(tensor: torch.Tensor, param: torch.Tensor | None, arrays: Arrays) -> list[Any]:
     """Append a tensor's bytes; return their place, the dtype, the shape, and how the tensor follows its parameter."""
-    local = _local(tensor)
+    local = local_of(tensor.detach())
     # The momentum of sparse gradients is sparse at first; torch adds to a dense one as well.
     local = local if local.layout is torch.strided else local.to_dense()
     arrays.append(local.contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
@@ -198,13 +198,6 @@ def _get(saved: Sequence[Any], arrays: Arrays) -> torch.Tensor:
     if not arrays[place].size:
         return torch.empty(shape, dtype=kind)
     return torch.from_numpy(np.array(arrays[place], np.uint8)).view(kind).reshape(shape)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without gradients; of a ``DTensor`` this rank's shard."""
-    detached: Any = tensor.detach()
-    local: torch.Tensor = detached.to_local() if hasattr(detached, "to_local") else detached
-    return local
 
 
 def _read(arrays: Arrays) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Staging"]
+__all__ = ["Staging", "local_of"]
 
 _CODED = (torch.float32, torch.float64)
 _KIND = ("dtype", "device", "shape")
@@ -60,9 +60,7 @@ class Staging:
     @property
     def tensor(self) -> torch.Tensor:
         """The tensor as it is now: ``Module.to`` and others give a parameter other memory."""
-        tensor: Any = self.source.detach()
-        local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        return local
+        return local_of(self.source.detach())
 
     @property
     def memory(self) -> torch.Tensor:
@@ -190,6 +188,12 @@ class Staging:
         if self._copy is None:
             return self.tensor
         return self.complete(self.tensor.copy_(self._copy))
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """Return this rank's shard of a ``DTensor``, or a tensor itself."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[object, ...]:
