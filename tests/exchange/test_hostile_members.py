@@ -12,9 +12,21 @@ import gradwire as gw
 from gradwire import reference
 from gradwire.errors import Mismatch
 from gradwire.exchange.membership import STEPS_AHEAD_MAX, UpdateStream
-from gradwire.exchange.protocol import Hello, NodeRun, Note, Phase, decode_steps
+from gradwire.exchange.protocol import (
+    TAG_NUMBERS,
+    Hello,
+    Kind,
+    NodeRun,
+    Note,
+    Phase,
+    decode_steps,
+)
 from gradwire.exchange.snapshot import Snapshot
 from gradwire.transport.addressing import parse_numeric
+
+from ..seeds import seeds
+from .cluster import FakeNode, cluster
+from .test_membership import NUMEL, THRESHOLD, Trainer, assert_identical, update
 
 HERE = ("10.0.0.1", 40_123)
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -215,3 +227,98 @@ def test_a_dense_message_with_values_that_are_not_finite_is_a_message_error(valu
         values[3] = value
         with pytest.raises(gw.MessageError, match="not finite"):
             parse(NodeRun(1, 1), 0, memoryview(reference.encode_dense(values)))
+
+
+# ---- updates ----------------------------------------------------------------------------------------------------
+
+
+def of_another_size(_: bytes) -> list[bytes]:
+    other = gw.Encoder(NUMEL + 1, THRESHOLD).encode(np.ones(NUMEL + 1, np.float32))
+    return [bytes(other)]
+
+
+def damaged(payload: bytes) -> list[bytes]:
+    return [payload[:-1] + bytes([payload[-1] ^ 1])]
+
+
+def doubled(payload: bytes) -> list[bytes]:
+    return [payload, payload]
+
+
+def not_finite(_: bytes) -> list[bytes]:
+    return [reference.encode_dense(np.full(NUMEL, np.nan, np.float32))]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "mesh": {},
+    "sharded": {"topology": "sharded"},
+    "async": {"mode": "async"},
+}
+
+
+def lie_from(node: FakeNode, step: int, lie: Any) -> None:
+    """Let a node publish other bytes than its update, or its parts of it, from a step on."""
+    publish = node.publish
+
+    def publish_lies(buffer: Any, tag: int = 0, to: Any = None) -> Any:
+        kind, number = divmod(tag, TAG_NUMBERS)
+        if kind not in (Kind.UPDATE, Kind.PART) or number < step:
+            return publish(buffer, tag=tag, to=to)
+        return [publish(lies, tag=tag, to=to) for lies in lie(bytes(buffer))][-1]
+
+    node.publish = publish_lies  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lie", [of_another_size, damaged, doubled, not_finite])
+def test_the_others_go_on_without_a_member_whose_updates_cannot_be_used(
+    lie: Any, way: str, seed: int
+) -> None:
+    if (lie, way) == (doubled, "sharded"):
+        pytest.skip("a part that comes twice replaces the first")
+    with cluster(seed) as world:
+        honest = [Trainer(world, node_id, 20, **WAYS[way]) for node_id in (1, 2)]
+        liar = Trainer(world, 3, 20, timeout_s=60.0, **WAYS[way])
+        lie_from(liar.node, 5, lie)
+        world.run(until=lambda: all(trainer.worker.is_done for trainer in honest))
+        assert not liar.worker.is_done
+        for trainer in honest:
+            assert 3 in [peer.id for result in trainer.results for peer in result.lost]
+            assert trainer.share.next_step == 20
+        if way != "async":
+            assert_identical(honest)
+        with pytest.raises(TimeoutError):
+            world.run()
+
+
+def test_updates_far_ahead_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    def flood(node: FakeNode) -> None:
+        share = gw.Exchange(
+            gw.Encoder(NUMEL, THRESHOLD), node, reduction="sum", topology="mesh", digest_s=0.0
+        )
+        params = np.zeros(NUMEL, np.float32)
+        share.step(update(3, 0), params)
+        payload = bytes(gw.Encoder(NUMEL, THRESHOLD).encode(update(3, 1)))
+        for step in range(share.next_step, 1_000):
+            node.publish(payload, tag=step)
+        node.cluster.compute(node, 100.0)
+
+    with cluster(1) as world:
+        honest = [Trainer(world, node_id, 20) for node_id in (1, 2)]
+        node = world.node(3)
+        world.start(node, lambda: flood(node))
+        world.run(until=lambda: all(trainer.worker.is_done for trainer in honest))
+    assert_identical(honest)
+    for trainer in honest:
+        assert [peer.id for result in trainer.results for peer in result.lost] == [3]
+    assert "6 updates are ahead of this node" in caplog.text
+
+
+def test_of_two_nodes_both_see_the_error() -> None:
+    with cluster(1) as world:
+        Trainer(world, 1, 20)
+        liar = Trainer(world, 2, 20)
+        lie_from(liar.node, 5, damaged)
+        with pytest.raises(gw.MessageError, match=r"step 5 from 127.0.0.1:1002"):
+            world.run()

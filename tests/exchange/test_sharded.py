@@ -84,6 +84,7 @@ class Trainer:
         self.put_in = np.zeros(sum(SIZES))
         self.results: list[gw.StepResult] = []
         self.shared_at: dict[int, bytes] = {}  # by number of the next step
+        self.member_since = 0
         self.joined: gw.Joined | None = None
         self.leaves_after: int | None = None
         self.resyncs_at: int | None = None
@@ -110,6 +111,10 @@ class Trainer:
             assert all(self.share.held(self.params)), (
                 "what a step leaves is no change by the caller"
             )
+            # A node that was left behind may have had an update in its last step that no other had.
+            if self.share._membership.first_step != self.member_since:
+                self.member_since = self.share._membership.first_step
+                self.shared_at.pop(max(self.shared_at, default=0), None)
             self.shared_at[self.share.next_step] = self.shared.tobytes()
             if self.leaves_after is not None and len(self.results) >= self.leaves_after:
                 self.results.append(self.share.leave(self.params))
@@ -174,7 +179,7 @@ def assert_identical(trainers: list[Trainer]) -> None:
         assert len({one.share.next_step for one in remaining}) == 1
     assert len({one.shared.tobytes() for one in remaining}) == 1
     if remaining[0].options.get("mode") != "async":
-        # A node that died may have had an update in its last step that no other had.
+        # A node that died may have had an update in its last step that no other had, as one that was left behind.
         for step in set().union(*(one.shared_at for one in remaining)):
             at_step = {one.shared_at[step] for one in remaining if step in one.shared_at}
             assert len(at_step) == 1, f"the shared parameters differ before step {step}"

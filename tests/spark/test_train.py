@@ -16,7 +16,7 @@ torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pytest.importorskip("fsspec", reason="fsspec is not installed")
 
-from gradwire.spark.train import SharedTrainer, Times  # noqa: E402
+from gradwire.spark.train import SharedTrainer, Times, TrainingJob  # noqa: E402
 
 STEPS = 4
 RATE = 0.125
@@ -65,3 +65,9 @@ def test_nothing_is_left_to_exchange_at_the_end_of_an_epoch(
     times, _ = trained[0]
     exchanges = -(-STEPS // options.get("every", 1))
     assert exchanges * 4 * 1_200 < times.sent_bytes < exchanges * 4 * 1_300
+
+
+def test_a_job_in_a_log_does_not_show_the_secret() -> None:
+    secret = bytes(range(32))
+    fields = dict.fromkeys(TrainingJob.__dataclass_fields__)
+    assert repr(secret) not in repr(TrainingJob(**{**fields, "secret": secret}))

@@ -51,6 +51,7 @@ class Departure:
         self._on_return: Callable[..., object] = dict  # does nothing, until it is set
         router.handle(Kind.REPORT, self._add_report)
         router.handle(Kind.RELAY, self._add_relayed)
+        router.set_exclude(self._exclude)
 
     def set_on_return(self, on_return: Callable[..., object]) -> None:
         """Call a function for every departed node that has come in again meanwhile; see `Trainings.handle_unknown`."""
@@ -122,6 +123,17 @@ class Departure:
         if len(incompatible) == len(membership.peers):
             raise Mismatch(self._introductions.describe_incompatible())
         self.suspect(incompatible, "has other arrays")
+
+    def _exclude(self, run: NodeRun, error: str) -> bool:
+        """Go on without a member whose bytes cannot be used, until it is started again; return whether that is so."""
+        membership = self._membership
+        # Of two nodes nobody knows which is wrong, so both shall see the error.
+        if membership.phase not in (Phase.IN, Phase.READY) or not set(membership.peers) - {run}:
+            return False
+        self._introductions.exclude(run, error)
+        if run in membership.peers:
+            self.suspect([run], "is excluded until it is started again")
+        return True
 
     def rejoin(self, why: str) -> None:
         """Stop being a member, and join again with a snapshot."""

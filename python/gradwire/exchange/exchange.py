@@ -19,7 +19,7 @@ from .consistency import Consistency
 from .departure import Departure, Trainings
 from .groups import Group, Groups
 from .join import Join
-from .membership import Introductions, Membership, Router
+from .membership import STEPS_AHEAD_MAX, Introductions, Membership, Router
 from .metrics import Listener, Meter, metrics_snapshot, serve_snapshot
 from .notes import Notes
 from .options import Options
@@ -605,7 +605,13 @@ def _make_parts(options: Options, groups: Groups, node: Node) -> _Parts:
     signature = options.signature(groups.encoders)
     introductions = Introductions(node.peer, node.names, signature, options.role)
     membership = Membership(
-        node.peer, introductions, options.role, step=replica.step, keeps=options.kept_updates
+        node.peer,
+        introductions,
+        options.role,
+        step=replica.step,
+        keeps=options.kept_updates,
+        # An asynchronous newcomer is a member before it has caught up.
+        waits=2 * options.kept_updates if options.is_sync else STEPS_AHEAD_MAX,
     )
     router = Router(node, membership, replica.parse)
     notes = Notes(membership, router, options.kept_updates)

@@ -179,6 +179,7 @@ class Introductions:
         self.is_confirmed = False
         self.superseded = ""
         self._judge: Callable[[NodeRun, Hello], str] = lambda *_: ""
+        self._excluded: dict[NodeRun, str] = {}
 
     # ---- identities --------------------------------------------------------------------------------------------------
 
@@ -294,6 +295,12 @@ class Introductions:
         """Number of connected nodes that train something else; those that end an earlier training do not count."""
         return sum(self.hellos[run].origin not in self._ignored for run in self.incompatible)
 
+    def exclude(self, run: NodeRun, reason: str) -> None:
+        """Take a node for incompatible until its process is started again."""
+        self._excluded[run] = reason
+        self._reasons[run] = "was excluded"
+        self._compare(run, self.hellos[run])
+
     def describe_incompatible(self) -> str:
         """Describe every connected node that trains something else."""
         return "; ".join(text for _, text in sorted(self.incompatible.items()))
@@ -321,7 +328,8 @@ class Introductions:
             if before is None:
                 _LOG.info("%s; this node waits for it", text)
             return
-        difference = difference_of(hello.signature, self.signature) or self._judge(run, hello)
+        difference = self._excluded.get(run) or difference_of(hello.signature, self.signature)
+        difference = difference or self._judge(run, hello)
         if difference:
             there = self.peer_of(run).address
             here = self._me.address
@@ -340,10 +348,11 @@ class Membership:
         role: of this node.
         step: number of this node's first step.
         keeps: applied updates of every member that are kept, for peers that miss some when their sender dies.
+        waits: updates of a member that may wait to be applied.
 
     Attributes:
         run: this node.
-        introductions: as given.
+        introductions, waits: as given.
         phase: of this node.
         origin: the node that began the training.
         is_sharded: the way that the first members have chosen; None before the training begins.
@@ -359,10 +368,11 @@ class Membership:
     """
 
     def __init__(
-        self, me: Peer, introductions: Introductions, role: str, *, step: int, keeps: int
+        self, me: Peer, introductions: Introductions, role: str, step: int, keeps: int, waits: int
     ) -> None:
         self.run = run_of(me)
         self.introductions = introductions
+        self.waits = waits
         self.phase = Phase.NEW
         self.origin = self.run
         self.is_sharded: bool | None = None
@@ -745,10 +755,15 @@ class Router:
         self._ignored = 0  # updates of nodes that are no members
         self._held: list[tuple[NodeRun, memoryview]] | None = None
         self._held_step = 0
+        self._exclude: Callable[[NodeRun, str], bool] = lambda *_: False
 
     def handle(self, kind: Kind, handler: Handler) -> None:
         """Pass messages of a kind to a handler: it is called with sender, number and payload."""
         self._handlers[kind] = handler
+
+    def set_exclude(self, exclude: Callable[[NodeRun, str], bool]) -> None:
+        """Ask a function to go on without a member whose bytes cannot be used; it returns whether that is possible."""
+        self._exclude = exclude
 
     # ---- sending -----------------------------------------------------------------------------------------------------
 
@@ -923,10 +938,12 @@ class Router:
         try:
             handler(sender, number, payload)
         except MessageError as error:
-            # Bytes of a member that do not parse are an error that the caller has to see: the replicas would differ
-            # otherwise. A node that is no member must not be able to end the training.
+            # An update of a member may not just be left out: the replicas would differ. The members go on without its
+            # sender, or the caller sees the error. A node that is no member must not be able to end the training.
             is_member = membership.phase is not Phase.IN or sender in membership.members
             if is_member and kind not in _DOCUMENTS:
+                if self._exclude(sender, str(error)):
+                    return
                 raise
             address = self._introductions.peer_of(sender).address
             if not is_member:
@@ -944,6 +961,10 @@ class Router:
             self._ignored += 1
             _LOG.warning("step %d from %s ignored: it is not a member", step, address)
         elif stream.accepts(step):
+            # No member gets that far ahead of another, and waiting updates cost memory.
+            is_member = membership.phase is Phase.IN and sender in membership.peers
+            if is_member and stream.waiting >= membership.waits:
+                raise MessageError(f"{stream.waiting} updates are ahead of this node")
             stream.add_update(self.parse(sender, step, payload), payload)
             if sender not in membership.members and stream.waiting > STEPS_AHEAD_MAX:
                 membership.expect_nothing(sender)  # until it joins, and says so

@@ -10,7 +10,7 @@ import os
 import secrets
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, cast
 
 import numpy as np
@@ -45,7 +45,7 @@ class TrainingJob:
     loss: Callable[[], Callable[..., torch.Tensor]]
     training: SharedTraining | ParameterAveraging
     columns: dict[str, Any]  #: the user's name of each role's column
-    secret: bytes
+    secret: bytes = field(repr=False)
     batch_size: int
     epochs: int
     seed: int
