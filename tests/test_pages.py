@@ -6,6 +6,7 @@ after the other. The line before a block may be ``<!-- in the background -->`` o
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import socket
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from gradwire.cli import compare, demo, doctor, estimate, info, run, secret, top
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -129,3 +132,28 @@ def test_a_block_that_does_not_run_says_why() -> None:
         if block.language in ("python", "sh") and not block.comment.startswith("not run: ")
     ]
     assert silent == []
+
+
+# ---- the reference --------------------------------------------------------------------------------------------------
+
+COMMANDS = (DOCS / "reference" / "commands.md").read_text()
+_TASK = "GRADWIRE_COMPARE"  # set by `gradwire compare` for its own processes
+
+
+def test_the_reference_has_every_command_and_option() -> None:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    for command in (compare, demo, doctor, estimate, info, run, secret, top):
+        command.add_parser(commands)
+    for name, command in commands.choices.items():
+        [line] = re.findall(rf"^\| `gradwire {name}` \|.*$", COMMANDS, re.M)
+        options = {option for action in command._actions for option in action.option_strings}
+        assert options - {"-h", "--help"} == set(re.findall(r"`(-[-a-z]+)`", line)), name
+
+
+def test_the_reference_has_every_variable_of_the_environment() -> None:
+    sources = [*(ROOT / "python").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
+    used = {
+        name for path in sources for name in re.findall(r"\"(GRADWIRE_[A-Z_]+)\"", path.read_text())
+    }
+    assert used - {_TASK} == set(re.findall(r"^\| `(GRADWIRE_\w+)` \|", COMMANDS, re.M))

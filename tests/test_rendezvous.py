@@ -275,7 +275,7 @@ def test_an_interrupt_while_the_workers_start_ends_them(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(subprocess, "Popen", Worker)
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    assert cli_run._run_all(command, environments(), 0.2) == 130
+    assert cli_run.run_all(command, environments(), 0.2) == 130
     assert workers[0].poll() == -signal.SIGTERM
 
 

@@ -178,7 +178,7 @@ with gw.share(np.zeros(64, np.float32), timeout_s=30.0) as shared:
 
 
 def test_processes_without_ranks_are_told_their_number_once() -> None:
-    address = f"127.0.0.1:{cli_run._free_port()}"
+    address = f"127.0.0.1:{cli_run.free_port()}"
     common = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     common |= {"GRADWIRE_SECRET": bytes(range(32)).hex(), rendezvous.MIN_PEERS: "1"}
     processes = [

@@ -1,4 +1,4 @@
-"""The command line: ``gradwire demo``, ``doctor``, ``estimate``, ``info``, ``run``, ``secret`` and ``top``."""
+"""The commands: ``gradwire compare``, ``demo``, ``doctor``, ``estimate``, ``info``, ``run``, ``secret``, ``top``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import gradwire
-from gradwire.cli import demo, doctor, estimate, info, run, secret, top
+from gradwire.cli import compare, demo, doctor, estimate, info, run, secret, top
 
 __all__ = ["main"]
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     version = f"gradwire {gradwire.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (demo, doctor, estimate, info, run, secret, top):
+    for command in (compare, demo, doctor, estimate, info, run, secret, top):
         command.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:

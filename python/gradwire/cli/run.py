@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TextIO
 
 from gradwire.shared_memory import free_leftovers
 
@@ -61,12 +61,21 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"gradwire run: there is no file {arguments.script}", file=sys.stderr)
         return 2
     command = [sys.executable, *(["-m"] if arguments.module else []), arguments.script]
+    return run_all(
+        [*command, *arguments.arguments],
+        environments(count, as_machines=arguments.as_machines),
+        arguments.grace,
+    )
+
+
+def environments(count: int, *, as_machines: bool) -> list[dict[str, str]]:
+    """Return the environments of so many workers of this machine, by rank."""
     common = {
         **os.environ,
         "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": "1" if arguments.as_machines else str(count),
+        "LOCAL_WORLD_SIZE": "1" if as_machines else str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "PYTHONUNBUFFERED": "1",
     }
     if not (common.get("GRADWIRE_SECRET") or common.get("GRADWIRE_SECRET_FILE")):
@@ -75,11 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
         common.pop(name, None)
     # Processes that share the processors get a part of them each.
     common.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    environments = [
-        {**common, "RANK": str(rank), "LOCAL_RANK": "0" if arguments.as_machines else str(rank)}
+    return [
+        {**common, "RANK": str(rank), "LOCAL_RANK": "0" if as_machines else str(rank)}
         for rank in range(count)
     ]
-    return _run_all([*command, *arguments.arguments], environments, arguments.grace)
 
 
 def _seconds(text: str) -> float:
@@ -89,15 +97,30 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _run_all(command: Sequence[str], environments: Iterable[dict[str, str]], grace_s: float) -> int:
-    """Start a worker in every environment and wait; end the others when one fails, and return the status."""
+def run_all(
+    command: Sequence[str],
+    places: Iterable[dict[str, str]],
+    grace_s: float,
+    out: TextIO | None = None,
+    err: TextIO | None = None,
+) -> int:
+    """Start a worker in every environment and wait; end the others when one fails, and return the status.
+
+    Args:
+        command: to start.
+        places: the environments, by rank.
+        grace_s: time between SIGTERM and SIGKILL.
+        out: gets the workers' output; None: standard output.
+        err: gets the workers' errors; None: standard error.
+    """
+    out, err = out or sys.stdout, err or sys.stderr
     workers: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
     lock = threading.Lock()
     handlers = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
     handlers[signal.SIGINT] = signal.getsignal(signal.SIGINT)
     try:
-        for rank, environment in enumerate(environments):
+        for rank, environment in enumerate(places):
             worker = subprocess.Popen(  # noqa: S603  (the user's own script)
                 command,
                 env=environment,
@@ -108,7 +131,7 @@ def _run_all(command: Sequence[str], environments: Iterable[dict[str, str]], gra
                 errors="replace",
             )
             workers.append(worker)
-            for pipe, target in ((worker.stdout, sys.stdout), (worker.stderr, sys.stderr)):
+            for pipe, target in ((worker.stdout, out), (worker.stderr, err)):
                 reader = threading.Thread(target=_copy, args=(rank, pipe, target, lock))
                 reader.start()
                 readers.append(reader)
@@ -118,7 +141,7 @@ def _run_all(command: Sequence[str], environments: Iterable[dict[str, str]], gra
             if failed:
                 status = int(statuses[failed[0]] or 0)
                 how = f"status {status}" if status > 0 else signal.Signals(-status).name
-                print(f"[{failed[0]}] ended with {how}; the others are ended", file=sys.stderr)
+                print(f"[{failed[0]}] ended with {how}; the others are ended", file=err)
                 return status if status > 0 else 128 - status
             if all(status == 0 for status in statuses):
                 return 0
@@ -180,7 +203,7 @@ def _copy(rank: int, pipe: Any, target: Any, lock: threading.Lock) -> None:
             target.flush()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a port that is free for UDP, which gradwire uses, and for TCP, which torch uses."""
     while True:
         with (

@@ -8,15 +8,18 @@ if importlib.util.find_spec("torch") is None:
     )
 
 from . import ops
+from .comparison import Comparison, compare
 from .hook import HookOptions, HookStats, ThresholdState, register_threshold_hook, threshold_hook
 from .optimizer import SharedOptimizer
 from .share import share
 
 __all__ = [
+    "Comparison",
     "HookOptions",
     "HookStats",
     "SharedOptimizer",
     "ThresholdState",
+    "compare",
     "ops",
     "register_threshold_hook",
     "share",

@@ -1,4 +1,4 @@
-"""Links of limited rate for the demo's workers: limited by the kernel, or by a token bucket in each worker."""
+"""Links of limited rate between workers of this machine: limited by the kernel, or by a token bucket in each worker."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 _BURST_BYTES = 131_072
 _QUEUE_S = 0.05
+_DELAYED_PACKETS = 100_000
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,17 @@ class Link:
 
 
 @contextlib.contextmanager
-def links(workers: int, mbit: float) -> Iterator[tuple[list[Link], str]]:
-    """Yield a link of the given rate (0: not limited) for each worker, and a description of the links."""
+def links(workers: int, mbit: float, latency_s: float = 0.0) -> Iterator[tuple[list[Link], str]]:
+    """Yield a link of the given rate (0: not limited) for each worker, and a description of the links.
+
+    Args:
+        workers: number of links.
+        mbit: rate of each, in Mbit/s.
+        latency_s: time from any worker to any other, one way.
+
+    Raises:
+        OSError: there is a latency, which only the kernel can add, and this user may not make network namespaces.
+    """
     if not mbit:
         yield [Link()] * workers, "over loopback, whose rate is not limited"
         return
@@ -51,15 +61,27 @@ def links(workers: int, mbit: float) -> Iterator[tuple[list[Link], str]]:
     spaces = [f"{name}-{number}" for number in range(workers)]
     with contextlib.ExitStack() as stack:
         try:
-            built = _build(name, spaces, mbit, stack)
-        except (OSError, subprocess.CalledProcessError):
+            built = _build(name, spaces, mbit, latency_s, stack)
+        except (OSError, subprocess.CalledProcessError) as error:
+            if latency_s:
+                said = getattr(error, "stderr", b"") or b""
+                raise OSError(
+                    "links with a latency need root, ip, tc and a kernel with sch_netem: "
+                    f"{said.decode().strip() or error}"
+                ) from error
             how = "a token bucket in each worker (network namespaces need root, ip and tc)"
             yield [Link(mbit)] * workers, f"over links of {mbit:g} Mbit/s: {how}"
         else:
-            yield built, f"over links of {mbit:g} Mbit/s: network namespaces, limited by the kernel"
+            after = f" and {1e3 * latency_s:g} ms" if latency_s else ""
+            yield (
+                built,
+                f"over links of {mbit:g} Mbit/s{after}: network namespaces, limited by the kernel",
+            )
 
 
-def _build(name: str, spaces: list[str], mbit: float, stack: contextlib.ExitStack) -> list[Link]:
+def _build(
+    name: str, spaces: list[str], mbit: float, latency_s: float, stack: contextlib.ExitStack
+) -> list[Link]:
     """Connect a namespace for each worker to a bridge, limited at both ends of each link; the stack removes them."""
     for space in (name, *spaces):
         _run("ip", "netns", "add", space)
@@ -67,7 +89,8 @@ def _build(name: str, spaces: list[str], mbit: float, stack: contextlib.ExitStac
     _run("ip", "-n", name, "link", "add", "bridge", "type", "bridge")
     _run("ip", "-n", name, "link", "set", "bridge", "up")
     limit = int(mbit * 125_000 * _QUEUE_S) + _BURST_BYTES
-    bucket = f"root tbf rate {mbit}mbit burst {_BURST_BYTES} limit {limit}".split()
+    bucket = f"tbf rate {mbit}mbit burst {_BURST_BYTES} limit {limit}".split()
+    delay = f"netem delay {1e3 * latency_s}ms limit {_DELAYED_PACKETS}".split()
     built = []
     for number, space in enumerate(spaces):
         port = f"p{number}"
@@ -76,8 +99,11 @@ def _build(name: str, spaces: list[str], mbit: float, stack: contextlib.ExitStac
         _run("ip", "-n", name, "link", "set", port, "master", "bridge", "up")
         _run("ip", "-n", space, "addr", "add", f"{host}/16", "dev", "v0")
         _run("ip", "-n", space, "link", "set", "v0", "up")
+        _run("ip", "-n", space, "link", "set", "lo", "up")
         for place, device in ((space, "v0"), (name, port)):
-            _run("tc", "-n", place, "qdisc", "add", "dev", device, *bucket)
+            _run("tc", "-n", place, "qdisc", "add", "dev", device, "root", "handle", "1:", *bucket)
+        if latency_s:
+            _run("tc", "-n", space, "qdisc", "add", "dev", "v0", "parent", "1:1", *delay)
         built.append(Link(0.0, space, host))
     return built
 

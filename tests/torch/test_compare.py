@@ -1,0 +1,231 @@
+"""The comparison with plain all-reduce: the same training but for the exchange, honest figures, clear errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.torch
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+
+from gradwire.cli import main  # noqa: E402
+from gradwire.cli.run import free_port  # noqa: E402
+from gradwire.torch.comparison import (  # noqa: E402
+    KINDS,
+    PORT_VARIABLE,
+    Comparison,
+    Curve,
+    Measured,
+)
+
+STEPS = 20
+SCRIPT = """
+import os, torch, gradwire.torch
+rank = int(os.environ["RANK"])
+torch.manual_seed(rank)
+model = torch.nn.Linear(40, {width})
+model.register_buffer("count", torch.zeros(()))
+optimizer = gradwire.torch.share(model, torch.optim.{optimizer}(model.parameters(), lr=0.01){options})
+for step in range({steps}):
+    optimizer.zero_grad()
+    for _ in range(2):
+        model(torch.randn(16, 40) + {more}).square().mean().backward()
+    optimizer.step()
+optimizer.catch_up()
+with optimizer.shared_parameters():
+    pass
+optimizer.leave()
+"""
+FROM_FUNCTION = """
+import torch, gradwire.torch
+model = torch.nn.Linear(40, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+before = model.weight.clone()
+
+def step(model, optimizer, number):
+    optimizer.zero_grad()
+    model(torch.randn(16, 40)).square().mean().backward()
+    optimizer.step()
+
+comparison = gradwire.torch.compare(step, model, optimizer, steps=20, density=0.1)
+assert torch.equal(model.weight, before)
+if comparison is not None:
+    print(comparison.verdict())
+"""
+
+
+def run(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, "-m", "gradwire", *arguments, "train.py"],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+    )
+
+
+def compared(folder: Path, *arguments: str, **script: Any) -> subprocess.CompletedProcess[str]:
+    parts = {"width": 8, "optimizer": "SGD", "options": "", "steps": STEPS, "more": 0, **script}
+    arguments = ("compare", "-n", "2", "--steps", str(STEPS), *arguments)
+    return run(folder, SCRIPT.format(**parts), *arguments)
+
+
+# ---- scripts --------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_is_trained_in_both_ways_from_the_same_parameters_and_batches(
+    tmp_path: Path,
+) -> None:
+    done = compared(tmp_path, "--json", options=", density=0.5")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    plain, again, shared = (result[name] for name in ("plain", "again", "shared"))
+    assert len(plain["losses"]) == len(shared["losses"]) == STEPS
+    assert plain["first_loss"] == shared["first_loss"] != again["first_loss"]
+    assert plain["losses"][-1] < plain["losses"][0]
+    assert plain["step_bytes"] == 4 * 41 * 8
+    assert result["ranks"] == 2
+    assert "after 20 steps" in result["verdict"]
+
+
+@pytest.mark.slow
+def test_links_of_a_rate_show_in_the_seconds(tmp_path: Path) -> None:
+    done = compared(tmp_path, "--json", "--link", "100Mbit", width=20_000)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    # A step of all-reduce sends 3.28 MB, which takes a quarter of a second.
+    assert result["plain"]["step_s"] > 0.25
+    assert result["shared"]["step_bytes"] < result["plain"]["step_bytes"] / 8
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_shows_its_own_error(tmp_path: Path) -> None:
+    done = compared(tmp_path, more="undefined")
+    assert done.returncode == 1
+    assert done.stderr.startswith("gradwire compare: the training with all-reduce failed")
+    assert "NameError: name 'undefined'" in done.stderr
+
+
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["-n", "1"], "-n is 1, must be 2 or more"),
+        (["-n", "2", "--steps", "19"], "steps is 19, must be 20 or more"),
+        (["--link", "1Mbit"], "give -n as well"),
+        (["-n", "2", "--latency", "20ms"], "give --link as well"),
+        (["-n", "2", "--link", "fast"], "not a rate"),
+        ([], "needs two processes or more"),
+    ],
+)
+def test_arguments_that_make_no_comparison_are_refused(
+    arguments: list[str],
+    error: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    assert main(["compare", *arguments, str(script)]) == 2
+    assert error in capsys.readouterr().err
+    assert main(["compare", *arguments, str(script) + "x"]) == 2
+    assert "there is no file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_loop_of_the_user_s_own_is_compared_under_a_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PORT_VARIABLE, str(free_port()))
+    done = run(tmp_path, FROM_FUNCTION, "run", "-n", "2", "--as-machines")
+    assert done.returncode == 0, done.stderr
+    [line] = done.stdout.splitlines()
+    assert re.fullmatch(r"\[0\] 2 processes: .*; loss after 20 steps .*", line)
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def curve(**changes: Any) -> Curve:
+    made = Curve([2.0] * 50 + [1.0] * 50, 2.0, 0.4, 0.3, 0.2, 1e6, 1 << 20)
+    return replace(made, **changes)
+
+
+def test_all_reduce_is_hidden_behind_the_backward_pass_where_that_helps_it() -> None:
+    fast = Measured([1.0] * 20, [0.1] * 20, [0.01] * 20, [0.05] * 20, 400, 7)
+    slow = Measured([2.0] * 20, [0.5] * 20, [0.2] * 20, [0.1] * 20, 800, 5)
+    of_two = Curve.of(KINDS[0], [fast, slow])
+    assert of_two == Curve([1.5] * 20, 1.0, 0.5, pytest.approx(0.4), 0.2, 30.0, 7)
+    assert Curve.of(KINDS[2], [fast, slow]).hidden_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("losses", "error"),
+    [
+        ([[], []], "has not called gradwire.torch.share"),
+        ([[1.0] * 7, [1.0] * 7], "have taken 7 optimiser's steps"),
+        ([[1.0] * 30, [1.0] * 31], "have taken 30 or 31 optimiser's steps"),
+        ([[1.0] * 30, [1.0] * 29 + [float("nan")]], "is not a finite number"),
+    ],
+)
+def test_a_script_that_cannot_be_compared_is_told_why(losses: Any, error: str) -> None:
+    measured = [Measured(each, each, each, each) for each in losses]
+    with pytest.raises(ValueError, match=error):
+        Curve.of(KINDS[0], measured)
+
+
+def test_the_verdict_compares_with_the_best_that_all_reduce_could_do() -> None:
+    shared = curve(step_s=0.1, losses=[2.0] * 50 + [1.02] * 50)
+    comparison = Comparison(2, "link", curve(), curve(losses=[1.01] * 100), shared)
+    assert comparison.speedup == pytest.approx(3.0)
+    assert comparison.verdict() == (
+        "link: 3 times as fast; loss after 100 steps 2.0% higher (more than the 1.0% that chance makes)"
+    )
+    slower = replace(comparison, shared=curve(step_s=0.6, losses=[0.995] * 100))
+    assert slower.verdict() == (
+        "link: slower: 2 times the time of all-reduce; "
+        "loss after 100 steps 0.5% lower (within the 1.0% that chance makes)"
+    )
+
+
+def test_other_batches_are_noticed() -> None:
+    Comparison(2, "", curve(), curve(), curve()).check()
+    with pytest.raises(ValueError, match="before anything was exchanged"):
+        Comparison(2, "", curve(), curve(), curve(first_loss=2.1)).check()
+
+
+def test_a_plain_optimiser_averages_what_each_rank_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = """
+import torch, gradwire.torch
+from gradwire.torch.comparison import KINDS, Place, Recorder
+place = Place.from_env()
+recorder = Recorder(KINDS[0], place, place.open_store())
+model = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)])
+with torch.no_grad():
+    for param in model.parameters():
+        param.fill_(place.rank + 5.0)
+model[2].weight.requires_grad_(False)
+optimizer = recorder.share(model, torch.optim.SGD(model.parameters(), lr=1.0))
+assert isinstance(optimizer, torch.optim.SGD)
+model[place.rank](torch.ones(1, 3 - place.rank)).sum().backward()
+optimizer.step()
+print([param.flatten().tolist() for param in model.parameters()])
+"""
+    monkeypatch.setenv(PORT_VARIABLE, str(free_port()))
+    done = run(tmp_path, script, "run", "-n", "2", "--as-machines")
+    assert done.returncode == 0, done.stderr
+    # Each of the first two layers has a gradient of ones on one of two ranks.
+    expected = [[4.5] * 6, [4.5] * 2, [4.5] * 2, [4.5], [5.0], [5.0]]
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {expected}" for rank in range(2)]
