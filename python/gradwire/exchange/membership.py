@@ -13,10 +13,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .. import clock
 from ..errors import MessageError, Mismatch, NotConnected, WouldBlock
 from ..message import Message
 from ..transport import Peer, PeerLost
 from .protocol import (
+    STEP_S_MAX,
     TAG_NUMBERS,
     Hello,
     Kind,
@@ -37,6 +39,7 @@ _LOG = logging.getLogger(__name__)
 
 Updates = list[tuple[NodeRun, list[Message]]]
 
+_UPDATE_OBJECT_BYTES = 2_000  # memory of the Python objects of an update
 STEPS_AHEAD_MAX = 1_024  # of notes, and of updates that nobody applies yet
 # Documents whose loss changes no replica: one that cannot be read is ignored, and costs its sender alone.
 _DOCUMENTS = (Kind.NOTE, Kind.REPORT, Kind.REQUEST, Kind.SNAPSHOT)
@@ -72,6 +75,12 @@ class UpdateStream:
         return max(self.received, self.position)
 
     @property
+    def waiting_bytes(self) -> int:
+        """Memory of these updates."""
+        sizes = [message.nbytes for update in self._messages.values() for message in update]
+        return sum(sizes) + _UPDATE_OBJECT_BYTES * len(self._messages)
+
+    @property
     def waiting(self) -> int:
         """Number of updates that have arrived and are not applied."""
         return len(self._messages)
@@ -89,7 +98,7 @@ class UpdateStream:
         # A note goes right before its update, so a note for a step far ahead is a mistake that would cost memory.
         if self.first_received is not None and step > self.next_missing + STEPS_AHEAD_MAX:
             raise MessageError(f"a note for step {step}, where {self.next_missing} is next")
-        if len(self.notes) > self._keeps + STEPS_AHEAD_MAX:
+        if len(self.notes) > self.waiting + self._keeps + STEPS_AHEAD_MAX:
             raise MessageError(f"{len(self.notes)} notes without their updates")
         self.notes[step] = note
         self._payloads.setdefault(step, []).append((tag_of(Kind.NOTE, step), payload))
@@ -209,6 +218,10 @@ class Introductions:
             f"{self.name_of(run)} {self._reasons.get(run, 'is gone')}"
             for run in (self._reasons if runs is None else runs)
         )
+
+    def has_finished(self, run: NodeRun) -> bool:
+        """Return whether a node has said that it leaves."""
+        return self._reasons.get(run) == "finished"
 
     def add_workers(self, runs: Iterable[NodeRun]) -> None:
         """Remember nodes that own no parameters, of which other nodes have said so."""
@@ -365,6 +378,7 @@ class Membership:
         departing: for every member that is gone, the first of its updates that this node lacks.
         finals: for those on which the members have agreed, the first update that nobody applies.
         reported: the nodes that this node's last report names.
+        pace: of this node's exchanges.
     """
 
     def __init__(
@@ -385,6 +399,7 @@ class Membership:
         self.departing: dict[NodeRun, int] = {}
         self.finals: dict[NodeRun, int] = {}
         self.reported: set[NodeRun] = set()
+        self.pace = clock.Pace()
         self._role = role
         self._keeps = keeps
         self._is_late = False  # has joined with a snapshot
@@ -434,6 +449,7 @@ class Membership:
         """Begin the training with these members, a new one without an identity; `enter` follows."""
         self.origin = origin
         self.is_sharded = is_sharded
+        self.pace.note()
         for run in others:
             self.add_member(run, step)
         introductions = self.introductions
@@ -582,6 +598,7 @@ class Membership:
             self.introductions.teams[self.run],
             self.introductions.training,
             self.introductions.is_confirmed,
+            min(self.pace.present_s, STEP_S_MAX),
         )
 
     def set_params(self, layout: list[list[object]], start: tuple[str, str]) -> bool:
@@ -728,6 +745,7 @@ class Router:
 
     Attributes:
         node: as given.
+        introductions: of the membership.
         lost: the members that the last ``receive`` found lost.
     """
 
@@ -740,7 +758,7 @@ class Router:
         self.node = node
         self.lost: set[NodeRun] = set()
         self._membership = membership
-        self._introductions = membership.introductions
+        self.introductions = membership.introductions
         self._parse = parse
         self._handlers: dict[int, Handler] = {
             Kind.UPDATE: self._add_update,
@@ -799,7 +817,7 @@ class Router:
 
     def _send_to(self, receiver: NodeRun | None, tag: int, payload: bytes) -> bool:
         """Send a message to all peers or to one; return False without space."""
-        peer = None if receiver is None else self._introductions.peer_of(receiver)
+        peer = None if receiver is None else self.introductions.peer_of(receiver)
         try:
             self.node.publish(payload, tag=tag, to=peer)
         except WouldBlock:
@@ -866,7 +884,7 @@ class Router:
         stream = self._membership.members.get(sender)
         # Messages of a node arrive in order: what it has not sent before the introduction does not come any more.
         if stream is not None and stream.next_missing <= self._held_step:
-            there = self._introductions.name_of(sender)
+            there = self.introductions.name_of(sender)
             raise Mismatch(
                 f"{there} has added parameters after an earlier step: add them after the same step on all nodes"
             )
@@ -889,14 +907,14 @@ class Router:
         if (
             events
             or peers != self._peers
-            or not self._introductions.hellos.keys() <= self._connected
+            or not self.introductions.hellos.keys() <= self._connected
         ):
             self._greet(peers)
         if self._unsent:
             self.flush()
         for peer, tag, payload in self.node.receive(timeout_s=timeout_s):
             kind, number = divmod(tag, TAG_NUMBERS)
-            sender = self._runs.get(peer) or self._introductions.register(peer)
+            sender = self._runs.get(peer) or self.introductions.register(peer)
             self._handle(sender, kind, number, payload)
         # A connection may break and come back between two calls, when the peer is connected again but what was under
         # way is lost. Such a member has to begin anew as well: ``broken`` remembers it.
@@ -907,7 +925,7 @@ class Router:
         """Introduce this node to new connections, and forget those that have ended."""
         self._peers = peers
         # By peer, because a message names its sender so: the step of a mesh makes no identities anew.
-        self._runs = {peer: self._introductions.register(peer) for peer in peers}
+        self._runs = {peer: self.introductions.register(peer) for peer in peers}
         self._connected = frozenset(self._runs.values())
         self._introduced &= self._connected
         # Every connection begins with an introduction, also one that replaces a lost connection of the same node.
@@ -915,7 +933,7 @@ class Router:
             self._introduced.add(run)
             self.introduce(run)
         # An introduction may be handled after its connection has ended, or before it is seen.
-        for run in [run for run in self._introductions.hellos if run not in self._connected]:
+        for run in [run for run in self.introductions.hellos if run not in self._connected]:
             self._forget_connection(run, None)
 
     def _forget_connection(self, run: NodeRun, reason: str | None) -> None:
@@ -932,7 +950,7 @@ class Router:
                 handler(sender, number, payload)
             return
         # Its updates would not parse, and an error must not stop the nodes that do fit.
-        if sender in self._introductions.incompatible:
+        if sender in self.introductions.incompatible:
             self._ignored += kind == Kind.UPDATE
             return
         try:
@@ -945,7 +963,7 @@ class Router:
                 if self._exclude(sender, str(error)):
                     return
                 raise
-            address = self._introductions.peer_of(sender).address
+            address = self.introductions.peer_of(sender).address
             if not is_member:
                 address += " is no member, its message"
             _LOG.warning("%s is ignored: %s", address, error)
@@ -954,7 +972,7 @@ class Router:
         membership = self._membership
         stream = membership.stream_of(sender)
         if stream is None:
-            address = self._introductions.peer_of(sender).address
+            address = self.introductions.peer_of(sender).address
             if membership.phase is not Phase.IN:
                 _LOG.debug("step %d from %s came before its introduction", step, address)
                 return
@@ -966,7 +984,9 @@ class Router:
             if is_member and stream.waiting >= membership.waits:
                 raise MessageError(f"{stream.waiting} updates are ahead of this node")
             stream.add_update(self.parse(sender, step, payload), payload)
-            if sender not in membership.members and stream.waiting > STEPS_AHEAD_MAX:
+            # A newcomer needs all of them for its snapshot, within the bound of `Join`.
+            is_bounded = sender not in membership.members and membership.phase is not Phase.JOINING
+            if is_bounded and stream.waiting > STEPS_AHEAD_MAX:
                 membership.expect_nothing(sender)  # until it joins, and says so
         elif membership.others.get(sender) is stream:
             # From a new connection, before its introduction: others were lost with the old one.
@@ -988,8 +1008,8 @@ class Router:
         try:
             return self._parse(sender, step, payload)
         except MessageError as error:
-            there = self._introductions.name_of(sender)
-            here = self._introductions.name_of(self._membership.run)
+            there = self.introductions.name_of(sender)
+            here = self.introductions.name_of(self._membership.run)
             raise MessageError(
                 f"step {step} from {there} to this node ({here}): {error}"
             ) from error
