@@ -41,7 +41,7 @@ __all__ = [
     "unpack_relay",
 ]
 
-VERSIONS = [6, 1]  # of this protocol, and of docs/message-format.md
+VERSIONS = [7, 1]  # of this protocol, and of docs/message-format.md
 
 TAG_NUMBERS = 1 << 56  # ``divmod(tag, TAG_NUMBERS)`` is kind and number
 _RELAY = struct.Struct("<QQQ")
