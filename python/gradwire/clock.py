@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["POLL_S", "ROOM_POLL_S", "Pace", "Wait", "now_s", "of_bytes", "repeat", "sleep"]
+__all__ = ["POLL_S", "ROOM_POLL_S", "Wait", "now_s", "of_bytes", "repeat", "sleep"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,38 +83,6 @@ class Wait:
             self._shown_s = time_s + min(elapsed_s, _SHOWN_EVERY_S)
             what = f"{self.what}: {text}" if text else self.what
             _LOG.warning("%s, after %.0f s", what, elapsed_s)
-
-
-class Pace:
-    """How far events are apart.
-
-    Attributes:
-        longest_s: the longest time between two of them, where older ones count less.
-    """
-
-    def __init__(self) -> None:
-        self.longest_s = 0.0
-        self._last_s: float | None = None
-        self._marker: object = None
-
-    @property
-    def present_s(self) -> float:
-        """The same with the time since the last event."""
-        since_s = 0.0 if self._last_s is None else now_s() - self._last_s
-        return max(self.longest_s, since_s)
-
-    def note(self) -> None:
-        """Note an event."""
-        time_s = now_s()
-        if self._last_s is not None:
-            self.longest_s = max(time_s - self._last_s, self.longest_s / 2)
-        self._last_s = time_s
-
-    def watch(self, marker: object) -> None:
-        """Note an event if a value is another than before."""
-        if marker != self._marker:
-            self._marker = marker
-            self.note()
 
 
 def of_bytes(done: int, total: int) -> str:

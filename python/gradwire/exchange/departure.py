@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from .. import clock
 from ..errors import Mismatch, PeerLost
-from .membership import Membership, Router
+from .membership import Introductions, Membership, Router
 from .options import Options
 from .protocol import (
     TAG_NUMBERS,
@@ -330,11 +330,14 @@ class Departure:
 # ---- this node's own departure ---------------------------------------------------------------------------------------
 
 
-def deliver(router: Router, poll: Callable[[float], None], options: Options) -> None:
+def deliver(
+    router: Router, introductions: Introductions, poll: Callable[[float], None], options: Options
+) -> None:
     """Wait until all connected nodes have everything that this node has sent, as long as they take anything.
 
     Args:
         router: of this node.
+        introductions: of the connected nodes.
         poll: sends and receives for up to so many seconds.
         options: of this node.
 
@@ -344,7 +347,6 @@ def deliver(router: Router, poll: Callable[[float], None], options: Options) -> 
     """
     # Worth waiting for: without the last update the others' replicas end with other bits than this one, and without the
     # goodbye they take this node for crashed.
-    introductions = router.introductions
     wait = clock.Wait("the last update is on its way", options.timeout_s)
     late: dict[NodeRun, int] = {}
     lost: set[NodeRun] = set()

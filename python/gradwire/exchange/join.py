@@ -17,6 +17,7 @@ from .notes import Notes
 from .options import Options
 from .protocol import Hello, Kind, NodeRun, Phase, decode_steps
 from .replica import Replica
+from .results import Pace
 from .snapshot import Donor, NodeState, Recipient, Snapshot
 
 __all__ = ["Join"]
@@ -187,7 +188,7 @@ class Join:
         self._donor.stop()
         if self._replica.pending is None:
             self._router.announce(Phase.LEAVING)
-        deliver(self._router, self.poll, self._options)
+        deliver(self._router, self._introductions, self.poll, self._options)
 
     # ---- newcomers ---------------------------------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ class Join:
         if membership.phase is Phase.LEAVING:
             raise RuntimeError("this exchange has left")
         wait = clock.Wait("this node joins", self._options.timeout_s)
-        pace = clock.Pace()
+        pace = Pace()
         while membership.phase is not membership.destination:
             if membership.phase is Phase.JOINING:
                 if not introductions.compatible() and any(
@@ -278,7 +279,7 @@ class Join:
                     raise Mismatch(introductions.describe_incompatible())
                 self._join_with_snapshot(params, optimizer_state)
             self.poll(clock.POLL_S)
-            while self._options.is_sync and membership.is_ready_for(self._replica.step):
+            while self._options.is_sync and _is_ready_for(membership, self._replica.step):
                 self._follow_step(params)
             if self._options.role == "observer" and not introductions.compatible(Phase.IN):
                 return  # nobody is left to follow, which is no error of an observer
@@ -327,7 +328,7 @@ class Join:
             if membership.phase is not Phase.READY and has_members:
                 self.ensure_member(params, optimizer_state)
             self.poll(max(0.0, min(clock.POLL_S, deadline_s - clock.now_s())))
-            while self._options.is_sync and membership.is_ready_for(self._replica.step):
+            while self._options.is_sync and _is_ready_for(membership, self._replica.step):
                 self._follow_step(params)
                 count += 1
             if not self._options.is_sync and membership.phase is Phase.READY:
@@ -414,7 +415,7 @@ class Join:
         first_direct = {
             run: first
             for run in members
-            if (first := self._membership.first_received(run)) is not None
+            if (first := _first_received(self._membership, run)) is not None
         }
         if able and len(first_direct) == len(members):
             place = (own_run.id + self._recipient.requests + 1) % len(able)
@@ -440,7 +441,7 @@ class Join:
                 if not is_stale and not snapshot.positions.keys().isdisjoint(hello.members):
                     positions.setdefault(run, hello.first_step)
         for run, position in positions.items():
-            first = membership.first_received(run)
+            first = _first_received(membership, run)
             if first is None or first > position:
                 return False
         self._adopt(snapshot, positions)
@@ -479,6 +480,24 @@ class Join:
         replica.assign_owners(snapshot.senders, snapshot.step, self._introductions.workers)
         replica.add_late_parts(params)
         self._on_load()
+
+
+def _first_received(membership: Membership, run: NodeRun) -> int | None:
+    """Return the first update of a node, not a member yet, that this node gets directly; None: unknown."""
+    stream = membership.others.get(run)
+    return None if stream is None else stream.first_received
+
+
+def _is_ready_for(membership: Membership, step: int) -> bool:
+    """Return whether this node, not a member yet, can follow the members through ``step``."""
+    if membership.phase is not Phase.READY or not membership.members or membership.missing(step):
+        return False
+    notes = [stream.notes.get(step) for stream in membership.members.values()]
+    if not all(note is not None and membership.run in note.admits for note in notes):
+        return True
+    # The step at which this node becomes a member: only when all members have finished it, and without a report,
+    # is it sure that they have applied the same updates.
+    return all(map(membership.is_known_to, membership.members))
 
 
 def _snapshot_of(

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .. import clock
 from ..errors import MessageError, Mismatch, NotConnected, WouldBlock
 from ..message import Message
 from ..transport import Peer, PeerLost
@@ -29,6 +28,7 @@ from .protocol import (
     run_of,
     tag_of,
 )
+from .results import Pace
 
 if TYPE_CHECKING:
     from ..transport import Node, Ticket
@@ -399,7 +399,7 @@ class Membership:
         self.departing: dict[NodeRun, int] = {}
         self.finals: dict[NodeRun, int] = {}
         self.reported: set[NodeRun] = set()
-        self.pace = clock.Pace()
+        self.pace = Pace()
         self._role = role
         self._keeps = keeps
         self._is_late = False  # has joined with a snapshot
@@ -655,22 +655,6 @@ class Membership:
             ]
         )
 
-    def is_ready_for(self, step: int) -> bool:
-        """Return whether this node, not a member yet, can follow the members through ``step``."""
-        if self.phase is not Phase.READY or not self.members or self.missing(step):
-            return False
-        notes = [stream.notes.get(step) for stream in self.members.values()]
-        if not all(note is not None and self.run in note.admits for note in notes):
-            return True
-        # The step at which this node becomes a member: only when all members have finished it, and without a report,
-        # is it sure that they have applied the same updates.
-        return all(map(self.is_known_to, self.members))
-
-    def first_received(self, run: NodeRun) -> int | None:
-        """Return the first update of a node, not a member yet, that this node gets directly; None: unknown."""
-        stream = self.others.get(run)
-        return None if stream is None else stream.first_received
-
     def contributors_before(self, step: int) -> str:
         """Return a name for the set of nodes whose updates are in the state before a step, as this node sees them."""
         # A member that has just been admitted has contributed nothing to the state so far.
@@ -745,7 +729,6 @@ class Router:
 
     Attributes:
         node: as given.
-        introductions: of the membership.
         lost: the members that the last ``receive`` found lost.
     """
 
@@ -758,7 +741,7 @@ class Router:
         self.node = node
         self.lost: set[NodeRun] = set()
         self._membership = membership
-        self.introductions = membership.introductions
+        self._introductions = membership.introductions
         self._parse = parse
         self._handlers: dict[int, Handler] = {
             Kind.UPDATE: self._add_update,
@@ -817,7 +800,7 @@ class Router:
 
     def _send_to(self, receiver: NodeRun | None, tag: int, payload: bytes) -> bool:
         """Send a message to all peers or to one; return False without space."""
-        peer = None if receiver is None else self.introductions.peer_of(receiver)
+        peer = None if receiver is None else self._introductions.peer_of(receiver)
         try:
             self.node.publish(payload, tag=tag, to=peer)
         except WouldBlock:
@@ -884,7 +867,7 @@ class Router:
         stream = self._membership.members.get(sender)
         # Messages of a node arrive in order: what it has not sent before the introduction does not come any more.
         if stream is not None and stream.next_missing <= self._held_step:
-            there = self.introductions.name_of(sender)
+            there = self._introductions.name_of(sender)
             raise Mismatch(
                 f"{there} has added parameters after an earlier step: add them after the same step on all nodes"
             )
@@ -907,14 +890,14 @@ class Router:
         if (
             events
             or peers != self._peers
-            or not self.introductions.hellos.keys() <= self._connected
+            or not self._introductions.hellos.keys() <= self._connected
         ):
             self._greet(peers)
         if self._unsent:
             self.flush()
         for peer, tag, payload in self.node.receive(timeout_s=timeout_s):
             kind, number = divmod(tag, TAG_NUMBERS)
-            sender = self._runs.get(peer) or self.introductions.register(peer)
+            sender = self._runs.get(peer) or self._introductions.register(peer)
             self._handle(sender, kind, number, payload)
         # A connection may break and come back between two calls, when the peer is connected again but what was under
         # way is lost. Such a member has to begin anew as well: ``broken`` remembers it.
@@ -925,7 +908,7 @@ class Router:
         """Introduce this node to new connections, and forget those that have ended."""
         self._peers = peers
         # By peer, because a message names its sender so: the step of a mesh makes no identities anew.
-        self._runs = {peer: self.introductions.register(peer) for peer in peers}
+        self._runs = {peer: self._introductions.register(peer) for peer in peers}
         self._connected = frozenset(self._runs.values())
         self._introduced &= self._connected
         # Every connection begins with an introduction, also one that replaces a lost connection of the same node.
@@ -933,7 +916,7 @@ class Router:
             self._introduced.add(run)
             self.introduce(run)
         # An introduction may be handled after its connection has ended, or before it is seen.
-        for run in [run for run in self.introductions.hellos if run not in self._connected]:
+        for run in [run for run in self._introductions.hellos if run not in self._connected]:
             self._forget_connection(run, None)
 
     def _forget_connection(self, run: NodeRun, reason: str | None) -> None:
@@ -950,7 +933,7 @@ class Router:
                 handler(sender, number, payload)
             return
         # Its updates would not parse, and an error must not stop the nodes that do fit.
-        if sender in self.introductions.incompatible:
+        if sender in self._introductions.incompatible:
             self._ignored += kind == Kind.UPDATE
             return
         try:
@@ -963,7 +946,7 @@ class Router:
                 if self._exclude(sender, str(error)):
                     return
                 raise
-            address = self.introductions.peer_of(sender).address
+            address = self._introductions.peer_of(sender).address
             if not is_member:
                 address += " is no member, its message"
             _LOG.warning("%s is ignored: %s", address, error)
@@ -972,7 +955,7 @@ class Router:
         membership = self._membership
         stream = membership.stream_of(sender)
         if stream is None:
-            address = self.introductions.peer_of(sender).address
+            address = self._introductions.peer_of(sender).address
             if membership.phase is not Phase.IN:
                 _LOG.debug("step %d from %s came before its introduction", step, address)
                 return
@@ -1008,8 +991,8 @@ class Router:
         try:
             return self._parse(sender, step, payload)
         except MessageError as error:
-            there = self.introductions.name_of(sender)
-            here = self.introductions.name_of(self._membership.run)
+            there = self._introductions.name_of(sender)
+            here = self._introductions.name_of(self._membership.run)
             raise MessageError(
                 f"step {step} from {there} to this node ({here}): {error}"
             ) from error
