@@ -12,7 +12,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -21,7 +20,7 @@ import numpy as np
 from . import rendezvous
 from .arrays import device_of, put, writable_views
 from .codec import Encoder
-from .errors import Closed, NotCopied, TransportError
+from .errors import Closed, NotCopied, PeerLost, TransportError
 from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
 from .exchange.options import ExchangeOptions, Options
 from .exchange.results import ExchangeStats
@@ -131,13 +130,23 @@ class Training:
         leader = self.exchange if isinstance(self.exchange, Exchange) else self.exchange.exchange
         has_begun = team is not None and team.is_attached and team.started_call > 0
         origin: Any = None
-        if leader is not None and not has_failed:
-            with suppress(TransportError):  # the caller has closed its node
+        try:
+            if leader is not None and not has_failed:
                 origin = leader.end()
-        if self._node is not None:
-            self._node.close(0.0 if has_failed else 5.0)
-        if team is not None:
-            team.close()
+        except PeerLost as error:
+            # The process may still save what it has, and then says that something is missing elsewhere.
+            _LOG.error("%s", error)
+            _Exit.fail()
+        except TransportError:
+            pass  # the caller has closed its node
+        except BaseException:
+            has_failed = True
+            raise
+        finally:
+            if self._node is not None:
+                self._node.close(0.0 if has_failed else 5.0)
+            if team is not None:
+                team.close()
         # After an error the process may come back into the same training.
         if self._run is not None and not has_failed and (has_begun or origin is not None):
             self._finished[self._run].append(origin)
@@ -152,7 +161,36 @@ class Training:
         closer.start()
 
     def _close_at_exit(self) -> None:
-        self.close(has_failed=getattr(sys, "last_value", None) is not None)
+        try:
+            self.close(has_failed=getattr(sys, "last_value", None) is not None)
+        except Exception:
+            _LOG.exception("the training has not ended in order")
+            _Exit.fail()
+
+
+class _Exit:
+    """Ends the process with an error after all exit handlers, where the end of a training has failed in one of them."""
+
+    _has_failed: ClassVar[bool] = False
+
+    @classmethod
+    def fail(cls) -> None:
+        """Note the failure."""
+        cls._has_failed = True
+
+    @classmethod
+    def finish(cls) -> None:
+        """End the process with an error if there was a failure."""
+        # Python ignores the errors of exit handlers, and a launcher would take the run for complete.
+        if cls._has_failed:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+# The first to register runs last.
+atexit.register(_Exit.finish)
 
 
 class SharedArrays(NotCopied, instead="save arrays and exchange.state_dict()"):

@@ -33,8 +33,9 @@ class Killed(BaseException):
 class FakeTicket:
     """Follows one published message; an exchange asks only whether every recipient has answered."""
 
-    def __init__(self, recipients: frozenset[Peer]) -> None:
+    def __init__(self, recipients: frozenset[Peer], nbytes: int = 0) -> None:
         self._pending = set(recipients)
+        self.nbytes = nbytes
 
     @property
     def is_done(self) -> bool:
@@ -99,7 +100,7 @@ class FakeNode:
         payload = memoryview(bytes(buffer))
         if tag < TAG_NUMBERS:
             self.updates[tag] = bytes(payload)
-        ticket = FakeTicket(recipients)
+        ticket = FakeTicket(recipients, len(payload))
         for peer in sorted(recipients):
             self.cluster.link(self.peer, peer).append(_Packet(tag, payload, ticket))
         return ticket
@@ -238,6 +239,17 @@ class Cluster:
         if node.is_dead:
             raise Killed
 
+    def repeat(self, work: Callable[[], float | None]) -> None:
+        """Call ``work`` beside the worker that asks for it, as ``clock.repeat`` does in a thread."""
+        current = threading.current_thread()
+        [node] = [worker.node for worker in self._workers if worker.thread is current]
+
+        def run() -> None:
+            while (pause_s := work()) is not None:
+                self.compute(node, pause_s)
+
+        self.start(node, run)
+
     def give_back(self) -> None:
         self._scheduler.set()
 
@@ -309,6 +321,7 @@ def cluster(seed: int) -> Iterator[Cluster]:
     made = Cluster(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "now_s", lambda: made.now_s)
+        patch.setattr(clock, "repeat", made.repeat)
         yield made
 
 

@@ -13,7 +13,7 @@ import gradwire as gw
 from gradwire.exchange.protocol import Hello, Note, decode_steps, unpack_relay
 
 from ..seeds import seeds
-from .cluster import Cluster, FakeNode, cluster
+from .cluster import Cluster, FakeNode, cluster, run_cluster
 
 NUMEL = 24
 THRESHOLD = 2.0**-6
@@ -403,6 +403,24 @@ def test_with_a_majority_as_min_members_only_one_part_of_a_split_network_goes_on
     assert_identical(trainers)
     joined = [peer for result in majority[0].results for peer in result.joined]
     assert joined == [alone.node.peer]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nodes_that_end_after_the_same_step_hold_the_same(seed: int) -> None:
+    """A node may hear from one that ends that another has left, before that one's last update arrives."""
+
+    def train(node: FakeNode, rank: int) -> bytes:
+        share = gw.Exchange(
+            gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD)), node, min_peers=2, topology="mesh"
+        )
+        params = START.copy()
+        for step in range(4):
+            share.step(update(rank, step), params)
+        share.end()
+        node.cluster.close(node)
+        return params.tobytes()
+
+    assert len(set(run_cluster(train, count=3, seed=seed))) == 1
 
 
 # --- who does not fit -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,6 +168,39 @@ def test_what_the_optimiser_does_not_train_begins_as_on_rank_0(pair: list[gw.Nod
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name])
         assert torch.equal(tensor, before[name]) == (not name.startswith("last"))
+
+
+@pytest.mark.parametrize("share_state", [True, False])
+def test_a_late_node_has_the_optimiser_s_state_if_that_is_wanted(
+    pair: list[gw.Node], share_state: bool
+) -> None:
+    is_in = threading.Event()
+
+    def begin(node: gw.Node) -> None:
+        net = model()
+        optimizer = share(net, node, "AdamW", share_state=share_state)
+        step = 0
+        while not is_in.is_set():
+            train(net, optimizer, 0, range(step, step + 1))
+            step += 1
+        optimizer.exchange.end()  # the other may be one step ahead
+
+    def come_late() -> int:
+        try:
+            with gw.Node("127.0.0.1:0", [pair[0].address], secret=SECRET, node_id=3) as node:
+                node.expected_peers = 1
+                while pair[0].stats().messages_sent < 10:  # training has begun
+                    time.sleep(0.01)
+                optimizer = share(model(), node, "AdamW", share_state=share_state)
+                assert optimizer.join().is_late
+                count = len(optimizer.state)
+                optimizer.close()
+                return count
+        finally:
+            is_in.set()
+
+    count, *_ = run_together(lambda rank: begin(pair[rank - 1]) if rank else come_late(), 3)
+    assert (count > 0) == share_state
 
 
 def test_nodes_wait_for_one_that_evaluates_longer_than_the_timeout(

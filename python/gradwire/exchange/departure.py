@@ -14,8 +14,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable
 
+from .. import clock
 from ..errors import Mismatch, PeerLost
-from .membership import Membership, Router
+from .membership import Introductions, Membership, Router
+from .options import Options
 from .protocol import (
     TAG_NUMBERS,
     Hello,
@@ -26,12 +28,16 @@ from .protocol import (
     decode_steps,
     encode_steps,
     pack_relay,
+    run_of,
     unpack_relay,
 )
 
-__all__ = ["Departure", "Trainings"]
+__all__ = ["Departure", "Trainings", "deliver"]
 
 _LOG = logging.getLogger(__name__)
+
+# Number of a report on nodes that have all said that they leave.
+_ALL_LEAVE = 1
 
 # A node, the node that began its training, and the members.
 _Side = tuple[NodeRun, NodeRun, tuple[NodeRun, ...]]
@@ -179,7 +185,9 @@ class Departure:
     def report(self, receiver: NodeRun | None = None) -> None:
         """Tell all members, or one, which members are gone and how many of their updates this node has."""
         if self._membership.phase is Phase.IN:
-            self._router.send(Kind.REPORT, 0, encode_steps(self._own_report()), receiver)
+            report = self._own_report()
+            number = int(all(map(self._introductions.has_finished, report)))
+            self._router.send(Kind.REPORT, number, encode_steps(report), receiver)
 
     def _own_report(self) -> dict[NodeRun, int]:
         """Return the first missing update of every member that is gone, and of unknown nodes as others report it.
@@ -196,7 +204,7 @@ class Departure:
         }
         return hearsay | membership.departing
 
-    def _add_report(self, reporter: NodeRun, _: int, payload: memoryview) -> None:
+    def _add_report(self, reporter: NodeRun, number: int, payload: memoryview) -> None:
         membership = self._membership
         named = decode_steps(payload)
         first_lacking = named.pop(
@@ -223,6 +231,7 @@ class Departure:
                 if run in membership.members
                 and run not in membership.departing
                 and next_missing >= (membership.members[run].first_received or 0)
+                and not (number == _ALL_LEAVE and self._still_sends(run, next_missing))
             ]
             if gone:
                 address = self._introductions.peer_of(reporter).address
@@ -231,6 +240,14 @@ class Departure:
                 # Only reports that name the same nodes are compared.
                 self.report()
         self._settle_departures()
+
+    def _still_sends(self, run: NodeRun, next_missing: int) -> bool:
+        """Return whether a node that leaves, as others say, still has updates for this node."""
+        # It waits until all have got them, and the reporter, which would have to relay them, may leave before it could.
+        return (
+            run in self._introductions.hellos
+            and self._membership.members[run].next_missing < next_missing
+        )
 
     def _refuse(self, run: NodeRun) -> None:
         """Tell a node that takes this one for a member, and would wait for its reports, that it is none here."""
@@ -308,6 +325,60 @@ class Departure:
         else:
             membership.add_relayed(run, self._router.parse(run, step, relayed), relayed)
             self._settle_departures()
+
+
+# ---- this node's own departure ---------------------------------------------------------------------------------------
+
+
+def deliver(
+    router: Router, introductions: Introductions, poll: Callable[[float], None], options: Options
+) -> None:
+    """Wait until all connected nodes have everything that this node has sent, as long as they take anything.
+
+    Args:
+        router: of this node.
+        introductions: of the connected nodes.
+        poll: sends and receives for up to so many seconds.
+        options: of this node.
+
+    Raises:
+        TimeoutError: a connected node has taken nothing for ``timeout_s``; not with ``on_straggler="wait"``.
+        PeerLost: the last node was lost before it had everything.
+    """
+    # Worth waiting for: without the last update the others' replicas end with other bits than this one, and without the
+    # goodbye they take this node for crashed.
+    wait = clock.Wait("the last update is on its way", options.timeout_s)
+    late: dict[NodeRun, int] = {}
+    lost: set[NodeRun] = set()
+    while True:
+        is_sent = router.flush()
+        paths = router.node.stats().peers
+        connected = {run_of(path.peer) for path in paths}
+        lost |= late.keys() - connected
+        late = {run_of(path.peer): path.backlog_records for path in paths if path.backlog_records}
+        if is_sent and not late:
+            break
+        names = introductions.describe(late)
+        wait.note(sum(late.values()), f"{sum(late.values())} records to go to {names}")
+        if wait.is_over and options.on_straggler != "wait":
+            raise TimeoutError(
+                f"{names} has taken nothing for {wait.silence_s:g} s and lacks this node's last update: the parameters "
+                "there are others than here"
+            )
+        # Received as before: a node that takes no messages would hold up the others.
+        poll(clock.ROOM_POLL_S)
+    if lost:
+        poll(0.0)  # a node that has finished says so before it closes the connection
+    lost = {run for run in lost if not introductions.has_finished(run)}
+    if lost and not connected:
+        raise PeerLost(
+            f"{introductions.describe(lost)} was lost before it had this node's last update, and nobody else has it: "
+            "if that node runs, its parameters are others than here"
+        )
+    if lost:
+        _LOG.warning(
+            "%s was lost before it had this node's last update", introductions.describe(lost)
+        )
 
 
 # ---- trainings -------------------------------------------------------------------------------------------------------

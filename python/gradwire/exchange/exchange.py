@@ -198,9 +198,12 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         return self._replica.held(params)
 
     def end(self) -> NodeRun | None:
-        """Tell the others that this node has finished, without sending the residual; return the node that began."""
-        if self._membership.phase is Phase.IN and self._replica.pending is None:
-            self._join.say_goodbye()
+        """Tell the others that this node has finished, without its residual, and wait until they have its last update.
+
+        Return the node that began. Raises: TimeoutError, as ``leave``.
+        """
+        if self._membership.phase is Phase.IN:
+            self._join.end()
         return None if self._membership.phase is Phase.NEW else self._membership.origin
 
     def ignore(self, origins: Iterable[NodeRun]) -> None:
@@ -465,6 +468,9 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             local = StepResult(step=replica.step, is_local=True)
             self._count(local)
             replica.remember(params)
+            # Exchanges may be minutes apart: nodes that come meanwhile are answered here.
+            self._join.poll(0.0)
+            self._join.serve(params, self._optimizer_state)
             return finished or local
         result = self._step.take_step(None, params, self._optimizer_state, has_moved=True)
         self._end_step(result, params)
@@ -481,6 +487,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         """Count a finished step, serve newcomers, and take part in the comparison of replicas."""
         if result is not None:
             self._count(result)
+            self._membership.pace.note()
             self._join.serve(params, self._optimizer_state)
             self._consistency.compare(params)
         if self._replica.shared:

@@ -9,19 +9,26 @@ from operator import itemgetter
 from typing import Any
 
 from .. import clock
-from ..arrays import copies
+from ..arrays import copies, layouts
 from ..errors import Mismatch
-from .departure import Departure, Trainings
+from .departure import Departure, Trainings, deliver
 from .membership import Membership, Router
 from .notes import Notes
 from .options import Options
 from .protocol import Hello, Kind, NodeRun, Phase, decode_steps
 from .replica import Replica
+from .results import Pace
 from .snapshot import Donor, NodeState, Recipient, Snapshot
 
 __all__ = ["Join"]
 
 _LOG = logging.getLogger(__name__)
+
+# Exchanges of the members that may pass until a newcomer gets an answer: it may ask right after one has begun.
+_SILENT_STEPS = 2
+# Memory for the members' updates that wait for the snapshot: times its size, and at least so many bytes.
+_KEPT_FACTOR = 2
+_KEPT_BYTES = 256 << 20
 
 
 class Join:
@@ -56,7 +63,11 @@ class Join:
         self._replica = replica
         self._on_load = on_load
         self._on_follow = on_follow
-        self._donor = Donor(router.node, membership.introductions.peer_of)
+        self._donor = Donor(
+            router.node,
+            membership.introductions.peer_of,
+            replica.groups.max_payload_bytes(options.codec),
+        )
         self._has_requests = False  # nodes wait for a snapshot from here
         self._recipient = Recipient(
             router.send, lambda run: self._introductions.peer_of(run).address, membership.run
@@ -67,9 +78,6 @@ class Join:
 
     def poll(self, timeout_s: float) -> None:
         """Send as much as there is space for, receive for up to ``timeout_s``, and find lost members."""
-        # Snapshots go first: updates have half of the space for themselves, and a newcomer waits for its last part.
-        if self._has_requests:
-            self._donor.send_parts()
         lost = self._router.receive(timeout_s)
         if lost:
             self._departure.handle_lost(lost, self._replica.step)
@@ -82,15 +90,16 @@ class Join:
         """Give all first members the parameters, and the optimiser's state, of the one with the lowest id.
 
         Raises:
-            TimeoutError: that took longer than ``timeout_s``.
+            TimeoutError: nothing was sent or arrived for ``timeout_s``.
             Mismatch: the arrays do not fit.
         """
         membership = self._membership
-        deadline_s = clock.now_s() + self._options.timeout_s
-        # The node with the lowest id gives its state to all whose digests differ from its own, and waits until they
-        # have it: otherwise its first update could arrive at a node that still has other parameters.
-        served: set[NodeRun] = set()
+        wait = clock.Wait("the initial parameters travel", self._options.timeout_s)
+        # The node with the lowest id gives its state to all whose digests differ from its own. Everybody waits until
+        # all digests are equal: otherwise a first update could arrive at a node that still has other parameters, and a
+        # node with equal ones would take those that receive theirs for stragglers.
         here = {membership.run: self._replica.step}
+        told_s = clock.now_s()
         while membership.phase is Phase.IN:
             hellos = {
                 run: self._introductions.hellos[run]
@@ -98,26 +107,35 @@ class Join:
                 if run in self._introductions.hellos
             }
             first = min((membership.run, *hellos))
-            own_digest = self._introductions.start[0]
-            others = {run for run, hello in hellos.items() if hello.start[0] != own_digest}
-            if first == membership.run:
-                served |= self._donor.requesters
-                self._donor.serve(
-                    here, lambda: self._snapshot(here, membership.finals, params, optimizer_state)
-                )
-                if others <= served and self._donor.is_idle:
-                    return
-            elif first not in others:
+            own_digest, own_residual = self._introductions.start
+            digest = own_digest if first == membership.run else hellos[first].start[0]
+            if own_digest == digest and all(hello.start[0] == digest for hello in hellos.values()):
                 return
+            if first == membership.run:
+                self._donor.serve(here, lambda: self._snapshot(here, params, optimizer_state))
+            elif own_digest == digest:
+                pass
             elif self._recipient.donor != first:
                 self._recipient.request(first, {}, self._replica.state_layout(params))
             elif (snapshot := self._recipient.take()) is not None:
                 optimizer_state.check(snapshot.arrays[snapshot.params :])
                 self._load(snapshot, params, optimizer_state)
-                return
-            if clock.now_s() >= deadline_s:
+                membership.set_params(layouts(params), (digest, own_residual))
+                self._router.introduce()
+                continue
+            # A large model on a slow link takes long: only silence is an error.
+            remaining_bytes = self._donor.remaining_bytes
+            text = f"{remaining_bytes / 1e6:.1f} MB to send" if remaining_bytes else ""
+            received_bytes = self._router.node.stats().payload_bytes_received
+            wait.note((remaining_bytes, received_bytes), text or self._recipient.progress)
+            # Those that only wait see by this that the others' parameters still travel.
+            if self._recipient.progress and clock.now_s() >= told_s + self._options.timeout_s / 4:
+                told_s = clock.now_s()
+                self._router.introduce()
+            if wait.is_over:
                 raise TimeoutError(
-                    f"the initial parameters of {self._introductions.name_of(first)} did not come in time"
+                    f"nothing of the initial parameters of {self._introductions.name_of(first)} has moved for "
+                    f"{wait.silence_s:g} s; {wait.progress}"
                 )
             self.poll(clock.POLL_S)
 
@@ -161,13 +179,16 @@ class Join:
             was_outside = before is not None and before.phase is not Phase.IN
             self._trainings.handle_unknown(run, hello, was_outside=was_outside)
 
-    def say_goodbye(self) -> None:
-        """Tell the members, while there is time, that this node's last update was sent."""
-        self._router.announce(Phase.LEAVING)
-        # The goodbye is worth waiting for: without it the others take this node for crashed, and report its departure.
-        deadline_s = clock.now_s() + self._options.timeout_s
-        while not self._router.flush() and clock.now_s() < deadline_s:
-            self.poll(clock.ROOM_POLL_S)
+    def end(self) -> None:
+        """Say that this node's last update was sent, unless a step is open, and wait until the others have it.
+
+        Raises:
+            TimeoutError: see `deliver`.
+        """
+        self._donor.stop()
+        if self._replica.pending is None:
+            self._router.announce(Phase.LEAVING)
+        deliver(self._router, self._introductions, self.poll, self._options)
 
     # ---- newcomers ---------------------------------------------------------------------------------------------------
 
@@ -216,40 +237,17 @@ class Join:
             positions = {**membership.positions, membership.run: self._replica.step}
             try:
                 self._donor.serve(
-                    positions,
-                    lambda: self._snapshot(positions, membership.finals, params, optimizer_state),
+                    positions, lambda: self._snapshot(positions, params, optimizer_state)
                 )
             except (TypeError, ValueError) as error:
                 _LOG.error("no snapshot for newcomers: %s", error)
                 self._donor.refuse_all()
-        self._donor.send_parts()
-        self._has_requests = not self._donor.is_idle
+        self._has_requests = bool(self._donor.requesters)
 
     def _snapshot(
-        self,
-        positions: dict[NodeRun, int],
-        finals: dict[NodeRun, int],
-        params: Any,
-        optimizer_state: NodeState,
+        self, positions: dict[NodeRun, int], params: Any, optimizer_state: NodeState
     ) -> Snapshot:
-        replica = self._replica
-        shared = replica.export_state(params)
-        sharding = replica.sharding
-        senders = () if sharding is None else sharding.senders
-        return Snapshot(
-            replica.step,
-            positions,
-            finals,
-            copies([*shared, *optimizer_state.export()]),
-            len(shared),
-            self._membership.origin,
-            self._introductions.training,
-            sharding is not None,
-            {} if sharding is None else sharding.accepted,
-            senders,
-            [run for run in senders if run in self._introductions.workers],
-            replica.agreement.state(),
-        )
+        return _snapshot_of(self._replica, self._membership, positions, params, optimizer_state)
 
     def _add_request(self, run: NodeRun, number: int, payload: memoryview) -> None:
         self._donor.add_request(run, number, decode_steps(payload))
@@ -261,7 +259,8 @@ class Join:
         """Become a member where training has begun: load a snapshot, follow the members, be admitted.
 
         Raises:
-            TimeoutError: nothing happened for ``timeout_s``.
+            TimeoutError: nothing happened for ``timeout_s`` and two exchanges of the members, or their updates arrive
+                faster than the snapshot.
             Mismatch: the members train something else.
             RuntimeError: this exchange has left.
         """
@@ -269,7 +268,8 @@ class Join:
         introductions = self._introductions
         if membership.phase is Phase.LEAVING:
             raise RuntimeError("this exchange has left")
-        deadline_s = clock.now_s() + self._options.timeout_s
+        wait = clock.Wait("this node joins", self._options.timeout_s)
+        pace = Pace()
         while membership.phase is not membership.destination:
             if membership.phase is Phase.JOINING:
                 if not introductions.compatible() and any(
@@ -279,17 +279,42 @@ class Join:
                     raise Mismatch(introductions.describe_incompatible())
                 self._join_with_snapshot(params, optimizer_state)
             self.poll(clock.POLL_S)
-            # Every followed step is progress: only silence counts against the timeout.
-            while self._options.is_sync and membership.is_ready_for(self._replica.step):
+            while self._options.is_sync and _is_ready_for(membership, self._replica.step):
                 self._follow_step(params)
-                deadline_s = clock.now_s() + self._options.timeout_s
-            if clock.now_s() >= deadline_s:
+            if self._options.role == "observer" and not introductions.compatible(Phase.IN):
+                return  # nobody is left to follow, which is no error of an observer
+            # Every part of a snapshot and every followed step is progress. Members give and name newcomers between two
+            # exchanges, so silence lasts as long as these are apart.
+            hellos = introductions.compatible(Phase.IN).values()
+            pace.watch([stream.received for stream in membership.others.values()])
+            step_s = max([pace.longest_s, *(hello.step_s for hello in hellos)])
+            wait.allow(self._options.timeout_s + _SILENT_STEPS * step_s)
+            wait.note(
+                (self._recipient.received_bytes, self._replica.step, membership.phase),
+                self._recipient.progress,
+            )
+            self._check_kept_updates()
+            if wait.is_over:
                 raise TimeoutError(
-                    f"this node did not come in within {self._options.timeout_s:g} s, "
-                    f"from {len(introductions.compatible(Phase.IN))} members that it sees"
+                    f"this node did not come in within {wait.silence_s:g} s of the last progress, "
+                    f"from {len(hellos)} members that it sees"
                 )
         # Of a checkpoint: what this node kept as an owner is its residual where another node owns the part now.
         self._replica.add_late_parts(params)
+
+    def _check_kept_updates(self) -> None:
+        """Refuse to keep more updates than a snapshot can be worth waiting for.
+
+        Raises:
+            TimeoutError: the updates arrive faster than the snapshot.
+        """
+        kept_bytes = sum(stream.waiting_bytes for stream in self._membership.others.values())
+        if kept_bytes > max(_KEPT_BYTES, _KEPT_FACTOR * self._recipient.expected_bytes):
+            raise TimeoutError(
+                f"{kept_bytes / 1e6:.0f} MB of the members' updates have arrived while this node waits for its "
+                f"snapshot ({self._recipient.progress or 'nothing yet'}): its link does not carry the training; share "
+                "with a lower density or a larger every"
+            )
 
     def observe(self, params: Any, optimizer_state: NodeState, timeout_s: float) -> int:
         """Apply the members' updates without being one; see ``Exchange.follow``."""
@@ -303,7 +328,7 @@ class Join:
             if membership.phase is not Phase.READY and has_members:
                 self.ensure_member(params, optimizer_state)
             self.poll(max(0.0, min(clock.POLL_S, deadline_s - clock.now_s())))
-            while self._options.is_sync and membership.is_ready_for(self._replica.step):
+            while self._options.is_sync and _is_ready_for(membership, self._replica.step):
                 self._follow_step(params)
                 count += 1
             if not self._options.is_sync and membership.phase is Phase.READY:
@@ -369,7 +394,8 @@ class Join:
         if replica.sharding is not None:
             replica.sharding.reject_parts(step)
         snapshot = replace(
-            self._snapshot({}, finals, params, optimizer_state),
+            self._snapshot({}, params, optimizer_state),
+            finals=finals,
             step=step + 2,  # later than any update with which a node may have gone
             senders=[membership.run],
         )
@@ -389,7 +415,7 @@ class Join:
         first_direct = {
             run: first
             for run in members
-            if (first := self._membership.first_received(run)) is not None
+            if (first := _first_received(self._membership, run)) is not None
         }
         if able and len(first_direct) == len(members):
             place = (own_run.id + self._recipient.requests + 1) % len(able)
@@ -415,7 +441,7 @@ class Join:
                 if not is_stale and not snapshot.positions.keys().isdisjoint(hello.members):
                     positions.setdefault(run, hello.first_step)
         for run, position in positions.items():
-            first = membership.first_received(run)
+            first = _first_received(membership, run)
             if first is None or first > position:
                 return False
         self._adopt(snapshot, positions)
@@ -454,3 +480,57 @@ class Join:
         replica.assign_owners(snapshot.senders, snapshot.step, self._introductions.workers)
         replica.add_late_parts(params)
         self._on_load()
+
+
+def _first_received(membership: Membership, run: NodeRun) -> int | None:
+    """Return the first update of a node, not a member yet, that this node gets directly; None: unknown."""
+    stream = membership.others.get(run)
+    return None if stream is None else stream.first_received
+
+
+def _is_ready_for(membership: Membership, step: int) -> bool:
+    """Return whether this node, not a member yet, can follow the members through ``step``."""
+    if membership.phase is not Phase.READY or not membership.members or membership.missing(step):
+        return False
+    notes = [stream.notes.get(step) for stream in membership.members.values()]
+    if not all(note is not None and membership.run in note.admits for note in notes):
+        return True
+    # The step at which this node becomes a member: only when all members have finished it, and without a report,
+    # is it sure that they have applied the same updates.
+    return all(map(membership.is_known_to, membership.members))
+
+
+def _snapshot_of(
+    replica: Replica,
+    membership: Membership,
+    positions: dict[NodeRun, int],
+    params: Any,
+    optimizer_state: NodeState,
+) -> Snapshot:
+    """Return a copy of the present state.
+
+    Args:
+        replica: of this node.
+        membership: of this node.
+        positions: for every member, this node included, the first update that is not in the state.
+        params: the caller's.
+        optimizer_state: the caller's.
+    """
+    shared = replica.export_state(params)
+    sharding = replica.sharding
+    workers = membership.introductions.workers
+    senders = () if sharding is None else sharding.senders
+    return Snapshot(
+        replica.step,
+        positions,
+        membership.finals,
+        copies([*shared, *optimizer_state.export()]),
+        len(shared),
+        membership.origin,
+        membership.introductions.training,
+        sharding is not None,
+        {} if sharding is None else sharding.accepted,
+        senders,
+        [run for run in senders if run in workers],
+        replica.agreement.state(),
+    )

@@ -17,6 +17,7 @@ from ..errors import MessageError, Mismatch, NotConnected, WouldBlock
 from ..message import Message
 from ..transport import Peer, PeerLost
 from .protocol import (
+    STEP_S_MAX,
     TAG_NUMBERS,
     Hello,
     Kind,
@@ -27,6 +28,7 @@ from .protocol import (
     run_of,
     tag_of,
 )
+from .results import Pace
 
 if TYPE_CHECKING:
     from ..transport import Node, Ticket
@@ -37,6 +39,7 @@ _LOG = logging.getLogger(__name__)
 
 Updates = list[tuple[NodeRun, list[Message]]]
 
+_UPDATE_OBJECT_BYTES = 2_000  # memory of the Python objects of an update
 STEPS_AHEAD_MAX = 1_024  # of notes, and of updates that nobody applies yet
 # Documents whose loss changes no replica: one that cannot be read is ignored, and costs its sender alone.
 _DOCUMENTS = (Kind.NOTE, Kind.REPORT, Kind.REQUEST, Kind.SNAPSHOT)
@@ -72,6 +75,12 @@ class UpdateStream:
         return max(self.received, self.position)
 
     @property
+    def waiting_bytes(self) -> int:
+        """Memory of these updates."""
+        sizes = [message.nbytes for update in self._messages.values() for message in update]
+        return sum(sizes) + _UPDATE_OBJECT_BYTES * len(self._messages)
+
+    @property
     def waiting(self) -> int:
         """Number of updates that have arrived and are not applied."""
         return len(self._messages)
@@ -89,7 +98,7 @@ class UpdateStream:
         # A note goes right before its update, so a note for a step far ahead is a mistake that would cost memory.
         if self.first_received is not None and step > self.next_missing + STEPS_AHEAD_MAX:
             raise MessageError(f"a note for step {step}, where {self.next_missing} is next")
-        if len(self.notes) > self._keeps + STEPS_AHEAD_MAX:
+        if len(self.notes) > self.waiting + self._keeps + STEPS_AHEAD_MAX:
             raise MessageError(f"{len(self.notes)} notes without their updates")
         self.notes[step] = note
         self._payloads.setdefault(step, []).append((tag_of(Kind.NOTE, step), payload))
@@ -209,6 +218,10 @@ class Introductions:
             f"{self.name_of(run)} {self._reasons.get(run, 'is gone')}"
             for run in (self._reasons if runs is None else runs)
         )
+
+    def has_finished(self, run: NodeRun) -> bool:
+        """Return whether a node has said that it leaves."""
+        return self._reasons.get(run) == "finished"
 
     def add_workers(self, runs: Iterable[NodeRun]) -> None:
         """Remember nodes that own no parameters, of which other nodes have said so."""
@@ -365,6 +378,7 @@ class Membership:
         departing: for every member that is gone, the first of its updates that this node lacks.
         finals: for those on which the members have agreed, the first update that nobody applies.
         reported: the nodes that this node's last report names.
+        pace: of this node's exchanges.
     """
 
     def __init__(
@@ -385,6 +399,7 @@ class Membership:
         self.departing: dict[NodeRun, int] = {}
         self.finals: dict[NodeRun, int] = {}
         self.reported: set[NodeRun] = set()
+        self.pace = Pace()
         self._role = role
         self._keeps = keeps
         self._is_late = False  # has joined with a snapshot
@@ -434,6 +449,7 @@ class Membership:
         """Begin the training with these members, a new one without an identity; `enter` follows."""
         self.origin = origin
         self.is_sharded = is_sharded
+        self.pace.note()
         for run in others:
             self.add_member(run, step)
         introductions = self.introductions
@@ -582,6 +598,7 @@ class Membership:
             self.introductions.teams[self.run],
             self.introductions.training,
             self.introductions.is_confirmed,
+            min(self.pace.present_s, STEP_S_MAX),
         )
 
     def set_params(self, layout: list[list[object]], start: tuple[str, str]) -> bool:
@@ -637,22 +654,6 @@ class Membership:
                 if step not in stream and step < self.finals.get(run, step + 1)
             ]
         )
-
-    def is_ready_for(self, step: int) -> bool:
-        """Return whether this node, not a member yet, can follow the members through ``step``."""
-        if self.phase is not Phase.READY or not self.members or self.missing(step):
-            return False
-        notes = [stream.notes.get(step) for stream in self.members.values()]
-        if not all(note is not None and self.run in note.admits for note in notes):
-            return True
-        # The step at which this node becomes a member: only when all members have finished it, and without a report,
-        # is it sure that they have applied the same updates.
-        return all(map(self.is_known_to, self.members))
-
-    def first_received(self, run: NodeRun) -> int | None:
-        """Return the first update of a node, not a member yet, that this node gets directly; None: unknown."""
-        stream = self.others.get(run)
-        return None if stream is None else stream.first_received
 
     def contributors_before(self, step: int) -> str:
         """Return a name for the set of nodes whose updates are in the state before a step, as this node sees them."""
@@ -966,7 +967,9 @@ class Router:
             if is_member and stream.waiting >= membership.waits:
                 raise MessageError(f"{stream.waiting} updates are ahead of this node")
             stream.add_update(self.parse(sender, step, payload), payload)
-            if sender not in membership.members and stream.waiting > STEPS_AHEAD_MAX:
+            # A newcomer needs all of them for its snapshot, within the bound of `Join`.
+            is_bounded = sender not in membership.members and membership.phase is not Phase.JOINING
+            if is_bounded and stream.waiting > STEPS_AHEAD_MAX:
                 membership.expect_nothing(sender)  # until it joins, and says so
         elif membership.others.get(sender) is stream:
             # From a new connection, before its introduction: others were lost with the old one.

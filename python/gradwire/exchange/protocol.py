@@ -20,6 +20,7 @@ from ..transport import Peer
 
 __all__ = [
     "MESSAGE_MAGIC",
+    "STEP_S_MAX",
     "TAG_NUMBERS",
     "VERSIONS",
     "Hello",
@@ -40,10 +41,11 @@ __all__ = [
     "unpack_relay",
 ]
 
-VERSIONS = [6, 1]  # of this protocol, and of docs/message-format.md
+VERSIONS = [7, 1]  # of this protocol, and of docs/message-format.md
 
 TAG_NUMBERS = 1 << 56  # ``divmod(tag, TAG_NUMBERS)`` is kind and number
 _RELAY = struct.Struct("<QQQ")
+STEP_S_MAX = 86_400.0  # between two exchanges
 _LISTED_MAX = 4  # longer lists are described by their first difference
 _Document = TypeVar("_Document")
 
@@ -183,6 +185,7 @@ class Hello:
         team: number of workers on the sender's machine, and the number of them whose mean an update is: 1 for a sum.
         training: the identity of the sender's training; empty before the first one begins.
         is_confirmed: whether the sender has finished a step of that training, or comes from a checkpoint of it.
+        step_s: time between the sender's last exchanges; 0: there were none.
     """
 
     signature: dict[str, Any]
@@ -198,6 +201,7 @@ class Hello:
     team: tuple[int, int] = (1, 1)
     training: str = ""
     is_confirmed: bool = False
+    step_s: float = 0.0
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
@@ -222,6 +226,7 @@ class Hello:
                 _read_team(document["team"]),
                 str(document["training"]),
                 bool(document["is_confirmed"]),
+                _read_seconds(document["step_s"]),
             ),
         )
 
@@ -318,6 +323,13 @@ def unpack_relay(payload: memoryview) -> tuple[NodeRun, int, memoryview]:
         raise MessageError(f"a relayed message of {len(payload)} bytes")
     node, incarnation, tag = _RELAY.unpack_from(payload)
     return NodeRun(node, incarnation), tag, payload[_RELAY.size :]
+
+
+def _read_seconds(value: Any) -> float:
+    seconds = float(value)
+    if not 0.0 <= seconds <= STEP_S_MAX:  # refuses NaN, too
+        raise ValueError(f"{value!r:.40} seconds")
+    return seconds
 
 
 def read_number(value: Any, limit: int = 1 << 64) -> int:

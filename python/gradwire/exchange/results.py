@@ -1,12 +1,13 @@
-"""The results of a step and of joining, and the totals of all steps."""
+"""The results of a step and of joining, the totals of all steps, and their pace."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .. import clock
 from ..transport import Peer
 
-__all__ = ["ExchangeStats", "Joined", "StepResult"]
+__all__ = ["ExchangeStats", "Joined", "Pace", "StepResult"]
 
 _SUMS = (
     "sent_bytes",
@@ -19,6 +20,38 @@ _SUMS = (
     "apply_s",
 )
 _LASTS = ("density", "threshold", "staleness")
+
+
+class Pace:
+    """How far a node's exchanges are apart, which introductions tell.
+
+    Attributes:
+        longest_s: the longest time between two of them, where older ones count less.
+    """
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._last_s: float | None = None
+        self._marker: object = None
+
+    @property
+    def present_s(self) -> float:
+        """The same with the time since the last event."""
+        since_s = 0.0 if self._last_s is None else clock.now_s() - self._last_s
+        return max(self.longest_s, since_s)
+
+    def note(self) -> None:
+        """Note an event."""
+        time_s = clock.now_s()
+        if self._last_s is not None:
+            self.longest_s = max(time_s - self._last_s, self.longest_s / 2)
+        self._last_s = time_s
+
+    def watch(self, marker: object) -> None:
+        """Note an event if a value is another than before."""
+        if marker != self._marker:
+            self._marker = marker
+            self.note()
 
 
 @dataclass(frozen=True, kw_only=True)

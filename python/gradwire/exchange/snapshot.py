@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import clock
 from ..agreement import checked_state
 from ..arrays import Arrays, layouts, put, writable_views
-from ..errors import MessageError, Mismatch, NotConnected, WouldBlock
+from ..errors import MessageError, Mismatch, NotConnected, TransportError, WouldBlock
 from .owner import Accepted
 from .protocol import (
     Kind,
@@ -29,7 +31,7 @@ from .protocol import (
 )
 
 if TYPE_CHECKING:
-    from ..transport import Node, Peer
+    from ..transport import Node, Peer, PeerStats, Ticket
 
 __all__ = [
     "NO_STATE",
@@ -47,7 +49,16 @@ Layout: TypeAlias = list[list[Any]]  # [dtype, shape] of each array
 _LOG = logging.getLogger(__name__)
 
 # Small enough to let updates pass in between, large enough to cost nothing.
-_PART_BYTES = 1 << 20
+_PART_BYTES = 1 << 18
+# Parts that are under way to one newcomer: what its link carries in so many seconds, within bounds. All messages after
+# them stay in the send log as long, which has 160 MiB by default.
+_WINDOW_S = 0.1
+_WINDOW_BYTES_MAX = 8 << 20
+# Part of the newcomer's rate that is left for it while updates are under way to the members.
+_BUSY_SHARE = 0.1
+_LOOK_S = 0.01  # between two looks for space
+# Space that is left for a step, at most: every node has as much.
+_STEP_BYTES_MAX = 16 << 20
 # A header comes from another machine: it must not be able to claim any amount of memory.
 _ARRAYS_MAX = 1 << 20
 # Bounds of the optimiser's state in it: twice the parameters are usual.
@@ -270,32 +281,99 @@ def _read_layout(dtype: Any, shape: Any) -> list[Any]:
     return [np.dtype(dtype).name, [read_number(size, 1 << 48) for size in shape]]
 
 
+class _Transfer:
+    """One snapshot on its way to one newcomer.
+
+    Args:
+        number: of the request.
+        parts: header and values, in order; removed as they leave, and with them the copy of the state.
+    """
+
+    def __init__(self, number: int, parts: Sequence[memoryview]) -> None:
+        self.number = number
+        self.parts = deque(parts)
+        self.sent_bytes = 0
+        self._in_flight: deque[Ticket] = deque()
+        self._allowance_bytes = 0.0
+        self._allowed_at_s = clock.now_s()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all parts that have not left."""
+        return sum(map(len, self.parts))
+
+    def space(self, path: PeerStats | None, *, is_busy: bool) -> int:
+        """Return how many bytes may leave now.
+
+        Args:
+            path: to the newcomer; None: unknown.
+            is_busy: whether updates are under way to the members.
+        """
+        while self._in_flight and self._in_flight[0].is_done:
+            self._in_flight.popleft()
+        rate = 0.0 if path is None else path.rate_bytes_per_s
+        now_s = clock.now_s()
+        elapsed_s = now_s - self._allowed_at_s
+        self._allowed_at_s = now_s
+        # The newcomer may share a link with the members. Updates then go first, and a part of the link remains, so that
+        # a training that always sends lets newcomers in, too.
+        self._allowance_bytes = min(
+            self._allowance_bytes + elapsed_s * _BUSY_SHARE * rate, float(_WINDOW_BYTES_MAX)
+        )
+        if is_busy:
+            may_send = self._allowance_bytes >= _PART_BYTES or (not rate and not self._in_flight)
+            return _PART_BYTES if may_send else 0
+        # Enough to keep the link busy until the next look, and no more: it delays the newcomer's updates, and all
+        # messages after it stay in the send log until the newcomer has it.
+        round_trip_s = 0.0 if path is None else path.least_rtt_s
+        window_bytes = rate * (_WINDOW_S + 2 * round_trip_s)
+        window_bytes = min(max(window_bytes, 2 * _PART_BYTES), _WINDOW_BYTES_MAX)
+        return int(window_bytes) - sum(ticket.nbytes for ticket in self._in_flight)
+
+    def advance(self, ticket: Ticket) -> None:
+        """Note that the next part has left."""
+        nbytes = len(self.parts.popleft())
+        self.sent_bytes += nbytes
+        self._allowance_bytes = max(0.0, self._allowance_bytes - nbytes)
+        self._in_flight.append(ticket)
+
+
 class Donor:
-    """Answers newcomers' requests: waits for a suitable step, and sends the snapshot as there is space.
+    """Answers newcomers' requests: waits for a suitable step, and sends the snapshot beside the training.
+
+    The parts leave in a thread of their own, also while the caller computes, a few at a time.
 
     Args:
         node: of this exchange.
         peer_of: returns a connected node's peer.
+        step_bytes: size of a step's largest messages, for which space is left in the send log.
     """
 
-    def __init__(self, node: Node, peer_of: Callable[[NodeRun], Peer]) -> None:
+    def __init__(self, node: Node, peer_of: Callable[[NodeRun], Peer], step_bytes: int) -> None:
         self._node = node
         self._peer_of = peer_of
+        self._step_bytes = min(step_bytes, _STEP_BYTES_MAX)
         # By newcomer: number of the request, and for every member the first update that the newcomer gets directly.
         self._requests: dict[NodeRun, tuple[int, dict[NodeRun, int]]] = {}
-        # All newcomers share one queue. Parts leave in order, so a slow newcomer delays those behind it, but never a
-        # step.
-        self._outgoing: deque[tuple[NodeRun, int, memoryview]] = deque()
+        self._lock = threading.Lock()  # of what follows
+        self._transfers: dict[NodeRun, _Transfer] = {}
+        self._is_sending = False
 
     @property
     def is_idle(self) -> bool:
         """Whether nobody waits for a snapshot."""
-        return not self._requests and not self._outgoing
+        return not self._requests and not self._transfers
 
     @property
     def requesters(self) -> set[NodeRun]:
         """The nodes whose requests are not answered yet."""
         return set(self._requests)
+
+    @property
+    def remaining_bytes(self) -> int:
+        """Bytes of all snapshots that have not left."""
+        with self._lock:
+            return sum(transfer.nbytes for transfer in self._transfers.values())
 
     def add_request(self, run: NodeRun, number: int, first_direct: dict[NodeRun, int]) -> None:
         """Add a request, in the place of an earlier one.
@@ -307,7 +385,8 @@ class Donor:
                 all before.
         """
         self._requests[run] = number, first_direct
-        self._drop(run)
+        with self._lock:
+            self._transfers.pop(run, None)
 
     def serve(self, positions: dict[NodeRun, int], make: Callable[[], Snapshot]) -> None:
         """Answer every request that the present state satisfies.
@@ -331,33 +410,62 @@ class Donor:
                 continue
             # One copy serves all newcomers that wait at this step.
             snapshot = snapshot or make()
+            with self._lock:
+                self._transfers[run] = _Transfer(number, snapshot.parts())
+                is_sending = self._is_sending
+                self._is_sending = True
             del self._requests[run]
-            self._outgoing += [(run, number, part) for part in snapshot.parts()]
+            # A small snapshot leaves at once, the parts of a large one beside the training.
+            if not is_sending and self._send_parts() is not None:
+                clock.repeat(self._send_parts)
+
+    def stop(self) -> None:
+        """Send no more parts, because this node leaves; the newcomers ask another member."""
+        self._requests.clear()
+        with self._lock:
+            self._transfers.clear()
 
     def refuse_all(self) -> None:
         """Drop all requests; the newcomers ask another member."""
         self._requests.clear()
 
-    def send_parts(self) -> None:
-        """Send as many parts as there is space for."""
-        while self._outgoing:
-            run, number, part = self._outgoing[0]
-            try:
-                # Half of the space is left for updates.
-                if not self._node.has_room(2 * len(part)):
-                    return
-                tag = tag_of(Kind.SNAPSHOT, number)
-                self._node.publish(part, tag=tag, to=self._peer_of(run))
-            except WouldBlock:
-                return
-            except NotConnected:
-                self._drop(run)
-                continue
-            self._outgoing.popleft()
+    def _send_parts(self) -> float | None:
+        """Send as many parts as may leave now; return when to call again, None when all have left."""
+        try:
+            paths = {run_of(path.peer): path for path in self._node.stats().peers}
+            with self._lock:
+                is_busy = any(
+                    path.in_flight_bytes and run not in self._transfers
+                    for run, path in paths.items()
+                )
+                for run, transfer in list(self._transfers.items()):
+                    space = transfer.space(paths.get(run), is_busy=is_busy)
+                    if not self._send_some(run, transfer, space):
+                        del self._transfers[run]
+                self._is_sending = bool(self._transfers)
+                return _LOOK_S if self._transfers else None
+        except TransportError:
+            # The node is closed.
+            with self._lock:
+                self._transfers.clear()
+                self._is_sending = False
+            return None
 
-    def _drop(self, run: NodeRun) -> None:
-        """Send a newcomer no more of an earlier snapshot."""
-        self._outgoing = deque(entry for entry in self._outgoing if entry[0] != run)
+    def _send_some(self, run: NodeRun, transfer: _Transfer, space_bytes: int) -> bool:
+        """Send a newcomer parts of about so many bytes together; return whether there are more."""
+        tag = tag_of(Kind.SNAPSHOT, transfer.number)
+        while transfer.parts and space_bytes > 0:
+            part = transfer.parts[0]
+            space_bytes -= len(part)
+            try:
+                if not self._node.has_room(len(part) + self._step_bytes):
+                    break
+                transfer.advance(self._node.publish(part, tag=tag, to=self._peer_of(run)))
+            except WouldBlock:
+                break
+            except NotConnected:
+                return False
+        return bool(transfer.parts)
 
 
 class Recipient:
@@ -371,6 +479,7 @@ class Recipient:
     Attributes:
         donor: the node that was asked last, until its snapshot is taken; or None.
         requests: number of requests so far.
+        received_bytes: size of all parts that have arrived so far, of all requests.
     """
 
     def __init__(
@@ -381,6 +490,7 @@ class Recipient:
     ) -> None:
         self.donor: NodeRun | None = None
         self.requests = 0
+        self.received_bytes = 0
         self._send = send
         self._address_of = address_of
         self._me = me
@@ -421,6 +531,7 @@ class Recipient:
                 self._incoming = Snapshot.from_header(payload, self._check)
             else:
                 self._incoming.add_part(payload)
+            self.received_bytes += len(payload)
         except MessageError as error:
             address = self._address_of(run)
             _LOG.warning("%s: %s; this node asks another member", address, error)
@@ -438,6 +549,22 @@ class Recipient:
             raise MessageError(
                 f"a snapshot with a state of {state_bytes} bytes for parameters of {own_bytes}"
             )
+
+    @property
+    def progress(self) -> str:
+        """How much of the snapshot has arrived, as text; empty: nothing."""
+        snapshot = self._incoming
+        if self.donor is None or snapshot is None:
+            return ""
+        missing = sum(map(len, snapshot.missing))
+        total = sum(array.nbytes for array in snapshot.arrays)
+        return f"{clock.of_bytes(total - missing, total)} from {self._address_of(self.donor)}"
+
+    @property
+    def expected_bytes(self) -> int:
+        """Size of the snapshot that is under way; 0: unknown."""
+        arrays = [] if self._incoming is None else self._incoming.arrays
+        return sum(array.nbytes for array in arrays)
 
     def take(self) -> Snapshot | None:
         """Return the snapshot once all of it has arrived, and end the request; None before."""

@@ -173,7 +173,7 @@ class Step:
         pending = flush()
         replica.hold(pending, params, begin_s, has_moved=False)
         result = self._finish_or_repeat(pending, flush, params, optimizer_state)
-        self._join.say_goodbye()
+        self._join.end()
         return result
 
     def finish_earlier(self, params: Any, optimizer_state: NodeState) -> StepResult | None:

@@ -232,10 +232,9 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             text += "and does the firewall pass UDP?"
         rejected = self._endpoint.local.rejected
         if rejected.last is not None:
-            text += (
-                f"; {rejected.count} INIT datagrams were not answered, the last from {format_address(rejected.last)}: "
-                f"{rejected.reason}; this node has {self._secret_name}"
-            )
+            last = format_address(rejected.last)
+            text += f"; {rejected.count} INIT datagrams were not answered, the last from {last}: {rejected.reason}"
+            text += f"; this node has {self._secret_name}"
         return text
 
     def events(self) -> list[Event]:
@@ -311,7 +310,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
     def close(self, timeout_s: float = 5.0) -> list[tuple[Peer, Ticket]]:
         """Deliver the queued messages, send a CLOSE and stop; a second call only waits for the first.
 
-        Returns the (peer, ticket) of every message that a peer has not acknowledged within ``timeout_s``.
+        Returns the (peer, ticket) of every message that is not acknowledged when nothing was for ``timeout_s``.
         """
         if os.getpid() != self._process:
             return []
@@ -322,8 +321,11 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         end_s = now_s() + timeout_s
         with self._lock:
             self._endpoint.refuse_messages()
+            released = -1
             with suppress(Closed):  # the I/O thread has failed: nothing can be delivered any more
-                self._wait_for(lambda: self._endpoint.is_drained, timeout_s)
+                while not self._wait_for(lambda: self._endpoint.is_drained, timeout_s):
+                    if not timeout_s or released == (released := self._endpoint.log.base):
+                        break
             undelivered = self._endpoint.undelivered()
             with suppress(Closed):
                 self._endpoint.close(now_s())
