@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 import gradwire as gw
 from gradwire.policy import most_changed
+from gradwire.reference import ReferenceEncoder
 
 Array = np.ndarray[Any, Any]
 
@@ -179,3 +182,91 @@ def test_a_budget_goes_on_after_a_checkpoint() -> None:
     two.load_state_dict(one.state_dict())
     for step in range(12):
         assert bytes(one.encode(gauss(10_000, step))) == bytes(two.encode(gauss(10_000, step)))
+
+
+# --- the limit of a target density ----------------------------------------------------------------
+
+
+def adam(numel: int, seed: int) -> Iterator[Array]:
+    """Yield Adam's updates of a model that learns: the first are plus or minus the learning rate."""
+    rng = np.random.default_rng(seed)
+    mean = rng.standard_normal(numel, dtype=np.float32)
+    first, second = np.zeros((2, numel), np.float32)
+    for count in itertools.count(1):
+        gradient = mean + rng.standard_normal(numel, dtype=np.float32)
+        first += np.float32(0.1) * (gradient - first)
+        second += np.float32(0.001) * (gradient * gradient - second)
+        unbiased = first / np.float32(1 - 0.9**count)
+        yield np.float32(-1e-3) * unbiased / np.sqrt(second / np.float32(1 - 0.999**count))
+
+
+@pytest.mark.parametrize("adds_first", [False, True], ids=["update", "already added"])
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.05])
+def test_no_message_of_an_adaptive_optimiser_has_more_than_twice_the_target(
+    density: float, adds_first: bool
+) -> None:
+    numel = 2**18
+    encoder = gw.Encoder(numel, gw.TargetDensity(density))
+    for update in itertools.islice(adam(numel, 3), 20):
+        if adds_first:
+            encoder.residual[...] += update
+        message = encoder.encode(None if adds_first else update)
+        assert message.density <= 2.0 * density
+
+
+@pytest.mark.parametrize("factor", [10.0, 1000.0])
+@pytest.mark.parametrize("density", [0.001, 0.01])
+def test_after_a_jump_of_the_updates_messages_stay_below_twice_the_target(
+    density: float, factor: float
+) -> None:
+    numel = 2**18
+    encoder = gw.Encoder(numel, gw.TargetDensity(density))
+    put_in, sent = np.zeros(numel), np.zeros(numel)
+    ratios = []
+    for step in range(100):
+        scale = 2.0**10 * (factor if step >= 60 else 1.0)
+        update = np.rint(gauss(numel, step, scale)) * np.float32(2.0**-10)
+        message = encoder.encode(update)
+        gw.apply(message, sent)
+        put_in += update
+        ratios.append(message.density / density)
+    assert max(ratios[60:]) <= 2.0, ratios[60:]
+    assert 0.7 <= np.mean(ratios[75:]) <= 1.4, ratios[60:]
+    assert max(ratios[85:]) <= 1.6, ratios[60:]
+    np.testing.assert_allclose(sent + encoder.residual, put_in, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("density", [0.3, 0.05, 0.001])
+def test_what_is_held_back_is_as_in_the_reference(dtype: str, density: float) -> None:
+    numel, policy = 20_011, gw.TargetDensity(density)
+    shakeup = gw.ShakeUp(7)
+    ours = gw.Encoder(numel, policy, dtype=dtype, threads=2, shakeup=shakeup)
+    theirs = ReferenceEncoder(numel, policy, dtype=dtype, shakeup=shakeup)
+    limited = 0
+    for step in range(40):
+        update = gauss(numel, step, 1000.0 if step > 20 else 1.0)
+        if step in (3, 4, 5):
+            update = np.sign(update)  # equal magnitudes everywhere
+        message = ours.encode(update)
+        assert bytes(message) == theirs.encode(update)
+        assert ours.residual.tobytes() == theirs.residual.tobytes()
+        assert ours.threshold == theirs.threshold
+        assert message.is_shakeup or message.count <= policy.most_changed(numel)
+        limited += message.count == policy.most_changed(numel)
+    assert limited >= 2
+
+
+def test_parts_share_the_limit_of_a_density() -> None:
+    numel, policy = 300_000, gw.TargetDensity(0.01, initial=1e-3)
+    messages = gw.Encoder(numel, policy).encode(gauss(numel), parts=5)
+    assert sum(one.count for one in messages) == policy.most_changed(numel) == 6_000
+
+
+def test_small_arrays_and_explicit_budgets_have_no_limit_of_a_density() -> None:
+    policy = gw.TargetDensity(0.01, initial=1e-3)
+    assert gw.Encoder(10_000, policy).encode(gauss(10_000)).count > 9_000
+    message = gw.Encoder(100_000, policy).encode(gauss(100_000), max_bytes=10_000)
+    assert message.count > 2_000
+    assert message.nbytes <= 10_000

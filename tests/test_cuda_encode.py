@@ -87,6 +87,31 @@ def test_steps_follow_the_policy_as_on_the_cpu(policy: str) -> None:
     )
 
 
+@pytest.mark.parametrize("parts", [None, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_a_density_holds_back_is_as_on_the_cpu(dtype: str, parts: int | None) -> None:
+    numel, policy = 40_011, gw.TargetDensity(0.01)
+    both = pair(numel, threshold=policy, dtype=dtype, shakeup=gw.ShakeUp(every=9))
+    rng = np.random.default_rng(12)
+    limited = 0
+    for step in range(18):
+        update = rng.normal(0, 1000.0 if step > 11 else 1.0, numel).astype(np.float32)
+        if step in (3, 4):
+            update = np.sign(update)  # equal magnitudes everywhere
+        cpu, cuda = (
+            [message] if parts is None else message
+            for message in (
+                both[0].encode(update, parts=parts),
+                both[1].encode(on_device(torch().from_numpy(update)), parts=parts),
+            )
+        )
+        assert list(map(bytes, cuda)) == list(map(bytes, cpu))
+        np.testing.assert_array_equal(residual_of(both[1]), residual_of(both[0]))
+        assert both[1].threshold == pytest.approx(both[0].threshold, rel=1e-14)
+        limited += sum(message.count for message in cpu) == policy.most_changed(numel)
+    assert limited >= 2
+
+
 def test_a_sequence_of_tensors_is_one_update() -> None:
     rng = np.random.default_rng(2)
     for dtypes in (["float32"], ["bfloat16", "float32", "float16"]):

@@ -41,6 +41,7 @@ ALLOWED = {
     "state": {"policy"},
     "arrays": COMPILED | {"errors"},
     "partition": set(),
+    "slices": {"errors", "transport"},
     "agreement": {"arrays"},
     "message": COMPILED | {"arrays", "errors", "partition"},
     "codec": COMPILED | {"arrays", "errors", "message", "partition", "policy", "state"},
@@ -53,7 +54,7 @@ ALLOWED = {
     "cost": {"transport"},
     "calibration": CODEC | {"cost", "transport"},
     "transport": {"errors", "rendezvous", "transport"},
-    "exchange": CODEC | {"agreement", "clock", "exchange", "shared_memory", "transport"},
+    "exchange": CODEC | {"agreement", "clock", "exchange", "shared_memory", "slices", "transport"},
     "feed": {"errors", "feed", "shared_memory", "transport"},
     "cli": CODEC
     | {"calibration", "cli", "cost", "exchange", "shared_memory", "torch", "transport", INTERFACE},

@@ -10,7 +10,14 @@ namespace gradwire::cuda {
 struct Budget {
     uint64_t max_bytes = UINT64_MAX;  // of all messages of a step
     uint64_t most_changed = UINT64_MAX;
+    bool is_policy = false;  // the limit of TargetDensity: of the elements whatever their bytes, but not of a shake-up
 };
+
+// Return whether a step is over its budget.
+GRADWIRE_HD inline bool is_over(const Budget& budget, uint64_t bytes, uint64_t reached, bool is_shakeup) {
+    if (reached <= budget.most_changed) return false;
+    return budget.is_policy ? !is_shakeup : bytes > budget.max_bytes;
+}
 
 // What a step sends if it is over its budget.
 struct Selection {

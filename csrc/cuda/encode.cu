@@ -13,7 +13,7 @@
 //
 // With a budget of bytes, kernels between layout and write: weigh, and where the messages are too large put_back,
 // choose, count_ties, order_ties, keep_largest; then plan, size and layout again. They return at once where the
-// messages fit.
+// messages fit. The limit of TargetDensity does not depend on bytes: the same kernels are between plan and size.
 //
 // From deal on, blockIdx.y is the part.
 #include "encode_kernels.h"
@@ -135,14 +135,16 @@ __global__ void __launch_bounds__(kBlock)
 }
 
 // One thread.
-__global__ void weigh_kernel(const __grid_constant__ PartTable table, Budget budget, Selection* selection) {
+__global__ void weigh_kernel(const __grid_constant__ PartTable table, Budget budget, const EncoderState* state,
+                             Selection* selection) {
     if (table.first == 0) *selection = Selection{};
     for (uint32_t p = 0; p < table.count; ++p) {
         const Plan& plan = table.parts[p].scratch->plan;
         selection->bytes += kHeaderBytes + plan.payload_bytes();
         selection->reached += plan.count;
     }
-    selection->is_over = selection->bytes > budget.max_bytes && selection->reached > budget.most_changed;
+    const bool is_shakeup = state->flags & kFlagShakeUp;
+    selection->is_over = is_over(budget, selection->bytes, selection->reached, is_shakeup);
 }
 
 // A thread for each word of the whole.

@@ -61,7 +61,7 @@ struct EncodeKernels {
                  const Selection* only_over);
     void (*size)(PartTable table, const Selection* only_over);
     void (*layout)(PartTable table, const EncoderState* state, uint32_t key, const Selection* only_over);
-    void (*weigh)(PartTable table, Budget budget, Selection* selection);
+    void (*weigh)(PartTable table, Budget budget, const EncoderState* state, Selection* selection);
     void (*put_back)(Masks whole, Residual* residual, const EncoderState* state, uint64_t* bins,
                      const Selection* selection);
     void (*choose)(uint64_t* bins, uint64_t most_changed, double rounding_point, Selection* selection,

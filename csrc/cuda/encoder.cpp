@@ -205,7 +205,14 @@ void DeviceEncoder::sample(const std::vector<ConstArray>* update, cudaStream_t s
     CUDA_LAUNCH("learn", kernels.learn, 1, 1, stream, policy_, work_->state);
 }
 
-// Extract fewer elements where the messages that are laid out are too large.
+// Return a budget, or where there is none the limit of the policy.
+Budget DeviceEncoder::limited(const Budget& budget) const {
+    if (budget.max_bytes != UINT64_MAX || policy_.rule != Rule::kTargetDensity) return budget;
+    const uint64_t most = most_of_target(policy_.density, numel_);
+    return most < numel_ ? Budget{UINT64_MAX, most, true} : budget;
+}
+
+// Extract fewer elements where the messages are too large.
 template <class Residual>
 void DeviceEncoder::keep_to_budget(const std::vector<PartTable>& tables, const Partition& partition,
                                    const Budget& budget, cudaStream_t stream) {
@@ -215,7 +222,8 @@ void DeviceEncoder::keep_to_budget(const std::vector<PartTable>& tables, const P
     const Masks& whole = work_->whole.masks;
     const auto words = static_cast<unsigned>((whole.tile_count() * kTileWords + kBlock - 1) / kBlock);
     const auto groups = static_cast<unsigned>(tables[0].parts[0].masks.group_total());
-    for (const PartTable& table : tables) CUDA_LAUNCH("weigh", kernels.weigh, 1, 1, stream, table, budget, selection);
+    for (const PartTable& table : tables)
+        CUDA_LAUNCH("weigh", kernels.weigh, 1, 1, stream, table, budget, work_->state, selection);
     CUDA_LAUNCH("put_back", kernels.put_back, words, kBlock, stream, whole, residual, work_->state, work_->magnitudes,
                 selection);
     CUDA_LAUNCH("choose", kernels.choose, 1, kPlanBlock, stream, work_->magnitudes, budget.most_changed,
@@ -251,6 +259,7 @@ void DeviceEncoder::encode_ternary(const std::vector<PartTable>& tables, const P
                         key, only_over);
         }
     };
+    if (budget.is_policy && numel_ > 0) keep_to_budget<Residual>(tables, partition, budget, stream);
     lay_out(nullptr);
     if (budget.max_bytes != UINT64_MAX && numel_ > 0) {
         keep_to_budget<Residual>(tables, partition, budget, stream);
@@ -286,7 +295,7 @@ void DeviceEncoder::encode_as(const std::vector<ConstArray>* update, uint32_t ke
                         kBlock, stream, table, partition, reinterpret_cast<Residual*>(work_->residual), dense, key,
                         work_->state);
     }
-    if (!is_dense) encode_ternary<Residual>(tables, partition, budget, key, stream);
+    if (!is_dense) encode_ternary<Residual>(tables, partition, limited(budget), key, stream);
     for (const PartTable& table : tables)
         CUDA_LAUNCH("seal", kernels.seal, dim3(blocks_for(capacity / (kBlock * kCrcSlice), 2), table.count), kBlock,
                     stream, table, static_cast<uint32_t>(partition.parts), numel_, policy_, !is_dense, work_->totals,

@@ -69,6 +69,7 @@ class DeviceEncoder {
     void encode_as(const std::vector<ConstArray>* update, uint32_t key, bool skip_nonfinite, DenseType dense,
                    const Partition& partition, const Budget& budget, const std::vector<MessageBuffer*>& to,
                    cudaStream_t stream);
+    Budget limited(const Budget& budget) const;
     unsigned blocks_for(uint64_t work, unsigned per_processor) const;
 
     int device_;

@@ -119,6 +119,17 @@ constexpr double kTrendMax = 1.5;
 constexpr double kFirstTrend = 0.5;
 constexpr double kFewPerTarget = 4.0;
 constexpr uint64_t kFewSteps = 8;
+constexpr double kMostPerTarget = 2.0;
+constexpr uint64_t kLeastMost = 64;
+constexpr uint64_t kLimitedNumel = 1 << 14;
+constexpr double kLeft = 29.0 / 32.0;
+
+// Return the most changed elements of a message: TargetDensity.most_changed in policy.py.
+inline uint64_t most_of_target(double density, uint64_t numel) {
+    if (numel < kLimitedNumel) return numel;
+    const auto most = static_cast<uint64_t>(kMostPerTarget * density * static_cast<double>(numel));
+    return most > kLeastMost ? most : kLeastMost;
+}
 
 // Return whether this step is sampled.
 GRADWIRE_HD inline bool samples(const Policy& policy, const EncoderState& state) {
@@ -153,6 +164,13 @@ GRADWIRE_HD inline double follow_target(const Policy& policy, EncoderState& stat
     const double deviation =
         age >= kSampledSteps - 2 ? bounded(0.9 * state.deviation + off, -kDeviationMax, kDeviationMax) : 0.0;
     const bool sampled = state.sample.elements > 0;
+    // Not all elements that reached the threshold were sent: SampledQuantiles.held_back in policy.py.
+    if (sampled && state.held_back > 0) {
+        double* const quantile = state.sample.quantile;
+        const double left = kLeft * quantile[0];
+        quantile[2] = std::fmax(quantile[2], left);
+        quantile[3] = std::fmax(quantile[3], left * ((age + 2.0) / (age + 1.0)));
+    }
     const Supply supply = sampled ? supply_of(policy, state.sample) : state.supply;
     if (state.trend < 0) {
         if (!sampled || state.sample.quantile[0] <= 0) return state.threshold;

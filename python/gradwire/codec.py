@@ -85,6 +85,10 @@ class ThresholdRule:
         density = policy.density_of(numel)
         return ThresholdRule(density, rounding_point_of(density), policy.max_bytes_per_step)
 
+    def most_changed(self, numel: int) -> int:
+        """Return the most changed elements of a message without a budget; a shake-up may have more."""
+        return self.policy.most_changed(numel) if isinstance(self.policy, TargetDensity) else numel
+
     def budget(
         self, max_bytes: int | None, dense: bool | str, numel: int, partition: Partition | None
     ) -> tuple[int, int]:
@@ -151,7 +155,7 @@ class ThresholdMemory:
     def follow(
         self, rule: ThresholdRule, density: float, step: int, quantiles: SampledQuantiles | None
     ) -> None:
-        """Choose the threshold of the next step, after a message with this density."""
+        """Choose the threshold of the next step, after one in which this density reached the threshold."""
         age = step - self.changed_at
         after, self.policy_state = follow(
             rule.policy, self.threshold, density, age, quantiles, self.policy_state
@@ -363,6 +367,9 @@ class Encoder:
         shakeup = self.shakeup if self.shakeup is not None and self.shakeup.is_due(step) else None
         memory, rule = self._memory, self._rule
         is_shakeup = shakeup is not None
+        if not budget and not is_shakeup:
+            # More bytes than one are too many for more elements than these.
+            budget, most = 1, rule.most_changed(self.numel)
         # Sampled before the core adds the update to the residual, because the quantiles need the two apart.
         quantiles = memory.sample(rule, self._core, update, step, is_shakeup=is_shakeup)
         rounded = memory.rounded
@@ -381,6 +388,8 @@ class Encoder:
         # A shake-up sends more elements than the policy's threshold would: its density says nothing about the policy.
         if shakeup is None and self.numel > 0:
             try:
+                if quantiles and reached > sum(message.count for message in messages):
+                    quantiles = quantiles.held_back(step - memory.changed_at)
                 memory.follow(rule, reached / self.numel, step, quantiles)
             except BaseException:
                 # An error of the policy must not lose the update: put the messages back into the residual.

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar, NamedTuple, Protocol
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "default_policy",
     "follow",
     "learned_threshold",
+    "least_bytes",
     "most_changed",
     "policy_for_tensor",
     "round_threshold",
@@ -60,10 +61,18 @@ _TREND_MAX = 1.5
 # Where few elements move, samples are repeated: an element that falls behind does not change the counts.
 _FEW_PER_TARGET = 4.0
 _FEW_STEPS = 8
+# No message has more than so many times the target, or this many elements, which take no more bytes than a header.
+# Smaller arrays have no limit: their largest message has 3.6 kB.
+_MOST_PER_TARGET = 2.0
+_LEAST_MOST = 64
+_LIMITED_NUMEL = 1 << 14
+# The share of a quantile that is left for the next step after twice the target has been sent: found by simulation.
+_LEFT = 29.0 / 32.0
 FIRST_TREND = 0.5
 _LEARNS = -1.0
 # The threshold before the first is learned, for updates of nothing but zeros.
 _UNKNOWN = 1.0
+_HEADER_BYTES = 48
 # The default densities, measured in docs/performance.md. Adaptive optimisers make the updates of all elements about as
 # large: what is sent late is missed more.
 _DENSITY = 0.01
@@ -101,6 +110,20 @@ class SampledQuantiles(NamedTuple):
     agreement: float
     moving: float = 1.0
     floor: float = 0.0
+
+    def held_back(self, age: int) -> SampledQuantiles:
+        """Return the quantiles of a step in which not all elements that reached the threshold were sent.
+
+        The sample takes them for sent. Instead they stay, at about the quantile of this step, and grow if updates
+        repeat.
+
+        Args:
+            age: number of earlier steps under the policy.
+        """
+        left = _LEFT * self.now
+        return self._replace(
+            next=max(self.next, left), same=max(self.same, left * ((age + 2.0) / (age + 1.0)))
+        )
 
 
 class Supply(IntEnum):
@@ -302,6 +325,10 @@ class StepThreshold:
 class TargetDensity:
     """Aim at a density, with samples in the first steps and with the counts of messages later.
 
+    No message has more than twice the target, shake-ups excepted: if more elements reach the threshold, as in an
+    adaptive optimiser's first steps or after a jump of the learning rate, the largest are sent with a larger threshold,
+    and the others stay in the residual. (Arrays of fewer than 16,384 elements have no limit.)
+
     The first threshold is learned from the first update. In the first steps, and again whenever the density stays away
     from the target, the encoder samples the quantile of the next step. Between samples the threshold continues its
     trend, corrected by the densities that the messages had, which costs nothing. A group with fewer than
@@ -345,6 +372,15 @@ class TargetDensity:
         """The target density."""
         return self.density
 
+    def most_changed(self, numel: int) -> int:
+        """Return the most changed elements of a message of ``numel`` elements: twice the target, but at least 64.
+
+        Below 16,384 elements all may change.
+        """
+        if numel < _LIMITED_NUMEL:
+            return numel
+        return max(int(_MOST_PER_TARGET * self.density * numel), _LEAST_MOST)
+
     def samples(self, age: int, state: PolicyState) -> bool:
         """Return whether the encoder samples in the step after ``age`` steps under this policy."""
         return (
@@ -366,7 +402,7 @@ class TargetDensity:
 
         Args:
             threshold: the threshold of this step, not rounded.
-            density: changed elements of this step / numel.
+            density: elements of this step that reached the threshold / numel.
             age: number of earlier steps under this policy.
             quantiles: quantiles sampled in this step, or None.
             state: the policy's memory at this step.
@@ -458,6 +494,9 @@ class TargetDensity:
 class TargetBytes:
     """A budget: the messages of a step never have more bytes, and usually nearly as many.
 
+    ``Groups.of`` divides the budget among its groups. In the sharded exchange one half is for the parts of this node's
+    update, the other half for its result as an owner: the budget is that of everything that a node sends in a step.
+
     The encoder aims at the density whose messages just fit. If an update reaches the threshold in more elements than
     fit, only the largest are sent, and the rest stays in the residual. Dense messages (``flush``) are not limited.
 
@@ -497,27 +536,36 @@ def most_changed(max_bytes: int, numel: int, parts: int) -> int:
         ValueError: not even one changed element fits.
     """
     _check_whole("max_bytes", max_bytes, least=1)
-    header = 48
-    if max_bytes >= parts * (header + 1) + (22 * numel + 99) // 100:
+    if max_bytes >= _ceiling_bytes(numel, parts):
         return numel
-
-    def bytes_of(changed: int) -> int:
-        # An upper bound of log2(numel / changed - 1/2) in 16ths: log2(1 + m) < m + 0.09, and 0.13 is rounding.
-        scaled = (2 * numel - changed) * 8 // changed
-        exponent = scaled.bit_length() - 1
-        logarithm = 16 * (exponent - 4) + ((scaled - (1 << exponent)) << 4 >> exponent) + 4
-        bits = changed * (logarithm + 49) // 16
-        chunks = min(changed // 256, math.isqrt(changed * parts) * 3 // 8 + 1)
-        return parts * (header + 1) + chunks * 2 * (numel.bit_length() // 7 + 1) + bits // 8 + 1
-
+    bytes_of = partial(_bytes_of, numel, parts)
     most = bisect_right(range(1, numel // 2 + 1), max_bytes, key=bytes_of)
     if most == 0 and numel > 0:
-        least = bytes_of(1)
         raise ValueError(
             f"max_bytes is {max_bytes}, too few for one changed element of {numel} in {parts} "
-            f"messages: must be at least {least}"
+            f"messages: must be at least {bytes_of(1)}"
         )
     return most
+
+
+def least_bytes(numel: int) -> int:
+    """Return the least budget of the messages of ``numel`` elements."""
+    return min(_ceiling_bytes(numel, 1), _bytes_of(numel, 1, 1))
+
+
+def _ceiling_bytes(numel: int, parts: int) -> int:
+    return parts * (_HEADER_BYTES + 1) + (22 * numel + 99) // 100
+
+
+def _bytes_of(numel: int, parts: int, changed: int) -> int:
+    """Return a bound of the bytes of so many changed elements."""
+    # An upper bound of log2(numel / changed - 1/2) in 16ths: log2(1 + m) < m + 0.09, and 0.13 is rounding.
+    scaled = (2 * numel - changed) * 8 // changed
+    exponent = scaled.bit_length() - 1
+    logarithm = 16 * (exponent - 4) + ((scaled - (1 << exponent)) << 4 >> exponent) + 4
+    bits = changed * (logarithm + 49) // 16
+    chunks = min(changed // 256, math.isqrt(changed * parts) * 3 // 8 + 1)
+    return parts * (_HEADER_BYTES + 1) + chunks * 2 * (numel.bit_length() // 7 + 1) + bits // 8 + 1
 
 
 @dataclass(frozen=True)
@@ -589,8 +637,8 @@ def default_policy(numel: int, *, is_adaptive: bool = False) -> TargetDensity:
 
 
 def policy_for_tensor(
-    policy: ThresholdPolicy | float, numel: int, largest: int
-) -> ThresholdPolicy | float:
+    policy: ThresholdPolicy | TargetBytes | float, numel: int, largest: int
+) -> ThresholdPolicy | TargetBytes | float:
     """Return the policy of one tensor of a model whose tensors have an encoder each.
 
     The largest tensor has ``policy`` itself. A tensor k times as small gets sqrt(k) times the density, up to 0.08;

@@ -472,8 +472,17 @@ class ReferenceEncoder:
         quantum = self.residual.dtype.type(threshold)
         bad = self._accumulate(update)
         passing = np.flatnonzero(np.abs(self.residual) >= quantum * quantum.dtype.type(point))
+        reached = passing.size
         sent = np.copysign(quantum, self.residual[passing])
         self.residual[passing] -= sent
+        after = self.residual.copy()
+        is_held_back = False
+        if not (bad.size and self._raises) and reached > self._most_changed(shakeup is not None):
+            self.residual[passing] += sent
+            passing, threshold = self._largest(passing, point)
+            is_held_back = True
+            sent = np.copysign(self.residual.dtype.type(threshold), self.residual[passing])
+            self.residual[passing] -= sent
         if bad.size and self._raises:
             self.residual[passing] += sent
         self._count_nonfinite(bad)
@@ -482,9 +491,11 @@ class ReferenceEncoder:
         if shakeup is None and numel > 0:
             quantiles = None
             if density:
-                quantiles = sample_quantiles(before, update, self.residual, density, point, turn)
+                quantiles = sample_quantiles(before, update, after, density, point, turn)
+                if quantiles and is_held_back:
+                    quantiles = quantiles.held_back(age)
             self.threshold, self._policy_state = rules.follow(
-                self._policy, used, passing.size / numel, age, quantiles, self._policy_state
+                self._policy, used, reached / numel, age, quantiles, self._policy_state
             )
             if self.threshold != used and not isinstance(self._policy, rules.TargetDensity):
                 self.changed_at = self.step + 1
@@ -496,6 +507,23 @@ class ReferenceEncoder:
             np.clip(self.residual, -bound, bound, out=self.residual)
         self.step += 1
         return message
+
+    def _most_changed(self, is_shakeup: bool) -> int:
+        """Return the most changed elements of a message."""
+        is_bounded = isinstance(self._policy, rules.TargetDensity) and not is_shakeup
+        numel = self.residual.size
+        return self._policy.most_changed(numel) if is_bounded else numel  # type: ignore[attr-defined]
+
+    def _largest(self, passing: Positions, point: float) -> tuple[Positions, float]:
+        """Return the largest of the elements that reach the threshold, and the threshold of their message.
+
+        Magnitudes are compared by the upper 16 bits of float32. Of equal ones those with the lowest index come first.
+        """
+        most = self._most_changed(is_shakeup=False)
+        bins = (_magnitude_bits(self.residual[passing]) >> 16).astype(np.int64)
+        order = np.argsort(-bins, kind="stable")
+        edge = float(np.uint32(bins[order[most]] << 16).view(np.float32))
+        return passing[np.sort(order[:most])], round_threshold(min(edge / point, 255.0 * 2.0**120))
 
     def encode_dense(self, update: NDArray[Any] | None = None, *, bfloat16: bool = False) -> bytes:
         """Add ``update`` to the residual and send all of it; the residual keeps only the rounding error."""

@@ -242,7 +242,7 @@ class SharedArrays(NotCopied, instead="save arrays and exchange.state_dict()"):
         """Send the rest of this node's updates, for the last time, and close; the others go on. Return the last result.
 
         Raises:
-            WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.leave``.
+            WouldBlock, TimeoutError, MessageError, Closed: as ``Exchange.leave``.
         """
         if not self._is_closed:
             self.result = self.exchange.leave(self.params)

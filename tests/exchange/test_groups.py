@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -209,3 +211,76 @@ def test_local_steps_refuse_updates_of_other_sizes_whole() -> None:
     with pytest.raises(ValueError, match=r"\[2, 3\] elements for parameters of \[2, 2\]"):
         share.step([np.ones(2, np.float32), np.ones(3, np.float32)], params)
     assert not np.concatenate(params).any()
+
+
+# --- budgets of bytes -------------------------------------------------------------------------------------------------
+
+
+def model(*shapes: tuple[int, ...]) -> list[NDArray[np.float32]]:
+    return [np.zeros(shape, np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("params", "dense"),
+    [
+        (model((200, 300), (100, 100), (50, 40), (60,)), True),
+        (model((200, 300), (100, 100), (50, 40), (2_000,)), False),
+        (model((400, 300)), None),
+        (model((60,), (30,)), True),
+    ],
+    ids=["few small", "many small", "one", "only small"],
+)
+def test_a_budget_is_that_of_all_groups_from_the_first_step_on(
+    params: Any, dense: bool | None
+) -> None:
+    groups = gw.Groups.of(params, gw.TargetBytes(3_000))
+    assert [group.is_dense for group in groups.groups[-1:]] == [bool(dense)]
+    rng = np.random.default_rng(5)
+    sizes = []
+    for step in range(40):
+        scale = np.float32(1000.0 if step == 20 else 1.0)
+        update = [rng.standard_normal(each.shape, dtype=np.float32) * scale for each in params]
+        messages = groups.encode(update, "threshold")
+        sizes.append(sum(message.nbytes for message in messages))
+    assert max(sizes) <= 3_000
+    if sum(each.size for each in params) > 10_000:
+        assert np.mean(sizes[5:]) >= 0.6 * 3_000
+
+
+def test_a_budget_too_small_for_so_many_groups_is_refused_with_the_numbers() -> None:
+    with pytest.raises(
+        ValueError, match=r"TargetBytes\(500\) leaves 500 bytes .* 20 groups, .* at least 1"
+    ):
+        gw.Groups.of(model(*[(100, 100)] * 20), gw.TargetBytes(500))
+
+
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["one encoder", "groups"])
+def test_a_node_sends_no_more_in_a_step_than_its_budget(topology: Any, grouped: bool) -> None:
+    shapes = ((200, 300), (100, 100), (60,))
+    secret, budget = bytes(range(32)), 3_000
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    with ExitStack() as stack:
+        nodes: list[gw.Node] = []
+        for _ in range(3):
+            seeds = [node.address for node in nodes]
+            nodes.append(stack.enter_context(gw.Node("127.0.0.1:0", seeds, secret=secret)))
+
+        def train(rank: int) -> tuple[list[int], bytes]:
+            params = model(*shapes)
+            policy = gw.TargetBytes(budget)
+            groups = gw.Groups.of(params, policy) if grouped else gw.Encoder(sum(sizes), policy)
+            share = gw.Exchange(groups, nodes[rank], min_peers=2, topology=topology)
+            rng = np.random.default_rng(rank)
+            sent = []
+            for step in range(12):
+                scale = np.float32(100.0 if step == 8 else 1.0)
+                update = [rng.standard_normal(shape, dtype=np.float32) * scale for shape in shapes]
+                sent.append(share.step(update, params).sent_bytes)
+            return sent, b"".join(each.tobytes() for each in params)
+
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(train, range(3)))
+    assert max(max(sent) for sent, _ in found) <= budget
+    assert min(np.mean(sent[3:]) for sent, _ in found) >= 0.5 * budget
+    assert len({params for _, params in found}) == 1

@@ -16,11 +16,12 @@ from collections.abc import Callable, Collection, Iterable
 
 from .. import clock
 from ..errors import Mismatch, PeerLost
-from .membership import Introductions, Membership, Router
+from .membership import Membership, Router
 from .options import Options
 from .protocol import (
     TAG_NUMBERS,
     Hello,
+    Introductions,
     Kind,
     NodeRun,
     Note,

@@ -14,17 +14,19 @@ from ..agreement import Agreement
 from ..arrays import copies, writable_views
 from ..codec import Encoder
 from ..errors import NotCopied
+from ..slices import LEAST_SLICE_BYTES, SLICE_BYTES
+from ..transport import Limits
 from . import checkpoint
 from .consistency import Consistency
 from .departure import Departure, Trainings
-from .groups import Group, Groups
+from .groups import Group, Groups, physical_bytes
 from .join import Join
-from .membership import STEPS_AHEAD_MAX, Introductions, Membership, Router
+from .membership import STEPS_AHEAD_MAX, Membership, Router
 from .metrics import Listener, Meter, metrics_snapshot, serve_snapshot
 from .notes import Notes
 from .options import Options
 from .parameters import MomentumSum, PlainSum
-from .protocol import Kind, NodeRun, Phase
+from .protocol import Introductions, Kind, NodeRun, Phase
 from .replica import Replica
 from .results import ExchangeStats, Joined, StepResult
 from .snapshot import NO_STATE, FixedState, NodeState, OptimizerState, as_state
@@ -342,7 +344,6 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
                 for the message after all. The update was taken; the next call finishes the step.
             MessageError: a member sent bytes that are no message, or a message of another step or size; ``params`` is
                 unchanged.
-            TooLarge: the message is larger than the node's limit, and back in the residual.
             Closed: the node has been closed.
             TypeError, ValueError: the first step's parameters or an update do not fit the encoders; nothing was taken.
             Diverged: the step is done, and most others turned out to hold other parameters; see ``resync``.
@@ -377,7 +378,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         Raises:
             ValueError: there was no ``join(params)`` before the parameters were moved.
             NonFiniteUpdate: as ``step``; ``params`` is without the movement.
-            WouldBlock, TimeoutError, MessageError, TooLarge, Closed, Diverged: as ``step``.
+            WouldBlock, TimeoutError, MessageError, Closed, Diverged: as ``step``.
         """
         if not self._replica.shared:
             raise ValueError(
@@ -548,7 +549,7 @@ def hand_over(
     Raises:
         ValueError: the exchange is asynchronous.
         Mismatch: a member has done so after an earlier step.
-        NonFiniteUpdate, WouldBlock, TimeoutError, MessageError, TooLarge, Closed, Diverged: as ``Exchange.step_moved``.
+        NonFiniteUpdate, WouldBlock, TimeoutError, MessageError, Closed, Diverged: as ``Exchange.step_moved``.
     """
     options = exchange._options
     if not options.is_sync:
@@ -601,16 +602,51 @@ def _groups_of(enc: Encoder | Groups) -> Groups:
     return enc if isinstance(enc, Groups) else Groups([Group(enc)])
 
 
+def _message_bytes_max(node: Node) -> int:
+    """Return the size of the largest message that a node takes; raise `ValueError` if that is too little."""
+    # A stand-in for a node may have no limits of its own.
+    most_bytes = getattr(node, "limits", Limits()).message_bytes_max
+    if most_bytes < LEAST_SLICE_BYTES:
+        raise ValueError(
+            f"message_bytes_max of the node is {most_bytes}, an exchange needs at least {LEAST_SLICE_BYTES}: larger "
+            "messages are cut, but not smaller"
+        )
+    return most_bytes
+
+
+def _check_memory(options: Options, groups: Groups, node: Node) -> None:
+    """Refuse dense messages that this machine cannot hold.
+
+    Raises:
+        MemoryError: the messages that an exchange keeps are larger than the memory.
+    """
+    # Messages are kept for a few steps, for members that miss them when their sender dies. A threshold bounds its
+    # messages; of dense ones the size is known, and nothing but memory bounds it.
+    dense_bytes = groups.dense_bytes(options.codec)
+    nodes = 1 + (node.expected_peers or len(node.seeds))
+    kept = options.kept_updates + 1
+    needed_bytes = dense_bytes * nodes * kept
+    has_bytes = physical_bytes()
+    if needed_bytes > has_bytes:
+        raise MemoryError(
+            f"a step's dense messages have {dense_bytes:,} bytes, and {kept} of each of {nodes} nodes are kept: "
+            f"{needed_bytes:,} bytes, where this machine has {has_bytes:,}: send this model's updates by a threshold "
+            '(codec="threshold", fewer patterns that are "dense")'
+        )
+
+
 def _make_parts(options: Options, groups: Groups, node: Node) -> _Parts:
     """Make and connect the parts of an exchange."""
     if not hasattr(node, "publish"):
         raise TypeError(f"node must be a Node, got {node!r}")
+    _check_memory(options, groups, node)
     total = PlainSum(groups)
     if options.outer_momentum:
         total = MomentumSum(groups, options.outer_momentum)
     replica = Replica(groups, total, node.peer, options)
     signature = options.signature(groups.encoders)
-    introductions = Introductions(node.peer, node.names, signature, options.role)
+    slice_bytes = min(SLICE_BYTES, _message_bytes_max(node))
+    introductions = Introductions(node.peer, node.names, signature, options.role, slice_bytes)
     membership = Membership(
         node.peer,
         introductions,
@@ -620,7 +656,7 @@ def _make_parts(options: Options, groups: Groups, node: Node) -> _Parts:
         # An asynchronous newcomer is a member before it has caught up.
         waits=2 * options.kept_updates if options.is_sync else STEPS_AHEAD_MAX,
     )
-    router = Router(node, membership, replica.parse)
+    router = Router(node, membership, replica.parse, groups.largest_bytes)
     notes = Notes(membership, router, options.kept_updates)
     router.handle(Kind.PART, replica.add_part)
     departure = Departure(membership, router, is_sync=options.is_sync)

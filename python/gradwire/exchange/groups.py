@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,11 +18,20 @@ from ..codec import Encoder
 from ..errors import NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes
 from ..partition import Partition
-from ..policy import ThresholdPolicy, default_policy, policy_for_tensor
+from ..policy import (
+    TargetBytes,
+    ThresholdPolicy,
+    default_policy,
+    least_bytes,
+    policy_for_tensor,
+)
 
-__all__ = ["Codec", "Group", "Groups", "host_message"]
+__all__ = ["Codec", "Group", "Groups", "half_of_budget", "host_message", "physical_bytes"]
 
 Codec = Literal["threshold", "dense", "bfloat16"]
+
+# Documents, and the headers of parts: a few dozen bytes for each node or array.
+_DOCUMENT_BYTES = 16 << 20
 
 _DENSE: dict[str, bool | Literal["bfloat16"]] = {
     "threshold": False,
@@ -78,12 +88,12 @@ class Groups:
     @staticmethod
     def of(
         params: Sequence[Any],
-        threshold: ThresholdPolicy | float | None = None,
+        threshold: ThresholdPolicy | TargetBytes | float | None = None,
         *,
         is_adaptive: bool = False,
         dense_below: int = 1024,
         dense_one_dimensional: bool = True,
-        thresholds: Mapping[int, ThresholdPolicy | float] | None = None,
+        thresholds: Mapping[int, ThresholdPolicy | TargetBytes | float] | None = None,
         **encoder_options: Any,
     ) -> Groups:
         """Return one group for each of a model's tensors, and one dense group for all small ones.
@@ -91,6 +101,10 @@ class Groups:
         Small tensors and those of one dimension (biases, norms) matter more than their bytes: they share one last
         group whose updates are sent as dense messages. Where ``threshold`` aims at a density, the largest tensor gets
         that density, and one that is k times as small sqrt(k) times as much, up to 0.08.
+
+        A budget (``TargetBytes``) is one for all groups: the dense messages count, and what they leave is divided by
+        the roots of the tensors' sizes. Where they would take more than a quarter of it, the small tensors are sent by
+        a threshold, too.
 
         Args:
             params: the tensors, or anything else with a ``shape``.
@@ -103,7 +117,7 @@ class Groups:
             encoder_options: for every encoder: ``dtype``, ``shakeup``, ``clip``, ``on_nonfinite``, ``threads``.
 
         Raises:
-            ValueError: ``thresholds`` names no group.
+            ValueError: ``thresholds`` names no group, or a budget is too small for so many.
         """
         shapes = [tuple(tensor.shape) for tensor in params]
         sizes = [math.prod(shape) for shape in shapes]
@@ -121,6 +135,25 @@ class Groups:
             raise ValueError(
                 f"thresholds are for groups {sorted(policies)}, there are {len(coded)}"
             )
+        dense_numel = sum(sizes[index] for index in dense)
+        is_dense = True
+        rest: ThresholdPolicy | TargetBytes | float = threshold
+        if isinstance(threshold, TargetBytes):
+            sizes_of_budget = [
+                sizes[index] for key, index in enumerate(coded) if key not in policies
+            ]
+            dtype = str(encoder_options.get("dtype", "float32"))
+            dense_bytes = max_message_bytes(dense_numel, True, dtype) if dense else 0
+            is_dense = dense_bytes <= threshold.max_bytes_per_step // 4
+            left = threshold.max_bytes_per_step - (dense_bytes if is_dense else 0)
+            if not is_dense:
+                sizes_of_budget.append(dense_numel)
+            budgets = iter(_divided(threshold, left, sizes_of_budget))
+            policies = {
+                key: policies[key] if key in policies else next(budgets)
+                for key in range(len(coded))
+            }
+            rest = next(budgets, threshold)
         groups = []
         # The key is the group's number on the wire, so the order of the groups has to be the same on all nodes.
         for key, index in enumerate(coded):
@@ -129,9 +162,8 @@ class Groups:
             encoder = Encoder(numel, policy, key=key, **encoder_options)
             groups.append(Group(encoder, (index,)))
         if dense:
-            numel = sum(sizes[index] for index in dense)
-            encoder = Encoder(numel, threshold, key=len(coded), **encoder_options)
-            groups.append(Group(encoder, tuple(dense), is_dense=True))
+            encoder = Encoder(dense_numel, rest, key=len(coded), **encoder_options)
+            groups.append(Group(encoder, tuple(dense), is_dense=is_dense))
         return Groups(groups)
 
     @property
@@ -210,6 +242,21 @@ class Groups:
             residuals.append(residual)
         return split_by_tensor(residuals, self.tensors, arrays)
 
+    @property
+    def largest_bytes(self) -> int:
+        """A bound of everything that nodes send each other about these groups in one message."""
+        # Dense messages, and besides them what names nodes and arrays.
+        return self.max_payload_bytes("dense") + _DOCUMENT_BYTES
+
+    def dense_bytes(self, codec: Codec) -> int:
+        """Return the size of the messages of a step that are dense."""
+        width = {"bfloat16": 2}.get(codec)
+        return sum(
+            group.encoder.numel * (width or np.dtype(group.encoder.dtype).itemsize)
+            for group in self.groups
+            if group.is_dense or codec != "threshold"
+        )
+
     def max_payload_bytes(self, codec: Codec) -> int:
         """Return the largest possible size of one step's messages."""
         return sum(
@@ -251,7 +298,9 @@ class Groups:
                 refresh(index)
             dense = _DENSE["dense" if group.is_dense and codec == "threshold" else codec]
             arrays = None if update is None else self.select(update, index)
-            return encoder.encode(arrays, dense=dense, parts=parts)
+            limit = None if dense or parts is None else half_of_budget(encoder.policy)
+            most_bytes = {} if limit is None else {"max_bytes": limit.max_bytes_per_step}
+            return encoder.encode(arrays, dense=dense, parts=parts, **most_bytes)
 
         # Encoders on a device return at once and work side by side. They are waited for together, after the last was
         # started.
@@ -279,6 +328,34 @@ class Groups:
         """Add unsent messages, times a factor, to their residuals."""
         for encoder, message in zip(self.encoders, messages, strict=False):
             apply(message, encoder.residual, factor)
+
+
+def _divided(budget: TargetBytes, left: int, sizes: Sequence[int]) -> list[TargetBytes]:
+    """Divide what is left of a budget among tensors of these sizes, by the roots of the sizes.
+
+    Raises:
+        ValueError: that is too little for the smallest messages.
+    """
+    least = [least_bytes(numel) for numel in sizes]
+    if sum(least) > left:
+        raise ValueError(
+            f"TargetBytes({budget.max_bytes_per_step}) leaves {left} bytes for the messages of {len(sizes)} groups, "
+            f"which have at least {sum(least)}: give more, or one Encoder for the whole model"
+        )
+    # Every message has a header, whatever is in it: only the rest is to divide.
+    roots = [math.sqrt(numel) for numel in sizes]
+    share = (left - sum(least)) / max(sum(roots), 1.0)
+    return [
+        replace(budget, max_bytes_per_step=fixed + int(share * root))
+        for fixed, root in zip(least, roots, strict=True)
+    ]
+
+
+def half_of_budget(policy: ThresholdPolicy | TargetBytes) -> TargetBytes | None:
+    """Return the budget of one of the two messages that a node sends in a step of the sharded exchange; None: none."""
+    if not isinstance(policy, TargetBytes):
+        return None
+    return replace(policy, max_bytes_per_step=max(policy.max_bytes_per_step // 2, 1))
 
 
 def split_by_tensor(
@@ -312,3 +389,11 @@ def split_by_tensor(
 def host_message(message: Any) -> Message:
     """Return a message in host memory, after waiting for the device; a copy, because the original's memory is large."""
     return message if isinstance(message, Message) else Message.parse(bytes(message))
+
+
+def physical_bytes() -> int:
+    """Return the size of this machine's memory; what no machine has where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 1 << 62

@@ -10,21 +10,22 @@ import math
 import secrets
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from ..errors import MessageError, Mismatch, NotConnected, WouldBlock
+from ..errors import MessageError, Mismatch, WouldBlock
 from ..message import Message
+from ..slices import LEAST_SLICE_BYTES, Assembler, Outgoing, Slicer, tag_of_slice
 from ..transport import Peer, PeerLost
 from .protocol import (
     STEP_S_MAX,
     TAG_NUMBERS,
     Hello,
+    Introductions,
     Kind,
     NodeRun,
     Note,
     Phase,
-    difference_of,
     run_of,
     tag_of,
 )
@@ -33,14 +34,15 @@ from .results import Pace
 if TYPE_CHECKING:
     from ..transport import Node, Ticket
 
-__all__ = ["Introductions", "Membership", "Router", "UpdateStream", "Updates"]
+__all__ = ["STEPS_AHEAD_MAX", "Membership", "Router", "UpdateStream", "Updates"]
 
 _LOG = logging.getLogger(__name__)
 
 Updates = list[tuple[NodeRun, list[Message]]]
 
-_UPDATE_OBJECT_BYTES = 2_000  # memory of the Python objects of an update
 STEPS_AHEAD_MAX = 1_024  # of notes, and of updates that nobody applies yet
+_UPDATE_OBJECT_BYTES = 2_000  # memory of the Python objects of an update
+
 # Documents whose loss changes no replica: one that cannot be read is ignored, and costs its sender alone.
 _DOCUMENTS = (Kind.NOTE, Kind.REPORT, Kind.REQUEST, Kind.SNAPSHOT)
 
@@ -147,209 +149,6 @@ class UpdateStream:
         """Yield tag and payload of all messages for the steps from ``first`` to ``last`` exclusive, in order."""
         for step in range(first, last):
             yield from self._payloads.get(step, ())
-
-
-class Introductions:
-    """What connected nodes have said about themselves, and whether they train the same.
-
-    Args:
-        me: this node.
-        names: of nodes by their ids, for messages.
-        signature: this node's run signature.
-        role: of this node.
-
-    Attributes:
-        signature: as given, with the parameters' dtypes and shapes once they are known.
-        start: digests of the initial parameters and of the initial residual, see `Hello`.
-        workers: the nodes that own no parameters in the sharded exchange.
-        hellos: the latest introduction of every connected node.
-        incompatible: the nodes among them that train something else, and how they differ.
-        teams: of this node and of those that have introduced themselves, see `Hello`.
-        training: identity of this node's training, see `Hello`.
-        is_confirmed: as there.
-        superseded: the reason why this node must not go on: its run was started again without it; or empty.
-    """
-
-    def __init__(
-        self, me: Peer, names: Mapping[int, str], signature: dict[str, Any], role: str
-    ) -> None:
-        self.signature = signature
-        self.start = ("", "")
-        self.hellos: dict[NodeRun, Hello] = {}
-        self.incompatible: dict[NodeRun, str] = {}
-        self._me = me
-        self._names = names
-        self._ignored: set[NodeRun] = set()
-        self._peers: dict[NodeRun, Peer] = {run_of(me): me}
-        self._reasons: dict[NodeRun, str] = {}  # why connections ended
-        self.workers: set[NodeRun] = {run_of(me)} if role == "worker" else set()
-        self.teams: dict[NodeRun, tuple[int, int]] = {run_of(me): (1, 1)}
-        self.training = ""
-        self.is_confirmed = False
-        self.superseded = ""
-        self._judge: Callable[[NodeRun, Hello], str] = lambda *_: ""
-        self._excluded: dict[NodeRun, str] = {}
-
-    # ---- identities --------------------------------------------------------------------------------------------------
-
-    def register(self, peer: Peer) -> NodeRun:
-        """Remember a node's address; return its identity."""
-        run = run_of(peer)
-        self._peers[run] = peer
-        return run
-
-    def peer_of(self, run: NodeRun) -> Peer:
-        """Return a node, without its address if this node has never met it."""
-        return self._peers.get(run) or Peer(*run, "unknown address")
-
-    def name_of(self, run: NodeRun) -> str:
-        """Return a node's rank, if that is known, and its address."""
-        name = self._names.get(run.id)
-        address = self.peer_of(run).address
-        return f"{name} ({address})" if name else address
-
-    def describe(self, runs: Iterable[NodeRun]) -> str:
-        """Name several nodes."""
-        return ", ".join(map(self.name_of, runs))
-
-    def describe_departed(self, runs: Iterable[NodeRun] | None = None) -> str:
-        """Name nodes that are gone, each with the reason; None: all whose connection ended."""
-        return ", ".join(
-            f"{self.name_of(run)} {self._reasons.get(run, 'is gone')}"
-            for run in (self._reasons if runs is None else runs)
-        )
-
-    def has_finished(self, run: NodeRun) -> bool:
-        """Return whether a node has said that it leaves."""
-        return self._reasons.get(run) == "finished"
-
-    def add_workers(self, runs: Iterable[NodeRun]) -> None:
-        """Remember nodes that own no parameters, of which other nodes have said so."""
-        self.workers.update(runs)
-
-    def set_team(self, team: tuple[int, int]) -> bool:
-        """Note the workers of this node's machine, see `Hello`; return whether they are others than before."""
-        run = run_of(self._me)
-        is_new = self.teams[run] != team
-        self.teams[run] = team
-        return is_new
-
-    # ---- trainings ---------------------------------------------------------------------------------------------------
-
-    def set_judge(self, judge: Callable[[NodeRun, Hello], str]) -> None:
-        """Ask a function of every introduction why its sender takes part in another training; empty: it does not."""
-        self._judge = judge
-
-    def take_part(self, training: str, *, is_confirmed: bool) -> None:
-        """Take part in a training from now on; empty: in none yet."""
-        self.training = training
-        self.is_confirmed = is_confirmed
-        self.compare_all()
-
-    def confirm(self) -> None:
-        """Note that a step of the training is finished: from now on this node takes part in no other."""
-        self.is_confirmed = True
-
-    def supersede(self, reason: str) -> None:
-        """Note why this node must not go on."""
-        self.superseded = self.superseded or reason
-
-    def is_replaced(self, run: NodeRun) -> bool:
-        """Return whether a later run of the same node is here."""
-        others = (run_of(self._me), *self.hellos)
-        return any(run.id == other.id and run < other for other in others)
-
-    # ---- introductions -----------------------------------------------------------------------------------------------
-
-    def read(self, run: NodeRun, payload: memoryview) -> tuple[Hello, Hello | None]:
-        """Keep a node's introduction; return it and the one before, None if that was incompatible."""
-        try:
-            hello = Hello.decode(payload)
-        except MessageError:
-            # An introduction that cannot be read still has a version, which tells the user what is wrong.
-            hello = Hello.of_another_version(payload)
-        before = None if run in self.incompatible else self.hellos.get(run)
-        self.hellos[run] = hello
-        self.teams[run] = hello.team
-        if hello.role == "worker":
-            self.workers.add(run)
-        if hello.phase is Phase.LEAVING:
-            self._reasons[run] = "finished"
-        elif before is None:
-            self._reasons.pop(run, None)  # the node is back
-        self._compare(run, hello)
-        return hello, before
-
-    def set_params(self, layout: list[list[object]], start: tuple[str, str]) -> bool:
-        """Add the dtypes and shapes of the parameters to the signature; return whether anything has changed."""
-        if (self.signature["params"], self.start) == (layout, start):
-            return False
-        self.start = start
-        self.signature["params"] = layout
-        self.compare_all()
-        return True
-
-    def compatible(self, phase: Phase | None = None) -> dict[NodeRun, Hello]:
-        """Return the introductions of nodes that train the same, without observers: of all, or of those in a phase."""
-        return {
-            run: hello
-            for run, hello in self.hellos.items()
-            if phase in (None, hello.phase)
-            and run not in self.incompatible
-            and hello.role != "observer"
-        }
-
-    def ignore(self, origins: Iterable[NodeRun]) -> None:
-        """Take nodes for incompatible while they take part in trainings that these nodes began."""
-        self._ignored.update(origins)
-
-    @property
-    def misfits(self) -> int:
-        """Number of connected nodes that train something else; those that end an earlier training do not count."""
-        return sum(self.hellos[run].origin not in self._ignored for run in self.incompatible)
-
-    def exclude(self, run: NodeRun, reason: str) -> None:
-        """Take a node for incompatible until its process is started again."""
-        self._excluded[run] = reason
-        self._reasons[run] = "was excluded"
-        self._compare(run, self.hellos[run])
-
-    def describe_incompatible(self) -> str:
-        """Describe every connected node that trains something else."""
-        return "; ".join(text for _, text in sorted(self.incompatible.items()))
-
-    def forget(self, run: NodeRun, reason: str | None) -> None:
-        """Forget what was said on a connection that has ended: the next one begins with an introduction."""
-        if reason is not None:
-            self._reasons.setdefault(run, reason)
-        self.hellos.pop(run, None)
-        self.incompatible.pop(run, None)
-
-    def compare_all(self) -> None:
-        """Compare all introductions with this node again, which has changed."""
-        for run, hello in self.hellos.items():
-            self._compare(run, hello)
-
-    def _compare(self, run: NodeRun, hello: Hello) -> None:
-        before = self.incompatible.pop(run, None)
-        # The next training of the same processes: this one is ahead, and must not join the one that it has finished.
-        if hello.origin in self._ignored:
-            text = (
-                f"{self.name_of(run)} still takes part in a training that this process has finished"
-            )
-            self.incompatible[run] = text
-            if before is None:
-                _LOG.info("%s; this node waits for it", text)
-            return
-        difference = self._excluded.get(run) or difference_of(hello.signature, self.signature)
-        difference = difference or self._judge(run, hello)
-        if difference:
-            there = self.peer_of(run).address
-            here = self._me.address
-            text = f"{there} and this node ({here}) do not fit: {difference}"
-            self.incompatible[run] = text
-            if before is None:
-                _LOG.warning("%s; its messages are ignored", text)
 
 
 class Membership:
@@ -599,6 +398,7 @@ class Membership:
             self.introductions.training,
             self.introductions.is_confirmed,
             min(self.pace.present_s, STEP_S_MAX),
+            self.introductions.slice_bytes,
         )
 
     def set_params(self, layout: list[list[object]], start: tuple[str, str]) -> bool:
@@ -726,6 +526,7 @@ class Router:
         membership: gets the updates.
         parse: returns the messages of an update, given its sender, step and bytes; raises `MessageError` if they are
             not this exchange's.
+        largest_bytes: size of the largest message that this exchange has a use for.
 
     Attributes:
         node: as given.
@@ -737,6 +538,7 @@ class Router:
         node: Node,
         membership: Membership,
         parse: Callable[[NodeRun, int, memoryview], list[Message]],
+        largest_bytes: int,
     ) -> None:
         self.node = node
         self.lost: set[NodeRun] = set()
@@ -746,8 +548,13 @@ class Router:
         self._handlers: dict[int, Handler] = {
             Kind.UPDATE: self._add_update,
             Kind.NOTE: self._add_note,
+            Kind.SLICE: self._add_slice,
         }
-        self._unsent: deque[tuple[int, bytes, NodeRun | None]] = deque()
+        self._unsent: deque[Outgoing] = deque()
+        self._update: Outgoing | None = None  # a large one, on its way
+        peer_of = self._introductions.peer_of
+        self._slicer = Slicer(node, tag_of(Kind.SLICE, 0), peer_of, self._most_bytes)
+        self._assembler = Assembler(largest_bytes)
         self._peers: tuple[Peer, ...] = ()
         self._runs: dict[Peer, NodeRun] = {}  # of the connected peers
         # What was seen last, so that a step in which nobody comes or goes compares two tuples and nothing else.
@@ -773,41 +580,25 @@ class Router:
     ) -> None:
         """Queue a control message for all peers or for one, and send as much as there is space for."""
         # At once if possible: the caller may go off to compute while others wait for the message.
-        self._unsent.append((tag_of(kind, number), payload, receiver))
+        self._unsent.append(Outgoing(tag_of(kind, number), payload, receiver))
         self.flush()
 
-    def flush(self) -> bool:
-        """Send the queued messages; return whether none is left."""
-        while self._unsent:
-            tag, payload, receiver = self._unsent[0]
-            if not self._send_to(receiver, tag, payload):
-                return False
-            self._unsent.popleft()
-        return True
+    def flush(self, queue: deque[Outgoing] | None = None) -> bool:
+        """Send the queued messages, or those of another queue, while there is space; return whether none is left."""
+        return self._slicer.send_all(self._unsent if queue is None else queue)
 
-    def publish_parts(self, step: int, unsent: deque[tuple[NodeRun, bytes]]) -> bool:
-        """Send single nodes their parts of this node's update; return whether none is left.
+    def _most_bytes(self, outgoing: Outgoing) -> int:
+        """Return how many bytes of a message all its receivers take at once."""
+        # How much a peer takes is known once it has introduced itself, so an introduction must not need to know.
+        if outgoing.tag // TAG_NUMBERS == Kind.HELLO:
+            return LEAST_SLICE_BYTES
+        receivers = self._connected if outgoing.receiver is None else [outgoing.receiver]
+        return self._introductions.common_slice_bytes(receivers)
 
-        Raises:
-            TooLarge: the transport refuses the size.
-        """
-        while unsent:
-            owner, payload = unsent[0]
-            if not self._send_to(owner, tag_of(Kind.PART, step), payload):
-                return False
-            unsent.popleft()
-        return True
-
-    def _send_to(self, receiver: NodeRun | None, tag: int, payload: bytes) -> bool:
-        """Send a message to all peers or to one; return False without space."""
-        peer = None if receiver is None else self._introductions.peer_of(receiver)
-        try:
-            self.node.publish(payload, tag=tag, to=peer)
-        except WouldBlock:
-            return False
-        except NotConnected:
-            pass  # the peer has gone, and does not get the message
-        return True
+    @property
+    def slices(self) -> int:
+        """Number of slices sent and received so far: who waits for a large message sees that it goes on."""
+        return self._slicer.slices + self._assembler.slices
 
     def introduce(self, receiver: NodeRun | None = None) -> None:
         """Send this node's introduction to all peers or to one."""
@@ -828,7 +619,15 @@ class Router:
         if self._unsent and not self.flush():
             return None
         try:
-            return self.node.publish(payload, tag=step)
+            nbytes = len(payload) if isinstance(payload, bytes) else payload.nbytes
+            # Everybody takes a small message; what a larger one may have, the receivers have said.
+            is_small = nbytes <= LEAST_SLICE_BYTES
+            if is_small or nbytes <= self._introductions.common_slice_bytes(self._connected):
+                return self.node.publish(payload, tag=step)
+            # A step may be encoded again, after this node has joined again: slices of the earlier update are of no use.
+            if self._update is None or self._update.payload is not payload:
+                self._update = Outgoing(step, payload)
+            return self._slicer.send(self._update)
         except WouldBlock:
             return None
 
@@ -899,6 +698,8 @@ class Router:
             kind, number = divmod(tag, TAG_NUMBERS)
             sender = self._runs.get(peer) or self._introductions.register(peer)
             self._handle(sender, kind, number, payload)
+        if self._assembler.assemblies:
+            self._assembler.keep_only(self._connected)
         # A connection may break and come back between two calls, when the peer is connected again but what was under
         # way is lost. Such a member has to begin anew as well: ``broken`` remembers it.
         self.lost = self._membership.broken | (self._membership.members.keys() - self._connected)
@@ -933,7 +734,7 @@ class Router:
                 handler(sender, number, payload)
             return
         # Its updates would not parse, and an error must not stop the nodes that do fit.
-        if sender in self._introductions.incompatible:
+        if sender in self._introductions.incompatible and kind != Kind.SLICE:
             self._ignored += kind == Kind.UPDATE
             return
         try:
@@ -950,6 +751,15 @@ class Router:
             if not is_member:
                 address += " is no member, its message"
             _LOG.warning("%s is ignored: %s", address, error)
+
+    def _add_slice(self, sender: NodeRun, _: int, payload: memoryview) -> None:
+        kind, number = divmod(tag_of_slice(payload), TAG_NUMBERS)
+        # Of nodes that do not fit, nothing but their introductions counts, and nothing else is kept.
+        if kind != Kind.HELLO and sender in self._introductions.incompatible:
+            return
+        message = self._assembler.add(sender, kind, payload)
+        if message is not None and kind != Kind.SLICE:
+            self._handle(sender, kind, number, message)
 
     def _add_update(self, sender: NodeRun, step: int, payload: memoryview) -> None:
         membership = self._membership

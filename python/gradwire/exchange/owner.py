@@ -18,8 +18,9 @@ from ..codec import Encoder
 from ..errors import GradwireError, MessageError
 from ..message import Message, apply, apply_many, dense_message
 from ..partition import Part, Partition
-from .groups import Codec, Group, Groups
-from .protocol import NodeRun, PartUpdate
+from ..slices import Outgoing
+from .groups import Codec, Group, Groups, half_of_budget
+from .protocol import Kind, NodeRun, PartUpdate, tag_of
 
 __all__ = [
     "Accepted",
@@ -114,8 +115,9 @@ class Owner:
 def _owner_encoder(like: Encoder, numel: int, step: int) -> Encoder:
     """Return an encoder for an owner's share of a group, with the nodes' policy."""
     # An overflow of the sum must not stop all nodes, of which none could repair it: hence "skip".
+    policy = half_of_budget(like.policy) or like.policy
     encoder = Encoder(
-        numel, like.policy, like.shakeup, None, like.dtype, "cpu", like.key, "skip", like.threads
+        numel, policy, like.shakeup, None, like.dtype, "cpu", like.key, "skip", like.threads
     )
     encoder.load_state_dict({**encoder.state_dict(), "step": step, "changed_at": step})
     return encoder
@@ -157,7 +159,7 @@ class ShardedUpdate:
     parts: dict[NodeRun, PartUpdate]
     owner: Owner | None
     is_last: bool
-    unsent: deque[tuple[NodeRun, bytes]] = field(default_factory=deque)
+    unsent: deque[Outgoing] = field(default_factory=deque)
     accepted: list[PartUpdate] | None = None
     missing: set[NodeRun] = field(default_factory=set)
     scale: float = 1.0
@@ -309,7 +311,7 @@ class Sharding:
         # The largest first: if the transport refuses it, no other part was sent.
         for owner, part in sorted(sharded.parts.items(), key=lambda item: -item[1].nbytes):
             if owner != self._run:
-                sharded.unsent.append((owner, part.pack()))
+                sharded.unsent.append(Outgoing(tag_of(Kind.PART, step), part.pack(), owner))
         return sharded
 
     def withdraw(self, sharded: ShardedUpdate) -> None:

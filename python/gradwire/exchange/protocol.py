@@ -1,5 +1,7 @@
 """Everything that travels between exchanges, to and from bytes: kinds, tags, parts of updates, small JSON documents.
 
+`Introductions` keeps what the connected nodes have said about themselves, and whether they train the same.
+
 The top byte of a message's tag is the kind, the rest a number: for updates the step. The senders hold the cluster's
 secret; bytes that do not parse raise `MessageError` all the same.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import json
+import logging
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..agreement import Sketch
 from ..errors import MessageError
 from ..message import Message, parse_many
+from ..slices import LEAST_SLICE_BYTES, SLICE_BYTES
 from ..transport import Peer
 
 __all__ = [
@@ -24,6 +28,7 @@ __all__ = [
     "TAG_NUMBERS",
     "VERSIONS",
     "Hello",
+    "Introductions",
     "Kind",
     "NodeRun",
     "Note",
@@ -40,6 +45,8 @@ __all__ = [
     "tag_of",
     "unpack_relay",
 ]
+
+_LOG = logging.getLogger(__name__)
 
 VERSIONS = [7, 1]  # of this protocol, and of docs/message-format.md
 
@@ -73,6 +80,7 @@ class Kind(enum.IntEnum):
     REQUEST = 5  # asks for a snapshot
     SNAPSHOT = 6  # number: of the request; one part of the answer
     PART = 7  # number: step; the part of an update that its receiver owns
+    SLICE = 8  # a slice of a message that is larger than a node takes at once
 
 
 class Phase(str, enum.Enum):
@@ -186,6 +194,7 @@ class Hello:
         training: the identity of the sender's training; empty before the first one begins.
         is_confirmed: whether the sender has finished a step of that training, or comes from a checkpoint of it.
         step_s: time between the sender's last exchanges; 0: there were none.
+        slice_bytes: size of the largest message of the transport that the sender takes.
     """
 
     signature: dict[str, Any]
@@ -202,6 +211,7 @@ class Hello:
     training: str = ""
     is_confirmed: bool = False
     step_s: float = 0.0
+    slice_bytes: int = SLICE_BYTES
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
@@ -227,6 +237,7 @@ class Hello:
                 str(document["training"]),
                 bool(document["is_confirmed"]),
                 _read_seconds(document["step_s"]),
+                _read_slice_bytes(document["slice_bytes"]),
             ),
         )
 
@@ -351,6 +362,13 @@ def read_run(entry: Any) -> NodeRun:
     return NodeRun(read_number(node), read_number(incarnation))
 
 
+def _read_slice_bytes(value: Any) -> int:
+    nbytes = read_number(value)
+    if nbytes < LEAST_SLICE_BYTES:
+        raise ValueError(f"slices of {nbytes} bytes")
+    return nbytes
+
+
 def _read_team(entry: Any) -> tuple[int, int]:
     workers, averaged = map(int, entry)
     if not 1 <= averaged <= workers:
@@ -404,3 +422,224 @@ def _describe_difference(name: str, there: Any, here: Any) -> str:
         if theirs != ours
     )
     return f"{name}[{index}] {there[index]} there, {here[index]} here"
+
+
+# ---- what nodes have said about themselves ---------------------------------------------------------------------------
+
+
+class Introductions:
+    """What connected nodes have said about themselves, and whether they train the same.
+
+    Args:
+        me: this node.
+        names: of nodes by their ids, for messages.
+        signature: this node's run signature.
+        role: of this node.
+        slice_bytes: size of the largest message of the transport that this node takes.
+
+    Attributes:
+        slice_bytes: as given.
+        signature: as given, with the parameters' dtypes and shapes once they are known.
+        start: digests of the initial parameters and of the initial residual, see `Hello`.
+        workers: the nodes that own no parameters in the sharded exchange.
+        hellos: the latest introduction of every connected node.
+        incompatible: the nodes among them that train something else, and how they differ.
+        teams: of this node and of those that have introduced themselves, see `Hello`.
+        training: identity of this node's training, see `Hello`.
+        is_confirmed: as there.
+        superseded: the reason why this node must not go on: its run was started again without it; or empty.
+    """
+
+    def __init__(
+        self,
+        me: Peer,
+        names: Mapping[int, str],
+        signature: dict[str, Any],
+        role: str,
+        slice_bytes: int,
+    ) -> None:
+        self.signature = signature
+        self.start = ("", "")
+        self.hellos: dict[NodeRun, Hello] = {}
+        self.incompatible: dict[NodeRun, str] = {}
+        self._me = me
+        self._names = names
+        self._ignored: set[NodeRun] = set()
+        self._peers: dict[NodeRun, Peer] = {run_of(me): me}
+        self._reasons: dict[NodeRun, str] = {}  # why connections ended
+        self.workers: set[NodeRun] = {run_of(me)} if role == "worker" else set()
+        self.teams: dict[NodeRun, tuple[int, int]] = {run_of(me): (1, 1)}
+        self.training = ""
+        self.is_confirmed = False
+        self.superseded = ""
+        self._judge: Callable[[NodeRun, Hello], str] = lambda *_: ""
+        self._excluded: dict[NodeRun, str] = {}
+        self.slice_bytes = slice_bytes
+        self._slice_bytes_of: dict[NodeRun, int] = {}
+
+    # ---- identities --------------------------------------------------------------------------------------------------
+
+    def register(self, peer: Peer) -> NodeRun:
+        """Remember a node's address; return its identity."""
+        run = run_of(peer)
+        self._peers[run] = peer
+        return run
+
+    def peer_of(self, run: NodeRun) -> Peer:
+        """Return a node, without its address if this node has never met it."""
+        return self._peers.get(run) or Peer(*run, "unknown address")
+
+    def name_of(self, run: NodeRun) -> str:
+        """Return a node's rank, if that is known, and its address."""
+        name = self._names.get(run.id)
+        address = self.peer_of(run).address
+        return f"{name} ({address})" if name else address
+
+    def describe(self, runs: Iterable[NodeRun]) -> str:
+        """Name several nodes."""
+        return ", ".join(map(self.name_of, runs))
+
+    def describe_departed(self, runs: Iterable[NodeRun] | None = None) -> str:
+        """Name nodes that are gone, each with the reason; None: all whose connection ended."""
+        return ", ".join(
+            f"{self.name_of(run)} {self._reasons.get(run, 'is gone')}"
+            for run in (self._reasons if runs is None else runs)
+        )
+
+    def has_finished(self, run: NodeRun) -> bool:
+        """Return whether a node has said that it leaves."""
+        return self._reasons.get(run) == "finished"
+
+    def add_workers(self, runs: Iterable[NodeRun]) -> None:
+        """Remember nodes that own no parameters, of which other nodes have said so."""
+        self.workers.update(runs)
+
+    def set_team(self, team: tuple[int, int]) -> bool:
+        """Note the workers of this node's machine, see `Hello`; return whether they are others than before."""
+        run = run_of(self._me)
+        is_new = self.teams[run] != team
+        self.teams[run] = team
+        return is_new
+
+    def common_slice_bytes(self, runs: Iterable[NodeRun]) -> int:
+        """Return the size of the largest message of the transport that these nodes and this one take."""
+        known = self._slice_bytes_of
+        return min([self.slice_bytes, *[known[run] for run in runs if run in known]])
+
+    # ---- trainings ---------------------------------------------------------------------------------------------------
+
+    def set_judge(self, judge: Callable[[NodeRun, Hello], str]) -> None:
+        """Ask a function of every introduction why its sender takes part in another training; empty: it does not."""
+        self._judge = judge
+
+    def take_part(self, training: str, *, is_confirmed: bool) -> None:
+        """Take part in a training from now on; empty: in none yet."""
+        self.training = training
+        self.is_confirmed = is_confirmed
+        self.compare_all()
+
+    def confirm(self) -> None:
+        """Note that a step of the training is finished: from now on this node takes part in no other."""
+        self.is_confirmed = True
+
+    def supersede(self, reason: str) -> None:
+        """Note why this node must not go on."""
+        self.superseded = self.superseded or reason
+
+    def is_replaced(self, run: NodeRun) -> bool:
+        """Return whether a later run of the same node is here."""
+        others = (run_of(self._me), *self.hellos)
+        return any(run.id == other.id and run < other for other in others)
+
+    # ---- introductions -----------------------------------------------------------------------------------------------
+
+    def read(self, run: NodeRun, payload: memoryview) -> tuple[Hello, Hello | None]:
+        """Keep a node's introduction; return it and the one before, None if that was incompatible."""
+        try:
+            hello = Hello.decode(payload)
+        except MessageError:
+            # An introduction that cannot be read still has a version, which tells the user what is wrong.
+            hello = Hello.of_another_version(payload)
+        before = None if run in self.incompatible else self.hellos.get(run)
+        self.hellos[run] = hello
+        self.teams[run] = hello.team
+        self._slice_bytes_of[run] = hello.slice_bytes
+        if hello.role == "worker":
+            self.workers.add(run)
+        if hello.phase is Phase.LEAVING:
+            self._reasons[run] = "finished"
+        elif before is None:
+            self._reasons.pop(run, None)  # the node is back
+        self._compare(run, hello)
+        return hello, before
+
+    def set_params(self, layout: list[list[object]], start: tuple[str, str]) -> bool:
+        """Add the dtypes and shapes of the parameters to the signature; return whether anything has changed."""
+        if (self.signature["params"], self.start) == (layout, start):
+            return False
+        self.start = start
+        self.signature["params"] = layout
+        self.compare_all()
+        return True
+
+    def compatible(self, phase: Phase | None = None) -> dict[NodeRun, Hello]:
+        """Return the introductions of nodes that train the same, without observers: of all, or of those in a phase."""
+        return {
+            run: hello
+            for run, hello in self.hellos.items()
+            if phase in (None, hello.phase)
+            and run not in self.incompatible
+            and hello.role != "observer"
+        }
+
+    def ignore(self, origins: Iterable[NodeRun]) -> None:
+        """Take nodes for incompatible while they take part in trainings that these nodes began."""
+        self._ignored.update(origins)
+
+    @property
+    def misfits(self) -> int:
+        """Number of connected nodes that train something else; those that end an earlier training do not count."""
+        return sum(self.hellos[run].origin not in self._ignored for run in self.incompatible)
+
+    def exclude(self, run: NodeRun, reason: str) -> None:
+        """Take a node for incompatible until its process is started again."""
+        self._excluded[run] = reason
+        self._reasons[run] = "was excluded"
+        self._compare(run, self.hellos[run])
+
+    def describe_incompatible(self) -> str:
+        """Describe every connected node that trains something else."""
+        return "; ".join(text for _, text in sorted(self.incompatible.items()))
+
+    def forget(self, run: NodeRun, reason: str | None) -> None:
+        """Forget what was said on a connection that has ended: the next one begins with an introduction."""
+        if reason is not None:
+            self._reasons.setdefault(run, reason)
+        self.hellos.pop(run, None)
+        self.incompatible.pop(run, None)
+
+    def compare_all(self) -> None:
+        """Compare all introductions with this node again, which has changed."""
+        for run, hello in self.hellos.items():
+            self._compare(run, hello)
+
+    def _compare(self, run: NodeRun, hello: Hello) -> None:
+        before = self.incompatible.pop(run, None)
+        # The next training of the same processes: this one is ahead, and must not join the one that it has finished.
+        if hello.origin in self._ignored:
+            text = (
+                f"{self.name_of(run)} still takes part in a training that this process has finished"
+            )
+            self.incompatible[run] = text
+            if before is None:
+                _LOG.info("%s; this node waits for it", text)
+            return
+        difference = self._excluded.get(run) or difference_of(hello.signature, self.signature)
+        difference = difference or self._judge(run, hello)
+        if difference:
+            there = self.peer_of(run).address
+            here = self._me.address
+            text = f"{there} and this node ({here}) do not fit: {difference}"
+            self.incompatible[run] = text
+            if before is None:
+                _LOG.warning("%s; its messages are ignored", text)

@@ -280,7 +280,7 @@ class Step:
         try:
             if pending.sharded is not None:
                 # Parts go before the result, so an owner has a node's part when it sees the node's result.
-                if not self._router.publish_parts(pending.step, pending.sharded.unsent):
+                if not self._router.flush(pending.sharded.unsent):
                     return frozenset()
                 lost = self._router.lost | self._membership.departing.keys()
                 missing = self._replica.prepare(pending, lost)
@@ -311,9 +311,15 @@ class Step:
         # so the first timeout of an owner's result suspects nobody.
         is_patient = pending.sharded is not None
         poll_s = 0.0
+        slices = self._router.slices
         while True:
             needed = self._publish(pending)
             self._join.poll(poll_s)
+            # A large message may take longer than that on a slow link: as long as parts of it come and go, nobody is
+            # silent.
+            if self._router.slices != slices:
+                slices = self._router.slices
+                deadline_s = clock.now_s() + timeout_s
             if membership.phase is Phase.JOINING:
                 raise LeftBehind
             # ``needed`` holds up this node's own message, ``missing`` the end of the step.

@@ -282,7 +282,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         A second call does nothing.
 
         Raises:
-            WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.leave``.
+            WouldBlock, TimeoutError, MessageError, Closed: as ``Exchange.leave``.
         """
         if self._has_joined and not self._is_closed:
             with self._staged() as memory:
@@ -344,7 +344,7 @@ class SharedOptimizer(torch.optim.Optimizer):
                 optimiser made parameters NaN or infinite, and its update is reverted.
             RuntimeError: inside ``shared_parameters``.
             ValueError: a parameter was added past ``add_param_group``, or is of another kind than when it was shared.
-            WouldBlock, TimeoutError, MessageError, TooLarge, Closed: as ``Exchange.step_moved``; or the optimiser was
+            WouldBlock, TimeoutError, MessageError, Closed: as ``Exchange.step_moved``; or the optimiser was
                 closed.
         """
         self._check_open()

@@ -51,9 +51,8 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         offload: use GSO and GRO where the system has them.
 
     Attributes:
-        address: the "host:port" at which others can reach this node.
-        id: this node's identity.
-        peer: this node as its peers see it.
+        address, limits: the "host:port" at which others can reach this node; bounds and timers.
+        id, peer: this node's identity; this node as its peers see it.
         names: names of the run's nodes by id, for error messages; from the launcher, see `from_env`.
         expected_peers: number of other nodes in the run; None: as many as there are addresses.
 
@@ -111,7 +110,8 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             name=f"{self.address} (with {self._secret_name})",
         )
         parse = partial(addressing.parse_numeric, like=chosen)
-        self._endpoint = Endpoint(local, limits or Limits(), on_lag=on_lag, parse=parse)
+        self.limits = limits or Limits()
+        self._endpoint = Endpoint(local, self.limits, on_lag=on_lag, parse=parse)
         self.id = local.node_id
         self.names: dict[int, str] = {}
         self.expected_peers: int | None = None
