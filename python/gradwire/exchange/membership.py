@@ -560,6 +560,7 @@ class Router:
         # What was seen last, so that a step in which nobody comes or goes compares two tuples and nothing else.
         self._connected: frozenset[NodeRun] = frozenset()
         self._introduced: set[NodeRun] = set()
+        self._slice_bytes = self._introductions.slice_bytes  # that all connected nodes take
         self._ignored = 0  # updates of nodes that are no members
         self._held: list[tuple[NodeRun, memoryview]] | None = None
         self._held_step = 0
@@ -620,9 +621,7 @@ class Router:
             return None
         try:
             nbytes = len(payload) if isinstance(payload, bytes) else payload.nbytes
-            # Everybody takes a small message; what a larger one may have, the receivers have said.
-            is_small = nbytes <= LEAST_SLICE_BYTES
-            if is_small or nbytes <= self._introductions.common_slice_bytes(self._connected):
+            if nbytes <= self._slice_bytes:
                 return self.node.publish(payload, tag=step)
             # A step may be encoded again, after this node has joined again: slices of the earlier update are of no use.
             if self._update is None or self._update.payload is not payload:
@@ -712,6 +711,7 @@ class Router:
         self._runs = {peer: self._introductions.register(peer) for peer in peers}
         self._connected = frozenset(self._runs.values())
         self._introduced &= self._connected
+        self._slice_bytes = self._introductions.common_slice_bytes(self._connected)
         # Every connection begins with an introduction, also one that replaces a lost connection of the same node.
         for run in sorted(self._connected - self._introduced):
             self._introduced.add(run)
@@ -732,6 +732,7 @@ class Router:
         if kind == Kind.HELLO:
             if not self._hold(sender, payload):
                 handler(sender, number, payload)
+                self._slice_bytes = self._introductions.common_slice_bytes(self._connected)
             return
         # Its updates would not parse, and an error must not stop the nodes that do fit.
         if sender in self._introductions.incompatible and kind != Kind.SLICE:
