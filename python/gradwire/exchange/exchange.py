@@ -153,6 +153,12 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         return self._replica.step
 
     @property
+    def step_number(self) -> int:
+        """Number of the next step of the training, counted from 0: local steps (``every``) are steps, too."""
+        taken = self._replica.step + (self._replica.pending is not None)
+        return taken * self._options.every + self._replica.local_steps
+
+    @property
     def agreement(self) -> Agreement:
         """How far the nodes' updates agree, once it is started; it has the factor of an adaptive optimiser."""
         return self._replica.agreement

@@ -270,6 +270,7 @@ class Join:
             raise RuntimeError("this exchange has left")
         wait = clock.Wait("this node joins", self._options.timeout_s)
         pace = Pace()
+        comes_late = membership.phase is not membership.destination
         while membership.phase is not membership.destination:
             if membership.phase is Phase.JOINING:
                 if not introductions.compatible() and any(
@@ -299,6 +300,12 @@ class Join:
                     f"this node did not come in within {wait.silence_s:g} s of the last progress, "
                     f"from {len(hellos)} members that it sees"
                 )
+        if comes_late and self._options.role != "observer":
+            _LOG.warning(
+                "this node comes in late, at step %d of the training: let schedules and data go on from there "
+                "(step_number)",
+                self._replica.step * self._options.every,
+            )
         # Of a checkpoint: what this node kept as an owner is its residual where another node owns the part now.
         self._replica.add_late_parts(params)
 

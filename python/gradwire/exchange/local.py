@@ -84,6 +84,7 @@ class _Outcome:
     result: Any
     error: BaseException | None
     next_step: int
+    step_number: int
     members: tuple[Peer, ...]
     total_workers: int
     stats: ExchangeStats
@@ -543,6 +544,10 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self._equalizes = False
         self.agreement = Agreement() if exchange is None else exchange.agreement
         self._written: Arrays = []  # by the caller, since the last call
+        self._is_loaded = False
+        self._loaded_step = (
+            0  # number of the next step of a checkpoint, where the leader has the rest
+        )
 
     @property
     def rank(self) -> int:
@@ -570,6 +575,13 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         if self.exchange is not None:
             return self.exchange.next_step
         return 0 if self._outcome is None else self._outcome.next_step
+
+    @property
+    def step_number(self) -> int:
+        """See `Exchange.step_number`; before the first call that of the checkpoint that was loaded."""
+        if self.exchange is not None:
+            return self.exchange.step_number
+        return self._loaded_step if self._outcome is None else self._outcome.step_number
 
     @property
     def members(self) -> tuple[Peer, ...]:
@@ -684,14 +696,31 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         return list(map(np.array_equal, arrays, self.team.params))
 
     def state_dict(self, params: Any = None) -> dict[str, Any]:  # noqa: ARG002  (as Exchange.state_dict)
-        """See `Exchange.state_dict`: the leader's; empty for the others."""
+        """See `Exchange.state_dict`: the leader's; of the others only the number of the next step."""
         # The machine's updates go to the residual and not through the parameters, so the residual is kept bit for bit.
-        return {} if self.exchange is None else self.exchange.state_dict()
+        if self.exchange is not None:
+            return self.exchange.state_dict()
+        return {"step_number": self.step_number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Exchange.load_state_dict`: for the leader; the others have nothing to load."""
+        """See `Exchange.load_state_dict`.
+
+        Raises:
+            ValueError: as there; or the state is the leader's, and this worker is another, or the other way round.
+            RuntimeError: this worker has begun.
+        """
+        if self._call is not None:
+            raise RuntimeError("this exchange has begun: load the state into a new one")
+        if (self.exchange is None) == ("encoders" in state):
+            raise ValueError(
+                f"this is rank {self.rank} of {self.workers} on its machine, and the state is of "
+                f"{'rank 0' if 'encoders' in state else 'another rank'}: every rank loads the state that it has saved"
+            )
         if self.exchange is not None:
             self.exchange.load_state_dict(state)
+        else:
+            self._loaded_step = int(state["step_number"])
+        self._is_loaded = True
 
     def _call_together(
         self,
@@ -734,6 +763,13 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         # joined late.
         if outcome.state_file and not leads and (self._call is None or _is_late(outcome.result)):
             team.take_state(as_state(state), outcome.state_file)
+        if self._call is None and call > 1 and outcome.error is None:
+            _LOG.warning(
+                "rank %d of this machine comes in late, at step %d of the training: let schedules and data go on from "
+                "there (step_number)",
+                self.rank,
+                outcome.step_number,
+            )
         self._call = call
         targets = team.params if params is None else writable_views(params)
         # A caller may train on the team's memory itself, which needs no copy.
@@ -775,6 +811,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
                 result,
                 error,
                 exchange.next_step,
+                exchange.step_number,
                 exchange.members,
                 exchange.total_workers,
                 exchange.stats,

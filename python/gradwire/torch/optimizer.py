@@ -265,7 +265,19 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._local = [], []
         self._has_joined = True
         self._marks = self._mark()
+        if self.step_number:
+            # Steps were taken, elsewhere or before: torch need not warn of a schedule that is brought to this step.
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return joined
+
+    @property
+    def step_number(self) -> int:
+        """Number of the training's next step, counted from 0, as ``join()`` or a loaded checkpoint has made it known.
+
+        Where learning-rate schedules and data have to go on: in a process that comes late, or comes back, it is the
+        others' step. Local steps (``every``) are steps, too. Nodes in asynchronous mode count their own steps.
+        """
+        return self.exchange.step_number
 
     def resync(self) -> Joined:
         """Take parameters, step and shared optimiser state from another node again, for instance after `Diverged`.
