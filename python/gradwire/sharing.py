@@ -154,7 +154,7 @@ class Training:
             if self._node is not None:
                 self._node.close(0.0 if has_failed else 5.0)
             if team is not None:
-                team.close()
+                team.close(has_failed=has_failed)
         # After an error the process may come back into the same training.
         if self._run is not None and not has_failed and (has_begun or origin is not None):
             self._finished[self._run].append(origin)
@@ -563,6 +563,7 @@ class TrainingMaker:
             rank=self._rank,
             reduction=self._checked.reduction,
             timeout_s=self._checked.longest_start_s,
+            needs_all=self._place.launcher == "torchrun",
         )
 
     def _exchange(

@@ -155,8 +155,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
     @property
     def step_number(self) -> int:
         """Number of the next step of the training, counted from 0: local steps (``every``) are steps, too."""
-        taken = self._replica.step + (self._replica.pending is not None)
-        return taken * self._options.every + self._replica.local_steps
+        return resume_number(self) + (self._options.every if self._replica.pending else 0)
 
     @property
     def agreement(self) -> Agreement:
@@ -518,7 +517,8 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         the ``params`` of ``step_moved``, ``apply_residual`` makes the residual their difference to the shared ones.
         """
         training = self._membership.introductions.training
-        return checkpoint.state_of(self._replica, training, params)
+        state = checkpoint.state_of(self._replica, training, params)
+        return {**state, "step_number": resume_number(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, before the first step.
@@ -531,6 +531,12 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             raise RuntimeError("this exchange has begun: load the state into a new one")
         checkpoint.load_state(state, self._replica)
         self._start.load_training(state["training"])
+
+
+def resume_number(exchange: Exchange) -> int:
+    """Return the number of the step with which ``state_dict`` goes on: it puts an unfinished step's message back."""
+    replica = exchange._replica
+    return replica.step * exchange._options.every + replica.local_steps
 
 
 # ---- one exchange after another --------------------------------------------------------------------------------------

@@ -368,7 +368,9 @@ class Join:
         """Ask for a snapshot, or load the one that has arrived."""
         members = self._trainings.joinable()
         # With ``min_members`` no step is taken alone.
-        if not members and self._options.min_members == 1 and self._trainings.has_to_resume:
+        workers, _ = self._membership.teams[0]
+        is_enough = workers >= self._options.min_members
+        if not members and is_enough and self._trainings.has_to_resume:
             self._resume(params, optimizer_state)
         elif self._recipient.donor not in members:
             self._ask(members, params)
