@@ -714,7 +714,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
     def held(self, params: Any) -> list[bool]:
         """See `Exchange.held`."""
         arrays = writable_views(params)
-        if self.team.is_closed:
+        if self.team.is_closed or not self.team.is_attached:
             return [False] * len(arrays) if self.exchange is None else self.exchange.held(arrays)
         return list(map(np.array_equal, arrays, self.team.params))
 
