@@ -221,7 +221,6 @@ torch.save(model.state_dict(), Path(sys.argv[1]) / f"alone-{made.global_rank}.pt
 if len(sys.argv) > 3:
     (Path(sys.argv[1]) / "end.ckpt.rank1").unlink(missing_ok=True)
     made.strategy.barrier()
-    made.fit_loop.max_steps = 9
     made.fit(model, torch.utils.data.DataLoader(torch.ones(16, 4)), ckpt_path=Path(sys.argv[1]) / "end.ckpt")
 """
 
