@@ -138,10 +138,10 @@ def share(
     return shared
 
 
-def _look_for_ddp(optimizer: SharedOptimizer) -> None:
+def _look_for_ddp(shared: SharedOptimizer) -> None:
     """Warn in the first step if DistributedDataParallel has wrapped the model meanwhile, as frameworks do."""
 
-    def look(*_: object) -> None:
+    def look(optimizer: SharedOptimizer, *_: object) -> None:
         handle.remove()
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return
@@ -160,7 +160,7 @@ def _look_for_ddp(optimizer: SharedOptimizer) -> None:
                 )
                 return
 
-    handle = optimizer.register_step_pre_hook(look)
+    handle = shared.register_step_pre_hook(look)
 
 
 def _named(
