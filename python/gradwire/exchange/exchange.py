@@ -112,6 +112,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
     workers = 1
     present = 1
     takes_devices = True
+    step_number = property(lambda self: _step_number(self))
 
     def __init__(
         self, enc: Encoder | Groups, node: Node, **options: Unpack[ExchangeOptions]
@@ -151,11 +152,6 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
     def next_step(self) -> int:
         """Number of the next exchange, counted from 0: with ``every``, that of the steps that send."""
         return self._replica.step
-
-    @property
-    def step_number(self) -> int:
-        """Number of the next step of the training, counted from 0: local steps (``every``) are steps, too."""
-        return resume_number(self) + (self._options.every if self._replica.pending else 0)
 
     @property
     def agreement(self) -> Agreement:
@@ -516,8 +512,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         goes on bit for bit. The message of an unfinished step is put back into the residual, so nothing is lost. With
         the ``params`` of ``step_moved``, ``apply_residual`` makes the residual their difference to the shared ones.
         """
-        training = self._membership.introductions.training
-        state = checkpoint.state_of(self._replica, training, params)
+        state = checkpoint.state_of(self._replica, self._membership.introductions.training, params)
         return {**state, "step_number": resume_number(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -531,6 +526,12 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             raise RuntimeError("this exchange has begun: load the state into a new one")
         checkpoint.load_state(state, self._replica)
         self._start.load_training(state["training"])
+
+
+def _step_number(exchange: Exchange) -> int:
+    """Return the number of the training's next step, counted from 0: local steps (``every``) are steps, too."""
+    is_open = exchange._replica.pending is not None
+    return resume_number(exchange) + (exchange._options.every if is_open else 0)
 
 
 def resume_number(exchange: Exchange) -> int:

@@ -603,7 +603,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
     def step_number(self) -> int:
         """See `Exchange.step_number`; before the first call that of the checkpoint that was loaded."""
         if self.exchange is not None:
-            return self.exchange.step_number
+            return int(self.exchange.step_number)
         return self._loaded_step if self._outcome is None else self._outcome.step_number
 
     @property
